@@ -1,9 +1,13 @@
-"""Configurations: frozen dataclasses whose fields say what values they take, readable from and written to JSON."""
+"""Configurations: frozen dataclasses whose fields describe their values, readable from and written to JSON.
+
+A field's ``setting`` is the only place where its default, range, choices, unit, help and option name are written: the
+command line, JSON, ``--help`` and the tables of ``docs/configuration.md`` are made from it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from math import isfinite
@@ -11,20 +15,43 @@ from types import NoneType, UnionType
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
 from spmd_engine.errors import UsageError, one_of
+from spmd_engine.units import BYTES, SECONDS, bytes_of, exact_bytes, seconds_of
 
 
 def setting(
     default: Any,
     *,
+    help: str = "",
     least: float | None = None,
     most: float | None = None,
     below: float | None = None,
     choices: Iterable[str] | None = None,
+    unit: str | None = None,
+    read: Callable[[str], Any] | None = None,
+    unset: str | None = None,
+    option: str | None = "",
+    old_names: tuple[str, ...] = (),
+    metavar: str | None = None,
+    prefix: str | None = None,
+    fixed: bool = False,
+    of_images: Any = None,
 ) -> Any:
-    """A field with a default and the values it takes: numbers from ``least`` to ``most``, or ``below`` a limit, or one
-    of ``choices``."""
-    takes = {"least": least, "most": most, "below": below, "choices": tuple(choices) if choices else None}
-    return field(default=default, metadata={name: value for name, value in takes.items() if value is not None})
+    """A field with a default, the values that it takes, and how users see it.
+
+    Numbers range from ``least`` to ``most``, or lie ``below`` a limit; texts are one of ``choices``. With a ``unit``,
+    BYTES or SECONDS, a text such as "2GiB" is a value, too; ``read`` converts any other text. ``unset`` says what None,
+    or an option that is not given, stands for.
+
+    ``option`` is the name on the command line and among the keywords of ``with_options``, by default the field's; with
+    None, the field is no option of the command line. ``old_names`` are accepted there and not listed. The fields of a
+    nested configuration are options of their own, with ``prefix`` before their names, unless its ``option`` is None. A
+    ``fixed`` field cannot change when a run resumes. ``of_images`` is the default for models of images.
+    """
+    given = locals()
+    about = {name: given[name] for name in given if name != "default" and given[name] not in (None, "", ())}
+    if choices is not None:
+        about["choices"] = tuple(choices)
+    return field(default=default, metadata=about if option is not None else about | {"option": None})
 
 
 _types = cache(get_type_hints)  #: which compiles each annotation, a fifth of a millisecond for a class
@@ -35,14 +62,13 @@ class Configuration:
     """Base of frozen dataclasses that are checked when they are made: each value by its field's type and ``setting``.
 
     Raises UsageError, in one line that names the field, for a wrong type or a value out of range. A whole number is
-    taken for a float; nothing else is converted.
+    converted to a float, and a text as the field's ``setting`` says; nothing else is converted.
     """
 
     def __post_init__(self) -> None:
         types = _types(type(self))
         for each in fields(self):
-            value = getattr(self, each.name)
-            value = _fitting(each.name, value, types[each.name])
+            value = _fitting(each.name, _read(each.name, getattr(self, each.name), each.metadata), types[each.name])
             _check_range(each.name, value, each.metadata)
             object.__setattr__(self, each.name, value)
 
@@ -71,7 +97,7 @@ class Configuration:
         for name, value in content.items():
             section = _configuration(types[name])
             if section and value is not None:
-                usual = default_of(cls, name)
+                usual = next(each.default for each in fields(cls) if each.name == name)
                 value = section.from_json(value, f"{where}: {name}", usual if isinstance(usual, section) else None)
             values[name] = value
         try:
@@ -84,13 +110,55 @@ class Configuration:
             raise UsageError(f"{where}: the field {missing[0]!r} is missing") from None
 
 
-def default_of(configuration: type[Configuration], name: str) -> Any:
-    """The default of a field."""
-    return next(each.default for each in fields(configuration) if each.name == name)
+@dataclass(frozen=True)
+class ConfigField:
+    """A field of a configuration, or of one nested in it, as an option."""
+
+    name: str  #: with underscores
+    path: tuple[str, ...]  #: of fields that lead to it
+    kind: Any  #: the type of its values other than None
+    default: Any
+    about: Mapping[str, Any]  #: what ``setting`` was given
+
+    @property
+    def is_option(self) -> bool:
+        """Whether the command line has it."""
+        return "help" in self.about and self.about.get("option", "") is not None and not is_dataclass(self.kind)
+
+    def read(self, value: Any) -> Any:
+        """The value that a text stands for."""
+        return _read(self.name, value, self.about)
+
+    def text(self, value: Any) -> str:
+        """A value as the command line has it; of None, what it stands for."""
+        if value is None:
+            return self.about.get("unset", "")
+        if self.about.get("unit") == BYTES:
+            return exact_bytes(value)
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        return f"{value:g}s" if self.about.get("unit") == SECONDS else str(value)
+
+
+@cache
+def settings_of(configuration: type[Configuration]) -> dict[str, ConfigField]:
+    """The fields of a configuration and of those nested in it, by their names as options."""
+    return {each.name: each for each in _settings(configuration(), (), "")}
+
+
+def _settings(usual: Configuration, path: tuple[str, ...], prefix: str) -> Iterator[ConfigField]:
+    types = _types(type(usual))
+    for each in fields(usual):
+        about, where = each.metadata, (*path, each.name)
+        section, kind = _configuration(types[each.name]), _without_none(types[each.name])
+        name = about.get("option") or prefix + each.name
+        yield ConfigField(name, where, kind, getattr(usual, each.name), about)
+        if section and about.get("option", "") is not None:
+            yield from _settings(section_of(usual, each.name), where, about.get("prefix", ""))
 
 
 def section_of(configuration: Configuration, name: str) -> Configuration:
-    """A nested configuration; where there is none, the one that its type has by default."""
+    """A nested configuration, or the default one of its type where the field is None."""
     section = getattr(configuration, name)
     if section is None:
         section = _configuration(_types(type(configuration))[name])()
@@ -105,6 +173,22 @@ def _configuration(kind: Any) -> type[Configuration] | None:
     return None
 
 
+def _without_none(kind: Any) -> Any:
+    """``int`` for ``int | None``."""
+    if get_origin(kind) in (Union, UnionType):
+        (kind,) = (each for each in get_args(kind) if each is not NoneType)
+    return kind
+
+
+def _read(name: str, value: Any, about: Mapping[str, Any]) -> Any:
+    """The value that a text stands for in a field with a unit, or with a way to read texts."""
+    if not isinstance(value, str) or not ({"unit", "read"} & about.keys()):
+        return value
+    if "read" in about:
+        return about["read"](value)
+    return bytes_of(value, name, least=0) if about["unit"] == BYTES else seconds_of(value, name)
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Configuration):
         return value.as_json()
@@ -113,9 +197,9 @@ def _plain(value: Any) -> Any:
 
 def _fitting(name: str, value: Any, kind: Any) -> Any:
     """``value`` as a field of type ``kind`` has it."""
-    if get_origin(kind) in (Union, UnionType):
-        inner = [each for each in get_args(kind) if each is not NoneType]
-        return None if value is None else _fitting(name, value, inner[0])
+    if value is None and kind != _without_none(kind):
+        return None
+    kind = _without_none(kind)
     if get_origin(kind) is not None:  # Mapping[str, int]
         if not isinstance(value, Mapping) or any(type(size) is not int for size in value.values()):
             raise UsageError(f"{name} is {value!r}: it must map names to whole numbers")
@@ -123,21 +207,26 @@ def _fitting(name: str, value: Any, kind: Any) -> Any:
     if kind is float and type(value) is int:
         return float(value)
     if not isinstance(value, kind) or kind in (int, float) and type(value) is bool:
-        said = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-        raise UsageError(f"{name} is {value!r}: it must be {said.get(kind, kind.__name__)}")
+        raise UsageError(f"{name} is {value!r}: it must be {_KINDS.get(kind, kind.__name__)}")
     return value
 
 
-def _check_range(name: str, value: Any, takes: Mapping[str, Any]) -> None:
+_KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def _check_range(name: str, value: Any, about: Mapping[str, Any]) -> None:
     if value is None:
         return
-    if "choices" in takes and value not in takes["choices"]:
-        raise UsageError(f"{name} is {value!r}; {one_of(value, takes['choices'])}")
+    if "choices" in about and value not in about["choices"]:
+        raise UsageError(f"{name} is {value!r}; {one_of(value, about['choices'])}")
     if isinstance(value, float) and not isfinite(value):
         raise UsageError(f"{name} is {value}: it must be finite")
-    least, most, below = takes.get("least"), takes.get("most"), takes.get("below")
+    least, most, below = about.get("least"), about.get("most"), about.get("below")
     if least is not None and value < least or most is not None and value > most or below is not None and value >= below:
-        limits = [f"from {least}"] if least is not None else []
-        limits += [f"to {most}"] if most is not None else []
-        limits += [f"below {below}"] if below is not None else []
-        raise UsageError(f"{name} is {value}: it must be {' '.join(limits)}")
+        raise UsageError(f"{name} is {value}: it must be {range_of(about)}")
+
+
+def range_of(about: Mapping[str, Any]) -> str:
+    """The range of a field in words: "from 0 to 3"; empty without limits."""
+    limits = {"least": "from", "most": "to", "below": "below"}
+    return " ".join(f"{word} {about[limit]}" for limit, word in limits.items() if limit in about)

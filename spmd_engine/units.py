@@ -6,24 +6,53 @@ import re
 
 from spmd_engine.errors import UsageError
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+BYTES, SECONDS = "bytes", "seconds"
+_BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BYTES |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_SECONDS = {"S": 1.0, "MS": 1e-3, "US": 1e-6, "NS": 1e-9, "MIN": 60.0, "H": 3600.0}
+_QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
-def bytes_of(text: str, where: str = "memory") -> int:
-    """Bytes of ``"2GiB"``, ``"1.5 GB"`` or ``"1000000"``; raises UsageError for anything else, and for none.
+def bytes_of(text: str, where: str = "memory", least: int = 1) -> int:
+    """Bytes of ``"2GiB"``, ``"1.5 GB"`` or ``"1000000"``; raises UsageError for anything else, and below ``least``.
 
     >>> bytes_of("2GiB"), bytes_of("1.5kb")
     (2147483648, 1500)
     """
-    found = _SIZE.fullmatch(text)
-    if not found or (found[2].upper() or "B") not in _UNITS:
-        raise UsageError(f"{where}: cannot read {text!r} as bytes; write it as in 2GiB or 500MB")
-    size = round(float(found[1]) * _UNITS[found[2].upper() or "B"])
-    if size < 1:
-        raise UsageError(f"{where} is {text}: it must be above 0")
-    return size
+    size = _quantity(text, where, _BYTES, "bytes; write it as in 2GiB or 500MB")
+    if size > 1 << 62:
+        raise UsageError(f"{where} is {text}: that is more bytes than any memory has")
+    if round(size) < least:
+        raise UsageError(f"{where} is {text}: it must be {f'from {least}' if least != 1 else 'above 0'}")
+    return round(size)
+
+
+def seconds_of(text: str, where: str = "time") -> float:
+    """Seconds of ``"30s"``, ``"100 ms"``, ``"2min"`` or ``"1.5"``; raises UsageError for anything else.
+
+    >>> seconds_of("100ms"), seconds_of("2min"), seconds_of("1.5")
+    (0.1, 120.0, 1.5)
+    """
+    return _quantity(text, where, _SECONDS, "seconds; write it as in 30s or 100ms")
+
+
+def _quantity(text: str, where: str, units: dict[str, float], wanted: str) -> float:
+    found = _QUANTITY.fullmatch(text)
+    if not found or found[2] and found[2].upper() not in units:
+        raise UsageError(f"{where}: cannot read {text!r} as {wanted}")
+    return float(found[1]) * units.get(found[2].upper(), 1)
+
+
+def exact_bytes(count: int) -> str:
+    """Bytes in the largest binary unit of which they are a multiple, as ``bytes_of`` reads them.
+
+    >>> exact_bytes(32 << 20), exact_bytes(1500)
+    ('32MiB', '1500')
+    """
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count and count % size == 0:
+            return f"{count // size}{unit}"
+    return str(count)
 
 
 def readable_bytes(count: float) -> str:

@@ -14,8 +14,8 @@ FILES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py")
 #: From the ground up; those of one line are neighbours, and do not import each other.
 FLOORS = [
     {"errors", "garbage"},
-    {"importing"},
-    {"axes", "configuration", "foreign", "regular_file", "units"},
+    {"importing", "units"},
+    {"axes", "configuration", "foreign", "regular_file"},
     {"runtime"},
     {"arrays", "formats", "tokens"},
     {"comm"},
@@ -53,6 +53,7 @@ STATE = {
     "engine/gather.py: _plan_to_whole": "the cache of a pure function",
     "checkpoints/format/dtypes.py: DTYPES": "a table; some dtypes are made when they are asked for",
     "strategies/names.py: STRATEGIES": "a table; a page is imported when it is asked for",
+    "configuration.py: settings_of": "the cache of a pure function",
     "checkpoints/format/manifest.py: _wrong_with": "the cache of a pure function",
     "sharding/placement.py: _placed": "the cache of a pure function",
     "sharding/placement.py: _first_holders": "the cache of a pure function",

@@ -1,4 +1,4 @@
-"""The command line: click commands, one file each, and one voice for errors."""
+"""The command line: click commands, and how every error is printed."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ INSTALLED = "spmd-engine"  #: the command that an installed package brings (``co
 def cli() -> None:
     """Train and serve neural networks sharded over any number of ranks, in NumPy or CuPy and MPI.
 
-    Every rank runs the same program. Start as many as you like with mpiexec; without it there is one:
+    Every rank runs the same program. Start any number of ranks with mpiexec; without it there is one:
 
     \b
       mpiexec -n 8 python -m spmd_engine train                          data parallel on 8 ranks
       mpiexec -n 8 python -m spmd_engine train --mesh data=4,model=2    and tensor parallel in pairs
-      mpiexec -n 8 python -m spmd_engine verify --mesh data=4,model=2   the same, beside one device
-      python -m spmd_engine inspect --mesh data=4,model=2               what each rank would hold
+      mpiexec -n 8 python -m spmd_engine verify --mesh data=4,model=2   compared with one device
+      python -m spmd_engine inspect --mesh data=4,model=2               what each rank holds
       python -m spmd_engine show schedule 1f1b --stages 4               a picture of a schedule
       python -m spmd_engine generate --run runs/gpt-nano-1 --prompt "def "
 
-    Whatever the mesh, the same seed computes the same thing to rounding.
+    On every mesh, the same seed gives the same results to rounding.
     """
 
 
@@ -51,16 +51,16 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the command line; a user's mistake is one line from rank 0 and exit code 2 on every rank."""
     arguments = list(sys.argv[1:] if args is None else args)
     try:
-        # As cli.main does it, which would print an empty line on every rank that is interrupted.
+        # As in cli.main, which would print an empty line on every interrupted rank.
         with raise_interrupted(), cli.make_context(_started_as(), arguments) as context:
             cli.invoke(context)
-    except click.exceptions.Exit as leave:  # of --help, with 0
+    except click.exceptions.Exit as leave:  # --help ends with 0
         if leave.exit_code:
             sys.exit(leave.exit_code)
-    except click.ClickException as error:  # found before any rank knows of others: the same on each
+    except click.ClickException as error:  # found before ranks communicate: the same on each
         if launcher_rank() == 0:
-            said = error.format_message()  # of a group without a command its help
-            click.echo(said if said.startswith("Usage:") else f"spmd_engine: {said}", err=True)
+            message = error.format_message()  # of a group without a command: its help
+            click.echo(message if message.startswith("Usage:") else f"spmd_engine: {message}", err=True)
         let_rank_zero_speak()
         sys.exit(2)
     except UsageError as error:
@@ -70,11 +70,11 @@ def main(args: Sequence[str] | None = None) -> None:
         why = str(error) or "an allocation failed; try a smaller batch, more micro-batches or more ranks"
         fail(f"spmd_engine: there is not enough memory for this: {why}")
         sys.exit(2)
-    except BrokenPipeError:  # whoever read our output has enough of it
+    except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
-        if error.filename is None:  # of no file that anybody named
+        if error.filename is None:  # not about a file
             raise
         fail(f"spmd_engine: {error.filename}: {error.strerror}")
         sys.exit(2)

@@ -1,64 +1,62 @@
-"""``analyze``: what every rank computes, sends and holds in a step, found without starting one."""
+"""``analyze``: what every rank computes, sends and holds in a step, without starting one."""
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
+from rich.table import Table
 
-from spmd_engine.axes import all_positions, parse_axes
-from spmd_engine.cli.adapters import adapted, lora_options
-from spmd_engine.cli.analysis_text import describe, draw_memory_of_step
-from spmd_engine.cli.composition import composition_of, composition_options, model_of
-from spmd_engine.cli.config_file import config_option
-from spmd_engine.cli.experts import expert_options
-from spmd_engine.cli.options import images_option, model_option
-from spmd_engine.cli.show.options import OPTIMIZERS, dtype_option, mesh_option, optimizer_option, output_option
-from spmd_engine.cli.show.render import present, print_picture
+from spmd_engine.axes import all_positions
+from spmd_engine.cli.options import axes_of, model_on, takes_job
+from spmd_engine.cli.show.picture import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PALE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    YELLOW,
+    Cell,
+    Picture,
+    output_option,
+    present,
+    print_picture,
+    table,
+    text,
+)
+from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.errors import UsageError
+from spmd_engine.planning import RankStep, StepAnalysis
 from spmd_engine.planning import analyze as analyze_step
+from spmd_engine.planning.dry_run.step_analysis import BACKWARD_INPUT, BACKWARD_WEIGHTS, FORWARD, KINDS, RECOMPUTED
+from spmd_engine.planning.simulator.critical_path import critical_path
 from spmd_engine.runtime.launchers import launcher_rank
+from spmd_engine.training.train_config import TrainConfig
+from spmd_engine.units import readable_bytes
 
-WIDTH = 240  # columns that a table may have, however narrow the terminal is: a number whose end is cut off is none
+WIDTH = 240  # columns of a table at most, however narrow the terminal is, so that no number is cut off
 
 
 @click.command(short_help="Compute, bytes and memory of a step, rank by rank, before one is started.")
-@config_option
-@model_option
-@images_option
-@mesh_option
-@click.option("--batch-size", type=click.IntRange(1), default=16, show_default=True, help="Samples, over all ranks.")
-@click.option("--micro-batches", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--sequence", type=click.IntRange(1), help="Length of samples. [default: the model's context]")
-@dtype_option
-@optimizer_option
-@click.option("--rank", type=click.IntRange(0), help="Whose step is told. [default: the one that holds most]")
-@click.option("--json", "as_json", is_flag=True, help="Everything, of every class of ranks, as JSON.")
-@expert_options
-@lora_options
-@composition_options
+@takes_job(
+    *("model", "images", "dtype", "mixture", "lora", "composition"),
+    *("batch_size", "micro_batches", "length", "optimizer"),
+    described=True,
+    defaults={"batch_size": 16},
+)
+@click.option("--rank", type=click.IntRange(0), help="The rank to describe. [default: the one that holds most]")
+@click.option("--json", "as_json", is_flag=True, help="Print everything, of every class of ranks, as JSON.")
 @output_option
-def analyze(
-    model: str,
-    images: str | None,
-    mesh: str,
-    batch_size: int,
-    micro_batches: int,
-    sequence: int | None,
-    dtype: str,
-    optimizer: str,
-    rank: int | None,
-    as_json: bool,
-    output: Path | None,
-    **options: Any,
-) -> None:
-    """Run one training step on shapes alone: its FLOPs, bytes, calls and memory, layer by layer and moment by moment.
+def analyze(job: TrainConfig, rank: int | None, as_json: bool, output: Path | None) -> None:
+    """Run one training step on shapes alone: its FLOPs, bytes, calls and memory, by layer and over time.
 
-    It is the engine's own text that runs, so what is told is what ranks do: 'train' compares its first step with it,
-    call by call. The picture is the memory of a rank over its step; --output writes it to a file.
+    The analysis runs the engine's own code, so it gives what ranks do: 'train' compares its first step with it, call by
+    call. The picture shows the memory of a rank over its step; --output writes it to a file.
 
     \b
       python -m spmd_engine analyze --model gpt2 --mesh data=4,model=2 --batch-size 8
@@ -66,20 +64,20 @@ def analyze(
     """
     if launcher_rank() > 0:
         return
-    axes = parse_axes(mesh)
+    axes = axes_of(job)
     ranks = len(all_positions(axes))
     if rank is not None and rank >= ranks:
         raise UsageError(f"--rank {rank}: the mesh has ranks 0 to {ranks - 1}")
-    built = adapted(model_of(model, images, options), model, options)
+    model, composition = model_on(axes, job)
     analysis = analyze_step(
-        built,
+        model,
         axes,
-        composition_of(options, axes, built),
-        batch_size=batch_size,
-        micro_batches=micro_batches,
-        sequence=sequence,
-        dtype=dtype,
-        optimizer=OPTIMIZERS[optimizer](),
+        composition,
+        batch_size=job.data.batch_size,
+        micro_batches=job.data.micro_batches,
+        sequence=job.data.length,
+        dtype=job.model.dtype,
+        optimizer=OPTIMIZERS[job.training.optimizer](),
     )
     if as_json:
         click.echo(json.dumps(analysis.as_json(), default=str))
@@ -93,3 +91,148 @@ def analyze(
         present(picture, output)
     else:
         print_picture(picture, console)
+
+
+# --- The analysis in words: tables of layers and of communication, and what is in the peak
+
+
+_PHASES = (FORWARD, RECOMPUTED, BACKWARD_INPUT, BACKWARD_WEIGHTS)
+_MOST_HELD = 10
+
+
+def describe(analysis: StepAnalysis, rank: int, console: Console) -> None:
+    """Print the step of one rank, and the totals of all."""
+    step = analysis.of_rank(rank)
+    where = ", ".join(f"{axis} {place}" for axis, place in step.coordinates.items())
+    console.print(
+        f"{analysis.model}: {analysis.parameters:,} parameters on {analysis.ranks} ranks, "
+        f"{len(analysis.classes)} of them different"
+    )
+    console.print(
+        f"a step of all ranks: {analysis.flops / 1e9:,.2f} GFLOP in matrix products, {analysis.calls:,} calls, "
+        f"{analysis.bytes_sent:,} bytes sent"
+    )
+    console.print(f"largest peak {analysis.peak_bytes:,} bytes; below, rank {rank} (as the one at {where})\n")
+    console.print(_layers(step))
+    console.print(_totals(analysis))
+    path = critical_path(analysis)
+    console.print(
+        f"critical path: {path.flops / 1e9:,.2f} GFLOP in {len(path.nodes):,} computations, through "
+        f"{len(path.classes):,} ranks in turn; this rank computes {step.flops / 1e9:,.2f}\n"
+    )
+    console.print(f"at its peak, in {_at(step)}, this rank holds {step.peak.bytes:,} bytes:")
+    for kind, what, size in step.peak.holds[:_MOST_HELD]:
+        console.print(f"  {size:>15,}  {kind}{f': {what}' if what else ''}")
+    if tables := analysis.tables_of_rank(rank):
+        console.print(f"and {tables:,} bytes in which its groups meet, all through")
+    for note in analysis.approximate:
+        console.print(f"assumed: {note}")
+
+
+def _at(step: RankStep) -> str:
+    name = step.computations[step.peak.computation].name if step.computations else "nothing"
+    m = step.computations[step.peak.computation].micro_batch if step.computations else None
+    return f"{name}{f' of micro-batch {m}' if m is not None else ''}"
+
+
+def _layers(step: RankStep) -> Table:
+    """A line a layer, neighbours that are alike together."""
+    flops: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    sent: dict[str, float] = defaultdict(float)
+    moved: dict[str, int] = defaultdict(int)
+    for each in step.computations:
+        flops[each.layer][each.phase] += each.flops
+        moved[each.layer] += each.bytes_read + each.bytes_written
+    for each in step.communications:
+        sent[each.label] += each.sent
+    held: dict[str, int] = defaultdict(int)
+    for shard in step.shards:
+        held[shard.layers[0] if shard.layers else ""] += shard.bytes
+    lines: list[tuple[list[str], tuple[str, ...]]] = []
+    for layer in flops:
+        if not layer:
+            continue
+        most = max((size for name, size in step.temporaries.items() if name.startswith(f"{layer} ")), default=0)
+        numbers = (
+            f"{held[layer]:,}",
+            *(f"{flops[layer][phase] / 1e9:,.3f}" for phase in _PHASES),
+            f"{moved[layer]:,}",
+            f"{step.saved.get(layer, 0):,}",
+            f"{most:,}",
+            f"{sent[layer]:,.0f}",
+        )
+        alike = next((names for names, other in lines if other == numbers), None)
+        if alike is None:
+            lines.append(([layer], numbers))
+        else:
+            alike.append(layer)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("layer")
+    heads = ("parameters, bytes", "forward, GFLOP", "again", "input", "weights", "bytes moved", "saved", "most")
+    for head in (*heads, "bytes sent"):
+        table.add_column(head, justify="right")
+    for names, numbers in lines:
+        table.add_row(names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} alike", *numbers)
+    return table
+
+
+def _totals(analysis: StepAnalysis) -> Table:
+    table = Table(box=None, pad_edge=False, title_justify="left", title="\nall ranks together")
+    table.add_column("operation")
+    table.add_column("over")
+    for head in ("calls", "bytes sent"):
+        table.add_column(head, justify="right")
+    for (operation, axes), (calls, sent) in sorted(analysis.totals().items()):
+        table.add_row(operation, axes, f"{calls:,}", f"{sent:,}")
+    return table
+
+
+# --- A picture of a rank's memory over a step: what it holds, moment by moment, by what it is for
+
+
+#: A letter and a colour for each kind.
+LOOKS = {
+    "parameters": ("P", BLUE),
+    "gradients": ("G", ORANGE),
+    "optimizer state": ("O", GREEN),
+    "gathered groups": ("g", PURPLE),
+    "whole gradients": ("w", YELLOW),
+    "activations": ("a", SKY),
+    "communication buffers": ("c", VERMILLION),
+    "temporaries": ("t", PALE),
+}
+_COLUMNS, _LINES = 96, 16
+
+
+def draw_memory_of_step(analysis: StepAnalysis, rank: int) -> Picture:
+    """Each column is the moment, of those it stands for, at which most is held."""
+    step = analysis.of_rank(rank)
+    moments = list(step.timeline)
+    columns = min(_COLUMNS, len(moments))
+    most = max((moment.total for moment in moments), default=0)
+    left = len(readable_bytes(most)) + 1
+    cells: list[Cell] = [text(0, 0, readable_bytes(most)), text(0, _LINES - 1, "0".rjust(left - 1))]
+    for column in range(columns):
+        part = moments[column * len(moments) // columns : (column + 1) * len(moments) // columns]
+        cells += _stack(max(part, key=lambda moment: moment.total).bytes_by_kind, left + column, most)
+    rows = [("", "bytes at the peak", "between steps")]
+    for kind in KINDS:
+        peak, before = step.peak.bytes_by_kind.get(kind, 0), step.before.get(kind, 0)
+        if peak or before:
+            rows.append((f"({LOOKS[kind][0]}) {kind}", f"{peak:,}", f"{before:,}"))
+    title = f"memory of rank {rank} over a step of {len(step.computations):,} computations, from left to right"
+    return Picture(title, cells, table(rows, "lrr"))
+
+
+def _stack(held, x: int, most: int) -> list[Cell]:
+    """One column: kinds on top of each other, the first lowest."""
+    cells, below = [], 0
+    for kind in KINDS:
+        size = held.get(kind, 0)
+        bottom, top = round(below * _LINES / most), round((below + size) * _LINES / most)
+        below += size
+        if top > bottom:
+            height = top - bottom
+            letter, fill = LOOKS[kind]
+            cells.append(Cell(x, _LINES - top, 1, height, "\n".join(letter * height), fill, outline=False))
+    return cells

@@ -11,7 +11,9 @@ import click
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from spmd_engine import units
 from spmd_engine.cli.bench.measuring import launch
+from spmd_engine.cli.options import Quantity
 from spmd_engine.cli.output_file import check_ending, output_file
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import solo, world
@@ -34,17 +36,22 @@ from spmd_engine.training.workload import make_trainer, open_workload
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Where to write. [default: where 'plan' looks]",
+    help="File to write. [default: the file that 'plan' reads]",
 )
 @click.option(
-    "--seconds", type=click.FloatRange(1, 600), default=SECONDS, show_default=True, help="For products and memory."
+    "--seconds",
+    metavar="TIME",
+    type=Quantity(units.SECONDS),
+    default=SECONDS,
+    show_default=True,
+    help="Time to measure matrix products and memory, from 1s to 10min.",
 )
-@click.option("--fit/--no-fit", default=True, show_default=True, help="Fit what an operation costs to a few steps.")
+@click.option("--fit/--no-fit", default=True, show_default=True, help="Fit the cost of an operation to a few steps.")
 def calibrate(output: Path | None, seconds: float, fit: bool) -> None:
-    """Measure matrix products by size and dtype, memory, and links: in under a minute.
+    """Measure matrix products by size and dtype, memory, and links, in under a minute.
 
-    Under mpiexec every rank measures, all at the same time, and every pair of them their link. Alone, two ranks are
-    started.
+    Under mpiexec, all ranks measure at the same time, and each pair of them measures its link. Without mpiexec, two
+    ranks are started.
 
     \b
       python -m spmd_engine calibrate
@@ -52,6 +59,8 @@ def calibrate(output: Path | None, seconds: float, fit: bool) -> None:
     """
     if output is not None:
         check_ending("--output", output, ".toml")
+    if not 1 <= seconds <= 600:
+        raise UsageError(f"--seconds {seconds:g}: it must be from 1 to 600")
     file = output or calibrated_file()
     if launcher_rank() == 0:
         click.echo("measuring products, memory, links and a few steps ...", err=True)
@@ -61,7 +70,7 @@ def calibrate(output: Path | None, seconds: float, fit: bool) -> None:
 
 
 def _measured(seconds: float, fit: bool) -> Machine | None:
-    """Measured by all ranks at the same time, as they compute in a job; None but on rank 0."""
+    """Measured by all ranks at the same time, as they compute in a job; None except on rank 0."""
     with Mesh(world()) as mesh:
         machine = measure_machine(mesh, seconds)
         steps = step_seconds(mesh) if fit else None
@@ -69,12 +78,12 @@ def _measured(seconds: float, fit: bool) -> Machine | None:
 
 
 def _of_two(seconds: float, fit: bool) -> Machine:
-    """Measured by two ranks, if there is an mpiexec; by this process, if not."""
+    """Measured by two ranks, or by this process if there is no mpiexec."""
     with tempfile.TemporaryDirectory() as folder:
         temporary = Path(folder) / "machine.toml"
         try:
-            said = ["--fit" if fit else "--no-fit", "--seconds", str(seconds), "--output", str(temporary)]
-            launch(2, ["spmd_engine", "calibrate", *said])
+            arguments = ["--fit" if fit else "--no-fit", "--seconds", str(seconds), "--output", str(temporary)]
+            launch(2, ["spmd_engine", "calibrate", *arguments])
             return read_machine(temporary)
         except (UsageError, OSError) as error:
             click.echo(f"spmd_engine: note: no links were measured ({str(error).splitlines()[0]})", err=True)
@@ -98,11 +107,11 @@ def _write(file: Path, machine: Machine) -> None:
     )
 
 
-# --- What cannot be measured apart: numbers fitted to whole steps, of small models on one rank
+# --- Numbers that cannot be measured separately are fitted to whole steps of small models on one rank
 
 
-#: Models and batches whose steps are timed: of each kind of layers, many small operations, few large ones, and what
-#: lies between.
+#: Models and batches of the steps that are timed: for each kind of layers many small operations, few large ones, and
+#: some in between.
 STEPS = (
     ("mlp", 16),
     ("mlp", 512),
@@ -117,10 +126,10 @@ WARM, TIMED = 1, 7
 
 
 def step_seconds(ranks: Mesh) -> np.ndarray:
-    """Processor seconds of a step of each of these; NaN where one cannot be run. Collective.
+    """Processor seconds of a step of each of these; NaN where one cannot run. Collective.
 
-    All ranks make a step at the same time, each by itself, and the slowest counts, for which the others would wait; a
-    step of each model is made before any a second one, so that what slows the machine for a while slows all of them.
+    All ranks make a step at the same time, independently, and the slowest counts, since others would wait for it. Steps
+    of the models alternate, so that a slow phase of the machine affects all of them.
     """
     with threadpool_limits(1, "blas"), Mesh(solo()) as mesh:
         trainers = [_trainer(job, mesh, ranks) for job in _jobs()]
@@ -131,9 +140,9 @@ def step_seconds(ranks: Mesh) -> np.ndarray:
 def fitted(machine: Machine, seconds: np.ndarray) -> Machine:
     """The machine with ``pass_seconds`` and ``memory_share`` fitted to ``step_seconds``.
 
-    Least squares of relative errors over the two numbers' effects, which are added to the products, whose speeds were
-    measured: bytes / share + passes * seconds. What is fitted to products, too, would take in what is wrong with
-    everything else in these small steps, and be wrong by it in large ones.
+    Least squares of relative errors over the effects of the two numbers, bytes / share + passes * seconds, in addition
+    to the products, which are measured. A fit of the products, too, would absorb the errors of everything else in these
+    small steps, and be wrong by them in large ones.
     """
     compute, rows = ComputeTimes(replace(machine, fitted=Fitted())), []
     for job in _jobs():
@@ -153,7 +162,7 @@ def _jobs() -> list[TrainConfig]:
 
 
 def _positive(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The least squares solution with no number below 0, by leaving out those that would be (all subsets)."""
+    """The least squares solution without negative numbers, by trying all subsets of the columns."""
     best, least = np.zeros(matrix.shape[1]), np.inf
     columns = matrix.shape[1]
     for subset in range(1, 1 << columns):
@@ -167,7 +176,7 @@ def _positive(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def _trainer(job: TrainConfig, mesh: Mesh, ranks: Mesh) -> Trainer | None:
-    """None where some rank has no scikit-learn, which has the images."""
+    """None if a rank lacks scikit-learn, which has the images."""
     try:
         trainer = make_trainer(open_workload(job, mesh))
     except ImportError:
@@ -176,7 +185,7 @@ def _trainer(job: TrainConfig, mesh: Mesh, ranks: Mesh) -> Trainer | None:
 
 
 def _turn(trainer: Trainer | None, ranks: Mesh) -> float:
-    """Processor seconds of a step that all ranks begin together."""
+    """Processor seconds of a step that all ranks start together."""
     if trainer is None:
         return float("nan")
     ranks.barrier()

@@ -1,4 +1,4 @@
-"""``checkpoint``: look at what a run has saved, prove it, and write it anew; without MPI, and without the model."""
+"""``checkpoint``: inspect, verify and rewrite checkpoints, without MPI and without the model."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from spmd_engine.training.train_config import TrainConfig
 MOST_FILES = 4096  #: of each kind, that a checkpoint is rewritten in
 
 
-@click.group(short_help="Look at checkpoints, prove and rewrite them.")
+@click.group(short_help="Inspect, verify and rewrite checkpoints.")
 def checkpoint() -> None:
-    """Look at checkpoints, prove that they are whole, and write them anew. None of it needs MPI, or the model.
+    """Inspect checkpoints, verify that they are whole, and rewrite them. This needs neither MPI nor the model.
 
-    A checkpoint is a folder of safetensors files with a manifest, which says of every array where its blocks are and
-    what they hash to. Any mesh loads it, whichever wrote it: nothing has to be converted.
+    A checkpoint is a folder of safetensors files with a manifest, which lists the blocks of every array with their
+    places and hashes. Any mesh loads any checkpoint, without conversion.
 
-    PATH is a run (its folder, or its name under runs/), whose newest checkpoint is taken, or the folder of one
-    checkpoint, as in runs/gpt-nano-1/checkpoints/step-00000600.
+    PATH is a run (its folder, or its name under runs/), for its newest checkpoint, or the folder of one checkpoint,
+    such as runs/gpt-nano-1/checkpoints/step-00000600.
     """
 
 
 @checkpoint.command()
 @click.argument("path")
 @click.option("--arrays/--no-arrays", default=True, show_default=True, help="List every array.")
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(path: str, arrays: bool, as_json: bool) -> None:
-    """Print what a checkpoint holds, without reading its arrays."""
+    """Print the contents of a checkpoint, without reading its arrays."""
     found = _open(path)
     manifest = found.manifest
     sizes = {section: sum(each.nbytes for each in held.values()) for section, held in manifest.sections.items()}
@@ -65,8 +65,8 @@ def inspect(path: str, arrays: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(facts | ({"arrays": listed} if arrays else {}), indent=2))
         return
-    told = {"bytes": ", ".join(f"{section} {count:,}" for section, count in sizes.items())}
-    for name, value in (facts | told).items():
+    readable = {"bytes": ", ".join(f"{section} {count:,}" for section, count in sizes.items())}
+    for name, value in (facts | readable).items():
         click.echo(f"{name:<16}{value}")
     if arrays:
         width = max((len(each["name"]) for each in listed), default=0)
@@ -78,7 +78,7 @@ def inspect(path: str, arrays: bool, as_json: bool) -> None:
 @checkpoint.command()
 @click.argument("path")
 def verify(path: str) -> None:
-    """Read all of a checkpoint: hashes, headers, finite values. Exit code 1, and a line each, for what is wrong."""
+    """Check all of a checkpoint: hashes, headers, finite values. Exit code 1, and a line each, for problems."""
     found = _open(path)
     wrong = 0
     for problem in problems(found):
@@ -94,11 +94,11 @@ def verify(path: str) -> None:
 @checkpoint.command()
 @click.argument("path")
 @click.argument("other", required=False)
-@click.option("--arrays", is_flag=True, help="A line for every array, too.")
+@click.option("--arrays", is_flag=True, help="Print a line for every array, too.")
 def digest(path: str, other: str | None, arrays: bool) -> None:
-    """Print a digest of all arrays that does not depend on how they are cut: equal across meshes.
+    """Print a digest of all arrays, which does not depend on how they are sharded: it is equal across meshes.
 
-    With OTHER compare the two: exit code 1, and a line for each array and range of rows that differs.
+    With OTHER, compare the two: the exit code is 1, with a line for each array and range of rows, if they differ.
     """
     digests = digest_of_checkpoint(_open(path))
     if arrays:
@@ -119,11 +119,11 @@ def digest(path: str, other: str | None, arrays: bool) -> None:
 @checkpoint.command()
 @click.argument("path")
 @click.argument("folder")
-@click.option("--files", type=click.IntRange(1, MOST_FILES), default=1, show_default=True, help="Of each kind.")
+@click.option("--files", type=click.IntRange(1, MOST_FILES), default=1, show_default=True, help="Files of each kind.")
 def reshard(path: str, folder: str, files: int) -> None:
-    """Write a checkpoint anew into FOLDER, a run's, in another number of files.
+    """Rewrite a checkpoint into FOLDER, that of a run, in another number of files.
 
-    Loading needs no such thing: any mesh loads any checkpoint. File systems may prefer few large files, or many.
+    Any mesh loads any checkpoint without this; but file systems may prefer few large files, or many small ones.
     """
     with _writing(folder):
         click.echo(str(reshard_checkpoint(_open(path), folder, files)))
@@ -132,23 +132,25 @@ def reshard(path: str, folder: str, files: int) -> None:
 @checkpoint.command()
 @click.argument("path")
 @click.argument("target")
-@click.option("--optimizer", is_flag=True, help="The optimizer's state instead of the model.")
+@click.option("--optimizer", is_flag=True, help="Export the optimizer's state instead of the model.")
 @click.option(
     "--format",
     "kind",
     type=click.Choice(["safetensors", "huggingface", "peft"]),
     default="safetensors",
     show_default=True,
-    help="One plain file by our names, or a folder that transformers, or of adapters PEFT, reads.",
+    help="One file with our names, a folder for transformers, or a folder of adapters for PEFT.",
 )
-@click.option("--dtype", type=click.Choice(list(NAMES)), default="float32", show_default=True, help="Of a folder.")
+@click.option(
+    "--dtype", type=click.Choice(list(NAMES)), default="float32", show_default=True, help="Dtype in a folder."
+)
 def export(path: str, target: str, optimizer: bool, kind: str, dtype: str) -> None:
     """Write the parameters and buffers of a checkpoint as one plain safetensors file TARGET, every array whole.
 
-    Under mpiexec the ranks share the work and write side by side. 'infer --checkpoint FILE' reads it. With --format
-    huggingface, TARGET becomes a folder with config.json, for 'AutoModelForCausalLM.from_pretrained' and for --model;
-    the tokenizer of the folder that the run began with goes along, and adapters are merged into the weights; with
-    --format peft it has the adapters alone.
+    Under mpiexec, the ranks share the work and write in parallel. 'infer --checkpoint FILE' reads the file. With
+    --format huggingface, TARGET is a folder with config.json, for 'AutoModelForCausalLM.from_pretrained' and for
+    --model; it gets the tokenizer that the run began with, and adapters are merged into the weights. With --format peft
+    it has the adapters only.
     """
     if kind != "safetensors" and optimizer:
         raise UsageError(f"--format {kind} has parameters alone; leave --optimizer out")
@@ -166,7 +168,7 @@ def export(path: str, target: str, optimizer: bool, kind: str, dtype: str) -> No
 
 @contextmanager
 def _writing(path: str) -> Iterator[None]:
-    """What the system refuses is the user's to mend."""
+    """Turn errors of the file system into UsageErrors."""
     try:
         yield
     except OSError as error:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import click
 
-from spmd_engine.cli.options import check_option, open_mesh
+from spmd_engine.cli.options import open_mesh, takes_job
 from spmd_engine.cli.output_file import check_ending
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.formats.token_file import TokenFile, open_token_file
@@ -27,7 +27,7 @@ def data() -> None:
 
 @data.command()
 @click.argument("paths", nargs=-1, required=True)
-@click.option("--output", metavar="FILE", required=True, help="The file to be written.")
+@click.option("--output", metavar="FILE", required=True, help="File to write.")
 @click.option(
     "--tokenizer",
     metavar="PATH",
@@ -35,44 +35,44 @@ def data() -> None:
     show_default=True,
     help="A model's folder or GGUF file, or tokenizer.json.",
 )
-@check_option
-def prepare(paths, output, tokenizer, check) -> None:
-    """Encode files of text, folders of them, and .jsonl files; ranks, if there are several, share the work.
+@takes_job("check", config=False)
+def prepare(paths, output, tokenizer, job) -> None:
+    """Encode text files, folders of them, and .jsonl files. Several ranks share the work.
 
-    A file is a document, of .jsonl each line: {"text": ...}, or instructions: {"prompt": ..., "completion": ...} or
-    {"messages": [{"role": ..., "content": ...}, ...]}, written by the tokenizer's chat template. Of instructions only
-    completions and the assistant's answers are learnt. One document in 20 is to validate on.
+    A document is a file, or a line of a .jsonl file: {"text": ...}, or instructions: {"prompt": ..., "completion": ...}
+    or {"messages": [{"role": ..., "content": ...}, ...]}, written by the tokenizer's chat template. In instructions,
+    the loss counts only completions and the assistant's answers. One document in 20 is held out for validation.
     """
     check_ending("--output", output, ".tokens", ".bin")
-    with open_mesh(None, check=check) as mesh:
+    with open_mesh(job) as mesh:
         chosen: Tokenizer = ByteTokenizer()
         if tokenizer != BYTES:
             chosen = on_all_ranks(mesh.group(), lambda: tokenizer_at(tokenizer))
         file = prepare_file(mesh.group(), paths, chosen, output)
-        on_rank_zero(mesh.group(), lambda: click.echo(_told(file)))
+        on_rank_zero(mesh.group(), lambda: click.echo(_description(file)))
 
 
 @data.command()
 @click.argument("path")
-@click.option("--verify", is_flag=True, help="Read all of it, and compare its digest.")
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--verify", is_flag=True, help="Read all tokens and compare their digest.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(path: str, verify: bool, as_json: bool) -> None:
     """Print what a file of tokens holds."""
     file = open_token_file(path)
     if verify:
         check_digests(file, file.digests(0, file.facts.documents))
     if launcher_rank() == 0:
-        click.echo(json.dumps(asdict(file.facts)) if as_json else _told(file))
+        click.echo(json.dumps(asdict(file.facts)) if as_json else _description(file))
 
 
-def _told(file: TokenFile) -> str:
+def _description(file: TokenFile) -> str:
     facts, others = file.facts, file.facts.documents - file.facts.train_documents
-    learnt = f", of which {facts.learnt:,} are to be foretold" if file.learnt is not None else ""
+    learnt = f", of which {facts.learnt:,} are targets" if file.learnt is not None else ""
     return "\n".join(
         [
             f"{file.path}: {facts.tokens:,} tokens of {facts.documents:,} documents, {facts.files:,} file(s){learnt}",
-            f"{facts.train_documents:,} documents to learn from, {others:,} to validate on"
-            + ("" if others else ": the end of the others will be"),
+            f"{facts.train_documents:,} training documents, {others:,} for validation"
+            + ("" if others else ": the end of the training documents is used"),
             f"vocabulary {facts.vocabulary:,}, tokenizer {facts.tokenizer_sha256[:16]}, digest {facts.sha256[:16]}",
         ]
     )

@@ -1,11 +1,11 @@
-"""An engine of a user's own, by the name that a command line has for it."""
+"""An engine of the user, by its name on the command line."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -17,11 +17,11 @@ from spmd_engine.errors import UsageError
 
 
 def engine_by_name(name: str, option: str) -> Callable[..., Any]:
-    """What ``MODULE:NAME`` or ``MODULE:NAME(6, hidden=11)`` is, with the values it is to be called with.
+    """The class or function ``MODULE:NAME``, or ``MODULE:NAME(6, hidden=11)`` with these arguments.
 
-    MODULE is as in import, the current folder included, or the path of a Python file, whose folder is then included.
-    Raises UsageError, naming the ``option``, if there is no such thing or the values are more than plain numbers, texts
-    and their like.
+    MODULE is a name as in import, also of a file in the current folder, or the path of a Python file, whose folder is
+    then on the import path. Raises UsageError, naming the ``option``, if it cannot be imported or an argument is not a
+    literal.
     """
     module, colon, call = name.partition(":")
     attribute, parenthesis, _ = call.partition("(")
@@ -31,15 +31,15 @@ def engine_by_name(name: str, option: str) -> Callable[..., Any]:
     try:
         if parenthesis:
             parsed = ast.parse(call.strip(), mode="eval").body
-            arguments = [ast.literal_eval(each) for each in parsed.args]
-            keywords = {each.arg: ast.literal_eval(each.value) for each in parsed.keywords}
+            arguments = [ast.literal_eval(argument) for argument in parsed.args]
+            keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in parsed.keywords}
         return partial(getattr(_imported(module), attribute), *arguments, **keywords)
     except (ImportError, AttributeError, TypeError, ValueError, SyntaxError) as error:
         raise UsageError(f"{option} {name}: {error}") from error
 
 
 def _imported(module: str) -> ModuleType:
-    """A module by name or by its file's path, from which it may import what lies in the same folder."""
+    """A module by name or by the path of its file; it may import modules of its folder."""
     folder, _, file = module.rpartition("/")
     if file.endswith(".py"):
         path = Path(module).resolve()
@@ -47,7 +47,7 @@ def _imported(module: str) -> ModuleType:
             raise ImportError(f"there is no file {module}")
         folder, module = str(path.parent), path.stem
     elif folder:
-        raise ImportError(f"{module} is no module; of a file, write the path with its ending .py")
+        raise ImportError(f"{module} is not a module; write the path of a file with its ending .py")
     if (folder := folder or str(Path.cwd())) not in sys.path:
         sys.path.insert(0, folder)
     found = importlib.import_module(module)
@@ -56,10 +56,10 @@ def _imported(module: str) -> ModuleType:
     return found
 
 
-def check_mesh(name: str, engine: ShardedEngine, mesh: Mesh, asked: str | None) -> None:
-    """Raise UsageError if ``--mesh`` was ``asked`` for, and the engine has made another one itself."""
-    if asked and str(engine.mesh) != str(mesh):
+def check_mesh(name: str, engine: ShardedEngine, mesh: Mesh, axes: Mapping[str, int] | None) -> None:
+    """Raise UsageError if ``--mesh`` gave ``axes``, and the engine has made another mesh."""
+    if axes and str(engine.mesh) != str(mesh):
         raise UsageError(
-            f"{name} makes a mesh of its own, {engine.mesh}, instead of --mesh {asked}: let it take the mesh, "
-            "def __init__(self, mesh), or leave --mesh out"
+            f"{name} makes a mesh of its own, {engine.mesh}, instead of --mesh {mesh}: let it take the mesh, "
+            "def __init__(self, mesh), or omit --mesh"
         )

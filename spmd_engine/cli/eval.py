@@ -1,4 +1,4 @@
-"""``eval``: how likely a model finds texts."""
+"""``eval``: the log-probabilities that a model gives to texts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 
 import click
 
-from spmd_engine.cli.options import check_option, device_option, mesh_option, open_mesh
-from spmd_engine.cli.text_model import TextModel, open_text_model, text_model_options
+from spmd_engine.cli.options import open_mesh, takes_job
+from spmd_engine.cli.text_model import HELP, SERVED, TextModel, open_text_model, run_option
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import check_text
@@ -17,23 +17,23 @@ from spmd_engine.training.data.token_data import check_digests
 
 
 @click.command(name="eval", short_help="Score texts: log-probabilities, perplexity.")
-@text_model_options
-@click.option("--text", "texts", multiple=True, help="A text; may be given several times.")
-@click.option("--file", "files", metavar="FILE", multiple=True, help="A file of text, or of tokens: what it holds out.")
+@run_option
+@click.option("--text", "texts", multiple=True, help="A text; may be repeated.")
+@click.option(
+    "--file", "files", metavar="FILE", multiple=True, help="A text file, or the held-out part of a token file."
+)
 @click.option("--stride", type=click.IntRange(min=1), help="Tokens between windows. [default: half the context]")
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Windows at a time.")
-@click.option("--json", "as_json", is_flag=True, help="An object a line, with each token's log-probability.")
-@mesh_option
-@device_option
-@check_option
-def eval(run, model, adapter, dtype, texts, files, stride, batch_size, as_json, mesh, device, check) -> None:
-    """Print the mean cost of a token in nats, and the perplexity, of each text.
+@click.option("--json", "as_json", is_flag=True, help="Print an object a line, with each token's log-probability.")
+@takes_job(*SERVED, config=False, help=HELP)
+def eval(run, texts, files, stride, batch_size, as_json, job) -> None:
+    """Print the mean negative log-probability of a token, in nats, and the perplexity of each text.
 
-    Each token is scored by what comes before it, the first of a text by nothing, and so not at all. A text beyond the
-    context is read in windows that overlap.
+    Each token is scored given the tokens before it; the first token of a text is not scored. A text longer than the
+    context is read in overlapping windows.
     """
-    with open_mesh(mesh, check=check) as opened:
-        served = open_text_model(run, model, adapter, dtype, opened, device)
+    with open_mesh(job) as opened:
+        served = open_text_model(run, job, opened)
         read = text_from_rank_zero(opened.group(), lambda: json.dumps(_read(served, texts, files)))
         named = json.loads(read)
         scores = score(served.engine, [tokens for _, tokens in named], stride=stride, batch_size=batch_size)

@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from spmd_engine.cli.options import check_option, device_option, mesh_option, open_mesh
-from spmd_engine.cli.text_model import TextModel, open_text_model, text_model_options
+from spmd_engine.cli.options import open_mesh, takes_job
+from spmd_engine.cli.text_model import HELP, SERVED, TextModel, open_text_model, run_option
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import parse_json, read_text, reading
@@ -20,6 +20,7 @@ from spmd_engine.serving import generate as generate_texts
 from spmd_engine.serving.generation import BATCH, OnText
 from spmd_engine.serving.options import LARGEST
 from spmd_engine.tokens.chat import chat_text
+from spmd_engine.training.train_config import TrainConfig
 
 TOKENS = 240  #: new ones, unless the model says how many
 
@@ -28,57 +29,58 @@ _SHARE = click.FloatRange(0, 1)
 
 
 @click.command(short_help="Write text with a model.")
-@text_model_options
-@click.option("--prompt", "prompts", multiple=True, help="How a text begins; may be given several times.")
+@run_option
+@click.option("--prompt", "prompts", multiple=True, help="The beginning of a text; may be repeated.")
 @click.option(
-    "--prompts", "file", metavar="FILE", help="A prompt a line; of .jsonl, an object with prompt or messages."
+    "--prompts", "file", metavar="FILE", help="A prompt a line; in a .jsonl file, an object with prompt or messages."
 )
-@click.option("--chat", is_flag=True, help="Prompts are a user's messages, written by the model's chat template.")
-@click.option("--echo/--no-echo", default=None, help="Print prompts before the texts. [default: but for messages]")
-@click.option("--system", metavar="TEXT", help="With --chat: what comes before them.")
-@click.option("--tokens", type=_POSITIVE, help=f"At most so many new ones. [default: the model's, or {TOKENS}]")
-@click.option("--temperature", type=click.FloatRange(0, LARGEST), help="Divides scores; 0: the likeliest.")
-@click.option("--top-k", type=click.IntRange(min=0), help="Draw from so many of the likeliest; 0: all.")
-@click.option("--top-p", type=_SHARE, help="Draw from the likeliest with this probability in all.")
-@click.option("--min-p", type=_SHARE, help="Draw from those with this share of the likeliest's.")
-@click.option("--repetition-penalty", type=click.FloatRange(1e-6, LARGEST), help="Above 1: less of what was there.")
-@click.option("--greedy", is_flag=True, help="The likeliest, whatever the model's own configuration says.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of what is drawn.")
+@click.option("--chat", is_flag=True, help="Treat prompts as messages of a user, in the model's chat template.")
+@click.option("--echo/--no-echo", default=None, help="Print prompts before the texts. [default: except for messages]")
+@click.option("--system", metavar="TEXT", help="With --chat: the system message.")
+@click.option("--tokens", type=_POSITIVE, help=f"Most new tokens. [default: the model's own limit, or {TOKENS}]")
+@click.option("--temperature", type=click.FloatRange(0, LARGEST), help="Divides logits; 0: greedy.")
+@click.option("--top-k", type=click.IntRange(min=0), help="Sample from this many of the likeliest tokens; 0: all.")
+@click.option("--top-p", type=_SHARE, help="Sample from the likeliest tokens with this total probability.")
+@click.option("--min-p", type=_SHARE, help="Sample from tokens with this fraction of the largest probability.")
+@click.option("--repetition-penalty", type=click.FloatRange(1e-6, LARGEST), help="Above 1: repeat tokens less.")
+@click.option("--greedy", is_flag=True, help="Take the likeliest token, whatever the model's own configuration says.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of sampling.")
 @click.option("--samples", type=_POSITIVE, default=1, show_default=True, help="Texts for each prompt.")
-@click.option("--stop", multiple=True, help="A string that ends a text; may be given several times.")
-@click.option("--ignore-end", is_flag=True, help="Write on when the model would end.")
-@click.option("--slide/--no-slide", default=None, help="Beyond the context, go on from its last half. [default: --run]")
+@click.option("--stop", multiple=True, help="A string that ends a text; may be repeated.")
+@click.option("--ignore-end", is_flag=True, help="Continue when the model would end.")
+@click.option(
+    "--slide/--no-slide", default=None, help="Beyond the context, continue from its last half. [default: with --run]"
+)
 @click.option("--batch-size", type=_POSITIVE, default=BATCH, show_default=True, help="Texts at a time.")
-@click.option("--log-probs", is_flag=True, help="With --json: the logarithm of each token's probability.")
-@click.option("--json", "as_json", is_flag=True, help="An object a line for each text, with its tokens and its end.")
-@mesh_option
-@device_option
-@check_option
-def generate(run, model, adapter, dtype, mesh, device, check, **options: Any) -> None:
-    """Continue prompts with a model, on any mesh. Texts go to standard output, each after its prompt; of messages
-    (--chat) the reply alone.
+@click.option("--log-probs", is_flag=True, help="With --json: the log-probability of each token.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print an object a line for each text, with its tokens and its end."
+)
+@takes_job(*SERVED, config=False, help=HELP)
+def generate(run: str | None, job: TrainConfig, **options: Any) -> None:
+    """Continue prompts with a model, on any mesh. Each text is printed after its prompt; for messages (--chat), the
+    reply alone.
 
-    Tokens are the likeliest ones unless an option of drawing is given, or the model's generation_config.json says
-    that they are drawn. What is drawn is a function of the seed, the prompt and the options alone: neither the mesh
-    nor the other prompts change it. A text ends with the model's own end, a --stop string (which is left out), --tokens
-    or the context.
+    The likeliest token is taken, unless an option of sampling is given or the model's generation_config.json asks for
+    sampling. Samples depend on the seed, the prompt and the options alone, not on the mesh or the other prompts. A text
+    ends at the model's end token, at a --stop string (which is not printed), after --tokens, or at the context.
     """
     if options["log_probs"] and not options["as_json"]:
         raise UsageError("--log-probs goes with --json, which prints them")
-    with open_mesh(mesh, check=check) as opened:
+    with open_mesh(job) as opened:
         read = text_from_rank_zero(opened.group(), lambda: json.dumps(_prompts(options["prompts"], options["file"])))
-        served = open_text_model(run, model, adapter, dtype, opened, device)
+        served = open_text_model(run, job, opened)
         texts = [_written(served, each, options) for each in json.loads(read) for _ in range(options["samples"])]
         tokens = [served.tokenizer.encode(text, special=special) for text, special in texts]
-        said = served.generation
-        for name in said.unknown if opened.rank == 0 else ():
-            click.echo(f"generation_config.json: {name} is not known here, and not heeded", err=True)
+        defaults = served.generation
+        for name in defaults.unknown if opened.rank == 0 else ():
+            click.echo(f"generation_config.json: {name} is not supported, and ignored", err=True)
         given = {name: options[name] for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
-        sampling = said.sampling.with_given(**given, seed=options["seed"])
+        sampling = defaults.sampling.with_given(**given, seed=options["seed"])
         if options["greedy"]:
             sampling = sampling.changed(sample=False)
         stopping = StoppingCriteria(
-            options["tokens"] or said.tokens or TOKENS,
+            options["tokens"] or defaults.tokens or TOKENS,
             () if options["ignore_end"] else served.ends,
             tuple(options["stop"]),
             bool(run) if options["slide"] is None else options["slide"],

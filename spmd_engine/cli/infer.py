@@ -1,4 +1,4 @@
-"""``infer``: outputs for inputs, arrays from file to file."""
+"""``infer``: outputs of a model for an array of inputs, from file to file."""
 
 from __future__ import annotations
 
@@ -12,22 +12,14 @@ import numpy as np
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.cli.engine_by_name import check_mesh, engine_by_name
-from spmd_engine.cli.options import (
-    check_option,
-    device_option,
-    mesh_option,
-    open_mesh,
-    read_config,
-    run_folder,
-    what_it_computes,
-)
+from spmd_engine.cli.options import open_mesh, served_model, takes_job
 from spmd_engine.cli.output_file import check_ending, output_file
-from spmd_engine.cli.text_model import weights_options
+from spmd_engine.cli.text_model import HELP, SERVED, check_weights, run_option
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parallel_config import ModelConfig, build_engine
+from spmd_engine.engine.parallel_config import build_engine
 from spmd_engine.engine.user_engine import make_engine
 from spmd_engine.errors import NotationError, SpmdError, UsageError
 from spmd_engine.foreign import reading
@@ -35,57 +27,50 @@ from spmd_engine.models.names import IMAGES
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.training.data.image_sources import check_pixels, check_scale
 from spmd_engine.training.data.images import as_floats
+from spmd_engine.training.run_job import read_run, run_folder
+from spmd_engine.training.train_config import TrainConfig
 
 
 @click.command(short_help="Run a model on an array.")
 @click.option("--input", "source", metavar="X.npy", required=True, help="Whole inputs; the first dim is the batch.")
-@click.option("--output", "target", metavar="Y.npy", required=True, help="Where whole outputs go.")
-@click.option("--run", metavar="DIR", help="Folder that 'train' wrote.")
-@weights_options
-@click.option("--engine", metavar="MODULE:NAME", help="Or your own engine, MODULE as in import: a class or function.")
-@click.option("--checkpoint", metavar="PATH", help="Its parameters: a safetensors file, or a saved folder.")
+@click.option("--output", "target", metavar="Y.npy", required=True, help="File for the whole outputs.")
+@run_option
+@click.option("--engine", metavar="MODULE:NAME", help="Or an engine of your own: a class or function, as in import.")
+@click.option("--checkpoint", metavar="PATH", help="With --engine: its parameters, a safetensors file or saved folder.")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Inputs at a time. [default: all]")
-@mesh_option
-@device_option
-@check_option
-def infer(source, target, run, model, adapter, dtype, engine, checkpoint, batch_size, mesh, device, check) -> None:
-    """Read an array on rank 0, run the model on all ranks, write the outputs from rank 0.
+@takes_job(*SERVED, config=False, help=HELP)
+def infer(source, target, run, engine, checkpoint, batch_size, job) -> None:
+    """Read an array on rank 0, run the model on all ranks, and write the outputs from rank 0.
 
-    Inputs of a model of text are tokens[b s], of a --run usually bytes or 256 for the end of a file, its outputs
-    logits[b s v]; those of
-    a model of images are images[b h w c], from 0 to 1 or as uint8, and scores[b k] of the classes. An engine of
-    your own is made with mesh=... if it takes that, and nothing else; its load_checkpoint is called with --checkpoint
-    alone.
+    A model of text takes tokens[b s] (in a run usually bytes, and 256 for the end of a file) and returns logits[b s v].
+    A model of images takes images[b h w c], from 0 to 1 or as uint8, and returns scores[b k] of the classes. An engine
+    of your own is called with mesh=... if it takes that, and with nothing else; its load_checkpoint is called if
+    --checkpoint is given.
     """
-    if sum(map(bool, (run, model, engine))) != 1:
-        raise UsageError("infer needs a model: either --run DIR, --model PATH or --engine MODULE:NAME")
-    for name, given in (("dtype", dtype), ("adapter", adapter)):
-        if given and not model:
-            raise UsageError(f"--{name} goes with --model; a run or an engine of your own has its own")
+    check_weights(run, engine)
     if checkpoint and not engine:
         raise UsageError("--checkpoint goes with --engine; a run has its own")
-    config = read_config(run) if run else None
-    with open_mesh(mesh, check=check) as opened:
+    trained = served_model(read_run(run)) if run else None
+    with open_mesh(job) as opened:
         inputs = on_rank_zero(opened.group(), lambda: _read(source, target))
-        if run:
-            serving: ShardedEngine = build_engine(what_it_computes(config), opened, device=device, drawn=False)
+        if trained is not None:
+            serving: ShardedEngine = build_engine(trained, opened, device=job.device, drawn=False)
             load_checkpoint(run_folder(run), serving)
-        elif model:
-            weights = ModelConfig(model, adapter=adapter, dtype=dtype or "float32")
-            serving, _ = open_pretrained(weights, opened, device=device)
-        else:
-            serving = _own_engine(engine, opened, mesh)
+        elif engine:
+            serving = _own_engine(engine, opened, job)
             if checkpoint:
                 serving.load_checkpoint(Checkpoint(checkpoint))
+        else:
+            serving, _ = open_pretrained(job.model, opened, device=job.device)
         on_rank_zero(opened.group(), lambda: _check_shape(inputs, source, serving))
         outputs = _Outputs()
-        with _telling_shapes(inputs, source, serving):
+        with _naming_shapes(inputs, source, serving):
             serving.inference_loop(_pieces(inputs, batch_size, serving) if inputs is not None else None, outputs)
         on_rank_zero(opened.group(), lambda: outputs.save(target))
 
 
 class _Outputs:
-    """Something with ``write``: keeps what it is given, to be saved as one array."""
+    """A list of arrays with ``write``, to be saved as one array."""
 
     def __init__(self) -> None:
         self.arrays: list[np.ndarray] = []
@@ -132,17 +117,17 @@ def _takes_images(engine: ShardedEngine) -> bool:
     return isinstance(engine, LayeredEngine) and engine.model.name in IMAGES
 
 
-def _own_engine(name: str, mesh: Mesh, asked: str | None) -> ShardedEngine:
+def _own_engine(name: str, mesh: Mesh, job: TrainConfig) -> ShardedEngine:
     engine = make_engine(engine_by_name(name, "--engine"), mesh)
-    check_mesh(name, engine, mesh, asked)
+    check_mesh(name, engine, mesh, job.composition.mesh)
     return engine
 
 
 def _check_shape(inputs: np.ndarray, source: str, engine: ShardedEngine) -> None:
-    """Raise UsageError if whole inputs lack dims that the engine names, or are of other sizes than its model says; or
-    no pixels, if it wants these."""
+    """Raise UsageError if whole inputs lack dims that the engine names, have other sizes than its model, or are not
+    pixels although its model takes images."""
     letters, sizes = Spec.parse(engine.input_sharding).letters, {}
-    fits = inputs.ndim >= len(letters)  # what an engine of one's own does not name is whole
+    fits = inputs.ndim >= len(letters)  # dims that the user's engine does not name are whole
     if isinstance(engine, LayeredEngine):
         letters, sizes = engine.model.inputs.replace(" ", ""), engine.model.layers[0][1].sizes
         if engine.model.sample:
@@ -150,7 +135,7 @@ def _check_shape(inputs: np.ndarray, source: str, engine: ShardedEngine) -> None
         if _takes_images(engine):
             check_pixels(f"--input {source}", inputs.dtype)
             largest = max(float(inputs.max()), -float(inputs.min()))
-            check_scale(f"--input {source}", largest, inputs.dtype, darkest=0)  # one image may well be black
+            check_scale(f"--input {source}", largest, inputs.dtype, darkest=0)  # a single image may be black
         fits = inputs.ndim == len(letters)
     if not fits or any(sizes.get(letter, n) != n for letter, n in zip(letters, inputs.shape)):
         expected = ", ".join(str(sizes.get(letter, letter)) for letter in letters)
@@ -161,13 +146,13 @@ def _check_shape(inputs: np.ndarray, source: str, engine: ShardedEngine) -> None
 
 
 @contextmanager
-def _telling_shapes(inputs: np.ndarray | None, source: str, engine: ShardedEngine) -> Iterator[None]:
-    """An engine of one's own may find only in its forward that inputs do not fit: say what they were."""
+def _naming_shapes(inputs: np.ndarray | None, source: str, engine: ShardedEngine) -> Iterator[None]:
+    """Add the shapes to errors of the user's engine, whose forward may be the first to find that inputs do not fit."""
     letters = " ".join(Spec.parse(engine.input_sharding).letters) or "whatever its forward takes"
     try:
         yield
     except Exception as error:
-        if inputs is None:  # rank 0 tells
+        if inputs is None:  # rank 0 reports it
             raise
         hint = (
             f"--input {source} has shape {inputs.shape}, and the engine takes [{letters}]: if sizes do not fit, save "

@@ -1,54 +1,41 @@
-"""``inspect``: what each rank of a mesh would hold, without starting it."""
+"""``inspect``: what each rank of a mesh holds, without starting it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
 
 import click
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from spmd_engine.axes import MeshPosition, all_positions, parse_axes
+from spmd_engine.axes import MeshPosition, all_positions
 from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.checkpoints.pretrained import table as tensor_table
-from spmd_engine.cli.adapters import adapted, lora_options
-from spmd_engine.cli.composition import composition_of, composition_options, model_of
-from spmd_engine.cli.config_file import config_option
-from spmd_engine.cli.experts import mixture_options
-from spmd_engine.cli.options import images_option, mesh_option, model_option
-from spmd_engine.cli.show.experts import placement_text
+from spmd_engine.cli.options import model_on, takes_job
 from spmd_engine.cli.show.memory import bytes_per_rank
-from spmd_engine.cli.show.options import dtype_option
+from spmd_engine.cli.show.sharding import placement_text
 from spmd_engine.engine.parallel_config import composed_assignment, composed_layout
 from spmd_engine.engine.state.assignment import PIPE, Assignment, homes_of
 from spmd_engine.layers import Parameter
 from spmd_engine.layers.declarations import Buffer
 from spmd_engine.models import Model
-from spmd_engine.models.names import has_weights
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.sharding.groups import Home
 from spmd_engine.sharding.layout import Layout
+from spmd_engine.training.train_config import TrainConfig
 
-WIDTH = 120  # columns that a line may have, however narrow the terminal is: a name whose end is cut off is none
+WIDTH = 120  # columns of a line at least, however narrow the terminal is, so that no name is cut off
 
 
-@click.command(short_help="Show how a model is cut, and bytes per rank.")
-@config_option
-@model_option
-@images_option
-@mesh_option
-@dtype_option
-@mixture_options
-@lora_options
-@composition_options
-def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **options: Any) -> None:
+@click.command(short_help="Show how a model is sharded, and bytes per rank.")
+@takes_job("model", "images", "dtype", "mixture", "lora", "composition", described=True)
+def inspect(job: TrainConfig) -> None:
     """Print every parameter with its sharding ("d f/model": f divided over axis model) and what ranks hold.
 
-    No rank is started: any mesh can be inspected anywhere. Parameters are listed as layers use them; under --zero,
-    what is stored in parts is stored by groups, whose number is that of the collectives each pass makes.
+    No rank is started: any mesh can be inspected anywhere. Parameters are listed as layers use them; what --zero
+    shards is stored in parameter groups, and each pass makes one collective for each group.
 
     \b
       python -m spmd_engine inspect --model gpt2 --mesh data=4,model=8
@@ -57,23 +44,23 @@ def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **opti
     """
     if launcher_rank() > 0:
         return
-    axes = parse_axes(mesh) if mesh else {"data": 1}
-    built = adapted(model_of(model, images, options), model, options)
-    composition = composition_of(options, axes, built)
+    name, dtype = job.model.name, job.model.dtype
+    axes = dict(job.composition.mesh or {"data": 1})
+    built, composition = model_on(axes, job)
     places = all_positions(axes)
     layout = composed_layout(built, places[0], composition)
-    for name, layer in built.layers:
+    for layer_name, layer in built.layers:
         for part in layer.side_by_side:
-            layout.check(name, {"b", "s", *part.sizes}, part.may_cut, part.across)
+            layout.check(layer_name, {"b", "s", *part.sizes}, part.may_cut, part.across)
     itemsize = np.dtype(dtype).itemsize
     assignments = [composed_assignment(built, place, layout, itemsize, composition) for place in _one_a_stage(places)]
-    pretrained = Pretrained(model) if has_weights(model) else None
+    pretrained = Pretrained(name) if job.model.path else None
     held = bytes_per_rank(built, axes, composition, dtype=dtype)
     console = Console(highlight=False, width=max(WIDTH, Console().width))
     frozen = {name: each for name, each in built.buffers() if each[0].frozen}
     count = sum(prod(shape) for _, shape in frozen.values())
     beside = f" of adapters beside {count:,} that are frozen" if frozen else ""
-    console.print(f"{model}: {built.parameter_count:,} parameters{beside}, {dtype}", soft_wrap=True)
+    console.print(f"{name}: {built.parameter_count:,} parameters{beside}, {dtype}", soft_wrap=True)
     console.print(f"mesh {places[0]}: {len(places)} ranks")
     console.print(f"inputs {layout.spec(built.inputs)}, outputs {layout.spec(built.outputs)}\n")
     if pretrained is not None:
@@ -112,7 +99,7 @@ def _arrays(
     homes: Mapping[str, Home],
     stages: Mapping[str, Sequence[int]],
 ) -> Table:
-    """Each array with how it is cut and, of a pipeline, the ``stages`` that have it."""
+    """Each array with its sharding and, in a pipeline, the ``stages`` that have it."""
     columns = [kind, "sharding", "whole shape", "on the first rank", *(["stages"] if stages else [])]
     table = Table(*columns, box=None, header_style="bold")
     counts: dict[str, list[int]] = {}  # of experts, and of those that the first rank has

@@ -1,4 +1,4 @@
-"""``launch``: start a job, and start it again when a rank has died."""
+"""``launch``: start a job, and restart it when a rank dies."""
 
 from __future__ import annotations
 
@@ -14,38 +14,42 @@ from spmd_engine.training.run_job import run_folder
 
 
 @click.command(
-    short_help="Start a job, and again after a rank's death.",
+    short_help="Start a job, and restart it when a rank dies.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@click.option("-n", "--ranks", type=int, default=1, show_default=True, help="As mpiexec's -n.")
-@click.option("--hosts", default="", metavar="A,B,...", help="As mpiexec takes them. [default: this one]")
+@click.option("-n", "--ranks", type=int, default=1, show_default=True, help="Number of ranks, as for mpiexec.")
+@click.option("--hosts", default="", metavar="A,B,...", help="Hosts, as for mpiexec. [default: this one]")
 @click.option(
-    "--max-restarts", type=click.IntRange(min=0), default=3, show_default=True, help="In a row without progress."
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=3,
+    show_default=True,
+    help="Most restarts in a row without progress.",
 )
-@click.option("--min-ranks", type=int, help="Go on with fewer ranks, down to these. [default: as many as -n]")
+@click.option("--min-ranks", type=int, help="Continue with fewer ranks, down to this number. [default: as -n]")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(ranks: int, hosts: str, max_restarts: int, min_ranks: int | None, arguments: tuple[str, ...]) -> None:
-    """Start ranks by mpiexec, and when one has died start all again from the last checkpoint.
+    """Start ranks with mpiexec, and restart all of them from the last checkpoint when one dies.
 
     \b
       python -m spmd_engine launch -n 8 -- train --run mine --save-every 50
       python -m spmd_engine launch -n 8 --max-restarts 10 --min-ranks 6 -- train --run mine
       python -m spmd_engine launch -n 4 -- my_script.py --its-own options
 
-    A restart waits until all ranks of the old job are gone, and removes what they left in /dev/shm. It comes after a
-    second, the next without progress (a new checkpoint) after twice as long, up to a minute. 'train' goes on
-    with --resume once there is a checkpoint; a script of your own finds the number of restarts in SPMD_RESTARTS. Where
-    the job dies twice and has saved nothing between, it goes on with one rank less, if --min-ranks allows that.
-    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are handed on to the ranks, which save and end; then, and after a mistake in the
-    command (exit code 2), nothing is started again. scripts/slurm.sh and scripts/pbs.sh are ready-made jobs for batch
-    systems.
+    A restart waits until all ranks of the old job are gone, and removes their files in /dev/shm. The first comes after
+    a second; the next without progress (a new checkpoint) after twice as long, up to a minute. 'train' continues with
+    --resume once there is a checkpoint; a script of your own finds the number of restarts in SPMD_RESTARTS. If the job
+    dies twice without a save in between, it continues with one rank less, if --min-ranks permits.
+
+    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are forwarded to the ranks, which save and end; then, and after an error in the
+    command (exit code 2), there is no restart. scripts/slurm.sh and scripts/pbs.sh are jobs for batch systems.
     """
     newest = newest_checkpoint(arguments)
     sys.exit(Supervisor(ranks, arguments, max_restarts, min_ranks, hosts, newest).run())
 
 
 def newest_checkpoint(arguments: Sequence[str]) -> Callable[[], Path | None] | None:
-    """A function that finds the newest checkpoint of the run that ``--run`` names; None where nothing is named."""
+    """A function that finds the newest checkpoint of the run of ``--run``; None without ``--run``."""
     for number, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name == "--run" and (equals or number + 1 < len(arguments)):

@@ -1,4 +1,4 @@
-"""Groups of commands that are imported when somebody asks for them: a rank loads what its command needs, no more."""
+"""Groups of commands that are imported when they are used, so that a rank loads only what its command needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spmd_engine.runtime.signals import StopFlag
 class LazyGroup(click.Group):
     """A group whose commands are named by their modules: ``{"train": "spmd_engine.cli.train"}``.
 
-    The module has the command under its own name. Help of the group itself imports them all, for a line of each.
+    The module has the command under its own name. The help of the group imports them all, for a line of each.
     """
 
     def __init__(self, *args: Any, modules: Mapping[str, str], **options: Any) -> None:
@@ -37,10 +37,10 @@ class LazyGroup(click.Group):
         if name not in self.modules:
             return None
         with StopFlag(), many_imports():
-            # A signal meanwhile is heard once all is loaded: a half-loaded program cannot end well.
+            # A signal meanwhile is handled after the import: a half-loaded program cannot end well.
             return getattr(import_module(self.modules[name]), name)
 
 
-def modules_of(package: str, *names: str) -> dict[str, str]:
-    """Each command in the module of its name."""
-    return {name: f"{package}.{name}" for name in names}
+def modules_of(package: str, *names: str, **modules: str) -> dict[str, str]:
+    """Commands in the modules of their own names, or in other ``modules`` of the package."""
+    return {name: f"{package}.{module}" for name, module in (dict(zip(names, names, strict=True)) | modules).items()}

@@ -1,134 +1,223 @@
-"""Options that several commands share, and what they mean."""
+"""Options of the command line, made from the fields of configurations, and the jobs that they describe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
-from spmd_engine.axes import parse_axes
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.configuration import Configuration, default_of
-from spmd_engine.engine.parallel_config import ModelConfig
+from spmd_engine.configuration import ConfigField, Configuration, settings_of
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
-from spmd_engine.models import ImageShape
-from spmd_engine.models.names import IMAGES, MODELS, other_meaning
+from spmd_engine.models import Model
+from spmd_engine.models.names import MODELS, has_weights, other_meaning
 from spmd_engine.runtime.launchers import launcher_rank
-from spmd_engine.training.run_job import read_run, run_folder
-from spmd_engine.training.train_config import OF_IMAGES, TrainConfig
+from spmd_engine.training.run_job import read_job
+from spmd_engine.training.train_config import TrainConfig
+from spmd_engine.units import BYTES, bytes_of, seconds_of
 
-__all__ = ["run_folder"]
+# --- Options from the fields of a configuration
 
-AUTO = "auto"  #: of ``--mesh``, where it is to be planned
 
-mesh_option = click.option(
-    "--mesh",
-    metavar="AXIS=SIZE,...",
-    help="How ranks are arranged: 'data', 'replicate' and 'shard' cut the batch, 'expert' the batch and the experts, "
-    "'model' heads, hidden width and vocabulary or, of images, channels, 'queries' those that share a key head, and "
-    "the rest as 'model', 'context' the sequence, 'rows' and 'columns' images, 'pipe' the layers. "
-    "[default: data=NUMBER OF RANKS]",
+class SettingOption(click.Option):
+    """An option that is listed by its name, and accepted by its old names, too."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        listed = copy(self)
+        listed.opts = self.opts[:1]
+        return click.Option.get_help_record(listed, ctx)
+
+
+class Quantity(click.ParamType):
+    """Bytes or seconds, with a unit: ``2GiB``, ``100ms``; or bytes a second, ``1GB/s``."""
+
+    name = "quantity"
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if not isinstance(value, str):
+            return value
+        where = param.opts[0] if param else self.unit
+        return bytes_of(value.removesuffix("/s"), where) if self.unit == BYTES else seconds_of(value, where)
+
+
+def chosen_settings(
+    configuration: type[Configuration], names: Collection[str] = (), without: Collection[str] = ()
+) -> dict[str, ConfigField]:
+    """The fields that are options, by name: those called ``names`` or in sections of these names, by default all."""
+    options = {name: each for name, each in settings_of(configuration).items() if each.is_option}
+    sections = set(names) - options.keys()
+    return {
+        name: each
+        for name, each in options.items()
+        if name not in without and (not names or name in names or sections & set(each.path))
+    }
+
+
+def options_of(
+    configuration: type[Configuration],
+    names: Collection[str] = (),
+    without: Collection[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+    help: Mapping[str, str] | None = None,
+) -> Callable:
+    """A decorator that gives a command an option for each of the ``chosen_settings``.
+
+    An option that is not given is None. ``defaults`` and ``help`` replace what the help shows of a field; with another
+    ``help``, it shows no default of the field.
+    """
+
+    def decorate(command: Callable) -> Callable:
+        for name, each in reversed(chosen_settings(configuration, names, without).items()):
+            command = _option(each, (defaults or {}).get(name), (help or {}).get(name))(command)
+        return command
+
+    return decorate
+
+
+def _option(setting: ConfigField, default: Any, help: str | None) -> Callable:
+    about = setting.about
+    flags = ["--" + name.replace("_", "-") for name in (setting.name, *about.get("old_names", ()))]
+    options: dict[str, Any] = {"metavar": about.get("metavar")}
+    if setting.kind is bool:
+        flags = [f"{flag}/--no-{flag[2:]}" for flag in flags]
+    elif "choices" in about:
+        options["type"] = click.Choice(about["choices"])
+    elif "unit" not in about:
+        options["type"] = setting.kind if setting.kind in (int, float) else str
+    else:
+        options["metavar"] = "SIZE" if about["unit"] == BYTES else "TIME"
+    if setting.path == ("model", "name"):
+        options["callback"] = _note_other_meaning
+    text = (help or about["help"]).replace("`", "'")
+    shown = "" if help else about.get("unset") or setting.text(setting.default)
+    if "of_images" in about:
+        shown += f"; images: {about['of_images']}"
+    if default is not None:
+        shown = str(default)
+    text += f" [default: {shown}]" if shown and shown != "off" else ""
+    return click.option(setting.name, *flags, default=None, help=text, cls=SettingOption, **options)
+
+
+def values_given(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, among a command's parameters, of the options of a job that it was given."""
+    settings = settings_of(TrainConfig)
+    return {
+        name: settings[name].read(value) for name, value in params.items() if value is not None and name in settings
+    }
+
+
+# --- The job that a command line describes
+
+
+def takes_job(
+    *names: str,
+    without: Collection[str] = (),
+    config: bool = True,
+    described: bool = False,
+    defaults: Mapping[str, Any] | None = None,
+    help: Mapping[str, str] | None = None,
+) -> Callable:
+    """A decorator that gives a command options of a job and, with ``config``, a file that has one; it calls the command
+    with the ``job`` that they describe.
+
+    ``names`` and ``without`` choose the options. ``defaults`` hold for the command, unless the file has a value. With
+    ``described``, ``--model`` may be the path of a file that describes a model.
+    """
+
+    def decorate(command: Callable) -> Callable:
+        chosen = chosen_settings(TrainConfig, names, without)
+
+        @wraps(command)
+        def run(*args: Any, **values: Any) -> Any:
+            path = values.pop("config") if config else None
+            given = values_given({name: values.pop(name) for name in chosen})
+            return command(*args, job=_job_of(given, path, defaults or {}, described), **values)
+
+        run = options_of(TrainConfig, names, without, defaults, help)(run)
+        return _CONFIG(run) if config else run
+
+    return decorate
+
+
+_CONFIG = click.option(
+    "--config",
+    metavar="FILE",
+    help="A job in JSON, such as the config.json of a run; options override its values.",
 )
-device_option = click.option("--device", default="cpu", show_default=True, help="cpu (NumPy) or cuda (CuPy).")
-check_option = click.option(
-    "--check/--no-check",
-    default=True,
-    show_default=True,
-    help="Compare what ranks call in every collective, so that a mismatch is an error and not a hang.",
-)
 
 
-images_option = click.option(
-    "--images",
-    metavar="H,W,C,CLASSES",
-    help="Of a model of images: their height, width and channels, and the classes. [default: 8,8,1,10; of resnet18 "
-    "and resnet50 224,224,3,1000]",
-)
+def _job_of(given: dict[str, Any], path: str | None, defaults: Mapping[str, Any], described: bool) -> TrainConfig:
+    job = read_job(path) if path else TrainConfig()
+    own = {name: value for name, value in defaults.items() if not path or job.option(name) is None}
+    name = given.get("model")
+    if described and name is not None and name not in MODELS and not has_weights(name):
+        job = job.with_options(**own | {key: value for key, value in given.items() if key != "model"})
+        return job.changed(model=DescribedModel(**vars(job.model) | {"name": name}))
+    return job.with_options(**own | given)
 
 
-def _note_other_meaning(context: click.Context, option: click.Parameter, name: str) -> str:
-    """One rule for all commands: a built-in name is that of the built-in model, whatever else has this name."""
-    given = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
-    if given and (other := other_meaning(name)):
+@dataclass(frozen=True)
+class DescribedModel(ModelConfig):
+    """A model by a file that describes it and has no weights: it can be analyzed and not trained."""
+
+    def __post_init__(self) -> None:
+        Configuration.__post_init__(self)
+
+    def build(self, composition: ParallelConfig) -> Model:
+        """The model; raises UsageError for a name that is neither a model nor a file."""
+        from spmd_engine.planning.report.model_file import planned_model
+
+        return planned_model(self.name, self.lora, composition)
+
+
+def _note_other_meaning(context: click.Context, option: click.Parameter, name: str | None) -> str | None:
+    """Print a note if ``--model`` is both a built-in model, which it then is, and the name of weights."""
+    if name is not None and (other := other_meaning(name)):
         print_notices([f"--model {name} is the built-in model; for the weights in {other} write --model {other}"])
     return name
 
 
 def print_notices(notices: Sequence[str]) -> None:
-    """Print what the user should know, from rank 0 on standard error."""
+    """Print notes for the user, from rank 0 on standard error."""
     for notice in notices if launcher_rank() == 0 else ():
         click.echo(f"spmd_engine: note: {notice}", err=True)
 
 
-#: Of ``--model``, for commands that take built-in models and weights.
-MODEL: dict[str, Any] = {
-    "default": default_of(ModelConfig, "name"),
-    "show_default": True,
-    "callback": _note_other_meaning,
-    "help": f"One of {', '.join(MODELS)}; or weights: a folder, a GGUF file, or org/name in the hub's local cache.",
-}
-model_option = click.option("--model", **MODEL)
+def axes_of(job: TrainConfig) -> dict[str, int]:
+    """The mesh of a job that is drawn or analyzed; raises UsageError if it names none."""
+    if not job.composition.mesh:
+        raise UsageError("Missing option '--mesh': which mesh? It need not exist; write axes as in data=2,model=2")
+    return dict(job.composition.mesh)
 
 
-def image_shape(model: str, text: str | None) -> ImageShape | None:
-    """What ``--images`` says; raises UsageError if it cannot be read, or the model is none of images."""
-    if text is None:
-        return None
-    if model not in IMAGES:
-        raise UsageError(f"--images {text}: {model} is no model of images; choose {' or '.join(IMAGES)}")
-    try:
-        height, width, channels, classes = (int(size) for size in text.split(","))
-    except ValueError:
-        raise UsageError(f"--images {text}: write height,width,channels,classes, as in 28,28,1,10") from None
-    if min(height, width, channels, classes) < 1:
-        raise UsageError(f"--images {text}: sizes are from 1")
-    return ImageShape(height, width, channels, classes)
+def model_on(axes: Mapping[str, int], job: TrainConfig) -> tuple[Model, ParallelConfig]:
+    """The model of a job, and how it is spread over a mesh with these axes.
+
+    Prints what has no effect there; raises UsageError for what is impossible.
+    """
+    composition = job.composition.changed(mesh=axes)
+    model = job.model.build(composition)
+    print_notices(composition.check(axes, model))
+    return model, composition
 
 
-def field_option(kind: type[Configuration], name: str, flag: str = "", **options: Any) -> Callable:
-    """An option for a field of a configuration, with the field's default and type; the field checks its range."""
-    default = default_of(kind, name)
-    shown = f"{default}; images: {OF_IMAGES[name]}" if name in OF_IMAGES else True
-    flag = flag or "--" + name.replace("_", "-")
-    return click.option(flag, **{"type": type(default), "default": default, "show_default": shown} | options)
+def open_mesh(job: TrainConfig) -> Mesh:
+    """The mesh of a job, over all ranks."""
+    return Mesh(check=job.check, **(job.composition.mesh or {}))
 
 
-def open_mesh(text: str | None, *, check: bool = True) -> Mesh:
-    """The mesh that ``--mesh`` describes, over all ranks there are."""
-    return Mesh(check=check, **(parse_axes(text) if text else {}))
+def served_model(job: TrainConfig) -> ModelConfig:
+    """The model of a run, for another mesh, without dropout.
 
-
-def with_options(options: Sequence[Callable], command: Callable) -> Callable:
-    """The command with these of click's options, which its help lists in their order."""
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-def options_given(context: click.Context) -> dict[str, Any]:
-    """The options that were given, not left to their defaults, as a job has them: ``mesh`` as axes and sizes."""
-    given = {
-        name: value
-        for name, value in context.params.items()
-        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
-    }
-    if given.get("mesh") and given["mesh"] != AUTO:
-        given["mesh"] = parse_axes(given["mesh"])
-    return given
-
-
-def read_config(run: str | Path) -> TrainConfig:
-    """The job of a run, by its ``config.json``, read on rank 0 and given to all. Collective over the world."""
-    return read_run(run)
-
-
-def what_it_computes(job: TrainConfig) -> ModelConfig:
-    """A run's model without how it was computed: to be served on another mesh.
-
-    Raises UsageError for a run of a page of ``strategies/``, which has no model to be built anew.
+    Raises UsageError for a run of a page of ``strategies/``, whose model cannot be built again.
     """
     if job.strategy:
         raise UsageError(f"this is a run of --strategy {job.strategy}: only 'train --resume' continues from those")

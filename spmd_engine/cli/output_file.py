@@ -1,4 +1,4 @@
-"""Files that commands write where an option says: whole, or not at all."""
+"""Files that commands write to the path of an option, whole or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from spmd_engine.errors import UsageError
 
-#: Endings of names by which people know a format.
+#: Endings of names that stand for a format.
 KNOWN = {
     *(".npy", ".npz", ".csv", ".tsv", ".json", ".jsonl", ".toml", ".yaml", ".txt", ".tokens", ".svg", ".png", ".pdf"),
     *(".safetensors", ".gguf", ".onnx", ".h5", ".hdf5", ".pt", ".pth", ".ckpt", ".bin", ".pickle", ".pkl", ".zip"),
@@ -18,8 +18,8 @@ KNOWN = {
 
 
 def check_ending(what: str, path: str | Path, *endings: str) -> None:
-    """Raise UsageError if a name has the ending of another format than the one that is written, whose ``endings`` these
-    are; a folder has none."""
+    """Raise UsageError if a name has the ending of another format than the one that is written, which has these
+    ``endings``; a folder has none."""
     ending = Path(path).suffix.lower()
     if ending in KNOWN and ending not in endings:
         written = f"a {endings[0]} file" if endings else "a folder"
@@ -28,9 +28,9 @@ def check_ending(what: str, path: str | Path, *endings: str) -> None:
 
 @contextmanager
 def output_file(path: str | Path, option: str = "--output") -> Iterator[BinaryIO]:
-    """A file to write to, which has its name when it is complete; until then, what was there stays.
+    """A file to write to, which gets its name when it is complete; until then, the old file stays.
 
-    Raises UsageError, which names the option and the file, for what the system refuses.
+    Raises UsageError, which names the option and the file, for errors of the file system.
     """
     path = Path(path)
     try:
@@ -39,7 +39,7 @@ def output_file(path: str | Path, option: str = "--output") -> Iterator[BinaryIO
                 yield file
             return
         target = path.resolve()  # through links, which stay
-        fresh = target.with_name(f".{target.name}.{os.urandom(16).hex()}")  # which is nobody's: no link waits there
+        fresh = target.with_name(f".{target.name}.{os.urandom(16).hex()}")  # a new name, at which there is no link
         try:
             with fresh.open("xb") as file:
                 yield file

@@ -1,4 +1,4 @@
-"""``train --plan FILE`` and ``train --mesh auto``: a job whose composition was planned."""
+"""``train --plan FILE`` and ``train --mesh auto``: a job whose composition is planned."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import click
 import numpy as np
 
-from spmd_engine.cli.options import AUTO
+from spmd_engine.cli.options import chosen_settings
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
-from spmd_engine.training.train_config import LORA, TrainConfig
+from spmd_engine.training.train_config import TrainConfig
 
-__all__ = ["AUTO", "planned_here", "planned_values"]
-
-#: Options that a plan decides: who gives one of them beside a plan contradicts it.
+AUTO = "auto"  #: as --mesh: the mesh is planned
+LORA = tuple(chosen_settings(TrainConfig, ["lora"]))
+#: Options that a plan decides; another value of them contradicts it.
 DECIDED = (
     "mesh", "zero", "sequence_parallel", "context_method", "schedule", "chunks", "stages", "recompute",
     "shares", "state_shares", "min_tensor_size", "micro_batches", "batch_size", "optimizer", "dtype", *LORA,
@@ -51,21 +51,30 @@ def planned_values(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     for name in DECIDED:
         if name in given and given[name] != decided.get(name):
             flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} {given[name]} with --plan {path}, which says {decided.get(name)}: leave one out")
+            raise UsageError(
+                f"{flag} {given[name]} with --plan {path}, which says {decided.get(name)}: omit one of them"
+            )
     return {"model": plan.model.name, **decided, **{n: v for n, v in given.items() if n not in DECIDED}}
 
 
 def planned_here(job: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
     """The job with the quickest composition for the ranks there are, planned on rank 0. Collective over the world.
 
-    What of the composition was given stays; micro-batches stay as the job has them, since they are part of what is
-    computed. Raises UsageError where nothing fits.
+    Options of the composition that were given stay, and so do the micro-batches of the job, which are part of what is
+    computed. Raises UsageError if no plan fits.
     """
     if job.strategy:
-        raise UsageError(f"--mesh {AUTO}: --strategy {job.strategy} is one strategy, whole; leave --mesh out")
+        raise UsageError(f"--mesh {AUTO}: --strategy {job.strategy} has a mesh of its own; omit --mesh auto")
     with Mesh(world()) as mesh:
         text = text_from_rank_zero(mesh.group(), lambda: json.dumps(_plan(job, mesh.size, given)))
     return job.changed(composition=ParallelConfig.from_json(json.loads(text), f"--mesh {AUTO}"))
+
+
+def unplanned(composition: ParallelConfig) -> ParallelConfig:
+    """A composition without what a planner searches for."""
+    return composition.changed(
+        mesh=None, zero=None, sequence_parallel=False, schedule=None, chunks=None, stages=None, recompute="none"
+    )
 
 
 def _plan(job: TrainConfig, ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,9 +87,7 @@ def _plan(job: TrainConfig, ranks: int, given: Mapping[str, Any]) -> dict[str, A
     names = ("zero", "sequence_parallel", "schedule", "chunks", "recompute")
     fixed = {name: getattr(job.composition, name) for name in names if name in given}
     fixed["micro_batches"] = job.data.micro_batches
-    base = job.composition.changed(
-        mesh=None, zero=None, sequence_parallel=False, schedule=None, chunks=None, stages=None, recompute="none"
-    )
+    base = unplanned(job.composition)
     answer = plan(
         Request(
             job.model.build(job.composition),

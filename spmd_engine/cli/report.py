@@ -1,4 +1,4 @@
-"""What people see of a run."""
+"""The progress of a run, as it is printed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class Reporter(JobObserver):
-    """Tells a run's course on standard error: by a bar where there is a terminal, else by a line now and then.
+    """Prints the progress of a run on standard error: a bar on a terminal, else a line now and then.
 
-    What prints is imported when there is something to print: only on rank 0.
+    The modules that print are imported on rank 0 only, when there is something to print.
     """
 
     def __init__(self) -> None:
@@ -43,20 +43,20 @@ class Reporter(JobObserver):
         elif not isinstance(workload.corpus, Corpus):
             self.each = "images"
         for notice in notices:
-            self._say(f"spmd_engine: note: {notice}")
-        self._say(
+            self._print(f"spmd_engine: note: {notice}")
+        self._print(
             f"{job.strategy or job.model.name}: {parameters:,} parameters, {job.model.dtype}, mesh {mesh} "
             f"on {mesh.node_count} node(s); {workload.corpus}"
         )
 
     def loaded(self, table: Sequence[str]) -> None:
         for line in table:
-            self._say(line)
+            self._print(line)
 
     def started(self, run: Run, stop: int) -> None:
         self.run, self.folder, self.stop, done = run, run.folder, stop, run.steps_done
         if done >= stop:
-            self._say(f"nothing to do: {done} steps are done, and --steps or --stop-at ends at {stop}")
+            self._print(f"nothing to do: {done} steps are done, and --steps or --stop-at ends at {stop}")
         if self.console.is_terminal:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -66,21 +66,21 @@ class Reporter(JobObserver):
             self.bar.start()
 
     def evaluated(self, step: int, loss: float) -> None:
-        self._say(f"step {step:>5}  validation loss {loss:.4f}{self.unit}{self._metrics()}")
+        self._print(f"step {step:>5}  validation loss {loss:.4f}{self.unit}{self._metrics()}")
 
     def stepped(self, report: StepReport) -> None:
         if report.skipped:
-            self._say(f"spmd_engine: step {report.step} updated nothing: {report.skipped}")
+            self._print(f"spmd_engine: step {report.step} updated nothing: {report.skipped}")
         self._look_at_experts(report)
         metrics = "".join(f"  {name} {100 * value:.1f}%" for name, value in (report.metrics or {}).items())
         text = f"loss {report.loss:.4f}{metrics}  {report.tokens_per_second:,.0f} {self.each}/s"
         if self.bar:
             self.bar.update(self.task, advance=1, description=text)
         elif report.step % max(1, self.stop // 20) == 0:
-            self._say(f"step {report.step:>5}  {text}")
+            self._print(f"step {report.step:>5}  {text}")
 
     def not_saved(self, step: int, why: str) -> None:
-        self._say(f"spmd_engine: {why}; training goes on after step {step}")
+        self._print(f"spmd_engine: {why}; training goes on after step {step}")
 
     def _look_at_experts(self, report: StepReport) -> None:
         from spmd_engine.training.expert_load import ExpertLoad
@@ -88,23 +88,23 @@ class Reporter(JobObserver):
         self.experts = ExpertLoad.of(report.side_outputs)
         if self.experts and self.experts.drops_most and not self.warned:
             self.warned = True
-            self._say(
+            self._print(
                 f"spmd_engine: warning: step {report.step}: {self.experts.dropped:,} of {self.experts.pairs:,} choices "
                 "of experts were dropped, more than half; raise --capacity-factor, or leave it out"
             )
 
     def stopped(self, step: int, signal: int) -> None:
-        self._say(
+        self._print(
             f"spmd_engine: {Signals(signal).name}: saved after step {step} in {self.folder}; go on with: "
             f"python -m spmd_engine train --resume --run {self.folder}"
         )
 
     def finished(self, loss: float | None, sample: str) -> None:
         if sample:
-            self._say(f"\n--- a sample of what it writes ---\n{sample}\n----------------------------------\n")
+            self._print(f"\n--- a sample of what it writes ---\n{sample}\n----------------------------------\n")
         if self.experts:
-            self._say(str(self.experts))
-        self._say(f"validation loss {loss:.4f}{self.unit}{self._metrics()}; results in {self.folder}")
+            self._print(str(self.experts))
+        self._print(f"validation loss {loss:.4f}{self.unit}{self._metrics()}; results in {self.folder}")
 
     def closed(self) -> None:
         if self.bar:
@@ -118,11 +118,11 @@ class Reporter(JobObserver):
             for name, value in (found.metrics.items() if found else ())
         )
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
 
-# --- Whether somebody is watching: under mpiexec a rank's own output is always a pipe
+# --- Whether there is a terminal: under mpiexec a rank's own output is always a pipe
 
 
 def launcher_has_terminal(levels: int = 4) -> bool:
@@ -143,7 +143,7 @@ def launcher_has_terminal(levels: int = 4) -> bool:
 
 
 class Pipe:
-    """What stands for a console where nobody looks on: lines on standard error."""
+    """A console without a terminal: lines on standard error."""
 
     is_terminal = False
 
@@ -153,9 +153,9 @@ class Pipe:
 
 
 def console() -> Console | Pipe:
-    """Rank 0's console on standard error; colours and live bars only where there is a terminal."""
+    """Rank 0's console on standard error, with colours and live bars only on a terminal."""
     if not launcher_has_terminal():
         return Pipe()
-    from rich.console import Console  # which takes longer to load than a small step
+    from rich.console import Console  # its import takes longer than a small step
 
     return Console(stderr=True, force_terminal=True, highlight=False)

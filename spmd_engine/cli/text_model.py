@@ -1,28 +1,30 @@
-"""A model of text with its tokenizer, from a run or from a folder of Hugging Face's."""
+"""A model of text with its tokenizer, from a run or from a folder in Hugging Face's format."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import click
 
 from spmd_engine.checkpoints import load_checkpoint
 from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.cli.options import read_config, run_folder, what_it_computes, with_options
+from spmd_engine.cli.options import served_model
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parallel_config import ModelConfig, build_engine
+from spmd_engine.engine.parallel_config import build_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.models.load_config import ends_at, located, tokenizer_at
 from spmd_engine.serving.options import GenerationConfig, read_generation_config
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.tokens.hugging_face import read_tokenizer
+from spmd_engine.training.run_job import read_run, run_folder
+from spmd_engine.training.train_config import TrainConfig
 
 
 @dataclass(frozen=True)
 class TextModel:
-    """What a command that reads or writes text works with."""
+    """What a command that reads or writes text needs."""
 
     engine: LayeredEngine
     tokenizer: Tokenizer
@@ -35,49 +37,44 @@ class TextModel:
         return self.generation.ends or (() if end is None else (end,))
 
 
-_WEIGHTS = (
-    click.option(
-        "--model",
-        metavar="PATH",
-        help="Or weights: a folder of Hugging Face's format, a GGUF file, or org/name in the hub's local cache.",
-    ),
-    click.option("--adapter", metavar="FOLDER", help="With --model: adapters that PEFT wrote."),
-    click.option("--dtype", type=click.Choice(["float32", "float64"]), help="Of --model. [default: float32]"),
-)
+#: Options of the job that choose weights and the mesh.
+SERVED = ("model", "adapter", "dtype", "mesh", "device", "check")
+HELP = {
+    "model": "Instead of --run, weights: a folder in Hugging Face's format, a GGUF file, or org/name in the hub's "
+    "local cache.",
+    "adapter": "With --model: a folder of adapters in PEFT's format.",
+    "dtype": "With --model: the dtype of parameters and activations. [default: float32]",
+}
+run_option = click.option("--run", metavar="DIR", help="Folder of a run of 'train'.")
 
 
-def weights_options(command: Callable) -> Callable:
-    """``--model`` and what goes with it, for commands that take weights."""
-    return with_options(_WEIGHTS, command)
+def check_weights(*others: Any) -> None:
+    """Raise UsageError unless this command was given ``--model`` alone, or one of ``others`` and nothing about it."""
+    given = click.get_current_context().params
+    if sum(map(bool, (given["model"], *others))) != 1:
+        names = "--run DIR, --model PATH or --engine MODULE:NAME" if len(others) > 1 else "--run DIR or --model PATH"
+        raise UsageError(f"which model? give either {names}")
+    for name in ("dtype", "adapter"):
+        if given[name] and not given["model"]:
+            raise UsageError(f"--{name} goes with --model; a run or an engine of your own has its own")
 
 
-def text_model_options(command: Callable) -> Callable:
-    """``--run`` or ``--model``: which model."""
-    return click.option("--run", metavar="DIR", help="Folder that 'train' wrote.")(weights_options(command))
-
-
-def open_text_model(
-    run: str | None, model: str | None, adapter: str | None, dtype: str | None, mesh: Mesh, device: str
-) -> TextModel:
-    """The model that ``--run`` or ``--model`` names. Collective; raises UsageError if it is none of text."""
-    if bool(run) == bool(model):
-        raise UsageError("which model? give either --run DIR or --model PATH")
+def open_text_model(run: str | None, job: TrainConfig, mesh: Mesh) -> TextModel:
+    """The model of ``--run`` or ``--model``. Collective; raises UsageError for a model that does not take text."""
+    check_weights(run)
     if run:
-        for name, given in (("dtype", dtype), ("adapter", adapter)):
-            if given:
-                raise UsageError(f"--{name} goes with --model; a run has its own")
-        return _of_run(run, mesh, device)
-    engine, _ = open_pretrained(ModelConfig(str(model), adapter=adapter, dtype=dtype or "float32"), mesh, device=device)
-    path = located(str(model))
+        return _of_run(run, mesh, job.device)
+    engine, _ = open_pretrained(job.model, mesh, device=job.device)
+    path = located(job.model.name)
     generation = read_generation_config(path) if path.is_dir() else GenerationConfig(ends=ends_at(path))
     return TextModel(engine, tokenizer_at(path), generation)
 
 
 def _of_run(run: str, mesh: Mesh, device: str) -> TextModel:
-    config, folder = read_config(run), run_folder(run)
-    engine = build_engine(what_it_computes(config), mesh, device=device, drawn=False)
+    folder = run_folder(run)
+    engine = build_engine(served_model(read_run(run)), mesh, device=device, drawn=False)
     if not engine.model.vocabulary:
-        raise UsageError(f"{engine.model.name} is no model of text, it takes no tokens")
+        raise UsageError(f"{engine.model.name} is no model of text: it takes no tokens")
     load_checkpoint(folder, engine)
     own = (folder / "tokenizer.json").is_file()
     return TextModel(engine, read_tokenizer(folder) if own else ByteTokenizer(), read_generation_config(folder))

@@ -1,32 +1,18 @@
-"""``verify``: whether a strategy computes what one device computes, and if not, where and why."""
+"""``verify``: whether a strategy computes what one device computes, and if not, where and why it differs."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
-from click.core import ParameterSource
 
 from spmd_engine.checkpoints.pretrained import open_pretrained, with_shape
-from spmd_engine.cli.adapters import lora_of, lora_options
-from spmd_engine.cli.composition import COMPOSITION, composition_of, composition_options
-from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.engine_by_name import check_mesh, engine_by_name
-from spmd_engine.cli.experts import expert_options, mixture_of
-from spmd_engine.cli.options import (
-    check_option,
-    device_option,
-    image_shape,
-    images_option,
-    mesh_option,
-    model_option,
-    open_mesh,
-)
+from spmd_engine.cli.options import chosen_settings, open_mesh, print_notices, takes_job
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
@@ -37,7 +23,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.formats import MappedArray, npz_names, read_npz
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
-from spmd_engine.training.train_config import LORA, MIXTURE, ROUTER
+from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.verification import (
     Distances,
     GradientCheck,
@@ -52,206 +38,209 @@ from spmd_engine.verification.activations import compare_activations
 from spmd_engine.verification.reference import batches_for_model, batches_of_shape
 from spmd_engine.verification.report import HEADING
 
-POSITIVE, PARTS = click.IntRange(min=1), click.IntRange(1, 4096)
-#: Options that mean nothing to an engine of one's own.
-OF_MODELS = ("model", "images", "dropout", "device", *MIXTURE, *ROUTER, *LORA, *COMPOSITION)
-OF_OWN = ("input_shape", "tokens", "classes")  # and to nothing else
+POSITIVE = click.IntRange(min=1)
+MOST_PARTS = 4096  #: micro-batches
+#: Options of the job that do not go with a page of strategies/ or an engine of the user.
+OF_MODELS = ("model", "images", "dropout", "device", "mixture", "lora", "composition")
+OF_OWN = ("input_shape", "tokens", "classes")  # go with an engine of the user only
 WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 
 
 @click.command(short_help="Compare a sharded engine with one device.")
-@config_option
 @click.argument("engine", metavar="[MODULE:NAME|FILE.py:NAME]", required=False)
-@model_option
-@images_option
-@mesh_option
 @click.option("--steps", type=POSITIVE, default=3, show_default=True, help="Optimizer steps.")
-@click.option("--batch-size", type=POSITIVE, default=16, show_default=True, help="Samples a step, over all ranks.")
-@click.option("--micro-batches", type=PARTS, default=1, show_default=True, help="Parts of a batch, one by one.")
-@click.option("--length", type=POSITIVE, default=32, show_default=True, help="Positions of a sample, of sequences.")
-@click.option("--optimizer", type=click.Choice(["adamw", "sgd"]), default="adamw", show_default=True)
-@click.option("--learning-rate", type=click.FloatRange(0, 1e30), default=1e-3, show_default=True)
-@click.option("--dropout", type=click.FloatRange(0, 1, max_open=True), default=0.0, show_default=True)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of parameters and samples.")
 @click.option(
     "--tolerance",
     type=click.FloatRange(0, min_open=True),
-    help="Of differences, relative to a tensor's largest element. [default: 1e-9]",
+    help="Largest difference, relative to a tensor's largest element. [default: 1e-9]",
 )
-@click.option("--strategy", metavar="NAME", help=f"Verify a page of strategies/ instead: {', '.join(STRATEGIES)}.")
-@click.option("--input-shape", metavar="N,N,...", help="Of an engine of your own: of whole inputs, the batch first.")
-@click.option("--tokens", type=POSITIVE, help="Of an engine of your own: inputs are whole numbers below this.")
-@click.option("--classes", type=POSITIVE, help="Of an engine of your own: targets are whole numbers below this.")
+@click.option("--input-shape", metavar="N,N,...", help="For an engine of your own: shape of whole inputs, batch first.")
+@click.option("--tokens", type=POSITIVE, help="For an engine of your own: inputs are whole numbers below this.")
+@click.option("--classes", type=POSITIVE, help="For an engine of your own: targets are whole numbers below this.")
 @click.option(
     "--finite-differences/--no-finite-differences",
     default=None,
-    help="Compare one device's gradients with finite differences of its loss first. [default: of engines of one's own]",
+    help="First compare gradients on one device with finite differences of the loss. [default: for your own engines]",
 )
-@click.option("--import", "imported", metavar="PATH", help="Verify a model's folder, or GGUF file, beside --reference.")
-@click.option("--reference", metavar="FILE.npz", help="With --import: tokens, and what layers make of them elsewhere.")
-@expert_options
-@lora_options
-@composition_options
-@device_option
-@check_option
+@click.option(
+    "--import", "imported", metavar="PATH", help="Compare the model of a folder or GGUF file with --reference."
+)
+@click.option("--reference", metavar="FILE.npz", help="With --import: tokens, and another program's outputs of layers.")
+@takes_job(
+    *OF_MODELS,
+    *("batch_size", "micro_batches", "length", "optimizer", "learning_rate", "seed", "strategy", "check"),
+    defaults={"batch_size": 16, "length": 32, "learning_rate": 1e-3},
+    help={"strategy": f"Verify a page of strategies/ instead: {', '.join(STRATEGIES)}."},
+)
 @click.pass_context
-def verify(context: click.Context, engine: str | None, **options: Any) -> None:
-    """Make a few steps sharded and on a single device, in float64 and in lockstep, and compare everything.
+def verify(context: click.Context, engine: str | None, job: TrainConfig, **options: Any) -> None:
+    """Make a few steps sharded and on a single device, in float64 and in lockstep, and compare all tensors.
 
-    Ends with code 0 if outputs, losses, gradients and parameters agree. Else with code 1, after naming the first
-    tensor that does not: its layer, where it is off and on which ranks, and which reduction is missing or made twice,
-    if that explains it.
+    The exit code is 0 if outputs, losses, gradients and parameters agree. Otherwise it is 1, and the first tensor that
+    differs is named: its layer, index and ranks, and which reduction is missing or doubled, if that explains it.
 
     \b
       mpiexec -n 8 python -m spmd_engine verify --mesh pipe=2,data=2,model=2 --zero 1
       mpiexec -n 2 python -m spmd_engine verify --model models/SmolLM2-135M --mesh model=2 --lora-rank 8 --batch-size 4
       mpiexec -n 4 python -m spmd_engine verify mine:Engine --mesh data=4 --input-shape 16,8
 
-    Parameters of a model are random, of one by path, too; but with adapters its own weights are read.
+    Parameters of a model are random, also for a model by path; with adapters, its own weights are read.
 
-    An engine of your own, a class or a function in a MODULE as in import or in a FILE.py, is made with mesh=... and
-    dtype=... if it takes these; further values stand behind its name, 'mine:Engine(6, hidden=11)'. It is compared with
-    itself on one rank, whose gradients are first compared with finite differences of its loss. Inputs and targets are
-    random, and parameters that are all 0 are filled, since zeros hide mistakes. Targets are like the outputs or, with
-    --classes, whole numbers, one for each row of outputs.
+    An engine of your own is a class or a function in a MODULE, as in import, or in a FILE.py. It is called with mesh=
+    and dtype= if it takes these, and with the values behind its name, as in 'mine:Engine(6, hidden=11)'. It is compared
+    with itself on one rank, whose gradients are first compared with finite differences of its loss. Inputs and targets
+    are random, and parameters that are all 0 are filled, since zeros hide mistakes. Targets have the shape of the
+    outputs or, with --classes, are whole numbers, one for each row of outputs.
 
-    With --import, weights that others have trained are beside activations that their program made, an .npz of tokens
-    and of arrays called as layers are, or hidden_states.0, hidden_states.1, ..., logits: the first layer that differs
-    is named, and where. scripts/reference_activations.py makes one with transformers.
+    --import compares trained weights with activations of another program: an .npz of tokens and of arrays with the
+    names of layers, or hidden_states.0, hidden_states.1, ..., logits. It names the first layer that differs, and where.
+    scripts/reference_activations.py writes such a file with transformers.
     """
-    strategy = options["strategy"]
-    given = [each for each in OF_MODELS if context.get_parameter_source(each) is not ParameterSource.DEFAULT]
-    if engine and strategy:
-        raise UsageError(f"verify {engine} or --strategy {strategy}, one of them")
-    if (engine or strategy) and given:
-        listed = ", ".join("--" + each.replace("_", "-") for each in given)
-        raise UsageError(f"verify {engine or strategy}: it is a strategy and a model of its own, without {listed}")
-    for each in OF_OWN:
-        if options[each] and not engine:
-            raise UsageError(f"--{each.replace('_', '-')} says what an engine of your own takes: verify MODULE:NAME")
+    of_models = set(chosen_settings(TrainConfig, OF_MODELS)) - {"mesh"}
+    given = [name for name in context.params if name in of_models and context.params[name] is not None]
+    if engine and job.strategy:
+        raise UsageError(f"verify {engine} with --strategy {job.strategy}: omit one of them")
+    if engine and context.params["config"]:
+        raise UsageError(f"verify {engine} with --config: an engine of your own is not a job; omit --config")
+    if (engine or job.strategy) and given:
+        listed = ", ".join(map(_flag, given))
+        raise UsageError(f"verify {engine or job.strategy}: it has a model and a strategy of its own; omit {listed}")
+    for name in OF_OWN:
+        if options[name] and not engine:
+            raise UsageError(f"{_flag(name)} goes with an engine of your own: verify MODULE:NAME")
     if bool(options["imported"]) != bool(options["reference"]):
-        raise UsageError("verify --import PATH --reference FILE.npz: they go together")
-    with _open_mesh(options) as mesh:
+        raise UsageError("--import PATH and --reference FILE.npz go together; give both")
+    if job.data.micro_batches > MOST_PARTS:
+        raise UsageError(f"--micro-batches {job.data.micro_batches}: verify takes at most {MOST_PARTS}")
+    with _open_mesh(job) as mesh:
         if options["imported"]:
-            composition = composition_of(options, mesh.axes)
             where = options["imported"], options["reference"]
-            if not verify_import(*where, mesh, composition, options["device"], options["tolerance"]):
+            if not verify_import(*where, mesh, _composition(job, mesh), job.device, options["tolerance"]):
                 sys.exit(1)
             return
-        if strategy:
-            report = _verify_page(strategy, options, mesh)
+        case = _Case(job, mesh, options)
+        if job.strategy:
+            report = _verify_page(job.strategy, case)
         elif engine:
-            report = _verify_own(engine, options, mesh)
+            report = _verify_own(engine, case)
         else:
-            report = _verify_model(options, mesh)
+            report = _verify_model(case)
         if mesh.rank == 0:
             click.echo(report.verdict)
     if not report.agrees:
         sys.exit(1)
 
 
-def _open_mesh(options: dict[str, Any]) -> Mesh:
-    """The mesh that was asked for; of a page of strategies, one with its axes."""
-    if options["strategy"] and not options["mesh"]:
-        return Mesh(check=options["check"], **default_axes(strategy_named(options["strategy"]), world().size))
-    return open_mesh(options["mesh"], check=options["check"])
+class _Case(NamedTuple):
+    """What is verified: the job, on this mesh, with the options of the command alone."""
+
+    job: TrainConfig
+    mesh: Mesh
+    options: dict[str, Any]
 
 
-def _verify_model(options: dict[str, Any], mesh: Mesh) -> Report:
-    composition = composition_of(options, mesh.axes)
-    if options["compress"] != "none" and not options["tolerance"]:
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _composition(job: TrainConfig, mesh: Mesh) -> ParallelConfig:
+    composition = job.composition.changed(mesh=mesh.axes)
+    print_notices(composition.check(mesh.axes))
+    return composition
+
+
+def _open_mesh(job: TrainConfig) -> Mesh:
+    """The job's mesh; for a page of strategies, by default one with its axes."""
+    if job.strategy and not job.composition.mesh:
+        return Mesh(check=job.check, **default_axes(strategy_named(job.strategy), world().size))
+    return open_mesh(job)
+
+
+def _verify_model(case: _Case) -> Report:
+    job, mesh = case.job, case.mesh
+    composition = _composition(job, mesh)
+    if composition.compress != "none" and not case.options["tolerance"]:
         raise UsageError(
-            f"verify --compress {options['compress']}: it changes sums on purpose, which one device does not. Leave it "
-            "out, or say by --tolerance how much is fine"
+            f"verify --compress {composition.compress}: compression changes sums, and one device does not compress. "
+            "Omit it, or give the difference that is acceptable: --tolerance"
         )
-    shape = image_shape(options["model"], options["images"])
-    images, mixture = asdict(shape) if shape else None, mixture_of(options)
-    model = ModelConfig(options["model"], options["dropout"], "float64", options["seed"], images, mixture)
-    model = with_shape(model.changed(lora=lora_of(options)), mesh.group())
-    engine = engine_of_model(model, mesh, composition, device=options["device"])
+    model = with_shape(job.model.changed(dtype="float64"), mesh.group())
+    engine = engine_of_model(model, mesh, composition, device=job.device)
     alone, axes = ParallelConfig(), {"data": 1}
-    if "context" in mesh.axes:  # whatever the ranks' method, one device needs none
+    if "context" in mesh.axes:  # one device needs no method, whatever that of the ranks
         alone, axes = ParallelConfig(context_method="gather"), axes | {"context": 1}
-    reference = on_rank_zero(
-        mesh.group(), lambda: engine_of_model(model, mesh_of_one(axes), alone, device=options["device"])
-    )
+    reference = on_rank_zero(mesh.group(), lambda: engine_of_model(model, mesh_of_one(axes), alone, device=job.device))
     batches = batches_for_model(
         engine.model,
-        options["batch_size"],
-        length=options["length"],
-        micro_batches=options["micro_batches"],
-        seed=options["seed"],
+        job.data.batch_size,
+        length=job.data.length,
+        micro_batches=job.data.micro_batches,
+        seed=job.model.seed,
     )
-    return _compare(options["model"], engine, reference, batches, options, own=False)
+    return _compare(job.model.name, engine, reference, batches, case, own=False)
 
 
-def _verify_own(name: str, options: dict[str, Any], mesh: Mesh) -> Report:
-    if not options["input_shape"]:
-        raise UsageError(f"verify {name} needs --input-shape N,N,...: of whole inputs, the batch first")
-    return _verify_made(name, engine_by_name(name, "verify"), _parse_shape(options["input_shape"]), options, mesh)
+def _verify_own(name: str, case: _Case) -> Report:
+    if not case.options["input_shape"]:
+        raise UsageError(f"verify {name} needs --input-shape N,N,...: the shape of whole inputs, the batch first")
+    return _verify_made(name, engine_by_name(name, "verify"), _parse_shape(case.options["input_shape"]), case)
 
 
-def _verify_page(name: str, options: dict[str, Any], mesh: Mesh) -> Report:
+def _verify_page(name: str, case: _Case) -> Report:
     page = strategy_named(name)
-    if missing := [axis for axis in page.axes if axis not in mesh.axes]:
-        raise UsageError(f"--strategy {name} with --mesh {mesh}: it needs the axes {', '.join(missing)}, too")
-    sizes = {"b": options["batch_size"], "s": options["length"], "d": WIDTH}
+    if missing := [axis for axis in page.axes if axis not in case.mesh.axes]:
+        raise UsageError(f"--strategy {name} with --mesh {case.mesh}: it also needs the axes {', '.join(missing)}")
+    sizes = {"b": case.job.data.batch_size, "s": case.job.data.length, "d": WIDTH}
     sizes |= {"h": IMAGE[0], "w": IMAGE[1], "c": WIDTH}
     shape = tuple(sizes[letter] for letter in page.sample.split())
-    return _verify_made(name, partial(page, WIDTH, HEADS if "heads" in page.sizes else HIDDEN), shape, options, mesh)
+    return _verify_made(name, partial(page, WIDTH, HEADS if "heads" in page.sizes else HIDDEN), shape, case)
 
 
-def _verify_made(
-    name: str, make: Callable[..., Any], shape: tuple[int, ...], options: dict[str, Any], mesh: Mesh
-) -> Report:
-    engine, reference = engine_and_reference(make, mesh)
-    check_mesh(name, engine, mesh, options["mesh"])
+def _verify_made(name: str, make: Callable[..., Any], shape: tuple[int, ...], case: _Case) -> Report:
+    engine, reference = engine_and_reference(make, case.mesh)
+    check_mesh(name, engine, case.mesh, case.job.composition.mesh)
     started = compare(engine, reference, lambda engine, step: None, steps=0)
-    if not started.agrees:  # which the same values for all would hide
+    if not started.agrees:  # before the same values everywhere would hide it
         return started
-    fill_zeros(engine, reference, options["seed"])
+    fill_zeros(engine, reference, case.job.model.seed)
     batches = batches_of_shape(
         engine,
         reference,
         shape,
-        micro_batches=options["micro_batches"],
-        seed=options["seed"],
-        below=options["tokens"],
-        classes=options["classes"],
+        micro_batches=case.job.data.micro_batches,
+        seed=case.job.model.seed,
+        below=case.options["tokens"],
+        classes=case.options["classes"],
     )
-    return _compare(name, engine, reference, batches, options, own=True)
+    return _compare(name, engine, reference, batches, case, own=True)
 
 
 def _compare(
-    name: str,
-    engine: ShardedEngine,
-    reference: ShardedEngine | None,
-    batches: Callable,
-    options: dict[str, Any],
-    own: bool,
+    name: str, engine: ShardedEngine, reference: ShardedEngine | None, batches: Callable, case: _Case, own: bool
 ) -> Report:
-    def say(text: object) -> None:
+    def echo(text: object) -> None:
         if engine.device_id == 0:
             click.echo(text)
 
-    def say_gradients(check: GradientCheck) -> None:
-        say(f"{check}\n")
+    def echo_gradients(check: GradientCheck) -> None:
+        echo(f"{check}\n")
 
-    def say_step(distances: Distances) -> None:
-        say(f"{HEADING}\n{distances}" if distances.step == 1 else distances)
+    def echo_step(distances: Distances) -> None:
+        echo(f"{HEADING}\n{distances}" if distances.step == 1 else distances)
 
-    say(f"{name} on mesh {engine.mesh}, beside one device\n")
+    training, options = case.job.training, case.options
+    echo(f"{name} on mesh {engine.mesh}, beside one device\n")
     return compare(
         engine,
         reference,
         batches,
         steps=options["steps"],
-        optimizer=AdamW if options["optimizer"] == "adamw" else partial(SGD, 0.9),
-        rate=options["learning_rate"],
+        optimizer=AdamW if training.optimizer == "adamw" else partial(SGD, 0.9),
+        rate=training.learning_rate,
         tolerance=options["tolerance"],
         finite_differences=own if options["finite_differences"] is None else options["finite_differences"],
-        on_gradients=say_gradients,
-        on_step=say_step,
+        on_gradients=echo_gradients,
+        on_step=echo_step,
     )
 
 
@@ -261,12 +250,11 @@ def _parse_shape(text: str) -> tuple[int, ...]:
     except ValueError:
         raise UsageError(f"--input-shape {text}: write whole numbers, as in 16,8") from None
     if min(shape) < 1:
-        raise UsageError(f"--input-shape {text}: sizes are from 1")
+        raise UsageError(f"--input-shape {text}: sizes must be from 1")
     return shape
 
 
-# --- ``verify --import PATH --reference FILE``: an imported model beside activations of another program
-
+# --- ``verify --import PATH --reference FILE``: an imported model and activations of another program
 
 TOLERANCE = 1e-4  #: of activations in float32, relative to a layer's largest
 
@@ -274,7 +262,7 @@ TOLERANCE = 1e-4  #: of activations in float32, relative to a layer's largest
 def verify_import(
     path: str, reference: str, mesh: Mesh, composition: ParallelConfig, device: str, tolerance: float | None
 ) -> bool:
-    """Print how far each layer is from its reference, and which is the first that differs; whether none does."""
+    """Print how far each layer is from its reference, and the first that differs; return whether all agree."""
     tolerance = tolerance or TOLERANCE
     arrays = on_all_ranks(mesh.group(), lambda: _read(reference))
     engine, pretrained = open_pretrained(ModelConfig(path, dtype="float64"), mesh, composition, device=device)
@@ -285,8 +273,8 @@ def verify_import(
     click.echo(f"{path} on mesh {mesh}, beside {reference}\n")
     width = max(len(each.layer) for each in distances)
     for each in distances:
-        said = "" if each.place is None else f"  off, first at sample {each.place[0]}, position {each.place[1]}"
-        click.echo(f"{each.layer:<{width}}  {each.distance:8.1e}{said}")
+        where = "" if each.place is None else f"  off, first at sample {each.place[0]}, position {each.place[1]}"
+        click.echo(f"{each.layer:<{width}}  {each.distance:8.1e}{where}")
     if first is None:
         click.echo(f"\nall {len(distances)} agree to {tolerance:g}")
         return True

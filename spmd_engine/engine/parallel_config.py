@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import get_backend
-from spmd_engine.axes import MeshPosition
+from spmd_engine.axes import MeshPosition, parse_axes
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import schedules
@@ -27,26 +27,61 @@ from spmd_engine.models.lora import LoRAOptions, with_adapters
 from spmd_engine.models.names import IMAGES, MODELS, build_model, family_of, has_weights, unknown_model
 from spmd_engine.sharding.groups import CAP, THRESHOLD
 from spmd_engine.sharding.layout import Layout
+from spmd_engine.units import BYTES
 
 PIPELINES = tuple(name for name in schedules.SCHEDULES if name != "sequential")
 RECOMPUTE = tuple(each.value for each in Recompute)
+
+
+def image_sizes(text: str) -> dict[str, int]:
+    """``"28,28,1,10"`` by the names of an ImageShape; raises UsageError for anything else."""
+    sizes = text.split(",")
+    names = [each.name for each in fields(ImageShape)]
+    if len(sizes) != len(names) or not all(size.strip().isdecimal() and int(size) for size in sizes):
+        raise UsageError(f"images {text}: write height,width,channels,classes, each from 1, as in 28,28,1,10")
+    return dict(zip(names, map(int, sizes), strict=True))
 
 
 @dataclass(frozen=True)
 class ModelConfig(Configuration):
     """A model by name, and what its parameters begin with."""
 
-    name: str = setting("gpt-nano")  #: one of ``models.names.MODELS``, or the path of a decoder's weights
-    dropout: float = setting(0.0, least=0, below=1)  #: the probability that an activation is 0
-    dtype: str = setting("float32", choices=("float32", "float64"))  #: of parameters and activations
-    seed: int = setting(0)  #: of parameters, samples and dropout
-    #: of a model of images: what an ``ImageShape`` says, by name; None: its usual ones or, in training, the data's
-    images: Mapping[str, int] | None = None
-    mixture: Mixture | None = None  #: of a model that has experts; None: its own
-    vocabulary: int | None = setting(None, least=1)  #: tokens of a model of text by name; None: its own, or the data's
-    shape: DecoderConfig | None = None  #: of a model by path: what was found there; None: look there, or by name
-    lora: LoRAOptions | None = None  #: adapters, which alone are trained; None: all parameters are
-    adapter: str | None = None  #: the folder of the adapters that it begins with; None: they change nothing at first
+    name: str = setting(
+        "gpt-nano",
+        option="model",
+        metavar="NAME|PATH",
+        fixed=True,
+        help=f"One of {', '.join(MODELS)}; or weights: a folder in Hugging Face's format, a GGUF file, or org/name in "
+        "the hub's local cache.",
+    )
+    dropout: float = setting(0.0, least=0, below=1, fixed=True, help="Probability that an activation is set to 0.")
+    dtype: str = setting(
+        "float32", choices=("float32", "float64"), fixed=True, help="Dtype of parameters and activations."
+    )
+    seed: int = setting(0, fixed=True, help="Seed of parameters, samples and dropout.")
+    images: Mapping[str, int] | None = setting(
+        None,
+        read=image_sizes,
+        metavar="H,W,C,CLASSES",
+        unset="8,8,1,10, for resnet18 and resnet50 224,224,3,1000; in training, as the data",
+        help="For models of images: their height, width and channels, and the number of classes.",
+    )
+    mixture: Mixture | None = setting(None, unset="as the model has it", help="An object: experts, in models with any.")
+    vocabulary: int | None = setting(
+        None, least=1, fixed=True, unset="as the data", help="Tokens in the vocabulary of a new model of text."
+    )
+    shape: DecoderConfig | None = setting(
+        None,
+        option=None,
+        unset="read from the path",
+        help="An object: the shape of a model by path. A run's config.json has it, so that the path is not needed.",
+    )
+    lora: LoRAOptions | None = setting(
+        None, prefix="lora_", unset="all parameters are trained", help="An object: adapters, which alone are trained."
+    )
+    adapter: str | None = setting(
+        None, metavar="FOLDER", unset="new adapters", help="Folder of adapters in PEFT's format to begin with."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,7 +107,7 @@ class ModelConfig(Configuration):
 def _check_images(name: str, images: Mapping[str, int]) -> None:
     sizes = [each.name for each in fields(ImageShape)]
     if name not in IMAGES:
-        raise UsageError(f"images: {name} is no model of images; choose {' or '.join(IMAGES)}, or leave images out")
+        raise UsageError(f"images: {name} is no model of images; choose {' or '.join(IMAGES)}, or omit images")
     if sorted(images) != sorted(sizes) or min(images.values()) < 1:
         raise UsageError(f"images is {images}: it must have {', '.join(sizes)}, from 1")
 
@@ -84,23 +119,80 @@ class ParallelConfig(Configuration):
     None of the optional fields stands for the usual choice, which may depend on the mesh.
     """
 
-    mesh: Mapping[str, int] | None = None  #: axes and their sizes, the last varies fastest; None: all ranks on "data"
-    zero: int | None = setting(None, least=0, most=3)  #: the stage of ZeRO; None: 3 over an axis "shard", else 0
-    sequence_parallel: bool = False  #: whether "model" cuts the sequence between layers
-    context_method: str | None = setting(None, choices=CONTEXT_METHODS)  #: how "context" attends; None: ring
-    recut_after: int | None = setting(None, least=1)  #: blocks of images whose rows are cut, samples then; None: never
-    experts_over: str | None = None  #: axes that cut the experts, as in "data,context"; None: expert
-    rebalance_every: int = setting(0, least=0)  #: steps after which experts move to where there is room; 0: never
-    schedule: str | None = setting(None, choices=PIPELINES)  #: order of micro-batches along "pipe"; None: 1f1b
-    chunks: int | None = setting(None, least=1)  #: of layers a stage; None: 2 if interleaved, else 1
-    stages: str | None = None  #: "even", "cost", or the first layer of each chunk, as in "0,3,7"; None: even
-    recompute: str = setting("none", choices=RECOMPUTE)  #: what a backward computes again instead of keeping
-    compress: str = "none"  #: how gradients travel: see ``compression``
-    group_threshold: int = setting(THRESHOLD, least=0)  #: bytes up to which neighbouring parameters share a collective
-    group_cap: int = setting(CAP, least=0)  #: bytes beyond which no neighbour joins a group
-    shares: str | None = None  #: of the samples, by rank along an axis, as in "data=3:1"; None: as many each
-    state_shares: str | None = None  #: the same of what ZeRO stores in parts; None: as much each
-    min_tensor_size: int = setting(0, least=0)  #: bytes below which ZeRO stores no parameter in parts
+    mesh: Mapping[str, int] | None = setting(
+        None,
+        read=parse_axes,
+        metavar="AXIS=SIZE,...",
+        unset="all ranks on axis data",
+        help="Mesh axes and their sizes; the last varies fastest. 'data', 'replicate' and 'shard' split the batch, "
+        "'expert' the batch and the experts, 'model' heads, hidden width and vocabulary (for images, channels), "
+        "'queries' the heads that share a key head, and otherwise as 'model', 'context' the sequence, 'rows' and "
+        "'columns' images, 'pipe' the layers.",
+    )
+    zero: int | None = setting(
+        None,
+        least=0,
+        most=3,
+        unset="3 over an axis shard, else 0",
+        help="ZeRO stage: 1 shards the optimizer state, 2 also gradients, 3 also parameters.",
+    )
+    sequence_parallel: bool = setting(False, help="Split the sequence over axis 'model' between layers.")
+    context_method: str | None = setting(
+        None, choices=CONTEXT_METHODS, unset="ring", help="How attention communicates over axis 'context'."
+    )
+    experts_over: str | None = setting(
+        None, metavar="AXIS,...", unset="expert", help="Mesh axes that split the experts."
+    )
+    rebalance_every: int = setting(
+        0, least=0, help="Steps after which experts move between ranks to even out their measured load; 0: never."
+    )
+    recut_after: int | None = setting(
+        None,
+        least=1,
+        metavar="BLOCKS",
+        unset="never",
+        help="For images: after this many blocks, axes 'rows' and 'columns' split samples instead.",
+    )
+    schedule: str | None = setting(
+        None, choices=PIPELINES, unset="1f1b", help="Pipeline schedule: the order of micro-batches along axis 'pipe'."
+    )
+    chunks: int | None = setting(
+        None, least=1, unset="2 if interleaved, else 1", help="Chunks of layers on each pipeline stage."
+    )
+    stages: str | None = setting(
+        None,
+        metavar="even|cost|N,N,...",
+        unset="even",
+        help="How layers are divided into stages: evenly, by cost, or by the number of each chunk's first layer.",
+    )
+    recompute: str = setting(
+        "none", choices=RECOMPUTE, help="What the backward recomputes instead of keeping its activations."
+    )
+    compress: str = setting(
+        "none",
+        metavar="none|bfloat16|float16|top-k:FRACTION|powersgd:RANK",
+        help="Compression of gradients while they are reduced. The last two need ZeRO stage 0; what they omit in a "
+        "step is added in later steps, also after --resume on the same mesh.",
+    )
+    group_threshold: int = setting(
+        THRESHOLD, least=0, unit=BYTES, help="Neighbouring parameters share a parameter group up to this size."
+    )
+    group_cap: int = setting(CAP, least=0, unit=BYTES, help="A parameter group does not grow beyond this size.")
+    shares: str | None = setting(
+        None,
+        metavar="AXIS=N:N...,...",
+        unset="equal parts",
+        help="Each rank's part of the samples, for unequal ranks: with data=3:1 the first takes three quarters.",
+    )
+    state_shares: str | None = setting(
+        None,
+        metavar="AXIS=N:N...,...",
+        unset="equal parts",
+        help="Each rank's part of what ZeRO shards: by memory, as --shares is by speed.",
+    )
+    min_tensor_size: int = setting(
+        0, least=0, unit=BYTES, help="ZeRO does not shard parameters smaller than this; every rank holds them."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -86,12 +86,25 @@ _REFUSED: Mapping[str, Any] = {
 class LoRAOptions(Configuration):
     """Of each weight w of the ``targets``, w + (alpha / rank) · a · b is used, and a and b alone are trained."""
 
-    rank: int = setting(8, least=1)
-    alpha: float = setting(16.0, least=0)
-    targets: str | None = None  #: names, with commas; None: all that the model has
-    root: bool = False  #: whether the factor is alpha / sqrt(rank) instead (rsLoRA)
-    #: Whether ``experts.gate_up_proj`` has twice the rank, as PEFT makes it of adapters of gates and ups.
-    doubled: bool = False
+    rank: int = setting(
+        8,
+        least=1,
+        fixed=True,
+        unset="no adapters",
+        help="Rank of adapters, which alone are trained; the model is frozen.",
+    )
+    alpha: float = setting(16.0, least=0, fixed=True, help="The factor of adapters is this, divided by the rank.")
+    targets: str | None = setting(
+        None,
+        metavar="NAME,...",
+        fixed=True,
+        unset="all",
+        help="Weights that have adapters, such as q_proj.",
+    )
+    root: bool = setting(False, option=None, help="Divide alpha by the root of the rank instead (rsLoRA).")
+    doubled: bool = setting(
+        False, option=None, help="`experts.gate_up_proj` has twice the rank, as PEFT stores adapters of gate and up."
+    )
 
     def modules(self, family: str) -> dict[str, tuple[tuple[str, ...], ...]]:
         """The targets in a model of this family, and the groups of weights of each; raises UsageError for others."""

@@ -18,12 +18,34 @@ if TYPE_CHECKING:
 class Mixture(Configuration):
     """What stands in the place of a block's MLP; ``router`` has all that is about choosing experts."""
 
-    experts: int = setting(8, least=1, most=1 << 16)  #: in each layer that has any
-    shared: int = setting(0, least=0, most=1 << 16)  #: further ones, of the same size, that every token goes through
-    hidden: int | None = setting(None, least=1)  #: f of an expert; None: a token's experts together are a dense MLP
-    dense: str = ""  #: blocks that keep their dense MLP, by number, as in "0,5"
+    experts: int = setting(8, least=1, most=1 << 16, fixed=True, help="Experts of each layer that has any.")
+    shared: int = setting(
+        0,
+        least=0,
+        most=1 << 16,
+        option="shared_experts",
+        fixed=True,
+        help="Further experts of the same size, which every token passes through.",
+    )
+    hidden: int | None = setting(
+        None,
+        least=1,
+        option=None,
+        unset="a token's experts together are as wide as the dense MLP",
+        help="Hidden width of an expert.",
+    )
+    dense: str = setting(
+        "",
+        option="dense_layers",
+        metavar="N,...",
+        fixed=True,
+        unset="none",
+        help="Numbers of the blocks that keep a dense MLP.",
+    )
     router: RouterOptions = RouterOptions(balance_loss=0.01, z_loss=0.001)
-    shared_gate: bool = False  #: whether what the shared ones make is weighted by a sigmoid of its own
+    shared_gate: bool = setting(
+        False, option=None, help="Weigh the output of the shared experts by a sigmoid of its own, as in Qwen2-MoE."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,98 +1,100 @@
-"""A job: everything that decides a training run, as one configuration that JSON can hold."""
+"""A job: everything that decides a training run, as one configuration that JSON can hold.
+
+Each field is an option of the command line, unless its ``setting`` says otherwise.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from spmd_engine.comm.pending import TIMEOUT
-from spmd_engine.configuration import Configuration, section_of, setting
+from spmd_engine.configuration import ConfigField, Configuration, section_of, setting, settings_of
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import json_at
 from spmd_engine.layers.layer import DOCUMENTS
-from spmd_engine.layers.moe.router_options import RouterOptions
 from spmd_engine.models.names import IMAGES
 from spmd_engine.training.data.augment import AUGMENT
+from spmd_engine.units import SECONDS
 
 VERSION = 1  #: of the JSON that jobs are written as
-MOST = 1 << 24  #: samples, and parts of them: beyond it is a slip
+MOST = 1 << 24  #: samples, and micro-batches: more is a slip
 LARGEST = 1e30  #: of rates and the like
-#: Defaults of jobs with a model of images; those of others stand with the fields.
-OF_IMAGES = {
-    "batch_size": 64,
-    "eval_samples": 10_000,
-    "steps": 100,
-    "learning_rate": 0.01,
-    "warmup": 20,
-}
-
-#: Options of models that have experts, on which their parameters' shapes hang.
-MIXTURE = ("experts", "top_k", "shared_experts", "dense_layers")
-#: Options of routers, on which they do not hang.
-ROUTER = ("routing", "capacity_factor", "balance_loss", "z_loss", "bias_rate")
-#: Options of adapters.
-LORA = ("lora_rank", "lora_alpha", "lora_targets")
-#: Options that decide what a run computes, by their names for ``TrainConfig.with_options``: it goes on with its own.
-FIXED = (
-    *("model", "strategy", "dropout", "dtype", "seed", "batch_size", "optimizer"),
-    *("vocabulary", "length", "documents"),
-    *MIXTURE,
-    *LORA,
-)
-#: Options that have other names than their fields, by the sections within sections where these are.
-_SHORT = {
-    "model": ("model", "name"),
-    "data": ("data", "path"),
-    "experts": ("model", "mixture", "experts"),
-    "shared_experts": ("model", "mixture", "shared"),
-    "dense_layers": ("model", "mixture", "dense"),
-    "lora_rank": ("model", "lora", "rank"),
-    "lora_alpha": ("model", "lora", "alpha"),
-    "lora_targets": ("model", "lora", "targets"),
-}
 
 
 @dataclass(frozen=True)
 class DataConfig(Configuration):
-    """What is learnt from, and in which pieces."""
+    """What a model learns from, and in which pieces."""
 
-    path: str | None = None  #: a file or a folder; None: the source of Python's standard library
-    batch_size: int = setting(16, least=1, most=MOST)  #: samples a step, over all ranks
-    micro_batches: int = setting(1, least=1, most=MOST)  #: parts of a batch, computed one after the other
-    eval_samples: int = setting(64, least=1, most=MOST)  #: held-out samples of an evaluation; of images, at most
-    length: int | None = setting(None, least=1)  #: tokens of a sample; None: as many as the model's context
-    #: of a file of tokens: how documents share a sample; None: joined, but instructions apart
-    documents: str | None = setting(None, choices=DOCUMENTS)
-    augment: str = setting("none", choices=AUGMENT)  #: how images to learn from are changed, at random
+    path: str | None = setting(
+        None,
+        option="data",
+        metavar="PATH",
+        unset="the source of Python's standard library; for images scikit-learn's digits",
+        help="What to learn from: a file or a folder of text, or a file of tokens from 'data prepare'. For models of "
+        "images: an .npz file (x, y), a folder of IDX files, or a folder with a subfolder of images for each class.",
+    )
+    batch_size: int = setting(16, least=1, most=MOST, fixed=True, of_images=64, help="Samples a step, over all ranks.")
+    micro_batches: int = setting(1, least=1, most=MOST, help="Parts of a batch, which are computed in turn.")
+    eval_samples: int = setting(
+        64, least=1, most=MOST, of_images=10_000, help="Held-out samples of an evaluation; for images, at most."
+    )
+    length: int | None = setting(
+        None, least=1, fixed=True, old_names=("sequence",), unset="the model's context", help="Tokens of a sample."
+    )
+    documents: str | None = setting(
+        None,
+        choices=DOCUMENTS,
+        fixed=True,
+        unset="joined, but instructions apart",
+        help="How documents in a file of tokens share a sample.",
+    )
+    augment: str = setting(
+        "none",
+        choices=AUGMENT,
+        help="How training images change at random: shifted by up to an eighth each way, and mirrored.",
+    )
 
 
 @dataclass(frozen=True)
 class StepConfig(Configuration):
-    """How parameters are updated, and what is done between steps."""
+    """How parameters are updated, and what happens between steps."""
 
-    steps: int = setting(600, least=0)  #: optimizer steps in all
-    learning_rate: float = setting(4e-3, least=0, most=LARGEST)  #: at its peak; a cosine leads down to a tenth of it
-    warmup: int = setting(50, least=0)  #: steps up to the peak
-    optimizer: str = setting("adamw", choices=("adamw", "sgd"))  #: adamw, or sgd with momentum
-    momentum: float = setting(0.9, least=0, most=1)  #: of sgd
-    weight_decay: float = setting(0.1, least=0, most=LARGEST)  #: none on norms and biases
-    grad_clip: float = setting(1.0, least=0, most=LARGEST)  #: the largest norm of a gradient; 0: any
-    max_skipped: int = setting(3, least=0)  #: steps in a row that may update nothing, since something is not finite
-    check_replicas_every: int = setting(100, least=0)  #: steps between comparisons of what ranks hold alike; 0: never
-    eval_every: int = setting(100, least=0)  #: steps between evaluations; 0: only at the end
-    save_every: int = setting(100, least=0)  #: steps between checkpoints; 0: only at the end
-    keep: int = setting(2, least=1)  #: complete checkpoints that stay
-    save_in_background: bool = False  #: whether training goes on while a checkpoint is being written
-    go_on_unsaved: bool = False  #: whether training goes on when a checkpoint could not be written
+    steps: int = setting(600, least=0, of_images=100, help="Optimizer steps in all.")
+    learning_rate: float = setting(
+        4e-3,
+        least=0,
+        most=LARGEST,
+        of_images=0.01,
+        help="Learning rate at its peak; a cosine decays it to a tenth of that.",
+    )
+    warmup: int = setting(50, least=0, of_images=20, help="Steps until the learning rate peaks.")
+    optimizer: str = setting("adamw", choices=("adamw", "sgd"), fixed=True, help="AdamW, or SGD with momentum.")
+    momentum: float = setting(0.9, least=0, most=1, help="Momentum of sgd.")
+    weight_decay: float = setting(0.1, least=0, most=LARGEST, help="Weight decay; norms and biases have none.")
+    grad_clip: float = setting(1.0, least=0, most=LARGEST, help="Largest norm of the whole gradient; 0: no limit.")
+    max_skipped: int = setting(
+        3,
+        least=0,
+        help="Steps in a row that may be skipped because a loss or a gradient is not finite; then the run ends.",
+    )
+    check_replicas_every: int = setting(
+        100, least=0, help="Steps between checks that replicas hold equal bits; 0: never."
+    )
+    eval_every: int = setting(100, least=0, help="Steps between evaluations; 0: only at the end.")
+    save_every: int = setting(100, least=0, help="Steps between checkpoints; 0: only at the end.")
+    keep: int = setting(2, least=1, help="Complete checkpoints to keep.")
+    save_in_background: bool = setting(False, help="Continue training while a checkpoint is being written.")
+    go_on_unsaved: bool = setting(False, help="Continue if a save fails; the last one must succeed.")
 
 
 @dataclass(frozen=True)
 class CorpusFacts(Configuration):
-    """What a corpus was read from: equal where the data are."""
+    """What a corpus was read from: equal for equal data."""
 
     files: int = setting(0, least=0)  #: their number
     sha256: str = ""  #: of their names, sizes and contents, in hexadecimal digits
@@ -100,34 +102,53 @@ class CorpusFacts(Configuration):
 
 @dataclass(frozen=True)
 class TrainConfig(Configuration):
-    """A training run, whole: equal jobs on equal data compute the same, to rounding, whatever the composition."""
+    """A whole training run: equal jobs on equal data compute the same, to rounding, whatever the composition."""
 
-    version: int = VERSION  #: of this format
+    version: int = setting(VERSION, option=None, help="Version of this format.")
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     training: StepConfig = StepConfig()
     composition: ParallelConfig = ParallelConfig()
-    strategy: str | None = None  #: a page of ``strategies/``, with a small model of its own; None: ``model``
-    device: str = "cpu"  #: cpu (NumPy) or cuda (CuPy)
-    check: bool = True  #: whether ranks compare what they call in every collective
-    deterministic: bool = False  #: whether sums between nodes are in rank order on any number of nodes
-    timeout: float = setting(TIMEOUT, least=0.1, most=LARGEST)  #: seconds that a rank waits for others at most
-    sample: int = setting(240, least=0)  #: tokens written at the end, by a model of text
-    corpus: CorpusFacts | None = None  #: what the data must be; None: whatever is found
+    strategy: str | None = setting(
+        None,
+        metavar="NAME",
+        fixed=True,
+        unset="the model above",
+        help="A page of strategies/, with a small model of its own, instead of a model.",
+    )
+    device: str = setting("cpu", metavar="cpu|cuda", help="Where arrays are: cpu (NumPy) or cuda (CuPy).")
+    check: bool = setting(
+        True, help="Compare the calls of all ranks in every collective, so that a mismatch is an error and not a hang."
+    )
+    deterministic: bool = setting(False, help="Sum in rank order between any number of nodes.")
+    timeout: float = setting(
+        TIMEOUT,
+        least=0.1,
+        most=LARGEST,
+        unit=SECONDS,
+        help="Longest wait for other ranks; after half of it, or a minute, ranks report which ranks they wait for.",
+    )
+    sample: int = setting(240, least=0, help="Tokens that a model of text writes at the end.")
+    corpus: CorpusFacts | None = setting(
+        None,
+        option=None,
+        unset="no condition",
+        help="An object, `files` and `sha256`, that the data must match. The config.json of a run has it.",
+    )
 
     @classmethod
     def from_json(cls, content: Any, where: str = "") -> Self:
-        """As Configuration.from_json; a run's config.json from before there were versions is understood, too."""
+        """As Configuration.from_json; also reads a config.json from before there were versions."""
         if isinstance(content, Mapping) and "version" not in content and {"model", "seed", "dtype"} <= set(content):
             return _from_options(cls, content, where)
         if isinstance(content, Mapping) and content.get("version") != VERSION:
-            said = json.dumps(content.get("version"))
-            raise UsageError(f"{where}: version is {said}; this program reads version {VERSION}")
+            version = json.dumps(content.get("version"))
+            raise UsageError(f"{where}: version is {version}; this program reads version {VERSION}")
         return super().from_json(_with_defaults(content), where)
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """The job of a JSON file; raises UsageError, in one line, for one that cannot be read or makes no sense."""
+        """The job in a JSON file; raises UsageError, in one line, if it cannot be read or has an invalid value."""
         return cls.from_json(json_at(path), str(path))
 
     def write(self, path: str | Path) -> None:
@@ -136,29 +157,29 @@ class TrainConfig(Configuration):
 
     @classmethod
     def of(cls, **options: Any) -> Self:
-        """A job with some options of ``with_options``, all else by default: by that of its model's kind."""
+        """A job with some options of ``with_options``, all others by default, which depend on the kind of model."""
         return cls().with_options(**(OF_IMAGES if options.get("model") in IMAGES else {}) | options)
 
     def with_options(self, **options: Any) -> Self:
-        """This job with other values of fields, named as the command line does, whatever section they are in.
+        """This job with other values of fields, by their names on the command line, whatever section they are in.
 
         >>> TrainConfig.of(model="gpt-mini", steps=20, zero=3).training.steps
         20
 
         Raises UsageError for a name that no section has.
         """
-        return _changed(self, {_place(name): value for name, value in options.items()})
+        return _changed(self, {_setting(name).path: value for name, value in options.items()})
 
     def option(self, name: str) -> Any:
         """The value of one of ``with_options``' names."""
-        *sections, field = _place(name)
+        *sections, field = _setting(name).path
         value: Any = self
         for section in sections:
             value = section_of(value, section)
         return getattr(value, field)
 
     def resumed(self, where: str = "the run", **options: Any) -> Self:
-        """This job, of a run that goes on, with other values of some options; its mesh, device and checks are new ones.
+        """This job of a run that resumes, with other values of some options; mesh, device and check are not kept.
 
         Raises UsageError for another value of an option that decides what is computed (``FIXED``).
         """
@@ -171,6 +192,14 @@ class TrainConfig(Configuration):
         return self.with_options(**{"mesh": None, "device": "cpu", "check": True} | options)
 
 
+#: Options that decide what a run computes: a run that resumes keeps its own.
+FIXED = tuple(name for name, each in settings_of(TrainConfig).items() if each.about.get("fixed"))
+#: Defaults for models of images.
+OF_IMAGES = {
+    name: each.about["of_images"] for name, each in settings_of(TrainConfig).items() if "of_images" in each.about
+}
+
+
 def _changed(configuration: Configuration, values: Mapping[tuple[str, ...], Any]) -> Any:
     """A configuration with other values of fields, of its own and in sections within it, all at once."""
     own = {path[0]: value for path, value in values.items() if len(path) == 1}
@@ -180,33 +209,21 @@ def _changed(configuration: Configuration, values: Mapping[tuple[str, ...], Any]
     return configuration.changed(**own)
 
 
-def _place(name: str) -> tuple[str, ...]:
-    """The sections and the field that an option stands for."""
-    if name in _SHORT:
-        return _SHORT[name]
-    kinds = {
-        ("model",): ModelConfig,
-        ("data",): DataConfig,
-        ("training",): StepConfig,
-        ("composition",): ParallelConfig,
-        (): TrainConfig,
-        ("model", "mixture", "router"): RouterOptions,
-    }
-    for sections, kind in kinds.items():
-        if name in {each.name for each in fields(kind)}:
-            return *sections, name
-    known = (*_SHORT, *(each.name for kind in kinds.values() for each in fields(kind)))
-    raise UsageError(f"a job has no option {name!r}; {one_of(name, known)}")
+def _setting(name: str) -> ConfigField:
+    settings = settings_of(TrainConfig)
+    if name not in settings:
+        raise UsageError(f"a job has no option {name!r}; {one_of(name, settings)}")
+    return settings[name]
 
 
 def _with_defaults(content: Any) -> Any:
-    """A job's JSON; where its model is one of images, with the defaults that it then has."""
+    """A job's JSON, with the defaults for images if it has a model of images."""
     model = content.get("model") if isinstance(content, Mapping) else None
     if not isinstance(model, Mapping) or model.get("name") not in list(IMAGES):  # it may be anything
         return content
     filled = dict(content)
     for option, value in OF_IMAGES.items():
-        section, name = _place(option)
+        section, name = _setting(option).path
         given = filled.get(section, {})
         if isinstance(given, Mapping):
             filled[section] = {name: value, **given}
@@ -214,11 +231,9 @@ def _with_defaults(content: Any) -> Any:
 
 
 def _from_options(cls: type[TrainConfig], content: Mapping[str, Any], where: str) -> TrainConfig:
-    """The job of a config.json that holds the options of one command line, side by side."""
+    """The job of a config.json that is a flat list of options."""
     options = dict(content)
     facts = CorpusFacts.from_json(options.pop("corpus", {}), f"{where}: corpus")
-    if options.get("mesh"):
-        options["mesh"] = {axis: int(size) for axis, size in (each.split("=") for each in options["mesh"].split(","))}
     try:
         return cls().with_options(**options, corpus=facts)
     except UsageError as error:

@@ -63,10 +63,10 @@ def test_sizes_of_images_can_be_said_where_there_are_no_data(here):
 @pytest.mark.parametrize(
     "model, images, message",
     [
-        ("gpt-nano", "8,8,1,10", "--images 8,8,1,10: gpt-nano is no model of images; choose convnet or"),
-        ("convnet", "8,8,1", "--images 8,8,1: write height,width,channels,classes, as in 28,28,1,10"),
-        ("convnet", "8,8,x,10", "--images 8,8,x,10: write height,width,channels,classes"),
-        ("convnet", "8,8,0,10", "--images 8,8,0,10: sizes are from 1"),
+        ("gpt-nano", "8,8,1,10", "images: gpt-nano is no model of images; choose convnet or"),
+        ("convnet", "8,8,1", "images 8,8,1: write height,width,channels,classes, each from 1, as in 28,28,1,10"),
+        ("convnet", "8,8,x,10", "images 8,8,x,10: write height,width,channels,classes"),
+        ("convnet", "8,8,0,10", "images 8,8,0,10: write height,width,channels,classes, each from 1"),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused(here, model, images, message):
@@ -76,4 +76,4 @@ def test_sizes_that_make_no_sense_are_refused(here, model, images, message):
 
 def test_help_says_the_defaults_of_image_models(here):
     _, text, _ = here("train", "--help")
-    assert "(600; images: 100)" in " ".join(text.split()) and "scikit-learn's digits" in " ".join(text.split())
+    assert "[default: 600; images: 100]" in " ".join(text.split()) and "scikit-learn's digits" in " ".join(text.split())

@@ -24,7 +24,7 @@ def test_a_reference_is_met_or_the_first_layer_named(here, tmp_path):
     code, out, _ = here("verify", "--import", str(LLAMA), "--reference", str(tmp_path / "wrong.npz"))
     assert code == 1 and "head is the first that differs" in out and "It has lm_head.weight" in out
     code, _, error = here("verify", "--import", str(LLAMA))
-    assert code == 2 and "they go together" in error
+    assert code == 2 and "go together; give both" in error
 
 
 def test_inspect_says_what_goes_where(here):
@@ -47,7 +47,7 @@ def test_verify_takes_adapters(here):
     code, out, error = here("verify", "--model", str(LLAMA), *options)
     assert code == 0 and "agrees to" in out, error
     code, _, error = here("verify", "--strategy", "data-parallel", "--lora-rank", "2")
-    assert code == 2 and "without --lora-rank" in error
+    assert code == 2 and "omit --lora-rank" in error
 
 
 def test_adapters_out_and_in(here, tmp_path):

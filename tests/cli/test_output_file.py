@@ -112,7 +112,7 @@ def test_memory_that_is_not_there_is_told_in_words(here, monkeypatch):
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr("spmd_engine.cli.inspect.parse_axes", fail)
+    monkeypatch.setattr("spmd_engine.cli.inspect.all_positions", fail)
     code, _, errors = here("inspect", "--mesh", "data=2")
     assert code == 2
     assert errors == (

@@ -10,6 +10,7 @@ from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.models import build_model, deep_mlp, gpt
 from spmd_engine.planning import analyze
+from spmd_engine.training import TrainConfig
 from tiny import SIZE
 
 FLOAT32, ADAMW = 4, 2
@@ -130,7 +131,7 @@ def test_bars_and_numbers(capsys):
 
 
 def test_bars_are_to_scale():
-    cells = [cell for cell in draw_memory("gpt2", {"data": 4}).drawing if cell.outline]
+    cells = [cell for cell in draw_memory(TrainConfig.of(model="gpt2", mesh={"data": 4})).drawing if cell.outline]
     widths = [cell.width for cell in cells[:3]]
     assert sum(widths) == 72 and widths == [18, 18, 36]
     totals = {}

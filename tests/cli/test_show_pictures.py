@@ -11,20 +11,33 @@ from spmd_engine.axes import all_positions
 from spmd_engine.cli import main
 from spmd_engine.cli.show.collective import EXAMPLES, draw_collective
 from spmd_engine.cli.show.memory import draw_memory
-from spmd_engine.cli.show.mesh import draw_mesh
-from spmd_engine.cli.show.picture import BLUE, COLOURS, YELLOW, Cell, Picture, ink, listed, table, text, tint
-from spmd_engine.cli.show.render import lines, print_picture, svg
+from spmd_engine.cli.show.picture import (
+    BLUE,
+    COLOURS,
+    YELLOW,
+    Cell,
+    Picture,
+    ink,
+    lines,
+    listed,
+    print_picture,
+    svg,
+    table,
+    text,
+    tint,
+)
 from spmd_engine.cli.show.schedule import draw_schedule
-from spmd_engine.cli.show.sharding import draw_sharding
+from spmd_engine.cli.show.sharding import draw_mesh, draw_sharding
 from spmd_engine.engine.schedules.names import named
 from spmd_engine.sharding import Spec
+from spmd_engine.training import TrainConfig
 
 SPACE = "{http://www.w3.org/2000/svg}"
 PICTURES = {
     "mesh": lambda: draw_mesh({"data": 2, "model": 3}),
     "sharding": lambda: draw_sharding(Spec.parse("b/data f/model"), (5, 2), all_positions({"data": 2, "model": 3})),
     "schedule": lambda: draw_schedule(named("interleaved"), 2, 4),
-    "memory": lambda: draw_memory("gpt-nano", {"data": 2}),
+    "memory": lambda: draw_memory(TrainConfig.of(mesh={"data": 2})),
     "collective": lambda: draw_collective("all_gather", 3),
 }
 every_picture = pytest.mark.parametrize("kind", PICTURES)
@@ -169,7 +182,7 @@ def test_written_files(tmp_path, capsys):
 @every_picture
 def test_png(kind, tmp_path):
     image = pytest.importorskip("PIL.Image")
-    from spmd_engine.cli.show.render import write_image
+    from spmd_engine.cli.show.picture import write_image
 
     picture, path = PICTURES[kind](), tmp_path / "picture.png"
     write_image(picture, path)

@@ -7,14 +7,16 @@ from spmd_engine.cli.lazy import LazyGroup, modules_of
 
 @click.group(
     cls=LazyGroup,
-    modules=modules_of(__name__, "train", "layers", "strategies", "collectives", "oversubscribed", "start"),
+    modules=modules_of(
+        __name__, "train", "collectives", "start", layers="train", strategies="train", oversubscribed="train"
+    ),
     short_help="Measure speed, bytes and memory.",
 )
 def bench() -> None:
     """Measure training, layers, strategies and collectives on this machine.
 
-    These commands start ranks themselves: run them without mpiexec. Comparisons alternate within one run, so that a
-    machine's moods meet all alike; figures are medians, with the range over rounds.
+    These commands start ranks themselves: run them without mpiexec. Comparisons alternate within one run, so that
+    changes of the machine's speed affect all alike; figures are medians, with the range over rounds.
 
     \b
       python -m spmd_engine bench train --model gpt-mini --ranks 2

@@ -1,4 +1,4 @@
-"""What all benchmarks have alike: their options, and figures as medians with ranges, in a table and as JSON."""
+"""What benchmarks share: their options, and figures as medians with ranges, in a table and as JSON."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rounds_option(default: int = 3) -> Option:
 
 
 def output_option() -> Option:
-    """``--output``, which is looked at before anything is measured."""
+    """``--output``, checked before anything is measured."""
 
     def check(_, __, output: Path | None) -> Path | None:
         if output and not output.parent.is_dir():
@@ -125,7 +125,7 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
 
 
 def mpiexec() -> str:
-    """The mpiexec beside this Python, else the one on the PATH; raises UsageError if there is none."""
+    """The mpiexec next to this Python, else the one on the PATH; raises UsageError if there is none."""
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else which("mpiexec")
     if not found:
@@ -133,7 +133,7 @@ def mpiexec() -> str:
     return found
 
 
-# --- How fast this machine multiplies matrices: what other speeds are shares of
+# --- How fast this machine multiplies matrices: the peak
 
 
 _SIZE = 1024

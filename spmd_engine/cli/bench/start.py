@@ -1,4 +1,4 @@
-"""``bench start``: from the launcher to the end of a run of one step, beside the start of Python and MPI alone."""
+"""``bench start``: from the launcher to the end of a run of one step, and the start of Python and MPI alone."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ ONE_STEP = {"steps": 1, "eval_every": 0, "eval_samples": 1, "sample": 0}
 @rounds_option()
 @output_option()
 def start(ranks: int, rounds: int, output: Path | None) -> None:
-    """Time the whole of 'train --steps 1', the reading of its data and the writing of its checkpoint included.
+    """Time the whole of 'train --steps 1', with the reading of its data and the writing of its checkpoint.
 
-    In turn with ranks that only import NumPy, this package and MPI, to which the others are compared; and the CPU time
-    of each part of it, the mean over all ranks. Before that all is started once, so that what Python and this package
-    compile is there, as it is wherever a program was started before.
+    It alternates, and is compared, with ranks that only import NumPy, this package and MPI. The CPU time of each part
+    is the mean over all ranks. Everything is started once before, so that compiled files exist.
     """
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]))
     shell = {**os.environ, "PYTHONPATH": path}

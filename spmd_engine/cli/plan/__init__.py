@@ -4,52 +4,86 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
-from spmd_engine.cli.adapters import lora_of, lora_options
+from spmd_engine.cli.options import Quantity, options_of, values_given
 from spmd_engine.cli.output_file import check_ending, output_file
 from spmd_engine.cli.plan.compare import compare_run
-from spmd_engine.cli.plan.options import fixed_options, request_of, source_options
 from spmd_engine.cli.plan.page import print_answer, print_comparison, print_fixed
+from spmd_engine.cli.planned_job import LORA, unplanned
+from spmd_engine.engine.pipeline.stages import parse_division
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.report.plan_result import plan_file_of
-from spmd_engine.planning.search.goals import GOALS
+from spmd_engine.models.lora import LoRAOptions
+from spmd_engine.models.names import IMAGES
+from spmd_engine.planning.machine.files import default_machine
+from spmd_engine.planning.machine.machine import Machine
+from spmd_engine.planning.report.model_file import planned_model
+from spmd_engine.planning.report.plan_result import Request, plan_file_of
+from spmd_engine.planning.search.goals import GOALS, Limits
 from spmd_engine.planning.search.planner import MISFIT, fixed_plan
 from spmd_engine.planning.search.planner import plan as find_plan
 from spmd_engine.runtime.launchers import launcher_rank
+from spmd_engine.training.train_config import OF_IMAGES, TrainConfig
+from spmd_engine.units import BYTES, SECONDS
+
+#: Options of the composition that are searched for, unless they are given.
+SEARCHED = ("micro_batches", "zero", "sequence_parallel", "schedule", "chunks", "recompute", "stages")
+_SIZE, _TIME = Quantity(BYTES), Quantity(SECONDS)
 
 
 @click.command(short_help="The best way to train a model on a machine, and why.")
 @click.argument("what", required=False, type=click.Choice(["explain"]))
-@source_options
-@lora_options
-@click.option("--goal", type=click.Choice(GOALS), default="latency", show_default=True, help="What to be best at.")
-@click.option("--memory", metavar="BYTES", help="A rank has at most, as in 2GiB. [default: as the machine says]")
-@click.option("--latency", metavar="SECONDS", type=float, help="A step takes at most.")
-@click.option("--bandwidth", metavar="BYTES", help="A rank sends at most, each second.")
-@click.option("--compute", metavar="SECONDS", type=float, help="A rank works at most, each step.")
+@click.option(
+    "--machine",
+    metavar="NAME|FILE",
+    help="a100, h100, h200, edge, cpu, or a file as 'calibrate' writes. [default: the file of 'calibrate', else cpu]",
+)
+@click.option("--ranks", type=int, help="Number of ranks. [default: as --mesh, or the machine's cores]")
+@click.option(
+    "--batch-size",
+    metavar="N[,N...]",
+    help="Samples a step, over all ranks; the best of several. [default: 16; images: 64]",
+)
+@click.option("--goal", type=click.Choice(GOALS), default="latency", show_default=True, help="What to optimize.")
+@click.option(
+    "--memory", metavar="SIZE", type=_SIZE, help="Most memory of a rank, such as 24GiB. [default: as the machine has]"
+)
+@click.option("--latency", metavar="TIME", type=_TIME, help="Longest step, such as 100ms.")
+@click.option("--bandwidth", metavar="SIZE", type=_SIZE, help="Most that a rank sends a second, such as 1GB/s.")
+@click.option("--compute", metavar="TIME", type=_TIME, help="Longest computation of a rank in a step.")
 @click.option("--fewer", is_flag=True, help="Consider fewer ranks, too.")
-@click.option("--seconds", type=float, default=20.0, show_default=True, help="To search for about so long.")
-@fixed_options
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write the plan there.")
+@click.option("--seconds", metavar="TIME", type=_TIME, default=20.0, show_default=True, help="Time for the search.")
+@click.option("--axes", metavar="AXIS,...", help="Mesh axes to consider. [default: all that suit the model]")
+@click.option(
+    "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write the plan to FILE."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a page.")
-@click.option("--compare", metavar="RUN", help="Lay the trace of a run (train --trace) over what is predicted of it.")
+@click.option("--compare", metavar="RUN", help="Compare the trace of a run (train --trace) with its prediction.")
 @click.option(
     "--timeline",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write the predicted step there, in the format of --trace.",
+    help="Write the predicted step to FILE, in the format of --trace.",
 )
-@click.pass_context
-def plan(context: click.Context, what: str | None, **options: Any) -> None:
+@options_of(
+    TrainConfig,
+    ["model", "dtype", "optimizer", "length", "micro_batches", "lora", "composition"],
+    without=["rebalance_every"],
+    defaults=dict.fromkeys(("mesh", *SEARCHED), "searched"),
+    help={"mesh": "Evaluate this mesh only; options that are not given are as in 'train'."},
+)
+def plan(what: str | None, **options: Any) -> None:
     """Search meshes, ZeRO stages, schedules, micro-batches, stages and recomputation for the best plan; explain it.
 
-    With --mesh, nothing is searched that is not named: the composition is train's, and it is looked at closely. Where
-    nothing fits, the smallest set of constraints that cannot be kept together is named, and what would help; the exit
-    code is 1.
+    With --mesh, nothing is searched: the composition is that of 'train' with these options, and it is evaluated in
+    detail. If nothing fits, the exit code is 1, and the page names the smallest set of constraints that contradict each
+    other, and what would help.
 
     \b
       python -m spmd_engine plan --model gpt2 --ranks 8 --memory 2GiB --goal throughput
@@ -67,7 +101,8 @@ def plan(context: click.Context, what: str | None, **options: Any) -> None:
     for option in ("output", "timeline"):
         if options[option]:
             check_ending(f"--{option}", options[option], ".json")
-    request = request_of(context)
+    given = values_given({name: value for name, value in options.items() if name != "batch_size"})
+    request = _request(options, given)
     if what == "explain":
         _explain(request, options["as_json"])
         return
@@ -76,7 +111,7 @@ def plan(context: click.Context, what: str | None, **options: Any) -> None:
         if answer.conflict is not None:
             click.echo("spmd_engine: note: nothing fits, so no plan was written", err=True)
         else:
-            plan_file_of(answer, options["model"], lora_of(options)).write(options["output"])
+            plan_file_of(answer, given.get("model", TrainConfig().model.name), _lora(given)).write(options["output"])
     if options["timeline"] and answer.foresight is not None:
         from spmd_engine.planning.simulator.trace_diff import trace_of
 
@@ -98,10 +133,78 @@ def _explain(request: Any, as_json: bool) -> None:
     from spmd_engine.planning.report.explain import Explanation, explain
 
     if not request.ranks:
-        raise UsageError("plan explain: --ranks N, how many?")
+        raise UsageError("plan explain needs --ranks N")
     subject, answers = explain(request)
     if as_json:
         answers = [Explanation("What is explained?", [subject], request.model.name), *answers]
         click.echo(json.dumps([each.as_json() for each in answers]))
     else:
         print_explanation(subject, answers)
+
+
+def _lora(given: Mapping[str, Any]) -> LoRAOptions | None:
+    return TrainConfig().with_options(**{name: given[name] for name in given if name in LORA}).model.lora
+
+
+def _request(options: Mapping[str, Any], given: Mapping[str, Any]) -> Request:
+    """The request of a command line; raises UsageError for options that contradict each other."""
+    machine = default_machine(options["machine"])
+    axes = given.get("mesh")
+    ranks = _ranks(options, axes, machine)
+    job = TrainConfig().with_options(**{name: value for name, value in given.items() if name not in ("model", *LORA)})
+    name, base = given.get("model", job.model.name), unplanned(job.composition)
+    return Request(
+        planned_model(name, _lora(given), base),
+        machine,
+        [n for n in range(1, ranks + 1) if ranks % n == 0] if options["fewer"] else [ranks],
+        _batch_sizes(options["batch_size"], name),
+        options["goal"],
+        Limits(options["memory"], options["latency"], options["bandwidth"], options["compute"]),
+        _fixed(given),
+        axes=_axes(options["axes"]),
+        sequence=job.data.length,
+        dtype=np.dtype(job.model.dtype),
+        optimizer=job.training.optimizer,
+        base=base,
+        seconds=options["seconds"],
+    )
+
+
+def _axes(text: str | None) -> list[str] | None:
+    return [axis.strip() for axis in text.split(",") if axis.strip()] if text else None
+
+
+def _ranks(options: Mapping[str, Any], axes: Mapping[str, int] | None, machine: Machine) -> int:
+    ranks = options["ranks"]
+    if axes is not None:
+        if ranks is not None and prod(axes.values()) != ranks:
+            raise UsageError(f"--mesh {options['mesh']} has {prod(axes.values())} ranks, and --ranks says {ranks}")
+        ranks = prod(axes.values())
+    if ranks is None:
+        ranks = round(machine.nodes[0].cores or machine.nodes[0].ranks)
+    if ranks < 1:
+        raise UsageError(f"--ranks {ranks}: it must be from 1")
+    if machine.ranks and ranks > machine.ranks:
+        raise UsageError(f"machine {machine.name} has {machine.ranks} ranks, fewer than --ranks {ranks}")
+    return ranks
+
+
+def _batch_sizes(text: str | None, model: str) -> list[int]:
+    if text is None:
+        return [OF_IMAGES["batch_size"] if model in IMAGES else TrainConfig().data.batch_size]
+    if not all(size.strip().isdecimal() for size in text.split(",")):
+        raise UsageError(f"--batch-size {text}: write a whole number, or several as in 16,32")
+    sizes = [int(size) for size in text.split(",")]
+    if min(sizes) < 1:
+        raise UsageError(f"--batch-size {text}: it must be from 1")
+    return sizes
+
+
+def _fixed(given: Mapping[str, Any]) -> dict[str, Any]:
+    fixed = {name: given[name] for name in ("mesh", *SEARCHED) if name in given}
+    if "stages" in fixed:
+        division = parse_division(fixed["stages"])
+        fixed["stages"] = fixed["stages"] if isinstance(division, str) else tuple(division)
+        if "mesh" not in given and isinstance(division, str):
+            raise UsageError(f"--stages {division}: stages are planned; give --mesh as well, or the first layers")
+    return fixed

@@ -9,8 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from spmd_engine.cli.show.picture import GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, text
-from spmd_engine.cli.show.render import print_picture
+from spmd_engine.cli.show.picture import GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, print_picture, text
 from spmd_engine.planning.report.explain import Explanation
 from spmd_engine.planning.report.plan_result import Answer
 from spmd_engine.planning.search.estimate import Estimate

@@ -1,4 +1,4 @@
-"""``show``: pictures of what the engine does, drawn without starting a rank."""
+"""``show``: pictures of what the engine does, without starting a rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from spmd_engine.runtime.launchers import launcher_rank
 
 @click.group(
     cls=LazyGroup,
-    modules=modules_of(__name__, "mesh", "sharding", "schedule", "communication", "memory", "collective", "experts"),
+    modules=modules_of(
+        __name__,
+        "sharding",
+        "schedule",
+        "memory",
+        "collective",
+        mesh="sharding",
+        experts="sharding",
+        communication="schedule",
+    ),
     short_help="Draw a mesh, a sharding, a schedule, communication, memory, a collective or experts.",
 )
 @click.pass_context

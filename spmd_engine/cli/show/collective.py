@@ -10,9 +10,7 @@ import click
 import numpy as np
 
 from spmd_engine.axes import all_positions, parse_axes
-from spmd_engine.cli.show.options import output_option
-from spmd_engine.cli.show.picture import COLOURS, PALE, Cell, Picture, text
-from spmd_engine.cli.show.render import present
+from spmd_engine.cli.show.picture import COLOURS, PALE, Cell, Picture, output_option, present, text
 from spmd_engine.comm.communicators.threads import run_threads
 from spmd_engine.comm.dispatch import Facts, Tuning, Way, inline_at_most, way
 from spmd_engine.comm.mesh import Mesh

@@ -11,22 +11,30 @@ from pathlib import Path
 import click
 import numpy as np
 
-from spmd_engine.axes import MeshPosition, all_positions, parse_axes
-from spmd_engine.cli.config_file import config_option
-from spmd_engine.cli.options import image_shape, images_option, model_option
-from spmd_engine.cli.show.options import OPTIMIZERS, dtype_option, mesh_option, optimizer_option, output_option
-from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PURPLE, Cell, Picture, listed, table, text
-from spmd_engine.cli.show.render import present
-from spmd_engine.engine.optimizers import AdamW, Optimizer
+from spmd_engine.axes import MeshPosition, all_positions
+from spmd_engine.cli.options import axes_of, takes_job
+from spmd_engine.cli.show.picture import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    Cell,
+    Picture,
+    listed,
+    output_option,
+    present,
+    table,
+    text,
+)
+from spmd_engine.engine.optimizers import OPTIMIZERS, AdamW, Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_assignment, composed_layout
 from spmd_engine.engine.state.assignment import PIPE
 from spmd_engine.models import Model
-from spmd_engine.models.images import ImageShape
-from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.layer_cache import PassCache
 from spmd_engine.sharding.groups import ParameterGroup
 from spmd_engine.sharding.layout import Layout
+from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import readable_bytes
 
 FILLS = {"parameters": BLUE, "gradients": ORANGE, "optimizer state": GREEN, "largest groups": PURPLE}
@@ -37,42 +45,31 @@ Held = tuple[tuple[str, int], ...]  # classes with their bytes
 
 
 @click.command(short_help="Bytes per rank, by what they are for.")
-@config_option
-@model_option
-@images_option
-@mesh_option
-@click.option("--zero", type=click.IntRange(0, 3), help="One ZeRO stage, rank by rank. [default: all, side by side]")
-@dtype_option
-@optimizer_option
+@takes_job(
+    *("model", "images", "mesh", "zero", "dtype", "optimizer"),
+    described=True,
+    help={"zero": "One ZeRO stage, rank by rank. Without it, all stages side by side."},
+)
 @output_option
-def memory(
-    model: str, images: str | None, mesh: str, zero: int | None, dtype: str, optimizer: str, output: Path | None
-) -> None:
+def memory(job: TrainConfig, output: Path | None) -> None:
     """Draw how many bytes of parameters, gradients and optimizer state a rank holds, under each ZeRO stage.
 
-    Stage 1 stores the optimizer state in parts, stage 2 also the gradients, stage 3 also the parameters: over the axes
-    that cut the batch or the sequence, 'replicate' excepted. What is in parts is whole for a while when it is used: the
-    largest groups. Activations are not counted.
+    Stage 1 shards the optimizer state, stage 2 also the gradients, stage 3 also the parameters, over the axes that
+    split the batch or the sequence, except 'replicate'. Sharded arrays are unsharded while they are used: the largest
+    groups. Activations are not counted.
 
     \b
       python -m spmd_engine show memory --model gpt2 --mesh data=4
       python -m spmd_engine show memory --model gpt2 --mesh replicate=2,shard=4 --zero 3
       python -m spmd_engine show memory --model gpt2 --mesh pipe=2,data=2,model=2 --output memory.svg
     """
-    shape = image_shape(model, images)
-    present(draw_memory(model, parse_axes(mesh), zero, dtype, optimizer, shape), output)
+    present(draw_memory(job), output)
 
 
-def draw_memory(
-    model: str,
-    axes: dict[str, int],
-    zero: int | None = None,
-    dtype: str = "float32",
-    optimizer: str = "adamw",
-    images: ImageShape | None = None,
-) -> Picture:
-    """A bar for each ZeRO stage, of the rank that holds most; with ``zero``, one for all ranks that hold the same."""
-    built = build_model(model, sample=images)
+def draw_memory(job: TrainConfig) -> Picture:
+    """A bar for each ZeRO stage, of the rank that holds most; if the job has a stage, one for all equal ranks."""
+    axes, zero, built = axes_of(job), job.composition.zero, job.model.build(job.composition)
+    dtype, optimizer = job.model.dtype, job.training.optimizer
     stages = range(4) if zero is None else [zero]
     options = {"dtype": dtype, "optimizer": OPTIMIZERS[optimizer](), "cache": PassCache()}
     held = {stage: bytes_per_rank(built, axes, ParallelConfig(zero=stage), **options) for stage in stages}
@@ -88,7 +85,7 @@ def draw_memory(
         bars.sort(key=lambda bar: -_together(bar[1]))
         bars = [bars[0], bars[-1]]
     count, mesh = f"{built.parameter_count:,}", MeshPosition(axes, {})
-    title = f"{model}, {count} parameters in {dtype}, {optimizer}, mesh {mesh}: bytes on {what}"
+    title = f"{job.model.name}, {count} parameters in {dtype}, {optimizer}, mesh {mesh}: bytes on {what}"
     return Picture(title, _bars(bars), _numbers(bars), notes)
 
 

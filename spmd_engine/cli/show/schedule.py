@@ -1,4 +1,4 @@
-"""``show schedule``: when each stage of a pipeline computes what, and when it is idle."""
+"""``show schedule`` and ``show communication``: what a pipeline's stages and a rank do in a step, over time."""
 
 from __future__ import annotations
 
@@ -7,9 +7,24 @@ from pathlib import Path
 
 import click
 
-from spmd_engine.cli.show.options import output_option
-from spmd_engine.cli.show.picture import GREEN, ORANGE, PALE, SKY, YELLOW, Cell, Picture, table, text, tint
-from spmd_engine.cli.show.render import present
+from spmd_engine.axes import all_positions
+from spmd_engine.cli.options import axes_of, model_on, takes_job
+from spmd_engine.cli.show.picture import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PALE,
+    PURPLE,
+    SKY,
+    YELLOW,
+    Cell,
+    Picture,
+    output_option,
+    present,
+    table,
+    text,
+    tint,
+)
 from spmd_engine.engine.schedules.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward
 from spmd_engine.engine.schedules.names import named
 from spmd_engine.engine.schedules.schedule import Schedule
@@ -22,6 +37,12 @@ from spmd_engine.engine.schedules.timeline import (
     timeline,
 )
 from spmd_engine.errors import UsageError
+from spmd_engine.planning import analyze
+from spmd_engine.planning.dry_run.step_analysis import Communication, RankStep
+from spmd_engine.training.train_config import TrainConfig
+
+# --- ``show schedule``: when each stage of a pipeline computes, and when it is idle
+
 
 #: The letter, colour and name of each kind of work.
 KINDS: dict[type[Compute], tuple[str, str, str]] = {
@@ -30,7 +51,7 @@ KINDS: dict[type[Compute], tuple[str, str, str]] = {
     BackwardInput: ("I", YELLOW, "backward of the input"),
     BackwardWeight: ("W", GREEN, "backward of the weights"),
 }
-MOST = 20_000  # slots, idle ones included
+MOST_SLOTS = 20_000  # slots, idle ones included
 
 
 @click.command(short_help="The timeline of a pipeline's schedule.")
@@ -60,7 +81,7 @@ def draw_schedule(plan: Schedule, stages: int, micro_batches: int) -> Picture:
     """A row a stage; one column of the grid is the time of the shortest slot, a forward of one chunk."""
 
     def check(length: int) -> None:
-        if stages * length > MOST:
+        if stages * length > MOST_SLOTS:
             raise UsageError(f"{plan.name} with {stages} stages and {micro_batches} micro-batches is too long to draw")
 
     check(3 * micro_batches * plan.chunks)  # the work alone, before it takes long to find out
@@ -74,7 +95,7 @@ def draw_schedule(plan: Schedule, stages: int, micro_batches: int) -> Picture:
     for stage in range(stages):
         cells.append(text(0, 1 + stage, f"stage {stage}"))
         own = [slot for slot in slots if slot.stage == stage]
-        cells += _row(left, 1 + stage, unit, own, plan.chunks, stages, length)
+        cells += _slots_of_stage(left, 1 + stage, unit, own, plan.chunks, stages, length)
     title = f"{plan.name}: {stages} stages, {micro_batches} micro-batches"
     title += f", {plan.chunks} chunks a stage" if plan.chunks > 1 else ""
     notes = _notes(plan, slots, stages, micro_batches)
@@ -87,7 +108,9 @@ def _label(work: Compute, chunks: int, stages: int) -> str:
     return f"{KINDS[type(work)][0]}{work.m}{letter}"
 
 
-def _row(left: int, y: int, unit: int, slots: Sequence[Slot], chunks: int, stages: int, length: int) -> list[Cell]:
+def _slots_of_stage(
+    left: int, y: int, unit: int, slots: Sequence[Slot], chunks: int, stages: int, length: int
+) -> list[Cell]:
     cells = []
     free = set(range(length))
     for slot in slots:
@@ -124,3 +147,85 @@ def _notes(plan: Schedule, slots: Sequence[Slot], stages: int, micro_batches: in
         f"{legend}, . idle; numbers are micro-batches{chunks}.",
         "Idle inside: between a stage's first and last work. Activations held: at most, in micro-batches.",
     ]
+
+
+# --- ``show communication``: what a rank sends in a step, and the computations that overlap with it
+
+
+FILLS = {
+    "all_gather": BLUE,
+    "reduce_scatter": ORANGE,
+    "all_reduce": YELLOW,
+    "all_to_all": SKY,
+    "send": GREEN,
+    "receive": PURPLE,
+}
+LABEL = 40  # columns for the names of transfers
+MOST_TRANSFERS = 400  # transfers
+MOST_PARTS = 64  # micro-batches
+
+
+@click.command(short_help="What a rank sends in a step, and when.")
+@takes_job(
+    *("model", "images", "dtype", "mixture", "composition", "batch_size", "micro_batches"),
+    described=True,
+    defaults={"batch_size": 16},
+)
+@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="The rank to draw.")
+@output_option
+def communication(job: TrainConfig, rank: int, output: Path | None) -> None:
+    """Draw one rank's step: a column for each computation, and below a bar for each collective and message, from its
+    start to the computation that waits for it.
+
+    A layer that communicates in its middle is several computations with one name.
+
+    \b
+      python -m spmd_engine show communication --model gpt-nano --mesh data=4
+      python -m spmd_engine show communication --model gpt-nano --mesh data=2,model=2 --zero 3
+      python -m spmd_engine show communication --mesh pipe=2,data=2 --micro-batches 2 --schedule zero-bubble
+    """
+    axes = axes_of(job)
+    mesh = all_positions(axes)
+    if rank >= len(mesh):
+        raise UsageError(f"--rank {rank} with --mesh {mesh[0]}: ranks are from 0 to {len(mesh) - 1}")
+    if job.data.micro_batches > MOST_PARTS:
+        raise UsageError(f"--micro-batches {job.data.micro_batches}: at most {MOST_PARTS} can be drawn")
+    model, composition = model_on(axes, job)
+    sizes = {"batch_size": job.data.batch_size, "micro_batches": job.data.micro_batches}
+    analysis = analyze(model, axes, composition, dtype=job.model.dtype, **sizes)
+    title = f"{job.model.name}, mesh {mesh[0]}: a step of rank {rank}"
+    present(draw_communication(analysis.of_rank(rank), title, analysis.approximate), output)
+
+
+def draw_communication(step: RankStep, title: str, assumed: tuple[str, ...] = ()) -> Picture:
+    """Columns are computations, numbered from 0; the table below names those where a transfer begins and ends."""
+    if len(step.communications) > MOST_TRANSFERS:
+        count = len(step.communications)
+        raise UsageError(f"{count} transfers are too many to draw; choose a smaller model or fewer micro-batches")
+    cells = [text(0, 0, "computation")]
+    cells += [text(LABEL + at, 0, str(at)) for at in range(0, len(step.computations) + 1, 10)]
+    for line, transfer in enumerate(step.communications, 1):
+        cells.append(text(0, line, _name_of_transfer(transfer)[: LABEL - 1]))
+        width = max(transfer.priority, 1)
+        fill = FILLS.get(transfer.operation, PALE)
+        cells.append(Cell(LABEL + transfer.begins, line, width, 1, "=" * width, fill, False, "left"))
+    exposed = [transfer for transfer in step.communications if transfer.priority == 0]
+    notes = [
+        f"{len(step.computations)} computations; {len(step.communications)} collectives and messages send "
+        f"{round(step.bytes_sent):,} bytes; {len(exposed)} overlap with no computation.",
+        "Hidden by: computations between the start of a transfer and the wait for it. Fewer are more urgent.",
+        *assumed,
+    ]
+    rows = [("transfer", "over", "bytes sent", "begins before", "is waited for before", "hidden by")]
+    rows += [_row_of_transfer(step, transfer) for transfer in step.communications]
+    return Picture(title, cells, table(rows, "llrllr"), notes, fold=(LABEL, 10))
+
+
+def _name_of_transfer(transfer: Communication) -> str:
+    return f"{transfer.operation} {transfer.label}"
+
+
+def _row_of_transfer(step: RankStep, transfer: Communication) -> tuple[str, ...]:
+    names = [*(f"{number} {each.name}" for number, each in enumerate(step.computations)), "the end"]
+    begins, ends = names[transfer.begins], names[transfer.ends]
+    return _name_of_transfer(transfer), transfer.axes, f"{round(transfer.sent):,}", begins, ends, str(transfer.priority)

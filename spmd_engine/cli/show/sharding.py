@@ -1,55 +1,131 @@
-"""``show sharding``: an array's blocks over the ranks, as JAX's ``visualize_array_sharding`` draws them."""
+"""``show mesh``, ``show sharding`` and ``show experts``: the ranks of a mesh, and what they hold."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 
 import click
+import numpy as np
 
 from spmd_engine.axes import MeshPosition, all_positions, parse_axes
-from spmd_engine.cli.config_file import config_option
-from spmd_engine.cli.options import image_shape, images_option, model_option
-from spmd_engine.cli.show.options import mesh_option, output_option
-from spmd_engine.cli.show.picture import COLOURS, Picture, grid, listed
-from spmd_engine.cli.show.render import present
+from spmd_engine.cli.options import axes_of, takes_job
+from spmd_engine.cli.show.picture import (
+    COLOURS,
+    WIDEST,
+    Cell,
+    Picture,
+    grid,
+    listed,
+    output_option,
+    present,
+    size,
+    table,
+    text,
+)
+from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
 from spmd_engine.engine.state.assignment import PIPE, assign
 from spmd_engine.engine.state.split_weights import misfit, parse_shares
-from spmd_engine.errors import UsageError
-from spmd_engine.models import ImageShape, build_model, layout_for
+from spmd_engine.errors import UsageError, one_of
+from spmd_engine.foreign import parse_json, read_text, reading
+from spmd_engine.models import Model, layout_for
+from spmd_engine.sharding.experts import routing_table
+from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import Spec
+from spmd_engine.training.observers import MetricsFile
+from spmd_engine.training.run_job import read_run, run_folder
+from spmd_engine.training.train_config import TrainConfig
 
-MOST = 1024  # blocks
+# --- ``show mesh``: ranks by their coordinates, and the groups of each axis
+
+
+MOST_RANKS = 1024  # ranks
+
+
+@click.command(short_help="The ranks of a mesh, and each axis' groups.")
+@click.argument("axes", metavar="AXIS=SIZE,...")
+@output_option
+def mesh(axes: str, output: Path | None) -> None:
+    """Draw the ranks of a mesh by their coordinates, and list the groups along each axis.
+
+    The last axis varies fastest, so that its ranks, which talk most, are neighbours, on one node where they fit.
+    A collective over an axis joins the ranks that differ along that axis alone. Ranks of one group of the last
+    axis have one colour.
+
+    \b
+      python -m spmd_engine show mesh data=2,pipe=2,model=2
+      python -m spmd_engine show mesh data=4,model=2 --output mesh.svg
+    """
+    present(draw_mesh(parse_axes(axes)), output)
+
+
+def draw_mesh(axes: dict[str, int]) -> Picture:
+    """The last two axes are a grid; each axis before them is a row, or a column, of boxes around it."""
+    ranks = np.arange(len(all_positions(axes))).reshape(tuple(axes.values()))
+    if ranks.size > MOST_RANKS:
+        raise UsageError(f"mesh {MeshPosition(axes, {})} has {ranks.size} ranks; at most {MOST_RANKS} can be drawn")
+    cells = _boxes(list(axes), ranks, ranks.shape[-1])
+    rows = [("axis", "size", "groups: the ranks that a collective over this axis joins")]
+    rows += [(axis, str(size), _groups(ranks, dim)) for dim, (axis, size) in enumerate(axes.items())]
+    title = f"mesh {MeshPosition(axes, {})}: {prod(axes.values())} ranks"
+    return Picture(title, cells, table(rows, "lrl"))
+
+
+def _boxes(axes: list[str], ranks: np.ndarray, fastest: int) -> list[Cell]:
+    """``ranks`` has a dimension an axis; ``fastest`` is the size of the mesh's last axis."""
+    if len(axes) < 3:
+        rows = ranks.reshape(-1, ranks.shape[-1])
+        row_names = [f"{axes[0]} {row}" for row in range(len(rows))] if len(axes) == 2 else [""]
+        column_names = [f"{axes[-1]} {column}" for column in range(fastest)]
+        fills = [[COLOURS[rank // fastest % len(COLOURS)] for rank in row] for row in rows]
+        return grid(row_names, column_names, [list(map(str, row)) for row in rows], fills)
+    cells: list[Cell] = []
+    x = y = 0
+    for place, part in enumerate(ranks):
+        inside = _boxes(axes[1:], part, fastest)
+        width, height = (side + more for side, more in zip(size(inside), (3, 2), strict=True))
+        if x and x + width > WIDEST:  # to the right while there is room
+            x, y = 0, y + height + 1
+        cells.append(Cell(x, y, width, height))
+        cells.append(text(x + 2, y + 1, f"{axes[0]} {place}"))
+        cells += [cell.moved(x + 2, y + 2) for cell in inside]
+        x += width + 2
+    return cells
+
+
+def _groups(ranks: np.ndarray, dim: int) -> str:
+    """``{0,1} {2,3}``: as many as a line has room for."""
+    groups = np.moveaxis(ranks, dim, -1).reshape(-1, ranks.shape[dim])
+    shown = ""
+    for count, group in enumerate(groups):
+        one = "{" + listed(group.tolist()) + "} "
+        if len(shown) + len(one) > WIDEST - 30:
+            return f"{shown}... {len(groups) - count} more"
+        shown += one
+    return shown.rstrip()
+
+
+# --- ``show sharding``: an array's blocks over the ranks, as JAX's ``visualize_array_sharding`` draws them
+
+
+MOST_BLOCKS = 1024  # blocks
 
 
 @click.command(short_help="An array's blocks, and the ranks that hold them.")
-@config_option
 @click.argument("spec", metavar="SHARDING", required=False)
 @click.option("--shape", metavar="N,...", help="The whole array's shape: a size for each letter.")
 @click.option("--param", metavar="NAME", help="A parameter of --model, instead of SHARDING and --shape.")
-@model_option
-@images_option
-@mesh_option
-@click.option("--shares", metavar="AXIS=N:N...,...", help="Of what these axes cut, by rank, as train's.")
+@takes_job("model", "images", "mesh", "shares", described=True)
 @output_option
-def sharding(
-    spec: str | None,
-    shape: str | None,
-    param: str | None,
-    model: str,
-    images: str | None,
-    mesh: str,
-    shares: str | None,
-    output: Path | None,
-) -> None:
-    """Draw how an array is cut: each block with the ranks that hold it and its range of indices.
+def sharding(spec: str | None, shape: str | None, param: str | None, job: TrainConfig, output: Path | None) -> None:
+    """Draw how an array is sharded: each block with the ranks that hold it and its range of indices.
 
-    SHARDING has a letter for each dim, with the mesh axes that cut it: "b/data f" is b divided over data, f whole.
-    Of the dims that are cut, the first goes down and the second across; the others are listed below. Blocks are as
-    even as they can be, the first ones larger, and may be empty; "b/data:3:1", or --shares, gives the first of two
-    ranks thrice as much.
+    SHARDING has a letter for each dim, with the mesh axes that split it: "b/data f" is b split over data, f whole.
+    The first dim that is split is drawn from top to bottom, the second from left to right; others are listed below.
+    Blocks are as even as possible, the first ones larger, and may be empty; "b/data:3:1", or --shares, gives the first
+    of two ranks three quarters.
 
     \b
       python -m spmd_engine show sharding "b/data f/model" --shape 8,6 --mesh data=2,model=2
@@ -57,17 +133,17 @@ def sharding(
       python -m spmd_engine show sharding "v/model,data d" --shape 257,96 --mesh data=2,model=2
       python -m spmd_engine show sharding --param block0/mlp/w0 --model gpt-nano --mesh data=2,model=4
     """
-    places = all_positions(parse_axes(mesh))
+    places = all_positions(axes_of(job))
     if param:
         if spec or shape:
             raise UsageError("show sharding: give either SHARDING and --shape, or --param and --model")
-        name = f"{model} {param} "
-        cut, sizes, places = parameter_sharding(model, param, places, image_shape(model, images))
+        name = f"{job.model.name} {param} "
+        cut, sizes, places = parameter_sharding(job, param, places)
     elif spec is None or shape is None:
         raise UsageError('show sharding: give SHARDING and --shape, as in: show sharding "b/data d" --shape 8,6')
     else:
         name = ""
-        cut, sizes = with_shares(Spec.parse(spec), shares, places[0]), parse_shape(shape)
+        cut, sizes = with_shares(Spec.parse(spec), job.composition.shares, places[0]), parse_shape(shape)
     present(draw_sharding(cut, sizes, places, name), output)
 
 
@@ -80,7 +156,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def with_shares(spec: Spec, text: str | None, place: MeshPosition) -> Spec:
-    """The sharding with the shares that a command line gives; raises UsageError for those of no axis that cuts it."""
+    """The sharding with these uneven shares; raises UsageError for an axis that does not split it."""
     shares = parse_shares(text, "--shares", spec.axes, least=0)
     if why := misfit(shares, place.axes):
         raise UsageError(f"--shares {text} with --mesh {place}: {why}. Give a share for each rank of an axis")
@@ -88,15 +164,15 @@ def with_shares(spec: Spec, text: str | None, place: MeshPosition) -> Spec:
 
 
 def parameter_sharding(
-    model: str, name: str, places: Sequence[MeshPosition], images: ImageShape | None = None
+    job: TrainConfig, name: str, places: Sequence[MeshPosition]
 ) -> tuple[Spec, tuple[int, ...], Sequence[MeshPosition]]:
-    """How a model's parameter is cut by the customary layout, its whole shape, and the places whose stage has it."""
-    built = build_model(model, sample=images)
+    """How the default layout shards a parameter of a model, its whole shape, and the ranks whose stage has it."""
+    built = job.model.build(job.composition)
     layout = layout_for(built, places[0])
     parameters = dict(built.parameters())
     if name not in parameters:
         close = [known for known in parameters if name.split("/")[-1] in known] or list(parameters)
-        raise UsageError(f"{model} has no parameter {name!r}; it has, for example: {', '.join(close[:4])}")
+        raise UsageError(f"{job.model.name} has no parameter {name!r}; it has, for example: {', '.join(close[:4])}")
     assignment = assign(built, places[0], layout, itemsize=4)
     stages, home = assignment.holders[name], assignment.homes.get(name)
     parameter, shape = parameters[name]
@@ -108,8 +184,8 @@ def draw_sharding(spec: Spec, shape: Sequence[int], places: Sequence[MeshPositio
     """The blocks of an array of the whole ``shape`` over these ranks of a mesh; ``name`` begins the title."""
     mesh = places[0]
     blocks = [spec.block(shape, place) for place in places]
-    if (count := mesh.axis_size(spec.axes)) > MOST:
-        raise UsageError(f'sharding "{spec}" on mesh {mesh} has {count} blocks; at most {MOST} can be drawn')
+    if (count := mesh.axis_size(spec.axes)) > MOST_BLOCKS:
+        raise UsageError(f'sharding "{spec}" on mesh {mesh} has {count} blocks; at most {MOST_BLOCKS} can be drawn')
     down, across, *others = _drawn([dim for dim, (_, axes) in enumerate(spec) if axes], len(shape))
     ranks: dict[tuple[int, int], list[int]] = defaultdict(list)
     first: dict[tuple[int, int], tuple[slice, ...]] = {}
@@ -134,7 +210,7 @@ def draw_sharding(spec: Spec, shape: Sequence[int], places: Sequence[MeshPositio
         notes.append(f"Pipeline: stage {' and stage '.join(map(str, stages))} alone.")
     if alone := [axis for axis, size in mesh.axes.items() if axis != PIPE and reach[axis] < size]:
         where = " and ".join(f"{axis} {mesh.coordinates[axis]}" for axis in alone)
-        notes.append(f"One expert's: ranks with {where} alone, which cut the batch elsewhere.")
+        notes.append(f"Of one expert: only on ranks with {where}, which split the batch in other layers.")
     if copied := [axis for axis, count in reach.items() if count > 1 and axis not in spec.axes]:
         copies = prod(reach[axis] for axis in copied)
         notes.append(f"Each block is on {copies} ranks, which differ along {' and '.join(copied)}.")
@@ -146,8 +222,8 @@ def _rank(place: MeshPosition) -> int:
 
 
 def _drawn(cut: Sequence[int], dims: int) -> tuple[int | None, ...]:
-    """The dim that goes down, the one that goes across, and those that are cut but not drawn."""
-    if len(cut) == 1:  # the last dim lies across, as a vector and a matrix' columns do
+    """The dim drawn from top to bottom, the one from left to right, and others that are split but not drawn."""
+    if len(cut) == 1:  # the last dim from left to right, like a vector and the columns of a matrix
         return (None, cut[0]) if cut[0] == dims - 1 else (cut[0], None)
     return tuple(cut) if cut else (None, None)
 
@@ -162,7 +238,7 @@ def _name(spec: Spec, dim: int | None, block: Sequence[slice]) -> str:
 
 
 def _label(ranks: Sequence[int], block: Sequence[slice], spec: Spec, others: Sequence[int]) -> str:
-    """The ranks and, below, what they hold: ``[0:4, :]``, with the letter of a dim that is cut but not drawn."""
+    """The ranks and, below, what they hold: ``[0:4, :]``, with the letter of a dim that is split but not drawn."""
     indices = []
     for dim, ((letter, axes), part) in enumerate(zip(spec, block, strict=True)):
         indices.append(letter if dim in others else _range(part) if axes else ":")
@@ -200,3 +276,93 @@ def _not_drawn(spec: Spec, dim: int, places: Sequence[MeshPosition], blocks: Seq
     if len(parts) > 4:
         parts[3:-1] = ["..."]
     return f"{letter}/{','.join(axes)} is not drawn: {'; '.join(parts)}."
+
+
+# --- ``show experts``: the ranks that hold each expert and, for a run, how many tokens it gets
+
+
+LOAD = "/load"  # ends the names of the side outputs that count tokens by expert
+
+
+@click.command(short_help="Ranks that hold each expert, and its load in a run.")
+@takes_job("model", "mixture", "mesh", "experts_over", described=True)
+@click.option("--run", metavar="NAME", help="A run, for its model and the load that it measured.")
+@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="With --run: its last steps.")
+@click.option("--layer", metavar="NAME", help="One layer, such as block0/moe. [default: all together]")
+def experts(job: TrainConfig, run: str | None, steps: int, layer: str | None) -> None:
+    """Print a line for each expert, with the part and the ranks that hold it, then one for each part. With --run, also
+    the mean load of its last steps: pairs of a token and a chosen expert, over the whole batch.
+
+    Outside the layers with experts, axis 'expert' splits the batch, as 'data' does.
+
+    \b
+      python -m spmd_engine show experts --model gpt-moe-nano --mesh expert=4,data=2
+      python -m spmd_engine show experts --run gpt-moe-nano-1 --layer block0/moe
+      python -m spmd_engine show experts --run gpt-moe-nano-1 --mesh expert=8
+    """
+    axes, over = job.composition.mesh, job.composition.experts_over
+    composition = ParallelConfig(experts_over=over)
+    loads: Mapping[str, Sequence[float]] = {}
+    if run:
+        of_run = read_run(run)
+        job = job.changed(model=of_run.model)
+        composition = composition if over or axes else of_run.composition
+        axes = axes or of_run.composition.mesh
+        loads = mean_loads(run_folder(run), steps)
+    model = job.model.build(composition)
+    places = all_positions(dict(axes or {"data": 1}))
+    layout = composed_layout(model, places[0], composition)
+    click.echo(f"{job.model.name}, mesh {places[0]}: inputs {layout.spec(model.inputs)}")
+    click.echo(placement_text(model, places, layout, loads, layer))
+
+
+def placement_text(
+    model: Model,
+    places: Sequence[MeshPosition],
+    layout: Layout,
+    loads: Mapping[str, Sequence[float]] | None = None,
+    layer: str | None = None,
+) -> str:
+    """Routing tables: one for all layers with the same placement, their loads added up, or of one ``layer``.
+
+    ``loads`` are those of each layer's experts, by the layer's name. Raises UsageError if there is no such layer.
+    """
+    routed = {name: each.sizes["e"] for name, each in model.layers if "e" in each.sizes}
+    if not routed or layer not in (None, *routed):
+        which = f" {layer!r}" if routed else ""
+        nearest = one_of(layer, routed) if routed else "try gpt-moe-nano"
+        raise UsageError(f"{model.name} has no layer{which} with experts; {nearest}")
+    axes = layout.axes("e")
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for name in [layer] if layer else routed:
+        alike.setdefault(layout.parts(name, "e", routed[name], places[0]), []).append(name)
+    parts = places[0].axis_size(axes)
+    ranks = [[place.index(None) for place in places if place.index(axes) == part] for part in range(parts)]
+    texts = []
+    for placement, names in alike.items():
+        known = [loads[name] for name in names if loads and name in loads]
+        together = [sum(each) for each in zip(*known, strict=True)] if known else None
+        over = f"over {','.join(axes)}" if parts > 1 else "on every rank"
+        texts.append(f"\n{_listed_layers(names)}: {len(placement)} experts {over}\n")
+        texts.append(routing_table(placement, parts, together, ranks))
+    return "\n".join(texts)
+
+
+def mean_loads(folder: Path, steps: int) -> dict[str, list[int]]:
+    """The mean load of each layer's experts in the last ``steps`` of a run, from its ``metrics.jsonl``."""
+    path = folder / MetricsFile.NAME
+    with reading(f"{path} cannot be read"):
+        lines = [parse_json(line) for line in read_text(path).splitlines()]
+    outputs = [line["side_outputs"] for line in lines if "side_outputs" in line][-steps:]
+    names = [name for name in (outputs[-1] if outputs else {}) if name.endswith(LOAD)]
+    if not names:
+        raise UsageError(f"{path} has no load of experts: the run made no step, or its model has no experts")
+    by_name = {name: zip(*(each[name] for each in outputs), strict=True) for name in names}
+    return {
+        name.removesuffix(LOAD): [round(sum(of_expert) / len(outputs)) for of_expert in of_layer]
+        for name, of_layer in by_name.items()
+    }
+
+
+def _listed_layers(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) < 4 else f"{names[0]}, ..., {names[-1]} ({len(names)} layers)"

@@ -22,33 +22,65 @@ class RouterOptions(Configuration):
     a group is as good as the sum of its ``group_best`` best scores (DeepSeek-V3: 2).
     """
 
-    top_k: int = setting(2, least=1)  #: experts a token
-    score: str = setting("softmax", choices=("softmax", "sigmoid"))
-    when: str = setting("before", choices=("before", "after"))  #: the softmax: before the choice, or after it
-    renormalise: bool = True  #: whether the weights of a token's experts sum to 1 (before ``scale``)
-    scale: float = 1.0  #: factor of the weights; positive
-    groups: int = setting(1, least=1)
-    top_groups: int = setting(1, least=1)
-    group_best: int = setting(2, least=1)
-    #: "random": a token's second choice is used with ``second_probability``, or, without one, with min(1, 2 x its share
-    #: of the two weights), as in GShard. Its weight and that of the first stay as they are.
-    second_choice: str = setting("always", choices=("always", "random"))
-    second_probability: float | None = setting(None, least=0, most=1)
-    #: For benchmarks: "balanced" takes experts in turn, "random" draws them; either way the weights are learned.
-    routing: str = setting("learned", choices=("learned", "balanced", "random"))
-
-    #: An expert takes at most ceil(factor x tokens x top_k / E) tokens; None: as many as come (dropless).
-    capacity_factor: float | None = None
-    minimum_capacity: int = setting(1, least=0)  #: tokens an expert takes at least, where there is a capacity
-    drop_by: str = setting("position", choices=("position", "probability"))  #: who stays when an expert is full
-
-    balance_loss: float = setting(0.0, least=0)  #: coefficient of the balance loss over the micro-batch
-    sequence_balance_loss: float = setting(0.0, least=0)  #: of the same loss for each sequence, averaged
-    z_loss: float = setting(0.0, least=0)  #: of mean(logsumexp(z)^2)
-    bias_rate: float = setting(0.0, least=0)  #: of the bias that balances without a loss; 0: there is no bias
-    #: Over which tokens capacity and balance are defined: all of the micro-batch, or, cheaper, but with results that
-    #: change with the mesh, those of each rank.
-    scope: str = setting("micro-batch", choices=("micro-batch", "shard"))
+    top_k: int = setting(2, least=1, fixed=True, help="Experts that each token chooses.")
+    score: str = setting(
+        "softmax", choices=("softmax", "sigmoid"), option=None, help="Function that turns logits into scores."
+    )
+    when: str = setting(
+        "before",
+        choices=("before", "after"),
+        option=None,
+        help="The softmax comes before the choice, or after it, over the chosen experts alone.",
+    )
+    renormalise: bool = setting(True, option=None, help="Divide a token's weights by their sum, before `scale`.")
+    scale: float = setting(1.0, option=None, help="Factor of a token's weights; positive.")
+    groups: int = setting(1, least=1, option=None, help="Groups of experts.")
+    top_groups: int = setting(1, least=1, option=None, help="Best groups, in which a token chooses its experts.")
+    group_best: int = setting(2, least=1, option=None, help="Best scores whose sum is the score of a group.")
+    second_choice: str = setting(
+        "always",
+        choices=("always", "random"),
+        option=None,
+        help="`random`: a token uses its second choice with `second_probability` (GShard).",
+    )
+    second_probability: float | None = setting(
+        None,
+        least=0,
+        most=1,
+        option=None,
+        unset="min(1, 2 x the second expert's part of the two weights)",
+        help="Probability that a token uses its second choice.",
+    )
+    routing: str = setting(
+        "learned",
+        choices=("learned", "balanced", "random"),
+        help="For benchmarks, `balanced` takes experts in turn and `random` draws them.",
+    )
+    capacity_factor: float | None = setting(
+        None,
+        unset="no limit",
+        help="Capacity of an expert, as a multiple of its even share of a micro-batch's tokens; further tokens are "
+        "dropped and pass by the residual.",
+    )
+    minimum_capacity: int = setting(1, least=0, option=None, help="Smallest capacity, in tokens.")
+    drop_by: str = setting(
+        "position",
+        choices=("position", "probability"),
+        option=None,
+        help="Which tokens a full expert keeps: the first ones, or those of the highest weight.",
+    )
+    balance_loss: float = setting(0.0, least=0, help="Coefficient of the loss that balances experts.")
+    sequence_balance_loss: float = setting(
+        0.0, least=0, option=None, help="Coefficient of the same loss for each sequence, averaged."
+    )
+    z_loss: float = setting(0.0, least=0, help="Coefficient of mean(logsumexp(logits)^2), which keeps logits small.")
+    bias_rate: float = setting(0.0, least=0, help="Step of the bias that balances experts without a loss; 0: no bias.")
+    scope: str = setting(
+        "micro-batch",
+        choices=("micro-batch", "shard"),
+        option=None,
+        help="Tokens over which capacity and balance are defined: `shard` is cheaper, but results depend on the mesh.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

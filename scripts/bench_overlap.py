@@ -1,6 +1,6 @@
 """How much of the communication of gradients hides behind the backward: for ranks that an MPI launcher starts.
 
-    python scripts/two_hosts.py -n 2 -- python -m spmd_engine.cli.bench.overlap --model gpt-mini
+    python scripts/two_hosts.py -n 2 -- python scripts/bench_overlap.py --model gpt-mini
 
 A step of a rank alone, the sums of all gradients alone, and the step of all ranks, alternating. What is hidden is the
 part of the communication by which the step is not longer than alone.

@@ -1,0 +1,77 @@
+"""Writes the tables of docs/configuration.md from the configurations: ``python scripts/option_tables.py``."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import is_dataclass
+from pathlib import Path
+
+from spmd_engine.configuration import ConfigField, range_of, settings_of
+from spmd_engine.training import TrainConfig
+from spmd_engine.units import BYTES
+
+PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
+BEGIN, END = "<!-- The tables are written by scripts/option_tables.py. -->\n", "<!-- The tables end. -->\n"
+KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def tables() -> str:
+    """A table for each section of a job, with a row for each of its fields."""
+    sections: dict[tuple[str, ...], list[ConfigField]] = defaultdict(list)
+    for field in settings_of(TrainConfig).values():
+        sections[field.path[:-1]].append(field)
+    order = [(), ("model",), ("data",), ("training",), ("composition",)]
+    order += [path for path in sections if path not in order]
+    texts = []
+    for path in order:
+        rows = [f"| `{path[-1] if path else 'job'}` | default | values | |", "|---|---|---|---|"]
+        rows += [row(field) for field in sections[path] if "help" in field.about]
+        texts.append("\n".join(rows) + "\n")
+    return "\n".join(texts)
+
+
+def row(field: ConfigField) -> str:
+    """``| `batch_size` | 16; images: 64 | from 1 | Samples a step, over all ranks. |``"""
+    own = field.path[-1]
+    name = f"`{own}`"
+    if field.is_option and field.name != own:
+        name += f" (`--{field.name.replace('_', '-')}`)"
+    elif not field.is_option and not is_dataclass(field.kind):
+        name += " (no option)"
+    return f"| {name} | {default(field)} | {values(field)} | {field.about['help'].replace('|', chr(92) + '|')} |"
+
+
+def default(field: ConfigField) -> str:
+    """A default as JSON has it, and what null stands for."""
+    if field.default is None:
+        return f"null: {field.about['unset']}"
+    text = field.text(field.default) if field.about.get("unit") == BYTES else json.dumps(field.default)
+    return text + (f"; images: {field.about['of_images']:,}" if "of_images" in field.about else "")
+
+
+def values(field: ConfigField) -> str:
+    """The values that a field takes."""
+    if is_dataclass(field.kind):
+        return "an object, below" if field.name in ("mixture", "lora") else "an object"
+    if "choices" in field.about:
+        return ", ".join(f"`{choice}`" for choice in field.about["choices"])
+    # A limit that only refuses slips is not listed.
+    limits = {name: limit for name, limit in field.about.items() if name != "most" or limit <= 1 << 16}
+    kind = field.about.get("unit") or KINDS.get(field.kind, "names with whole numbers")
+    text = f"{kind} {range_of(limits)}".rstrip()
+    if "unit" in field.about:
+        return f"{text}, or a text with a unit"
+    if field.kind is str and "metavar" in field.about:
+        return f"`{field.about['metavar']}`".replace("|", r"\|")
+    return text
+
+
+def page() -> str:
+    """The page with its tables as they are to be."""
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    return f"{head}{BEGIN}\n{tables()}\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
