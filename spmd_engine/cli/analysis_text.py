@@ -22,8 +22,8 @@ from spmd_engine.cli.show.picture import (
     text,
 )
 from spmd_engine.planning import RankStep, StepAnalysis
+from spmd_engine.planning.dry_run.match_calls import critical_path
 from spmd_engine.planning.dry_run.step_analysis import BACKWARD_INPUT, BACKWARD_WEIGHTS, FORWARD, KINDS, RECOMPUTED
-from spmd_engine.planning.simulator.critical_path import critical_path
 from spmd_engine.units import readable_bytes
 
 _PHASES = (FORWARD, RECOMPUTED, BACKWARD_INPUT, BACKWARD_WEIGHTS)

@@ -1,4 +1,4 @@
-"""Foresight: what every rank computes, sends and holds in a step, before a rank is started."""
+"""The dry run of a step: what every rank computes, sends and holds, before a rank is started."""
 
 from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.dry_run.step_analysis import (

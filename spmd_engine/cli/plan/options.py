@@ -1,4 +1,4 @@
-"""Options of ``plan``, and the Request that they make."""
+"""Options of ``plan``, and the Request that they describe."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _SOURCE = [
                                                "context, or a config.json."}),
     click.option("--machine", metavar="NAME|FILE", help="a100, h100, h200, edge, cpu, or a file as 'calibrate' writes. "
                  "[default: what calibrate wrote here, else cpu]"),
-    click.option("--ranks", type=int, help="How many. [default: those of --mesh, or the machine's cores]"),
-    click.option("--batch-size", metavar="N[,N...]", help="Samples a step, over all ranks; of several, the best. "
+    click.option("--ranks", type=int, help="Number of ranks. [default: those of --mesh, or the machine's cores]"),
+    click.option("--batch-size", metavar="N[,N...]", help="Samples per step over all ranks; the best of several. "
                  "[default: as train's]"),
-    click.option("--sequence", type=int, help="Tokens of a sample. [default: the model's context]"),
+    click.option("--sequence", type=int, help="Tokens per sample. [default: the model's context]"),
     click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", show_default=True),
     click.option("--optimizer", type=click.Choice(["adamw", "sgd"]), default="adamw", show_default=True),
 ]  # fmt: skip
 _FIXED = [
-    click.option("--mesh", metavar="AXIS=SIZE,...", help="Look at this composition alone; what else is not given is as "
-                 "train has it."),
+    click.option("--mesh", metavar="AXIS=SIZE,...", help="Evaluate this composition; other options default to those of "
+                 "train."),
     click.option("--micro-batches", type=int, help="Fix it."),
     click.option("--zero", type=click.IntRange(0, 3), help="Fix it."),
     click.option("--sequence-parallel/--no-sequence-parallel", default=None, help="Fix it."),
@@ -51,17 +51,17 @@ _FIXED = [
     click.option("--chunks", type=int, help="Fix it."),
     click.option("--stages", metavar="even|cost|N,N,...", help="Fix it."),
     click.option("--recompute", type=click.Choice(RECOMPUTE), help="Fix it."),
-    click.option("--compress", default="none", show_default=True, help="How gradients travel."),
-    click.option("--group-threshold", type=int, help="Bytes up to which neighbouring parameters share a collective."),
-    click.option("--group-cap", type=int, help="Bytes beyond which none joins."),
-    click.option("--shares", metavar="AXIS=N:N...,...", help="Of the samples, by rank. With --mesh."),
-    click.option("--state-shares", metavar="AXIS=N:N...,...", help="Of what is stored in parts. With --mesh."),
-    click.option("--min-tensor-size", metavar="BYTES", type=int, help="Below which no parameter is stored in parts."),
-    click.option("--axes", metavar="AXIS,...", help="Mesh axes to consider. [default: all that suit the model]"),
+    click.option("--compress", default="none", show_default=True, help="Compression of gradients."),
+    click.option("--group-threshold", type=int, help="Bytes up to which neighbouring parameters share a group."),
+    click.option("--group-cap", type=int, help="Most bytes of a parameter group."),
+    click.option("--shares", metavar="AXIS=N:N...,...", help="Shares of samples by rank. With --mesh."),
+    click.option("--state-shares", metavar="AXIS=N:N...,...", help="Shares of ZeRO state by rank. With --mesh."),
+    click.option("--min-tensor-size", metavar="BYTES", type=int, help="ZeRO does not shard smaller parameters."),
+    click.option("--axes", metavar="AXIS,...", help="Mesh axes to consider. [default: all that can shard the model]"),
 ]  # fmt: skip
 
 
-#: Of a composition, what is not searched.
+#: Options of a composition that are not searched.
 _BASE = (
     "compress", "group_threshold", "group_cap", "context_method", "experts_over", "recut_after", "shares",
     "state_shares", "min_tensor_size",
@@ -69,17 +69,17 @@ _BASE = (
 
 
 def source_options(command: Callable) -> Callable:
-    """What is planned for."""
+    """Add the options for the model, the machine and the batch."""
     return with_options(_SOURCE, command)
 
 
 def fixed_options(command: Callable) -> Callable:
-    """What is not to be searched."""
+    """Add the options that fix choices of the search."""
     return with_options(_FIXED, command)
 
 
 def request_of(context: click.Context) -> Request:
-    """What a command line asks; raises UsageError for what contradicts itself."""
+    """The Request of a command line; raises UsageError for options that contradict each other."""
     options = context.params
     given = {name for name in options if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
     machine = default_machine(options["machine"])
@@ -97,7 +97,7 @@ def request_of(context: click.Context) -> Request:
         compute=options["compute"],
     )
     if options["sequence"] is not None and options["sequence"] < 1:
-        raise UsageError(f"--sequence {options['sequence']}: it is from 1")
+        raise UsageError(f"--sequence {options['sequence']}: it must be at least 1")
     return Request(
         model,
         machine,
@@ -123,12 +123,12 @@ def _ranks(options: Mapping[str, Any], axes: Mapping[str, int] | None, machine) 
     ranks = options["ranks"]
     if axes is not None:
         if ranks is not None and prod(axes.values()) != ranks:
-            raise UsageError(f"--mesh {options['mesh']} has {prod(axes.values())} ranks, and --ranks says {ranks}")
+            raise UsageError(f"--mesh {options['mesh']} has {prod(axes.values())} ranks, and --ranks is {ranks}")
         ranks = prod(axes.values())
     if ranks is None:
         ranks = round(machine.nodes[0].cores or machine.nodes[0].ranks)
     if ranks < 1:
-        raise UsageError(f"--ranks {ranks}: it is from 1")
+        raise UsageError(f"--ranks {ranks}: it must be at least 1")
     if machine.ranks and ranks > machine.ranks:
         raise UsageError(f"machine {machine.name} has {machine.ranks} ranks, fewer than --ranks {ranks}")
     return ranks
@@ -140,11 +140,9 @@ def _batch_sizes(options: Mapping[str, Any]) -> list[int]:
     try:
         sizes = [int(size) for size in options["batch_size"].split(",")]
     except ValueError:
-        raise UsageError(
-            f"--batch-size {options['batch_size']}: write a whole number, or several as in 16,32"
-        ) from None
+        raise UsageError(f"--batch-size {options['batch_size']}: give an integer, or several as in 16,32") from None
     if min(sizes) < 1:
-        raise UsageError(f"--batch-size {options['batch_size']}: it is from 1")
+        raise UsageError(f"--batch-size {options['batch_size']}: it must be at least 1")
     return sizes
 
 
@@ -152,12 +150,14 @@ def _fixed(options: Mapping[str, Any], given: set[str], axes: Mapping[str, int] 
     names = ("micro_batches", "zero", "sequence_parallel", "schedule", "chunks", "recompute")
     fixed = {name: options[name] for name in names if name in given and options[name] is not None}
     if options["micro_batches"] is not None and options["micro_batches"] < 1:
-        raise UsageError(f"--micro-batches {options['micro_batches']}: it is from 1")
+        raise UsageError(f"--micro-batches {options['micro_batches']}: it must be at least 1")
     if options["stages"]:
         division = parse_division(options["stages"])
         fixed["stages"] = options["stages"] if isinstance(division, str) else tuple(division)
     if axes is not None:
         fixed["mesh"] = axes
     elif isinstance(fixed.get("stages"), str):
-        raise UsageError(f"--stages {options['stages']}: stages are planned; give --mesh as well, or the first layers")
+        raise UsageError(
+            f"--stages {options['stages']}: the planner divides stages; give --mesh as well, or the first layers"
+        )
     return fixed
