@@ -33,7 +33,7 @@ from spmd_engine.engine import AdamW
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.planning import analyze
-from spmd_engine.planning.dry_run.analyze import foretold_batch
+from spmd_engine.planning.dry_run.analyze import synthetic_batch
 from spmd_engine.training import Trainer
 
 PLANS = {  # model, mesh, composition, batch, micro-batches
@@ -138,7 +138,7 @@ def steps_of(
 ) -> Trainer:
     """What trains a model; it has made two steps."""
     engine = build_engine(config, mesh, composition)
-    batch = foretold_batch(engine.model, engine, batch_size, micro_batches, None, engine.dtype, real=True)
+    batch = synthetic_batch(engine.model, engine, batch_size, micro_batches, None, engine.dtype, real=True)
     trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-3, step_metrics=False)
     trainer.step()
     trainer.step()

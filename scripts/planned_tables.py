@@ -18,7 +18,7 @@ from spmd_engine.models.mlp import deep_mlp
 from spmd_engine.planning.machine.files import read_machine
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.goals import Constraints, Limits
-from spmd_engine.planning.search.plan_evaluation import Foresight, look, look_at
+from spmd_engine.planning.search.plan_evaluation import PlanEvaluation, evaluate_plan, evaluate_step
 from spmd_engine.planning.search.search import Planner
 from spmd_engine.planning.search.search_space import SearchSpace
 from spmd_engine.units import bytes_of, readable_bytes, readable_seconds
@@ -47,7 +47,7 @@ def main() -> None:
     show(("groups of", *MEASURES), grouped(machine))
 
 
-def measures(seen: Foresight) -> list[str]:
+def measures(seen: PlanEvaluation) -> list[str]:
     """What a step takes, as a table has it."""
     analysis = seen.analysis
     return [
@@ -70,14 +70,16 @@ def billions(machine: Machine, memory: float) -> Iterable[list[str]]:
             yield [name, str(ranks), "none fits"]
         else:
             best = found.best[0].candidate
-            yield [name, str(ranks), str(best), *measures(look_at(model, nodes, best, ParallelConfig()))]
+            yield [name, str(ranks), str(best), *measures(evaluate_plan(model, nodes, best, ParallelConfig()))]
         if ranks > 1:
             yield [name, str(ranks), f"data={ranks}; zero 3; recompute block", *measures(sharded(model, nodes, ranks))]
 
 
-def sharded(model: Model, machine: Machine, ranks: int) -> Foresight:
+def sharded(model: Model, machine: Machine, ranks: int) -> PlanEvaluation:
     """Everything stored in parts, blocks recomputed, four samples a rank and micro-batch."""
-    return look(model, machine, {"data": ranks}, ParallelConfig(zero=3, recompute="block"), BATCH, BATCH // ranks // 4)
+    return evaluate_step(
+        model, machine, {"data": ranks}, ParallelConfig(zero=3, recompute="block"), BATCH, BATCH // ranks // 4
+    )
 
 
 def grouped(machine: Machine) -> Iterable[list[str]]:
@@ -85,7 +87,9 @@ def grouped(machine: Machine) -> Iterable[list[str]]:
     model = deep_mlp(SMALL_LAYERS, SMALL_WIDTH)
     for threshold in THRESHOLDS:
         composition = ParallelConfig(zero=3, group_threshold=threshold)
-        seen = look(model, machine.with_ranks(SMALL_RANKS), {"data": SMALL_RANKS}, composition, 64 * SMALL_RANKS, 1)
+        seen = evaluate_step(
+            model, machine.with_ranks(SMALL_RANKS), {"data": SMALL_RANKS}, composition, 64 * SMALL_RANKS, 1
+        )
         yield [readable_bytes(threshold) if threshold else "one array", *measures(seen)]
 
 

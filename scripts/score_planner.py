@@ -446,7 +446,7 @@ class Predictor:
                 optimizer=SystemUpdate(system),
                 overlap=run.overlap,
             )
-        planner.profiles.raw = self._costs.setdefault((replace(size, layers=1), run.system, run.repeats), {})
+        planner.profiles.analyses = self._costs.setdefault((replace(size, layers=1), run.system, run.repeats), {})
         estimator = planner.estimator(candidate)
         found = estimator.estimate() if estimator is not None else None
         return float(found.seconds) if found is not None else None

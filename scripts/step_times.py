@@ -32,12 +32,11 @@ from spmd_engine.cli.calibrate import STEPS, fitted, step_seconds
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.dry_run.analyze import foretold_batch
-from spmd_engine.planning.machine.files import machine_of, read_machine
+from spmd_engine.planning.dry_run.analyze import synthetic_batch
+from spmd_engine.planning.machine.files import parse_machine, read_machine, toml_of
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.machine.measure import measure_machine
-from spmd_engine.planning.machine.text import text_of
-from spmd_engine.planning.search.plan_evaluation import look
+from spmd_engine.planning.search.plan_evaluation import evaluate_step
 from spmd_engine.training import Trainer
 
 BATCHES = {"gpt-mini": 8, "mlp": 4096, "convnet": 256, "gpt-moe-mini": 8}
@@ -96,7 +95,7 @@ def measure(name: str, seconds: float) -> float:
     model, axes, options, micro_batches = named()[name]
     with Mesh(**parse_axes(axes)) as mesh:
         engine = build_engine(ModelConfig(model), mesh, ParallelConfig(**options))
-        batch = foretold_batch(engine.model, engine, BATCHES[model], micro_batches, None, engine.dtype, real=True)
+        batch = synthetic_batch(engine.model, engine, BATCHES[model], micro_batches, None, engine.dtype, real=True)
         trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-4, step_metrics=False)
         turns: list[float] = []
         for number in range(10_000):
@@ -128,13 +127,13 @@ def calibration() -> dict[str, Any]:
     with Mesh() as mesh:
         machine = measure_machine(mesh)
         steps = step_seconds(mesh).tolist()
-    return {"machine": text_of(machine), "steps": dict(zip(map(str, STEPS), steps, strict=True))} if machine else {}
+    return {"machine": toml_of(machine), "steps": dict(zip(map(str, STEPS), steps, strict=True))} if machine else {}
 
 
 def calibrated(measured: dict[str, Any]) -> Machine:
     """The machine file's content that ``calibrate`` would write of that."""
     steps = [measured["steps"].get(str(step), float("nan")) for step in STEPS]
-    return fitted(machine_of(measured["machine"]), np.array(steps))
+    return fitted(parse_machine(measured["machine"]), np.array(steps))
 
 
 def cpu_name() -> str:
@@ -153,7 +152,9 @@ def predicted(name: str, machine: Machine) -> float:
     machine = machine.with_ranks(prod(mesh.values()))
     config = ModelConfig(model)
     options = {"dtype": np.dtype(config.dtype), "optimizer": AdamW()}
-    return look(config.build(composition), machine, mesh, composition, BATCHES[model], micro_batches, **options).seconds
+    return evaluate_step(
+        config.build(composition), machine, mesh, composition, BATCHES[model], micro_batches, **options
+    ).seconds
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
@@ -221,7 +222,7 @@ def main() -> None:
             arguments.record.write_text(json.dumps(recorded, indent=1) + "\n")
 
     keep()
-    print(f"{recorded['cpu']}\n\n{text_of(machine)}")
+    print(f"{recorded['cpu']}\n\n{toml_of(machine)}")
     for number in range(0 if arguments.replay else arguments.rounds):
         for name in names:
             if (seconds := launched(name, arguments.seconds)) is not None:

@@ -21,7 +21,7 @@ from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
 from spmd_engine.models import GPTSize, gpt
 from spmd_engine.planning import analyze
-from spmd_engine.planning.dry_run.analyze import foretold_batch
+from spmd_engine.planning.dry_run.analyze import synthetic_batch
 from spmd_engine.training import Trainer
 
 
@@ -46,7 +46,7 @@ def main() -> None:
         base = held_bytes()
         layout = composed_layout(model, mesh, composition)
         engine = LayeredEngine(model, mesh, layout, **composition.how_on(mesh.axes))
-        batch = foretold_batch(model, engine, batch_size, 1, None, engine.dtype, real=True)
+        batch = synthetic_batch(model, engine, batch_size, 1, None, engine.dtype, real=True)
         trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-4, step_metrics=False)
         for step in range(arguments.steps):
             mesh.ledger.clear()

@@ -113,12 +113,12 @@ def measure(quotas: Sequence[float], first: int, split: str | None, batch_size: 
     from spmd_engine import Mesh
     from spmd_engine.engine import AdamW
     from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
-    from spmd_engine.planning.dry_run.analyze import foretold_batch
+    from spmd_engine.planning.dry_run.analyze import synthetic_batch
     from spmd_engine.training import Trainer
 
     with threadpool_limits(1, "blas"), Mesh(data=MPI.COMM_WORLD.size) as mesh:
         engine = build_engine(ModelConfig(MODEL), mesh, ParallelConfig(shares=split))
-        batch = foretold_batch(engine.model, engine, batch_size, 1, None, engine.dtype, real=True)
+        batch = synthetic_batch(engine.model, engine, batch_size, 1, None, engine.dtype, real=True)
         tells = not split  # what each computes, for a collective more
         trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-3, step_metrics=tells)
         for _ in range(WARM):

@@ -20,10 +20,9 @@ from spmd_engine.comm.world import solo, world
 from spmd_engine.engine.optimizers import AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.dry_run.analyze import analyze
-from spmd_engine.planning.machine.files import calibrated_file, read_machine
+from spmd_engine.planning.machine.files import calibrated_file, read_machine, toml_of
 from spmd_engine.planning.machine.machine import Fitted, Machine
 from spmd_engine.planning.machine.measure import SECONDS, measure_machine
-from spmd_engine.planning.machine.text import text_of
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training import Trainer
@@ -98,7 +97,7 @@ def _write(file: Path, machine: Machine) -> None:
     except OSError as error:
         raise UsageError(f"--output {file}: {error.strerror or error}") from error
     with output_file(file) as opened:
-        opened.write(text_of(machine).encode())
+        opened.write(toml_of(machine).encode())
     node = machine.nodes[0]
     speeds = ", ".join(f"{speed.most / 1e9:,.1f} GFLOP/s in {dtype}" for dtype, speed in node.speeds.items())
     click.echo(

@@ -88,7 +88,7 @@ def _plan(job: TrainConfig, ranks: int, given: Mapping[str, Any]) -> dict[str, A
     fixed = {name: getattr(job.composition, name) for name in names if name in given}
     fixed["micro_batches"] = job.data.micro_batches
     base = unplanned(job.composition)
-    answer = plan(
+    result = plan(
         Request(
             job.model.build(job.composition),
             default_machine(),
@@ -101,14 +101,14 @@ def _plan(job: TrainConfig, ranks: int, given: Mapping[str, Any]) -> dict[str, A
             seconds=5.0,
         )
     )
-    if answer.plan is None:
-        raise UsageError(f"--mesh {AUTO}: {answer.why_not}")
-    seen = answer.foresight
-    seconds = seen.seconds if seen else answer.plan.seconds
-    memory = seen.analysis.peak_bytes if seen else answer.plan.memory
+    if result.plan is None:
+        raise UsageError(f"--mesh {AUTO}: {result.why_not}")
+    evaluation = result.evaluation
+    seconds = evaluation.seconds if evaluation else result.plan.seconds
+    memory = evaluation.analysis.peak_bytes if evaluation else result.plan.memory
     click.echo(
-        f"spmd_engine: planned: {answer.plan.candidate}; a step {readable_seconds(seconds)}, "
+        f"spmd_engine: planned: {result.plan.candidate}; a step {readable_seconds(seconds)}, "
         f"{readable_bytes(memory)} on the rank that holds most",
         err=True,
     )
-    return answer.plan.candidate.composition(base).as_json()
+    return result.plan.candidate.composition(base).as_json()

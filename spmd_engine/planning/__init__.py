@@ -1,6 +1,6 @@
-"""Foresight: what every rank computes, sends and holds in a step, before a rank is started."""
+"""The dry run of a step: what every rank computes, sends and holds, before a rank is started."""
 
-from spmd_engine.planning.dry_run.analyze import analyze
+from spmd_engine.planning.dry_run.analyze import Samples, analyze, analyze_engine
 from spmd_engine.planning.dry_run.step_analysis import (
     Communication,
     Computation,
@@ -12,7 +12,6 @@ from spmd_engine.planning.dry_run.step_analysis import (
     RankStep,
     StepAnalysis,
 )
-from spmd_engine.planning.dry_run.user_engine import Samples, analyze_engine
 
 __all__ = [
     "Communication",

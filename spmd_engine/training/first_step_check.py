@@ -1,4 +1,4 @@
-"""The first step of a training beside what was foretold of it: calls and bytes must be equal."""
+"""Compares the first step of a training with its dry run: calls and bytes must be equal."""
 
 from __future__ import annotations
 
@@ -19,82 +19,90 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AFTERWARDS = "metrics"  #: the label of what is sent between steps, to tell how they went
+METRICS = "metrics"  #: the label of communication between steps, which is not part of a step
 
 
 class FirstStepCheck:
-    """Watches one step of a trainer: what the ledger gains meanwhile, on every rank.
+    """Compares the calls and bytes that one step adds to the ledgers of all ranks with the dry run of the step.
 
-    ``foretell`` is called on rank 0, once; if it fails, nothing is compared, since the training matters more.
-    ``enforced``: whether a step that differs is an error, or is told and no more.
+    ``predict`` returns the analysis and the names of routed layers. It is called once, on rank 0; if it fails, a
+    warning is logged and nothing is compared. ``enforced``: whether a difference is an error, or a warning.
     """
 
     def __init__(
-        self, mesh: Mesh, foretell: Callable[[], tuple[StepAnalysis, set[str]]], *, enforced: bool = True
+        self, mesh: Mesh, predict: Callable[[], tuple[StepAnalysis, set[str]]], *, enforced: bool = True
     ) -> None:
-        self._mesh, self._foretell, self._enforced = mesh, foretell, enforced
+        self._mesh, self._predict, self._enforced = mesh, predict, enforced
         self._before: dict[tuple, tuple[int, int]] = {}
 
     def begin(self) -> None:
-        """The step begins."""
+        """Begin a step."""
         self._before = self._account()
 
     def made(self) -> list[tuple[tuple, tuple[int, int]]]:
-        """What this rank has sent since: calls and bytes by line."""
+        """The calls and bytes of this rank since ``begin``, by line of the ledger."""
         gained = []
         for line, (calls, sent) in self._account().items():
             calls_before, sent_before = self._before.get(line, (0, 0))
-            if calls > calls_before and line[2] != AFTERWARDS:
+            if calls > calls_before and line[2] != METRICS:
                 gained.append((line, (calls - calls_before, sent - sent_before)))
         return gained
 
     def compare(self, made: list[tuple[tuple, tuple[int, int]]], seconds: float) -> dict[str, Any]:
-        """What was foretold, and what was measured beside it, for ``metrics.jsonl``. Collective.
+        """The prediction and the measurement, for ``metrics.jsonl``. Collective.
 
-        ``seconds`` are those of the step that was made; being the first, it also loads what later ones have at hand.
-        Raises PlanError on every rank if the step did other than was foretold; it names the first call that differs.
+        ``made`` are the calls and bytes of this rank, ``seconds`` those of the step, which as the first one includes
+        loading. Raises PlanError on every rank if the step differs from its dry run, naming the first such call.
         """
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        everyone = gather_json(self._mesh.group(), [made, resident], AFTERWARDS)
-        said = json.loads(text_from_rank_zero(self._mesh.group(), lambda: json.dumps(self._judge(everyone, seconds))))
-        if said["differs"] and self._enforced:
-            raise PlanError(f"step 1 did other than was foretold: {said['differs']}. --no-enforce trains on")
-        return {"foretold": said["facts"]} if said["facts"] else {}
+        measured = gather_json(self._mesh.group(), [made, resident], METRICS)
+        text = text_from_rank_zero(self._mesh.group(), lambda: json.dumps(self._judge(measured, seconds)))
+        verdict = json.loads(text)
+        if verdict["differs"] and self._enforced:
+            raise PlanError(
+                f"step 1 differs from its analysis: {verdict['differs']}. --no-enforce continues nevertheless"
+            )
+        return {"foretold": verdict["facts"]} if verdict["facts"] else {}
 
-    def _judge(self, everyone: list, seconds: float) -> dict[str, Any]:
-        """On rank 0, which alone imports the analyzer: what the step differs in, if it does, and facts."""
+    def _judge(self, measured: list, seconds: float) -> dict[str, Any]:
+        """The first difference, if any, and the facts for ``metrics.jsonl``. Only rank 0 imports the planner."""
         from spmd_engine.planning.machine.files import default_machine
-        from spmd_engine.planning.simulator.check_prediction import differences, facts_of, foretold_sums, routed_bytes
+        from spmd_engine.planning.simulator.check_prediction import (
+            differences,
+            predicted_sums,
+            prediction_facts,
+            routed_bytes,
+        )
 
         try:
-            analysis, routed = self._foretell()
+            analysis, routed = self._predict()
         except Exception as error:
-            what = str(error) if isinstance(error, UsageError) else f"the analysis of it failed with {error!r}"
-            logger.warning("this step was not compared with a plan: %s", what)
+            what = str(error) if isinstance(error, UsageError) else f"its analysis failed with {error!r}"
+            logger.warning("step 1 was not compared with its analysis: %s", what)
             return {"differs": "", "facts": {}}
-        ledgers = [{tuple(line): tuple(sums) for line, sums in made} for made, _ in everyone]
-        sums = foretold_sums(analysis)
-        found = differences(sums, ledgers, routed, analysis.axes)
-        if found and not self._enforced:
-            logger.warning("step 1 did other than was foretold: %s", found[0])
-        resident = max(bytes for _, bytes in everyone)
-        measured = {"resident_bytes": resident, "measured_seconds": seconds, "differences": len(found)}
-        facts = facts_of(analysis, default_machine) | measured
-        if of_routing := routed_bytes(sums, ledgers, routed, analysis.axes):
-            facts["routed_bytes"] = of_routing
-        return {"differs": found[0] if found else "", "facts": facts}
+        ledgers = [{tuple(line): tuple(sums) for line, sums in made} for made, _ in measured]
+        sums = predicted_sums(analysis)
+        differing = differences(sums, ledgers, routed, analysis.axes)
+        if differing and not self._enforced:
+            logger.warning("step 1 differs from its analysis: %s", differing[0])
+        resident = max(bytes for _, bytes in measured)
+        facts = prediction_facts(analysis, default_machine)
+        facts |= {"resident_bytes": resident, "measured_seconds": seconds, "differences": len(differing)}
+        if routing := routed_bytes(sums, ledgers, routed, analysis.axes):
+            facts["routed_bytes"] = routing
+        return {"differs": differing[0] if differing else "", "facts": facts}
 
     def _account(self) -> dict[tuple, tuple[int, int]]:
         return {line: (entry.calls, entry.sent) for line, entry in self._mesh.ledger.entries.items()}
 
 
 def first_step_check(workload: Workload, enforced: bool) -> FirstStepCheck | None:
-    """For the first step of a job; None for an engine of which no step can be foretold."""
+    """The check of a job's first step; None for an engine without a dry run."""
     engine, job = workload.engine, workload.job
     if not isinstance(engine, LayeredEngine):
         return None
 
-    def foretell() -> tuple[StepAnalysis, set[str]]:
+    def predict() -> tuple[StepAnalysis, set[str]]:
         from spmd_engine.planning import analyze
         from spmd_engine.planning.simulator.check_prediction import routed_labels
 
@@ -112,4 +120,4 @@ def first_step_check(workload: Workload, enforced: bool) -> FirstStepCheck | Non
         )
         return analysis, routed_labels(engine.model)
 
-    return FirstStepCheck(engine.mesh, foretell, enforced=enforced)
+    return FirstStepCheck(engine.mesh, predict, enforced=enforced)

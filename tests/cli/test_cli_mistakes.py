@@ -12,8 +12,7 @@ from spmd_engine import Mesh
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.engine.parallel_config import build_engine
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.machine.files import read_machine
-from spmd_engine.planning.machine.text import text_of
+from spmd_engine.planning.machine.files import read_machine, toml_of
 from spmd_engine.training import TrainConfig
 
 LLAMA = Path(__file__).parents[1] / "golden" / "decoders" / "llama"
@@ -197,7 +196,7 @@ def test_a_mistake_on_many_ranks_is_one_line_every_time(spmd, ranks, times):
 def test_a_misspelled_name_is_answered_with_the_nearest(line, near, here, tmp_path):
     (tmp_path / "job.json").write_text('{"version": 1, "data": {"batch-size": 4}}')
     (tmp_path / "gpt.toml").write_text("layer = 2\nwidth = 8\nheads = 2\ncontext = 4\n")
-    (tmp_path / "m.toml").write_text("nmae = 'mine'\n" + text_of(read_machine("cpu")))
+    (tmp_path / "m.toml").write_text("nmae = 'mine'\n" + toml_of(read_machine("cpu")))
     shutil.copytree(LLAMA, tmp_path / "llama")
     shutil.copytree(LLAMA, tmp_path / "wrong")
     config = json.loads((LLAMA / "config.json").read_text())

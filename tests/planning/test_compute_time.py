@@ -13,9 +13,8 @@ from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.step_analysis import FORWARD, Computation, Product, Products
 from spmd_engine.planning.machine import measure
-from spmd_engine.planning.machine.files import machine_of, read_machine
+from spmd_engine.planning.machine.files import parse_machine, read_machine, toml_of
 from spmd_engine.planning.machine.machine import Curve, Fitted
-from spmd_engine.planning.machine.text import text_of
 from spmd_engine.planning.simulator.compute_time import ComputeTimes, bytes_of
 
 
@@ -45,7 +44,7 @@ def test_a_product_with_a_vector_takes_as_long_as_its_bytes():
 
 def test_convolutions_have_speeds_of_their_own_where_a_machine_has_them():
     machine = host(convolution=Curve.flat(2e9), convolution_weights=Curve.flat(1e9))
-    assert text_of(machine_of(text_of(machine))) == text_of(machine)
+    assert toml_of(parse_machine(toml_of(machine))) == toml_of(machine)
     product = Product(4096, 64, 64, kernel=CONVOLUTION)
     assert seconds(machine, product).products == product.flops / 2e9
     assert seconds(machine, replace(product, kernel=CONVOLUTION_WEIGHTS)).products == product.flops / 1e9
@@ -73,7 +72,7 @@ def test_two_ranks_measure_at_once(monkeypatch):
     node = machine.nodes[0]
     assert {"float32", "float64"} <= node.speeds.keys()
     assert all(speed > 0 for curve in (*node.speeds.values(), node.memory_bandwidth) for _, speed in curve.points)
-    assert machine_of(text_of(machine)).nodes[0].speeds.keys() == node.speeds.keys()
+    assert parse_machine(toml_of(machine)).nodes[0].speeds.keys() == node.speeds.keys()
 
 
 def test_recorded_steps_are_predicted(capsys, monkeypatch):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.search.placement import Tasks, annealed, assigned, evolved, exact, shares, stage_places
+from spmd_engine.planning.search.placement import Tasks, annealed, assigned, evolved, exact, shares
 
 
 def drawn(seed, tasks=8, nodes=3, **constraints):
@@ -54,12 +54,6 @@ def test_an_assignment_is_the_best_of_all_permutations():
     found = assigned(cost)
     best = min(permutations(range(5)), key=lambda order: sum(cost[t, n] for t, n in enumerate(order)))
     assert found == best
-
-
-def test_the_quickest_node_has_the_most_work():
-    places, slowest = stage_places([1.0, 4.0, 2.0], [3.0, 1.0])
-    assert places == (1, 2)
-    assert slowest == 0.75
 
 
 def test_shares_follow_speeds():

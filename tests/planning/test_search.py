@@ -11,7 +11,7 @@ from spmd_engine.engine.schedules.timeline import makespan, peak_activations, ti
 from spmd_engine.models.names import build_model
 from spmd_engine.planning.machine.files import read_machine
 from spmd_engine.planning.search.estimate import best_division, slowest
-from spmd_engine.planning.search.goals import GOALS, Constraints, Limits, least, value
+from spmd_engine.planning.search.goals import GOALS, Constraints, Limits, objective, objective_bound
 from spmd_engine.planning.search.relaxation import Question, closest, conflict_of
 from spmd_engine.planning.search.search import Planner, pareto
 from spmd_engine.planning.search.search_space import SearchSpace, across_nodes, candidates
@@ -38,7 +38,7 @@ def test_the_search_finds_what_trying_all_finds(asked, everything, goal):
     planner, choices = asked
     found = planner.search(choices, Constraints(), goal)
     assert found.certificate.gap == 0
-    assert value(goal, found.best[0]) == min(value(goal, estimate) for _, _, estimate in everything)
+    assert objective(goal, found.best[0]) == min(objective(goal, estimate) for _, _, estimate in everything)
 
 
 def test_within_a_limit_of_memory_too(asked, everything):
@@ -53,8 +53,8 @@ def test_within_a_limit_of_memory_too(asked, everything):
 @pytest.mark.parametrize("goal", GOALS)
 def test_nothing_is_better_than_its_bound(everything, goal):
     for candidate, bound, estimate in everything:
-        first = least(goal, candidate, bound)[0]
-        assert first <= value(goal, estimate)[0] + 1e-9 * abs(first), candidate
+        first = objective_bound(goal, candidate, bound)[0]
+        assert first <= objective(goal, estimate)[0] + 1e-9 * abs(first), candidate
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_what_is_known_before_looking_at_cut_layers_is_no_more_than_after(name, 
     planner = Planner(model, read_machine(machine).with_ranks(8))
     looked = 0
     for candidate in candidates(SearchSpace(model, [4], [8], 8)):
-        if planner.profiles.cuts(candidate) and (second := planner.estimator(candidate)) is not None:
+        if planner.profiles.shards_layers(candidate) and (second := planner.estimator(candidate)) is not None:
             before, after = planner.estimator(candidate, first=True).bound(), second.bound()
             assert before.seconds <= after.seconds * (1 + 1e-9), candidate
             assert before.memory <= after.memory * (1 + 1e-9), candidate
@@ -106,7 +106,7 @@ def test_where_nothing_fits_the_smallest_conflict_is_named(asked, everything):
     conflict = conflict_of(planner, question)
     assert conflict.constraints[0] == "memory"
     assert closest(planner, question)[0].memory == pytest.approx(smallest)
-    by_name = {way.gives_up: way for way in conflict.ways}
+    by_name = {way.gives_up: way for way in conflict.relaxations}
     assert by_name["memory"].plan.memory == pytest.approx(smallest)
     others = [way.plan for name, way in by_name.items() if name != "memory"]
     assert others, "more ranks, or a smaller batch, must help"

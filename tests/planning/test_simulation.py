@@ -14,7 +14,7 @@ from spmd_engine.planning.dry_run.step_analysis import (
     RankStep,
     StepAnalysis,
 )
-from spmd_engine.planning.machine.files import machine_of
+from spmd_engine.planning.machine.files import parse_machine
 from spmd_engine.planning.simulator.simulation import simulate
 
 TEXT = """
@@ -35,7 +35,7 @@ by_copy = {copy}
 
 
 def machine(cores=None, copy="false"):
-    return machine_of(TEXT.format(cores=f"cores = {cores}" if cores else "", copy=copy))
+    return parse_machine(TEXT.format(cores=f"cores = {cores}" if cores else "", copy=copy))
 
 
 def work(name, milliseconds):

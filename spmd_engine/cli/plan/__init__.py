@@ -1,4 +1,4 @@
-"""``plan``: what fits, how fast it runs, and which way to spread a model is best, without starting a rank."""
+"""``plan``: what fits, how fast it runs, and the best way to distribute a model, without starting a rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from spmd_engine.cli.options import Quantity, options_of, values_given
 from spmd_engine.cli.output_file import check_ending, output_file
 from spmd_engine.cli.plan.compare import compare_run
-from spmd_engine.cli.plan.page import print_answer, print_comparison, print_fixed
+from spmd_engine.cli.plan.page import print_comparison, print_fixed, print_plan
 from spmd_engine.cli.planned_job import LORA, unplanned
 from spmd_engine.engine.pipeline.stages import parse_division
 from spmd_engine.errors import UsageError
@@ -26,7 +26,7 @@ from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.report.model_file import planned_model
 from spmd_engine.planning.report.plan_result import Request, plan_file_of
 from spmd_engine.planning.search.goals import GOALS, Limits
-from spmd_engine.planning.search.planner import MISFIT, fixed_plan
+from spmd_engine.planning.search.planner import NOTHING_FITS, fixed_plan
 from spmd_engine.planning.search.planner import plan as find_plan
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.train_config import OF_IMAGES, TrainConfig
@@ -106,26 +106,26 @@ def plan(what: str | None, **options: Any) -> None:
     if what == "explain":
         _explain(request, options["as_json"])
         return
-    answer = fixed_plan(request) if "mesh" in request.fixed else find_plan(request)
+    result = fixed_plan(request) if "mesh" in request.fixed else find_plan(request)
     if options["output"]:
-        if answer.conflict is not None:
+        if result.conflict is not None:
             click.echo("spmd_engine: note: nothing fits, so no plan was written", err=True)
         else:
-            plan_file_of(answer, given.get("model", TrainConfig().model.name), _lora(given)).write(options["output"])
-    if options["timeline"] and answer.foresight is not None:
-        from spmd_engine.planning.simulator.trace_diff import trace_of
+            plan_file_of(result, given.get("model", TrainConfig().model.name), _lora(given)).write(options["output"])
+    if options["timeline"] and result.evaluation is not None:
+        from spmd_engine.planning.simulator.check_prediction import trace_json
 
         with output_file(options["timeline"], "--timeline") as file:
-            file.write(trace_of(answer.foresight.prediction, answer.foresight.analysis.axes).encode())
+            file.write(trace_json(result.evaluation.prediction, result.evaluation.analysis.axes).encode())
     if options["as_json"]:
-        click.echo(json.dumps(answer.as_json()))
+        click.echo(json.dumps(result.as_json()))
     elif "mesh" in request.fixed:
-        print_fixed(answer)
+        print_fixed(result)
     else:
-        print_answer(answer)
-    if answer.conflict is not None:
-        click.echo(f"spmd_engine: {answer.why_not}", err=True)
-        sys.exit(MISFIT)
+        print_plan(result)
+    if result.conflict is not None:
+        click.echo(f"spmd_engine: {result.why_not}", err=True)
+        sys.exit(NOTHING_FITS)
 
 
 def _explain(request: Any, as_json: bool) -> None:
@@ -137,7 +137,7 @@ def _explain(request: Any, as_json: bool) -> None:
     subject, answers = explain(request)
     if as_json:
         answers = [Explanation("What is explained?", [subject], request.model.name), *answers]
-        click.echo(json.dumps([each.as_json() for each in answers]))
+        click.echo(json.dumps([answer.as_json() for answer in answers]))
     else:
         print_explanation(subject, answers)
 

@@ -1,4 +1,4 @@
-"""``plan --compare RUN``: a run's own trace beside what is predicted of its step."""
+"""``plan --compare RUN``: the trace of a run compared with the predicted step."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import numpy as np
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at, parse_json, read_text, reading
 from spmd_engine.planning.machine.files import default_machine
-from spmd_engine.planning.search.plan_evaluation import look
-from spmd_engine.planning.simulator.trace_diff import Comparison, compare
+from spmd_engine.planning.search.plan_evaluation import evaluate_step
+from spmd_engine.planning.simulator.check_prediction import TraceComparison, compare_trace
 from spmd_engine.training.run import CONFIG
 from spmd_engine.training.run_job import run_folder
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.training.workload import optimizer_of
 
-#: How communications end in a trace that come behind the last step: of metrics, of saving, of the end.
-AFTERWARDS = ("(metrics)", "(placement)", "(save)", "(agreement)")
+#: The labels of communications after the last step of a trace.
+AFTER_STEPS = ("(metrics)", "(placement)", "(save)", "(agreement)")
 
 
-def compare_run(run: str, machine_name: str | None = None) -> Comparison:
-    """The step of a run that was traced (``train --trace STEPS``), beside its prediction.
+def compare_run(run: str, machine_name: str | None = None) -> TraceComparison:
+    """The traced step of a run (``train --trace STEPS``) compared with its prediction.
 
-    Raises UsageError for a run that has no trace.
+    Raises UsageError for a run without a trace.
     """
     folder = run_folder(run)
     trace_file, metrics_file = folder / "trace.json", folder / "metrics.jsonl"
@@ -47,7 +47,7 @@ def compare_run(run: str, machine_name: str | None = None) -> Comparison:
     trace = steps_of(trace)
     seconds = _seconds(metrics_file, trace, job.data.micro_batches)
     machine = default_machine(machine_name).with_ranks(ranks)
-    seen = look(
+    evaluation = evaluate_step(
         job.model.build(job.composition),
         machine,
         axes,
@@ -57,11 +57,11 @@ def compare_run(run: str, machine_name: str | None = None) -> Comparison:
         dtype=np.dtype(job.model.dtype),
         optimizer=optimizer_of(job.training),
     )
-    return compare(str(folder), trace, len(seconds), sum(seconds) / len(seconds), seen.prediction, machine)
+    return compare_trace(str(folder), trace, len(seconds), sum(seconds) / len(seconds), evaluation.prediction, machine)
 
 
 def steps_of(trace: Mapping[str, Any]) -> dict[str, Any]:
-    """The trace without what follows the last step: evaluations, which only go forward, and the end of the run."""
+    """The trace without what follows the last step: evaluations, and the end of the run."""
     last: dict[int, float] = {}
     for event in trace["traceEvents"]:
         if "backward" in event.get("name", ""):
@@ -69,14 +69,14 @@ def steps_of(trace: Mapping[str, Any]) -> dict[str, Any]:
     end: dict[int, float] = {}
     for event in trace["traceEvents"]:
         after = event.get("ph") == "X" and event["ts"] > last.get(event["pid"], 0.0)
-        if after and (event["name"].endswith(" forward") or event["name"].endswith(AFTERWARDS)):
+        if after and (event["name"].endswith(" forward") or event["name"].endswith(AFTER_STEPS)):
             end[event["pid"]] = min(end.get(event["pid"], event["ts"]), event["ts"])
     kept = [e for e in trace["traceEvents"] if e.get("ph") != "X" or e["ts"] < end.get(e["pid"], float("inf"))]
     return {**trace, "traceEvents": kept}
 
 
 def _seconds(metrics_file: Path, trace: Mapping[str, Any], micro_batches: int) -> list[float]:
-    """Of the steps that were traced: from the second on, as many as some layer has had gradients."""
+    """Seconds of the traced steps: from the second step on, as many as the trace has backward passes of a layer."""
     with reading(f"{metrics_file} cannot be read"):
         steps = [parse_json(line) for line in read_text(metrics_file).splitlines()]
     gradients = Counter(

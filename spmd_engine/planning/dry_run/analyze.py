@@ -1,8 +1,8 @@
-"""``analyze``: one step of a composition of a model, run on shapes, rank by rank."""
+"""``analyze``: the dry run of one training step, rank by rank."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,21 +18,30 @@ from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.arrays.numba.functions import loops_are_there
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.spans import span
+from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, CutsBatches, make_batch
+from spmd_engine.engine.distributed import DistributedEngine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, composed_assignment, composed_layout
 from spmd_engine.engine.state.assignment import PIPE
+from spmd_engine.engine.user_engine import make_engine, name_of
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models.layouts import layout_for
 from spmd_engine.models.model import Model
-from spmd_engine.planning.dry_run.engine import ForetoldEngine, Passes, RecordedLayer, watch_storage
+from spmd_engine.planning.dry_run.engine import DryRunEngine, RecordedLayer, StepPasses, watch_storage
 from spmd_engine.planning.dry_run.layer_cache import PassCache
-from spmd_engine.planning.dry_run.rank_classes import Shared, classes_of, every_rank, members, shared_parts
+from spmd_engine.planning.dry_run.rank_classes import (
+    UnevenParts,
+    find_rank_classes,
+    ranks_by_class,
+    separate_classes,
+    slot_table_bytes,
+    uneven_parts,
+)
 from spmd_engine.planning.dry_run.recorder import Phase, Recorder
-from spmd_engine.planning.dry_run.shaped_mesh import ForetoldRanks, MeetingPoint, ShapedMesh
-from spmd_engine.planning.dry_run.slot_table_memory import tables_of
+from spmd_engine.planning.dry_run.shaped_mesh import DryRunRanks, Mailbox, ShapedMesh
 from spmd_engine.planning.dry_run.step_analysis import LOSS, NORM, UPDATE, ModelShard, RankClass, RankStep, StepAnalysis
 from spmd_engine.sharding.layout import Layout
 
@@ -53,89 +62,93 @@ def analyze(
     cache: PassCache | None = None,
     layout: Layout | None = None,
 ) -> StepAnalysis:
-    """One step of the model, spread by the composition over ranks on these ``axes``, predicted.
+    """The dry run of one step of the model, on a mesh with these ``axes``.
 
-    Without a ``composition`` the layout of a Model is that of ``LayeredEngine(model, mesh)``; of a ModelConfig, and
-    with one, that of ``build_engine``, in which a sequence that is cut for attention is cut in a zigzag.
-    ``batch_size`` is global; ``sequence`` the length of samples, None: the model's context. ``optimizer`` by default
-    is AdamW. ``choose``: how choices fall that only data decide, "balanced" or "worst". ``nodes`` names each rank's
-    host; None: all are on one. ``every``: look at every rank, not at one of each class of ranks that do the same.
-    ``layout``: what the axes cut, where that is not what the composition says, as after experts have moved.
-    A ``cache`` of passes through layers makes further analyses of the same layers quick.
-    Raises UsageError for what makes no sense, and for what cannot be foretold from shapes.
+    Without a ``composition`` the layout of a Model is that of ``LayeredEngine(model, mesh)``. With one, and for a
+    ModelConfig, it is that of ``build_engine``, which shards the sequence of attention in a zigzag.
+
+    ``batch_size`` is global. ``sequence`` is the length of samples (None: the model's context). ``optimizer`` is AdamW
+    by default. ``choose`` says how choices fall that depend on values: "balanced" or "worst". ``nodes`` names the host
+    of each rank (None: one host). ``every``: run every rank, not one of each class of equal ranks. ``layout`` overrides
+    the layout of the composition, for example after experts have moved. A ``cache`` of layer passes speeds up further
+    analyses of the same layers.
+
+    Raises UsageError for an invalid composition, and for a step that depends on values.
     """
     cache = cache if cache is not None else PassCache()
     built = model.build(composition or ParallelConfig()) if isinstance(model, ModelConfig) else model
     dtype = np.dtype(dtype or (model.dtype if isinstance(model, ModelConfig) else np.float32))
-    place = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
+    position = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
     if layout is None and composition is None and built is model:
-        layout = layout_for(built, place)
+        layout = layout_for(built, position)
     composition = composition if composition is not None else ParallelConfig()
-    layout = layout if layout is not None else composed_layout(built, place, composition)
-    samples = [part.stop - part.start for part in (span(batch_size, micro_batches, m) for m in range(micro_batches))]
-    shared = [] if every else _summed_in_parts(built, layout, composition, axes, dtype.itemsize)
-    shared += [((axis,), shares) for axis, shares in composition.storage.shares.items()]
-    classes = every_rank(axes) if every else classes_of(built, layout, axes, set(samples), shared, sequence)
-    ranks = ForetoldRanks(axes, classes, MeetingPoint(), nodes or ["here"] * prod(axes.values()))
-    found = members(classes)
-    uniform = not every and _alike_inside(built, layout, axes, set(samples), sequence, len(found))
-    scope = cache.number((choose, loops_are_there(), _cuts(layout, axes)))
-    kinds = {name: (cache.kind(layer), _told(layer, axes)) for name, layer in built.layers}
+    layout = layout if layout is not None else composed_layout(built, position, composition)
+    parts = [span(batch_size, micro_batches, m) for m in range(micro_batches)]
+    samples = [part.stop - part.start for part in parts]
+    uneven = [] if every else _uneven_summed_parts(built, layout, composition, axes, dtype.itemsize)
+    uneven += [((axis,), shares) for axis, shares in composition.storage.shares.items()]
+    classes = (
+        separate_classes(axes) if every else find_rank_classes(built, layout, axes, set(samples), uneven, sequence)
+    )
+    ranks = DryRunRanks(axes, classes, Mailbox(), nodes or ["here"] * prod(axes.values()))
+    members = ranks_by_class(classes)
+    uniform = not every and _layers_are_uniform(built, layout, axes, set(samples), sequence, len(members))
+    scope = cache.number((choose, loops_are_there(), _sharding_key(layout, axes)))
+    kinds = {name: (cache.kind(layer), _mesh_key(layer, axes)) for name, layer in built.layers}
     with on_shapes() as backend:
-        rank = Foretold(built, ranks, composition, layout, dtype, backend, choose, optimizer or AdamW())
+        dry_run = DryRun(built, ranks, composition, layout, dtype, backend, choose, optimizer or AdamW())
         sizes = batch_size, micro_batches, sequence
         programs = [
-            partial(rank.step, numbers[0], sizes, cache, scope, kinds, ())
+            partial(dry_run.step, numbers[0], sizes, cache, scope, kinds, ())
             if uniform
-            else partial(rank.step, numbers[0], sizes, PassCache(), scope, kinds, samples)
-            for numbers in found.values()
+            else partial(dry_run.step, numbers[0], sizes, PassCache(), scope, kinds, samples)
+            for numbers in members.values()
         ]
-        steps = ranks.meeting.run(programs)
+        steps = ranks.mailbox.run(programs)
     notes = dict.fromkeys(note for _, notes in steps for note in notes)
-    each = [RankClass(step, numbers) for (step, _), numbers in zip(steps, found.values(), strict=True)]
     analysis = StepAnalysis(
         built.name,
         dict(axes),
-        each,
+        [RankClass(step, numbers) for (step, _), numbers in zip(steps, members.values(), strict=True)],
         micro_batches,
         built.parameter_count,
         composition.changed(mesh=dict(axes)).as_json(),
         list(notes),
     )
-    return replace(analysis, tables=tables_of(analysis, ranks.nodes))
+    return replace(analysis, tables=slot_table_bytes(analysis, ranks.nodes))
 
 
-def _alike_inside(
+def _layers_are_uniform(
     model: Model, layout: Layout, axes: Mapping[str, int], samples: set[int], sequence: int | None, classes: int
 ) -> bool:
-    """Whether the ranks that meet inside of layers are all alike, though some may differ in what they store."""
+    """Whether the ranks that communicate inside layers are all equal, though they may store different parts."""
     stages = axes.get(PIPE, 1)
     if classes == stages:
         return True
-    if any(layer.buffers or layer.side_outputs for _, layer in model.layers):  # which meet over the batch, too
+    if any(layer.buffers or layer.side_outputs for _, layer in model.layers):  # these communicate over the batch
         return False
-    return len(members(classes_of(model, layout, axes, samples, (), sequence))) == stages
+    return len(ranks_by_class(find_rank_classes(model, layout, axes, samples, (), sequence))) == stages
 
 
-def _cuts(layout: Layout, axes: Mapping[str, int]) -> Hashable:
-    """Which axes cut what inside of layers, but for the samples, and how long they are."""
-    cuts = [(x, layout.inside.get(x, ()), layout.residual.get(x, ())) for x in {**layout.inside, **layout.residual}]
-    cuts = [each for each in sorted(cuts) if each[0] != "b"]
-    sizes = {axis: axes[axis] for each in cuts for axis in (*each[1], *each[2])}
-    return tuple(cuts), tuple(sizes.items()), layout.zigzag
+def _sharding_key(layout: Layout, axes: Mapping[str, int]) -> Hashable:
+    """Which axes, of which sizes, shard the letters inside layers, without the batch."""
+    letters = {**layout.inside, **layout.residual}
+    shards = sorted((x, layout.inside.get(x, ()), layout.residual.get(x, ())) for x in letters if x != "b")
+    sizes = {axis: axes[axis] for _, inside, residual in shards for axis in (*inside, *residual)}
+    return tuple(shards), tuple(sizes.items()), layout.zigzag
 
 
-def _told(layer: Layer, axes: Mapping[str, int]) -> Hashable:
-    """What a layer that tells others of its samples depends on, beside what cuts it."""
+def _mesh_key(layer: Layer, axes: Mapping[str, int]) -> Hashable:
+    """The whole mesh, for a layer that communicates over the batch."""
     return tuple(axes.items()) if layer.buffers or layer.side_outputs else ()
 
 
 @dataclass
-class Foretold:
-    """What the steps of all ranks have in common."""
+class DryRun:
+    """What the dry runs of all ranks have in common."""
 
     model: Model
-    ranks: ForetoldRanks
+    ranks: DryRunRanks
     composition: ParallelConfig
     layout: Layout
     dtype: np.dtype
@@ -145,97 +158,120 @@ class Foretold:
 
     def step(
         self, number: int, sizes: tuple, cache: PassCache, scope: Hashable, kinds: Mapping, samples: Sequence[int]
-    ) -> tuple:
-        """The step of one rank, and what was assumed about values."""
+    ) -> tuple[RankStep, list[str]]:
+        """The step of one rank, and what was assumed about values.
+
+        ``sizes`` are the global batch size, the micro-batches and the sequence length; ``samples`` those of each
+        micro-batch, or () if passes through layers are the same on all ranks.
+        """
         recorder, axes = Recorder(Meter(self.choose)), self.ranks.axes
         with metered(recorder.meter):
-            where = map(int, np.unravel_index(number, tuple(axes.values())))
-            mesh = ShapedMesh(self.ranks, dict(zip(axes, where, strict=True)), recorder)
+            coordinates = map(int, np.unravel_index(number, tuple(axes.values())))
+            mesh = ShapedMesh(self.ranks, dict(zip(axes, coordinates, strict=True)), recorder)
             with recorder.meter.taking("parameters"):
-                how = self.composition.how_on(axes)
-                engine = ForetoldEngine(self.model, mesh, self.layout, dtype=self.dtype, backend=self.backend, **how)
+                options = self.composition.how_on(axes)
+                engine = DryRunEngine(self.model, mesh, self.layout, dtype=self.dtype, backend=self.backend, **options)
             watch_storage(engine, recorder)
-            optimizer = copy(self.optimizer)
-            optimizer.state = {}
-            passes = Passes(recorder, cache, scope, self.choose, kinds, samples)
-            step = run_step(engine, optimizer, passes, sizes)
-            return replace(step, groups=mesh.group_keys(step.communications)), list(recorder.meter.notes)
+
+            def compute() -> None:
+                passes = StepPasses(recorder, cache, scope, self.choose, kinds, samples)
+                names = [name for name, _ in self.model.layers]
+                chunks = {
+                    names[layer]: number
+                    for number in engine.assignment.mine
+                    for layer in engine.assignment.chunks[number]
+                }
+
+                def loss(outputs, targets, **options):
+                    with recorder.phase(Phase("loss", phase=LOSS)):
+                        return engine.loss(outputs, targets, **options)
+
+                with engine.wrapped(partial(RecordedLayer, passes, chunks)):
+                    engine.step(batch, loss)
+
+            optimizer = _prepared(self.optimizer, engine, recorder)
+            with recorder.meter.taking("activations", "the batch"):
+                batch = synthetic_batch(self.model, engine, *sizes, engine.dtype)
+            step = _record_step(engine, optimizer, recorder, compute)
+            shards = shards_of(engine, len(optimizer.kinds))
+            return replace(step, shards=shards, groups=mesh.group_keys(step.communications)), list(recorder.meter.notes)
 
 
-def run_step(engine: ForetoldEngine, optimizer: Optimizer, passes: Passes, sizes: tuple) -> RankStep:
-    """A step in the middle of a training: the optimizer has its state."""
-    recorder, model = passes.recorder, engine.model
-    meter = recorder.meter
-    with meter.taking("optimizer state", "optimizer"):
+def _prepared(optimizer: Optimizer, engine: ShardedEngine, recorder: Recorder) -> Optimizer:
+    """A copy of the optimizer with its state allocated, as between two steps of a training."""
+    optimizer = copy(optimizer)
+    optimizer.state = {}
+    with recorder.meter.taking("optimizer state", "optimizer"):
         optimizer.prepare(engine)
-    with meter.taking("activations", "the batch"):
-        batch = foretold_batch(model, engine, *sizes, engine.dtype)
+    return optimizer
+
+
+def _record_step(
+    engine: ShardedEngine, optimizer: Optimizer, recorder: Recorder, compute: Callable[[], None]
+) -> RankStep:
+    """Record a step: ``compute`` (forward and backward), the gradient norm, and the update."""
+    meter = recorder.meter
     before = {kind: size for kind, size in meter.held.items() if size}
     recorder.restart()
-    names = [name for name, _ in model.layers]
-    chunks = {names[layer]: number for number in engine.assignment.mine for layer in engine.assignment.chunks[number]}
-    with engine.wrapped(partial(RecordedLayer, passes, chunks)):
-
-        def loss(outputs, targets, **options):
-            with recorder.phase(Phase("loss", phase=LOSS)):
-                return engine.loss(outputs, targets, **options)
-
-        engine.step(batch, loss)
+    compute()
     with recorder.phase(Phase("gradient norm", phase=NORM)):
         engine.gradient_norm()
     with recorder.phase(Phase("update", phase=UPDATE)):
         optimizer.update(engine, engine.gradients, step=1, rate=1.0)
     communications, peak = recorder.finish()
-    shards = shards_of(engine, len(optimizer.kinds))
     return RankStep(
         engine.mesh.coordinates,
         recorder.computations,
         communications,
         recorder.timeline,
         peak,
-        shards,
-        before,
-        recorder.saved,
-        recorder.temporaries,
+        before=before,
+        saved=recorder.saved,
+        temporaries=recorder.temporaries,
         constants=sum(meter.constants.values()),
     )
 
 
-def _summed_in_parts(
+def _uneven_summed_parts(
     model: Model, layout: Layout, composition: ParallelConfig, axes: Mapping[str, int], itemsize: int
-) -> list[Shared]:
-    """Parts, of different sizes, of parameters whose parts are summed: by several stages, or by replicas of them."""
+) -> list[UnevenParts]:
+    """Parts of different sizes that several stages, or several replicas of a shard, sum part by part."""
     tied = axes.get(PIPE, 1) > 1 and any(layer.tied for _, layer in model.layers)
     if not tied and not (composition.storage.stage(axes) and sum(size > 1 for size in axes.values()) > 1):
         return []
     first = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
-    return shared_parts(composed_assignment(model, first, layout, itemsize, composition).groups, axes)
+    return uneven_parts(composed_assignment(model, first, layout, itemsize, composition).groups, axes)
 
 
-# --- Batches of a model that are only shapes; what says which rows of a table are used, tokens and classes, is spread
+# --- Batches of shapes. Token ids and classes are values: they decide which rows of a table are used
 
 
 _PRIME = 2_147_483_647
 
 
 def sample_shapes(model: Model, length: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of one sample's input and target, whole; ``length`` is that of a sequence, None: the model's own."""
-    sizes = [model.layers[0][1].sizes, model.layers[-1][1].sizes]
-    whole = {"s": length or model.context}
+    """The shapes of one sample's input and target. ``length`` is that of a sequence (None: the model's context).
+
+    Raises UsageError if the size of a dim is unknown.
+    """
+    known = {"s": length or model.context}
     shapes = []
-    for dims, of_layer in zip((model.inputs, model.targets), sizes, strict=True):
+    for dims, sizes in (
+        (model.inputs, model.layers[0][1].sizes),
+        (model.targets, model.layers[-1][1].sizes),
+    ):
         letters = dims.split()[1:]
         if dims == model.inputs and model.sample is not None:
             shapes.append(tuple(model.sample))
             continue
-        missing = [letter for letter in letters if letter not in whole and letter not in of_layer]
+        missing = [letter for letter in letters if letter not in known and letter not in sizes]
         if missing:
-            raise UsageError(f"{model.name}: how long {missing[0]} of [{dims}] is, is not known; give Model a sample")
-        shapes.append(tuple(whole.get(letter) or of_layer[letter] for letter in letters))
+            raise UsageError(f"{model.name}: the size of {missing[0]} in [{dims}] is unknown; give Model a sample")
+        shapes.append(tuple(known.get(letter) or sizes[letter] for letter in letters))
     return shapes[0], shapes[1]
 
 
-def foretold_batch(
+def synthetic_batch(
     model: Model,
     engine: CutsBatches,
     size: int,
@@ -245,24 +281,26 @@ def foretold_batch(
     *,
     real: bool = False,
 ) -> Batch:
-    """The batch of a step as a rank has it; with ``real`` numbers, zeros, to be computed with."""
-    inputs, targets = sample_shapes(model, length)
-    classes = _classes(model)
+    """This rank's shard of a batch of ``size`` samples: arrays without values or, if ``real``, zeros.
 
+    Token ids and classes are always real, and spread evenly.
+    """
+    inputs, targets = sample_shapes(model, length)
+    classes = _class_count(model)
     floats = np.zeros if real else ShapedArray.new
 
     def load(samples: np.ndarray) -> Sequence[Array]:
-        sizes = (len(samples), *inputs), (len(samples), *targets)
+        shapes = (len(samples), *inputs), (len(samples), *targets)
         return [
             _spread(shape, below) if below else floats(shape, dtype)
-            for shape, below in zip(sizes, (model.vocabulary, classes), strict=True)
+            for shape, below in zip(shapes, (model.vocabulary, classes), strict=True)
         ]
 
     return make_batch(load, size, micro_batches, engine, count=size * prod(targets))
 
 
-def _classes(model: Model) -> int:
-    """How many classes targets are numbers of; 0: they are no such numbers."""
+def _class_count(model: Model) -> int:
+    """The number of classes of integer targets; 0 if targets are floats like the outputs."""
     if len(model.targets.split()) == len(model.outputs.split()):
         return 0
     letter = model.outputs.split()[-1]
@@ -270,15 +308,15 @@ def _classes(model: Model) -> int:
 
 
 def _spread(shape: tuple[int, ...], below: int) -> np.ndarray:
-    """Whole numbers that are spread evenly below a limit."""
+    """Integers in [0, below), spread evenly: int64[shape]."""
     return (np.arange(prod(shape), dtype=np.int64) * _PRIME % below).reshape(shape)
 
 
-# --- What a rank has of a model, parameter by parameter, as records
+# --- Records of a rank's parameters
 
 
 def shards_of(engine: LayeredEngine, states: int) -> list[ModelShard]:
-    """The records of a rank's parameters; an optimizer keeps so many arrays of state for each."""
+    """A record for each parameter of this rank; the optimizer keeps ``states`` arrays for each."""
     names = [name for name, _ in engine.model.layers]
     users: dict[str, list[str]] = {}
     for layer, uses in engine.assignment.uses.items():
@@ -289,9 +327,9 @@ def shards_of(engine: LayeredEngine, states: int) -> list[ModelShard]:
         owned_rows = storage.group.rows(storage.interval)
         for member in storage.group.members:
             size = prod(member.shape) * itemsize
-            rows = _rows(owned_rows[member.name], member)
-            owned, stored = rows * itemsize, (rows * itemsize if storage.zero == 3 else size)
-            summed = member.summed
+            rows, summed = owned_rows[member.name], member.summed
+            elements = (rows.stop - rows.start) * member.row if member.shape else int(rows.stop > rows.start)
+            owned = elements * itemsize
             records.append(
                 ModelShard(
                     member.name,
@@ -299,22 +337,128 @@ def shards_of(engine: LayeredEngine, states: int) -> list[ModelShard]:
                     member.shape,
                     engine.global_shape(member.name),
                     str(engine.dtype),
-                    size,
-                    stored,
-                    owned,
-                    storage.group.name,
-                    tuple(users.get(member.name, ())),
-                    {
+                    bytes=size,
+                    stored_bytes=owned if storage.zero == 3 else size,
+                    owned_bytes=owned,
+                    group=storage.group.name,
+                    layers=tuple(users.get(member.name, ())),
+                    requires={
                         "gradient": owned if storage.zero >= 2 else size,
                         "optimizer_state": states * (owned if storage.zero else size),
                         "gathered": size if storage.zero == 3 else 0,
                     },
-                    tuple(dict.fromkeys((*summed.over, *(("pipe",) if len(summed.stages) > 1 else ())))),
+                    depends_on=tuple(dict.fromkeys((*summed.over, *(("pipe",) if len(summed.stages) > 1 else ())))),
                 )
             )
     return records
 
 
-def _rows(rows: slice, member) -> int:
-    """Elements of some rows of a parameter."""
-    return (rows.stop - rows.start) * member.row if member.shape else int(rows.stop > rows.start)
+# --- Engines of a user's own, and the pages of ``strategies``
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The batch of a step: shapes of one sample's input and target (global), and the number of samples."""
+
+    inputs: tuple[int, ...]
+    targets: tuple[int, ...]
+    batch_size: int
+    micro_batches: int = 1
+    dtype: Any = np.float32
+    classes: int = 0  #: targets are integers below it; 0: floats like the outputs
+
+    def batch(self, engine: ShardedEngine) -> Batch:
+        """This rank's shard of the batch."""
+        tokens = isinstance(engine, LayeredEngine) and engine.model.vocabulary
+
+        def make(shape: tuple[int, ...], integers: int) -> Any:
+            return np.zeros(shape, np.int64) if integers else ShapedArray.new(shape, self.dtype)
+
+        def load(rows: np.ndarray) -> Sequence[Any]:
+            x = make((len(rows), *self.inputs), tokens)
+            return x, make((len(rows), *self.targets), tokens or self.classes)
+
+        return make_batch(load, self.batch_size, self.micro_batches, engine, count=self.batch_size * prod(self.targets))
+
+
+def analyze_engine(
+    make: Callable[..., Any],
+    axes: Mapping[str, int],
+    samples: Samples,
+    *,
+    optimizer: Optimizer | None = None,
+    parameters: Mapping[str, Sequence[int]] | None = None,
+    checks: bool = True,
+    nodes: Sequence[str] | None = None,
+) -> StepAnalysis:
+    """The dry run of the first step of an engine, on every rank.
+
+    ``make`` is the engine's class, or a function that returns the engine and may take the mesh. The engine has the
+    parameters that it is made with or, with ``parameters`` (global shapes by name), those after it has loaded such a
+    checkpoint. ``checks``: whether replicas of gradients are compared, as in a first step.
+
+    Raises UsageError where the engine's own code reads values, which shapes do not have.
+    """
+    mailbox = Mailbox()
+    ranks = DryRunRanks(axes, separate_classes(axes), mailbox, nodes or ["here"] * prod(axes.values()))
+    sizes: dict[str, int] = {}
+    notes: dict[str, None] = {}
+
+    def step(rank: int) -> RankStep:
+        recorder = Recorder(Meter(lenient=True))
+        with metered(recorder.meter):
+            coordinates = map(int, np.unravel_index(rank, tuple(axes.values())))
+            mesh = ShapedMesh(ranks, dict(zip(axes, coordinates, strict=True)), recorder, checks=checks)
+            engine = make_engine(make, mesh)
+            with recorder.meter.taking("parameters", "parameters"):
+                if parameters is not None:
+                    checkpoint = {name: _ShapedTensor(shape, samples.dtype) for name, shape in parameters.items()}
+                    engine.load_checkpoint(checkpoint)
+                if isinstance(engine, LayeredEngine):
+                    watch_storage(engine, recorder)
+                else:
+                    _drop_values(engine.engine if isinstance(engine, DistributedEngine) else engine)
+            sizes.update({name: prod(engine.global_shape(name)) for name in engine.names})
+
+            def compute() -> None:
+                with recorder.phase(Phase("step", phase="forward and backward")):
+                    engine.step(batch)
+
+            prepared = _prepared(optimizer or AdamW(), engine, recorder)
+            with recorder.meter.taking("activations", "the batch"):
+                batch = samples.batch(engine)
+            recorded = _record_step(engine, prepared, recorder, compute)
+            notes.update(recorder.meter.notes)
+            return recorded
+
+    with on_shapes():
+        steps = mailbox.run([partial(step, rank) for rank in range(prod(axes.values()))])
+    classes = [RankClass(step, [rank]) for rank, step in enumerate(steps)]
+    return StepAnalysis(name_of(make), dict(axes), classes, samples.micro_batches, sum(sizes.values()), {}, list(notes))
+
+
+def _drop_values(engine: ShardedEngine) -> None:
+    """Replace the engine's parameters by shapes."""
+    if "parameters" not in engine.__dict__:
+        if any(not isinstance(array, ShapedArray) for array in engine.parameters.values()):
+            raise UsageError(
+                f"{type(engine).__name__}: its property 'parameters' makes new arrays on each access, so a dry run "
+                "cannot replace them by shapes: keep them in an attribute"
+            )
+        return
+    engine.parameters = {
+        name: array if isinstance(array, ShapedArray) else ShapedArray.new(np.shape(array), np.asarray(array).dtype)
+        for name, array in engine.parameters.items()
+    }
+
+
+class _ShapedTensor:
+    """A tensor of a checkpoint, of which slices are read."""
+
+    slices_are_copies = True
+
+    def __init__(self, shape: Sequence[int], dtype: Any) -> None:
+        self.shape, self.dtype, self.ndim = tuple(shape), np.dtype(dtype), len(shape)
+
+    def __getitem__(self, index: Any) -> ShapedArray:
+        return ShapedArray.new(ShapedArray(self.shape, self.dtype)[index].shape, self.dtype)

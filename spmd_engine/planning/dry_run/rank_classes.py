@@ -1,116 +1,167 @@
-"""Which ranks of a mesh do the same in a step, but for where they are: one of each class is enough to look at."""
+"""Classes of ranks whose steps are equal except for their coordinates: a dry run executes one rank of each."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from math import prod
 
 import numpy as np
 
+from spmd_engine.comm.shared_memory.node import MOST_RANKS
+from spmd_engine.comm.shared_memory.slot_table import size_of_table
 from spmd_engine.models.model import Model
+from spmd_engine.planning.dry_run.step_analysis import GroupKey, StepAnalysis
 from spmd_engine.sharding.groups import ParameterGroup
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import nested_span
 
-#: The axes over which parameters are stored in parts, and the lengths of these.
-Shared = tuple[Sequence[str], Sequence[int]]
-#: Letters whose parts differ even where they are of one size: by their positions, their neighbours, or what they hold.
-UNLIKE = "sehwn"
+#: The axes over which parameters are stored in shards, and the lengths of these shards.
+UnevenParts = tuple[Sequence[str], Sequence[int]]
+#: Letters whose shards differ even where their sizes are equal: by position, by neighbours, or by content.
+POSITIONAL = "sehwn"
 
 
-def classes_of(
+def find_rank_classes(
     model: Model,
     layout: Layout,
     axes: Mapping[str, int],
     samples: Iterable[int],
-    shared: Iterable[Shared] = (),
+    uneven: Iterable[UnevenParts] = (),
     sequence: int | None = None,
 ) -> np.ndarray:
-    """The number of each rank's class, by coordinates: ranks along an axis are alike where all their blocks are.
+    """The class of each rank, int[axes]: ranks along an axis are in one class if all their blocks have equal sizes.
 
-    ``samples``: the sizes of micro-batches; ``sequence``: the length of samples, None: the model's own. Which part of
-    an array a rank stores makes no difference, but for those of the ``shared`` parameters that are not of one size:
-    ranks of several stages, or replicas of parts, sum them.
+    ``samples`` are the sizes of micro-batches; ``sequence`` is the length of samples (None: the model's context). Which
+    shard of an array a rank stores makes no difference, except for the ``uneven`` parts, which ranks of several stages,
+    or replicas of shards, sum.
     """
     images = {"h", "w"} <= set(model.inputs.split())
     lengths: dict[str, set[int]] = {"b": set(samples), "s": {sequence or model.context or 1}}
     for _, layer in model.layers:
         for letter, size in layer.sizes.items():
             lengths.setdefault(letter, set()).add(size)
-    unlike = {"pipe"}
-    # of images channels, too, may travel from rank to rank, in a plan in which none sends to itself
-    letters = {*UNLIKE, *layout.inside, *layout.residual} - {"b"} if images else set(UNLIKE) - {"h"}
+    distinct = {"pipe"}
+    # channels of images, too, may travel between ranks, by a transfer plan in which no rank sends to itself
+    letters = {*POSITIONAL, *layout.inside, *layout.residual} - {"b"} if images else set(POSITIONAL) - {"h"}
     batch = layout.axes("b")
     for letter in letters:
-        cut = layout.axes(letter)
-        # samples that are cut again, further than the batch, travel between ranks with the same part of that
-        unlike.update(cut[len(batch) :] if images and letter == "n" and cut[: len(batch)] == batch else cut)
+        over = layout.axes(letter)
+        # samples that are sharded further than the batch travel between ranks with the same part of the batch
+        distinct.update(over[len(batch) :] if images and letter == "n" and over[: len(batch)] == batch else over)
     numbers = []
     for axis, size in axes.items():
-        if axis in unlike:
+        if axis in distinct:
             numbers.append(list(range(size)))
             continue
         rows = [
-            _lengths_along(axis, cut, length, axes, layout.weights(letter, where))
+            _lengths_along(axis, over, length, axes, layout.weights(letter, where))
             for where in ("inside", "residual")
-            for letter, cuts in lengths.items()
-            if axis in (cut := layout.axes(letter, where))
-            for length in sorted(cuts)
+            for letter, sizes in lengths.items()
+            if axis in (over := layout.axes(letter, where))
+            for length in sorted(sizes)
         ]
-        rows += [_places_along(axis, cut, parts, axes) for cut, parts in shared if axis in cut]
-        alike: dict[tuple, int] = {}
-        numbers.append([alike.setdefault(tuple(row[place] for row in rows), len(alike)) for place in range(size)])
-    counts = [max(each) + 1 for each in numbers]
+        rows += [_uneven_along(axis, over, parts, axes) for over, parts in uneven if axis in over]
+        known: dict[tuple, int] = {}
+        numbers.append([known.setdefault(tuple(row[index] for row in rows), len(known)) for index in range(size)])
+    counts = [max(row) + 1 for row in numbers]
     return np.ravel_multi_index(np.ix_(*numbers), counts)
 
 
-def every_rank(axes: Mapping[str, int]) -> np.ndarray:
-    """A class for every rank."""
+def separate_classes(axes: Mapping[str, int]) -> np.ndarray:
+    """A class for every rank: int[axes]."""
     return np.arange(prod(axes.values())).reshape(tuple(axes.values()))
 
 
 def _lengths_along(
-    axis: str, cut: Sequence[str], length: int, axes: Mapping[str, int], weights: Mapping[str, tuple[int, ...]]
+    axis: str, over: Sequence[str], length: int, axes: Mapping[str, int], weights: Mapping[str, tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
-    """For each place along an axis, the lengths of all parts there of a letter that is cut over these axes."""
-    others = [other for other in cut if other != axis]
-    found = []
-    for place in range(axes[axis]):
-        parts = []
-        for where in product(*(range(axes[other]) for other in others)):
-            place_of = dict(zip(others, where, strict=True)) | {axis: place}
-            part = nested_span(length, tuple(cut), axes, place_of, weights)
-            parts.append(part.stop - part.start)
-        found.append(tuple(parts))
-    return found
+    """For each index along an axis, the lengths of all shards there of a letter that is sharded over ``over``."""
+    others = [other for other in over if other != axis]
+    lengths = []
+    for index in range(axes[axis]):
+        shards = []
+        for coordinates in product(*(range(axes[other]) for other in others)):
+            position = dict(zip(others, coordinates, strict=True)) | {axis: index}
+            shard = nested_span(length, tuple(over), axes, position, weights)
+            shards.append(shard.stop - shard.start)
+        lengths.append(tuple(shards))
+    return lengths
 
 
-def shared_parts(groups: Iterable[ParameterGroup], axes: Mapping[str, int]) -> list[Shared]:
-    """The stored parts, where these are uneven, of groups of parameters that ranks sum part by part: with other stages,
-    or along other axes than those which cut them."""
-    found: list[Shared] = []
+def uneven_parts(groups: Iterable[ParameterGroup], axes: Mapping[str, int]) -> list[UnevenParts]:
+    """The stored shards, where their sizes differ, of parameter groups whose gradients are summed shard by shard: with
+    other stages, or along axes other than those that shard them."""
+    parts: list[UnevenParts] = []
     for group in groups:
-        summed, cut = group.summed, group.summed.cut
-        if not summed.stages and not any(axes[axis] > 1 for axis in summed.over if axis not in cut):
+        summed, over = group.summed, group.summed.cut
+        if not summed.stages and not any(axes[axis] > 1 for axis in summed.over if axis not in over):
             continue
-        lengths = tuple(each.stop - each.start for each in group.intervals(prod(axes[axis] for axis in cut)))
+        lengths = tuple(part.stop - part.start for part in group.intervals(prod(axes[axis] for axis in over)))
         if len(set(lengths)) > 1:
-            found.append((cut, lengths))
-    return found
+            parts.append((over, lengths))
+    return parts
 
 
-def _places_along(
-    axis: str, cut: Sequence[str], parts: Sequence[int], axes: Mapping[str, int]
+def _uneven_along(
+    axis: str, over: Sequence[str], parts: Sequence[int], axes: Mapping[str, int]
 ) -> list[tuple[int, ...]]:
-    """For each place along an axis, the lengths of all parts there of what is stored over the axes ``cut``."""
-    by_place = np.moveaxis(np.reshape(parts, [axes[each] for each in cut]), cut.index(axis), 0)
-    return [tuple(each.reshape(-1).tolist()) for each in by_place]
+    """For each index along an axis, the lengths of all shards there of what is stored over the axes ``over``."""
+    by_index = np.moveaxis(np.reshape(parts, [axes[name] for name in over]), over.index(axis), 0)
+    return [tuple(row.reshape(-1).tolist()) for row in by_index]
 
 
-def members(classes: np.ndarray) -> dict[int, list[int]]:
-    """The ranks of each class, by number."""
+def ranks_by_class(classes: np.ndarray) -> dict[int, list[int]]:
+    """The ranks of each class, by the number of the class."""
     flat = classes.reshape(-1)
     order = np.argsort(flat, kind="stable")
     numbers, starts = np.unique(flat[order], return_index=True)
     return dict(zip(numbers.tolist(), (part.tolist() for part in np.split(order, starts[1:])), strict=True))
+
+
+# --- Slot tables: the shared memory in which the ranks of a group agree lies with the first of them on each node. Its
+# --- size is the same throughout a job, and differs between ranks that are equal in all else
+
+
+Coordinates = tuple[int, ...]  #: of a rank, along the axes of its mesh in their order
+Along = tuple[tuple[int, Coordinates], ...]  #: the axes along which a group's ranks differ, by number, and the indices
+
+
+def slot_table_bytes(analysis: StepAnalysis, nodes: Sequence[str]) -> list[int]:
+    """Bytes of the slot tables that each rank holds. ``nodes`` names each rank's host; a host of one rank has none."""
+    coordinates = list(product(*map(range, analysis.axes.values())))
+    on_node: dict[str, list[Coordinates]] = defaultdict(list)
+    for position, node in zip(coordinates, nodes, strict=True):
+        on_node[node].append(position)
+    sizes = [0] * analysis.ranks
+    for rank_class in analysis:
+        groups = _distinct_groups(analysis.axes, rank_class.step.groups)
+        for rank in rank_class.ranks:
+            near = on_node[nodes[rank]]
+            if 1 < len(near) <= MOST_RANKS:
+                sizes[rank] = sum(_table_bytes(coordinates[rank], along, near) for along in groups)
+    return sizes
+
+
+def _distinct_groups(axes: Mapping[str, int], keys: Sequence[GroupKey]) -> set[Along]:
+    """The groups that a rank is in, the world among them; keys with the same members are one group."""
+    groups = set()
+    for names, places in [(tuple(axes), ()), *keys]:
+        indices = {axis: dict(places).get(axis, tuple(range(axes[axis]))) for axis in names}
+        groups.add(tuple((list(axes).index(axis), tuple(row)) for axis, row in indices.items() if len(row) > 1))
+    return groups
+
+
+def _table_bytes(own: Coordinates, along: Along, near: Sequence[Coordinates]) -> int:
+    """Bytes of a group's table if this rank is the first member on its node, else 0.
+
+    Only ranks of the node are visited: a group may have thousands of members.
+    """
+    places = dict(along)
+    here = [
+        tuple(row.index(other[axis]) for axis, row in along)
+        for other in near
+        if all(index in places[axis] if axis in places else index == own[axis] for axis, index in enumerate(other))
+    ]
+    return size_of_table(len(here)) if min(here) == tuple(row.index(own[axis]) for axis, row in along) else 0

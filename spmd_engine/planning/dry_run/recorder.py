@@ -1,4 +1,4 @@
-"""Writes down what one rank does while its step is run on shapes: computations, communications, memory."""
+"""Records what one rank does in a dry run: computations, communications, memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from spmd_engine.planning.dry_run.step_analysis import (
     Products,
 )
 
-ARRIVED = "communication buffers"  #: what kind of memory holds what came before it was waited for
-LABEL = "the layer"  #: in the place of a layer's name, where what is written down may be any layer's
+RECEIVED = "communication buffers"  #: the kind of memory of messages that arrive before they are waited for
+ANY_LAYER = "the layer"  #: the label of communications in a cached pass, which may be any layer's
 _FACTS = ("operation", "axes", "label", "ranks", "place", "payload", "sent", "peer", "channel", "received")
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What a rank is at."""
+    """What a rank is doing."""
 
     name: str
     layer: str = ""
@@ -36,38 +36,38 @@ class Phase:
 
 
 class Recorder:
-    """The course of one rank's step. ``meter`` counts; what it counted since is written down when something is sent."""
+    """Records one rank's step. What ``meter`` has counted becomes a computation when a communication begins or ends."""
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
         self.computations: list[Computation] = []
-        self.communications: list[_Call] = []
+        self.communications: list[_RecordedCall] = []
         self.timeline: list[Moment] = []
-        self.tops: list[Top] = []  #: the most that was held while each computation ran
-        self.own_class = 0  #: of the rank whose step it is
-        self.saved: dict[str, int] = {}  #: bytes that a forward leaves, by layer
+        self.tops: list[Top] = []  #: the peak memory of each computation
+        self.own_class = 0  #: the class of the rank whose step this is
+        self.saved: dict[str, int] = {}  #: bytes that a forward keeps, by layer
         self.temporaries: dict[str, int] = {}  #: bytes at their peak, by a phase's name
-        self.sending: list[list] = []  #: what was handed to others, and in how many phases since
-        #: what came before it was waited for: since when, and till when, by numbers of computations, and bytes
+        self.sending: list[list] = []  #: [phases since then, pending call] of each array handed in
+        #: messages that arrive before they are waited for: first and last computation, and bytes
         self._arriving: list[tuple[int, int, int]] = []
         self._now = Phase("before the step")
 
     def restart(self) -> None:
-        """Forget all but what is held: a step begins."""
+        """Discard the records of what came before a step, and keep the account of memory."""
         self.meter.take_work()
         self.meter.take_top()
         self._now = Phase("between layers")
         self.computations, self.communications, self.timeline, self.tops = [], [], [], []
 
     @property
-    def place(self) -> int:
-        """The number of the computation that is to come: what has been computed so far is written down first."""
+    def next_computation(self) -> int:
+        """The number of the next computation, after what was computed so far has been recorded."""
         self.flush()
         return len(self.computations)
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Meanwhile the rank is at this; what is left of it is there to stay."""
+        """A context in which all work belongs to ``phase``. What it has allocated at its end counts as kept."""
         self.flush()
         before, self._now, total = self._now, phase, self.meter.total
         self.meter.what, first = phase.name, len(self.tops)
@@ -82,19 +82,19 @@ class Recorder:
             self.meter.keep_young("activations")
             self._now = before
             self.meter.what = before.name
-            for each in self.sending:
-                each[0] += 1
+            for entry in self.sending:
+                entry[0] += 1
 
     def waited(self, at_once: bool) -> None:
-        """The rank has waited for something, ``at_once`` after that began: so long that it saw what else was done.
-        Ranks are taken to be in step: two phases after something was handed to others, they have taken it."""
-        for each in self.sending if at_once else ():
-            if each[0] > 2:
-                each[1].has_left()
-        self.sending = [each for each in self.sending if each[1].held]
+        """The rank has waited for a call. ``at_once``: nothing was computed since that call began, so the wait is
+        long, and calls whose arrays were handed in more than two phases ago are assumed to be complete."""
+        for phases, pending in self.sending if at_once else ():
+            if phases > 2:
+                pending.release()
+        self.sending = [entry for entry in self.sending if entry[1].held]
 
     def flush(self) -> None:
-        """Write down what was computed since, as one computation."""
+        """Record what was computed since the last record as one computation."""
         if self.meter.work.calls == 0:
             return
         work = self.meter.take_work()
@@ -102,15 +102,15 @@ class Recorder:
             Product(m, n, k, batch, size, calls, fused, kernel)
             for (batch, m, n, k, size, fused, kernel), calls in work.products.items()
         )
-        self._write(self._computation(products, work.elements, work.calls, work.read, work.written))
+        self._append(self._computation(products, work.elements, work.calls, work.read, work.written))
 
     def _computation(self, *work: Any) -> Computation:
-        """This much ``work``, from products to bytes written, of the phase at hand."""
+        """A computation of the current phase; ``work`` are its fields from products to bytes written."""
         now = self._now
         return Computation(now.name, now.layer, now.phase, now.micro_batch, now.chunk, *work)
 
-    def _write(self, computation: Computation, more: int = 0) -> None:
-        """One more computation, in which, beside what is held now, ``more`` bytes are held at the most."""
+    def _append(self, computation: Computation, more: int = 0) -> None:
+        """Record a computation, during which at most ``more`` bytes are held in addition to what is held now."""
         top = self.meter.take_top()
         total, by_kind = top.total, top.by_kind
         if more and self.meter.total + more > total:
@@ -122,51 +122,52 @@ class Recorder:
         self.tops.append(Top(total, len(self.meter.events) if more else top.event, more))
         self.computations.append(computation)
 
-    def repeat(self, layer_pass: Any, under_way: list[_Call]) -> list[_Call]:
-        """Write down what was found of such a call before; ``under_way``: what the calls before it have begun.
+    def repeat(self, layer_pass: Any, under_way: list[_RecordedCall]) -> list[_RecordedCall]:
+        """Record a cached pass. ``under_way`` are the calls that earlier passes of the layer have begun.
 
-        Returns what is under way afterwards.
+        Returns the calls that are under way afterwards.
         """
-        first, now = self.place, self._now
+        first, now = self.next_computation, self._now
         self.meter.constants.update(layer_pass.constants)
-        for each, top in zip(layer_pass.computations, layer_pass.tops, strict=True):
-            work = each.products, each.elements, each.calls, each.bytes_read, each.bytes_written
-            self._write(self._computation(*work), top)
-        for place, ends, received in layer_pass.ended:
-            under_way[place].end(first + ends, received)
-        calls = [_Call.again(each, first, now.layer, self.own_class) for each in layer_pass.communications]
+        for known, top in zip(layer_pass.computations, layer_pass.tops, strict=True):
+            work = known.products, known.elements, known.calls, known.bytes_read, known.bytes_written
+            self._append(self._computation(*work), top)
+        for index, ends, received in layer_pass.ended:
+            under_way[index].end(first + ends, received)
+        calls = [_RecordedCall.repeat(known, first, now.layer, self.own_class) for known in layer_pass.communications]
         for number, call in enumerate(calls):
             if number in layer_pass.begun:
                 call.ends = None
         self.communications += calls
-        self.waited(any(each.begins == each.ends for each in layer_pass.communications))
+        self.waited(any(known.begins == known.ends for known in layer_pass.communications))
         return [call for call in (*under_way, *calls) if call.ends is None]
 
-    def begin(self, **facts: Any) -> _Call:
-        """Something begins to be sent now."""
-        call = _Call(facts, self.place)
+    def begin(self, **facts: Any) -> _RecordedCall:
+        """Record that a communication begins."""
+        call = _RecordedCall(facts, self.next_computation)
         self.communications.append(call)
         return call
 
     def arrived(self, begun: int, size: int) -> None:
-        """What was asked for before the computation ``begun`` is here, and is taken to have been so since then."""
+        """A message of ``size`` bytes has arrived. It is assumed to be in memory since its receive began, before the
+        computation ``begun``."""
         self._arriving.append((begun, len(self.computations), size))
 
     def finish(self) -> tuple[list[Communication], Peak]:
-        """What was sent, and the peak."""
+        """All communications, and the peak."""
         self.flush()
         for begun, end, size in self._arriving:
             for number in range(begun, end):
                 held = self.timeline[number].bytes_by_kind
-                self.timeline[number] = Moment(number, {**held, ARRIVED: held.get(ARRIVED, 0) + size})
+                self.timeline[number] = Moment(number, {**held, RECEIVED: held.get(RECEIVED, 0) + size})
         last = len(self.computations)
         return [call.as_communication(last) for call in self.communications], self._find_peak()
 
     def _find_peak(self) -> Peak:
-        """The peak, with what was held then: the arrays of each phase and kind together."""
+        """The peak, with the bytes held then by kind and phase."""
         if not self.timeline:
             return Peak(0, 0, {})
-        moment = max(self.timeline, key=lambda each: each.total)
+        moment = max(self.timeline, key=lambda moment: moment.total)
         computation = moment.computation
         top = self.tops[computation]
         held: dict[int, tuple[int, str, str]] = {}
@@ -181,41 +182,41 @@ class Recorder:
         if top.more:
             sums[TEMPORARIES, self.computations[computation].name] = top.more
         if early := moment.total - top.total:
-            sums[ARRIVED, "from other stages, ahead of time"] = early
-        listed = sorted(((kind, what, size) for (kind, what), size in sums.items()), key=lambda each: -each[2])
+            sums[RECEIVED, "from other stages, ahead of time"] = early
+        listed = sorted(((kind, what, size) for (kind, what), size in sums.items()), key=lambda entry: -entry[2])
         return Peak(moment.total, computation, moment.bytes_by_kind, tuple(listed[:24]))
 
 
 @dataclass(frozen=True)
 class Top:
-    """The most that was held in a computation: bytes, after which event, and how much of it for a moment alone."""
+    """The peak memory of a computation: bytes, the event after which it was reached, and the temporary part of it."""
 
     total: int
     event: int
     more: int = 0
 
 
-class _Call:
-    """A communication under way."""
+class _RecordedCall:
+    """A communication that has begun."""
 
     @classmethod
-    def again(cls, each: Communication, first: int, layer: str, own_class: int) -> _Call:
-        """The same, that much later, of this layer, and of ranks of this class if it is among ranks of one."""
-        facts = {name: getattr(each, name) for name in _FACTS}
-        facts["label"] = layer if each.label == LABEL else each.label
-        facts["classes"] = (own_class,) if len(each.classes) == 1 else each.classes
-        call = cls(facts, each.begins + first)
-        call.ends = each.ends + first
+    def repeat(cls, known: Communication, first: int, layer: str, own_class: int) -> _RecordedCall:
+        """A known communication, ``first`` computations later, of this layer and of ranks of this class."""
+        facts = {name: getattr(known, name) for name in _FACTS}
+        facts["label"] = layer if known.label == ANY_LAYER else known.label
+        facts["classes"] = (own_class,) if len(known.classes) == 1 else known.classes
+        call = cls(facts, known.begins + first)
+        call.ends = known.ends + first
         return call
 
     def __init__(self, facts: dict[str, Any], begins: int) -> None:
         self.facts, self.begins, self.ends = facts, begins, None
 
-    def end(self, place: int, received: int) -> None:
-        """It is waited for before the computation of this number; later waits wait no more."""
+    def end(self, computation: int, received: int) -> None:
+        """It is waited for before the computation of this number; later waits have no effect."""
         if self.ends is None:
-            self.ends, self.facts["received"] = place, received
+            self.ends, self.facts["received"] = computation, received
 
     def as_communication(self, last: int) -> Communication:
-        """The record; what nobody waited for ends with the step."""
+        """The record; a call that is never waited for ends with the step, at computation ``last``."""
         return Communication(**self.facts, begins=self.begins, ends=last if self.ends is None else self.ends)

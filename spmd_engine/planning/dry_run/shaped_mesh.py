@@ -1,4 +1,4 @@
-"""A mesh without ranks: its collectives are planned by the real text, counted, and answered with shapes."""
+"""The mesh of a dry run: collectives are checked and counted by the real code, and return shapes."""
 
 from __future__ import annotations
 
@@ -29,41 +29,41 @@ from spmd_engine.planning.dry_run.step_analysis import Communication, GroupKey
 
 
 @dataclass(frozen=True)
-class ForetoldRanks:
-    """Which class each rank of a mesh is of, and where the ranks of different classes meet."""
+class DryRunRanks:
+    """The ranks of a mesh by class, and the mailbox through which classes exchange shapes."""
 
     axes: Mapping[str, int]
-    classes: np.ndarray  #: numbers of classes, by coordinates
-    meeting: MeetingPoint
-    nodes: Sequence[str]  #: of each rank, by number
+    classes: np.ndarray  #: the class of each rank, int[axes]
+    mailbox: Mailbox
+    nodes: Sequence[str]  #: the host of each rank, by number
 
 
-class _Nobody:
-    """A communicator that only says which rank this is."""
+class _NoCommunicator:
+    """A communicator that knows its rank and sends nothing."""
 
     device_aware, table, lanes, node_table, library, neighbours, spin_tests = True, None, None, None, None, None, 0
     collectives, lane_collectives, turns, tuning = None, None, None, Tuning()
-    hosts = range(2)  # nobody fills parameters for another
-    progress = Progress()  # of all alike: nothing is ever under way, and nobody reads what they do
+    hosts = range(2)  # no rank initializes parameters for another
+    progress = Progress()  # never anything under way
 
     def __init__(self, rank: int, size: int, node: str) -> None:
         self.rank, self.size, self.node = rank, size, node
         self._messages: dict[tuple, int] = {}
 
-    def next_message(self, way: str, rank: int) -> int:
-        """As of a Communicator."""
-        self._messages[way, rank] = self._messages.get((way, rank), -1) + 1
-        return self._messages[way, rank]
+    def next_message(self, direction: str, rank: int) -> int:
+        """As ``Communicator.next_message``."""
+        self._messages[direction, rank] = self._messages.get((direction, rank), -1) + 1
+        return self._messages[direction, rank]
 
     def free(self) -> None:
-        """There is nothing to give back."""
+        """There is nothing to free."""
 
 
 class ShapedMesh(Mesh):
-    """One rank's view of a mesh that is not there."""
+    """One rank's view of a mesh whose other ranks do not exist."""
 
     def __init__(
-        self, ranks: ForetoldRanks, coordinates: Mapping[str, int], recorder: Recorder, *, checks: bool = False
+        self, ranks: DryRunRanks, coordinates: Mapping[str, int], recorder: Recorder, *, checks: bool = False
     ) -> None:
         self.all, self.recorder = ranks, recorder
         recorder.own_class = int(ranks.classes[tuple(coordinates.values())])
@@ -72,7 +72,7 @@ class ShapedMesh(Mesh):
         self.ranks = np.arange(self.size).reshape(tuple(self.axes.values()))
         self.rank = self.index(None)
         self.nodes = list(ranks.nodes)
-        self.comm = _Nobody(self.rank, self.size, self.nodes[self.rank])
+        self.comm = _NoCommunicator(self.rank, self.size, self.nodes[self.rank])
         self.ledger = Ledger()
         self._options = {"check": checks, "timeout": None}
         self._groups: dict[tuple, Group] = {}
@@ -87,12 +87,12 @@ class ShapedMesh(Mesh):
             rank = 0
             for name, size in zip(names, sizes, strict=True):
                 rank = rank * size + list(dict(places).get(name, range(self.axes[name]))).index(self.coordinates[name])
-            comm = _Nobody(rank, prod(sizes), self.comm.node)
+            comm = _NoCommunicator(rank, prod(sizes), self.comm.node)
             self._groups[names, places] = ShapedGroup(comm, names, places, classes, self)
         return self._groups[names, places]
 
     def _classes(self, names: tuple[str, ...], places: Mapping[str, Sequence[int]]) -> list[int]:
-        """The class of each rank of a group, in its order."""
+        """The class of each rank of a group, in the group's order."""
         axes = list(self.axes)
         index = [
             list(places.get(axis, range(self.axes[axis]))) if axis in names else [self.coordinates[axis]]
@@ -103,10 +103,10 @@ class ShapedMesh(Mesh):
         return part.transpose([axes.index(axis) for axis in (*others, *names)]).reshape(-1).tolist()
 
     def group_keys(self, communications: Sequence[Communication]) -> list[GroupKey]:
-        """The groups that were asked for, and those of passes through layers that were not run once more."""
+        """The groups that were used, and those of cached passes."""
         keys = dict.fromkeys(self._groups)
         known = {names for names, _ in keys}
-        for names in {tuple(each.axes.split(",")) for each in communications}:
+        for names in {tuple(communication.axes.split(",")) for communication in communications}:
             if names not in known and set(names) <= set(self.axes):
                 keys[names, ()] = None
         return list(keys)
@@ -117,20 +117,20 @@ class ShapedMesh(Mesh):
         return array
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """There is nothing to free."""
 
 
 class ShapedGroup(Group):
-    """Ranks of which only this one is there. What it calls is checked and counted as ever; nothing is sent."""
+    """A group of which only this rank exists. Its calls are checked and counted as usual; nothing is sent."""
 
     def __init__(
-        self, comm: _Nobody, names: tuple[str, ...], places: tuple, classes: Sequence[int], mesh: ShapedMesh
+        self, comm: _NoCommunicator, names: tuple[str, ...], places: tuple, classes: Sequence[int], mesh: ShapedMesh
     ) -> None:
         super().__init__(comm, ",".join(names) or "nobody", mesh.ledger, check=False, timeout=None)
-        self._mesh, self._meeting, self._classes = mesh, mesh.all.meeting, classes
+        self._mesh, self._mailbox, self._classes = mesh, mesh.all.mailbox, classes
         self._own, self._key = mesh.recorder.own_class, (names, places)
         self._others = sorted(set(classes) - {self._own})
-        self._alike = [place for place, each in enumerate(classes) if each == self._own]
+        self._equals = [index for index, number in enumerate(classes) if number == self._own]  # ranks of this class
         self._calls = 0
         self._means: dict[tuple[int, int], tuple[PreparedCall, float]] = {}
 
@@ -142,20 +142,20 @@ class ShapedGroup(Group):
         result = self._result(call, x, out)
         sent = self._sent(call, result)
         begun = self._mesh.recorder.begin(**self._facts(operation, call.where[2], call.payload, sent))
-        passing = self._passing(call, x, result)
-        return _Answer(self._mesh.recorder, begun, lambda: result, x if packed is None else (x, packed), passing)
+        held = x if packed is None else (x, packed)
+        return _PendingShape(self._mesh.recorder, begun, lambda: result, held, self._scratch(call, x, result))
 
     def _packed(self, call: PreparedCall, x: Array | None) -> ShapedArray | None:
-        """The copy in which parts that are cut along a later axis lie in one piece each: see ``Collective.packed``."""
+        """The copy that makes parts along a later dim contiguous: see ``Collective.packed``."""
         if call.where[0] not in ("reduce_scatter", "all_to_all") or not isinstance(x, ShapedArray):
             return None
         if call.signature.inline or x.ndim == 1 or len(call.parts[0]) == 1:
             return None
         return ShapedArray.new((x.size,), x.dtype)
 
-    def _passing(self, call: PreparedCall, x: Array | None, result: Any) -> int:
-        """Bytes that are held while data move: what is joined along a later axis, before it is in its place, and, on
-        one node, pieces of neighbours' own memory that are added up at a time."""
+    def _scratch(self, call: PreparedCall, x: Array | None, result: Any) -> int:
+        """Bytes that are held while data move: parts before they are joined along a later dim and, on one node, the
+        pieces of other ranks' arrays that are summed at a time."""
         operation = call.where[0]
         if call.signature.inline or not isinstance(x, ShapedArray) or not isinstance(result, ShapedArray):
             return 0
@@ -168,12 +168,12 @@ class ShapedGroup(Group):
         return min(CACHE // self.size, part) * ((self.size - 1) * apart + (self.size > 2))
 
     def _sent(self, call: PreparedCall, result: Any) -> float:
-        """As the ledger counts it; where this rank stands for several whose parts differ a little, the mean."""
-        if len(self._alike) < 2 or call.where[0] not in ("all_reduce", "reduce_scatter", "all_gather"):
+        """Bytes sent, as the ledger counts them; the mean over the ranks of this class, whose shards may differ."""
+        if len(self._equals) < 2 or call.where[0] not in ("all_reduce", "reduce_scatter", "all_gather"):
             return call.sent(result) if callable(call.sent) else call.sent
         key = id(call), getattr(result, "nbytes", 0)
         if key not in self._means:
-            self._means[key] = call, self._mean_sent(call, result)  # with the call, so that its id stays its own
+            self._means[key] = call, self._mean_sent(call, result)  # keeps the call so that its id is not reused
         return self._means[key][1]
 
     def _mean_sent(self, call: PreparedCall, result: Any) -> float:
@@ -181,15 +181,15 @@ class ShapedGroup(Group):
         match call.where[0]:
             case "all_reduce":
                 whole, rest = divmod(prod(call.shape), self.size)  # the first ranks have one more
-                mine = whole + bisect_left(self._alike, rest) / len(self._alike)
+                mine = whole + bisect_left(self._equals, rest) / len(self._equals)
                 return call.payload + mine * call.dtype.itemsize * (self.size - 2)
             case "reduce_scatter":
-                parts = (part[-1] for part in map(call.parts.__getitem__, self._alike))
+                parts = (part[-1] for part in map(call.parts.__getitem__, self._equals))
                 row = call.payload / max(1, call.parts[-1][-1].stop)
-                return call.payload - sum(part.stop - part.start for part in parts) * row / len(self._alike)
+                return call.payload - sum(part.stop - part.start for part in parts) * row / len(self._equals)
             case "all_gather" if call.sizes is not None:
                 row = result.nbytes / max(1, sum(call.sizes))
-                return sum(call.sizes[place] for place in self._alike) * row * (self.size - 1) / len(self._alike)
+                return sum(call.sizes[place] for place in self._equals) * row * (self.size - 1) / len(self._equals)
         return sent
 
     def _facts(self, operation: str, label: str, payload: int, sent: int) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class ShapedGroup(Group):
         }
 
     def _result(self, call: PreparedCall, x: Array | None, out: Any) -> Any:
-        """What the call returns, of values where it is of values (counts, lengths), else a shape."""
+        """The result of the call: of values (counts, lengths) if all ranks give values, else a shape."""
         operation = call.where[0]
         if operation == "barrier":
             return None
@@ -213,32 +213,32 @@ class ShapedGroup(Group):
             return out if out is not None else ShapedArray.new(call.shape, call.dtype)
         if isinstance(x, ShapedArray) and operation == "all_gather" and call.sizes is not None:
             return out if out is not None else ShapedArray.new((sum(call.sizes), *x.shape[1:]), call.dtype)
-        given = self._everyones((call, x))
-        shaped = any(isinstance(each, ShapedArray) for _, each in given)
-        result = (_of_shapes if shaped else _of_values)(self, call, given)
+        inputs = self._inputs_of_all((call, x))
+        shaped = any(isinstance(block, ShapedArray) for _, block in inputs)
+        result = (_result_of_shapes if shaped else _result_of_values)(self, call, inputs)
         if out is not None:
             out[...] = result
             result = out
         if not call.tells:
             return result
         along = call.signature.concat_axis
-        return result, [each[self.part_for_me(theirs)].shape[along] for theirs, each in given]
+        return result, [block[self.part_for_me(theirs)].shape[along] for theirs, block in inputs]
 
-    def _everyones(self, mine: Any) -> list[Any]:
-        """What each rank of the group gives in this call, by rank."""
+    def _inputs_of_all(self, mine: tuple) -> list[tuple]:
+        """The call and the input of each rank of the group, by rank."""
         if not self._others:
             return [mine] * self.size
         self._calls += 1
         call, x = mine
-        told = ShapedArray(x.shape, x.dtype) if isinstance(x, ShapedArray) else x  # whose memory nobody holds for it
-        self._meeting.leave(("call", self._key, self._own, self._calls), (call, told))
+        without_memory = ShapedArray(x.shape, x.dtype) if isinstance(x, ShapedArray) else x
+        self._mailbox.put(("call", self._key, self._own, self._calls), (call, without_memory))
         of_class = {self._own: mine}
         for other in self._others:
-            of_class[other] = self._meeting.take(("call", self._key, other, self._calls))
-        return [of_class[each] for each in self._classes]
+            of_class[other] = self._mailbox.take(("call", self._key, other, self._calls))
+        return [of_class[number] for number in self._classes]
 
     def part_for_me(self, call: PreparedCall) -> tuple[slice, ...]:
-        """Which part of what another rank gives is for this one."""
+        """The part of another rank's input that goes to this rank."""
         return call.parts[self.rank]
 
     # --- messages
@@ -246,9 +246,9 @@ class ShapedGroup(Group):
     def start_send(self, to: int, x: Array, *, channel: int | None = None, label: str = "") -> Pending:
         self._check_peer("send", to)
         key = self._message_key("to", to, (to - self.rank) % self.size, self._own, channel)
-        self._meeting.leave(key, (x.shape, x.dtype))
+        self._mailbox.put(key, (x.shape, x.dtype))
         facts = self._facts("send", label, x.nbytes, x.nbytes) | {"peer": to, "channel": channel}
-        return _Answer(self._mesh.recorder, self._mesh.recorder.begin(**facts), lambda: None, held=x)
+        return _PendingShape(self._mesh.recorder, self._mesh.recorder.begin(**facts), lambda: None, held=x)
 
     def start_receive(
         self, source: int, *, like: Backend = CPU, channel: int | None = None, label: str = ""
@@ -257,74 +257,77 @@ class ShapedGroup(Group):
         key = self._message_key("from", source, (self.rank - source) % self.size, self._classes[source], channel)
         facts = self._facts("receive", label, 0, 0) | {"peer": source, "channel": channel}
         call = self._mesh.recorder.begin(**facts)
-        return _Answer(self._mesh.recorder, call, lambda: ShapedArray.new(*self._meeting.take(key)))
+        return _PendingShape(self._mesh.recorder, call, lambda: ShapedArray.new(*self._mailbox.take(key)))
 
-    def _message_key(self, way: str, peer: int, distance: int, sender: int, channel: int | None) -> tuple:
-        """What a message is left under: who sends it, how far, and which one it is."""
-        number = ("channel", channel) if channel is not None else self.comm.next_message(way, peer)
+    def _message_key(self, direction: str, peer: int, distance: int, sender: int, channel: int | None) -> tuple:
+        """The key of a message: its group, the class of its sender, its distance, and its number."""
+        number = ("channel", channel) if channel is not None else self.comm.next_message(direction, peer)
         return "message", self._key, sender, distance, number
 
 
-class _Answer(Pending):
-    """A call under way, whose result is known; what was handed in is held until it is waited for, and then for a moment
-    ``passing`` bytes more."""
+class _PendingShape(Pending):
+    """A call under way whose result is known. Its input is held until it is waited for; during the wait ``scratch``
+    bytes are held as well."""
 
-    __slots__ = ("_recorder", "_call", "_make", "_held", "_passing")
+    __slots__ = ("_recorder", "_call", "_make", "_held", "_scratch")
 
-    def __init__(self, recorder: Recorder, call: Any, make: Any, held: Any = None, passing: int = 0) -> None:
+    def __init__(
+        self, recorder: Recorder, call: Any, make: Callable[[], Any], held: Any = None, scratch: int = 0
+    ) -> None:
         super().__init__(None, None)
-        self._recorder, self._call, self._make, self._held, self._passing = recorder, call, make, held, passing
+        self._recorder, self._call, self._make = recorder, call, make
+        self._held, self._scratch = held, scratch
         if held is not None:
             recorder.sending.append([0, self])
 
-    def has_left(self) -> None:
-        """What was handed in is needed no longer: others have it."""
+    def release(self) -> None:
+        """Release the input: the other ranks have it."""
         self._held = None
 
     @property
     def held(self) -> bool:
-        """Whether what was handed in is still needed."""
+        """Whether the input is still held."""
         return self._held is not None
 
     def wait(self) -> Any:
         if not self.done:
-            place, call = self._recorder.place, self._call
+            computation, call = self._recorder.next_computation, self._call
             self.result, self.done = self._make(), True
-            if self._passing:
-                self._recorder.meter.allocate(self._passing)
+            if self._scratch:
+                self._recorder.meter.allocate(self._scratch)
             self._make = self._held = None
             received = getattr(self.result, "nbytes", 0)
-            call.end(place, received)
+            call.end(computation, received)
             if call.facts.get("channel") is not None and received:
                 self._recorder.arrived(call.begins, received)
-            self._recorder.waited(call.begins == place)
+            self._recorder.waited(call.begins == computation)
         return self.result
 
 
-def _of_shapes(group: ShapedGroup, call: PreparedCall, given: list[Any]) -> ShapedArray:
+def _result_of_shapes(group: ShapedGroup, call: PreparedCall, inputs: list[tuple]) -> ShapedArray:
     operation, axis = call.where[0], call.signature.axis
     if operation == "all_gather":
-        first = given[0][1].shape
-        whole = sum(each.shape[axis] for _, each in given)
+        first = inputs[0][1].shape
+        whole = sum(block.shape[axis] for _, block in inputs)
         return ShapedArray.new((*first[:axis], whole, *first[axis + 1 :]), call.dtype)
     if operation == "all_to_all":
-        parts = [each[group.part_for_me(theirs)].shape for theirs, each in given]
+        parts = [block[group.part_for_me(theirs)].shape for theirs, block in inputs]
         along = call.signature.concat_axis
         shape = list(parts[0])
         shape[along] = sum(part[along] for part in parts)
         return ShapedArray.new(shape, call.dtype)
-    root = given[call.signature.root][1]
+    root = inputs[call.signature.root][1]
     return ShapedArray.new(root.shape, root.dtype)
 
 
-def _of_values(group: ShapedGroup, call: PreparedCall, given: list[Any]) -> np.ndarray:
-    operation, blocks = call.where[0], [each for _, each in given]
+def _result_of_values(group: ShapedGroup, call: PreparedCall, inputs: list[tuple]) -> np.ndarray:
+    operation, blocks = call.where[0], [block for _, block in inputs]
     if operation == "broadcast":
         return np.array(blocks[call.signature.root])
     if operation == "all_gather":
         return np.concatenate(blocks, axis=call.signature.axis)
     if operation == "all_to_all":
-        parts = [each[group.part_for_me(theirs)] for theirs, each in given]
+        parts = [block[group.part_for_me(theirs)] for theirs, block in inputs]
         return joined(parts, call.signature.concat_axis, call.dtype)
     mine = [x.astype(call.dtype) for x in blocks]
     if operation == "reduce_scatter":
@@ -334,55 +337,53 @@ def _of_values(group: ShapedGroup, call: PreparedCall, given: list[Any]) -> np.n
     return result
 
 
-# --- Where ranks that are run on shapes tell each other the few things that one must know of another
-#
-# One rank stands for all that are like it (a *class*), and each class runs in a thread of its own. Whoever gathers
-# from ranks of other classes, or receives from one, needs the shape of what these give; they leave it here.
+# --- The mailbox. One rank represents each class, in a thread of its own. To gather from ranks of other classes, or to
+# --- receive from one, it needs the shapes of their inputs, which they put here
 
 
-PATIENCE = 60.0  #: seconds without anybody moving on, after which ranks wait for each other for ever
+PATIENCE = 60.0  #: seconds without progress after which the ranks are taken to wait for each other forever
 
 
-class MeetingPoint:
-    """What each class has left, by key; who needs it waits for it."""
+class Mailbox:
+    """Shapes that classes of ranks have put, by key. A class that takes one waits for it."""
 
     def __init__(self) -> None:
-        self._left: dict[Hashable, Any] = {}
+        self._items: dict[Hashable, Any] = {}
         self._condition = threading.Condition()
         self.failure: BaseException | None = None
 
-    def leave(self, key: Hashable, what: Any) -> None:
-        """Leave something for whoever asks for ``key``."""
+    def put(self, key: Hashable, item: Any) -> None:
+        """Put an item for the classes that take ``key``."""
         with self._condition:
-            self._left[key] = what
+            self._items[key] = item
             self._condition.notify_all()
 
     def take(self, key: Hashable) -> Any:
-        """What was left under ``key``, once it is there; raises UsageError if nobody leaves it."""
+        """The item under ``key``, as soon as it has been put; raises UsageError if no class puts it."""
         with self._condition:
-            while key not in self._left:
+            while key not in self._items:
                 if self.failure is not None:
-                    raise _Broken("another rank's step broke off")
+                    raise _Aborted("the step of another rank failed")
                 if not self._condition.wait(PATIENCE):
-                    raise UsageError(f"a rank waits for what no other rank does: {key}")
-            return self._left[key]
+                    raise UsageError(f"the step would hang: a rank waits for a call that no other rank makes: {key}")
+            return self._items[key]
 
     def fail(self, error: BaseException) -> None:
-        """Let nobody wait for one that broke off."""
+        """Abort all classes: the step of one failed with ``error``."""
         with self._condition:
-            if self.failure is None and not isinstance(error, _Broken):
+            if self.failure is None and not isinstance(error, _Aborted):
                 self.failure = error
             self._condition.notify_all()
 
     def run(self, programs: Sequence[Callable[[], Any]]) -> list[Any]:
-        """All programs' results, run side by side; the first error of any is raised."""
+        """Run all programs concurrently and return their results; raises the first error of any."""
         if len(programs) == 1:
             return [programs[0]()]
         results: list[Any] = [None] * len(programs)
 
         def body(number: int) -> None:
             try:
-                with self._condition:  # one at a time, until it waits: they would only take the interpreter from others
+                with self._condition:  # one at a time, until it waits: the interpreter runs no more
                     results[number] = programs[number]()
             except BaseException as error:
                 self.fail(error)
@@ -397,5 +398,5 @@ class MeetingPoint:
         return results
 
 
-class _Broken(Exception):
-    """A rank gives up since another did."""
+class _Aborted(Exception):
+    """Ends a rank's step because another rank's step failed."""

@@ -1,4 +1,4 @@
-"""What connects nodes, as a graph, and how much of a link is left to each message of a pattern of messages."""
+"""The network between nodes as a graph, and the links of a group of ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ Edge = tuple[Vertex, Vertex]
 
 
 class Network:
-    """The graph of a machine's nodes and switches. A message takes a shortest way; ways of equal length are shared
-    by choosing the first, so a pattern's load on a link is an upper bound of what clever routing would have."""
+    """The graph of a machine's nodes and switches.
+
+    A message takes a shortest path; of several the first. So the load of a link is an upper bound of that under better
+    routing.
+    """
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self._ways: dict[Vertex, dict[Vertex, Vertex]] = {}
+        self._trees: dict[Vertex, dict[Vertex, Vertex]] = {}
 
     @cached_property
     def neighbours(self) -> dict[Vertex, dict[Vertex, float]]:
-        """Vertex -> neighbour -> capacity of the link between, in links of a node."""
+        """Vertex -> neighbour -> capacity of the link between them, relative to the link of a node."""
         topology, nodes = self.machine.topology, self.machine.node_count
         graph: dict[Vertex, dict[Vertex, float]] = {}
 
@@ -35,11 +38,11 @@ class Network:
 
         if topology.kind == "flat":
             for node in range(nodes):
-                connect(node, self._through(node))
+                connect(node, self._switch(node))
         elif topology.kind == "fat-tree":
             for node in range(nodes):
-                connect(node, self._through(node))
-                connect(self._through(node), "core", topology.leaf / topology.oversubscription)
+                connect(node, self._switch(node))
+                connect(self._switch(node), "core", topology.leaf / topology.oversubscription)
         elif topology.kind == "ring":
             for node in range(nodes if nodes > 2 else nodes - 1):
                 connect(node, (node + 1) % nodes)
@@ -57,33 +60,33 @@ class Network:
         return graph
 
     @cached_property
-    def _through(self) -> Callable[[int], str] | None:
-        """The switch that a node is at, where there are switches."""
+    def _switch(self) -> Callable[[int], str] | None:
+        """The switch of a node; None without switches."""
         topology = self.machine.topology
         return {"flat": lambda node: "switch", "fat-tree": lambda node: f"leaf {node // topology.leaf}"}.get(
             topology.kind
         )
 
-    def way(self, a: int, b: int) -> list[Edge]:
-        """The links from node a to node b, in their direction."""
+    def path(self, a: int, b: int) -> list[Edge]:
+        """The links from node a to node b, in order; raises UsageError if they are not connected."""
         if a == b:
             return []
-        if self._through is not None:
-            here, there = self._through(a), self._through(b)
+        if self._switch is not None:
+            here, there = self._switch(a), self._switch(b)
             return [(a, here), (here, b)] if here == there else [(a, here), (here, "core"), ("core", there), (there, b)]
-        if a not in self._ways:
-            self._ways[a] = self._tree(a)
-        before = self._ways[a]
+        if a not in self._trees:
+            self._trees[a] = self._tree(a)
+        before = self._trees[a]
         if b not in before:
-            raise UsageError(f"machine {self.machine.name}: no way leads from node {a} to node {b}")
-        edges, at = [], b
-        while at != a:
-            edges.append((before[at], at))
-            at = before[at]
+            raise UsageError(f"machine {self.machine.name}: topology: node {a} and node {b} are not connected")
+        edges, node = [], b
+        while node != a:
+            edges.append((before[node], node))
+            node = before[node]
         return edges[::-1]
 
     def _tree(self, root: Vertex) -> dict[Vertex, Vertex]:
-        """Vertex -> the one before it on the way from ``root``, breadth first."""
+        """Vertex -> the vertex before it on the path from ``root``, breadth first."""
         before, left = {root: root}, deque([root])
         while left:
             here = left.popleft()
@@ -94,18 +97,18 @@ class Network:
         return before
 
     def hops(self, a: int, b: int) -> int:
-        """Links from node a to node b; through one switch, which the latency of ``between`` is of, 1."""
-        length = len(self.way(a, b))
+        """Links from node a to node b, at least 1. One switch, whose latency is that of ``between``, counts as 1."""
+        length = len(self.path(a, b))
         return max(length - 1, 1) if self.machine.topology.kind in ("flat", "fat-tree") else max(length, 1)
 
-    def crowd(self, pairs: Iterable[tuple[int, int]]) -> float:
-        """How many times slower than alone the slowest of these messages is, all between nodes at once.
+    def contention(self, pairs: Iterable[tuple[int, int]]) -> float:
+        """The factor by which the slowest of concurrent messages between these pairs of nodes is slower than alone.
 
-        Each of the pairs is a flow of one node's full bandwidth.
+        Each message uses the full bandwidth of a node.
         """
         load: Counter[Edge] = Counter()
         for a, b in pairs:
-            load.update(self.way(a, b))
+            load.update(self.path(a, b))
         return max((count / self.neighbours[a][b] for (a, b), count in load.items()), default=1.0)
 
     def ring(self, nodes: Sequence[int]) -> list[tuple[int, int]]:
@@ -113,11 +116,11 @@ class Network:
         return [(a, b) for a, b in zip(nodes, (*nodes[1:], nodes[0]), strict=True) if a != b]
 
 
-# --- What connects the ranks of a group: latency and bandwidth of the links that its collectives go through
+# --- The links of a group: latency and bandwidth for its collectives
 
 
 class GroupLinks:
-    """The links of one group, while all groups like it (the same axes, other coordinates) do the same."""
+    """The links of one group, while all groups of the same axes communicate at the same time."""
 
     def __init__(self, machine: Machine, network: Network, ranks: Sequence[int]) -> None:
         self.machine, self.network, self.ranks = machine, network, ranks
@@ -127,7 +130,7 @@ class GroupLinks:
 
     @cached_property
     def nodes(self) -> Counter[int]:
-        """How many of the ranks each node has."""
+        """The number of ranks on each node."""
         numbers, counts = np.unique(self._node_numbers, return_counts=True)
         return Counter(dict(zip(numbers.tolist(), counts.tolist(), strict=True)))
 
@@ -136,15 +139,15 @@ class GroupLinks:
         return self.machine.node_numbers[np.asarray(self.ranks)]
 
     def _neighbours(self) -> Iterator[tuple[int, int]]:
-        """HashedOnce that follow each other in the ring; of pairs that only differ in where they are, one."""
+        """Neighbours in the ring of ranks; of equal pairs one."""
         ring = zip(self.ranks, (*self.ranks[1:], self.ranks[0]), strict=True)
         if self.machine.pairs:
             yield from ((a, b) for a, b in ring if a != b)
             return
         numbers = self._node_numbers
         first = np.unique(np.stack([numbers, np.roll(numbers, -1)]), axis=1, return_index=True)[1]
-        for at in first.tolist():
-            a, b = self.ranks[at], self.ranks[(at + 1) % self.size]
+        for index in first.tolist():
+            a, b = self.ranks[index], self.ranks[(index + 1) % self.size]
             if a != b:
                 yield a, b
 
@@ -157,16 +160,16 @@ class GroupLinks:
 
     @cached_property
     def inside_bandwidth(self) -> float:
-        """Of that link, while as many of the node send as it has ranks."""
+        """Bandwidth of that link while all ranks of the node send."""
         return self.inside.bandwidth * min(1.0, (self.inside.lanes or self.node.ranks) / self.node.ranks)
 
     @cached_property
     def latency(self) -> float:
-        """The largest between neighbours in rank order."""
+        """The largest latency between neighbours in the ring."""
         return max((self.between(a, b)[0] for a, b in self._neighbours()), default=0.0)
 
     def between(self, a: int, b: int) -> tuple[float, float]:
-        """Latency and bandwidth of messages from rank a to rank b, while its node's other ranks send alike."""
+        """Latency and bandwidth of messages from rank a to rank b while all ranks of the node send."""
         link = self.machine.link(a, b)
         (here, node), (there, _) = self.machine.places[a], self.machine.places[b]
         lanes = min(1.0, (link.lanes or node.ranks) / node.ranks)
@@ -174,23 +177,23 @@ class GroupLinks:
         return link.latency * hops, link.bandwidth * lanes
 
     def between_nodes(self, streams: int) -> float:
-        """What a group with so many ranks sending from each node gets of the links between its nodes."""
+        """Bandwidth between the nodes of the group if ``streams`` of its ranks send from each node."""
         if streams not in self._between_nodes:
-            self._between_nodes[streams] = self._found_between_nodes(streams)
+            self._between_nodes[streams] = self._bandwidth_between_nodes(streams)
         return self._between_nodes[streams]
 
-    def _found_between_nodes(self, streams: int) -> float:
+    def _bandwidth_between_nodes(self, streams: int) -> float:
         link, node = self.machine.between, self.node
         groups = max(1, node.ranks // max(self.nodes.values()))  # like this one, on each node
         share = min(float(streams), (link.lanes or node.ranks) / groups)
-        crowd = self.network.crowd(self.network.ring(sorted(self.nodes)))
-        return link.bandwidth * share / max(crowd, 1.0)
+        contention = self.network.contention(self.network.ring(sorted(self.nodes)))
+        return link.bandwidth * share / max(contention, 1.0)
 
     @cached_property
-    def crowd_of_all(self) -> float:
-        """How much slower than alone messages are where every node sends to every other."""
+    def all_to_all_contention(self) -> float:
+        """The factor by which messages are slower than alone if each node sends to each other node."""
         numbers = sorted(self.nodes)
         if len(numbers) > 64 or len(numbers) < 2:
             return 1.0
         pairs = [(a, b) for a in numbers for b in numbers if a != b]
-        return max(self.network.crowd(pairs) / (len(numbers) - 1), 1.0)
+        return max(self.network.contention(pairs) / (len(numbers) - 1), 1.0)

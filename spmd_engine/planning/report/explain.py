@@ -1,4 +1,4 @@
-"""The questions that people ask of memory and time before they train, answered from shapes alone."""
+"""``plan explain``: answers to common questions about memory and time, from dry runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 from spmd_engine.engine.parallel_config import composed_assignment
 from spmd_engine.models import layout_for
-from spmd_engine.planning.dry_run.match_calls import place_of
+from spmd_engine.planning.dry_run.match_calls import position_of
 from spmd_engine.planning.report.plan_result import Request
 from spmd_engine.planning.search.estimate import Estimate
-from spmd_engine.planning.search.plan_evaluation import Foresight, look_at
+from spmd_engine.planning.search.layer_costs import LayerCosts
+from spmd_engine.planning.search.plan_evaluation import PlanEvaluation, evaluate_plan
 from spmd_engine.planning.search.search import Planner
 from spmd_engine.planning.search.search_space import Candidate
 from spmd_engine.sharding.groups import ParameterGroup
@@ -24,7 +25,7 @@ MOST_DOUBLINGS = 12
 
 @dataclass(frozen=True)
 class Explanation:
-    """A question and its answer, as lines to read and as data."""
+    """A question with its answer, as lines of text and as data."""
 
     question: str
     lines: Sequence[str]
@@ -35,8 +36,7 @@ class Explanation:
 
 
 def explain(request: Request) -> tuple[str, list[Explanation]]:
-    """What is explained, and fourteen answers about it: the given mesh or, without one, data parallelism over the
-    ranks."""
+    """The plan that is explained, and fourteen answers about it: the given mesh or, without one, data parallelism."""
     explainer = _Explainer(request)
     return explainer.subject, list(explainer.answers())
 
@@ -55,7 +55,9 @@ class _Explainer:
         self.base = Candidate(tuple(axes.items()), request.batch_sizes[0], **fixed)
         self.planner = self._planner(request.sequence)
         self.now = self._estimate(self.base)
-        self.seen: Foresight = look_at(self.model, self.machine, self.base, request.base, **request.analyzed)
+        self.evaluation: PlanEvaluation = evaluate_plan(
+            self.model, self.machine, self.base, request.base, **request.analyzed
+        )
 
     @property
     def subject(self) -> str:
@@ -106,20 +108,20 @@ class _Explainer:
         return text, {"bytes": int(estimate.memory), "seconds": float(estimate.seconds)}
 
     def _peak(self) -> Explanation:
-        peak = self.seen.peak_step.peak
-        line = f"{readable_bytes(peak.bytes)} on rank {self.seen.peak_rank}, at {self.seen.peak_moment}"
-        room = f"a rank may have {readable_bytes(self.memory)}"
+        peak = self.evaluation.peak_step.peak
+        line = f"{readable_bytes(peak.bytes)} on rank {self.evaluation.peak_rank}, at {self.evaluation.peak_moment}"
+        room = f"memory of a rank: {readable_bytes(self.memory)}"
         return Explanation("What is the peak memory now, where and when?", [line, room], {"bytes": peak.bytes})
 
     def _contents(self) -> Explanation:
-        peak = self.seen.peak_step.peak
-        kinds = sorted(peak.bytes_by_kind.items(), key=lambda each: -each[1])
+        peak = self.evaluation.peak_step.peak
+        kinds = sorted(peak.bytes_by_kind.items(), key=lambda entry: -entry[1])
         lines = [f"{readable_bytes(size):>12}  {kind}" for kind, size in kinds if size]
-        lines += [f"{readable_bytes(size):>12}  of it: {kind}, {what}" for kind, what, size in peak.holds[:4]]
+        lines += [f"{readable_bytes(size):>12}  of which {kind}, {what}" for kind, what, size in peak.holds[:4]]
         return Explanation("What is in it?", lines, dict(kinds))
 
     def _largest(self, fits, start: int, most: int) -> int:
-        """The largest number, from ``start`` on by doubling and then halving the interval, that fits; 0 if none."""
+        """The largest number from ``start`` on that fits, by doubling and bisection; 0 if none."""
         if not fits(start):
             return 0
         low, high = start, start * 2
@@ -140,8 +142,8 @@ class _Explainer:
         best = self._largest(fits, 1, MOST_BATCH) * cut
         one = self._estimate(replace(self.base, batch_size=cut))
         needs = f"; that needs {readable_bytes(one.memory)}" if one is not None else ""
-        text = f"{best} samples a step" if best else f"none: not even one sample a rank fits{needs}"
-        return Explanation("What is the largest batch?", [f"{text}, in {readable_bytes(self.memory)} a rank"], best)
+        text = f"{best} samples a step" if best else f"none: one sample per rank does not fit{needs}"
+        return Explanation("What is the largest batch?", [f"{text}, in {readable_bytes(self.memory)} per rank"], best)
 
     def _sequence(self) -> Explanation:
         question = "What is the longest sequence?"
@@ -154,7 +156,7 @@ class _Explainer:
             return found is not None and found.memory <= self.memory
 
         if fits(most):
-            return Explanation(question, [f"{most} tokens: its whole context fits"], most)
+            return Explanation(question, [f"{most} tokens: the whole context fits"], most)
         best = self._largest(fits, 16, most)
         return Explanation(question, [f"{best} tokens of {most}" if best else "not even 16 tokens fit"], best)
 
@@ -185,7 +187,7 @@ class _Explainer:
         return Explanation(question, lines, data)
 
     def _zero(self) -> Explanation:
-        return self._varied("What would each stage of ZeRO save, at what price?", "zero", range(4))
+        return self._varied("What does each ZeRO stage save, and cost?", "zero", range(4))
 
     def _recompute(self) -> Explanation:
         return self._varied("What does recomputation save?", "recompute", ("none", "attention", "block"))
@@ -203,7 +205,7 @@ class _Explainer:
         return replace(found, lines=[*found.lines, f"the quickest that fits: {best}" if best else "none of these fits"])
 
     def _groups(self):
-        place = place_of(0, self.base.mesh)
+        place = position_of(0, self.base.mesh)
         layout = layout_for(self.model, place, sequence_parallel=self.base.sequence_parallel)
         composition = self.base.composition(self.request.base)
         return composed_assignment(self.model, place, layout, self.planner.itemsize, composition).groups
@@ -212,31 +214,34 @@ class _Explainer:
         groups = sorted(self._groups(), key=lambda group: -group.size)[:5]
         sizes = {_members(group): group.size * self.planner.itemsize for group in groups}
         lines = [f"{readable_bytes(size):>12}  {name}" for name, size in sizes.items()]
-        return Explanation("Which parameter group is largest when it is whole?", lines, sizes)
+        return Explanation("Which unsharded parameter group is largest?", lines, sizes)
 
     def _module(self) -> Explanation:
-        of_layers, _ = self.planner.profiles.of(self.base)
-        costs = [replace(each, name=name) for each, (name, _) in zip(of_layers, self.model.layers, strict=True)]
-        each = sorted(costs, key=lambda c: -(c.parameters * self.planner.itemsize * 4 + c.saved + c.above_backward))
+        of_layers, _ = self.planner.profiles.costs(self.base)
+        costs = [replace(cost, name=name) for cost, (name, _) in zip(of_layers, self.model.layers, strict=True)]
+
+        def total(cost: LayerCosts) -> float:
+            return cost.parameters * self.planner.itemsize * 4 + cost.saved + cost.above_backward
+
         lines, data = [], {}
-        for cost in each[:4]:
-            size = cost.parameters * self.planner.itemsize * 4 + cost.saved + cost.above_backward
+        for cost in sorted(costs, key=total, reverse=True)[:4]:
+            size = total(cost)
             data[cost.name] = int(size)
             lines.append(
-                f"{cost.name}: {readable_bytes(size)} with gradient and state; {readable_bytes(cost.saved)} of it kept "
-                f"for the backward, {readable_bytes(cost.above_backward)} while that runs"
+                f"{cost.name}: {readable_bytes(size)} with gradient and state, including "
+                f"{readable_bytes(cost.saved)} saved for the backward, {readable_bytes(cost.above_backward)} during it"
             )
         if self.ranks > 1:
             axes = tuple({**{a: n for a, n in self.base.axes if a != "data"}, "model": self.ranks}.items())
             if prod(n for _, n in axes) == self.ranks:
                 text, _ = self._priced(self.base, self._estimate(replace(self.base, axes=axes)))
-                lines.append(f"all cut by tensor parallelism, model={self.ranks}: {text}")
-        return Explanation("Which module should be cut?", lines, data)
+                lines.append(f"all sharded by tensor parallelism, model={self.ranks}: {text}")
+        return Explanation("Which module should be sharded?", lines, data)
 
     def _hybrid(self) -> Explanation:
         question = "When does hybrid sharding pay?"
         if self.ranks < 4 or set(self.base.mesh) - {"data", "replicate", "shard"}:
-            return Explanation(question, ["with four data-parallel ranks or more"], None)
+            return Explanation(question, ["from four data-parallel ranks on"], None)
         lines, data = [], {}
         shard = 1
         while shard <= self.ranks:
@@ -257,26 +262,26 @@ class _Explainer:
         return Explanation(question, lines, data)
 
     def _sixteen_bits(self) -> Explanation:
-        totals = self.seen.analysis.totals()
+        totals = self.evaluation.analysis.totals()
         gradients = sum(
             sent for (operation, _), (_, sent) in totals.items() if operation in ("all_reduce", "reduce_scatter")
         )
         lines = [
-            f"sums take {readable_bytes(gradients)} a step of all ranks; in 16 bits (--compress bfloat16) half of what "
-            "gradients are of it",
+            f"reductions send {readable_bytes(gradients)} per step over all ranks; --compress bfloat16 halves the "
+            "part of gradients",
         ]
-        return Explanation("Should gradients be summed in 16 bits?", lines, gradients)
+        return Explanation("Should gradients be reduced in 16 bits?", lines, gradients)
 
     def _offload(self) -> Explanation:
-        peak = self.seen.peak_step.peak
+        peak = self.evaluation.peak_step.peak
         state = peak.bytes_by_kind.get("optimizer state", 0)
         part = self._estimate(replace(self.base, zero=1))
         saved = self.now.memory - part.memory if part and self.now else 0
         lines = [
-            f"optimizer state is {readable_bytes(state)} of the peak; the engine keeps all on the device",
-            f"ZeRO-1 takes {readable_bytes(max(saved, 0))} of it away without moving it off",
+            f"optimizer state is {readable_bytes(state)} of the peak; the engine does not offload",
+            f"ZeRO-1 saves {readable_bytes(max(saved, 0))} of it without offloading",
         ]
-        return Explanation("What would offloading the optimizer's state save?", lines, state)
+        return Explanation("What would offloading of optimizer state save?", lines, state)
 
     def _whole(self) -> Explanation:
         groups = self._groups()
@@ -284,16 +289,16 @@ class _Explainer:
         whole = [group for group in groups if not group.summed.cut]
         size = sum(group.size for group in whole) * self.planner.itemsize
         lines = [
-            f"{len(whole)} of {len(groups)} parameter groups, {readable_bytes(size)}, are stored whole on each of the "
-            f"ranks that use them, of {n}"
+            f"{len(whole)} of {len(groups)} parameter groups, {readable_bytes(size)}, are stored whole on each "
+            f"rank that uses them, of {n} ranks"
         ]
         names = [member.name for group in whole for member in group.members][:6]
         lines += [f"for example {', '.join(names)}"] if names else []
-        return Explanation("What stays whole, and is not stored in parts?", lines, size)
+        return Explanation("What is not sharded in storage?", lines, size)
 
 
 def _members(group: ParameterGroup) -> str:
-    """What is in a parameter group, by its largest."""
+    """The content of a parameter group, by its largest parameter."""
     largest = max(group.members, key=lambda member: member.size)
     others = len(group.members) - 1
     return f"{group.name}: {largest.name}" + (f" and {others} more" if others else "")

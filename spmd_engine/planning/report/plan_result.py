@@ -1,4 +1,4 @@
-"""What ``plan`` is asked, and what it answers: the plan, looked at closely, or why there is none; as data and JSON."""
+"""The input of ``plan`` and its result: the plan with its evaluation, or why there is none; as data and JSON."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from spmd_engine.models.names import MODELS, has_weights
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.goals import GOALS, Constraints, Limits
-from spmd_engine.planning.search.plan_evaluation import Foresight
+from spmd_engine.planning.search.plan_evaluation import PlanEvaluation
 from spmd_engine.planning.search.relaxation import Conflict
-from spmd_engine.planning.search.search import Certificate, Found
+from spmd_engine.planning.search.search import Certificate, SearchResult
 from spmd_engine.planning.search.search_space import axes_that_cut
 from spmd_engine.units import readable_bytes
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked."""
+    """The input of ``plan``."""
 
     model: Model
     machine: Machine
@@ -39,12 +39,12 @@ class Request:
     batch_sizes: Sequence[int]
     goal: str = "latency"
     limits: Limits = Limits()
-    fixed: Mapping[str, Any] = field(default_factory=dict)  #: of ``lattice.FIXABLE``
+    fixed: Mapping[str, Any] = field(default_factory=dict)  #: of ``search_space.FIXABLE``
     axes: Sequence[str] | None = None
     sequence: int | None = None
     dtype: Any = np.float32
     optimizer: str = "adamw"
-    base: ParallelConfig = ParallelConfig()  #: what of a composition is not searched
+    base: ParallelConfig = ParallelConfig()  #: options that are not searched
     seconds: float = 20.0
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class Request:
             if str(np.dtype(self.dtype)) not in node.speeds:
                 known = ", ".join(node.speeds)
                 raise UsageError(
-                    f"machine {self.machine.name} says no speed for {np.dtype(self.dtype)}; it has: {known}"
+                    f"machine {self.machine.name} has no speed for {np.dtype(self.dtype)}; it has: {known}"
                 )
         context = self.model.context
         if self.sequence is not None and 0 < context < self.sequence:
@@ -64,85 +64,81 @@ class Request:
         known = axes_that_cut(self.model)
         for axis in self.axes or ():
             if axis not in known:
-                raise UsageError(f"--axes: {axis} shards nothing of {self.model.name}; choose of {', '.join(known)}")
+                raise UsageError(f"--axes: {axis} shards nothing of {self.model.name}; choose from {', '.join(known)}")
         if not self.seconds >= 0:
-            raise UsageError(f"--seconds {self.seconds:g}: it is from 0")
+            raise UsageError(f"--seconds {self.seconds:g}: it must be at least 0")
         chunks, schedule = self.fixed.get("chunks"), self.fixed.get("schedule")
         if chunks is not None and chunks < (2 if schedule == "interleaved" else 1):
             least = "2, with interleaved" if schedule == "interleaved" else "1"
-            raise UsageError(f"--chunks {chunks}: it is from {least}")
+            raise UsageError(f"--chunks {chunks}: it must be at least {least}")
         if self.optimizer not in OPTIMIZERS:
             raise UsageError(f"optimizer {self.optimizer!r}: choose {', '.join(OPTIMIZERS)}")
 
     @property
     def analyzed(self) -> dict[str, Any]:
-        """Options of ``analyze``."""
+        """The options of ``analyze``."""
         return {"dtype": self.dtype, "sequence": self.sequence, "optimizer": OPTIMIZERS[self.optimizer]()}
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What was found: the plan, looked at closely, or the conflict."""
+class PlanResult:
+    """The plan with its evaluation, or the conflict."""
 
     request: Request
-    found: Found
+    search: SearchResult
     plan: Estimate | None = None
-    foresight: Foresight | None = None  #: None if the plan is too large to be looked at in whole
+    evaluation: PlanEvaluation | None = None  #: None if the step is too large to be simulated
     reasons: Sequence[str] = ()
     conflict: Conflict | None = None
-    conflict_foresight: Foresight | None = None  #: of what comes closest
-    took: float = 0.0  #: seconds
-    composition: ParallelConfig | None = None  #: of a plan that was given, not found
-    micro_batches: int = 1  #: of such a plan
+    nearest_evaluation: PlanEvaluation | None = None  #: of the closest plan
+    took: float = 0.0  #: seconds of planning
+    composition: ParallelConfig | None = None  #: of a given plan
+    micro_batches: int = 1  #: of a given plan
 
     @property
     def why_not(self) -> str:
         """Why nothing fits, in one line."""
         conflict, constraints = self.conflict, Constraints(self.limits, self.request.fixed)
         assert conflict is not None
-        looked = self.found.certificate
-        said = [_said_constraint(name, constraints, self.request) for name in conflict.constraints]
-        text = (
-            f"nothing fits: {' and '.join(said)} cannot be kept together"
-            if len(said) > 1
-            else f"{said[0]} cannot be kept"
-        )
+        shown = [_shown_constraint(name, constraints, self.request) for name in conflict.constraints]
+        certificate = self.search.certificate
         if not conflict.decided:
             text = (
-                f"time ran out (--seconds {self.request.seconds:g}): of {looked.candidates:,} candidates "
-                f"{looked.excluded:,} break a constraint by their bounds, {looked.estimated:,} were estimated, and "
-                f"none of these keeps {' and '.join(said)}; whether another does is not known"
+                f"time ran out (--seconds {self.request.seconds:g}): of {certificate.candidates:,} candidates "
+                f"{certificate.excluded:,} break a constraint by their bounds, {certificate.estimated:,} were "
+                f"estimated, and none of these keeps {' and '.join(shown)}; whether another does is unknown"
             )
-        seen, nearest = self.conflict_foresight, conflict.nearest
-        if seen is not None:
-            text += (
-                f"; what comes closest ({nearest.candidate}) needs {readable_bytes(seen.analysis.peak_bytes)} on rank "
-                f"{seen.peak_rank} at {seen.peak_moment}"
-                if nearest is not None
-                else f"; rank {seen.peak_rank} needs {readable_bytes(seen.analysis.peak_bytes)} at {seen.peak_moment}"
-            )
-        if conflict.ways:
-            text += f". It would fit with {conflict.ways[0].said}"
+        elif len(shown) > 1:
+            text = f"nothing fits: {' and '.join(shown)} cannot be kept together"
+        else:
+            text = f"{shown[0]} cannot be kept"
+        if (nearest := self.nearest_evaluation) is not None:
+            closest = f"the closest plan ({conflict.nearest.candidate}) needs" if conflict.nearest else "it needs"
+            size = readable_bytes(nearest.analysis.peak_bytes)
+            text += f"; {closest} {size} on rank {nearest.peak_rank} at {nearest.peak_moment}"
+        if conflict.relaxations:
+            text += f". It would fit with {conflict.relaxations[0].text}"
         return text
 
     @property
     def limits(self) -> Limits:
-        """With the machine's own."""
-        return within(self.request.limits, self.request.machine.with_ranks(max(self.request.ranks)))
+        """The limits, with the memory of the machine."""
+        return with_machine_memory(self.request.limits, self.request.machine.with_ranks(max(self.request.ranks)))
 
     def as_json(self) -> dict[str, Any]:
-        """What programs ask for."""
+        """The result as JSON."""
         if self.conflict is not None:
             return {
                 "fits": False if self.conflict.decided else None,
                 "conflict": list(self.conflict.constraints),
                 "reason": self.why_not,
                 "ways": [
-                    {"gives_up": way.gives_up, "with": way.said, **_plain(way.plan)} for way in self.conflict.ways
+                    {"gives_up": relaxation.gives_up, "with": relaxation.text, **_plain(relaxation.plan)}
+                    for relaxation in self.conflict.relaxations
                 ],
-                **({"nearest": self.conflict_foresight.as_json()} if self.conflict_foresight else {}),
+                **({"nearest": self.nearest_evaluation.as_json()} if self.nearest_evaluation else {}),
             }
-        seen = self.foresight
+        seen = self.evaluation
         found = {
             "fits": True,
             "model": self.request.model.name,
@@ -155,8 +151,8 @@ class Answer:
                 "micro_batches": self.plan.candidate.micro_batches,
                 "batch_size": self.plan.candidate.batch_size,
                 "reasons": list(self.reasons),
-                "front": [_plain(each) for each in self.found.front],
-                "certificate": {"gap": float(self.found.certificate.gap), **_numbers(self.found.certificate)},
+                "front": [_plain(plan) for plan in self.search.front],
+                "certificate": {"gap": float(self.search.certificate.gap), **_numbers(self.search.certificate)},
             }
         elif self.composition is not None:
             found |= {
@@ -169,18 +165,18 @@ class Answer:
         return found
 
 
-def plan_file_of(answer: Answer, model: str, lora: LoRAOptions | None = None) -> PlanFile:
-    """A plan that was found or looked at, to be run: of the model by name or path, with these adapters."""
-    seen, request = answer.foresight, answer.request
-    composition, micro_batches, batch_size = answer.composition, answer.micro_batches, request.batch_sizes[0]
+def plan_file_of(result: PlanResult, model: str, lora: LoRAOptions | None = None) -> PlanFile:
+    """The plan file of a result, for the model of this name or path, with these adapters."""
+    seen, request = result.evaluation, result.request
+    composition, micro_batches, batch_size = result.composition, result.micro_batches, request.batch_sizes[0]
     ranks = max(request.ranks)
-    if answer.plan is not None:
-        candidate = answer.plan.candidate
+    if result.plan is not None:
+        candidate = result.plan.candidate
         composition, micro_batches = candidate.composition(request.base), candidate.micro_batches
         batch_size, ranks = candidate.batch_size, candidate.ranks
     assert composition is not None
     if model not in MODELS and not has_weights(model):
-        raise UsageError(f"--output: {model} cannot be trained by name, so a plan for it is nothing to run")
+        raise UsageError(f"--output: {model} cannot be trained by name, so a plan file for it could not be used")
     return PlanFile(
         ranks=ranks,
         model=ModelConfig(name=model, dtype=str(np.dtype(request.dtype)), lora=lora),
@@ -190,42 +186,27 @@ def plan_file_of(answer: Answer, model: str, lora: LoRAOptions | None = None) ->
         optimizer=request.optimizer,
         machine=request.machine.name,
         goal=request.goal,
-        seconds=float(seen.seconds if seen else answer.plan.seconds),
-        bytes_sent=int(seen.bytes_sent if seen else answer.plan.sent),
-        peak_bytes=int(seen.analysis.peak_bytes if seen else answer.plan.memory),
+        seconds=float(seen.seconds if seen else result.plan.seconds),
+        bytes_sent=int(seen.bytes_sent if seen else result.plan.sent),
+        peak_bytes=int(seen.analysis.peak_bytes if seen else result.plan.memory),
     )
 
 
-def within(limits: Limits, machine: Machine) -> Limits:
-    """The limits, and the memory that ranks have: of unlike ones, the mean of it, since what they store may be uneven;
-    whether each has room is seen of a plan's whole step."""
-    rooms = (
-        rooms_of(limits, machine) if machine.unlike else [room_of(limits, machine, r) for r in _one_of_each(machine)]
-    )
-    return replace(limits, memory=fmean(rooms) if machine.unlike else min(rooms))
+def with_machine_memory(limits: Limits, machine: Machine) -> Limits:
+    """The limits with the memory of the machine's ranks. For unequal ranks, whose state may be stored unevenly, it is
+    the mean; whether each rank has room is checked by the evaluation of a plan."""
+    bytes_of_ranks = memory_limits(limits, machine)
+    return replace(limits, memory=fmean(bytes_of_ranks) if machine.heterogeneous else min(bytes_of_ranks))
 
 
-def rooms_of(limits: Limits, machine: Machine) -> list[float]:
-    """Bytes that each rank may hold."""
-    return [room_of(limits, machine, rank) for rank in range(machine.ranks)]
-
-
-def room_of(limits: Limits, machine: Machine, rank: int) -> float:
-    """Bytes that a rank may hold."""
-    room = machine.memory_of(rank)
-    return min(limits.memory or room, room)
-
-
-def _one_of_each(machine: Machine) -> list[int]:
-    ranks, at = [], 0
-    for node in machine.nodes:
-        ranks.append(at)
-        at += node.count * node.ranks
-    return ranks
+def memory_limits(limits: Limits, machine: Machine) -> list[float]:
+    """Bytes that each rank may hold, by the limits and the machine."""
+    sizes = [machine.memory_of(rank) for rank in range(machine.ranks)]
+    return [min(limits.memory or size, size) for size in sizes]
 
 
 def _plain(estimate: Estimate) -> dict[str, Any]:
-    """An estimate as JSON has it."""
+    """An estimate as JSON."""
     return {
         "plan": str(estimate.candidate),
         "simulated": estimate.simulated,
@@ -248,15 +229,15 @@ def _numbers(certificate: Certificate) -> dict[str, Any]:
     }
 
 
-def _said_constraint(name: str, constraints: Constraints, request: Request) -> str:
+def _shown_constraint(name: str, constraints: Constraints, request: Request) -> str:
     if name == "ranks":
         return f"{max(request.ranks)} ranks"
     if name == "batch_size":
         return f"a batch of {min(request.batch_sizes)}"
-    return constraints.said(name)
+    return constraints.shown(name)
 
 
-# --- A plan as a file: a composition and micro-batches for one model on so many ranks, and what was predicted of it
+# --- Plan files: a composition and micro-batches for a model on a number of ranks, and the predicted step
 
 
 VERSION = 1
@@ -264,16 +245,16 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class PlanFile(Configuration):
-    """What ``plan --output`` writes and ``train --plan`` runs."""
+    """The file that ``plan --output`` writes and ``train --plan`` runs."""
 
     ranks: int = setting(1, least=1)
     version: int = VERSION
     model: ModelConfig = ModelConfig()
-    batch_size: int = setting(16, least=1)  #: samples a step
+    batch_size: int = setting(16, least=1)  #: samples per step
     micro_batches: int = setting(1, least=1)
     composition: ParallelConfig = ParallelConfig()
     optimizer: str = "adamw"
-    machine: str = ""  #: that it was made for
+    machine: str = ""  #: that the plan is for
     goal: str = ""
     seconds: float = 0.0  #: of a step, as predicted
     bytes_sent: int = 0  #: of a step, by all ranks
@@ -281,24 +262,25 @@ class PlanFile(Configuration):
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """The plan of a file; raises UsageError, in one line, for one that cannot be read or makes no sense."""
+        """The plan of a file; raises UsageError if it cannot be read or is invalid."""
         content = json_at(path)
         if not isinstance(content, Mapping) or content.get("version") != VERSION or "ranks" not in content:
-            raise UsageError(f"{path}: no plan; 'plan --output FILE' writes one")
+            raise UsageError(f"{path}: not a plan file; 'plan --output FILE' writes one")
         return cls.from_json(content, str(path))
 
     def write(self, path: str | Path) -> None:
-        """Write what ``read`` reads."""
+        """Write the file; raises UsageError if that fails."""
         try:
             Path(path).write_text(json.dumps(self.as_json(), indent=2) + "\n")
         except OSError as error:
             raise UsageError(f"--output {path}: {error.strerror or error}") from error
 
     def check(self, ranks: int, model: str | None, where: str) -> None:
-        """Raise UsageError if the plan was made for another number of ranks, or another model."""
+        """Raise UsageError if the plan is for another number of ranks, or another model."""
         if ranks != self.ranks:
             raise UsageError(
-                f"{where} was made for {self.ranks} ranks, and there are {ranks}: start as many, or plan anew"
+                f"{where} was made for {self.ranks} ranks, and there are {ranks}: start {self.ranks} ranks, or plan "
+                "for the ranks that there are"
             )
         if model is not None and model != self.model.name:
             raise UsageError(f"{where} was made for {self.model.name}, not for {model}: plan --model {model}")

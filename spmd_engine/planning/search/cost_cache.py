@@ -1,4 +1,4 @@
-"""What candidates have in common: what meshes mean, what layers take on them, schedules' slots; each found once."""
+"""Costs that candidates share, each computed once: ranks of a mesh, times of layers, slots of schedules."""
 
 from __future__ import annotations
 
@@ -13,130 +13,126 @@ from spmd_engine.engine import schedules
 from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.step_analysis import HashedOnce
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.search.layer_costs import ShardedLayers
+from spmd_engine.planning.search.layer_costs import ShardedLayers, ZeroCommTime
 from spmd_engine.planning.search.search_space import BATCH, PIPE, Candidate
-from spmd_engine.planning.search.zero_comm_time import Travel
 from spmd_engine.planning.simulator.collective_time import CollectiveTimes
 from spmd_engine.planning.simulator.pipeline_time import Slots
 
 
 @dataclass(frozen=True)
-class OnMesh:
-    """What a mesh's axes mean for a step."""
+class MeshRanks:
+    """The groups of the first rank of a mesh."""
 
     ranks: int
     pipe: int
-    summed: HashedOnce  #: the ranks over which gradients are summed, with the first of them
-    stored: HashedOnce  #: of these, those over which ZeRO stores in parts
-    copies: HashedOnce  #: the ranks that store the same part
-    next_stage: int  #: how far away the next stage's rank is
+    summed: HashedOnce  #: the ranks over which gradients are summed
+    stored: HashedOnce  #: of these, the ranks over which ZeRO shards
+    replicas: HashedOnce  #: the ranks that store the same shard
+    next_stage: int  #: the distance to the rank of the next stage
 
     @property
-    def cut(self) -> int:
-        """Into how many parts ZeRO cuts."""
+    def shards(self) -> int:
+        """The number of shards of ZeRO."""
         return len(self.stored)
 
     @classmethod
-    def of(cls, axes: Sequence[tuple[str, int]]) -> OnMesh:
-        """Of a mesh with these axes, the last of which varies fastest."""
-        stride, strides = 1, {}
+    def of(cls, axes: Sequence[tuple[str, int]]) -> MeshRanks:
+        """The groups of a mesh with these axes, of which the last varies fastest."""
+        ranks, strides = 1, {}
         for axis, size in reversed(axes):
-            strides[axis] = stride
-            stride *= size
+            strides[axis] = ranks
+            ranks *= size
 
         def along(names: Collection[str]) -> HashedOnce:
-            ranks = np.zeros(1, int)
+            members = np.zeros(1, int)
             for axis, size in axes:
                 if axis in names:
-                    ranks = (ranks[:, None] + strides[axis] * np.arange(size)).reshape(-1)
-            return HashedOnce(ranks.tolist())
+                    members = (members[:, None] + strides[axis] * np.arange(size)).reshape(-1)
+            return HashedOnce(members.tolist())
 
         summed = (*BATCH, "context")
         stored = [axis for axis in summed if axis != "replicate"]
         pipe = dict(axes).get(PIPE, 1)
-        return cls(stride, pipe, along(summed), along(stored), along(["replicate"]), strides.get(PIPE, 1))
+        return cls(ranks, pipe, along(summed), along(stored), along(["replicate"]), strides.get(PIPE, 1))
 
 
 @dataclass(frozen=True)
-class Busy:
-    """Seconds of each layer for a micro-batch, with what it waits for gathers and reductions: float64[layers]."""
+class LayerTimes:
+    """Seconds of each layer for a micro-batch, including exposed gathers and reductions of ZeRO: float64[layers]."""
 
-    work: np.ndarray  #: forward, what is repeated, and backward
-    before: np.ndarray  #: float64[3, layers + 1]: forward, input's gradient (and repeats), weights of all layers before
-    whole: float  #: of all layers
-    way: float  #: of these, at least, a micro-batch's way forth and back
+    work: np.ndarray  #: forward, recomputation and backward
+    before: np.ndarray  #: float64[3, layers + 1]: forward, input gradient (with recomputation), weights; cumulative
+    whole: float  #: sum over all layers
+    path: float  #: the least time of a micro-batch's forward and backward, without weight gradients
 
     @classmethod
-    def of(cls, layers: ShardedLayers, travel: Travel, zero: int) -> Busy:
-        """With this stage of ZeRO; 0 stands for all where the ranks' own cores move the bytes."""
+    def of(cls, layers: ShardedLayers, comm: ZeroCommTime, zero: int) -> LayerTimes:
+        """The times under this ZeRO stage. 0 also stands for machines whose ranks move the bytes themselves."""
         forward, back = layers.forward, layers.back
         if zero:
-            forward = travel.forward(forward, zero)
-            back = travel.backward(back + layers.weights, layers, zero) - layers.weights
+            forward = comm.forward(forward, zero)
+            back = comm.backward(back + layers.weights, layers, zero) - layers.weights
         kinds = np.array([forward, back, layers.weights])
         work = kinds.sum(axis=0)
         before = np.concatenate([np.zeros((3, 1)), np.cumsum(kinds, axis=1)], axis=1)
-        way = layers.way + float((forward - layers.forward).sum())
-        return cls(work, before, float(work.sum()), way)
+        path = layers.path + float((forward - layers.forward).sum())
+        return cls(work, before, float(work.sum()), path)
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Layers as a mesh cuts them and a stage of ZeRO stores them: what candidates have in common that differ in their
-    micro-batches' number, or their schedule."""
+class ShardedCosts:
+    """Costs of layers on a mesh under a ZeRO stage: shared by candidates with other schedules or micro-batch counts."""
 
     layers: ShardedLayers
-    update: float  #: seconds of the optimizer for each element
-    on: OnMesh
-    works: bool  #: whether ranks that sum gradients move the bytes with their own cores
-    busy: Busy
-    paces: np.ndarray | None = None  #: of each stage, where nodes are unlike: see ``stage_paces``
+    update: float  #: seconds of the optimizer per element
+    mesh: MeshRanks
+    by_copy: bool  #: whether ranks that sum gradients move the bytes themselves
+    times: LayerTimes
+    slowdowns: np.ndarray | None = None  #: of each stage on unequal nodes: see ``stage_slowdowns``
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What is the same for all candidates, and what was found for some of them and serves others."""
+class CostCache:
+    """What is equal for all candidates, and a cache of what several candidates share."""
 
     model: Model
     machine: Machine
     itemsize: int
-    states: int  #: arrays of optimizer state for each parameter
-    overlap: bool = True  #: whether gradients are summed over data while the last backward goes on
-    _found: dict[tuple, Any] = field(default_factory=dict)
+    states: int  #: arrays of optimizer state per parameter
+    overlap: bool = True  #: whether the reduction of gradients overlaps with the last backward
+    _known: dict[tuple, Any] = field(default_factory=dict)
 
     @cached_property
     def collectives(self) -> CollectiveTimes:
         return CollectiveTimes(self.machine)
 
-    def once(self, key: tuple, find: Callable[[], Any]) -> Any:
-        """What ``find`` finds, found once for each key."""
-        if key not in self._found:
-            self._found[key] = find()
-        return self._found[key]
-
-    def on(self, axes: tuple[tuple[str, int], ...]) -> OnMesh:
-        """What a mesh means."""
-        return self.once(("mesh", axes), lambda: OnMesh.of(axes))
+    def once(self, key: tuple, compute: Callable[[], Any]) -> Any:
+        """The result of ``compute``, which is called once for each key."""
+        if key not in self._known:
+            self._known[key] = compute()
+        return self._known[key]
 
     def slots(self, candidate: Candidate, micro_batches: int) -> Slots:
-        """Of the candidate's schedule."""
+        """The slots of the candidate's schedule."""
         name, chunks, pipe = candidate.schedule, candidate.chunks, candidate.pipe
 
-        def find() -> Slots:
+        def compute() -> Slots:
             return Slots(schedules.named(name, chunks if chunks > 1 else None), pipe, micro_batches)
 
-        return self.once(("slots", name, chunks, pipe, micro_batches), find)
+        return self.once(("slots", name, chunks, pipe, micro_batches), compute)
 
-    def cut(self, axes: tuple[tuple[str, int], ...], zero: int, layers: ShardedLayers, update: float) -> Cut:
-        """Layers on this mesh; they must outlive the setting."""
-        on = self.on(axes)
-        works = self.once(("works", on.summed), lambda: self.collectives.of("all_reduce", on.summed, 1.0).works)
-        waits = zero if on.cut > 1 and not works and zero > 1 else 0  # below, nothing travels in a micro-batch
-        key = "busy", id(layers), on.stored if waits else (), waits
-        busy = self.once(key, lambda: Busy.of(layers, self.travel(layers, on.stored), waits))
-        return Cut(layers, update, on, works, busy)
+    def sharded_costs(
+        self, axes: tuple[tuple[str, int], ...], zero: int, layers: ShardedLayers, update: float
+    ) -> ShardedCosts:
+        """The costs of layers on this mesh. The layers must live as long as the cache, which uses their id."""
+        mesh = self.once(("mesh", axes), lambda: MeshRanks.of(axes))
+        by_copy = self.once(("by copy", mesh.summed), lambda: self.collectives.of("all_reduce", mesh.summed, 1.0).works)
+        inside = zero if mesh.shards > 1 and not by_copy and zero > 1 else 0  # ZeRO-1 sends nothing per micro-batch
+        key = "times", id(layers), mesh.stored if inside else (), inside
+        times = self.once(key, lambda: LayerTimes.of(layers, self.zero_comm(layers, mesh.stored), inside))
+        return ShardedCosts(layers, update, mesh, by_copy, times)
 
-    def travel(self, layers: ShardedLayers, ranks: HashedOnce) -> Travel:
-        """What sending parameters and gradients of layers over these ranks takes."""
-        key = "travel", layers.groups, ranks
-        return self.once(key, lambda: Travel.of(layers, self.collectives, ranks, self.itemsize))
+    def zero_comm(self, layers: ShardedLayers, ranks: HashedOnce) -> ZeroCommTime:
+        """The times of gathers and reductions of the layers' parameter groups over these ranks."""
+        key = "zero comm", layers.groups, ranks
+        return self.once(key, lambda: ZeroCommTime.of(layers, self.collectives, ranks, self.itemsize))

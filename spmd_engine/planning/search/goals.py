@@ -1,4 +1,4 @@
-"""What a plan is to be best at, and what it must keep to."""
+"""Goals of a search, and constraints on plans."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from spmd_engine.units import readable_bytes, readable_seconds
 GOALS = ("latency", "throughput", "memory", "balance")
 
 
-def value(goal: str, estimate: Estimate) -> tuple[float, ...]:
-    """What is to be as small as possible; what comes second decides between equals."""
+def objective(goal: str, estimate: Estimate) -> tuple[float, ...]:
+    """What a search minimizes; the second number decides between equals."""
     return {
         "latency": (estimate.seconds, estimate.memory),
         "throughput": (-estimate.throughput, estimate.memory),
@@ -24,8 +24,8 @@ def value(goal: str, estimate: Estimate) -> tuple[float, ...]:
     }[goal]
 
 
-def least(goal: str, candidate: Candidate, bound: Bound) -> tuple[float, ...]:
-    """What no division into stages of a candidate goes below."""
+def objective_bound(goal: str, candidate: Candidate, bound: Bound) -> tuple[float, ...]:
+    """A lower bound of the objective over all divisions of a candidate into stages."""
     return {
         "latency": (bound.seconds, bound.memory),
         "throughput": (-candidate.batch_size / bound.seconds if bound.seconds else -float("inf"), bound.memory),
@@ -36,21 +36,20 @@ def least(goal: str, candidate: Candidate, bound: Bound) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Limits:
-    """Constraints of numbers; None: none. Raises UsageError for what nothing can keep to."""
+    """Upper limits; None: no limit. Raises UsageError for a limit that is not above 0."""
 
-    memory: float | None = None  #: bytes a rank
-    latency: float | None = None  #: seconds a step
-    bandwidth: float | None = None  #: bytes that a rank sends a second
-    compute: float | None = None  #: seconds that a rank works in a step
+    memory: float | None = None  #: bytes per rank
+    latency: float | None = None  #: seconds per step
+    bandwidth: float | None = None  #: bytes per second that a rank sends
+    compute: float | None = None  #: seconds of work of a rank per step
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            given = getattr(self, each.name)
-            if given is not None and not given > 0:
-                raise UsageError(f"--{each.name} {given:g}: it must be above 0")
+        for name, limit in vars(self).items():
+            if limit is not None and not limit > 0:
+                raise UsageError(f"--{name} {limit:g}: it must be above 0")
 
     def measured(self, estimate: Estimate) -> dict[str, float]:
-        """What a candidate needs of each limit that there is."""
+        """What a candidate needs, for each limit that is set."""
         needs = {
             "memory": estimate.memory,
             "latency": estimate.seconds,
@@ -60,12 +59,12 @@ class Limits:
         return {name: need for name, need in needs.items() if getattr(self, name) is not None}
 
     def broken(self, estimate: Estimate) -> frozenset[str]:
-        """The names of limits that a candidate does not keep."""
+        """The names of the limits that a candidate breaks."""
         needs = self.measured(estimate)
         return frozenset(name for name, need in needs.items() if need > getattr(self, name) * (1 + 1e-9))
 
     def surely_broken(self, bound: Bound) -> frozenset[str]:
-        """Those that no division of a candidate keeps."""
+        """The names of the limits that every division of a candidate breaks."""
         broken = set()
         if self.memory is not None and bound.memory > self.memory:
             broken.add("memory")
@@ -73,36 +72,36 @@ class Limits:
             broken.add("latency")
         return frozenset(broken)
 
-    def said(self, name: str, number: float | None = None) -> str:
-        """A limit, or a need, as people read it."""
+    def shown(self, name: str, number: float | None = None) -> str:
+        """A limit, or a need in its unit, as text."""
         shown = getattr(self, name) if number is None else number
         if name == "memory":
             return readable_bytes(shown)
         return f"{readable_bytes(shown)}/s" if name == "bandwidth" else readable_seconds(shown)
 
 
-LIMITS = tuple(each.name for each in fields(Limits))
+LIMITS = tuple(limit.name for limit in fields(Limits))
 
 
 @dataclass(frozen=True)
 class Constraints:
-    """Limits, and choices that are fixed."""
+    """Limits, and fixed choices."""
 
     limits: Limits = Limits()
     fixed: Mapping[str, Any] = field(default_factory=dict)  #: by name, of FIXABLE and "ranks", "batch_size"
 
     def broken(self, candidate: Candidate, estimate: Estimate | None = None) -> frozenset[str]:
-        """All that a candidate does not keep to."""
-        wrong = {name for name, wanted in self.fixed.items() if not _as_fixed(candidate, name, wanted)}
+        """The names of the constraints that a candidate breaks."""
+        wrong = {name for name, wanted in self.fixed.items() if not _keeps(candidate, name, wanted)}
         return frozenset(wrong) | (self.limits.broken(estimate) if estimate else frozenset())
 
     @property
     def names(self) -> Sequence[str]:
-        """Of all constraints that there are."""
+        """The names of all constraints that are set."""
         return [name for name in LIMITS if getattr(self.limits, name) is not None] + list(self.fixed)
 
-    def said(self, name: str) -> str:
-        """A constraint as people read it."""
+    def shown(self, name: str) -> str:
+        """A constraint as text."""
         if name in self.fixed:
             wanted = self.fixed[name]
             if isinstance(wanted, Mapping):
@@ -110,10 +109,10 @@ class Constraints:
             if isinstance(wanted, tuple | list):
                 wanted = " or ".join(map(str, wanted))
             return f"{name.replace('_', ' ')} {wanted}"
-        return f"{name} at most {self.limits.said(name)}"
+        return f"{name} at most {self.limits.shown(name)}"
 
 
-def _as_fixed(candidate: Candidate, name: str, wanted: Any) -> bool:
+def _keeps(candidate: Candidate, name: str, wanted: Any) -> bool:
     if name == "mesh":
         return candidate.mesh == dict(wanted)
     if name == "ranks":

@@ -1,4 +1,4 @@
-"""What each layer of a model costs a rank for one micro-batch: what plans are estimated from."""
+"""The costs of each layer for one micro-batch on a rank, from which plans are estimated."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from spmd_engine.engine.pipeline.chunk import Recompute, segments
 from spmd_engine.engine.zero.reducer import IN_FLIGHT
 from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.step_analysis import HashedOnce
+from spmd_engine.planning.simulator.collective_time import CollectiveTimes
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Of one layer, on a rank that has its part of a micro-batch. Seconds are of work alone, and of waiting inside."""
+    """The costs of one layer, on a rank with its shard of a micro-batch."""
 
     name: str
     forward: float  #: seconds of work
     backward_input: float
     backward_weights: float
-    inside_forward: float = 0.0  #: seconds of communication that the layer waits for: tensor and context parallel
+    inside_forward: float = 0.0  #: seconds of exposed communication inside the layer: tensor and context parallel
     inside_backward: float = 0.0
-    sent_forward: int = 0  #: bytes that the rank sends meanwhile
+    sent_forward: int = 0  #: bytes that the rank sends in the layer
     sent_backward: int = 0
     saved: int = 0  #: bytes kept from the forward to the backward
-    output: int = 0  #: bytes of what comes out
-    above_forward: int = 0  #: bytes held at most while it runs forward, beyond what it saves
-    above_backward: int = 0  #: bytes held at most while it runs backward, beyond what it had saved
-    parameters: int = 0  #: elements on the rank, while whole
-    tied: int = 0  #: of these, those that another layer has, too
-    groups: tuple[int, ...] = ()  #: elements of its parameter groups, in the order in which they are gathered
-    tied_groups: tuple[int, ...] = ()  #: of groups that another layer has, too
-    host_forward: float = 0.0  #: seconds in which a device's host hands over the forward, while the device works
+    output: int = 0  #: bytes of the output
+    above_forward: int = 0  #: peak bytes of its forward, above what it saves
+    above_backward: int = 0  #: peak bytes of its backward, above what it had saved
+    parameters: int = 0  #: elements on the rank, unsharded
+    tied: int = 0  #: of these, those tied to another layer
+    groups: tuple[int, ...] = ()  #: elements of its own parameter groups, in the order of their gathers
+    tied_groups: tuple[int, ...] = ()  #: elements of groups of other layers that it uses
+    host_forward: float = 0.0  #: seconds in which a device's host launches the forward
     host_backward: float = 0.0
 
     @property
@@ -43,33 +44,33 @@ class LayerCosts:
 
 
 def between(a: LayerCosts, b: LayerCosts, share: float) -> LayerCosts:
-    """On the line from ``a`` to ``b``, at this share of the way; beyond them too, but never below 0."""
+    """Linear interpolation from ``a`` to ``b``, also beyond them, but never below 0."""
     values = {}
-    for each in fields(LayerCosts):
-        low, high = getattr(a, each.name), getattr(b, each.name)
+    for cost in fields(LayerCosts):
+        low, high = getattr(a, cost.name), getattr(b, cost.name)
         if isinstance(low, float | int):
             value = max(low + (high - low) * share, 0.0)
-            values[each.name] = round(value) if isinstance(low, int) and isinstance(high, int) else value
+            values[cost.name] = round(value) if isinstance(low, int) and isinstance(high, int) else value
     return replace(a, **values)
 
 
 def repeated_layers(model: Model, recompute: str) -> list[range]:
-    """The layers of each part of a model that is recomputed."""
+    """The layers of each recomputed segment of a model."""
     parts = segments(model, range(len(model.layers)), Recompute(recompute))
-    return [each.layers for each in parts if each.recomputed]
+    return [part.layers for part in parts if part.recomputed]
 
 
 class ShardedLayers:
-    """All layers of a model, cut in one way and with one choice of what is recomputed: arrays float64[layers].
+    """All layers of a model under one sharding and one choice of recomputation, as arrays float64[layers].
 
-    ``forward``, ``back`` and ``weights`` are seconds of each layer for a micro-batch: of its forward, of what is
-    repeated with the input's gradient, of the weights' gradient; ``work`` all of these. ``kept`` are bytes that a
-    forward leaves for its backward; ``running`` the most that is held while a layer runs, by the layer and by what was
-    kept before it in the same chunk, from ``kept_before`` on; ``elements`` parameters.
+    ``forward``, ``back`` and ``weights`` are seconds of each layer for a micro-batch: of the forward, of the input
+    gradient with recomputation, of the weight gradient; ``work`` is their sum. ``kept`` are bytes of activations that a
+    forward keeps for its backward, ``kept_before`` their sum over earlier layers, and ``running`` the peak while a
+    layer runs, including ``kept_before``. ``elements`` are parameters.
     """
 
     def __init__(self, model: Model, costs: Sequence[LayerCosts], repeated: Sequence[range]) -> None:
-        """``repeated``: the layers of each part that is recomputed (``repeated_layers``)."""
+        """``repeated``: the layers of each recomputed segment (``repeated_layers``)."""
         self.costs = costs
         again = np.zeros(len(costs), bool)
         for layers in repeated:
@@ -84,9 +85,9 @@ class ShardedLayers:
         self.back = inputs + inside + idle + again * self.forward
         self.work = self.forward + self.back + self.weights
         self.whole = float(self.work.sum())
-        #: of a micro-batch's way forth and back: without the weights' gradients, and what is repeated
-        self.way = float(self.forward.sum() + inputs.sum())
-        #: of the work, seconds of communication inside layers; and bytes that a rank with all layers sends there
+        #: seconds of the forward and backward of a micro-batch, without weight gradients and recomputation
+        self.path = float(self.forward.sum() + inputs.sum())
+        #: of the work, seconds of communication inside layers; and bytes that a rank with all layers sends in them
         self.inside = float((self._of(lambda each: each.inside_forward) * (1 + again) + inside).sum())
         sent = self._of(lambda each: each.sent_forward), self._of(lambda each: each.sent_backward)
         self.sent = float((sent[0] * (1 + again) + sent[1]).sum())
@@ -105,16 +106,16 @@ class ShardedLayers:
             self.running[part] += np.cumsum(saved[part])
         self.elements = self._of(lambda each: each.parameters)
         self.own_elements = float(self.elements.sum() - self._of(lambda each: each.tied).sum())
-        #: elements that are gathered at once for a layer: of its whole segment where that is repeated
+        #: elements that are gathered at once for a layer: those of its segment if that is recomputed
         self.gathered = self.elements.copy()
         for layers in repeated:
             part = slice(layers.start, layers.stop)
             self.gathered[part] = self.elements[part].sum()
-        #: elements of each layer's group that is gathered first, and of those whose gradients leave last
+        #: elements of each layer's first gathered group, and of its last reduced groups
         self.first_group = self._of(lambda each: max(each.groups[:1], default=0))
         self.last_groups = self._of(lambda each: sum(each.groups[-IN_FLIGHT:]))
         numbers = {name: number for number, (name, _) in enumerate(model.layers)}
-        #: layer with a tied parameter -> the layer that has it
+        #: layer with a tied parameter -> the layer that owns it
         self.owners = {
             numbers[name]: numbers[full.rpartition("/")[0]]
             for name, layer in model.layers
@@ -125,13 +126,13 @@ class ShardedLayers:
         return len(self.costs)
 
     def _of(self, number: Callable[[LayerCosts], float]) -> np.ndarray:
-        """A number of each layer: float64[layers]."""
+        """``number`` of each layer: float64[layers]."""
         different, at = self.different
         return np.array([float(number(each)) for each in different])[at]
 
     def _idle(self, model: Model, host: np.ndarray, work: np.ndarray) -> np.ndarray:
-        """Seconds that a device waits for its host, float64[layers]. While it works on one layer of a block the host
-        is ahead with the next: they are compared block by block."""
+        """Seconds that a device waits for its host, float64[layers]. Within a block the host launches ahead of the
+        device, so their times are compared block by block."""
         if not host.any():
             return np.zeros(len(host))
         blocks = [name.partition("/")[0] for name, _ in model.layers]
@@ -142,13 +143,179 @@ class ShardedLayers:
 
     @cached_property
     def groups(self) -> HashedOnce:
-        """All that sending parameters and gradients depends on: the layers' parameter groups."""
+        """The parameter groups of all layers: what communication of ZeRO depends on."""
         different, at = self.different
         return HashedOnce((tuple((each.groups, each.tied_groups) for each in different), tuple(at)))
 
     @cached_property
     def different(self) -> tuple[list[LayerCosts], list[int]]:
-        """The costs that differ, and for each layer which of them are its own: most layers of a model are alike."""
+        """The distinct costs, and for each layer the index of its own: most layers of a model are equal."""
         numbers: dict[int, int] = {}
         at = [numbers.setdefault(id(each), len(numbers)) for each in self.costs]
         return [self.costs[at.index(number)] for number in range(len(numbers))], at
+
+
+# --- Communication of ZeRO, by parameter group. Under ZeRO-3 the first group of a layer is prefetched while the layer
+# --- before it computes (``engine.zero.unsharder``); the others are gathered when the layer begins, exposed. All groups
+# --- of a recomputed segment are gathered at its beginning. From ZeRO-2 on gradients are reduced in every micro-batch,
+# --- at most ``IN_FLIGHT`` groups at a time (``engine.zero.reducer``). A rank's link serves one at a time
+
+
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True)
+class ZeroCommTime:
+    """Seconds of the communication of each layer's parameter groups, float64[layers], each alone on its link.
+
+    ``own`` and ``tied`` are by operation: of the layer's own groups, and of groups of other layers that it uses.
+    """
+
+    own: dict[str, np.ndarray]
+    tied: dict[str, np.ndarray]
+    first: np.ndarray  #: the gather of the first group
+    last: np.ndarray  #: the reductions of the last ``IN_FLIGHT`` groups
+
+    @classmethod
+    def of(
+        cls, layers: ShardedLayers, collectives: CollectiveTimes, ranks: Sequence[int], itemsize: int
+    ) -> ZeroCommTime:
+        """The times for layers whose parameters are sharded over these ranks."""
+        different, at = layers.different
+
+        def seconds(operation: str, groups: Sequence[Sequence[int]]) -> np.ndarray:
+            each = [sum(collectives.of(operation, ranks, size * itemsize).seconds for size in some) for some in groups]
+            return np.array(each)[at]
+
+        return cls(
+            {name: seconds(name, [each.groups for each in different]) for name in OPERATIONS},
+            {name: seconds(name, [each.tied_groups for each in different]) for name in OPERATIONS},
+            seconds("all_gather", [(*each.groups, *each.tied_groups)[:1] for each in different]),
+            seconds("reduce_scatter", [each.groups[-IN_FLIGHT:] for each in different]),
+        )
+
+    def all(self, operation: str) -> np.ndarray:
+        """Seconds of all groups that a layer uses."""
+        return self.own[operation] + self.tied[operation]
+
+    def forward(self, work: np.ndarray, zero: int) -> np.ndarray:
+        """Seconds of each layer's forward, given its ``work``."""
+        if zero < 3:
+            return work
+        return self.all("all_gather") - self.first + np.maximum(work, self.first)
+
+    def backward(self, work: np.ndarray, layers: ShardedLayers, zero: int) -> np.ndarray:
+        """Seconds of each layer's backward and recomputation, given its ``work``."""
+        if zero < 2:
+            return work
+        waited = self.own["reduce_scatter"] - self.last
+        if zero < 3:
+            return waited + np.maximum(work, self.last)
+        gathers = self.all("all_gather")
+        first, rest = self.first.copy(), gathers - self.first
+        for layer in layers.later_repeated:  # gathered with the segment's first layer, while that computes
+            first[layer] = 0.0
+            rest[layer] = max(gathers[layer] - layers.forward[layer - 1], 0.0)
+        return rest + waited + np.maximum(work, first + self.last)
+
+
+# --- Sums over the layers of each pipeline stage
+
+
+class StageSums:
+    """Chunk k begins at layer ``starts[k]`` and is on stage k % ``stages``. Results are float64[stages]."""
+
+    def __init__(self, layers: ShardedLayers, starts: Sequence[int], stages: int) -> None:
+        self.layers, self.starts, self.stages = layers, np.asarray(starts), stages
+        self.edges = np.array([*starts, len(layers)])
+
+    def by_chunk(self, of_layer: np.ndarray) -> np.ndarray:
+        """Sums over each chunk's layers: float64[chunks]."""
+        return np.add.reduceat(of_layer, self.starts)
+
+    def by_stage(self, of_chunk: np.ndarray) -> np.ndarray:
+        """Sums over each stage's chunks."""
+        return of_chunk.reshape(-1, self.stages).sum(axis=0)
+
+    def worst_chunk(self, of_chunk: np.ndarray) -> np.ndarray:
+        """The largest of each stage's chunks."""
+        return of_chunk.reshape(-1, self.stages).max(axis=0)
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """Layers of each stage."""
+        return self.by_stage(np.diff(self.edges))
+
+    @cached_property
+    def kept(self) -> np.ndarray:
+        """Bytes of activations that a micro-batch keeps in each chunk: float64[chunks]."""
+        return self.by_chunk(self.layers.kept)
+
+    @cached_property
+    def running(self) -> np.ndarray:
+        """Peak bytes while a layer runs backward, above what the stage keeps of micro-batches."""
+        most = np.maximum.reduceat(self.layers.running, self.starts)
+        return self.worst_chunk(most - self.layers.kept_before[self.starts] - self.kept)
+
+    @cached_property
+    def _places(self) -> list[tuple[int, int, int]]:
+        """For each layer with a tied parameter: the layer, its stage, and the stage of the owner."""
+        chunks = {layer: int(np.searchsorted(self.starts, layer, side="right")) - 1 for layer in self._tied_or_owner}
+        stage = {layer: chunk % self.stages for layer, chunk in chunks.items()}
+        return [(layer, stage[layer], stage[owner]) for layer, owner in self.layers.owners.items()]
+
+    @property
+    def _tied_or_owner(self) -> set[int]:
+        return {*self.layers.owners, *self.layers.owners.values()}
+
+    @cached_property
+    def elements(self) -> np.ndarray:
+        """Parameters of a rank; a tied parameter counts once on each stage."""
+        found = self.by_stage(self.by_chunk(self.layers.elements))
+        for layer, here, there in self._places:
+            if here == there:
+                found[here] -= self.layers.costs[layer].tied
+        return found
+
+    @cached_property
+    def tied(self) -> np.ndarray:
+        """Of these, parameters that are tied to another layer."""
+        return self._of_tied(lambda here, there: True)
+
+    @cached_property
+    def apart(self) -> np.ndarray:
+        """Of these, parameters that are tied to a layer of another stage."""
+        return self._of_tied(lambda here, there: here != there)
+
+    def _of_tied(self, counts) -> np.ndarray:
+        found = np.zeros(self.stages)
+        for layer, here, there in self._places:
+            if counts(here, there):
+                found[here] += self.layers.costs[layer].tied
+        return found
+
+    def zero_comm(self, comm: ZeroCommTime) -> list[np.ndarray]:
+        """Seconds of communicating all parameter groups once, for each of ``OPERATIONS``."""
+        found = []
+        for name in OPERATIONS:
+            seconds = self.by_stage(self.by_chunk(comm.own[name]))
+            for layer, here, there in self._places:
+                if here != there:
+                    seconds[here] += comm.tied[name][layer]
+            found.append(seconds)
+        return found
+
+    @cached_property
+    def gathered(self) -> np.ndarray:
+        """The most elements that ZeRO-3 has gathered: a layer, and the prefetched group of the next."""
+        first = self.layers.first_group
+        before, after = np.roll(first, 1), np.roll(first, -1)
+        before[self.starts] = after[self.edges[1:] - 1] = 0  # these belong to other chunks
+        return self.worst_chunk(np.maximum.reduceat(self.layers.gathered + np.maximum(before, after), self.starts))
+
+    def whole_gradients(self, micro_batches: int) -> np.ndarray:
+        """The most elements of unsharded gradients under ZeRO-2 and 3: those of a layer, and the groups under way of
+        the layer that ran backward before it, which may be the chunk's first layer in the micro-batch before."""
+        leaving = np.roll(self.layers.last_groups, -1)
+        leaving[self.edges[1:] - 1] = self.layers.last_groups[self.starts] if micro_batches > 1 else 0
+        return self.worst_chunk(np.maximum.reduceat(self.layers.elements + leaving, self.starts))

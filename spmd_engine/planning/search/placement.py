@@ -1,7 +1,7 @@
-"""Which node has which task: stages, shards or experts, that compute, hold bytes, and send bytes to each other.
+"""Places tasks on nodes: stages, shards or experts that compute, hold bytes, and send bytes to each other.
 
-Where no two tasks talk, costs separate and the placement is an assignment, which is solved exactly. Otherwise it is a
-quadratic assignment, for which annealing and a genetic search are good, and trying all is exact where that is possible.
+Without communication between tasks the problem is an assignment, which is solved exactly. Otherwise it is a quadratic
+assignment, solved approximately by annealing or a genetic search, and exactly, for small cases, by exhaustive search.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MOST_TRIED = 2_000_000  #: placements that ``exact`` tries
 
 @dataclass(frozen=True)
 class Tasks:
-    """What is to be placed, and on what.
+    """The tasks, and the nodes.
 
-    ``work[t, n]`` seconds of task t on node n; ``size[t]`` bytes; ``sent[t, u]`` bytes from task t to u each step;
-    ``room[n]`` bytes of a node; ``seconds_a_byte[n, m]`` of the way from node n to m, 0 on the diagonal.
+    ``work[t, n]`` seconds of task t on node n; ``size[t]`` bytes; ``sent[t, u]`` bytes from task t to u per step;
+    ``room[n]`` bytes of a node; ``seconds_a_byte[n, m]`` of the link from node n to m, 0 on the diagonal.
     """
 
     work: np.ndarray
@@ -34,10 +34,10 @@ class Tasks:
     sent: np.ndarray
     room: np.ndarray
     seconds_a_byte: np.ndarray
-    most: int | None = None  #: tasks a node may have
+    most: int | None = None  #: most tasks per node
     pinned: Mapping[int, int] = field(default_factory=dict)  #: task -> its node
     together: Sequence[Sequence[int]] = ()  #: tasks that must be on one node
-    apart: Sequence[Sequence[int]] = ()  #: tasks that must be on nodes of their own
+    apart: Sequence[Sequence[int]] = ()  #: tasks that must be on different nodes
 
     def __post_init__(self) -> None:
         tasks, nodes = self.work.shape
@@ -47,9 +47,9 @@ class Tasks:
             "room": (self.room.shape, (nodes,)),
             "seconds_a_byte": (self.seconds_a_byte.shape, (nodes, nodes)),
         }
-        for name, (found, wanted) in shapes.items():
-            if found != wanted:
-                raise UsageError(f"tasks: {name} has shape {found}, it must have {wanted}")
+        for name, (shape, expected) in shapes.items():
+            if shape != expected:
+                raise UsageError(f"tasks: {name} has shape {shape}, expected {expected}")
         for task, node in self.pinned.items():
             if not (0 <= task < tasks and 0 <= node < nodes):
                 raise UsageError(f"tasks: task {task} is pinned to node {node}; there are {tasks} tasks, {nodes} nodes")
@@ -63,7 +63,7 @@ class Tasks:
         return self.work.shape[1]
 
     def fits(self, places: Places) -> bool:
-        """Whether a placement keeps to all constraints."""
+        """Whether a placement keeps all constraints."""
         at = np.asarray(places)
         if any(at[task] != node for task, node in self.pinned.items()):
             return False
@@ -76,7 +76,7 @@ class Tasks:
         return bool((np.bincount(at, self.size, self.nodes) <= self.room).all())
 
     def cost(self, places: Places) -> float:
-        """Seconds of a step: of the node that works and sends longest."""
+        """Seconds of a step: those of the slowest node."""
         at = np.asarray(places)
         seconds = np.bincount(at, self.work[np.arange(self.count), at], self.nodes)
         moved = self.sent * self.seconds_a_byte[at[:, None], at[None, :]]
@@ -84,16 +84,16 @@ class Tasks:
 
 
 def exact(tasks: Tasks) -> Places:
-    """The best placement, by trying all; raises UsageError if they are too many, or none fits."""
+    """The best placement, by exhaustive search; raises UsageError if there are too many, or none fits."""
     if tasks.nodes**tasks.count > MOST_TRIED:
-        raise UsageError(f"{tasks.nodes} nodes to the power of {tasks.count} tasks are too many to try")
+        raise UsageError(f"{tasks.nodes} nodes to the power of {tasks.count} tasks are too many placements to try")
     fitting = (places for places in product(range(tasks.nodes), repeat=tasks.count) if tasks.fits(places))
     best = min(fitting, key=tasks.cost, default=None)
-    return _there(best, tasks)
+    return _checked(best, tasks)
 
 
 def assigned(cost: np.ndarray) -> Places:
-    """Tasks to nodes, one a node, with the least sum of ``cost[task, node]``: exact (Kuhn, 1955; SciPy's).
+    """Tasks on nodes, one per node, with the least sum of ``cost[task, node]``: exact (Kuhn, 1955; SciPy's).
 
     Raises UsageError where SciPy is missing, or tasks are more than nodes.
     """
@@ -102,12 +102,12 @@ def assigned(cost: np.ndarray) -> Places:
     except ImportError:
         raise UsageError("an assignment needs SciPy: pip install 'spmd_engine[planning]'") from None
     if cost.shape[0] > cost.shape[1]:
-        raise UsageError(f"{cost.shape[0]} tasks on {cost.shape[1]} nodes, one a node: there are too few")
+        raise UsageError(f"{cost.shape[0]} tasks on {cost.shape[1]} nodes, one per node: there are too few nodes")
     return tuple(int(node) for node in linear_sum_assignment(cost)[1])
 
 
 def first_fit(tasks: Tasks, random: Random | None = None) -> Places | None:
-    """Some placement that fits, groups that are kept together and large tasks first; None if none was found."""
+    """A placement that fits, by placing groups in descending size; None if none was found."""
     random = random or Random(0)
     groups = _groups(tasks)
     for _ in range(200):
@@ -119,7 +119,7 @@ def first_fit(tasks: Tasks, random: Random | None = None) -> Places | None:
 
 
 def _groups(tasks: Tasks) -> list[tuple[int, ...]]:
-    """Tasks that are placed as one."""
+    """Sets of tasks that are placed together."""
     of = list(range(tasks.count))
     for group in tasks.together:
         least = min(of[task] for task in group)
@@ -154,12 +154,12 @@ def _fill(tasks: Tasks, order: Sequence[tuple[int, ...]], at: list[int], random:
 
 
 def annealed(tasks: Tasks, *, turns: int = 20_000, seed: int = 0) -> Places:
-    """Simulated annealing (Kirkpatrick et al., 1983): a group moves, or two change places; worse is taken ever less.
+    """Simulated annealing (Kirkpatrick et al., 1983): a group moves, or two groups are exchanged.
 
-    Raises UsageError if nothing that fits was found to begin with.
+    Raises UsageError if no initial placement that fits was found.
     """
     random = Random(seed)
-    now = _there(first_fit(tasks, random), tasks)
+    now = _checked(first_fit(tasks, random), tasks)
     groups, cost = _groups(tasks), tasks.cost(now)
     best, least = now, cost
     heat = 0.3 * cost
@@ -195,7 +195,7 @@ def _neighbour(tasks: Tasks, groups: Sequence[tuple[int, ...]], now: Places, ran
 
 
 def _descended(tasks: Tasks, groups: Sequence[tuple[int, ...]], now: Places) -> Places:
-    """The best that moving one group after the other comes to."""
+    """The local optimum that moves of single groups reach."""
     cost, better = tasks.cost(now), True
     while better:
         better = False
@@ -217,13 +217,13 @@ def _moves(tasks: Tasks, groups: Sequence[tuple[int, ...]], now: Places) -> Iter
 
 
 def evolved(tasks: Tasks, *, generations: int = 150, population: int = 40, seed: int = 0) -> Places:
-    """A genetic search: of two parents each group takes its node from either, then one may move; the best half lives.
+    """A genetic search: a child takes the node of each group from either parent, then mutates; the best half survives.
 
-    Raises UsageError if nothing that fits was found to begin with.
+    Raises UsageError if no initial placement that fits was found.
     """
     random = Random(seed)
     groups = _groups(tasks)
-    living = [_there(first_fit(tasks, random), tasks) for _ in range(population)]
+    living = [_checked(first_fit(tasks, random), tasks) for _ in range(population)]
     price: Callable[[Places], float] = tasks.cost
     for _ in range(generations):
         living = sorted(set(living), key=price)[: population // 2]
@@ -243,40 +243,26 @@ def evolved(tasks: Tasks, *, generations: int = 150, population: int = 40, seed:
     return _descended(tasks, groups, min(living, key=price))
 
 
-def _there(places: Places | None, tasks: Tasks) -> Places:
+def _checked(places: Places | None, tasks: Tasks) -> Places:
     if places is None:
         need, room = float(tasks.size.sum()), float(tasks.room.sum())
         raise UsageError(
-            f"no placement of {tasks.count} tasks on {tasks.nodes} nodes was found that keeps to all constraints: "
+            f"no placement of {tasks.count} tasks on {tasks.nodes} nodes was found that keeps all constraints: "
             f"they need {need:g} bytes of {room:g}"
         )
     return places
 
 
-def stage_places(machine_speeds: Sequence[float], work: Sequence[float]) -> tuple[Places, float]:
-    """Stages of a pipeline on nodes of unlike speeds, one a node, that neighbours do not matter for: the seconds of
-    the slowest are least. The quickest nodes have the most work; exact, by exchange."""
-    if len(work) > len(machine_speeds):
-        raise UsageError(f"{len(work)} stages on {len(machine_speeds)} nodes, one a node: there are too few")
-    by_speed = sorted(range(len(machine_speeds)), key=lambda n: -machine_speeds[n])
-    by_work = sorted(range(len(work)), key=lambda s: -work[s])
-    at = [0] * len(work)
-    for stage, node in zip(by_work, by_speed, strict=False):
-        at[stage] = node
-    slowest = max((work[s] / machine_speeds[at[s]] for s in range(len(work))), default=0.0)
-    return tuple(at), slowest
-
-
 def shares(speeds: Sequence[float], whole: int) -> tuple[int, ...]:
-    """Weights by speed, as layouts take them (``"b/data:3:1"``): of ``whole`` parts, so many for each rank that the
-    last of them is done soonest. So what is rounded up is rather a quick one's: a part takes longest on a slow one.
+    """Weights by speed, as layouts take them (``"b/data:3:1"``): ``whole`` parts, divided such that the last rank is
+    done soonest. Parts that are left after rounding down go to fast ranks.
 
     >>> shares([0.8, 0.4], 12), shares([8, 1], 16)
     ((8, 4), (15, 1))
     """
     total = sum(speeds)
     if not total or min(speeds) < 0:
-        raise UsageError(f"speeds {tuple(speeds)}: they must not be below 0, nor all 0")
+        raise UsageError(f"speeds {tuple(speeds)}: they must be at least 0, and one above 0")
     parts = [int(whole * speed / total) for speed in speeds]
     done = [((parts[rank] + 1) / speed, rank) for rank, speed in enumerate(speeds) if speed]  # with one part more
     heapify(done)

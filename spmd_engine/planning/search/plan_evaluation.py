@@ -1,27 +1,37 @@
-"""One plan looked at closely: its whole step analyzed on shapes, and simulated on a machine."""
+"""The evaluation of a plan: the dry run of its whole step, simulated on a machine; and uneven shares by it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import gcd, inf
+from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.engine.state.split_weights import STATE, WORK, Shares, said
 from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.analyze import analyze
-from spmd_engine.planning.dry_run.slot_table_memory import tables_of
+from spmd_engine.planning.dry_run.match_calls import position_of
+from spmd_engine.planning.dry_run.rank_classes import slot_table_bytes
 from spmd_engine.planning.dry_run.step_analysis import RankStep, StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.search.search_space import Candidate
+from spmd_engine.planning.search.placement import shares
+from spmd_engine.planning.search.search_space import PIPE, Candidate
 from spmd_engine.planning.simulator.simulation import Prediction, simulate
 
-MOST_SLOTS = 12_000  #: layers of a stage, times stages and micro-batches, that are analyzed one by one
+MOST_SLOTS = 12_000  #: layers times micro-batches; larger steps are extrapolated
 
 
 @dataclass(frozen=True)
-class Foresight:
-    """What a plan's step will do. ``whole`` is False if it is too long to be looked at in all its micro-batches: then
-    ``analysis`` is of as many as fill the pipeline, each as large as the plan's, and the seconds are continued."""
+class PlanEvaluation:
+    """The predicted step of a plan.
+
+    ``whole`` is False for a step with too many micro-batches: then ``analysis`` and ``prediction`` are of as many
+    micro-batches as fill the pipeline, and ``seconds`` and ``bytes_sent`` are extrapolated.
+    """
 
     analysis: StepAnalysis
     prediction: Prediction
@@ -41,7 +51,7 @@ class Foresight:
 
     @property
     def peak_bytes_by_kind(self) -> dict[str, int]:
-        """What that rank holds then."""
+        """Bytes that this rank holds at its peak, by kind."""
         more = {
             "tables of groups": self.analysis.tables_of_rank(self.peak_rank),
             "places of convolutions": self.peak_step.constants,
@@ -50,16 +60,16 @@ class Foresight:
 
     @property
     def peak_moment(self) -> str:
-        """What that rank computes then."""
+        """What this rank computes at its peak."""
         step = self.peak_step
         if not step.computations:
             return "the start"
         computation = step.computations[min(step.peak.computation, len(step.computations) - 1)]
-        at = f" of micro-batch {computation.micro_batch}" if computation.micro_batch is not None else ""
-        return computation.name + at
+        micro_batch = computation.micro_batch
+        return computation.name + (f" of micro-batch {micro_batch}" if micro_batch is not None else "")
 
     def as_json(self) -> dict[str, Any]:
-        """What programs ask for."""
+        """The evaluation as JSON."""
         return {
             "seconds": self.seconds,
             "bytes_sent": self.bytes_sent,
@@ -74,7 +84,7 @@ class Foresight:
         }
 
 
-def look(
+def evaluate_step(
     model: Model,
     machine: Machine,
     axes: Mapping[str, int],
@@ -82,25 +92,25 @@ def look(
     batch_size: int,
     micro_batches: int,
     **options: Any,
-) -> Foresight:
+) -> PlanEvaluation:
     """Analyze and simulate one step; ``options`` go to ``analyze``."""
     stages = axes.get("pipe", 1)
     few = 2 * stages
 
     def analyzed(**sizes: int) -> StepAnalysis:
-        return with_tables(analyze(model, axes, composition, **sizes, **options), machine)
+        return with_slot_tables(analyze(model, axes, composition, **sizes, **options), machine)
 
     slots = len(model.layers) * micro_batches
     if slots <= MOST_SLOTS or micro_batches <= few + stages:
         analysis = analyzed(batch_size=batch_size, micro_batches=micro_batches)
         prediction = simulate(analysis, machine)
-        return Foresight(analysis, prediction, prediction.seconds, analysis.bytes_sent)
-    each = batch_size // micro_batches
-    short = analyzed(batch_size=each * few, micro_batches=few)
-    longer = analyzed(batch_size=each * (few + stages), micro_batches=few + stages)
+        return PlanEvaluation(analysis, prediction, prediction.seconds, analysis.bytes_sent)
+    samples = batch_size // micro_batches
+    short = analyzed(batch_size=samples * few, micro_batches=few)
+    longer = analyzed(batch_size=samples * (few + stages), micro_batches=few + stages)
     first, second = simulate(short, machine), simulate(longer, machine)
     more = (micro_batches - few) / stages
-    return Foresight(
+    return PlanEvaluation(
         replace(longer, micro_batches=micro_batches),
         second,
         first.seconds + more * (second.seconds - first.seconds),
@@ -109,16 +119,140 @@ def look(
     )
 
 
-def with_tables(analysis: StepAnalysis, machine: Machine) -> StepAnalysis:
-    """With the tables of groups as the machine's nodes have them: devices of their own hold none."""
+def with_slot_tables(analysis: StepAnalysis, machine: Machine) -> StepAnalysis:
+    """The analysis with the slot tables of the machine's nodes; ranks with their own devices hold none."""
     places = machine.places[: analysis.ranks]
-    tables = tables_of(analysis, [str(number) for number, _ in places])
+    tables = slot_table_bytes(analysis, [str(number) for number, _ in places])
     return replace(
         analysis, tables=[size * (node.cores is not None) for size, (_, node) in zip(tables, places, strict=True)]
     )
 
 
-def look_at(model: Model, machine: Machine, candidate: Candidate, base: ParallelConfig, **options: Any) -> Foresight:
-    """``look`` at a candidate."""
+def evaluate_plan(
+    model: Model, machine: Machine, candidate: Candidate, base: ParallelConfig, **options: Any
+) -> PlanEvaluation:
+    """Analyze and simulate the step of a candidate; ``options`` go to ``analyze``."""
     composition = candidate.composition(base)
-    return look(model, machine, candidate.mesh, composition, candidate.batch_size, candidate.micro_batches, **options)
+    return evaluate_step(
+        model, machine, candidate.mesh, composition, candidate.batch_size, candidate.micro_batches, **options
+    )
+
+
+# --- Uneven shares for unequal ranks. Samples are shared by speed, state by the memory that is left on a rank: these
+# --- are not the same shares (Guo et al., "Cephalo", 2024)
+
+
+ALIKE = 1.05  #: the largest ratio of speeds, or of memories, that counts as equal
+STATE_PARTS = 64  #: parts per rank in which shares of state are counted
+STORED = ("optimizer state", "gradients", "parameters")  #: in the order in which the ZeRO stages shard them
+
+
+def peak_memory(analysis: StepAnalysis, limits: Sequence[float]) -> float:
+    """Bytes of the rank that holds most.
+
+    With memory ``limits`` of unequal ranks: the largest share of its own limit that a rank holds, times their mean.
+    """
+    if not limits:
+        return analysis.peak_bytes
+    peaks = zip(analysis.peak_bytes_by_rank(), limits, strict=True)
+    return max(peak / limit for peak, limit in peaks) * fmean(limits)
+
+
+def work_shares(candidate: Candidate, evaluation: PlanEvaluation, machine: Machine) -> str | None:
+    """The shares of samples that suit the ranks along each axis, as ``--shares`` takes them; None: even shares."""
+    positions = {rank: position_of(rank, candidate.mesh) for rank in evaluation.prediction.working}
+    by_axis = {}
+    for axis, size in candidate.axes:
+        if axis not in WORK or size == 1:
+            continue
+        seconds = [0.0] * size
+        for rank, work in evaluation.prediction.working.items():
+            index = positions[rank].coordinates[axis]
+            seconds[index] = max(seconds[index], work * machine.contention(rank))
+        others = candidate.batch_ranks // size
+        samples = candidate.batch_size // candidate.micro_batches // others
+        if min(seconds) > 0 and max(seconds) > ALIKE * min(seconds) and samples >= size:
+            by_axis[axis] = _at_least_one(shares([1 / time for time in seconds], samples))
+    return _format_uneven(by_axis)
+
+
+def state_shares(candidate: Candidate, evaluation: PlanEvaluation, limits: Sequence[float]) -> str | None:
+    """The shares of ZeRO's state that suit the ranks along each axis, as ``--state-shares`` takes them; None: even
+    shares. ``limits`` are the bytes that each rank may hold."""
+    kinds, by_axis = STORED[: candidate.zero], {}
+    peaks = evaluation.analysis.peak_bytes_by_rank()
+    free = []
+    for rank, peak in enumerate(peaks):
+        stored = sum(evaluation.analysis.of_rank(rank).before.get(kind, 0) for kind in kinds)
+        free.append(max(limits[rank] - (peak - stored), 0.0))
+    positions = [position_of(rank, candidate.mesh) for rank in range(len(peaks))]
+    for axis, size in candidate.axes:
+        if axis not in STATE or size == 1 or not kinds:
+            continue
+        least = [inf] * size
+        for position, room in zip(positions, free, strict=True):
+            least[position.coordinates[axis]] = min(least[position.coordinates[axis]], room)
+        if max(least) > ALIKE * min(least):
+            by_axis[axis] = _reduced(shares(least, STATE_PARTS * size))
+    return _format_uneven(by_axis)
+
+
+def _at_least_one(numbers: Sequence[int]) -> tuple[int, ...]:
+    """The shares with at least one sample on each rank, taken from the largest shares."""
+    counts = list(numbers)
+    while 0 in counts:
+        counts[counts.index(0)] += 1
+        counts[counts.index(max(counts))] -= 1
+    return _reduced(counts)
+
+
+def _format_uneven(by_axis: Mapping[str, tuple[int, ...]]) -> str | None:
+    return said({axis: numbers for axis, numbers in by_axis.items() if len(set(numbers)) > 1}) or None
+
+
+def _reduced(numbers: Sequence[int]) -> tuple[int, ...]:
+    divisor = gcd(*numbers)
+    return tuple(number // divisor for number in numbers)
+
+
+# --- Slowdown of pipeline stages on unequal nodes
+
+
+def stage_slowdowns(
+    machine: Machine, seconds: Mapping[str, float], candidate: Candidate, given: Shares
+) -> np.ndarray | None:
+    """The factor by which each stage is slower than one of ranks like rank 0: float64[stages]; None if all ranks are
+    equal.
+
+    Along axes that shard samples, ranks get as many as suit their speeds, as by ``work_shares``; along other axes all
+    wait for the slowest. ``seconds`` are of the same work, by the name of the kind of node; ``given`` are shares of
+    samples that are fixed.
+    """
+    if not machine.heterogeneous:
+        return None
+    first = seconds[machine.node(0).name]
+    factors = np.array([seconds[node.name] / first for _, node in machine.places[: candidate.ranks]])
+    factors = factors.reshape([size for _, size in candidate.axes])
+    names = [axis for axis, _ in candidate.axes]
+    for axis in [name for name in names if name not in (PIPE, *WORK)]:
+        factors = factors.max(axis=names.index(axis), keepdims=True)
+    for axis in [name for name in names if name in WORK]:
+        dim = names.index(axis)
+        size, others = factors.shape[dim], candidate.batch_ranks // factors.shape[dim]
+        samples = candidate.batch_size // candidate.micro_batches // others
+        # shares are those of a whole axis: the slowest rank on the other axes counts
+        slowest = np.moveaxis(factors, dim, 0).reshape(size, -1).max(axis=1)
+        counts = _sample_counts(slowest, samples, given.get(axis))
+        shape = [size if number == dim else 1 for number in range(len(names))]
+        factors = (factors * counts.reshape(shape) / counts.mean()).max(axis=dim, keepdims=True)
+    return factors.reshape(-1)
+
+
+def _sample_counts(factors: np.ndarray, samples: int, given: tuple[int, ...] | None) -> np.ndarray:
+    """Samples of each rank along an axis: float64[size]."""
+    if given is not None:
+        return np.array(given, float)
+    if samples < len(factors):
+        return np.ones(len(factors))
+    counts = np.array(shares(list(1 / factors), samples), float)
+    return np.maximum(counts, 1.0)

@@ -13,59 +13,69 @@ from spmd_engine.engine.parallel_config import composed_layout
 from spmd_engine.errors import UsageError
 from spmd_engine.garbage import uncollected
 from spmd_engine.planning.dry_run.layer_cache import PassCache
-from spmd_engine.planning.report.plan_result import Answer, Request, rooms_of, within
+from spmd_engine.planning.report.plan_result import PlanResult, Request, memory_limits, with_machine_memory
 from spmd_engine.planning.search.estimate import Estimate
-from spmd_engine.planning.search.goals import LIMITS, Constraints, Limits, value
-from spmd_engine.planning.search.plan_evaluation import Foresight, look, look_at
+from spmd_engine.planning.search.goals import LIMITS, Constraints, Limits, objective
+from spmd_engine.planning.search.plan_evaluation import (
+    PlanEvaluation,
+    evaluate_plan,
+    evaluate_step,
+    peak_memory,
+    state_shares,
+    work_shares,
+)
 from spmd_engine.planning.search.profile import with_even_vocabulary
 from spmd_engine.planning.search.relaxation import MORE, Conflict, Question, Relaxation, closest, conflict_of, instead
-from spmd_engine.planning.search.search import KEPT, Certificate, Found, Planner, pareto, thinned
+from spmd_engine.planning.search.search import SHOWN_PLANS, Certificate, Planner, SearchResult, pareto, thinned
 from spmd_engine.planning.search.search_space import FIXABLE, Candidate, SearchSpace, axes_that_cut, candidates
-from spmd_engine.planning.search.uneven_shares import needed, state_shares, work_shares
 
-MISFIT = 1  #: the exit code where nothing fits
-MOST_TO_SIMULATE = 20_000  #: layers times micro-batches of a pipeline's filling, beyond which estimates must do
-LOOKING = 0.25  #: of the seconds for the search, the share that simulating more than one plan may take
-IMPROVED = 4  #: plans at most that are chosen, each since by the simulation it is better than the one before
-TIGHTENED = 4  #: searches at most, each within limits that make up for how far the estimates of the last one erred
+NOTHING_FITS = 1  #: the exit code
+MOST_TO_SIMULATE = 20_000  #: layers times micro-batches that fill the pipeline; larger steps are only estimated
+EVALUATION_SHARE = 0.25  #: of the seconds for the search, the share for simulating more than one plan
+MOST_ROUNDS = 4  #: rounds at most in which a plan is chosen and its alternatives are simulated
+MOST_SEARCHES = 4  #: searches at most, with limits that make up for the errors of the estimates of the one before
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """A plan as it was estimated, and looked at closely."""
+class EvaluatedPlan:
+    """A plan with its estimate and its evaluation."""
 
     estimate: Estimate
-    foresight: Foresight | None  #: None if its step is too large to be looked at in whole
-    rooms: Sequence[float] = ()  #: bytes that each rank may hold, where ranks are unlike
+    evaluation: PlanEvaluation | None  #: None if its step is too large to be simulated
+    memory_limits: Sequence[float] = ()  #: bytes that each rank may hold, if ranks are unequal
 
     @property
-    def foreseen(self) -> Estimate:
-        """The estimate with what the whole step takes, holds and sends, where that is known."""
-        seen = self.foresight
-        if seen is None:
+    def refined(self) -> Estimate:
+        """The estimate with seconds, memory, bytes sent and work of the simulated step, if there is one."""
+        evaluation = self.evaluation
+        if evaluation is None:
             return self.estimate
-        work = max(seen.prediction.working.values(), default=0.0) if seen.whole else self.estimate.work
-        peak = needed(seen.analysis, self.rooms)
-        found = {"seconds": seen.seconds, "memory": peak, "sent": seen.bytes_sent, "work": work}
-        return replace(self.estimate, **found, simulated=True)
+        return replace(
+            self.estimate,
+            seconds=evaluation.seconds,
+            memory=peak_memory(evaluation.analysis, self.memory_limits),
+            sent=evaluation.bytes_sent,
+            work=max(evaluation.prediction.working.values(), default=0.0) if evaluation.whole else self.estimate.work,
+            simulated=True,
+        )
 
 
-class _Looking:
-    """Looks at estimated plans closely, at each once."""
+class PlanEvaluator:
+    """Evaluates estimated plans, each once."""
 
     def __init__(self, request: Request, cache: PassCache) -> None:
         self.request = request
-        self._known: dict[tuple[Candidate, bool], Foresight | None] = {}
-        self._left = LOOKING * request.seconds
-        self._cache = cache  # plans that are near each other have the same layers
+        self._known: dict[tuple[Candidate, bool], PlanEvaluation | None] = {}
+        self._seconds_left = EVALUATION_SHARE * request.seconds
+        self._cache = cache  # similar plans have the same layers
         machine = request.machine.with_ranks(max(request.ranks))
-        self.rooms = rooms_of(request.limits, machine) if machine.unlike else ()
+        self.memory_limits = memory_limits(request.limits, machine) if machine.heterogeneous else ()
 
-    def at(self, estimate: Estimate, *, even: bool = False) -> _Seen:
-        """Its whole step, if that is small enough.
+    def evaluate(self, estimate: Estimate, *, even: bool = False) -> EvaluatedPlan:
+        """Evaluate a plan, if its step is small enough.
 
-        ``even``: with a vocabulary that the mesh cuts evenly, whose largest part is none the larger. Then ranks are
-        alike, and the step is found many times sooner.
+        ``even``: with a vocabulary that the mesh shards evenly, into shards of the size of the largest. Then ranks are
+        equal, and the dry run is much faster.
         """
         request, candidate = self.request, estimate.candidate
         model = request.model
@@ -73,44 +83,45 @@ class _Looking:
             model = with_even_vocabulary(model, candidate.mesh, candidate.composition(request.base))
         key = candidate, model.vocabulary != request.model.vocabulary
         if key not in self._known:
-            foresight = None
+            self._known[key] = None
             if self._is_small_enough(candidate):
                 machine, options = request.machine.with_ranks(candidate.ranks), request.analyzed
-                foresight = look_at(model, machine, candidate, request.base, cache=self._cache, **options)
-            self._known[key] = foresight
-        return _Seen(estimate, self._known[key], self.rooms[: candidate.ranks])
+                self._known[key] = evaluate_plan(model, machine, candidate, request.base, cache=self._cache, **options)
+        return EvaluatedPlan(estimate, self._known[key], self.memory_limits[: candidate.ranks])
 
-    def at_each(self, estimates: Sequence[Estimate]) -> list[_Seen]:
-        """As many as there is time for, the first anyway."""
-        seen = []
-        for each in {each.candidate: each for each in estimates}.values():
+    def evaluate_all(self, estimates: Sequence[Estimate]) -> list[EvaluatedPlan]:
+        """Evaluate plans while there is time left, and the first in any case."""
+        plans = []
+        for estimate in {estimate.candidate: estimate for estimate in estimates}.values():
             began = process_time()
-            if seen and self._left <= 0:
+            if plans and self._seconds_left <= 0:
                 break
-            seen += self.with_shares(each)
-            self._left -= process_time() - began
-        return seen
+            plans += self._with_shares(estimate)
+            self._seconds_left -= process_time() - began
+        return plans
 
-    def with_shares(self, estimate: Estimate) -> list[_Seen]:
-        """A plan; and where ranks are unlike, the same with shares of work, and then of state, that suit them."""
-        even = now = self.at(estimate, even=True)
-        found = [even]
-        for suited in (self._suited_work, self._suited_state) if self.rooms and even.foresight is not None else ():
-            if changed := suited(now):
-                now = self.at(replace(now.estimate, candidate=replace(now.estimate.candidate, **changed)), even=True)
-                found.append(now)
-        return found
+    def _with_shares(self, estimate: Estimate) -> list[EvaluatedPlan]:
+        """A plan and, if ranks are unequal, the same with shares of work, and then of state, that suit them."""
+        plan = self.evaluate(estimate, even=True)
+        plans = [plan]
+        for uneven in (self._uneven_work, self._uneven_state) if self.memory_limits and plan.evaluation else ():
+            if changes := uneven(plan):
+                candidate = replace(plan.estimate.candidate, **changes)
+                plan = self.evaluate(replace(plan.estimate, candidate=candidate), even=True)
+                plans.append(plan)
+        return plans
 
-    def _suited_work(self, seen: _Seen) -> dict[str, str]:
-        candidate = seen.estimate.candidate
+    def _uneven_work(self, plan: EvaluatedPlan) -> dict[str, str]:
+        candidate = plan.estimate.candidate
         machine = self.request.machine.with_ranks(candidate.ranks)
-        shares = None if self.request.base.shares else work_shares(candidate, seen.foresight, machine)
+        shares = None if self.request.base.shares else work_shares(candidate, plan.evaluation, machine)
         return {"shares": shares} if shares else {}
 
-    def _suited_state(self, seen: _Seen) -> dict[str, str]:
-        candidate = seen.estimate.candidate
+    def _uneven_state(self, plan: EvaluatedPlan) -> dict[str, str]:
+        candidate = plan.estimate.candidate
         fixed = self.request.base.state_shares or not candidate.zero
-        shares = None if fixed else state_shares(candidate, seen.foresight, self.rooms[: candidate.ranks])
+        limits = self.memory_limits[: candidate.ranks]
+        shares = None if fixed else state_shares(candidate, plan.evaluation, limits)
         return {"state_shares": shares} if shares else {}
 
     def _is_small_enough(self, candidate: Candidate) -> bool:
@@ -118,13 +129,13 @@ class _Looking:
         return len(self.request.model.layers) * filled <= MOST_TO_SIMULATE // max(candidate.pipe // 4, 1)
 
 
-@uncollected()  # costs of layers stay as long as the search: to go through them again and again took a third of it
-def plan(request: Request) -> Answer:
+@uncollected()  # costs of layers live as long as the search, and their traversal took a third of its time
+def plan(request: Request) -> PlanResult:
     """The best plan, or why there is none."""
     began, most = perf_counter(), max(request.ranks)
-    limits = within(request.limits, request.machine.with_ranks(most))
+    limits = with_machine_memory(request.limits, request.machine.with_ranks(most))
     most_ranks = request.machine.ranks or 1 << 20
-    choices = SearchSpace(
+    space = SearchSpace(
         request.model,
         request.ranks,
         request.batch_sizes,
@@ -140,105 +151,105 @@ def plan(request: Request) -> Answer:
         optimizer=request.analyzed["optimizer"],
         base=request.base,
     )
-    looking, held = _Looking(request, planner.profiles.cache), limits
-    for _ in range(TIGHTENED):
-        found = planner.search(choices, Constraints(held, request.fixed), request.goal, seconds=request.seconds)
-        if not found.best:
-            _refuse_impossible(choices, found)
+    evaluator, tightened = PlanEvaluator(request, planner.profiles.cache), limits
+
+    def keeps_limits(plans: Sequence[EvaluatedPlan]) -> bool:
+        return any(not limits.broken(plan.refined) for plan in plans)
+
+    for _ in range(MOST_SEARCHES):
+        constraints = Constraints(tightened, request.fixed)
+        search = planner.search(space, constraints, request.goal, seconds=request.seconds)
+        if not search.best:
+            _refuse_empty_space(space, search)
             break
-        seen = looking.at_each(found.best)
-        if any(not limits.broken(each.foreseen) for each in seen):
-            return _answer(looking, planner, choices, limits, found, seen, began)
-        held = _tightened(held, limits, seen)
-    question = Question(choices, Constraints(held, request.fixed), request.goal, most_ranks)
-    seen = looking.at_each(closest(planner, question, request.seconds))
-    if any(not limits.broken(each.foreseen) for each in seen):  # whose estimates are above what their steps need
-        return _answer(looking, planner, choices, limits, replace(found, best=[]), seen, began)
-    if found.certificate.complete:
+        plans = evaluator.evaluate_all(search.best)
+        if keeps_limits(plans):
+            return _choose(evaluator, planner, space, limits, search, plans, began)
+        tightened = _tightened(tightened, limits, plans)
+    question = Question(space, Constraints(tightened, request.fixed), request.goal, most_ranks)
+    plans = evaluator.evaluate_all(closest(planner, question, request.seconds))
+    if keeps_limits(plans):  # though their estimates do not
+        return _choose(evaluator, planner, space, limits, replace(search, best=[]), plans, began)
+    if search.certificate.complete:
         conflict = conflict_of(planner, question, request.seconds)
-    else:  # nothing is known of what was not looked at
+    else:
         conflict = Conflict(question.constraints.names, [], decided=False)
-    asked = replace(question, constraints=Constraints(limits, request.fixed))
-    ways = [_as_it_will_be(way, looking, asked, seen) for way in conflict.ways]
-    nearest = min(seen, key=lambda each: value("memory", each.foreseen), default=None)
+    question = replace(question, constraints=Constraints(limits, request.fixed))
+    relaxations = [_with_simulated_need(each, evaluator, question, plans) for each in conflict.relaxations]
+    nearest = min(plans, key=lambda plan: objective("memory", plan.refined), default=None)
     if nearest is not None:
-        nearest = looking.at(nearest.estimate)
-        conflict = replace(conflict, nearest=nearest.foreseen)
-    return Answer(
+        nearest = evaluator.evaluate(nearest.estimate)
+        conflict = replace(conflict, nearest=nearest.refined)
+    return PlanResult(
         request,
-        found,
-        conflict=replace(conflict, ways=ways),
-        conflict_foresight=nearest.foresight if nearest is not None else None,
+        search,
+        conflict=replace(conflict, relaxations=relaxations),
+        nearest_evaluation=nearest.evaluation if nearest is not None else None,
         took=perf_counter() - began,
     )
 
 
-def _answer(
-    looking: _Looking,
+def _choose(
+    evaluator: PlanEvaluator,
     planner: Planner,
-    choices: SearchSpace,
+    space: SearchSpace,
     limits: Limits,
-    found: Found,
-    seen: Sequence[_Seen],
+    search: SearchResult,
+    plans: Sequence[EvaluatedPlan],
     began: float,
-) -> Answer:
-    """The best of those that were looked at and keep the limits, and of what differs from it in one choice."""
-    request, certificate = looking.request, found.certificate
+) -> PlanResult:
+    """The best of the evaluated plans that keep the limits, among them the plans that differ from it in one choice."""
+    request, certificate = evaluator.request, search.certificate
     constraints = Constraints(limits, request.fixed)
 
-    def as_wanted(each: _Seen) -> tuple[float, ...]:
-        return value(request.goal, each.foreseen)
+    def goal_of(plan: EvaluatedPlan) -> tuple[float, ...]:
+        return objective(request.goal, plan.refined)
 
-    def fitting() -> list[_Seen]:
-        kept = (each for each in seen if not constraints.broken(each.estimate.candidate, each.foreseen))
-        return sorted(kept, key=as_wanted)
+    def fitting() -> list[EvaluatedPlan]:
+        kept = (plan for plan in plans if not constraints.broken(plan.estimate.candidate, plan.refined))
+        return sorted(kept, key=goal_of)
 
-    for _ in range(IMPROVED):
+    for _ in range(MOST_ROUNDS):
         best = fitting()[0]
-        others = list(alternatives(planner, choices, limits, best.estimate, request.goal))
-        known = {each.estimate.candidate for each in seen}
-        more = [*(each.estimate for each in others if each.estimate), *thinned(found.front)]
-        seen = [*seen, *looking.at_each([each for each in more if each.candidate not in known])]
+        others = list(alternatives(planner, space, limits, best.estimate, request.goal))
+        known = {plan.estimate.candidate for plan in plans}
+        more = [*(other.estimate for other in others if other.estimate), *thinned(search.front)]
+        plans = [*plans, *evaluator.evaluate_all([each for each in more if each.candidate not in known])]
         if fitting()[0] is best:
             break
-    chosen = looking.at(best.estimate)
-    if not found.best:  # by their estimates nothing that was looked at fits, and so nothing of it is better
-        reached = value(request.goal, chosen.estimate)[0]
+    chosen = evaluator.evaluate(best.estimate)
+    if not search.best:  # no estimate keeps the limits, so none that does is better
+        reached = objective(request.goal, chosen.estimate)[0]
         bound = reached if certificate.complete else min(reached, certificate.bound)
         certificate = replace(certificate, best=reached, bound=bound)
-    rest = [each for each in fitting() if each is not best]
+    shown = [chosen.refined, *(plan.refined for plan in fitting() if plan is not best)]
     simulated: dict[Candidate, Estimate] = {}
-    for each in sorted(seen, key=as_wanted):
-        simulated.setdefault(even(each.estimate.candidate), each.foreseen)
-    return Answer(
+    for plan in sorted(plans, key=goal_of):
+        simulated.setdefault(without_shares(plan.estimate.candidate), plan.refined)
+    return PlanResult(
         request,
-        replace(
-            found,
-            best=[each.foreseen for each in (chosen, *rest)][:KEPT],
-            front=pareto([chosen.foreseen, *(each.foreseen for each in rest)]),
-            certificate=certificate,
-        ),
+        replace(search, best=shown[:SHOWN_PLANS], front=pareto(shown), certificate=certificate),
         chosen.estimate,
-        chosen.foresight,
-        [*_why_shares(chosen, seen), *reasons(limits, chosen.foreseen, others, simulated)],
+        chosen.evaluation,
+        [*_gains_of_shares(chosen, plans), *reasons(limits, chosen.refined, others, simulated)],
         took=perf_counter() - began,
     )
 
 
-def _why_shares(chosen: _Seen, seen: Sequence[_Seen]) -> Iterator[str]:
-    """What shares gain over as much for each rank."""
-    candidate, mine = chosen.estimate.candidate, chosen.foreseen
+def _gains_of_shares(chosen: EvaluatedPlan, plans: Sequence[EvaluatedPlan]) -> Iterator[str]:
+    """What uneven shares gain over even ones."""
+    candidate, mine = chosen.estimate.candidate, chosen.refined
     for name in ("shares", "state_shares"):
         without = replace(candidate, **{name: None, "state_shares": None})
-        other = next((each.foreseen for each in seen if each.estimate.candidate == without), None)
+        other = next((plan.refined for plan in plans if plan.estimate.candidate == without), None)
         if getattr(candidate, name) and other is not None:
             slower, larger = other.seconds / mine.seconds - 1, other.memory / mine.memory - 1
-            what = f"{name.replace('_', ' ')} {getattr(candidate, name)}, not as much each"
+            what = f"{name.replace('_', ' ')} {getattr(candidate, name)}, not even"
             yield f"{what}: that would take {slower:+.1%} time, and {larger:+.1%} of the memory that ranks have"
 
 
-def fixed_plan(request: Request) -> Answer:
-    """A composition that is given, looked at closely: it fits, or what it breaks is the conflict."""
+def fixed_plan(request: Request) -> PlanResult:
+    """The evaluation of a given composition; the constraints that it breaks are the conflict."""
     began = perf_counter()
     axes, fixed = request.fixed["mesh"], dict(request.fixed)
     ranks = max(request.ranks)
@@ -253,74 +264,74 @@ def fixed_plan(request: Request) -> Answer:
         stages=stages if isinstance(stages, str | None) else ",".join(map(str, stages)),
         recompute=fixed.get("recompute", "none"),
     )
-    micro_batches = fixed.get("micro_batches", 1)
-    place = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
-    check_batch(
-        request.batch_sizes[0], micro_batches, composed_layout(request.model, place, composition).spec("b"), place
-    )
-    seen = look(request.model, machine, axes, composition, request.batch_sizes[0], micro_batches, **request.analyzed)
-    limits = within(request.limits, machine)
+    batch_size, micro_batches = request.batch_sizes[0], fixed.get("micro_batches", 1)
+    position = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
+    layout = composed_layout(request.model, position, composition)
+    check_batch(batch_size, micro_batches, layout.spec("b"), position)
+    evaluation = evaluate_step(request.model, machine, axes, composition, batch_size, micro_batches, **request.analyzed)
+    limits = with_machine_memory(request.limits, machine)
+    unequal = memory_limits(request.limits, machine) if machine.heterogeneous else ()
     needs = {
-        "memory": needed(seen.analysis, rooms_of(request.limits, machine) if machine.unlike else ()),
-        "latency": seen.seconds,
-        "bandwidth": seen.bytes_sent / ranks / seen.seconds,
-        "compute": max(seen.prediction.working.values(), default=0.0),
+        "memory": peak_memory(evaluation.analysis, unequal),
+        "latency": evaluation.seconds,
+        "bandwidth": evaluation.bytes_sent / ranks / evaluation.seconds,
+        "compute": max(evaluation.prediction.working.values(), default=0.0),
     }
     broken = [name for name, need in needs.items() if (getattr(limits, name) or float("inf")) < need]
-    nothing = Found([], [], Certificate(0.0, 0.0, 1, 0, 1))
-    answer = Answer(
+    return PlanResult(
         request,
-        nothing,
-        foresight=seen,
+        SearchResult([], [], Certificate(0.0, 0.0, 1, 0, 1)),
+        evaluation=evaluation,
+        conflict=Conflict([*broken, "mesh"], []) if broken else None,
+        nearest_evaluation=evaluation if broken else None,
         took=perf_counter() - began,
         composition=composition,
         micro_batches=micro_batches,
     )
-    if broken:
-        return replace(answer, conflict=Conflict([*broken, "mesh"], []), conflict_foresight=seen)
-    return answer
 
 
-def _refuse_impossible(choices: SearchSpace, found: Found) -> None:
-    if not found.certificate.candidates:
-        said = ", ".join(map(str, choices.ranks)), ", ".join(map(str, choices.batch_sizes))
+def _refuse_empty_space(space: SearchSpace, search: SearchResult) -> None:
+    if not search.certificate.candidates:
+        ranks, batches = ", ".join(map(str, space.ranks)), ", ".join(map(str, space.batch_sizes))
         raise UsageError(
-            f"{choices.model.name} cannot be spread over {said[0]} ranks with a batch of {said[1]} and what is fixed: "
-            "fewer ranks, or a larger --batch-size"
+            f"{space.model.name} cannot be distributed over {ranks} ranks with a batch of {batches} and the fixed "
+            "options: use fewer ranks, or a larger --batch-size"
         )
 
 
-def _tightened(held: Limits, limits: Limits, seen: Sequence[_Seen]) -> Limits:
-    """What estimates have to keep, since all these did and yet their steps do not: the less by as much as these err."""
+def _tightened(tightened: Limits, limits: Limits, plans: Sequence[EvaluatedPlan]) -> Limits:
+    """Tighter limits for estimates, if all evaluated plans break the limits that their estimates keep: by the smallest
+    error of an estimate."""
     tighter = {}
     for name in LIMITS:
-        shares = [
-            limits.measured(each.estimate)[name] / limits.measured(each.foreseen)[name]
-            for each in seen
-            if name in limits.broken(each.foreseen)
+        ratios = [
+            limits.measured(plan.estimate)[name] / limits.measured(plan.refined)[name]
+            for plan in plans
+            if name in limits.broken(plan.refined)
         ]
-        if shares:
-            tighter[name] = min(getattr(held, name), getattr(limits, name) * max(shares)) * 0.998
-    return replace(held, **tighter)
+        if ratios:
+            tighter[name] = min(getattr(tightened, name), getattr(limits, name) * max(ratios)) * 0.998
+    return replace(tightened, **tighter)
 
 
-def _as_it_will_be(way: Relaxation, looking: _Looking, asked: Question, seen: Sequence[_Seen]) -> Relaxation:
-    """A way out that gives up a limit, with what its whole step needs of that in the place of what was asked for; or
-    what gives up less of it, of plans that were ``seen``."""
-    name, limits = way.gives_up, asked.constraints.limits
+def _with_simulated_need(
+    relaxation: Relaxation, evaluator: PlanEvaluator, question: Question, plans: Sequence[EvaluatedPlan]
+) -> Relaxation:
+    """A relaxation of a limit by what the simulated step needs; or a smaller one, by one of the evaluated ``plans``."""
+    name, limits = relaxation.gives_up, question.constraints.limits
     if name not in LIMITS:
-        return way
-    plans = [looking.at(way.plan, even=True).foreseen, *(each.foreseen for each in seen)]
-    others_kept = [each for each in plans if limits.broken(each) <= {name}]
-    plan = min(others_kept or plans[:1], key=lambda each: limits.measured(each)[name])
-    return Relaxation(name, instead(name, plan, asked), plan)
+        return relaxation
+    refined = [evaluator.evaluate(relaxation.plan, even=True).refined, *(plan.refined for plan in plans)]
+    keep_others = [plan for plan in refined if limits.broken(plan) <= {name}]
+    best = min(keep_others or refined[:1], key=lambda plan: limits.measured(plan)[name])
+    return Relaxation(name, instead(name, best, question), best)
 
 
-# --- Why a plan is what it is: what each of its choices gains over the nearest others
+# --- Reasons: what each choice of a plan gains over the nearest alternatives
 
 
-#: Strategies of one kind alone: their name, mesh axis and stages of ZeRO (None: any).
-PLAIN = (
+#: Strategies of a single kind: name, mesh axis, and ZeRO stages (None: any).
+SINGLE_STRATEGIES = (
     ("data parallelism", "data", (0,)),
     ("ZeRO", "data", (1, 2, 3)),
     ("tensor parallelism", "model", None),
@@ -331,85 +342,85 @@ SEARCH_SECONDS = 0.5  #: for the best plan of each of these
 
 @dataclass(frozen=True)
 class Alternative:
-    """A plan that differs in one choice: ``what`` the plan has, and has not; None: it cannot be."""
+    """A plan that differs in one choice."""
 
-    what: str
-    estimate: Estimate | None
+    what: str  #: the choice of the plan, and that of the alternative
+    estimate: Estimate | None  #: None: the alternative is impossible
 
 
 def alternatives(
-    planner: Planner, choices: SearchSpace, limits: Limits, chosen: Estimate, goal: str
+    planner: Planner, space: SearchSpace, limits: Limits, chosen: Estimate, goal: str
 ) -> Iterator[Alternative]:
-    """The nearest plans that differ in one choice, by their estimates."""
+    """The best plans, by their estimates, that differ in one choice."""
     candidate = chosen.candidate
     mine = ",".join(f"{axis}={size}" for axis, size in candidate.axes)
-    for name, axis, zeros in PLAIN:
+    for name, axis, zeros in SINGLE_STRATEGIES:
         mesh = {axis: candidate.ranks}
-        known = axis in axes_that_cut(planner.model) and axis in (choices.axes or [axis])
-        if choices.zero is not None:
-            zeros = [choices.zero] if zeros is None or choices.zero in zeros else []
-        if candidate.ranks == 1 or mesh == candidate.mesh or not known or zeros == []:
+        usable = axis in axes_that_cut(planner.model) and axis in (space.axes or [axis])
+        if space.zero is not None:
+            zeros = [space.zero] if zeros is None or space.zero in zeros else []
+        if candidate.ranks == 1 or mesh == candidate.mesh or not usable or zeros == []:
             continue
-        best = _best_on(planner, replace(choices, mesh=mesh, ranks=[candidate.ranks]), zeros or [None], limits, goal)
+        best = _best_on(planner, replace(space, mesh=mesh, ranks=[candidate.ranks]), zeros or [None], limits, goal)
         shown = best.candidate if best is not None else f"{axis}={candidate.ranks}"
         yield Alternative(f"mesh {mine}, not {shown} ({name})", best)
     free = {name: None for name in FIXABLE} | {"mesh": candidate.mesh, "batch_sizes": [candidate.batch_size]}
-    possible = set(candidates(replace(choices, **free)))
+    possible = set(candidates(replace(space, **free)))
     for name, options in _options(candidate):
         others = []
         for option in options:
             changed = {name: option, "stages": None} | ({"chunks": 1} if name == "schedule" else {})
-            other = replace(even(candidate), **changed)
+            other = replace(without_shares(candidate), **changed)
             estimator = planner.estimator(other) if other in possible else None
             estimate = estimator.estimate() if estimator is not None else None
             if estimate is not None:
                 others.append((option, estimate))
         if others:
-            option, other = min(others, key=lambda pair: value(goal, pair[1]))
+            option, other = min(others, key=lambda pair: objective(goal, pair[1]))
             yield Alternative(f"{name.replace('_', ' ')} {getattr(candidate, name)}, not {option}", other)
 
 
 def _best_on(
-    planner: Planner, choices: SearchSpace, zeros: Sequence[int | None], limits: Limits, goal: str
+    planner: Planner, space: SearchSpace, zeros: Sequence[int | None], limits: Limits, goal: str
 ) -> Estimate | None:
-    """The best plan on a mesh with one of these stages of ZeRO; if none keeps the limits, what needs least memory."""
-    found = []
+    """The best plan on a mesh with one of these ZeRO stages; if none keeps the limits, the one with least memory."""
+    plans = []
     for zero in zeros:
         for kept, wanted in ((limits, goal), (Limits(), "memory")):
-            space, asked = replace(choices, zero=zero), Constraints(kept)
             seconds = SEARCH_SECONDS / len(zeros)
-            best = planner.search(space, asked, wanted, seconds=seconds, front=False, keep=1).best
-            if best:
-                found.append(best[0])
+            search = planner.search(
+                replace(space, zero=zero), Constraints(kept), wanted, seconds=seconds, front=False, keep=1
+            )
+            if search.best:
+                plans.append(search.best[0])
                 break
-    fitting = [each for each in found if not limits.broken(each)]
-    return min(fitting or found, key=lambda each: value(goal if fitting else "memory", each), default=None)
+    fitting = [plan for plan in plans if not limits.broken(plan)]
+    return min(fitting or plans, key=lambda plan: objective(goal if fitting else "memory", plan), default=None)
 
 
-def even(candidate: Candidate) -> Candidate:
-    """The same with as many samples, and as much state, on each rank."""
+def without_shares(candidate: Candidate) -> Candidate:
+    """The candidate with even shares of samples and state."""
     return replace(candidate, shares=None, state_shares=None)
 
 
 def reasons(
     limits: Limits, chosen: Estimate, others: Sequence[Alternative], simulated: Mapping[Candidate, Estimate]
 ) -> Iterator[str]:
-    """What the plan gains over others, as they were ``simulated``, by candidates that are ``even``; an estimate is
-    marked."""
-    for each in others:
-        if each.estimate is None:
-            yield f"{each.what}: the model or the batch cannot be cut so"
+    """What the plan gains over its alternatives, each as ``simulated`` (by candidate without shares) or estimated."""
+    for alternative in others:
+        if alternative.estimate is None:
+            yield f"{alternative.what}: the model or the batch cannot be sharded so"
             continue
-        other = simulated.get(even(each.estimate.candidate), each.estimate)
-        yield _said(each.what, chosen, other, limits) + ("" if other.simulated else " (an estimate)")
+        other = simulated.get(without_shares(alternative.estimate.candidate), alternative.estimate)
+        yield _reason(alternative.what, chosen, other, limits) + ("" if other.simulated else " (an estimate)")
 
 
 def _options(candidate: Candidate) -> Iterator[tuple[str, Sequence[Any]]]:
     stored = candidate.batch_ranks * candidate.mesh.get("context", 1)
     if stored > 1:
         yield "zero", [zero for zero in range(4) if zero != candidate.zero]
-    cut, m = candidate.batch_ranks, candidate.micro_batches
-    sizes = [n for n in (m // 2, 2 * m) if n >= 1 and candidate.batch_size // max(n, 1) >= cut]
+    batch_ranks, m = candidate.batch_ranks, candidate.micro_batches
+    sizes = [n for n in (m // 2, 2 * m) if n >= 1 and candidate.batch_size // max(n, 1) >= batch_ranks]
     if candidate.schedule == "interleaved":
         sizes = [n for n in sizes if n % candidate.pipe == 0]
     if sizes:
@@ -421,13 +432,11 @@ def _options(candidate: Candidate) -> Iterator[tuple[str, Sequence[Any]]]:
         yield "schedule", [name for name in ("1f1b", "zero-bubble", "gpipe") if name != candidate.schedule]
 
 
-def _said(what: str, chosen: Estimate, other: Estimate, limits: Limits) -> str:
-    broken = limits.broken(other)
-    if broken:
+def _reason(what: str, chosen: Estimate, other: Estimate, limits: Limits) -> str:
+    if broken := limits.broken(other):
         needs = limits.measured(other)
-        return f"{what}: that would need " + " and ".join(
-            f"{limits.said(each, needs[each])} of {each}" for each in sorted(broken)
-        )
+        shown = " and ".join(f"{limits.shown(name, needs[name])} of {name}" for name in sorted(broken))
+        return f"{what}: that would need {shown}"
     slower, larger = other.seconds / chosen.seconds - 1, other.memory / chosen.memory - 1
     gains = {part: other.parts[part] - chosen.parts[part] for part in other.parts}
     why = max(gains, key=lambda part: gains[part])

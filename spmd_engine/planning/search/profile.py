@@ -1,7 +1,7 @@
-"""The costs of a model's layers on a machine, found by analyzing one micro-batch of one stage that has them all.
+"""The costs of a model's layers on a machine, by dry runs of one micro-batch on one stage.
 
-Layers that are alike are looked at once. What cuts layers (tensor, context and expert parallelism, rows and columns of
-images) is on the small mesh that is analyzed; what only repeats them (data, pipe) is not.
+One of equal layers is run. The small mesh of the dry run has the axes that shard layers (tensor, context and expert
+parallelism, rows and columns of images), not those that only repeat them (data, pipe).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model, layout_for
 from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.dry_run.layer_cache import PassCache, kind_of
-from spmd_engine.planning.dry_run.match_calls import place_of, whole_bytes
+from spmd_engine.planning.dry_run.match_calls import position_of, whole_bytes
 from spmd_engine.planning.dry_run.step_analysis import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHTS,
@@ -37,16 +37,17 @@ from spmd_engine.planning.search.layer_costs import LayerCosts, between
 from spmd_engine.planning.search.search_space import BATCH, PIPE, Candidate
 from spmd_engine.planning.simulator.collective_time import CollectiveTimes
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
+from spmd_engine.sharding.layout import Layout
 
-#: Samples of a micro-batch on a rank for which layers are looked at; in between, and beyond, costs follow a line.
+#: Samples of a micro-batch per rank for which layers are dry run; other costs are interpolated linearly.
 SAMPLES = (1, 8)
-Costs = tuple[dict[str, LayerCosts], float]  #: of layers by name, and the optimizer's seconds an element
-Find = Callable[[Mapping[str, int], Candidate, int], Costs]  #: of layers on a small mesh, with so many samples
+Costs = tuple[dict[str, LayerCosts], float]  #: of layers by name; the optimizer's seconds per element
+Find = Callable[[Mapping[str, int], Candidate, int], Costs]  #: costs on a small mesh, with so many samples
 STATES = ("parameters", "gradients", "optimizer state")
 
 
 class Profiles:
-    """Costs of layers for every way to cut them, each found once."""
+    """Costs of layers under every sharding, each computed once."""
 
     def __init__(
         self,
@@ -64,45 +65,45 @@ class Profiles:
         self._images = {"h", "w"} <= set(model.inputs.split())
         self._known: dict[tuple, Costs] = {}
         self._listed: dict[tuple, tuple[list[LayerCosts], float]] = {}
-        #: analyses by what is on the small mesh: they are the same on any machine
-        self.raw: dict[tuple, StepAnalysis] = {}
-        self.of_nodes: dict[str, float] = {}  #: seconds of one and the same work, by the name of a node's kind
-        self.cache = PassCache()  #: of passes through layers: other analyses of the model may share it
+        #: dry runs by what is on the small mesh: they do not depend on the machine
+        self.analyses: dict[tuple, StepAnalysis] = {}
+        self.seconds_by_node: dict[str, float] = {}  #: seconds of the same work, by the name of the kind of node
+        self.cache = PassCache()  #: other analyses of the model may share it
 
-    def of(self, candidate: Candidate) -> tuple[list[LayerCosts], float]:
-        """Of each layer of the model, as this candidate cuts it; named as the first that is like it. And the seconds
-        of the optimizer, and of the gradient's norm, for each element that a rank updates."""
-        return self._all(self._found, self._inner(candidate), candidate)
+    def costs(self, candidate: Candidate) -> tuple[list[LayerCosts], float]:
+        """The costs of each layer as the candidate shards it, and the seconds of the optimizer and the gradient norm
+        per element that a rank updates. Equal layers have one name."""
+        return self._list_costs(self._sharded, candidate)
 
-    def least(self, candidate: Candidate) -> tuple[list[LayerCosts], float]:
-        """What these costs are not below: of parts as large as this candidate's, of layers that were looked at whole,
-        with nothing sent inside of them."""
-        return self._all(self._part, self._inner(candidate), candidate)
+    def bounds(self, candidate: Candidate) -> tuple[list[LayerCosts], float]:
+        """Lower bounds of these costs: of equal shares of the unsharded layers, without communication inside them."""
+        return self._list_costs(self._unsharded, candidate)
 
-    def cuts(self, candidate: Candidate) -> bool:
-        """Whether it cuts layers: else ``of`` has to look at no more than ``least``."""
-        return _parts(self._inner(candidate)) > 1
+    def shards_layers(self, candidate: Candidate) -> bool:
+        """Whether the candidate shards layers; if not, ``costs`` needs no more dry runs than ``bounds``."""
+        return _shard_count(self._inner_axes(candidate)) > 1
 
-    def _inner(self, candidate: Candidate) -> dict[str, int]:
+    def _inner_axes(self, candidate: Candidate) -> dict[str, int]:
         """The axes of the small mesh."""
         outer = (PIPE, "replicate", "shard") if self._images else (PIPE, "data", "replicate", "shard")
         return {axis: size for axis, size in candidate.axes if axis not in outer and size > 1}
 
-    def _all(self, find: Find, inner: Mapping[str, int], candidate: Candidate) -> tuple[list[LayerCosts], float]:
-        """Of each layer of the model, what is ``find``'s of the small one's."""
+    def _list_costs(self, find: Find, candidate: Candidate) -> tuple[list[LayerCosts], float]:
+        """The costs of each layer of the model, by those of the equal layer of the small model."""
+        inner = self._inner_axes(candidate)
         key = self._key(find, inner, candidate, candidate.samples)
         if key not in self._listed:
-            costs, update = self._at(find, inner, candidate, candidate.samples)
+            costs, update = self._with_samples(find, inner, candidate, candidate.samples)
             self._listed[key] = [costs[self.like[name]] for name, _ in self.model.layers], update
         return self._listed[key]
 
     @staticmethod
     def _key(find: Find, inner: Mapping[str, int], candidate: Candidate, samples: int) -> tuple:
-        how = candidate.sequence_parallel, candidate.context_method
-        return find.__name__, tuple(inner.items()), *how, samples
+        options = candidate.sequence_parallel, candidate.context_method
+        return find.__name__, tuple(inner.items()), *options, samples
 
-    def _at(self, find: Find, inner: Mapping[str, int], candidate: Candidate, samples: int) -> Costs:
-        """Of the small model's layers by name, and the optimizer's, with so many samples: looked at, or on a line."""
+    def _with_samples(self, find: Find, inner: Mapping[str, int], candidate: Candidate, samples: int) -> Costs:
+        """Costs with so many samples: by a dry run, or by linear interpolation between two."""
         if samples in SAMPLES:
             key = self._key(find, inner, candidate, samples)
             if key not in self._known:
@@ -110,60 +111,58 @@ class Profiles:
             return self._known[key]
         above = min((n for n in SAMPLES if n > samples), default=SAMPLES[-1])
         low = max(n for n in SAMPLES if n < above)
-        (few, _), (many, update) = (self._at(find, inner, candidate, n) for n in (low, above))
+        (few, _), (many, update) = (self._with_samples(find, inner, candidate, n) for n in (low, above))
         share = (samples - low) / (above - low)
         return {name: between(few[name], many[name], share) for name in few}, update
 
-    def _found(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> Costs:
-        """What layers take that are cut so."""
-        found = self._analyzed(inner, candidate, samples)
-        step = max((kind.step for kind in found.classes), key=lambda step: step.flops)
-        place = MeshPosition(dict(inner) or {"data": 1}, dict(step.coordinates))
-        return self._costs(step, place, candidate, samples)
+    def _sharded(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> Costs:
+        """Costs of layers that are sharded over ``inner``."""
+        analysis = self._analyzed(inner, candidate, samples)
+        step = max((rank_class.step for rank_class in analysis.classes), key=lambda step: step.flops)
+        position = MeshPosition(dict(inner) or {"data": 1}, dict(step.coordinates))
+        return self._costs(step, position, candidate, samples)
 
-    def _part(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> Costs:
-        """What a part takes, if layers that are not cut are cut into so many; nothing is said of what they save, which
-        of two layers may be counted for either."""
-        step = (
-            self._analyzed({}, replace(candidate, sequence_parallel=False, context_method=None), samples)
-            .classes[0]
-            .step
-        )
-        place = MeshPosition(dict(inner), dict.fromkeys(inner, 0))
-        return self._costs(step, place, candidate, samples, _parts(inner))
+    def _unsharded(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> Costs:
+        """Costs of an equal share of unsharded layers, without saved memory, which either of two layers may count."""
+        plain = replace(candidate, sequence_parallel=False, context_method=None)
+        step = self._analyzed({}, plain, samples).classes[0].step
+        position = MeshPosition(dict(inner), dict.fromkeys(inner, 0))
+        return self._costs(step, position, candidate, samples, _shard_count(inner))
 
-    def _costs(self, step: RankStep, place: MeshPosition, candidate: Candidate, samples: int, parts: int = 1) -> Costs:
-        """Of a step, or of a part of it: one of so many."""
-        layout = layout_for(self.small, place, sequence_parallel=candidate.sequence_parallel)
-        costs = self._layers(step, place, layout, candidate, samples, parts)
-        if self.machine.unlike and not self.of_nodes:
-            self.of_nodes = self._by_node(step)
-        elements = sum(each.parameters - each.tied for each in costs)
-        rest = [c for c in step.computations if c.phase in (UPDATE, NORM)]
-        seconds = sum(self._seconds(each, parts) for each in rest)
-        return {each.name: each for each in costs}, seconds / max(elements, 1)
+    def _costs(
+        self, step: RankStep, position: MeshPosition, candidate: Candidate, samples: int, parts: int = 1
+    ) -> Costs:
+        """Costs of a step, or of one of its ``parts``."""
+        layout = layout_for(self.small, position, sequence_parallel=candidate.sequence_parallel)
+        costs = self._layer_costs(step, position, layout, candidate, samples, parts)
+        if self.machine.heterogeneous and not self.seconds_by_node:
+            self.seconds_by_node = self._seconds_by_node(step)
+        elements = sum(layer.parameters - layer.tied for layer in costs)
+        rest = [computation for computation in step.computations if computation.phase in (UPDATE, NORM)]
+        seconds = sum(self._seconds(computation, parts) for computation in rest)
+        return {layer.name: layer for layer in costs}, seconds / max(elements, 1)
 
     def _seconds(self, computation: Computation, parts: int) -> float:
         compute = self.compute
         return compute.of(0, computation).seconds if parts == 1 else compute.least(0, computation, parts)
 
-    def _by_node(self, step: RankStep) -> dict[str, float]:
+    def _seconds_by_node(self, step: RankStep) -> dict[str, float]:
         """Seconds of a step on a rank of each kind of node, while all ranks of the node compute."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for rank, (_, node) in enumerate(self.machine.places):
-            if node.name not in found:
-                seconds = sum(self.compute.of(rank, each).seconds for each in step.computations)
-                found[node.name] = seconds * self.machine.crowd(rank)
-        return found
+            if node.name not in seconds:
+                work = sum(self.compute.of(rank, computation).seconds for computation in step.computations)
+                seconds[node.name] = work * self.machine.contention(rank)
+        return seconds
 
     def _analyzed(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> StepAnalysis:
         key = tuple(inner.items()), candidate.sequence_parallel, candidate.context_method, samples
-        if key not in self.raw:
+        if key not in self.analyses:
             composition = ParallelConfig(
                 sequence_parallel=candidate.sequence_parallel, context_method=candidate.context_method
             )
             axes = inner or {"data": 1}
-            self.raw[key] = analyze(
+            self.analyses[key] = analyze(
                 with_even_vocabulary(self.small, axes, composition),
                 axes,
                 composition,
@@ -173,69 +172,75 @@ class Profiles:
                 optimizer=self.optimizer,
                 cache=self.cache,
             )
-        return self.raw[key]
+        return self.analyses[key]
 
-    def _layers(
-        self, step: RankStep, place: MeshPosition, layout, candidate: Candidate, samples: int, parts: int
+    def _layer_costs(
+        self, step: RankStep, position: MeshPosition, layout: Layout, candidate: Candidate, samples: int, parts: int
     ) -> list[LayerCosts]:
-        work = {name: dict.fromkeys((FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS), 0.0) for name, _ in self.small.layers}
-        for each in step.computations:
-            if each.layer in work and each.phase in work[each.layer]:
-                work[each.layer][each.phase] += self._seconds(each, parts)
-        host = {name: dict.fromkeys((FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS), 0.0) for name in work}
-        for each in step.computations:
-            if each.layer in host and each.phase in host[each.layer]:
-                host[each.layer][each.phase] = self.compute.of(0, each).host  # of a pass, however many parts it has
-        last = self.small.layers[-1][0]
-        for each in step.computations:
-            if each.phase == "loss":
-                work[last][FORWARD] += self._seconds(each, parts)
-        inside, sent = self._communication(step, place, candidate) if parts == 1 else ({}, {})
         names = [name for name, _ in self.small.layers]
+        phases = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS)
+        work = {name: dict.fromkeys(phases, 0.0) for name in names}
+        host = {name: dict.fromkeys(phases, 0.0) for name in names}
+        for computation in step.computations:
+            layer, phase = (
+                (names[-1], FORWARD) if computation.phase == "loss" else (computation.layer, computation.phase)
+            )
+            if layer not in work or phase not in phases:
+                continue
+            work[layer][phase] += self._seconds(computation, parts)
+            if computation.phase != "loss":
+                host[layer][phase] = self.compute.of(0, computation).host  # of a whole pass, whatever its parts
+        inside, sent = self._communication(step, candidate) if parts == 1 else ({}, {})
         memory = _memory(step, names) if parts == 1 else dict.fromkeys(names, (0, 0, 0))
-        sizes = _outputs(self.small, place, layout, samples, self.sequence, self.dtype)
-        elements = _parameters(self.small, place, layout)
-        groups = _groups(self.small, place, layout, np.dtype(self.dtype).itemsize, self.base)
+        outputs = _outputs(self.small, position, layout, samples, self.sequence, self.dtype)
+        elements = _parameters(self.small, position, layout)
+        groups = _groups(self.small, position, layout, np.dtype(self.dtype).itemsize, self.base)
         return [
             LayerCosts(
                 name,
-                work[name][FORWARD],
-                work[name][BACKWARD_INPUT],
-                work[name][BACKWARD_WEIGHTS],
-                inside.get((name, True), 0.0),
-                inside.get((name, False), 0.0),
-                sent.get((name, True), 0),
-                sent.get((name, False), 0),
-                *_kept(memory[name], sizes[name]),
-                *elements[name],
-                *groups[name],
-                host[name][FORWARD],
-                host[name][BACKWARD_INPUT] + host[name][BACKWARD_WEIGHTS],
+                forward=work[name][FORWARD],
+                backward_input=work[name][BACKWARD_INPUT],
+                backward_weights=work[name][BACKWARD_WEIGHTS],
+                inside_forward=inside.get((name, True), 0.0),
+                inside_backward=inside.get((name, False), 0.0),
+                sent_forward=sent.get((name, True), 0),
+                sent_backward=sent.get((name, False), 0),
+                saved=memory[name][0],
+                output=outputs[name],
+                above_forward=memory[name][1],
+                above_backward=memory[name][2],
+                parameters=elements[name][0],
+                tied=elements[name][1],
+                groups=groups[name][0],
+                tied_groups=groups[name][1],
+                host_forward=host[name][FORWARD],
+                host_backward=host[name][BACKWARD_INPUT] + host[name][BACKWARD_WEIGHTS],
             )
-            for name, _ in self.small.layers
+            for name in names
         ]
 
-    def _communication(self, step: RankStep, place: MeshPosition, candidate: Candidate) -> tuple[dict, dict]:
-        """Seconds that layers wait in communication of their own, and bytes sent: by layer, and whether forward."""
+    def _communication(
+        self, step: RankStep, candidate: Candidate
+    ) -> tuple[dict[tuple[str, bool], float], dict[tuple[str, bool], int]]:
+        """Exposed seconds of communication inside layers, and bytes sent, by (layer, whether forward)."""
         inside: dict[tuple[str, bool], float] = {}
         sent: dict[tuple[str, bool], int] = {}
         computations = step.computations
-        for each in step.communications:
-            at = each.begins - 1 if each.operation in ("all_reduce", "reduce_scatter") else each.begins
-            at = min(max(at, 0), len(computations) - 1)
-            computation = computations[at]
-            if computation.phase in (UPDATE, NORM) or each.begins >= len(computations):
+        for call in step.communications:
+            number = call.begins - 1 if call.operation in ("all_reduce", "reduce_scatter") else call.begins
+            computation = computations[min(max(number, 0), len(computations) - 1)]
+            if computation.phase in (UPDATE, NORM) or call.begins >= len(computations):
                 continue
             name = computation.layer or self.small.layers[-1][0]
             key = name, computation.phase not in (BACKWARD_INPUT, BACKWARD_WEIGHTS)
-            ranks = self._group(each.axes.split(","), place, candidate)
-            seconds = self.collectives.of(each.operation, ranks, whole_bytes(each)).seconds
-            hidden = sum(self.compute.of(0, c).seconds for c in computations[each.begins : each.ends])
+            ranks = self._group(call.axes.split(","), candidate)
+            seconds = self.collectives.of(call.operation, ranks, whole_bytes(call)).seconds
+            hidden = sum(self.compute.of(0, c).seconds for c in computations[call.begins : call.ends])
             inside[key] = inside.get(key, 0.0) + max(seconds - hidden, 0.0)
-            sent[key] = sent.get(key, 0) + each.sent
+            sent[key] = sent.get(key, 0) + call.sent
         return inside, sent
 
-    def _group(self, axes: Sequence[str], place: MeshPosition, candidate: Candidate) -> tuple[int, ...]:
+    def _group(self, axes: Sequence[str], candidate: Candidate) -> tuple[int, ...]:
         """The first group over these axes, on the candidate's whole mesh."""
         ranks = [0]
         stride = 1
@@ -247,9 +252,9 @@ class Profiles:
 
 
 def reduced(model: Model) -> tuple[Model, dict[str, str]]:
-    """The model with one of all layers that are alike, and for each layer's name the name of the one that is left.
+    """The model with one of each set of equal layers, and for each layer's name the name of the layer that is kept.
 
-    Of layers of images, which may be alike and yet of other sizes, one is left of those that follow each other.
+    Equal layers of images may have images of other sizes, so only one of equal consecutive layers is kept.
     """
     seen: dict[Hashable, str] = {}
     like: dict[str, str] = {}
@@ -269,16 +274,15 @@ def reduced(model: Model) -> tuple[Model, dict[str, str]]:
 
 
 def _kind(name: str, layer: Layer) -> Hashable:
-    """Equal for layers that are alike."""
-    declared = tuple((own, each.dims, each.whole(layer.sizes)) for own, each in layer.parameters.items())
+    """A key that is equal for equal layers."""
+    declared = tuple((own, array.dims, array.whole(layer.sizes)) for own, array in layer.parameters.items())
     what = type(layer).__name__, layer.inputs, layer.outputs, name.partition("/")[2]
     return *what, tuple(sorted(layer.sizes.items())), declared
 
 
 def with_even_vocabulary(model: Model, axes: Mapping[str, int], composition: ParallelConfig) -> Model:
-    """The model with a vocabulary that the mesh cuts into equal parts, each as large as the largest of its own: ranks
-    that differ by a word are all looked at, ranks alike once."""
-    place = place_of(0, axes)
+    """The model with its vocabulary rounded up to equal shards: with uneven shards, every rank would need a dry run."""
+    place = position_of(0, axes)
     parts = place.axis_size(composed_layout(model, place, composition).axes("v"))
     even, layers = -(-model.vocabulary // parts) * parts, []
     for name, layer in model.layers:
@@ -289,13 +293,13 @@ def with_even_vocabulary(model: Model, axes: Mapping[str, int], composition: Par
     return replace(model, layers=tuple(layers), vocabulary=even)
 
 
-def _parts(inner: Mapping[str, int]) -> int:
-    """Into how many parts a mesh cuts layers, beside the samples."""
+def _shard_count(inner: Mapping[str, int]) -> int:
+    """The number of shards of a layer on a mesh, not counting axes that shard samples."""
     return prod(size for axis, size in inner.items() if axis not in BATCH)
 
 
 def _memory(step: RankStep, names: Sequence[str]) -> dict[str, tuple[int, int, int]]:
-    """For each layer: bytes that its forward adds to what is kept, and what is held above that on either way."""
+    """For each layer: bytes that its forward keeps, and peak bytes above these in its forward and its backward."""
     kept, peaks = {}, {}
     static = sum(step.before.get(kind, 0) for kind in STATES)
     for moment in step.timeline:
@@ -316,15 +320,10 @@ def _memory(step: RankStep, names: Sequence[str]) -> dict[str, tuple[int, int, i
     return found
 
 
-def _kept(memory: tuple[int, int, int], output: int) -> tuple[int, int, int, int]:
-    saved, forward, backward = memory
-    return saved, output, forward, backward
-
-
 def _outputs(
-    model: Model, place: MeshPosition, layout, samples: int, sequence: int | None, dtype: Any
+    model: Model, place: MeshPosition, layout: Layout, samples: int, sequence: int | None, dtype: Any
 ) -> dict[str, int]:
-    """Bytes of what comes out of each layer on a rank."""
+    """Bytes of each layer's output on a rank."""
     found, size = {}, np.dtype(dtype).itemsize
     lengths = {"s": sequence or model.context or 1}
     if model.sample is not None:
@@ -344,8 +343,8 @@ def _outputs(
     return found
 
 
-def _parameters(model: Model, place: MeshPosition, layout) -> dict[str, tuple[int, int]]:
-    """Elements of each layer's parameters on a rank, and how many of them are another layer's."""
+def _parameters(model: Model, place: MeshPosition, layout: Layout) -> dict[str, tuple[int, int]]:
+    """Elements of each layer's parameters on a rank, and how many of them are tied."""
     found = {}
     for name, layer in model.layers:
         all_of_it = tied = 0
@@ -361,11 +360,11 @@ def _parameters(model: Model, place: MeshPosition, layout) -> dict[str, tuple[in
 
 
 def _groups(
-    model: Model, place: MeshPosition, layout, itemsize: int, base: ParallelConfig
+    model: Model, place: MeshPosition, layout: Layout, itemsize: int, base: ParallelConfig
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements of each layer's parameter groups in the order of their use: its own, and those that another has.
+    """Elements of each layer's parameter groups in the order of their use: its own, and those of other layers.
 
-    A group that several layers share counts for the first of them.
+    A group that several layers share is the first layer's own.
     """
     assignment = assign(model, place, layout, itemsize, storage=base.storage)
     group_of = {name: group for group in assignment.groups for name in group.spans}

@@ -1,11 +1,10 @@
-"""The planner's search: branch and bound over the lattice, with a certificate.
+"""The planner's search: branch and bound over the search space, with a certificate.
 
-Every candidate has two bounds: no way to cut its layers into as many parts is quicker or needs less memory than the
-first, no way to divide them into stages than the second. Each costs microseconds; but for the second one must look at
-layers that are cut as the candidate cuts them, for the first only at whole ones. The candidate of the least bound comes
-next: it gets its second bound, or is estimated. The search ends when the next bound is no better than what was found:
-then nothing that was left out is better. If time runs out before, the certificate says by how much the best could still
-be beaten.
+Each candidate has two lower bounds. The first holds for every sharding of its layers into as many parts, and needs dry
+runs of unsharded layers only. The second holds for every division into stages, and needs dry runs of layers that are
+sharded as in the candidate. The candidate with the least bound comes next: its second bound is computed, or it is
+estimated. The search ends when the next bound is no better than the best plans found; then no other candidate is
+better. If time runs out before, the certificate says by how much another candidate could still be better.
 """
 
 from __future__ import annotations
@@ -24,58 +23,60 @@ from spmd_engine.engine.state.split_weights import WORK, parse_shares
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.search.cost_cache import Cut, Setting
+from spmd_engine.planning.search.cost_cache import CostCache, ShardedCosts
 from spmd_engine.planning.search.estimate import Bound, Estimate, Estimator
-from spmd_engine.planning.search.goals import Constraints, Limits, least, value
+from spmd_engine.planning.search.goals import Constraints, Limits, objective, objective_bound
 from spmd_engine.planning.search.layer_costs import ShardedLayers, repeated_layers
-from spmd_engine.planning.search.node_slowdown import stage_paces
+from spmd_engine.planning.search.plan_evaluation import stage_slowdowns
 from spmd_engine.planning.search.profile import Profiles
 from spmd_engine.planning.search.search_space import Candidate, SearchSpace, candidates
 
-KEPT = 5  #: plans that are shown
-PATIENCE = 3  #: times as long is searched on while nothing was found
-OF_FRONT = 0.2  #: seconds for what belongs to the front and was not looked at before
+SHOWN_PLANS = 5  #: the best plans that a search keeps
+PATIENCE = 3  #: while no plan was found, the search continues for so many times the time limit
+FRONT_SECONDS = 0.2  #: for estimates of further plans on the Pareto front
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What is known of how good the best plan is, by the planner's own estimates."""
+    """How good the best plan is known to be, by the planner's own estimates."""
 
-    best: float  #: of the goal, as it is minimized
-    bound: float  #: nothing is better than this
-    candidates: int  #: in the lattice
-    excluded: int  #: whose bounds break a limit already
+    best: float  #: the objective of the best plan
+    bound: float  #: no candidate has a smaller objective
+    candidates: int  #: in the search space
+    excluded: int  #: candidates whose bounds break a limit
     estimated: int
-    complete: bool = True  #: whether nothing was left out for lack of time
+    complete: bool = True  #: whether the time limit was not reached
 
     @property
     def gap(self) -> float:
-        """How much better, as a share, something else might be: 0 if the best is proven."""
+        """The share by which another candidate might be better: 0 if the best is proven."""
         return max(0.0, (self.best - self.bound) / abs(self.best)) if self.best else 0.0
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search found."""
+class SearchResult:
+    """The result of a search."""
 
-    best: Sequence[Estimate]  #: the best first; none if nothing keeps to the constraints
-    front: Sequence[Estimate]  #: of all that keep to them, those that no other beats in both seconds and memory
+    best: Sequence[Estimate]  #: the best first; empty if no candidate keeps the constraints
+    front: Sequence[Estimate]  #: the Pareto front of seconds and memory
     certificate: Certificate
-    broken: Mapping[frozenset[str], Estimate] = field(default_factory=dict)  #: limits that are not kept -> by whom
+    broken: Mapping[frozenset[str], Estimate] = field(
+        default_factory=dict
+    )  #: limits that are broken -> the best such candidate
 
 
 class _Entry(NamedTuple):
-    """A candidate that was not estimated yet; the first is the one that comes next."""
+    """A candidate that is not estimated yet; the smallest entry comes next."""
 
-    least: tuple[float, ...]  #: of the goal
-    number: int  #: in the lattice
+    least: tuple[float, ...]  #: the bound of the objective
+    number: int  #: in the order of the search space
     candidate: Candidate
     bound: Bound
-    first: bool  #: whether that is its first bound
+    first: bool  #: whether this is its first bound
 
 
 class Planner:
-    """Searches; what it learns of layers is kept from one search to the next."""
+    """Searches for plans; costs of layers are kept from one search to the next."""
 
     def __init__(
         self,
@@ -88,64 +89,64 @@ class Planner:
         base: ParallelConfig = ParallelConfig(),  # noqa: B008 (immutable)
         overlap: bool = True,
     ) -> None:
-        """``overlap``: whether gradients are summed over data while the last backward goes on, as the engine does."""
+        """``overlap``: whether the reduction of gradients overlaps with the last backward, as in the engine."""
         self.model, self.machine = model, machine
         optimizer = optimizer or AdamW()
         self.itemsize = np.dtype(dtype).itemsize
         self.profiles = Profiles(model, machine, dtype, sequence, optimizer, base)
         self._layers: dict[tuple[int, str], ShardedLayers] = {}
-        self._setting = Setting(model, machine, self.itemsize, len(optimizer.kinds), overlap)
+        self._cache = CostCache(model, machine, self.itemsize, len(optimizer.kinds), overlap)
         self._given = parse_shares(base.shares, "--shares", WORK, least=1)
-        self._cut: dict[tuple, Cut | None] = {}  # None where the model cannot be cut so
+        self._costs: dict[tuple, ShardedCosts | None] = {}  # None if the model cannot be sharded so
 
     def estimator(self, candidate: Candidate, first: bool = False) -> Estimator | None:
-        """What estimates a candidate, or finds its ``first`` bound; None if the model cannot be cut so."""
-        each = candidate.batch_size // candidate.micro_batches
-        key = candidate.axes, each, candidate.sequence_parallel, candidate.recompute, candidate.zero, first
-        if key not in self._cut:
-            self._cut[key] = self._find_cut(candidate, first)
-        cut = self._cut[key]
-        return Estimator(self._setting, candidate, cut) if cut is not None else None
+        """The estimator of a candidate, or of its ``first`` bound; None if the model cannot be sharded so."""
+        samples = candidate.batch_size // candidate.micro_batches
+        key = candidate.axes, samples, candidate.sequence_parallel, candidate.recompute, candidate.zero, first
+        if key not in self._costs:
+            self._costs[key] = self._sharded_costs(candidate, first)
+        costs = self._costs[key]
+        return Estimator(self._cache, candidate, costs) if costs is not None else None
 
-    def _find_cut(self, candidate: Candidate, first: bool) -> Cut | None:
+    def _sharded_costs(self, candidate: Candidate, first: bool) -> ShardedCosts | None:
         try:
-            costs, update = (self.profiles.least if first else self.profiles.of)(candidate)
+            costs, update = (self.profiles.bounds if first else self.profiles.costs)(candidate)
         except SpmdError:
             return None
         key = id(costs), candidate.recompute
         if key not in self._layers:
             self._layers[key] = ShardedLayers(self.model, costs, self._repeated(candidate.recompute))
-        waits = 0 if first else candidate.zero  # for what ZeRO gathers: less work would hide less of it
-        cut = self._setting.cut(candidate.axes, waits, self._layers[key], update)
-        paces = stage_paces(self.machine, self.profiles.of_nodes, candidate, self._given)
-        return cut if paces is None else replace(cut, paces=paces)
+        zero = 0 if first else candidate.zero  # a bound on work does not bound what hides ZeRO's gathers
+        sharded = self._cache.sharded_costs(candidate.axes, zero, self._layers[key], update)
+        slowdowns = stage_slowdowns(self.machine, self.profiles.seconds_by_node, candidate, self._given)
+        return replace(sharded, slowdowns=slowdowns)
 
     def _repeated(self, recompute: str) -> list[range]:
-        return self._setting.once(("repeated", recompute), lambda: repeated_layers(self.model, recompute))
+        return self._cache.once(("repeated", recompute), lambda: repeated_layers(self.model, recompute))
 
     def search(
         self,
-        choices: SearchSpace,
+        space: SearchSpace,
         constraints: Constraints,
         goal: str = "latency",
         *,
         seconds: float = 30.0,
         front: bool = True,
-        keep: int = KEPT,
+        keep: int = SHOWN_PLANS,
         first: bool = False,
-    ) -> Found:
-        """The best plans for a goal, ``keep`` of them, within about so many seconds of processor time; where that is
-        gone before anything was found, as many as ``keep`` are estimated all the same.
+    ) -> SearchResult:
+        """The best ``keep`` plans for a goal, within about ``seconds`` of processor time.
 
-        ``first``: any will do.
+        If no plan was found by then, up to ``keep`` candidates are estimated nevertheless. ``front``: also complete the
+        Pareto front. ``first``: end with the first plan that keeps the constraints.
         """
         deadline = process_time() + seconds
         limits = constraints.limits
         entries: list[_Entry] = []
         total = excluded = 0
-        for candidate in candidates(choices):
+        for candidate in candidates(space):
             total += 1
-            entry = self._entry(goal, candidate, total, limits, first=self.profiles.cuts(candidate))
+            entry = self._entry(goal, candidate, total, limits, first=self.profiles.shards_layers(candidate))
             if entry is None:
                 excluded += 1
             else:
@@ -155,20 +156,22 @@ class Planner:
         best: list[Estimate] = []
         known: dict[Candidate, Estimate | None] = {}
         broken: dict[frozenset[str], Estimate] = {}
-        left: list[tuple[float, ...]] = []  # bounds of what was not looked at
+        left: list[tuple[float, ...]] = []  # bounds of candidates that were not estimated
         complete = True
         patience = max(deadline, process_time()) + PATIENCE * seconds
         while entries:
             entry = heappop(entries)
             candidate, late = entry.candidate, process_time() > deadline
-            done = first and best or len(best) == keep and entry.least >= value(goal, best[-1])
+            done = first and best or len(best) == keep and entry.least >= objective(goal, best[-1])
             given_up = late and len(known) >= keep and (best or process_time() > patience)
             if done or given_up:
                 left.append(entry.least)
                 complete = complete and bool(done)
                 break
             if entry.first and late and second_bounds > len(known):
-                left.append(entry.least)  # rather than look at more, estimate what was looked at
+                left.append(
+                    entry.least
+                )  # estimate candidates that have their second bound, rather than compute more bounds
                 complete = False
                 continue
             if entry.first:
@@ -183,40 +186,39 @@ class Planner:
             if estimate is None:
                 continue
             if wrong := limits.broken(estimate):
-                if wrong not in broken or value(goal, estimate) < value(goal, broken[wrong]):
+                if wrong not in broken or objective(goal, estimate) < objective(goal, broken[wrong]):
                     broken[wrong] = estimate
                 continue
-            best = sorted([*best, estimate], key=lambda each: value(goal, each))[:keep]
-        reached = value(goal, best[0])[0] if best else float("inf")
-        certificate = Certificate(
-            reached, min([reached, *(each[0] for each in left)]), total, excluded, len(known), complete
-        )
-        points = [each for each in known.values() if each is not None and not limits.broken(each)]
+            best = sorted([*best, estimate], key=lambda plan: objective(goal, plan))[:keep]
+        reached = objective(goal, best[0])[0] if best else float("inf")
+        bound = min([reached, *(values[0] for values in left)])
+        certificate = Certificate(reached, bound, total, excluded, len(known), complete)
+        points = [plan for plan in known.values() if plan is not None and not limits.broken(plan)]
         if front and best:
-            points += self._more(entries, points, limits, min(deadline, process_time() + OF_FRONT))
-        return Found(best, pareto(points), certificate, broken)
+            points += self._more_of_front(entries, points, limits, min(deadline, process_time() + FRONT_SECONDS))
+        return SearchResult(best, pareto(points), certificate, broken)
 
     def _entry(self, goal: str, candidate: Candidate, number: int, limits: Limits, *, first: bool) -> _Entry | None:
-        """A candidate with its first bound, or its second; None if it cannot be, or breaks a limit."""
+        """A candidate with its first bound, or its second; None if it is impossible or breaks a limit."""
         estimator = self.estimator(candidate, first)
         if estimator is None or limits.surely_broken(bound := estimator.bound()):
             return None
-        return _Entry(least(goal, candidate, bound), number, candidate, bound, first)
+        return _Entry(objective_bound(goal, candidate, bound), number, candidate, bound, first)
 
     def _estimate(self, candidate: Candidate, memory: float | None) -> Estimate | None:
         estimator = self.estimator(candidate)
         assert estimator is not None
         return estimator.estimate(memory if memory is not None else np.inf) or estimator.estimate()
 
-    def _more(
+    def _more_of_front(
         self, entries: Sequence[_Entry], points: Sequence[Estimate], limits: Limits, deadline: float
     ) -> Iterator[Estimate]:
-        """Estimates of what may belong to the front: its bounds are not beaten in both."""
+        """Estimates of candidates that may belong to the front: no plan is better than their bounds in both."""
         front = pareto(points)
         for _, _, candidate, bound, _ in sorted(entries, key=lambda entry: entry.bound.memory):
             if process_time() > deadline:
                 return
-            if any(each.seconds <= bound.seconds and each.memory <= bound.memory for each in front):
+            if any(plan.seconds <= bound.seconds and plan.memory <= bound.memory for plan in front):
                 continue
             estimate = self._estimate(candidate, limits.memory)
             if estimate is not None and not limits.broken(estimate):
@@ -225,16 +227,16 @@ class Planner:
 
 
 def thinned(front: Sequence[Estimate], most: int = 8) -> Sequence[Estimate]:
-    """At most so many of a front, its ends among them: those that are shown."""
+    """At most ``most`` plans of a front, including its ends."""
     if len(front) <= most:
         return front
     return [front[round(k * (len(front) - 1) / (most - 1))] for k in range(most)]
 
 
 def pareto(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Those that no other beats in both seconds and memory, by seconds."""
+    """The estimates that no other beats in both seconds and memory, by seconds."""
     front: list[Estimate] = []
-    for each in sorted(estimates, key=lambda each: (each.seconds, each.memory)):
-        if not front or each.memory < front[-1].memory:
-            front.append(each)
+    for estimate in sorted(estimates, key=lambda estimate: (estimate.seconds, estimate.memory)):
+        if not front or estimate.memory < front[-1].memory:
+            front.append(estimate)
     return front

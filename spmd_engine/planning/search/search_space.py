@@ -1,8 +1,7 @@
-"""What a planner may choose from: meshes, storage, schedules, micro-batches, recomputation, as candidates.
+"""The search space of the planner: meshes, ZeRO stages, schedules, micro-batches and recomputation, as candidates.
 
-The lattice is pruned where a choice has no effect, or is refused by ``ParallelConfig.check``, and of choices that
-compute the same in the same order one is left: ZeRO-1 is never worse than replicas in memory, but both are kept, since
-one collective is quicker than two.
+Choices without effect, and those that ``ParallelConfig.check`` refuses, are left out. ZeRO-1 never needs more memory
+than replicas, but both are candidates, since one collective is faster than two.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from spmd_engine.models import Model, layout_for
 from spmd_engine.models.layouts import with_queries_apart
 from spmd_engine.sharding.layout import TENSOR
 
-LONG_CONTEXT = 8192  #: positions from which cutting the sequence is looked at, unless axes are named
+LONG_CONTEXT = 8192  #: context length from which the sequence may be sharded, unless axes are named
 PIPE, BATCH = "pipe", ("data", "replicate", "shard", "expert")
-HYBRID = ("replicate", "shard")  #: axes of hybrid sharding, in the place of data
+HYBRID = ("replicate", "shard")  #: axes of hybrid sharding, instead of data
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to spread a step over ranks."""
+    """One way to distribute a step over ranks."""
 
-    axes: tuple[tuple[str, int], ...]  #: of the mesh, in its order
-    batch_size: int  #: samples a step
+    axes: tuple[tuple[str, int], ...]  #: of the mesh, in order
+    batch_size: int  #: samples per step
     micro_batches: int
     zero: int = 0
     sequence_parallel: bool = False
@@ -37,9 +36,9 @@ class Candidate:
     schedule: str | None = None
     chunks: int = 1
     recompute: str = "none"
-    stages: tuple[int, ...] | None = None  #: the first layer of each chunk; None: to be chosen
-    shares: str | None = None  #: of the samples, by rank; None: as many each, or what the base says
-    state_shares: str | None = None  #: the same of what is stored in parts
+    stages: tuple[int, ...] | None = None  #: the first layer of each chunk; None: chosen by the planner
+    shares: str | None = None  #: of the samples, by rank; None: even, or those of the base
+    state_shares: str | None = None  #: of what ZeRO shards, by rank; None: even, or those of the base
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -55,16 +54,16 @@ class Candidate:
 
     @cached_property
     def batch_ranks(self) -> int:
-        """Over how many ranks a micro-batch's samples are cut."""
+        """The number of ranks over which the samples of a micro-batch are sharded."""
         return prod(size for axis, size in self.axes if axis in BATCH)
 
     @cached_property
     def samples(self) -> int:
-        """Samples of a micro-batch on the rank that has most."""
+        """The most samples of a micro-batch on a rank."""
         return -(-(self.batch_size // self.micro_batches) // self.batch_ranks)
 
     def composition(self, base: ParallelConfig = ParallelConfig()) -> ParallelConfig:  # noqa: B008 (immutable)
-        """As the engine takes it."""
+        """The candidate as a ParallelConfig; ``base`` has the options that are not searched."""
         pipeline = self.pipe > 1
         return base.changed(
             mesh=self.mesh,
@@ -93,12 +92,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What may be chosen; a field that is given fixes it."""
+    """What may be chosen; a field that is not None is fixed."""
 
     model: Model
     ranks: Sequence[int]  #: numbers of ranks to consider
     batch_sizes: Sequence[int]
-    node_ranks: int  #: ranks of a node: axes that talk much stay inside it where they can
+    node_ranks: int  #: ranks per node: axes with much communication stay inside a node if possible
     mesh: Mapping[str, int] | None = None
     micro_batches: int | None = None
     zero: int | None = None
@@ -107,54 +106,54 @@ class SearchSpace:
     chunks: int | None = None
     recompute: str | None = None
     stages: tuple[int, ...] | None = None
-    axes: Sequence[str] | None = None  #: those to use; None: all that cut something of this model
+    axes: Sequence[str] | None = None  #: mesh axes to use; None: all that shard this model
 
     def without(self, *names: str) -> SearchSpace:
-        """The same with some of what is fixed left open."""
+        """The search space without these fixed choices."""
         return replace(self, **dict.fromkeys(names))
 
 
 FIXABLE = ("mesh", "micro_batches", "zero", "sequence_parallel", "schedule", "chunks", "recompute", "stages")
 
 
-def candidates(choices: SearchSpace) -> Iterator[Candidate]:
-    """All that may be chosen, once each."""
-    for axes in meshes(choices):
-        for batch_size in choices.batch_sizes:
-            yield from _on(choices, axes, batch_size)
+def candidates(space: SearchSpace) -> Iterator[Candidate]:
+    """All candidates of the search space, each once."""
+    for axes in meshes(space):
+        for batch_size in space.batch_sizes:
+            yield from _on(space, axes, batch_size)
 
 
-def meshes(choices: SearchSpace) -> Iterator[dict[str, int]]:
-    """Meshes that the model can be laid out on."""
-    if choices.mesh is not None:
-        yield dict(choices.mesh)
+def meshes(space: SearchSpace) -> Iterator[dict[str, int]]:
+    """The meshes that the model can be sharded on."""
+    if space.mesh is not None:
+        yield dict(space.mesh)
         return
-    model = choices.model
-    limits = _limits(model, choices.axes or ())
-    names = [axis for axis in limits if choices.axes is None or axis in choices.axes]
+    model = space.model
+    limits = _limits(model, space.axes or ())
+    names = [axis for axis in limits if space.axes is None or axis in space.axes]
     lengths = dict(zip(model.inputs.split()[1:], model.sample or (), strict=False))
     square = lengths.get("h") == lengths.get("w")
-    for ranks in sorted(set(choices.ranks)):
+    for ranks in sorted(set(space.ranks)):
         for sizes in _factorings(ranks, [limits[axis] for axis in names]):
             axes = {axis: size for axis, size in zip(names, sizes, strict=True) if size > 1} or {"data": 1}
-            if axes.get("columns", 1) > axes.get("rows", 1) and square and choices.axes is None:
-                continue  # as many rows and as few columns are the same, but for rows that lie in one piece
-            if choices.axes is None or "queries" in choices.axes:
+            if axes.get("columns", 1) > axes.get("rows", 1) and square and space.axes is None:
+                continue  # exchanging rows and columns costs the same, except that rows are contiguous
+            if space.axes is None or "queries" in space.axes:
                 axes = with_queries_apart(model, axes)
-            for ordered in _orders(axes, choices.node_ranks):
-                if _can_be(model, ordered):
+            for ordered in _orders(axes, space.node_ranks):
+                if _can_shard(model, ordered):
                     yield ordered
-                    yield from _hybrid(choices, ordered)
+                    yield from _hybrid(space, ordered)
 
 
-def _hybrid(choices: SearchSpace, axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """The same with ``data`` as replicas of what is stored in parts inside a node: what ZeRO gathers stays there, and
-    between nodes travels a part of the gradients. Of groups inside a node the largest stores least."""
-    if choices.zero == 0 or "data" not in axes or not {*HYBRID} <= {*(choices.axes or HYBRID)}:
+def _hybrid(space: SearchSpace, axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """The mesh with ``data`` split into replicas of shards that stay inside a node: ZeRO gathers inside the node, and
+    between nodes only shards of gradients are summed. The largest group inside a node stores least."""
+    if space.zero == 0 or "data" not in axes or not {*HYBRID} <= {*(space.axes or HYBRID)}:
         return
     order = list(axes)
     inner = prod(axes[axis] for axis in order[order.index("data") + 1 :])
-    shard, rest = divmod(choices.node_ranks, inner)
+    shard, rest = divmod(space.node_ranks, inner)
     if rest or not 1 < shard < axes["data"] or axes["data"] % shard:
         return
     apart = {"replicate": axes["data"] // shard, "shard": shard}
@@ -162,8 +161,7 @@ def _hybrid(choices: SearchSpace, axes: Mapping[str, int]) -> Iterator[dict[str,
 
 
 def across_nodes(axes: Mapping[str, int], node_ranks: int) -> tuple[list[str], list[str]]:
-    """Axes along which ranks are on one node, and those along which some are not, as ranks fill nodes of so many in
-    their order."""
+    """Axes whose groups are inside a node, and axes whose groups cross nodes, where ranks fill nodes in order."""
     inside, across, stride = [], [], 1
     for axis, size in reversed(axes.items()):
         stride *= size
@@ -172,13 +170,13 @@ def across_nodes(axes: Mapping[str, int], node_ranks: int) -> tuple[list[str], l
 
 
 def axes_that_cut(model: Model) -> list[str]:
-    """Mesh axes that cut something of a model, the outermost first; those that are only taken where named, too."""
+    """Mesh axes that can shard a model, the outermost first, including those that are used only where named."""
     queries = ["queries"] * any("r" in layer.sizes for _, layer in model.layers)
     return [*_limits(model, ["context"]), *queries, *HYBRID]
 
 
 def _limits(model: Model, named: Sequence[str] = ()) -> dict[str, int]:
-    """Axes that cut something of the model, outermost first, and into how many parts at most."""
+    """Axes that can shard the model, the outermost first, with the most shards of each."""
     letters = set(model.inputs.split())
     sizes: dict[str, int] = {}
     for _, layer in model.layers:
@@ -198,7 +196,7 @@ def _limits(model: Model, named: Sequence[str] = ()) -> dict[str, int]:
 
 
 def _factorings(number: int, limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a product of so many factors, none above its limit."""
+    """All ways to write a number as a product of factors, each at most its limit."""
     if not limits:
         if number == 1:
             yield ()
@@ -215,7 +213,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _orders(axes: dict[str, int], node_ranks: int) -> Iterator[dict[str, int]]:
-    """The orders that differ in what stays inside a node: a pipeline outside, as is usual, or inside of data."""
+    """The orders of axes that differ in what stays inside a node: a pipeline outside of data, or inside."""
     yield axes
     inner = prod(size for axis, size in axes.items() if axis not in (PIPE, "data"))
     if {PIPE, "data"} <= set(axes) and inner < node_ranks < prod(axes.values()):
@@ -223,7 +221,7 @@ def _orders(axes: dict[str, int], node_ranks: int) -> Iterator[dict[str, int]]:
         yield {"data": axes["data"], PIPE: axes[PIPE], **rest}
 
 
-def _can_be(model: Model, axes: Mapping[str, int]) -> bool:
+def _can_shard(model: Model, axes: Mapping[str, int]) -> bool:
     try:
         layout_for(model, MeshPosition(axes, dict.fromkeys(axes, 0)))
     except SpmdError:
@@ -231,23 +229,23 @@ def _can_be(model: Model, axes: Mapping[str, int]) -> bool:
     return True
 
 
-def _on(choices: SearchSpace, axes: Mapping[str, int], batch_size: int) -> Iterator[Candidate]:
+def _on(space: SearchSpace, axes: Mapping[str, int], batch_size: int) -> Iterator[Candidate]:
     """Candidates on one mesh."""
-    model, pipe = choices.model, axes.get(PIPE, 1)
+    model, pipe = space.model, axes.get(PIPE, 1)
     cut = prod(size for axis, size in axes.items() if axis in BATCH)
     stored = prod(size for axis, size in axes.items() if axis in (*BATCH, "context"))
     tokens = "s" in model.inputs.split()
-    micro = [choices.micro_batches] if choices.micro_batches else micro_batch_numbers(batch_size, cut, pipe)
-    hybrid = choices.mesh is None and "shard" in axes  # which says nothing without state in parts
-    zeros = [choices.zero] if choices.zero is not None else range(int(hybrid), 4) if stored > 1 else [0]
-    parallel = [choices.sequence_parallel] if choices.sequence_parallel is not None else [False, True]
+    micro = [space.micro_batches] if space.micro_batches else micro_batch_numbers(batch_size, cut, pipe)
+    hybrid = space.mesh is None and "shard" in axes  # differs from data only if ZeRO shards
+    zeros = [space.zero] if space.zero is not None else range(int(hybrid), 4) if stored > 1 else [0]
+    parallel = [space.sequence_parallel] if space.sequence_parallel is not None else [False, True]
     attends = any(layer.attends for _, layer in model.layers)
     blocks = any("/" in name for name, _ in model.layers)
-    recompute = [choices.recompute] if choices.recompute else ["none"] + ["attention"] * attends + ["block"] * blocks
+    recompute = [space.recompute] if space.recompute else ["none"] + ["attention"] * attends + ["block"] * blocks
     for m in micro:
         if batch_size // m < cut:
             continue
-        for schedule, chunks in _schedules(choices, pipe, m, len(model.layers)):
+        for schedule, chunks in _schedules(space, pipe, m, len(model.layers)):
             for zero in zeros:
                 for sequence in parallel if tokens and any(axes.get(axis, 1) > 1 for axis in TENSOR) else [False]:
                     for again in recompute:
@@ -261,25 +259,25 @@ def _on(choices: SearchSpace, axes: Mapping[str, int], batch_size: int) -> Itera
                             schedule,
                             chunks,
                             again,
-                            choices.stages,
+                            space.stages,
                         )
 
 
 def micro_batch_numbers(batch_size: int, cut: int, pipe: int) -> list[int]:
-    """Numbers of micro-batches to consider: divisors of the batch that leave each rank a sample; 1 without need."""
+    """Numbers of micro-batches to consider: divisors of the batch that leave each rank a sample, or 1."""
     return [m for m in _divisors(batch_size) if batch_size // m >= cut and (m > 1 or pipe == 1 or batch_size == 1)] or [
         1
     ]
 
 
-def _schedules(choices: SearchSpace, pipe: int, m: int, layers: int) -> Iterator[tuple[str | None, int]]:
+def _schedules(space: SearchSpace, pipe: int, m: int, layers: int) -> Iterator[tuple[str | None, int]]:
     if pipe == 1:
         yield None, 1
         return
-    for name in [choices.schedule] if choices.schedule else ("1f1b", "interleaved", "zero-bubble", "gpipe"):
+    for name in [space.schedule] if space.schedule else ("1f1b", "interleaved", "zero-bubble", "gpipe"):
         if name == "interleaved":
-            for chunks in [choices.chunks] if choices.chunks else (2, 3, 4):
+            for chunks in [space.chunks] if space.chunks else (2, 3, 4):
                 if m % pipe == 0 and pipe * chunks <= layers:
                     yield name, chunks
-        elif pipe <= layers and choices.chunks in (None, 1):
+        elif pipe <= layers and space.chunks in (None, 1):
             yield name, 1

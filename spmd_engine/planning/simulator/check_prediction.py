@@ -1,54 +1,59 @@
-"""A step that was made beside the one that was foretold: calls and bytes by line of the ledger, of all ranks."""
+"""Compares predicted steps with measured ones: calls and bytes by line of the ledger, and traces."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import json
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from spmd_engine.errors import UsageError
 from spmd_engine.models.model import Model
+from spmd_engine.planning.dry_run.match_calls import position_of
 from spmd_engine.planning.dry_run.step_analysis import StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.simulator.simulation import simulate
+from spmd_engine.planning.simulator.simulation import COMMUNICATION, COMPUTE, Prediction, simulate
 
 Line = tuple[str, str, str]  # operation, axes and label
 Sums = Mapping[Line, tuple[int, float]]  # calls and bytes sent
 
 
-def foretold_sums(analysis: StepAnalysis) -> dict[Line, tuple[int, float]]:
-    """Calls and bytes of all ranks, by line, in the order in which they begin."""
+def predicted_sums(analysis: StepAnalysis) -> dict[Line, tuple[int, float]]:
+    """Predicted calls and bytes of all ranks, by line of the ledger, in the order in which they begin."""
     sums: dict[Line, list[float]] = {}
-    for each in analysis.classes:
-        for line, (calls, _, sent) in each.step.ledger().items():
-            have = sums.setdefault(line, [0, 0])
-            have[0] += each.count * calls
-            have[1] += each.count * sent
+    for kind in analysis.classes:
+        for line, (calls, _, sent) in kind.step.ledger().items():
+            total = sums.setdefault(line, [0, 0])
+            total[0] += kind.count * calls
+            total[1] += kind.count * sent
     return {line: (round(calls), round(sent)) for line, (calls, sent) in sums.items()}
 
 
 def routed_labels(model: Model) -> set[str]:
-    """The layers that send samples where their values say: what they send, only data decide."""
+    """The names of layers whose communication depends on values: those that route tokens to experts."""
     return {name for name, layer in model.layers if "E" in layer.sizes}
 
 
 def differences(
-    foretold: Sums, made: Sequence[Sums], routed: Collection[str] = (), sizes: Mapping[str, int] | None = None
+    predicted: Sums, measured: Sequence[Sums], routed: Collection[str] = (), sizes: Mapping[str, int] | None = None
 ) -> list[str]:
-    """Where a step did other than was foretold, the first first; ``made`` is each rank's own account of it.
+    """The lines in which a step differs from its prediction, in order; ``measured`` are the ledgers of all ranks.
 
-    Of an all_to_all of a layer that routes (``routed``) the calls must be equal, and the bytes at most what they are
-    if every row leaves its rank: of what is foretold, where they go to all ranks of the axes alike, n/(n-1) times.
-    ``sizes`` are those of the mesh's axes.
+    For an all_to_all of a ``routed`` layer the calls must be equal. Its bytes must be at most those if every row leaves
+    its rank: n/(n-1) times the prediction, which assumes that rows go evenly to all n ranks. ``sizes`` are those of the
+    mesh's axes.
     """
     sums: dict[Line, list[float]] = {}
-    for ledger in made:
+    for ledger in measured:
         for line, (calls, sent) in ledger.items():
-            have = sums.setdefault(line, [0, 0])
-            have[0], have[1] = have[0] + calls, have[1] + sent
-    found = []
-    for line in dict.fromkeys((*foretold, *sums)):
-        (calls, sent), (real_calls, real_sent) = foretold.get(line, (0, 0)), sums.get(line, (0, 0))
+            total = sums.setdefault(line, [0, 0])
+            total[0], total[1] = total[0] + calls, total[1] + sent
+    texts = []
+    for line in dict.fromkeys((*predicted, *sums)):
+        (calls, sent), (real_calls, real_sent) = predicted.get(line, (0, 0)), sums.get(line, (0, 0))
         operation, axes, label = line
         if operation == "all_to_all" and label in routed:
             most = _most(sent, axes, sizes or {})
@@ -59,40 +64,189 @@ def differences(
             continue
         else:
             sent_text = f"{sent:,.0f} bytes"
-        found.append(
-            f"{operation} over {axes}{f' ({label})' if label else ''}: {calls:,} calls and {sent_text} foretold, "
-            f"{real_calls:,} calls and {real_sent:,.0f} bytes made, by all ranks together"
+        texts.append(
+            f"{operation} over {axes}{f' ({label})' if label else ''}: {calls:,} calls and {sent_text} predicted, "
+            f"{real_calls:,} calls and {real_sent:,.0f} bytes measured, over all ranks"
         )
-    return found
+    return texts
 
 
 def _most(sent: float, axes: str, sizes: Mapping[str, int]) -> float:
-    """Bytes if every row leaves its rank, of what is sent where rows go to all ranks of the axes alike."""
+    """Bytes if every row leaves its rank; ``sent`` are the bytes if rows go evenly to all ranks of the axes."""
     ranks = prod(sizes.get(axis, 1) for axis in axes.split(","))
     return sent * ranks / max(1, ranks - 1)
 
 
 def routed_bytes(
-    foretold: Sums, made: Sequence[Sums], routed: Collection[str], sizes: Mapping[str, int]
+    predicted: Sums, measured: Sequence[Sums], routed: Collection[str], sizes: Mapping[str, int]
 ) -> dict[str, float]:
-    """Bytes that layers which route sent, beside those if rows had gone to all ranks alike, and at the most; empty
-    where nothing is routed. The least is 0: every row may find its experts where it is."""
-    lines = [line for line in foretold if line[0] == "all_to_all" and line[2] in routed]
+    """Bytes that routed layers sent, those with even routing, and the most possible; empty without routed layers. The
+    least possible is 0: each row may stay on its rank."""
+    lines = [line for line in predicted if line[0] == "all_to_all" and line[2] in routed]
     if not lines:
         return {}
     return {
-        "sent": sum(ledger[line][1] for ledger in made for line in lines if line in ledger),
-        "balanced": sum(foretold[line][1] for line in lines),
-        "most": round(sum(_most(foretold[line][1], line[1], sizes) for line in lines)),
+        "sent": sum(ledger[line][1] for ledger in measured for line in lines if line in ledger),
+        "balanced": sum(predicted[line][1] for line in lines),
+        "most": round(sum(_most(predicted[line][1], line[1], sizes) for line in lines)),
     }
 
 
-def facts_of(analysis: StepAnalysis, find_machine: Callable[[], Machine]) -> dict[str, Any]:
-    """What ``metrics.jsonl`` tells of a step that was foretold; of its seconds, if there is a machine of so many
-    ranks."""
+def prediction_facts(analysis: StepAnalysis, find_machine: Callable[[], Machine]) -> dict[str, Any]:
+    """The prediction in ``metrics.jsonl``; with seconds, if the machine has enough ranks."""
     facts = {"bytes_sent": analysis.bytes_sent, "calls": analysis.calls, "peak_bytes": analysis.peak_bytes}
     try:
         machine = find_machine()
         return facts | {"seconds": simulate(analysis, machine).seconds, "machine": machine.name}
     except UsageError:
         return facts
+
+
+# --- A measured trace compared with a predicted one. In both, a rank's time in a step has four parts: *compute* is the
+# --- time of layers with a core to themselves; *contention* the time lost because more ranks computed than the node has
+# --- cores; *waiting* the time in communication; *rest* all else: the loss, the update, and the program between
+
+
+PARTS = ("compute", "contention", "waiting", "rest")
+OTHERS = ("loss", "gradient norm", "update")  #: predicted computations without spans in a trace
+
+
+@dataclass(frozen=True)
+class Split:
+    """Seconds of a step by part, the mean over ranks."""
+
+    seconds: float
+    parts: Mapping[str, float]
+    layers: Mapping[str, float]  #: seconds of compute and contention by computation, sum over ranks
+
+
+@dataclass(frozen=True)
+class TraceComparison:
+    """A measured step with its prediction."""
+
+    run: str
+    predicted: Split
+    measured: Split
+
+    @property
+    def error(self) -> float:
+        """The error of the predicted seconds, relative to the measured ones."""
+        return self.predicted.seconds / self.measured.seconds - 1
+
+    def differences(self) -> dict[str, float]:
+        """Predicted minus measured seconds, by part; their sum is the difference of the steps."""
+        return {part: self.predicted.parts[part] - self.measured.parts[part] for part in PARTS}
+
+    def worst_layers(self, count: int = 8) -> list[tuple[str, float, float]]:
+        """The computations with the largest differences: name, predicted and measured seconds, sum over ranks."""
+        names = {*self.predicted.layers, *self.measured.layers}
+        both = [(name, self.predicted.layers.get(name, 0.0), self.measured.layers.get(name, 0.0)) for name in names]
+        return sorted(both, key=lambda entry: -abs(entry[1] - entry[2]))[:count]
+
+    def as_json(self) -> dict[str, Any]:
+        """The comparison as JSON."""
+        return {
+            "run": self.run,
+            "error": self.error,
+            "predicted": {"seconds": self.predicted.seconds, **self.predicted.parts},
+            "measured": {"seconds": self.measured.seconds, **self.measured.parts},
+            "differences": self.differences(),
+        }
+
+
+def compare_trace(
+    run: str, trace: Mapping[str, Any], steps: int, seconds: float, prediction: Prediction, machine: Machine
+):
+    """Compare the ``trace`` of a run (JSON, of ``steps`` steps with a mean of ``seconds``) with its prediction."""
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
+    spans: dict[int, list[tuple[str, str, float, float]]] = defaultdict(list)
+    for event in events:
+        begin = event["ts"] * 1e-6
+        spans[event["pid"]].append((event["name"], event["cat"], begin, begin + event["dur"] * 1e-6))
+    predicted: dict[int, list[tuple[str, str, float, float]]] = defaultdict(list)
+    for span in prediction.spans:
+        predicted[span.rank].append((span.name, span.kind, span.start, span.end))
+    return TraceComparison(
+        run, _split(predicted, 1, prediction.seconds, machine), _split(spans, steps, seconds, machine)
+    )
+
+
+def _split(spans: Mapping[int, Sequence], steps: int, seconds: float, machine: Machine) -> Split:
+    ranks = max(len(spans), 1)
+    layers: dict[str, float] = defaultdict(float)
+    compute = waiting = 0.0
+    for own in spans.values():
+        waiting += sum(end - begin for _, kind, begin, end in own if kind == COMMUNICATION)
+        for name, begin, end in _computing(own):
+            compute += end - begin
+            layers[name] += (end - begin) / steps
+    contention = _contention(spans, machine) / steps / ranks
+    parts = {
+        "compute": compute / steps / ranks - contention,
+        "contention": contention,
+        "waiting": waiting / steps / ranks,
+    }
+    parts["rest"] = seconds - sum(parts.values())
+    return Split(seconds, parts, dict(layers))
+
+
+def _computing(own: Sequence[tuple[str, str, float, float]]) -> Iterator[tuple[str, float, float]]:
+    """The computations of a rank's layers, without the waits that lie inside their spans: (name, begin, end)."""
+    waits = sorted((begin, end) for _, kind, begin, end in own if kind == COMMUNICATION)
+    for name, kind, begin, end in own:
+        if kind != COMPUTE or name in OTHERS:
+            continue
+        for since, until in waits[bisect_left(waits, (begin,)) : bisect_left(waits, (end,))]:
+            yield name, begin, since
+            begin = until
+        if begin < end:
+            yield name, begin, end
+
+
+def _contention(spans: Mapping[int, Sequence], machine: Machine) -> float:
+    """Seconds that computations of layers lost to others on the same node, sum over ranks."""
+    by_node: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    for rank, own in spans.items():
+        for _, begin, end in _computing(own):
+            by_node[machine.places[rank][0]] += [(begin, 1), (end, -1)]
+    lost = 0.0
+    for number, changes in by_node.items():
+        cores = next(node.cores for at, node in machine.places if at == number)
+        if cores is None:
+            continue
+        active, since = 0, 0.0
+        for when, change in sorted(changes):
+            if active > cores:
+                lost += (when - since) * (active - cores)
+            active, since = active + change, when
+    return lost
+
+
+# --- A predicted step in the format of ``train --trace`` (Chrome, Perfetto), with a process for each rank
+
+
+ROWS = {COMPUTE: 0, COMMUNICATION: 1}
+
+
+def trace_json(prediction: Prediction, axes: Mapping[str, int]) -> str:
+    """The trace of all simulated ranks as JSON text; times are in microseconds."""
+    events: list[dict[str, Any]] = [
+        {
+            "name": span.name,
+            "cat": span.kind,
+            "ph": "X",
+            "pid": span.rank,
+            "tid": ROWS[span.kind],
+            "ts": round(span.start * 1e6, 1),
+            "dur": round((span.end - span.start) * 1e6, 1),
+        }
+        for span in prediction.spans
+    ]
+    for rank in prediction.ranks:
+        where = ",".join(f"{axis}={place}" for axis, place in position_of(rank, axes).coordinates.items())
+        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank} ({where})"}})
+        events += [
+            {"name": "thread_name", "ph": "M", "pid": rank, "tid": row, "args": {"name": kind}}
+            for kind, row in ROWS.items()
+        ]
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})

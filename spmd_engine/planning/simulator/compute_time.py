@@ -1,8 +1,7 @@
-"""How long a computation takes on a rank: its matrix products by their sizes, all else by the bytes that it moves.
+"""Times of computations: matrix products by their sizes, other work by the bytes that it moves.
 
-Where ranks share cores they do all of it themselves, one thing after the other. A device is given its work by a host
-that does not wait for it: the device computes one thing while the next is handed over, and a pass through a layer takes
-as long as the slower of the two.
+Ranks that share cores execute everything one after the other. A device computes while its host launches the next work,
+so a pass through a layer takes as long as the slower of the two.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from math import ceil
 from spmd_engine.planning.dry_run.step_analysis import Computation, Product
 from spmd_engine.planning.machine.machine import Machine
 
-#: Rows and columns of the tiles in which devices make products, the largest first.
+#: Rows and columns of the tiles of products on devices, the largest first.
 TILES = (256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64)
-#: Multiplications that a processor makes while an element of a factor comes to it: of an A100, 1,024 a clock, while the
-#: second-level cache brings 5,120 bytes a clock to 108 processors ("NVIDIA A100 Tensor Core GPU Architecture", 2020).
+#: Multiplications of a processor in the time in which it loads one element: an A100 makes 1,024 per clock, and its
+#: second-level cache delivers 5,120 bytes to 108 processors ("NVIDIA A100 Tensor Core GPU Architecture", 2020).
 FETCH = 1024 / (5120 / 108 / 2)
 
-DTYPES = {2: "float16", 4: "float32", 8: "float64"}  #: of a product whose elements have so many bytes
-FUSED = "fused16"  #: what a machine may say of products inside of fused kernels
+DTYPES = {2: "float16", 4: "float32", 8: "float64"}  #: by the item size of a product
+FUSED = "fused16"  #: the speed of products in fused kernels, if a machine has one
 
 
 @dataclass(frozen=True)
 class ComputeTime:
-    """Seconds that a rank works, with one core where cores are shared: in products of matrices, and in all else.
+    """Seconds of work of a rank, with one core where cores are shared: in matrix products, and in all else.
 
-    ``host``: seconds that a device's host meanwhile takes to hand over the pass that the computation belongs to.
+    ``host``: seconds in which a device's host launches the pass that the computation belongs to.
     """
 
     products: float
@@ -44,9 +43,9 @@ class ComputeTime:
 class ComputeTimes:
     """Seconds of computations on the ranks of a machine.
 
-    A product takes as long as its FLOPs or its bytes, whichever takes longer (the roofline of Williams et al., 2009),
-    of a device with ``processors`` by rounds of tiles; elementwise work its bytes; every pass through a layer
-    ``pass_seconds`` besides: of the rank, or of a device's host.
+    A product takes the time of its FLOPs or of its bytes, whichever is longer (the roofline of Williams et al., 2009);
+    on a device with ``processors`` its FLOPs take rounds of tiles. Elementwise work takes the time of its bytes. Each
+    pass through a layer takes ``pass_seconds`` more, on the rank or on a device's host.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -55,7 +54,7 @@ class ComputeTimes:
         self._steps: dict[tuple[str, int], tuple[Sequence[Computation], list[float]]] = {}
 
     def of(self, rank: int, computation: Computation) -> ComputeTime:
-        """Of a rank that has the core, or the device, for itself."""
+        """The time on a rank that has a core, or a device, to itself."""
         node = self.machine.node(rank)
         key = (
             node.name,
@@ -68,7 +67,7 @@ class ComputeTimes:
         return self._known[key]
 
     def least(self, rank: int, computation: Computation, parts: int) -> float:
-        """Seconds that a rank takes at least which has one of so many parts of a computation, however it is cut."""
+        """The least seconds for one of ``parts`` shards of a computation, whatever the sharding."""
         node, fitted = self.machine.node(rank), self.machine.fitted
 
         def bandwidth(size: float) -> float:
@@ -86,10 +85,10 @@ class ComputeTimes:
         return seconds / parts + (0.0 if node.has_devices else fitted.pass_seconds)
 
     def seconds(self, rank: int, computations: Sequence[Computation]) -> tuple[list[float], list[float]]:
-        """Of each computation of a step, and of the host that hands it over; those of ranks that have the same step on
-        nodes of one kind are found once. A pass has been handed over before the last of its computations is done."""
+        """Seconds of each computation of a step, and of the host that launches it. Ranks with the same step on equal
+        nodes share the result. A pass is launched before the last of its computations ends."""
         key = self.machine.node(rank).name, id(computations)
-        if key not in self._steps:  # with the computations, so that their id stays their own
+        if key not in self._steps:  # keeps the computations so that their id is not reused
             times, passes = [self.of(rank, each) for each in computations], [_pass(each) for each in computations]
             following = pairwise((*passes, None))
             hosts = [time.host * (this != after) for time, (this, after) in zip(times, following, strict=True)]
@@ -124,14 +123,14 @@ class ComputeTimes:
         return max(product.flops / self._speed(rank, product) * idle, moved / bandwidth)
 
     def _is_of_matrices(self, rank: int, product: Product) -> bool:
-        """Whether it is of matrices; a host's product with a vector takes as long as its bytes."""
+        """Whether it is limited by FLOPs; a product with a vector on a host takes the time of its bytes."""
         return self.machine.node(rank).has_devices or 1 not in (product.m, product.n, product.k)
 
     def _speed(self, rank: int, product: Product) -> float:
-        """FLOP/s of a product, or of a fused kernel, whose share of the device's is published.
+        """FLOP/s of a product, or of a fused kernel by its share of the device's speed.
 
-        A device computes a batch at once. A host is as fast as in the cube that does as many FLOPs for each element
-        that it reads and writes; the width of that is the harmonic mean of the product's three.
+        A device computes a batch at once. A host is as fast as in the cube with as many FLOPs per element, whose width
+        is the harmonic mean of m, n and k.
         """
         speeds, dtype = self.machine.node(rank).speeds, DTYPES[product.itemsize]
         flops = 2 * product.m * product.n * product.k * product.batch
@@ -143,10 +142,13 @@ class ComputeTimes:
 
 
 def rounds_of_tiles(m: int, n: int, batch: int, processors: int) -> float:
-    """How many times longer ``batch`` products of [m k] by [k n] take than if no processor ever were without a tile of
-    the largest kind. In the last round some are, and tiles at the borders are not filled; smaller tiles leave less
-    idle, but fetch more for each multiplication: the best kind is taken. Of products that do not fill one round, 1:
-    libraries cut these along k, too, and ``product_half`` tells how slow they are."""
+    """The factor by which ``batch`` products of [m k] by [k n] are slower than if all processors always had a full tile
+    of the largest size.
+
+    Processors are idle in the last round, and border tiles are not full. Smaller tiles leave less idle but load more
+    per multiplication: the best size is taken. 1 for products that do not fill one round: libraries split these along
+    k, and ``product_half`` accounts for them.
+    """
     (rows, columns), *_ = TILES
     if batch * m * n < processors * rows * columns:
         return 1.0
@@ -160,11 +162,11 @@ def rounds_of_tiles(m: int, n: int, batch: int, processors: int) -> float:
 
 
 def _pass(computation: Computation) -> tuple:
-    """The pass that a computation belongs to."""
+    """The key of the pass that a computation belongs to."""
     return computation.layer, computation.phase, computation.micro_batch, computation.chunk
 
 
 def bytes_of(product: Product) -> int:
-    """Read and written by all calls of a product."""
+    """Bytes read and written by all calls of a product."""
     one = product.m * product.k + product.k * product.n + product.m * product.n * (not product.fused)
     return product.itemsize * product.batch * product.calls * one

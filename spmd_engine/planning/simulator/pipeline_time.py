@@ -1,7 +1,7 @@
-"""How long a pipeline's schedule takes with given costs of chunks: its slots in an order in which each can be timed.
+"""Times of pipeline schedules with given costs of chunks.
 
-What ``engine.schedules.timeline`` does for pictures, for a planner that asks thousands of times: which slot waits for
-which is found once for a schedule, stages and micro-batches. A stage is not held up by its own sends.
+As ``engine.schedules.timeline``, but for thousands of calls: the dependencies between slots are computed once for each
+schedule, number of stages and number of micro-batches. Sends do not delay their own stage.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _KINDS = {Forward: FORWARD, BackwardInput: INPUT, BackwardWeight: WEIGHT, Backwa
 
 
 class Slots:
-    """All slots of a schedule, each after what it waits for."""
+    """All slots of a schedule, in an order in which each follows the slots that it waits for."""
 
     def __init__(self, schedule: Schedule, stages: int, micro_batches: int) -> None:
         self.stages, self.chunks = stages, stages * schedule.chunks
         orders = [schedule.order(stages, micro_batches, stage) for stage in range(stages)]
         self.held = [_changes(order) for order in orders]
         numbers: dict[tuple[int, int, int], int] = {}  # (whether forward, micro-batch, chunk) -> slot
-        #: stage, chunk, kind, the slot that hands over what is needed, or -1, and whether it comes from elsewhere
+        #: stage, chunk, kind, the slot whose result is needed (or -1), and whether that is on another stage
         self.slots: list[tuple[int, int, int, int, bool]] = []
         at = [0] * stages
         moved = True
@@ -47,7 +47,7 @@ class Slots:
                     moved = True
 
     def _need(self, work: Compute) -> tuple[int, int, int] | None:
-        """What must have been handed over before a slot."""
+        """The slot whose result a slot needs: (whether forward, micro-batch, chunk)."""
         if isinstance(work, Forward):
             return (1, work.m, work.chunk - 1) if work.chunk else None
         if isinstance(work, Backward | BackwardInput) and work.chunk + 1 < self.chunks:
@@ -55,8 +55,8 @@ class Slots:
         return None
 
     def seconds(self, costs: Sequence[tuple[float, float, float]], transfer: float) -> float:
-        """From the first start to the last end. ``costs``: of each chunk's forward and its backward's two parts;
-        ``transfer``: of what goes from stage to stage."""
+        """Seconds from the first start to the last end. ``costs`` are seconds of each chunk's forward, input gradient
+        and weight gradients; ``transfer`` is the time of a message between stages."""
         of_kind = [(f, i, w, i + w) for f, i, w in costs]
         clock, handed = [0.0] * self.stages, []
         for stage, chunk, kind, source, far in self.slots:
@@ -71,18 +71,17 @@ class Slots:
 
     @cached_property
     def most(self) -> list[int]:
-        """How many micro-batches each stage holds at most, each from its forward to its backward, where stages have
-        one chunk."""
+        """The most micro-batches that each stage holds from forward to backward, for stages of one chunk."""
         return [max(accumulate(sign for _, sign in held)) for held in self.held]
 
     def most_held(self, stage: int, of_chunk: Sequence[float]) -> float:
-        """The most that a stage holds, of a micro-batch's bytes in each chunk from its forward to its backward."""
+        """The most bytes that a stage holds; ``of_chunk`` are bytes that a micro-batch keeps in each chunk."""
         if self.chunks == self.stages:
             return self.most[stage] * of_chunk[stage]
         return max(accumulate(sign * of_chunk[chunk] for chunk, sign in self.held[stage]))
 
 
 def _changes(order: Sequence[Compute]) -> list[tuple[int, int]]:
-    """(chunk, 1 or -1) where activations begin and end to be held."""
+    """(chunk, 1 or -1) where activations are saved and freed."""
     kinds = [(work, _KINDS[type(work)]) for work in order]
     return [(work.chunk, 1 if kind == FORWARD else -1) for work, kind in kinds if kind != INPUT]

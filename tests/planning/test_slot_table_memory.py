@@ -8,9 +8,9 @@ from spmd_engine.comm.shared_memory.slot_table import size_of_table
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.models import GPT_SIZES, gpt
 from spmd_engine.planning import analyze
-from spmd_engine.planning.dry_run.slot_table_memory import tables_of
+from spmd_engine.planning.dry_run.rank_classes import slot_table_bytes
 from spmd_engine.planning.machine.files import read_machine
-from spmd_engine.planning.search.plan_evaluation import look
+from spmd_engine.planning.search.plan_evaluation import evaluate_step
 
 MODEL = gpt(replace(GPT_SIZES["gpt-nano"], layers=2), "small")
 AXES = {"data": 2, "model": 2}
@@ -31,12 +31,12 @@ def test_the_first_rank_of_a_group_holds_its_table(analysis):
 
 def test_each_node_has_a_table_of_its_own_ranks(analysis):
     alone = size_of_table(1)  # of a group that has one rank here, and another elsewhere
-    assert tables_of(analysis, ["a", "a", "b", "b"]) == [2 * TWO + alone, alone, 2 * TWO + alone, alone]
-    assert tables_of(analysis, ["a", "b", "c", "d"]) == [0, 0, 0, 0]
+    assert slot_table_bytes(analysis, ["a", "a", "b", "b"]) == [2 * TWO + alone, alone, 2 * TWO + alone, alone]
+    assert slot_table_bytes(analysis, ["a", "b", "c", "d"]) == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(("name", "are_there"), [("cpu", True), ("a100", False)])
 def test_ranks_with_devices_of_their_own_hold_none_there(name, are_there):
-    seen = look(MODEL, read_machine(name).with_ranks(4), AXES, ParallelConfig(mesh=AXES), 4, 1)
+    seen = evaluate_step(MODEL, read_machine(name).with_ranks(4), AXES, ParallelConfig(mesh=AXES), 4, 1)
     assert ("tables of groups" in seen.peak_bytes_by_kind) is are_there
     assert sum(seen.peak_bytes_by_kind.values()) == seen.analysis.peak_bytes

@@ -2,11 +2,11 @@
 
 import pytest
 
-from spmd_engine.planning.machine.files import machine_of
+from spmd_engine.planning.machine.files import parse_machine
+from spmd_engine.planning.simulator.check_prediction import compare_trace
 from spmd_engine.planning.simulator.simulation import COMMUNICATION, COMPUTE, Prediction, Span
-from spmd_engine.planning.simulator.trace_diff import compare
 
-MACHINE = machine_of("""
+MACHINE = parse_machine("""
 name = "m"
 [[nodes]]
 name = "n"
@@ -39,7 +39,7 @@ def test_a_wait_within_a_layer_is_no_computation_and_two_ranks_share_a_core():
     predicted = Prediction(
         4.0, (0,), [Span(0, "a", COMPUTE, 0.0, 3.0), Span(0, "receive", COMMUNICATION, 3.0, 4.0)], {}
     )
-    found = compare("run", trace, 1, 7.0, predicted, MACHINE)
+    found = compare_trace("run", trace, 1, 7.0, predicted, MACHINE)
     assert found.measured.layers == {"a": pytest.approx(4)}  # of both ranks: 3 and 1
     # in the first second, both compute on one core: one second of the two is lost
     assert found.measured.parts == pytest.approx({"compute": 1.5, "contention": 0.5, "waiting": 4, "rest": 1})

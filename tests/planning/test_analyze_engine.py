@@ -12,8 +12,7 @@ from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import GPTSize, gpt, two_layers
-from spmd_engine.planning.dry_run.analyze import analyze
-from spmd_engine.planning.dry_run.user_engine import Samples, analyze_engine
+from spmd_engine.planning.dry_run.analyze import Samples, analyze, analyze_engine
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training import Trainer

@@ -47,7 +47,7 @@ def test_a_step_that_sends_more_is_an_error_that_names_the_call(tmp_path, monkey
         return real(storage)
 
     monkeypatch.setattr(GroupStorage, "start_reduce", twice)
-    with pytest.raises(PlanError, match=r"all_reduce over data \(gradients\): 2 calls .* foretold, 4 calls"):
+    with pytest.raises(PlanError, match=r"all_reduce over data \(gradients\): 2 calls .* predicted, 4 calls"):
         trained(tmp_path / "run")
     assert trained(tmp_path / "again", enforce=False)["foretold"]["differences"] == 1
 
@@ -58,7 +58,7 @@ def test_a_step_that_cannot_be_foretold_is_trained_all_the_same(tmp_path, monkey
 
     monkeypatch.setattr("spmd_engine.planning.analyze", fails)
     assert "foretold" not in trained(tmp_path / "run")
-    assert "not compared with a plan: the analysis of it failed with ValueError('no such shape')" in caplog.text
+    assert "not compared with its analysis: its analysis failed with ValueError('no such shape')" in caplog.text
 
 
 def test_a_job_s_mesh_sums_in_rank_order_if_it_says_so(monkeypatch):

@@ -17,7 +17,7 @@ from spmd_engine.planning.report.explain import explain
 from spmd_engine.planning.report.model_file import planned_model
 from spmd_engine.planning.report.plan_result import Request
 from spmd_engine.planning.search.goals import Limits
-from spmd_engine.planning.search.plan_evaluation import look_at
+from spmd_engine.planning.search.plan_evaluation import evaluate_plan
 from spmd_engine.planning.search.planner import fixed_plan, plan
 from spmd_engine.planning.search.search import Planner
 from spmd_engine.planning.search.search_space import Candidate, SearchSpace, candidates
@@ -38,25 +38,25 @@ def freely():
 @pytest.fixture(scope="module")
 def least():
     """Bytes of the plan that needs least, looked at closely."""
-    return plan(replace(asked(), goal="memory")).foresight.analysis.peak_bytes
+    return plan(replace(asked(), goal="memory")).evaluation.analysis.peak_bytes
 
 
 @pytest.mark.parametrize("share", [0.93, 0.7])
 def test_the_plan_s_own_peak_is_within_the_limit(freely, share):
     """A little less than what the quickest plan needs, so that its estimate may fit though its step does not."""
-    limit = share * freely.foresight.analysis.peak_bytes
-    answer = plan(asked(limit))
-    assert answer.conflict is not None or answer.foresight.analysis.peak_bytes <= limit
+    limit = share * freely.evaluation.analysis.peak_bytes
+    result = plan(asked(limit))
+    assert result.conflict is not None or result.evaluation.analysis.peak_bytes <= limit
 
 
 def test_of_those_looked_at_it_is_the_quickest(freely):
-    assert freely.foresight.seconds == min(each.seconds for each in freely.found.best)
+    assert freely.evaluation.seconds == min(each.seconds for each in freely.search.best)
 
 
 def test_every_plan_that_is_shown_is_simulated_and_none_is_quicker(freely):
-    shown = [*freely.found.best, *freely.found.front]
-    assert len(freely.found.front) > 1 and all(each.simulated for each in shown)
-    assert freely.foresight.seconds == min(each.seconds for each in shown)
+    shown = [*freely.search.best, *freely.search.front]
+    assert len(freely.search.front) > 1 and all(each.simulated for each in shown)
+    assert freely.evaluation.seconds == min(each.seconds for each in shown)
     assert all(each["simulated"] for each in freely.as_json()["front"])
 
 
@@ -64,21 +64,21 @@ def test_what_is_quicker_by_the_simulation_alone_is_chosen(monkeypatch):
     """Micro-batches that estimates put far behind: here the simulation has them in no time."""
 
     def quick(model, machine, candidate, *others, **options):
-        seen = look_at(model, machine, candidate, *others, **options)
+        seen = evaluate_plan(model, machine, candidate, *others, **options)
         return replace(seen, seconds=seen.seconds / 100) if candidate.micro_batches == 4 else seen
 
-    monkeypatch.setattr("spmd_engine.planning.search.planner.look_at", quick)
-    monkeypatch.setattr("spmd_engine.planning.search.planner.KEPT", 1)
-    answer = plan(replace(asked(), axes=["data"]))
-    assert answer.plan.candidate.micro_batches == 4 and len(answer.found.best) == 1
+    monkeypatch.setattr("spmd_engine.planning.search.planner.evaluate_plan", quick)
+    monkeypatch.setattr("spmd_engine.planning.search.planner.SHOWN_PLANS", 1)
+    result = plan(replace(asked(), axes=["data"]))
+    assert result.plan.candidate.micro_batches == 4 and len(result.search.best) == 1
 
 
 @pytest.mark.parametrize("fixed", [{}, {"zero": 1}], ids=["free", "fixed"])
 def test_reasons_say_why_this_mesh(fixed):
-    answer = plan(replace(asked(), ranks=[4], fixed=fixed))
-    mine = ",".join(f"{axis}={size}" for axis, size in answer.plan.candidate.axes)
-    assert answer.plan.candidate.zero == fixed.get("zero", answer.plan.candidate.zero)
-    others = [reason for reason in answer.reasons if reason.startswith(f"mesh {mine}, not ")]
+    result = plan(replace(asked(), ranks=[4], fixed=fixed))
+    mine = ",".join(f"{axis}={size}" for axis, size in result.plan.candidate.axes)
+    assert result.plan.candidate.zero == fixed.get("zero", result.plan.candidate.zero)
+    others = [reason for reason in result.reasons if reason.startswith(f"mesh {mine}, not ")]
     names = {"data parallelism", "ZeRO", "tensor parallelism", "a pipeline"}
     assert len(others) >= 2 and all(any(f"({name})" in reason for name in names) for reason in others)
     assert len([reason for reason in others if "that would take" in reason]) >= 2
@@ -105,38 +105,38 @@ def test_reasons_for_an_interleaved_schedule_name_others():
         fixed={"schedule": "interleaved", "chunks": 2, "micro_batches": 4},
         axes=["pipe"],
     )
-    answer = plan(request)
-    assert answer.plan.candidate.schedule == "interleaved"
-    assert any(reason.startswith("schedule interleaved, not") for reason in answer.reasons)
+    result = plan(request)
+    assert result.plan.candidate.schedule == "interleaved"
+    assert any(reason.startswith("schedule interleaved, not") for reason in result.reasons)
 
 
 def test_what_would_help_is_what_the_whole_step_needs():
-    answer = plan(Request(build_model("mlp"), read_machine("cpu").with_ranks(2), [2], [16], limits=Limits(memory=1024)))
-    way = next(way for way in answer.conflict.ways if way.gives_up == "memory")
-    assert way.plan.memory == answer.conflict_foresight.analysis.peak_bytes
+    result = plan(Request(build_model("mlp"), read_machine("cpu").with_ranks(2), [2], [16], limits=Limits(memory=1024)))
+    way = next(way for way in result.conflict.relaxations if way.gives_up == "memory")
+    assert way.plan.memory == result.nearest_evaluation.analysis.peak_bytes
 
 
 def test_what_nothing_keeps_is_said_as_it_was_asked_for(least):
     """Estimates must keep less than was asked for, as they err; nobody asked for that."""
-    answer = plan(asked(0.999 * least))
-    way = next(way for way in answer.conflict.ways if way.gives_up == "memory")
-    assert way.said == f"memory {readable_bytes(least)} instead of {readable_bytes(0.999 * least)}"
+    result = plan(asked(0.999 * least))
+    way = next(way for way in result.conflict.relaxations if way.gives_up == "memory")
+    assert way.text == f"memory {readable_bytes(least)} instead of {readable_bytes(0.999 * least)}"
 
 
 def test_a_search_that_was_cut_short_does_not_say_that_nothing_fits(least):
-    answer = plan(replace(asked(0.999 * least), seconds=0.0))
-    assert answer.as_json()["fits"] is None
-    assert answer.why_not.startswith("time ran out (--seconds 0): of ") and "is not known" in answer.why_not
+    result = plan(replace(asked(0.999 * least), seconds=0.0))
+    assert result.as_json()["fits"] is None
+    assert result.why_not.startswith("time ran out (--seconds 0): of ") and "is unknown" in result.why_not
 
 
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"axes": ["sideways"]}, "--axes: sideways shards nothing of small; choose of pipe, data, context, model"),
+        ({"axes": ["sideways"]}, "--axes: sideways shards nothing of small; choose from pipe, data, context, model"),
         ({"sequence": 129}, "--sequence 129: the context of small is 128; give at most that"),
-        ({"seconds": -1.0}, "--seconds -1: it is from 0"),
-        ({"fixed": {"chunks": 1, "schedule": "interleaved"}}, "--chunks 1: it is from 2, with interleaved"),
-        ({"dtype": np.int8}, "machine a100 says no speed for int8"),
+        ({"seconds": -1.0}, "--seconds -1: it must be at least 0"),
+        ({"fixed": {"chunks": 1, "schedule": "interleaved"}}, "--chunks 1: it must be at least 2, with interleaved"),
+        ({"dtype": np.int8}, "machine a100 has no speed for int8"),
     ],
     ids=["axes", "sequence", "seconds", "chunks", "dtype"],
 )
@@ -157,7 +157,7 @@ def test_a_sequence_is_cut_where_it_is_asked_for():
 
 def test_what_just_fits_is_found(least):
     """Though its estimate is a little above what its step needs."""
-    assert plan(asked(least)).foresight.analysis.peak_bytes == least
+    assert plan(asked(least)).evaluation.analysis.peak_bytes == least
 
 
 def test_what_follows_the_last_step_is_no_part_of_it():
@@ -183,7 +183,7 @@ def test_what_follows_the_last_step_is_no_part_of_it():
 def test_estimates_are_near_what_the_whole_step_takes(candidate):
     model, machine = build_model("gpt2"), read_machine("a100").with_ranks(16)
     estimate = Planner(model, machine).estimator(candidate).estimate()
-    seen = look_at(model, machine, estimate.candidate, ParallelConfig(), dtype=np.float32)
+    seen = evaluate_plan(model, machine, estimate.candidate, ParallelConfig(), dtype=np.float32)
     assert estimate.seconds == pytest.approx(seen.seconds, rel=0.08)
     assert estimate.sent == pytest.approx(seen.bytes_sent, rel=0.02)
     assert estimate.memory == pytest.approx(seen.analysis.peak_bytes, rel=0.05)

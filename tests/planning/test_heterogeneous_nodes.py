@@ -27,7 +27,7 @@ def node(name, speed, memory):
 
 def machine(quick, slow):
     """Two nodes of a rank each, by (FLOP/s, bytes)."""
-    return Machine("unlike", (node("quick", *quick), node("slow", *slow)), Link(5e-5, 2e9))
+    return Machine("heterogeneous", (node("quick", *quick), node("slow", *slow)), Link(5e-5, 2e9))
 
 
 def asked(of, **changes):
@@ -37,29 +37,29 @@ def asked(of, **changes):
 def test_work_goes_by_speed():
     alike = plan(asked(machine((8e10, 1e9), (8e10, 1e9))))
     assert alike.plan.candidate.shares is None
-    answer = plan(asked(machine((12e10, 1e9), (4e10, 1e9))))
-    assert answer.plan.candidate.mesh == {"data": 2} and answer.plan.candidate.shares == "data=3:1"
-    slower = re.match(r"shares data=3:1, not as much each: that would take \+([\d.]+)% time", answer.reasons[0])
+    result = plan(asked(machine((12e10, 1e9), (4e10, 1e9))))
+    assert result.plan.candidate.mesh == {"data": 2} and result.plan.candidate.shares == "data=3:1"
+    slower = re.match(r"shares data=3:1, not even: that would take \+([\d.]+)% time", result.reasons[0])
     assert 80 < float(slower[1]) <= 100  # an even split waits half of the time for the slow one
-    file = plan_file_of(answer, "gpt-nano")
+    file = plan_file_of(result, "gpt-nano")
     assert file.composition.shares == "data=3:1" and file.composition.state_shares is None
 
 
 def test_state_goes_by_memory_and_each_rank_has_room():
-    roomy = plan(asked(machine((12e10, 1e9), (4e10, 1e9)))).foresight
+    roomy = plan(asked(machine((12e10, 1e9), (4e10, 1e9)))).evaluation
     rooms = [int(1.1 * peak) for peak in roomy.analysis.peak_bytes_by_rank()]
     rooms[1] = roomy.analysis.peak_bytes_by_rank()[1] - MIB  # too little for half of the state
-    answer = plan(asked(machine((12e10, rooms[0]), (4e10, rooms[1]))))
-    candidate = answer.plan.candidate
+    result = plan(asked(machine((12e10, rooms[0]), (4e10, rooms[1]))))
+    candidate = result.plan.candidate
     first, second = map(int, candidate.state_shares.removeprefix("data=").split(":"))
     assert first > second
-    peaks = answer.foresight.analysis.peak_bytes_by_rank()
+    peaks = result.evaluation.analysis.peak_bytes_by_rank()
     assert peaks[0] <= rooms[0] and peaks[1] <= rooms[1]
 
 
 def test_a_given_composition_is_held_to_each_rank_s_own_memory():
     fixed = {"mesh": {"data": 2}, "zero": 1}
-    peaks = fixed_plan(asked(machine((8e10, 1e9), (8e10, 1e9)), fixed=fixed)).foresight.analysis.peak_bytes_by_rank()
+    peaks = fixed_plan(asked(machine((8e10, 1e9), (8e10, 1e9)), fixed=fixed)).evaluation.analysis.peak_bytes_by_rank()
     too_small = machine((8e10, 4 * peaks[0]), (4e10, 0.9 * peaks[1]))
     assert fixed_plan(asked(too_small, fixed=fixed)).conflict.constraints == ["memory", "mesh"]
     enough = machine((8e10, 4 * peaks[0]), (4e10, 1.1 * peaks[1]))
@@ -68,9 +68,11 @@ def test_a_given_composition_is_held_to_each_rank_s_own_memory():
     assert fixed_plan(limited).conflict is not None
 
 
-@pytest.mark.parametrize(("quick", "slow", "unlike"), [((1e9, 1e9), (1e9, 1e9), False), ((1e9, 2e9), (1e9, 1e9), True)])
-def test_nodes_of_two_names_may_be_alike(quick, slow, unlike):
-    assert machine(quick, slow).unlike is unlike
+@pytest.mark.parametrize(
+    ("quick", "slow", "heterogeneous"), [((1e9, 1e9), (1e9, 1e9), False), ((1e9, 2e9), (1e9, 1e9), True)]
+)
+def test_nodes_of_two_names_may_be_alike(quick, slow, heterogeneous):
+    assert machine(quick, slow).heterogeneous is heterogeneous
 
 
 def searched(of, *candidates):
@@ -88,13 +90,13 @@ def test_estimates_know_that_a_node_is_slower():
         Candidate((("pipe", 2),), 16, 4, schedule="1f1b"),
     ]
     fast = machine((12e10, 1e9), (12e10, 1e9))
-    alike, unlike = searched(fast, *candidates), searched(machine((12e10, 1e9), (4e10, 1e9)), *candidates)
+    alike, heterogeneous = searched(fast, *candidates), searched(machine((12e10, 1e9), (4e10, 1e9)), *candidates)
     work = [[each.seconds - each.parts["gradients and gathers"] - each.parts["update"] for each in some]
-            for some in (alike, unlike)]  # fmt: skip
+            for some in (alike, heterogeneous)]  # fmt: skip
     assert work[1][0] == pytest.approx(1.5 * work[0][0], rel=0.01)  # 3/4 of the samples on the quick one
     inside = alike[1].parts["communication inside layers"]
     assert work[1][1] == pytest.approx(3 * (work[0][1] - inside) + 3 * inside, rel=0.01)
-    assert alike[2].candidate.stages[1] < unlike[2].candidate.stages[1]
+    assert alike[2].candidate.stages[1] < heterogeneous[2].candidate.stages[1]
     assert work[1][2] < 2.2 * work[0][2]
 
 
@@ -102,18 +104,18 @@ def test_a_slow_stage_has_less_to_do():
     fixed = {"mesh": {"pipe": 2}, "micro_batches": 4, "schedule": "1f1b"}
     planned = plan(asked(machine((12e10, 1e9), (4e10, 1e9)), fixed=fixed))
     assert planned.plan.candidate.stages[1] > len(SMALL.layers) / 2
-    working = planned.foresight.prediction.working
+    working = planned.evaluation.prediction.working
     assert max(working.values()) < 2.2 * min(working.values())  # 3 times, had both as many layers
 
 
-@pytest.mark.parametrize("paces", [(), (1.0, 3.0), (2.0, 1.0, 0.5)])
-def test_divisions_for_unlike_stages_are_the_best_there_are(paces):
-    rng = np.random.default_rng(len(paces))
-    work, count = rng.random(9).tolist(), len(paces) or 3
+@pytest.mark.parametrize("slowdowns", [(), (1.0, 3.0), (2.0, 1.0, 0.5)])
+def test_divisions_for_unlike_stages_are_the_best_there_are(slowdowns):
+    rng = np.random.default_rng(len(slowdowns))
+    work, count = rng.random(9).tolist(), len(slowdowns) or 3
 
     def slowest(starts):
         parts = pairwise([*starts, len(work)])
-        return max(pace * sum(work[a:b]) for pace, (a, b) in zip(paces or (1.0,) * count, parts, strict=True))
+        return max(pace * sum(work[a:b]) for pace, (a, b) in zip(slowdowns or (1.0,) * count, parts, strict=True))
 
     every = ((0, *starts) for starts in combinations(range(1, len(work)), count - 1))
-    assert slowest(best_division(work, count, paces=paces)) == pytest.approx(min(map(slowest, every)))
+    assert slowest(best_division(work, count, slowdowns=slowdowns)) == pytest.approx(min(map(slowest, every)))
