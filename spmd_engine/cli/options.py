@@ -194,7 +194,7 @@ def print_notices(notices: Sequence[str]) -> None:
 def axes_of(job: TrainConfig) -> dict[str, int]:
     """The mesh of a job that is drawn or analyzed; raises UsageError if it names none."""
     if not job.composition.mesh:
-        raise UsageError("Missing option '--mesh': which mesh? It need not exist; write axes as in data=2,model=2")
+        raise UsageError("--mesh is missing: give the axes of a mesh, which need not exist, as in data=2,model=2")
     return dict(job.composition.mesh)
 
 

@@ -238,7 +238,7 @@ MISTAKES = {
     "cannot read shape '8,x'": ["sharding", "b/data f", "--shape", "8,x", "--mesh", "data=2"],
     "cannot read sharding": ["sharding", "batch", "--shape", "8", "--mesh", "data=2"],
     "has 2000 blocks": [*SHARDING, "data=2000"],
-    "Missing option '--mesh'": SHARDING[:-1],
+    "--mesh is missing": SHARDING[:-1],
     "give SHARDING and --shape": ["sharding", "b/data", "--mesh", "data=2"],
     "either SHARDING and --shape, or --param": [*SHARDING, "data=2", "--param", "w"],
     "has no parameter 'w9'; it has, for example: embedding/table": ["sharding", "--param", "w9", "--mesh", "data=2"],
