@@ -86,7 +86,7 @@ def test_the_mesh_speaks_for_its_groups():
         x, total = np.full(4, float(mesh.rank)), sum(members(mesh, "model"))
         assert_same(mesh.all_reduce(x, over="model"), np.full(4, float(total)))
         assert_same(mesh.all_reduce(x, "mean", over="model"), np.full(4, total / 2))
-        assert_same(mesh.start("all_reduce", x, over="model").wait(), np.full(4, float(total)))
+        assert_same(mesh.start_all_reduce(x, over="model").wait(), np.full(4, float(total)))
         assert_same(mesh.reduce_scatter(x, over="model"), np.full(2, float(total)))
         assert_same(mesh.all_gather(x[None], 1, over="model"), np.repeat(members(mesh, "model"), 4.0)[None] * 1.0)
         assert_same(mesh.all_to_all(x, over="model"), np.repeat(members(mesh, "model"), 2) * 1.0)
@@ -108,7 +108,7 @@ def test_two_meshes_at_once_do_not_mix_their_messages():
             for mesh in factors:
                 mesh.group("b")  # made when first asked for, by all its ranks in the same order
             order = [one, other] if one.rank % 2 else [other, one]
-            started = {mesh: mesh.start("all_reduce", np.full(3, factors[mesh]), over="b") for mesh in order}
+            started = {mesh: mesh.start_all_reduce(np.full(3, factors[mesh]), over="b") for mesh in order}
             for mesh, pending in started.items():
                 assert_same(pending.wait(), np.full(3, 2 * factors[mesh]))
 
@@ -301,7 +301,7 @@ def test_groups_under_mpi(over, expected):
 @pytest.mark.mpi(ranks=2)
 def test_a_group_may_be_made_while_others_wait_for_this_rank():
     """Rank 0 is the first to make a communicator, and rank 1 waits for a sum that both have begun."""
-    pending = Mesh(timeout=20).start("all_reduce", np.ones(100_000))
+    pending = Mesh(timeout=20).start_all_reduce(np.ones(100_000))
     if world().rank == 1:
         pending.wait()
     world().subset([1, 0]).free()
