@@ -20,6 +20,7 @@ from spmd_engine.comm.transports.messages import COLLECTIVE_TAGS
 from spmd_engine.errors import UsageError
 
 Sizes = Sequence[int] | None  #: a length for each rank
+Out = Array | None  #: where the result goes
 
 _NUMBERED, _CHANNELS = 4096, 4094  # messages of a pair that can be distinguished while in progress
 
@@ -69,9 +70,7 @@ class Group(Calls):
             mine = ready(self.comm, mine)[0] if mine is not None and self.size > 1 else mine
         return mine, (root,), home
 
-    def all_gather(
-        self, x: Array, axis: int = 0, *, sizes: Sizes = None, out: Array | None = None, label: str = ""
-    ) -> Array:
+    def all_gather(self, x: Array, axis: int = 0, *, sizes: Sizes = None, out: Out = None, label: str = "") -> Array:
         """The ``x`` of all ranks joined along ``axis`` in rank order. Shards may differ along ``axis`` and be empty.
 
         ``sizes`` (each rank's length along ``axis``) saves ranks of several nodes the exchange of lengths. ``out``
@@ -80,12 +79,12 @@ class Group(Calls):
         return self._run("all_gather", x, (axis, _ints(sizes)), out, label)
 
     def start_all_gather(
-        self, x: Array, axis: int = 0, *, sizes: Sizes = None, out: Array | None = None, label: str = ""
+        self, x: Array, axis: int = 0, *, sizes: Sizes = None, out: Out = None, label: str = ""
     ) -> Pending:
         """Start ``all_gather``."""
         return self._begin("all_gather", x, (axis, _ints(sizes)), out, label)
 
-    def all_reduce(self, x: Array, op: str = "sum", *, out: Array | None = None, label: str = "") -> Array:
+    def all_reduce(self, x: Array, op: str = "sum", *, out: Out = None, label: str = "") -> Array:
         """The elementwise sum, mean, max, min or prod over ranks, in a fixed order: equal on all ranks.
 
         ``out`` (contiguous, may be ``x`` itself) receives the result. bool is counted as int64; the mean of
@@ -93,19 +92,12 @@ class Group(Calls):
         """
         return self._run("all_reduce", x, (op,), out, label)
 
-    def start_all_reduce(self, x: Array, op: str = "sum", *, out: Array | None = None, label: str = "") -> Pending:
+    def start_all_reduce(self, x: Array, op: str = "sum", *, out: Out = None, label: str = "") -> Pending:
         """Start ``all_reduce``."""
         return self._begin("all_reduce", x, (op,), out, label)
 
     def reduce_scatter(
-        self,
-        x: Array,
-        axis: int = 0,
-        op: str = "sum",
-        *,
-        sizes: Sizes = None,
-        out: Array | None = None,
-        label: str = "",
+        self, x: Array, axis: int = 0, op: str = "sum", *, sizes: Sizes = None, out: Out = None, label: str = ""
     ) -> Array:
         """This rank's part, along ``axis``, of the reduction over ranks.
 
@@ -115,14 +107,7 @@ class Group(Calls):
         return self._run("reduce_scatter", x, (axis, op, _ints(sizes)), out, label)
 
     def start_reduce_scatter(
-        self,
-        x: Array,
-        axis: int = 0,
-        op: str = "sum",
-        *,
-        sizes: Sizes = None,
-        out: Array | None = None,
-        label: str = "",
+        self, x: Array, axis: int = 0, op: str = "sum", *, sizes: Sizes = None, out: Out = None, label: str = ""
     ) -> Pending:
         """Start ``reduce_scatter``."""
         return self._begin("reduce_scatter", x, (axis, op, _ints(sizes)), out, label)
@@ -135,7 +120,7 @@ class Group(Calls):
         *,
         splits: Sizes = None,
         received: Sizes = None,
-        out: Array | None = None,
+        out: Out = None,
         label: str = "",
     ) -> Any:
         """Send part r of ``x`` along ``axis`` to rank r; join the received blocks along ``concat_axis`` (``axis``).
@@ -155,7 +140,7 @@ class Group(Calls):
         *,
         splits: Sizes = None,
         received: Sizes = None,
-        out: Array | None = None,
+        out: Out = None,
         label: str = "",
     ) -> Pending:
         """Start ``all_to_all``."""

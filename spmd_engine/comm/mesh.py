@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from math import prod
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.axes import MeshPosition, Over
 from spmd_engine.comm.communicators.communicator import Communicator
-from spmd_engine.comm.group import Group, Sizes
+from spmd_engine.comm.group import Group, Out, Sizes
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Pending
 from spmd_engine.comm.world import world
 from spmd_engine.errors import MeshError, UsageError, WrongNumberOfRanks
 from spmd_engine.runtime.activity import Activity
+
+_Arguments = ParamSpec("_Arguments")
+
+
+def started(method: Callable[Concatenate[Any, _Arguments], Any]) -> Callable[Concatenate[Any, _Arguments], Pending]:
+    """The ``start_...`` form of a blocking method: it takes the same arguments and returns a Pending."""
+
+    @wraps(method)
+    def start(self: Collectives, *args: _Arguments.args, **options: _Arguments.kwargs) -> Pending:
+        group = self.group(options.pop("over", None))
+        return getattr(group, f"start_{method.__name__}")(*args, **options)
+
+    return start
 
 
 class Collectives:
@@ -51,42 +65,19 @@ class Collectives:
     def broadcast(self, arr: Array | None, root: int = 0, *, over: Over = None, label: str = "") -> Array:
         return self.group(over).broadcast(arr, root, label=label)
 
-    def start_broadcast(self, arr: Array | None, root: int = 0, *, over: Over = None, label: str = "") -> Pending:
-        return self.group(over).start_broadcast(arr, root, label=label)
+    start_broadcast = started(broadcast)
 
     def all_gather(
-        self,
-        arr: Array,
-        axis: int = 0,
-        *,
-        over: Over = None,
-        sizes: Sizes = None,
-        out: Array | None = None,
-        label: str = "",
+        self, arr: Array, axis: int = 0, *, over: Over = None, sizes: Sizes = None, out: Out = None, label: str = ""
     ) -> Array:
         return self.group(over).all_gather(arr, axis, sizes=sizes, out=out, label=label)
 
-    def start_all_gather(
-        self,
-        arr: Array,
-        axis: int = 0,
-        *,
-        over: Over = None,
-        sizes: Sizes = None,
-        out: Array | None = None,
-        label: str = "",
-    ) -> Pending:
-        return self.group(over).start_all_gather(arr, axis, sizes=sizes, out=out, label=label)
+    start_all_gather = started(all_gather)
 
-    def all_reduce(
-        self, arr: Array, op: str = "sum", *, over: Over = None, out: Array | None = None, label: str = ""
-    ) -> Array:
+    def all_reduce(self, arr: Array, op: str = "sum", *, over: Over = None, out: Out = None, label: str = "") -> Array:
         return self.group(over).all_reduce(arr, op, out=out, label=label)
 
-    def start_all_reduce(
-        self, arr: Array, op: str = "sum", *, over: Over = None, out: Array | None = None, label: str = ""
-    ) -> Pending:
-        return self.group(over).start_all_reduce(arr, op, out=out, label=label)
+    start_all_reduce = started(all_reduce)
 
     def reduce_scatter(
         self,
@@ -96,23 +87,12 @@ class Collectives:
         *,
         over: Over = None,
         sizes: Sizes = None,
-        out: Array | None = None,
+        out: Out = None,
         label: str = "",
     ) -> Array:
         return self.group(over).reduce_scatter(arr, axis, op, sizes=sizes, out=out, label=label)
 
-    def start_reduce_scatter(
-        self,
-        arr: Array,
-        axis: int = 0,
-        op: str = "sum",
-        *,
-        over: Over = None,
-        sizes: Sizes = None,
-        out: Array | None = None,
-        label: str = "",
-    ) -> Pending:
-        return self.group(over).start_reduce_scatter(arr, axis, op, sizes=sizes, out=out, label=label)
+    start_reduce_scatter = started(reduce_scatter)
 
     def all_to_all(
         self,
@@ -123,40 +103,23 @@ class Collectives:
         over: Over = None,
         splits: Sizes = None,
         received: Sizes = None,
-        out: Array | None = None,
+        out: Out = None,
         label: str = "",
     ) -> Any:
-        return self.group(over).all_to_all(
-            arr, axis, concat_axis, splits=splits, received=received, out=out, label=label
-        )
+        group = self.group(over)
+        return group.all_to_all(arr, axis, concat_axis, splits=splits, received=received, out=out, label=label)
 
-    def start_all_to_all(
-        self,
-        arr: Array,
-        axis: int = 0,
-        concat_axis: int | None = None,
-        *,
-        over: Over = None,
-        splits: Sizes = None,
-        received: Sizes = None,
-        out: Array | None = None,
-        label: str = "",
-    ) -> Pending:
-        return self.group(over).start_all_to_all(
-            arr, axis, concat_axis, splits=splits, received=received, out=out, label=label
-        )
+    start_all_to_all = started(all_to_all)
 
     def send(self, dest_id: int, arr: Array, *, over: Over = None, label: str = "") -> None:
         self.group(over).send(dest_id, arr, label=label)
 
-    def start_send(self, dest_id: int, arr: Array, *, over: Over = None, label: str = "") -> Pending:
-        return self.group(over).start_send(dest_id, arr, label=label)
+    start_send = started(send)
 
     def receive(self, src_id: int, *, over: Over = None, label: str = "") -> Array:
         return self.group(over).receive(src_id, label=label)
 
-    def start_receive(self, src_id: int, *, over: Over = None, label: str = "") -> Pending:
-        return self.group(over).start_receive(src_id, label=label)
+    start_receive = started(receive)
 
 
 class Mesh(Collectives, MeshPosition):

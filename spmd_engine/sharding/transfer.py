@@ -23,8 +23,8 @@ from spmd_engine.sharding.placement import Placement
 from spmd_engine.sharding.routes import (
     Blocks,
     Copy,
-    Piece,
     Multicast,
+    Piece,
     Segment,
     add,
     backend_of_blocks,

