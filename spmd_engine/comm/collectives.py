@@ -108,7 +108,7 @@ class Routing:
         return received.tolist()
 
     def transport(self, call: PreparedCall, number: int, agreed: Agreed, size: int) -> GatherAndReduce | None:
-        """What moves the data of an agreed call, ``size`` bytes of all ranks or of each; None: they came inline."""
+        """What moves the data of an agreed call, ``size`` bytes of all ranks or of each; None if they were inline."""
         comm, entries = self.comm, agreed.entries
         facts = Facts(
             size,
@@ -264,7 +264,7 @@ class Collective(PreparedCall, ABC):
     def lengths(self, routing: Routing, number: int, agreed: Agreed) -> Steps:
         """Lengths of the blocks that are joined, unless all ranks make the same call (None).
 
-        Raises UsageError if they are not as the caller said.
+        Raises UsageError if they are not those that the caller gave.
         """
         yield from ()
 

@@ -61,7 +61,7 @@ class Facts(NamedTuple):
     even_nodes: bool = False  #: whether there are several nodes with equally many ranks, which share memory
     library: bool = False  #: whether there is an MPI library
     lengths_known: bool = True  #: whether all ranks knew the lengths of the others' arrays before the call
-    inline: bool = False  #: whether the data of all ranks came with the agreement
+    inline: bool = False  #: whether the data of all ranks travelled with the agreement
     readable: bool = False  #: whether the ranks of a node can read one another's data
     host: bool = True  #: whether all data are in host memory
     tuning: Tuning = Tuning()

@@ -27,10 +27,22 @@ def started(method: Callable[Concatenate[Any, _Arguments], Any]) -> Callable[Con
 
     @wraps(method)
     def start(self: Collectives, *args: _Arguments.args, **options: _Arguments.kwargs) -> Pending:
-        group = self.group(options.pop("over", None))
-        return getattr(group, f"start_{method.__name__}")(*args, **options)
+        return method(_Starting(self), *args, **options)
 
     return start
+
+
+class _Starting:
+    """A view of a mesh or group whose methods start their calls: ``all_reduce`` is the group's ``start_all_reduce``."""
+
+    def __init__(self, ranks: Collectives | Group) -> None:
+        self._ranks = ranks
+
+    def group(self, over: Over) -> _Starting:
+        return _Starting(self._ranks.group(over))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ranks, f"start_{name}")
 
 
 class Collectives:
@@ -57,10 +69,9 @@ class Collectives:
         return x
 
     def barrier(self, over: Over = None) -> None:
-        self.group(over).barrier()
+        return self.group(over).barrier()
 
-    def start_barrier(self, over: Over = None) -> Pending:
-        return self.group(over).start_barrier()
+    start_barrier = started(barrier)
 
     def broadcast(self, arr: Array | None, root: int = 0, *, over: Over = None, label: str = "") -> Array:
         return self.group(over).broadcast(arr, root, label=label)
@@ -112,7 +123,7 @@ class Collectives:
     start_all_to_all = started(all_to_all)
 
     def send(self, dest_id: int, arr: Array, *, over: Over = None, label: str = "") -> None:
-        self.group(over).send(dest_id, arr, label=label)
+        return self.group(over).send(dest_id, arr, label=label)
 
     start_send = started(send)
 

@@ -113,9 +113,9 @@ def _hosts_and_cores(
 ) -> tuple[list[str], int, list[str]]:
     """The host of each rank; the cores of this node's ranks together; and the handles of their records."""
     all_ranks = tell([comm.node, sorted(os.sched_getaffinity(0)), quota_here(), record])
-    here = [fields for host, *fields in all_ranks if host == comm.node]
-    cores = cores_of([(cores, quota) for cores, quota, _ in here])
-    return [host for host, *_ in all_ranks], cores, [handle for *_, handle in here]
+    on_node = [fields for host, *fields in all_ranks if host == comm.node]
+    cores = cores_of([(cores, quota) for cores, quota, _ in on_node])
+    return [host for host, *_ in all_ranks], cores, [handle for *_, handle in on_node]
 
 
 def _share_cores(threads: int) -> None:

@@ -1,5 +1,7 @@
 """The mesh: ranks on named axes, their groups, and what belongs to a node."""
 
+import inspect
+
 import numpy as np
 import pytest
 
@@ -81,7 +83,35 @@ def test_a_group_is_made_once():
     assert all(on_cube(lambda mesh: mesh.group(iter(["data", "model"])) is mesh.group(("data", "model"))))
 
 
-def test_the_mesh_speaks_for_its_groups():
+def test_started_calls_take_the_arguments_of_blocking_ones():
+    """By position and by name; ``wait`` returns what the blocking method does."""
+    calls = {
+        "all_reduce": {"arr": np.arange(4.0), "op": "max"},
+        "all_gather": {"arr": np.arange(4.0), "axis": 0, "sizes": [4, 4], "label": "gathered"},
+        "reduce_scatter": {"arr": np.arange(4.0), "axis": 0, "op": "mean", "sizes": [1, 3]},
+        "all_to_all": {"arr": np.arange(4.0), "axis": 0, "concat_axis": 0, "splits": [3, 1]},
+        "broadcast": {"arr": np.arange(4.0), "root": 1},
+    }
+
+    def program(mesh):
+        for name, options in calls.items():
+            expected = getattr(mesh, name)(**options, over="model")
+            result = getattr(mesh, f"start_{name}")(**options, over="model").wait()
+            assert str(result) == str(expected), name
+            assert inspect.signature(getattr(mesh, f"start_{name}")) == inspect.signature(getattr(mesh, name))
+        assert_same(
+            mesh.start_reduce_scatter(np.arange(4.0), 0, "sum", over="model").wait(),
+            mesh.reduce_scatter(np.arange(4.0), over="model"),
+        )
+        sending = mesh.start_send(dest_id=1 - mesh.coordinates["model"], arr=np.arange(3), over="model")
+        received = mesh.start_receive(src_id=1 - mesh.coordinates["model"], over="model").wait()
+        assert (sending.wait(), received.tolist()) == (None, [0, 1, 2])
+        assert mesh.start_barrier("model").wait() is None
+
+    on_cube(program)
+
+
+def test_a_mesh_has_the_collectives_of_its_groups():
     def program(mesh):
         x, total = np.full(4, float(mesh.rank)), sum(members(mesh, "model"))
         assert_same(mesh.all_reduce(x, over="model"), np.full(4, float(total)))

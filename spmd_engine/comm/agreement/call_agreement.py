@@ -194,17 +194,18 @@ def disseminate(
     ended, so it cannot take part; it tells the ranks that wait for it, and all raise the same RanksEnded.
     """
     words, rows, n = words.copy(), [row], ranks.size
-    room = words.nbytes + max(ranks.tuning.with_agreement, _LEAST, 0 if copies else n * len(row))
+    capacity = words.nbytes + max(ranks.tuning.with_agreement, _LEAST, 0 if copies else n * len(row))
     for distance in (1 << i for i in range((n - 1).bit_length())):
         if ended is not None:
             words[ENDED] = 1 + max(ended.ranks)
         count = min(distance, n - distance)
-        rest = len(row).to_bytes(_LENGTH, "little") + row if copies else b"".join(rows[:count])
-        message, comes = np.frombuffer(words.tobytes() + rest, np.uint8), np.empty(room, np.uint8)
+        rows_sent = len(row).to_bytes(_LENGTH, "little") + row if copies else b"".join(rows[:count])
+        message = np.frombuffer(words.tobytes() + rows_sent, np.uint8)
+        incoming = np.empty(capacity, np.uint8)
         to, source = (ranks.rank + distance) % n, (ranks.rank - distance) % n
         requests = Requests(ranks)
         if ended is None:
-            requests.add(source, ranks.start_receive(comes, source, tag))
+            requests.add(source, ranks.start_receive(incoming, source, tag))
         requests.add(to, ranks.start_send(message, to, tag))
         try:
             yield requests
@@ -212,12 +213,12 @@ def disseminate(
             ended = error
         if ended is not None:
             continue
-        theirs = comes[: words.nbytes].view(np.int64)
+        theirs = incoming[: words.nbytes].view(np.int64)
         if copies:
-            length = int.from_bytes(comes[words.nbytes : words.nbytes + _LENGTH].tobytes(), "little")
-            row = comes[words.nbytes + _LENGTH :][:length].tobytes() if not row and length < room else row
+            length = int.from_bytes(incoming[words.nbytes : words.nbytes + _LENGTH].tobytes(), "little")
+            row = incoming[words.nbytes + _LENGTH :][:length].tobytes() if not row and length < capacity else row
         elif row and (words[:KNOWN] == theirs[:KNOWN]).all():
-            data, size = comes[words.nbytes :].tobytes(), len(row)
+            data, size = incoming[words.nbytes :].tobytes(), len(row)
             rows += [data[i * size : (i + 1) * size] for i in range(count)]
         np.maximum(words, theirs, out=words)
     if ended is not None:
@@ -239,7 +240,7 @@ class Agreed(NamedTuple):
     sizes_known: bool  #: whether the callers of all ranks gave the lengths of the others' arrays
     host: bool  #: whether all arrays are in host memory
     most: int  #: bytes of the largest array of any rank
-    blocks: list | None  #: arrays of all ranks, in rank order, if they came inline
+    blocks: list | None  #: arrays of all ranks, in rank order, if they were sent inline
     root: Signature | None = None  #: of a broadcast
     entries: Entries | None = None  #: what this node's ranks wrote to their slot table, if there is one
 
@@ -324,7 +325,7 @@ class Agreement:
 
     def _explain(self, own: Signature, number: int, x: Array | None) -> Steps:
         """Raise the same error on all ranks when their calls differ or one cannot be made: each sends its signature to
-        all others. All ranks come here, or none."""
+        all others. All ranks call this, or none."""
         comm = self._comm
         own = own if own.shape is None else replace(own, inline=0)  # a text is sent, too, an array is not
         text = x.tobytes() if own.inline else b""

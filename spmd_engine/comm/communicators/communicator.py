@@ -80,9 +80,9 @@ class Communicator(ABC):
         words[0], words[1] = number, text
         return number
 
-    def next_message(self, way: str, rank: int) -> int:
+    def next_message(self, direction: str, rank: int) -> int:
         """The number of this message among those to or from one other rank."""
-        return next(self.__dict__.setdefault("_messages", defaultdict(count))[way, rank])
+        return next(self.__dict__.setdefault("_messages", defaultdict(count))[direction, rank])
 
     def empty(self, shape: Sequence[int], dtype) -> np.ndarray:
         """An uninitialized array, in memory that the node's ranks share if there is room."""

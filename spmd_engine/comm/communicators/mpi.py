@@ -167,7 +167,7 @@ class MPICommunicator(Communicator):
             all_ranks.Free()
 
     def _agree(self, ranks: Sequence[int], keeps: bool) -> Steps:
-        """Wait until all members are here: inside MPI this rank would spin, and its operations would not advance.
+        """Wait until all members have called: inside MPI this rank would spin, and its operations would not advance.
 
         ``keeps``: whether this rank keeps such a communicator. Returns (whether all members do, the offset of the slot
         table that the first rank of this node has allocated, the indices of ``ranks`` by nodes; None if slot tables are
@@ -176,8 +176,8 @@ class MPICommunicator(Communicator):
         hosts = [self.hosts[rank] for rank in ranks]
         nodes = even_nodes(hosts)
         near = [i for i, host in enumerate(hosts) if host == self.node]
-        room, here = None, ranks[near[0]] == self.rank
-        if here and nodes is not None and self._node is not None:
+        room, first = None, ranks[near[0]] == self.rank
+        if first and nodes is not None and self._node is not None:
             room = room_for_table(self.neighbours, len(near))
         row, same = _MEMBER.pack(keeps, -1 if room is None else room), Signature("barrier").words
         _, rows = yield from disseminate(MessagePart(self, ranks), same, row, _CREATION)

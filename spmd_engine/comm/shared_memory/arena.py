@@ -15,12 +15,15 @@ from collections.abc import Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.shared_memory.cross_memory import CrossMemory
+
+if TYPE_CHECKING:
+    from spmd_engine.comm.shared_memory.slot_table import SlotTable
 
 ALIGNMENT = 64  # bytes: a cache line
 HEAD = 4096  # bytes at the beginning of every arena that are never allocated
@@ -105,13 +108,6 @@ class _Lease(weakref.ref):
         self.start, self.size = start, size
 
 
-class Closable(Protocol):
-    """An object in this rank's arena that other ranks may still read."""
-
-    def close(self) -> bool:
-        """Free its memory. Returns False, to be called again, while others may read it."""
-
-
 class Neighbours:
     """All arenas of a node: ``memories`` by local rank, ``own`` to allocate from.
 
@@ -122,7 +118,7 @@ class Neighbours:
         self.memories, self.local_rank, self.cross_memory = list(memories), local_rank, cross_memory
         self.own = Arena(self.memories[local_rank])
         self._address = address_of(np.frombuffer(self.own.memory, np.uint8))
-        self._retired: list[Closable] = []
+        self._retired: list[SlotTable] = []
 
     def offset(self, x: np.ndarray) -> int | None:
         """Offset of contiguous ``x`` in this rank's arena; None if it is in ordinary memory."""
@@ -135,7 +131,7 @@ class Neighbours:
         """An array in another rank's arena."""
         return np.ndarray(shape, dtype, self.memories[local_rank], offset)
 
-    def retire(self, table: Closable | None = None) -> None:
+    def retire(self, table: SlotTable | None = None) -> None:
         """Close ``table``, and the retired tables that could not be closed before."""
         self._retired = [kept for kept in (*self._retired, table) if kept is not None and not kept.close()]
 

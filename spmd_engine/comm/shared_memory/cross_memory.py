@@ -59,9 +59,9 @@ class CrossMemory:
 
     def read(self, local_rank: int, address: int, out: np.ndarray) -> None:
         """Fill contiguous ``out`` from ``address`` in the memory of another rank. Raises SpmdError if refused."""
-        here, done = address_of(out), 0
+        start, done = address_of(out), 0
         while done < out.nbytes:
-            self._here.address, self._there.address = here + done, address + done
+            self._here.address, self._there.address = start + done, address + done
             self._here.size = self._there.size = min(out.nbytes - done, _AT_ONCE)
             moved = self._call(self._processes[local_rank], *self._ranges) if self._call is not None else 0
             if moved <= 0:
@@ -94,9 +94,9 @@ class RemoteArray:
 
     def read(self, out: np.ndarray | None = None) -> np.ndarray:
         """Its values, in ``out`` if that is contiguous."""
-        here = out if out is not None and out.flags.c_contiguous else np.empty(self.shape, self.dtype)
-        self.reader.read(self.local_rank, self.address, here)
-        return here
+        values = out if out is not None and out.flags.c_contiguous else np.empty(self.shape, self.dtype)
+        self.reader.read(self.local_rank, self.address, values)
+        return values
 
     def copy(self) -> np.ndarray:
         return self.read()
@@ -105,7 +105,7 @@ class RemoteArray:
 Block = np.ndarray | RemoteArray  #: a rank's array, where this rank can read it
 
 
-def here(block: Block) -> np.ndarray:
+def to_array(block: Block) -> np.ndarray:
     """``block`` as an array to compute with."""
     return block.read() if isinstance(block, RemoteArray) else block
 

@@ -13,7 +13,7 @@ from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.dispatch import Tuning
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.reducing import Reducer, reducer
-from spmd_engine.comm.shared_memory.cross_memory import Block, fill, flat, here
+from spmd_engine.comm.shared_memory.cross_memory import Block, fill, flat, to_array
 from spmd_engine.comm.shared_memory.slot_table import REDUCED, RELEASED, UNREADABLE, Entries, SlotTable
 from spmd_engine.comm.spans import span
 from spmd_engine.comm.transports.transport import GatherAndReduce, Parts
@@ -132,6 +132,6 @@ def reduce_in_pieces(outs: Sequence[np.ndarray], blocks: Sequence[Block], reduce
     step = max(1, CACHE // len(blocks) // first.itemsize)
     for start in range(0, first.size, step):
         piece = slice(start, start + step)
-        reduce(first[piece], [here(block[piece]) for block in blocks])
+        reduce(first[piece], [to_array(block[piece]) for block in blocks])
         for out in others:
             out[piece] = first[piece]
