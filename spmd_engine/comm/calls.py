@@ -12,7 +12,6 @@ from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.comm.agreement.call_agreement import NumberedCall, Signature, Signatures, bytes_of
 from spmd_engine.comm.collectives import PREPARE, PreparedCall, Routing, copied
 from spmd_engine.comm.communicators.communicator import Communicator
-from spmd_engine.comm.dispatch import Route
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Pending, Steps
 from spmd_engine.comm.shared_memory.slot_table import RELEASED, SlotTable
@@ -145,17 +144,15 @@ class Calls:
             blocks = table.fast_exchange(number, expected, x, progress, comm.spin_tests)
             if blocks is None:
                 return self._start(call, x, out, number=number).wait()
-            inline = call.route is Route.INLINE
             try:
                 result = call.finish(None if expected.same else expected, blocks, out)
             finally:
-                if inline:
+                if call.inline:
                     table.release_inline(number)
                 else:
                     table.set_phase(number, RELEASED)
-            if not (
-                inline or x is None or progress.spin(partial(table.all_reached, number, RELEASED), comm.spin_tests)
-            ):
+            in_place = not call.inline and x is not None  # others may still be reading x
+            if in_place and not progress.spin(partial(table.all_reached, number, RELEASED), comm.spin_tests):
                 return progress.begin(Operation(self, call, number, _until_released(table, number, result))).wait()
         call.record(self.ledger, result, perf_counter() - began)
         return result

@@ -37,7 +37,7 @@ from spmd_engine.comm.transports.transport import GatherAndReduce, Transport
 from spmd_engine.errors import UsageError
 
 if TYPE_CHECKING:
-    from spmd_engine.comm.shared_memory.slot_table import SlotTable
+    from spmd_engine.comm.shared_memory.slot_table import Entries, SlotTable
     from spmd_engine.comm.transports.mpi import NonblockingCollectives
 
 Shape = tuple[int, ...]
@@ -59,7 +59,7 @@ class Routing:
         self.one_node = comm.table is not None
         self.spins = self.one_node and comm.spin_tests > 0 and comm.size > 1  #: whether blocking calls spin
         self._room = comm.table.room if self.one_node else comm.tuning.with_agreement // comm.size
-        self._agreement, self._deterministic = Agreement(comm, axes, check), deterministic
+        self.agreement, self._deterministic = Agreement(comm, axes, check), deterministic
 
     def signature(self, operation: str, x: Array | None, **fields: Any) -> Signature:
         """The signature of a call of ``x``. Raises UsageError if ``x`` has too many dimensions."""
@@ -90,13 +90,6 @@ class Routing:
         sliced = call.sliced and self.one_node
         return readable(self.comm.node_table, x, self.comm.tuning, sliced) if self.offers(call, x, x.nbytes) else None
 
-    def agree(self, call: PreparedCall, number: int, offer: Offer) -> Steps:
-        """All ranks agree on call ``number``; returns an Agreed."""
-        agreed = yield from self._agreement.reach(call.signature, call.expected, number, *offer)
-        if agreed.entries is not None and agreed.entries.signatures is not call.expected:
-            call.expected, call.fast = agreed.entries.signatures, False
-        return agreed
-
     def numbers(self, number: int, mine: Sequence[int]) -> Steps:
         """One number from each rank; this rank sends ``mine[r]`` to rank r. Part of call ``number``."""
         sent, received = np.array(mine, np.int64), np.empty(len(mine), np.int64)
@@ -109,6 +102,8 @@ class Routing:
 
     def transport(self, call: PreparedCall, number: int, agreed: Agreed, size: int) -> GatherAndReduce | None:
         """What moves the data of an agreed call, ``size`` bytes of all ranks or of each; None if they were inline."""
+        if self.one_node and call.inline:  # as in the last call, which had the same signatures
+            return None
         comm, entries = self.comm, agreed.entries
         facts = Facts(
             size,
@@ -184,8 +179,8 @@ class PreparedCall:
     returns_lengths: bool = False  # whether an all_to_all also returns the lengths that it received
     reduce: Reducer | None = None
     expected: Signatures | None = None  # of the node's ranks in the last such call
-    route: Route | None = None  # of the last such call
     spins: bool = False  # whether a blocking call spins, and the array needs no cast
+    inline: bool = False  # whether the last such call took Route.INLINE
     fast: bool = False  # whether a blocking call takes one exchange, without a generator
     rank: int = 0  # in the group
     ranks: int = 1
@@ -194,7 +189,8 @@ class PreparedCall:
 
     def steps(self, routing: Routing, number: int, x: Array | None, out: Any) -> Steps:
         """The whole of call ``number``, a generator (see ``pending``)."""
-        agreed = yield from routing.agree(self, number, Offer(x))
+        agreed = yield from routing.agreement.reach(self.signature, self.expected, number, x)
+        self.expect(agreed.entries)
         routing.transport(self, number, agreed, 0)  # nothing is moved; the route is kept for the next call
 
     def finish(self, signatures: Signatures | None, blocks: Sequence[Block], out: Any) -> Any:
@@ -203,10 +199,16 @@ class PreparedCall:
     def check_out(self, x: Array, out: Any, ranks: int) -> None:
         """Raise UsageError unless ``out`` can receive the result of a call of ``x``."""
 
+    def expect(self, entries: Entries | None) -> None:
+        """Expect the same signatures in the next such call. If they have changed, its route must be chosen anew."""
+        if entries is not None and entries.signatures is not self.expected:
+            self.expected = entries.signatures
+            self.inline = self.fast = False
+
     def keep_route(self, route: Route) -> None:
         """Keep the route for the next call with the same signatures, which then need not ask for it."""
-        self.route = route
-        self.fast = self.spins and (route is Route.INLINE or (route is Route.SHARED_MEMORY and self.one_phase))
+        self.inline = route is Route.INLINE
+        self.fast = self.spins and (self.inline or (route is Route.SHARED_MEMORY and self.one_phase))
 
     @property
     def sliced(self) -> bool:
@@ -225,7 +227,7 @@ class PreparedCall:
 
     def suits(self, x: Array | None, out: Array | None, table: SlotTable) -> bool:
         """Whether a fast call can take ``x`` as it lies, and write to ``out``."""
-        if not (self.route is Route.INLINE or x is None or self._is_readable(x, out, table)):
+        if not (self.inline or x is None or self._is_readable(x, out, table)):
             return False
         return out is None or (
             self.expected.same
@@ -277,7 +279,8 @@ class Collective(PreparedCall, ABC):
         own, to_device = ready(routing.comm, x)
         target = out if out is not None and is_reachable(routing.comm, out) else None
         offer = self.offer(routing, own, target)
-        agreed = yield from routing.agree(self, number, offer)
+        agreed = yield from routing.agreement.reach(self.signature, self.expected, number, *offer)
+        self.expect(agreed.entries)
         lengths = yield from self.lengths(routing, number, agreed)
         shape = self.shape_of(lengths)
         fits = out is None or out.shape == shape  # if not, this rank must still give the others their parts
@@ -351,7 +354,8 @@ class BroadcastCall(PreparedCall):
         home, comm = home or CPU, routing.comm
         mine = ready(comm, mine)[0] if mine is not None else None
         offered = routing.readable(self, mine) if routing.one_node and mine is not None else None
-        agreed = yield from routing.agree(self, number, Offer(mine, offered))
+        agreed = yield from routing.agreement.reach(self.signature, self.expected, number, mine, offered)
+        self.expect(agreed.entries)
         shape, dtype = agreed.root.array_type
         transport = routing.transport(self, number, agreed, prod(shape) * dtype.itemsize)
         blocks = agreed.blocks if transport is None else transport.blocks

@@ -45,8 +45,15 @@ class Entries(NamedTuple):
 
     signatures: Signatures
     blocks: list[Block | None]  #: arrays of all ranks where they lie; None: unreadable
-    readable: bool  #: whether every rank can read all data
     exposed: bool  #: whether others may read or write memory of this rank outside the table
+
+    @property
+    def readable(self) -> bool:
+        """Whether every rank can read all data."""
+        for block, signature in zip(self.blocks, self.signatures.by_rank, strict=True):
+            if block is None and signature.shape is not None:
+                return False
+        return True
 
 
 def room_for_table(neighbours: Neighbours, ranks: int) -> int | None:
@@ -168,7 +175,7 @@ class SlotTable:
         self.write(number, own, data, at, self.address(result) if result is not None else None)
         yield from self.reach(number, CALLED)
         signatures, blocks = self.read(number, expected, data if at is not None else None)
-        return Entries(signatures, blocks, self.all_readable(signatures, blocks), at is not None or result is not None)
+        return Entries(signatures, blocks, at is not None or result is not None)
 
     def write(
         self,
@@ -234,7 +241,7 @@ class SlotTable:
         if small:
             return blocks if self._digests[slot].tolist() == expected.digests else None
         signatures, blocks = self.read(number, expected, data)
-        return blocks if signatures is expected and self.all_readable(signatures, blocks) else None
+        return blocks if signatures is expected and Entries(signatures, blocks, True).readable else None
 
     def release_inline(self, number: int) -> None:
         """``set_phase`` of RELEASED where all data are inline: no rank sleeps until then, except to wait for the slot,
@@ -242,14 +249,6 @@ class SlotTable:
         if self._weak:
             self._waker.fence()
         self._phases[number % SLOTS][self.rank] = number * _STEPS + RELEASED
-
-    @staticmethod
-    def all_readable(signatures: Signatures, blocks: Sequence[Block | None]) -> bool:
-        """Whether every rank can read all data."""
-        for block, signature in zip(blocks, signatures.by_rank, strict=True):
-            if block is None and signature.shape is not None:
-                return False
-        return True
 
     def _write_signature(self, slot: int, signature: Signature) -> None:
         """Write this rank's signature, unless an earlier call has left it there."""
