@@ -108,7 +108,7 @@ class Engine(ShardedEngine):
         x, z, r = self.tape.pop()
         w0, _, w1, _ = self.parameters.values()
         db1 = dy.sum(axis=0)
-        summing_dr = self.start("all_reduce", dy @ w1.T, over="row")
+        summing_dr = self.start_all_reduce(dy @ w1.T, over="row")
         dw1 = r.T @ dy
         dr = summing_dr.wait()
         dz = dr * (z > 0)
@@ -390,8 +390,8 @@ FAULTS = [
         Cause.MISSING_SUM,
         (
             "plane",
-            'self.start("all_reduce", dy @ w1.T, over="row")',
-            'self.start("all_reduce", dy @ w1.T, over=())',
+            'self.start_all_reduce(dy @ w1.T, over="row")',
+            "self.start_all_reduce(dy @ w1.T, over=())",
             "dr = summing",
         ),
         ("sequence", '        dw = self.all_reduce(dw, over="context")\n', "", "dw = np.einsum"),
@@ -422,8 +422,8 @@ FAULTS = [
         ("blocks", 'dx = self.all_reduce(dx, over="model")', 'dx = self.all_reduce(dx, "mean", over="model")'),
         (
             "plane",
-            'self.start("all_reduce", dy @ w1.T, over="row")',
-            'self.start("all_reduce", dy @ w1.T, "mean", over="row")',
+            'self.start_all_reduce(dy @ w1.T, over="row")',
+            'self.start_all_reduce(dy @ w1.T, "mean", over="row")',
             "dr = summing",
         ),
     ),
@@ -439,8 +439,8 @@ FAULTS = [
         ("blocks", 'dx = self.all_reduce(dx, over="model")', 'dx = self.all_reduce(dx, over="data")'),
         (
             "plane",
-            'self.start("all_reduce", dy @ w1.T, over="row")',
-            'self.start("all_reduce", dy @ w1.T, over="col")',
+            'self.start_all_reduce(dy @ w1.T, over="row")',
+            'self.start_all_reduce(dy @ w1.T, over="col")',
             "dr = summing",
         ),
     ),

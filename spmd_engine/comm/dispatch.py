@@ -1,99 +1,95 @@
-"""Which way the data of a call go, once all ranks have agreed on it: pure functions of what all of them know."""
+"""The route of a call's data: one pure function of the call and of facts that all ranks of its group know.
+
+``choose`` is asked once for a call, after the ranks have agreed on it (a call that is repeated keeps the answer), and
+once more for each of the two levels of a hierarchical call. ``show collective`` draws the same function.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from spmd_engine.comm.agreement.call_agreement import Signature
 
 
-class Way(Enum):
-    """A transport; see the files of ``transports``."""
+class Route(Enum):
+    """How the data of a call travel. All but the first are files of ``transports``."""
 
-    INLINE = "with the agreement"
+    INLINE = "inline with the agreement"
     SHARED_MEMORY = "shared memory"
-    HIERARCHICAL = "within nodes, then between them"
-    MPI = "the MPI library's nonblocking call"
+    HIERARCHICAL = "hierarchical: within nodes, then between them"
+    MPI = "the MPI library's nonblocking collective"
     MESSAGES = "messages"
-
-
-class Facts(NamedTuple):
-    """What all ranks know of a call. What each of them offers counts if all do."""
-
-    operation: str
-    size: int  #: bytes of an array: of all ranks together, or the same on each
-    ranks: int
-    axis: int = 0
-    one_node: bool = False  #: whether all ranks are on one node, and share memory
-    by_nodes: bool = False  #: whether there are several nodes, with as many ranks each, that share memory
-    library: bool = False  #: whether there is an MPI library
-    lengths_known: bool = True  #: whether all ranks knew before how long the others' arrays are
-    inline: bool = False  #: offered: the data came with the agreement
-    shown: bool = False  #: offered: the node's other ranks can read the data
-    host: bool = True  #: offered: the data are in the host's memory
-
-
-def way(facts: Facts, tuning: Tuning) -> Way:
-    """The way of a call."""
-    if facts.inline and facts.host:
-        return Way.INLINE
-    if facts.one_node:
-        return within_node(facts.shown)
-    gathers = facts.operation == "all_gather" and facts.axis == 0 and facts.lengths_known
-    has_lanes = facts.operation in ("all_reduce", "reduce_scatter") or gathers
-    if facts.by_nodes and has_lanes and facts.size >= tuning.hierarchical:
-        return Way.HIERARCHICAL
-    # Of an all_to_all, all ranks may send all of theirs to one.
-    largest = facts.size * facts.ranks if facts.operation == "all_to_all" else facts.size
-    return between_nodes(facts, largest, tuning)
-
-
-def within_node(shown: bool) -> Way:
-    """Of the ranks of one node; of a hierarchical call as well."""
-    return Way.SHARED_MEMORY if shown else Way.MESSAGES
-
-
-def between_nodes(facts: Facts, largest: int, tuning: Tuning) -> Way:
-    """Of any ranks, all of them or a lane. ``largest``: bytes that one of them has, or gets, at most."""
-    small = 0 < facts.size < tuning.by_library * facts.ranks and largest <= tuning.largest_count
-    return Way.MPI if facts.library and facts.host and small else Way.MESSAGES
-
-
-def inline_at_most(operation: str, ranks: int, room: int, reads: bool, tuning: Tuning) -> int:
-    """Bytes of a rank's array that come with the agreement, if there is ``room`` for so many; ``reads``: whether the
-    others can read their parts of it where it lies."""
-    if operation == "all_reduce":
-        return min(room, tuning.reduced_by_all // ranks)
-    if operation == "reduce_scatter" or not reads:
-        return room
-    return min(room, tuning.copied_to_table * (ranks if operation == "all_to_all" else 1))
-
-
-# --- Every threshold by which the way of a call is chosen
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Sizes in bytes, unless it says otherwise. Equal on all ranks: the choice of a way follows from it."""
+    """Thresholds in bytes, unless stated otherwise. They must be equal on all ranks, as routes follow from them."""
 
-    #: Data of all ranks together that travel with the agreement between nodes, so that a small call is one exchange.
+    #: Largest payload of all ranks together that travels inline between nodes, so that a small call is one exchange.
     with_agreement: int = 1 << 14
-    #: Of all ranks of a node, up to which each of them reduces all rather than a part, which would take a phase more.
+    #: Largest payload of a node's ranks together that each rank reduces whole. Above it each rank reduces a part, which
+    #: takes one more phase.
     reduced_by_all: int = 1 << 19
-    #: Of what a rank reads of another's array, which is not reduced, up to which that goes with its signature through
-    #: the node's table; more is read where it lies, if it can be: a system call then costs less than a second copy.
+    #: Largest block, not reduced, that a rank reads inline from the slot table. Larger ones are read where they lie, if
+    #: possible: a system call then costs less than a second copy.
     copied_to_table: int = 64 << 10
-    #: Of an array that the others cannot read, up to which it is copied to where they can.
+    #: Largest array that is copied into shared memory because the other ranks cannot read it where it lies.
     copied: int = 1 << 22
-    #: A whole array from which ranks of a node first combine theirs, and then one of each node exchange them.
+    #: Smallest whole array that takes the hierarchical route.
     hierarchical: int = 1 << 16
-    #: What a rank has for each other rank, below which the library moves it: many small messages cost it less than us,
-    #: few large ones more (4 MiB on 4 ranks: 2.5 times; 64 KiB on 32: 0.6 times).
+    #: Bytes from each rank to each other rank below which the MPI library moves them. Many small messages cost the
+    #: library less than us, few large ones more (4 MiB on 4 ranks: 2.5 times; 64 KiB on 32: 0.6 times).
     by_library: int = 1 << 14
-    #: What is received of each rank's block before it is reduced: bounds the memory that a reduction takes.
+    #: Bytes of each rank's block that are received before they are reduced. Bounds the memory of a reduction.
     piece: int = 4 << 20
-    #: Ranks up to which sums of what the library moves are made here, in rank order; beyond, by the library as well.
-    #: Chosen, not measured: for so many blocks of 16 KiB, all_to_all brings each rank 512 KiB, which its cache holds.
+    #: Largest number of ranks for which sums on the MPI route are made here, in rank order; above it the library sums.
+    #: Not measured: for 32 blocks of 16 KiB, all_to_all brings each rank 512 KiB, which fits into its cache.
     in_rank_order: int = 32
-    #: The largest count or displacement that the MPI library is given; larger arrays go by messages.
+    #: Largest count or displacement that the MPI library is given. Larger arrays are sent as messages.
     largest_count: int = (1 << 31) - 1
+
+
+class Facts(NamedTuple):
+    """What all ranks of a group know of a call on which they have agreed. The same on every rank."""
+
+    size: int  #: bytes of an array: of all ranks together, or the same on each
+    ranks: int
+    one_node: bool = False  #: whether all ranks are on one node and share memory
+    even_nodes: bool = False  #: whether there are several nodes with equally many ranks, which share memory
+    library: bool = False  #: whether there is an MPI library
+    lengths_known: bool = True  #: whether all ranks knew the lengths of the others' arrays before the call
+    inline: bool = False  #: whether the data of all ranks travelled with the agreement
+    readable: bool = False  #: whether the ranks of a node can read one another's data
+    host: bool = True  #: whether all data are in host memory
+    tuning: Tuning = Tuning()
+
+
+def choose(call: Signature, facts: Facts) -> Route:
+    """The route of a call's data."""
+    if facts.inline and facts.host:
+        return Route.INLINE
+    if facts.one_node:
+        return Route.SHARED_MEMORY if facts.readable else Route.MESSAGES
+    tuning, size = facts.tuning, facts.size
+    gathers_known_rows = call.operation == "all_gather" and call.axis == 0 and facts.lengths_known
+    splits_by_nodes = call.operation in ("all_reduce", "reduce_scatter") or gathers_known_rows
+    if facts.even_nodes and splits_by_nodes and size >= tuning.hierarchical:
+        return Route.HIERARCHICAL
+    largest = size * facts.ranks if call.operation == "all_to_all" else size  # one rank may receive all that all send
+    small = 0 < size < tuning.by_library * facts.ranks and largest <= tuning.largest_count
+    return Route.MPI if facts.library and facts.host and small else Route.MESSAGES
+
+
+def inline_limit(operation: str, ranks: int, room: int, readable: bool, tuning: Tuning) -> int:
+    """The most bytes of a rank's array that travel inline, where there is ``room`` for so many.
+
+    ``readable``: whether the other ranks can read their parts of the array where it lies.
+    """
+    if operation == "all_reduce":
+        return min(room, tuning.reduced_by_all // ranks)
+    if operation == "reduce_scatter" or not readable:
+        return room
+    return min(room, tuning.copied_to_table * (ranks if operation == "all_to_all" else 1))

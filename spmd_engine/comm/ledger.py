@@ -1,4 +1,4 @@
-"""The account of what was sent: calls, bytes and seconds by operation, axes and label."""
+"""The ledger: calls, bytes and seconds of communication by operation, axes and label."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 @dataclass
 class Entry:
-    """One line of the account, for one rank."""
+    """One line of the ledger, for one rank."""
 
     calls: int = 0
-    payload: int = 0  #: bytes of the arrays handed in
-    sent: int = 0  #: bytes this rank sends by the bandwidth-optimal algorithm (signatures not counted)
-    seconds: float = 0.0  #: time this rank spent in starts and waits, so what overlapped with work is not in it
+    payload: int = 0  #: bytes of the input arrays
+    sent: int = 0  #: bytes this rank sends by the bandwidth-optimal algorithm, without signatures
+    seconds: float = 0.0  #: time in starts and waits, so without what overlapped with work
 
     def add(self, other: Entry) -> None:
         self.calls += other.calls
@@ -33,15 +33,15 @@ class Ledger:
 
     def __init__(self) -> None:
         self.entries: defaultdict[tuple[str, str, str], Entry] = defaultdict(Entry)
-        #: told of each wait as it ends: operation, axes, label and seconds
+        #: called after each wait: operation, axes, label and seconds
         self.observer: Callable[[str, str, str, float], None] | None = None
 
     def open(self, operation: str, axes: str, label: str) -> None:
-        """Have a line for such calls."""
+        """Create the entry."""
         self.entries[operation, axes, label]
 
     def record(self, where: tuple[str, str, str], payload: int, sent: int, seconds: float | None = None) -> None:
-        """One more call ``where`` operation, axes and label say, and the one wait for it, if it took ``seconds``."""
+        """Add a call to the entry ``where``; ``seconds``: of its wait, if it had only one."""
         entry = self.entries[where]
         entry.calls += 1
         entry.payload += payload
@@ -57,7 +57,7 @@ class Ledger:
             self.observer(operation, axes, label, seconds)
 
     def total(self, operation: str | None = None, axes: str | None = None, label: str | None = None) -> Entry:
-        """The sum over all entries that agree with what is given."""
+        """The sum over all entries that match the given fields."""
         total = Entry()
         wanted = (operation, axes, label)
         for key, entry in self.entries.items():

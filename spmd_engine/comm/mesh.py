@@ -2,40 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from math import prod
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.axes import MeshPosition, Over
 from spmd_engine.comm.communicators.communicator import Communicator
-from spmd_engine.comm.group import Group
+from spmd_engine.comm.group import Group, Out, Sizes
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Pending
 from spmd_engine.comm.world import world
 from spmd_engine.errors import MeshError, UsageError, WrongNumberOfRanks
 from spmd_engine.runtime.activity import Activity
 
+_Arguments = ParamSpec("_Arguments")
+
+
+def started(method: Callable[Concatenate[Any, _Arguments], Any]) -> Callable[Concatenate[Any, _Arguments], Pending]:
+    """The ``start_...`` form of a blocking method: it takes the same arguments and returns a Pending."""
+
+    @wraps(method)
+    def start(self: Collectives, *args: _Arguments.args, **options: _Arguments.kwargs) -> Pending:
+        return method(_Starting(self), *args, **options)
+
+    return start
+
+
+class _Starting:
+    """A view of a mesh or group whose methods start their calls: ``all_reduce`` is the group's ``start_all_reduce``."""
+
+    def __init__(self, ranks: Collectives | Group) -> None:
+        self._ranks = ranks
+
+    def group(self, over: Over) -> _Starting:
+        return _Starting(self._ranks.group(over))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ranks, f"start_{name}")
+
 
 class Collectives:
-    """Collectives ``over`` named axes, for anything that can name a group of ranks.
+    """Collectives and messages ``over`` mesh axes, for anything that has groups of ranks.
 
-    Semantics, shapes, errors and ``options`` (``out``, ``label``, ``sizes``, ``splits``, ``received``) are those of
-    ``Group``'s methods of the same names.
+    Semantics, shapes and errors are those of ``Group``'s methods of the same names. ``start_...`` returns a Pending.
     """
 
     def group(self, over: Over = None) -> Group:
+        """The ranks that differ from this one only along the axes ``over`` (None: all axes)."""
         raise UsageError(f"{type(self).__name__} does not define group()")
 
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32, *, zero: bool = False) -> np.ndarray:
-        """A host array that the ranks of this node reach directly, zero or with any values in it.
+        """A host array in memory that the ranks of this node share, uninitialized or zero.
 
-        Like ``np.empty``, but collectives read and reduce it where it is, without a copy: so the place for flat
-        buffers of parameters and gradients, and whatever else is large and communicated often, ``out`` included.
-        Its memory is given back with the last view of it. There is an arena of it, of bounded size, on every rank;
-        where it cannot be had or is used up, this is ordinary memory, which works everywhere as well.
+        Collectives read and reduce it in place, without a copy. Use it for flat buffers of parameters and gradients and
+        other large arrays that are communicated often, ``out`` included. The memory is released with its last view.
+        Every rank has an arena of bounded size for such arrays; without it, or when it is full, this is ordinary
+        memory, which works everywhere as well.
         """
         x = self.group().comm.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)
         if zero:
@@ -43,43 +69,77 @@ class Collectives:
         return x
 
     def barrier(self, over: Over = None) -> None:
-        self.group(over).barrier()
+        return self.group(over).barrier()
 
-    def broadcast(self, arr: Array | None, root: int = 0, *, over: Over = None, **options: Any) -> Array:
-        return self.group(over).broadcast(arr, root, **options)
+    start_barrier = started(barrier)
 
-    def all_gather(self, arr: Array, axis: int = 0, *, over: Over = None, **options: Any) -> Array:
-        return self.group(over).all_gather(arr, axis, **options)
+    def broadcast(self, arr: Array | None, root: int = 0, *, over: Over = None, label: str = "") -> Array:
+        return self.group(over).broadcast(arr, root, label=label)
 
-    def all_reduce(self, arr: Array, op: str = "sum", *, over: Over = None, **options: Any) -> Array:
-        return self.group(over).all_reduce(arr, op, **options)
+    start_broadcast = started(broadcast)
 
-    def reduce_scatter(self, arr: Array, axis: int = 0, op: str = "sum", *, over: Over = None, **options: Any) -> Array:
-        return self.group(over).reduce_scatter(arr, axis, op, **options)
+    def all_gather(
+        self, arr: Array, axis: int = 0, *, over: Over = None, sizes: Sizes = None, out: Out = None, label: str = ""
+    ) -> Array:
+        return self.group(over).all_gather(arr, axis, sizes=sizes, out=out, label=label)
+
+    start_all_gather = started(all_gather)
+
+    def all_reduce(self, arr: Array, op: str = "sum", *, over: Over = None, out: Out = None, label: str = "") -> Array:
+        return self.group(over).all_reduce(arr, op, out=out, label=label)
+
+    start_all_reduce = started(all_reduce)
+
+    def reduce_scatter(
+        self,
+        arr: Array,
+        axis: int = 0,
+        op: str = "sum",
+        *,
+        over: Over = None,
+        sizes: Sizes = None,
+        out: Out = None,
+        label: str = "",
+    ) -> Array:
+        return self.group(over).reduce_scatter(arr, axis, op, sizes=sizes, out=out, label=label)
+
+    start_reduce_scatter = started(reduce_scatter)
 
     def all_to_all(
-        self, arr: Array, axis: int = 0, concat_axis: int | None = None, *, over: Over = None, **options: Any
+        self,
+        arr: Array,
+        axis: int = 0,
+        concat_axis: int | None = None,
+        *,
+        over: Over = None,
+        splits: Sizes = None,
+        received: Sizes = None,
+        out: Out = None,
+        label: str = "",
     ) -> Any:
-        return self.group(over).all_to_all(arr, axis, concat_axis, **options)
+        group = self.group(over)
+        return group.all_to_all(arr, axis, concat_axis, splits=splits, received=received, out=out, label=label)
+
+    start_all_to_all = started(all_to_all)
 
     def send(self, dest_id: int, arr: Array, *, over: Over = None, label: str = "") -> None:
-        self.group(over).send(dest_id, arr, label=label)
+        return self.group(over).send(dest_id, arr, label=label)
+
+    start_send = started(send)
 
     def receive(self, src_id: int, *, over: Over = None, label: str = "") -> Array:
         return self.group(over).receive(src_id, label=label)
 
-    def start(self, operation: str, *args: Any, over: Over = None, **options: Any) -> Pending:
-        """Begin any of the above by name: ``start("all_reduce", x, over="data").wait()``."""
-        return getattr(self.group(over), f"start_{operation}")(*args, **options)
+    start_receive = started(receive)
 
 
 class Mesh(Collectives, MeshPosition):
     """All ranks of a communicator, arranged row-major on named axes; the last-named axis varies fastest.
 
-    Ranks of one node are kept together, so that the last-named axes, which talk most, stay inside a node
-    where their sizes allow. ``with Mesh(...) as mesh`` or ``close()`` gives back what its groups hold.
-    ``deterministic``: sums are in a fixed order in any case; this has those in rank order, too, that the MPI library
-    would make, of small arrays over more than 32 nodes.
+    Ranks of one node are kept together, so that the last-named axes, which communicate most, stay inside a node
+    where their sizes allow. ``with Mesh(...) as mesh`` or ``close()`` releases what its groups hold.
+    ``deterministic``: use rank order also for sums that the MPI library would make, of small arrays over more than 32
+    ranks on several nodes. (All sums are in a fixed order anyway.)
     Raises MeshError if the product of the sizes is not the number of ranks.
     """
 
@@ -120,15 +180,18 @@ class Mesh(Collectives, MeshPosition):
             raise WrongNumberOfRanks(str(self), product, self.comm.size)
 
     def group(self, over: Over = None, *, among: Mapping[str, Sequence[int]] | None = None) -> Group:
-        """The ranks that differ from this one only along ``over``, as a Group; made when first asked for.
+        """The ranks that differ from this one only along ``over``, as a Group; created on first use.
 
-        Their order follows the axes as written: over ("data", "expert"), expert varies fastest. ``among``
-        leaves only some places of an axis, this rank's among them: ``group("pipe", among={"pipe": (0, 3)})``.
+        Their order follows the axes as written: over ("data", "expert"), expert varies fastest. ``among`` selects some
+        coordinates of an axis, including this rank's: ``group("pipe", among={"pipe": (0, 3)})``. Raises MeshError if it
+        does not, or names an axis that is not in ``over``.
         """
         names = self._names(over)
         places = tuple((name, tuple(among[name])) for name in names if name in among) if among else ()
         if among and len(places) < len(among):
-            raise MeshError(f"among says places of axes {', '.join(among)}; the group is over {', '.join(names)}")
+            raise MeshError(
+                f"among selects coordinates of axes {', '.join(among)}, but the group is over {', '.join(names)}"
+            )
         if (names, places) not in self._groups:
             members = self._members(names, dict(places))
             if members == list(range(self.size)):
@@ -147,7 +210,7 @@ class Mesh(Collectives, MeshPosition):
             chosen = among.get(axis, all_positions)
             if len(set(chosen)) < len(chosen) or not set(chosen) <= set(all_positions):
                 last = all_positions[-1]
-                raise MeshError(f"places {list(chosen)} of axis {axis!r}: each of 0 to {last} can be said once")
+                raise MeshError(f"places {list(chosen)} of axis {axis!r}: use each of 0 to {last} at most once")
             if self.coordinates[axis] not in chosen:
                 raise MeshError(f"rank {self.rank} is not among the places {list(chosen)} of axis {axis!r}")
             return chosen
@@ -159,17 +222,17 @@ class Mesh(Collectives, MeshPosition):
 
     @property
     def checks(self) -> bool:
-        """Whether ranks compare what they call."""
+        """Whether ranks of a node compare their calls."""
         return bool(self._options["check"])
 
     @property
     def activity(self) -> Activity:
-        """What this rank is doing, for a watchdog to tell: ``with mesh.activity.phase("reading data"): ...``."""
+        """What this rank is doing, for the watchdog: ``with mesh.activity.phase("reading data"): ...``."""
         return self.comm.progress.activity
 
     @property
     def local_rank(self) -> int:
-        """This rank's number among those of its node."""
+        """This rank's number on its node."""
         return self.nodes[: self.rank].count(self.nodes[self.rank])
 
     @property

@@ -1,9 +1,9 @@
-"""Operations under way, and the one loop in which a rank waits for them.
+"""Operations in progress, what they wait for, and the one loop in which a rank waits.
 
-A collective is a generator: it starts something, yields what to wait for, a Condition, and goes on once that is so. So
-it reads as a plain algorithm and can be left half-way, which is what `start ... wait` needs. Whoever waits for one
-operation moves *all* of its rank's operations on: otherwise two ranks that wait for two operations in crossed order
-would wait for ever.
+A collective is a generator: it starts something, yields a Condition to wait for, and continues once that holds. So it
+reads as a plain algorithm and can be suspended, which ``start_...`` and ``wait`` need. A rank that waits for one
+operation advances *all* of its operations: otherwise two ranks that wait for two operations in opposite order would
+deadlock.
 """
 
 from __future__ import annotations
@@ -17,28 +17,62 @@ from time import perf_counter, sleep
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from spmd_engine.comm.condition import Condition
 from spmd_engine.errors import CommunicationTimeout, MismatchError, SpmdError
 from spmd_engine.runtime.activity import Activity, Line
 
 if TYPE_CHECKING:
     from spmd_engine.comm.communicators.communicator import Communicator
+    from spmd_engine.comm.transports.messages import Ranks
 
-TIMEOUT = 1800.0  #: seconds a rank waits for others, unless it is told another number
+TIMEOUT = 1800.0  #: seconds a rank waits for others by default
 
-LOOK_AFTER = 0.5  #: seconds without progress after which a rank looks whether those it waits for have ended
-SAY_AFTER = 0.5  #: seconds of waiting after which a rank publishes for whom; then after twice as long, and so on
-APART_AFTER = 10.0  #: seconds without progress after which ranks that all have ended, but never meet, are a mismatch
-MESSAGES_AFTER = 2.0  #: as many for messages, which may be on their way from a rank that has ended
-PERIOD = 1e-3  #: seconds between looks of the thread: at 1 Gbit/s, 125 kB come meanwhile
+LOOK_AFTER = 0.5  #: seconds without progress after which a rank checks whether the ranks it waits for have ended
+SAY_AFTER = 0.5  #: seconds of waiting after which a rank publishes what it waits for; then after twice as long, etc.
+APART_AFTER = 10.0  #: seconds without progress after which it is a mismatch that all ranks end in different calls
+MESSAGES_AFTER = 2.0  #: LOOK_AFTER for messages, which a rank may have sent before it ended
+PERIOD = 1e-3  #: seconds between two polls of the progress thread: at 1 Gbit/s, 125 kB arrive in that time
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
-Steps = Generator[Condition, None, Any]  # yields what to wait for, returns the operation's result
+
+class Condition:
+    """What an operation waits for: messages, words in shared memory, or its place in the call order.
+
+    ``is_met``: whether it holds. ``has_begun``: whether a rank has done its part, or is about to. ``messages``: whether
+    the rank must poll for it; otherwise the rank that writes into shared memory wakes the others.
+    """
+
+    __slots__ = ("is_met", "has_begun", "messages")
+
+    def __init__(self, is_met: Callable[[], bool], has_begun: Callable[[int], bool], messages: bool = False) -> None:
+        self.is_met, self.has_begun, self.messages = is_met, has_begun, messages
+
+
+class Requests(Condition):
+    """Completion of the messages that were given to ``add``."""
+
+    __slots__ = ("_ranks", "_requests", "_peers")
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(lambda: ranks.done(self._requests), self._is_done_with, messages=True)
+        self._ranks, self._requests, self._peers = ranks, [], []
+
+    def add(self, rank: int, requests: list) -> Requests:
+        """Wait for these requests of messages to or from ``rank``, too."""
+        self._requests += requests
+        self._peers += [self._ranks.outer(rank)] * len(requests)
+        return self
+
+    def _is_done_with(self, rank: int) -> bool:
+        requests = zip(self._requests, self._peers, strict=True)
+        return self._ranks.done([request for request, peer in requests if peer == rank])
+
+
+Steps = Generator[Condition, None, Any]  #: yields what to wait for, returns the operation's result
 
 
 class RanksEnded(Exception):
-    """Thrown into an operation that waits for ranks whose programs have ended: these, of its communicator."""
+    """Thrown into an operation that waits for ranks of its communicator whose programs have ended."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__(ranks)
@@ -54,62 +88,64 @@ class Pending:
         self, communicator: Communicator | None, steps: Steps | None, timeout: float | None = None, what: str = ""
     ) -> None:
         self.communicator, self._steps, self._timeout, self._what = communicator, steps, timeout, what
-        self.awaited: Condition | None = None  #: None: nothing, it can go on
+        self.awaited: Condition | None = None  #: None: nothing, it can continue
         self.until_the_end = False  #: whether this is the call in which programs end
         self.done = False
         self.result: Any = None
-        self.error: Exception | None = None  # raised by its own wait(), whoever met it first
+        self.error: Exception | None = None  # raised by its own wait(), whichever wait encountered it
 
     @classmethod
     def completed(cls, result: Any) -> Pending:
+        """An operation that is done, with this result."""
         pending = Pending(None, None)
         pending.result, pending.done = result, True
         return pending
 
-    # What kinds of operations add.
+    # --- what kinds of operations override
 
     def describe(self) -> str:
-        """What is waited for."""
+        """What is waited for, as text."""
         return self._what
 
     def call(self) -> tuple[Line | None, int, int]:
-        """Which call this is: of which communicator, its number there, and that of its text; see ``Activity``."""
+        """Which call this is: its communicator's line, its number there, and the number of its text (see Activity)."""
         return None, 0, 0
 
     def on_end(self) -> None:
-        """Called once the result is here, or the error."""
+        """Called once the result or the error is available."""
 
     def on_wait(self, seconds: float) -> None:
-        """Called after its start and each wait for it, with the time that took."""
+        """Called after the start and after each wait, with the seconds it took."""
 
     @property
     def needs_looks(self) -> bool:
-        """Whether it waits for messages, which come only to those who look."""
+        """Whether it waits for messages, for which this rank must poll."""
         return self.awaited is None or self.awaited.messages
 
     @property
     def patience(self) -> float:
-        """Seconds without progress after which to look whether those it waits for have ended."""
+        """Seconds without progress after which to check whether the ranks it waits for have ended."""
         return MESSAGES_AFTER if self.needs_looks else LOOK_AFTER
 
-    def is_there(self) -> bool:
-        """Whether what it waits for has come."""
-        return self.awaited is None or self.awaited.is_so()
+    def is_ready(self) -> bool:
+        """Whether the operation can continue."""
+        return self.awaited is None or self.awaited.is_met()
 
     def waits_for(self, rank: int) -> bool:
-        """Whether it is ``rank``, maybe among others, for whom it waits."""
+        """Whether it waits for ``rank``, possibly among others."""
         return self.awaited is not None and not self.awaited.has_begun(rank)
 
     def advance(self, ended: Sequence[int] = ()) -> bool:
-        """Go on as far as possible without waiting. Returns whether anything moved.
+        """Continue as far as possible without waiting. Returns whether anything moved.
 
-        ``ended``: ranks for whom it waits, but whose programs are over; it may have to tell others before it ends, too.
+        ``ended``: ranks that it waits for, but whose programs have ended. The operation may have to tell other ranks
+        before it ends, too.
         """
         moved = False
         try:
             if ended:
                 self.awaited = self._steps.throw(RanksEnded(ended))
-            while self.is_there():
+            while self.is_ready():
                 moved = True
                 self.awaited = next(self._steps)
             return moved
@@ -123,36 +159,36 @@ class Pending:
         return True
 
     def wait(self) -> Any:
-        """Block, without spinning, until the result is there.
+        """Block, without spinning for long, until the result is available.
 
-        Raises MismatchError if ranks called different things, CommunicationTimeout if others did not come.
+        Raises MismatchError if ranks made different calls, CommunicationTimeout if others did not arrive in time.
         """
         if not self.done:
             began = perf_counter()
             try:
                 self.communicator.progress.wait_for(self, self._timeout)
             except SpmdError as error:
-                raise error.with_traceback(None) from None  # the caller's line matters, not this machinery's
+                raise error.with_traceback(None) from None  # the caller's line matters, not this file's
             self.on_wait(perf_counter() - began)
         return self.result
 
 
 class Progress:
-    """The outstanding operations of one rank."""
+    """The operations of one rank that are in progress."""
 
     def __init__(self, activity: Activity | None = None) -> None:
-        self.activity = activity or Activity()  #: what this rank is doing, for others to read
+        self.activity = activity or Activity()  #: what this rank is doing, readable by others
         self._pending: list[Pending] = []
-        self.idle_seconds = 0.0  #: spent in waits with nothing to do: for others to come, not for data to move
-        self.lock = RLock()  #: held by whoever starts operations, moves them on, or uses the memory that ranks share
-        self.on_begin: Callable[[], None] | None = None  #: wakes what moves them on while this rank computes
+        self.idle_seconds = 0.0  #: spent waiting for other ranks, not for data to move
+        self.lock = RLock()  #: held while operations start or advance, and while shared memory is allocated
+        self.on_begin: Callable[[], None] | None = None  #: wakes the progress thread
 
     def begin(self, pending: Pending, spin_tests: int = 0) -> Pending:
-        """Start an operation: its first messages leave now. Stay with it while others are within ``spin_tests``."""
+        """Start an operation: its first messages are sent now. Spin for ``spin_tests`` tests, then return."""
         with self.lock:
             pending.advance()
             while not (pending.done or pending.error):
-                if spin_tests == 0 or not self.spin(pending.is_there, spin_tests):
+                if spin_tests == 0 or not self.spin(pending.is_ready, spin_tests):
                     self._pending.append(pending)
                     break
                 pending.advance()
@@ -163,8 +199,8 @@ class Progress:
         if self.on_begin is not None and self._pending:
             self.on_begin()
 
-    def move_on(self) -> bool:
-        """Take all operations as far as they go without waiting. Returns whether some are still under way."""
+    def advance_all(self) -> bool:
+        """Advance all operations as far as possible without waiting. Returns whether some are still in progress."""
         with self.lock:
             for pending in tuple(self._pending):
                 self._advance(pending)
@@ -175,7 +211,7 @@ class Progress:
         try:
             with self.lock:
                 while not (wanted.done or wanted.error):
-                    if self.spin(wanted.is_there, wanted.communicator.spin_tests):
+                    if self.spin(wanted.is_ready, wanted.communicator.spin_tests):
                         self._advance(wanted)
                     else:
                         self._wait_long_for(wanted, timeout)
@@ -184,16 +220,16 @@ class Progress:
         if wanted.error is not None:
             raise wanted.error
 
-    def spin(self, is_there: Callable[[], bool], spin_tests: int) -> bool:
-        """Whether it is there, within that many tests.
+    def spin(self, is_met: Callable[[], bool], spin_tests: int) -> bool:
+        """Whether the condition holds within that many tests.
 
-        Others are seldom far, where each has a core: by the time this rank had slept, they would have come.
+        Where each rank has a core, the others usually arrive sooner than a sleeping rank would wake.
         """
-        if is_there():
+        if is_met():
             return True
         began = perf_counter()
         for _ in range(spin_tests):
-            if is_there():
+            if is_met():
                 break
         else:
             spin_tests = 0
@@ -201,18 +237,18 @@ class Progress:
         return spin_tests > 0
 
     def _wait_long_for(self, wanted: Pending, timeout: float | None) -> None:
-        """Move all operations on until ``wanted`` is done, leaving the processor to others in between."""
+        """Advance all operations until ``wanted`` is done; yield the processor in between."""
         self.activity.waits(*wanted.call(), timeout)
         end = self.activity.goes_on
         try:
-            self._move_on_until(wanted, timeout)
+            self._advance_until(wanted, timeout)
         except CommunicationTimeout:
             end = self.activity.gives_up
             raise
         finally:
             end()
 
-    def _move_on_until(self, wanted: Pending, timeout: float | None) -> None:
+    def _advance_until(self, wanted: Pending, timeout: float | None) -> None:
         communicator = wanted.communicator
         began = moved = perf_counter()
         look_after, say_after, idle = wanted.patience, SAY_AFTER, 0
@@ -230,7 +266,7 @@ class Progress:
             self.idle_seconds += now - paused
             waited = now - began
             if timeout and waited > timeout:
-                # It stays under way: its messages may still come, into memory that must then still be there.
+                # It stays in progress: its messages may still arrive, into memory that must then still exist.
                 why = self.activity.explain()
                 raise CommunicationTimeout(f"waited {timeout:g} s: {wanted.describe()}{f'; {why}' if why else ''}")
             if waited <= min(look_after, say_after):
@@ -240,10 +276,10 @@ class Progress:
                 if wanted.until_the_end:
                     communicator.announce_end()
                 ended = communicator.ended(suspects)
-                # Who is at the end waits for others to come there. If all are, they have made unlike calls before.
+                # A finishing rank waits for all to finish. If all are finishing, they have made different calls.
                 if ended and (not wanted.until_the_end or (len(ended) == len(suspects) and now - moved > APART_AFTER)):
                     self._advance(wanted, ended)
-                look_after = waited + LOOK_AFTER  # now those were asked who may have ended
+                look_after = waited + LOOK_AFTER  # the suspects have been asked now
             if waited > say_after:
                 missing = [communicator.line.members[rank] for rank in suspects]
                 self.activity.waits_long(wanted.describe(), missing, _calling_line())
@@ -257,12 +293,12 @@ class Progress:
 
 
 class ProgressThread:
-    """Moves a rank's messages on while it computes: MPI moves data only inside its own calls.
+    """Advances a rank's messages while the rank computes: MPI moves data only inside its own calls.
 
-    It looks once in a while, and only while the rank has operations under way and is not itself in a call: who is holds
-    ``Progress.lock``. Measured between two hosts at 1 Gbit/s, an all_reduce of 16 MiB that takes 160 ms took as long
-    after 400 ms of other work as without any, and so it did with a look every 30 ms; with this, none. Call ``wake``
-    when operations are under way, and ``stop`` before the transport ends.
+    It polls every PERIOD, only while the rank has operations in progress and is not in a call itself (a call holds
+    ``Progress.lock``). Measured between two hosts at 1 Gbit/s: the wait for an all_reduce of 16 MiB after 400 ms of
+    other work took 160 ms without this thread, as long with a poll every 30 ms, and no time with this one. Call
+    ``wake`` when operations are in progress, and ``stop`` before the transport ends.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -284,16 +320,18 @@ class ProgressThread:
             self._work.wait()
             sleep(PERIOD)
             self._work.clear()
-            if progress.lock.acquire(blocking=False):  # else the rank moves them on itself, and wakes this when it ends
+            if progress.lock.acquire(
+                blocking=False
+            ):  # otherwise the rank advances them itself and wakes this thread later
                 try:
-                    if progress.move_on():
+                    if progress.advance_all():
                         self._work.set()
                 finally:
                     progress.lock.release()
 
 
 def _calling_line() -> str:
-    """The innermost line of this thread that is not communication's own."""
+    """The innermost line of this thread outside this package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Reductions, made here, in a fixed order: equal on all ranks, by any transport, and for 16-bit floats as well."""
+"""Reductions in a fixed order: equal on all ranks, on any route, also for 16-bit floats."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _UFUNCS = {"sum": "add", "mean": "add", "max": "maximum", "min": "minimum", "pro
 
 
 def reducible(operation: str, x: Array, op: str) -> Array:
-    """``x`` in the dtype in which its reduction is made: bool is counted, the mean of integers is float64.
+    """``x`` in the dtype of its reduction: bool is counted, the mean of integers is float64.
 
-    Raises UsageError if there is no such reduction: later it would raise only on ranks that have something to reduce.
+    Raises UsageError if there is no such reduction: later only ranks with non-empty parts would raise.
     """
     if op not in _UFUNCS:
         raise UsageError(f"{operation}: unknown op {op!r}; {one_of(op, _UFUNCS)}")
@@ -37,12 +37,12 @@ def reducible(operation: str, x: Array, op: str) -> Array:
 def reduce_into(out: Array, blocks: Sequence[Array], reduction: str) -> None:
     """``out`` = blocks[0] op blocks[1] op ... in that order; 16-bit floats are accumulated in float32.
 
-    ``out`` may be, or overlap, one of the blocks, and of the dtype in which they are accumulated.
+    ``out`` may be or overlap one of the blocks, and may have the dtype of accumulation.
     """
     xp = backend_of(out).xp
     overlap = any(xp.may_share_memory(out, block) for block in blocks)
-    # Never into a block: it may have to wait for its turn, and NumPy multiplies complex numbers in place
-    # with other last bits than into a new array, so that ranks would differ.
+    # Never into a block: that block may be needed later, and NumPy's in-place product of complex numbers differs in
+    # the last bits from one into a new array, so that ranks would differ.
     total = xp.empty_like(out) if overlap else out
     reducer(reduction, blocks[0].dtype, xp)(total, blocks)
     if total is not out:
@@ -50,9 +50,9 @@ def reduce_into(out: Array, blocks: Sequence[Array], reduction: str) -> None:
 
 
 def reducer(reduction: str, dtype: np.dtype, xp: ModuleType) -> Reducer:
-    """A function (out, blocks) for at least two blocks, like ``reduce_into`` but for an ``out`` that overlaps none.
+    """A function (out, blocks) for at least two blocks, like ``reduce_into`` for an ``out`` that overlaps none.
 
-    It may be one of them, though: only the last operation writes to it.
+    ``out`` may be one of them: only the last operation writes to it.
     """
     ufunc, mean, half = getattr(xp, _UFUNCS[reduction]), reduction == "mean", accumulated_in(dtype) != dtype
 
@@ -73,6 +73,6 @@ def reducer(reduction: str, dtype: np.dtype, xp: ModuleType) -> Reducer:
 
 
 def accumulated_in(dtype: np.dtype) -> np.dtype:
-    """The dtype in which arrays of ``dtype`` are added up: float32 for float16 and bfloat16, else their own."""
+    """The dtype of sums of ``dtype``: float32 for float16 and bfloat16, else the same."""
     half = dtype.itemsize == 2 and (dtype.kind == "f" or dtype.isbuiltin == 2)  # 2: bfloat16, of ml_dtypes
     return np.dtype(np.float32) if half else dtype

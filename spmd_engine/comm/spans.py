@@ -1,4 +1,4 @@
-"""An array's length cut into parts, and parts joined to an array again."""
+"""Splitting a length into parts, and joining parts to an array."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from spmd_engine.comm.shared_memory.cross_memory import Block, RemoteArray, fill
 
 
 def span(length: int, parts: int, index: int) -> slice:
-    """Part ``index`` of ``length`` cut in ``parts``: with length = q parts + r, the first r have one more."""
+    """Part ``index`` of ``length`` split into ``parts``: with length = q parts + r, the first r have one more."""
     q, r = divmod(length, parts)
     start = index * q + min(index, r)
     return slice(start, start + q + (index < r))
 
 
 def spans(lengths: Sequence[int]) -> list[slice]:
-    """Parts of these lengths, one after the other."""
+    """Consecutive parts of these lengths."""
     parts, end = [], 0
     for length in lengths:
         start, end = end, end + length
@@ -26,9 +26,9 @@ def spans(lengths: Sequence[int]) -> list[slice]:
 
 
 def joined(blocks: Sequence[Block], axis: int, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
-    """``blocks`` of this ``dtype``, one after the other along ``axis``.
+    """``blocks`` joined along ``axis``, in exactly this ``dtype``.
 
-    NumPy alone would bring their bytes into the machine's order, and their fields into an order of its own.
+    ``np.concatenate`` without ``out`` would change the byte order, and the order of fields.
     """
     if out is None:
         shape = list(blocks[0].shape)

@@ -1,4 +1,4 @@
-"""The world of ranks this code runs in, and what a rank must set up once when it enters it."""
+"""The ranks of this job, and what a rank sets up once when it joins them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from spmd_engine.runtime.watchdog import Watchdog
 
 
 def world() -> Communicator:
-    """All ranks of this program: MPI's under ``mpiexec``, virtual ones inside ``run``, else just this process."""
+    """All ranks of the job: MPI's under ``mpiexec``, virtual ones in ``run_threads``, else only this process."""
     return current_thread_communicator() or _process_world()
 
 
@@ -45,7 +45,7 @@ def world() -> Communicator:
 def _process_world() -> Communicator:
     keep_freed_memory()
     try:
-        with StopFlag(but_defaults=True):  # an import that was interrupted cannot be made again
+        with StopFlag(but_defaults=True):  # an interrupted import cannot be repeated
             join_mpi()
             from spmd_engine.comm.communicators.mpi import MPI, MPICommunicator
             from spmd_engine.comm.shared_memory.node import OwnMemory, mapped
@@ -64,32 +64,32 @@ def _process_world() -> Communicator:
     record = OwnMemory(SIZE)
     comm = MPICommunicator(MPI.COMM_WORLD, Progress(Activity(record.map())))
     tell = partial(gather_json, Group(comm, "world", Ledger()), label="joining")
-    hosts, cores, told = _hosts_and_cores(comm, record.told, tell)
+    hosts, cores, handles = _hosts_and_cores(comm, record.handle, tell)
     ranks = [rank for rank, host in enumerate(hosts) if host == comm.node]
-    records = mapped(told) or [comm.progress.activity.memory]
+    records = mapped(handles) or [comm.progress.activity.memory]
     _share_cores(cores // len(ranks))
     comm.open_node(hosts, cores, tell)
-    record.close()  # all have opened it: they met since
+    record.close()  # all ranks have opened it: they have communicated since
     _watch(comm, dict(zip(ranks if len(records) == len(ranks) else [comm.rank], records, strict=True)))
     leave_at_exit(lambda: Group(comm, "world", Ledger()).leave(), partial(_settle, comm))
     return comm
 
 
 def _alone() -> Communicator:
-    """Just this process. Raises UsageError if it, of which MPI says that it is alone, was started with others."""
+    """Only this process. Raises UsageError if a launcher started it with others that MPI does not see."""
     if (size := launcher_size()) > 1:
         raise UsageError(
-            f"started as one of {size} processes, but MPI sees this one alone: the launcher is not of this MPI "
-            "library, and each process would do all the work by itself. Start it by the mpiexec of this environment; "
-            "or by srun: 'srun --mpi=pmi2' with MPICH, or with an MPI that was built for it"
+            f"started as one of {size} processes, but MPI sees only this one: the launcher belongs to another MPI "
+            "library, and each process would do all the work by itself. Start it with the mpiexec of this environment, "
+            "or with srun: 'srun --mpi=pmi2' with MPICH, or with an MPI library that was built for srun"
         )
-    if (cores := cores_here()) < len(os.sched_getaffinity(0)):  # for as many BLAS has made threads
+    if (cores := cores_here()) < len(os.sched_getaffinity(0)):  # BLAS has started a thread for each
         _share_cores(int(cores))
     return solo()
 
 
 def _watch(comm: Communicator, records: Mapping[int, Memory]) -> None:
-    """Start a watchdog, which sees these ranks' records, and asks others for theirs."""
+    """Start a watchdog, which reads these ranks' records and requests those of other nodes."""
     from spmd_engine.runtime.other_nodes import MPI, OtherNodes
 
     messages, elsewhere = comm.side_messages, None
@@ -101,7 +101,7 @@ def _watch(comm: Communicator, records: Mapping[int, Memory]) -> None:
 
 
 def _settle(comm: Communicator) -> None:
-    """Receive all messages beside calls that were sent to this rank, after all have come to their end. Collective."""
+    """Receive the remaining side messages to this rank, after all ranks have ended. Collective."""
     messages = comm.side_messages
     if messages is not None:
         sent = messages.close()
@@ -111,27 +111,27 @@ def _settle(comm: Communicator) -> None:
 def _hosts_and_cores(
     comm: Communicator, record: str, tell: Callable[[Any], list[Any]]
 ) -> tuple[list[str], int, list[str]]:
-    """The host of each rank; how many cores the ranks of this one have between them; and where their records are."""
-    everyone = tell([comm.node, sorted(os.sched_getaffinity(0)), quota_here(), record])
-    here = [told for host, *told in everyone if host == comm.node]
-    cores = cores_of([(cores, quota) for cores, quota, _ in here])
-    return [host for host, *_ in everyone], cores, [where for *_, where in here]
+    """The host of each rank; the cores of this node's ranks together; and the handles of their records."""
+    all_ranks = tell([comm.node, sorted(os.sched_getaffinity(0)), quota_here(), record])
+    on_node = [fields for host, *fields in all_ranks if host == comm.node]
+    cores = cores_of([(cores, quota) for cores, quota, _ in on_node])
+    return [host for host, *_ in all_ranks], cores, [handle for *_, handle in on_node]
 
 
 def _share_cores(threads: int) -> None:
-    """Give this rank that many BLAS threads, unless the user has set a number."""
+    """Limit this rank to ``threads`` BLAS threads, unless the user has set a number."""
     if not any(name in os.environ for name in THREAD_VARIABLES):
         threadpool_limits(max(1, threads), user_api="blas")
 
 
 def fail(message: str) -> None:
-    """Say a user's mistake in one line, whether one rank found it or all, and leave the world.
+    """Print a user's mistake in one line, whether one rank found it or all, and leave the job.
 
-    If all ranks come here, each may then exit as it likes. If this one is alone, the job ends with code 2.
+    If all ranks call this, each may then exit normally. If only this one does, the job ends with code 2.
     """
     comm = _process_world() if _process_world.cache_info().currsize else None
     if comm is None or comm.size == 1:
-        if launcher_rank() == 0:  # before the world is known, every rank finds the same
+        if launcher_rank() == 0:  # before ranks have joined, all find the same mistake
             sys.stderr.write(f"{message}\n")
             sys.stderr.flush()
         let_rank_zero_speak()
@@ -144,10 +144,10 @@ def fail(message: str) -> None:
     try:
         world.leave(message)
     except SpmdError:
-        time.sleep(0.1)  # the launcher passes on what was printed before it hears of the end
+        time.sleep(0.1)  # the launcher forwards output before it learns of the end
         comm._comm.Abort(2)
     for other in set(range(comm.size)) - {comm.rank}:
-        # All have come here, and so have told. With messages left under way MPICH does not end in good order: the
-        # launcher then takes the first exit for a crash, and kills the others.
+        # All ranks have failed and sent this message. With messages in flight MPICH does not finalize properly: the
+        # launcher then takes the first exit for a crash and kills the others.
         comm._comm.Recv(bytearray(), other, FAILED)
     _settle(comm)

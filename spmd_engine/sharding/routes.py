@@ -20,7 +20,7 @@ from spmd_engine.sharding.rectangles import Grid, Rectangle, meetings
 
 
 @dataclass(frozen=True)
-class Route:
+class Multicast:
     """What one rank gives to some ranks, itself perhaps among them: ``parts``, one behind the other."""
 
     sender: int
@@ -52,7 +52,7 @@ def find_routes(
     target: Mapping[str, ArrayPlacement],
     nodes: Sequence[Hashable],
     from_owners: bool,
-) -> dict[np.dtype, tuple[Route, ...]]:
+) -> dict[np.dtype, tuple[Multicast, ...]]:
     """All routes by which ``target`` comes about, by dtype; the same on every rank.
 
     A rank that has an element keeps it. What it lacks it gets once: from one of its own node, if one there has it;
@@ -76,7 +76,7 @@ def find_routes(
             for sender, ranks in _senders(part, nodes, load, wanted.dtype.itemsize):
                 routes.setdefault((sender, ranks), []).extend([(name, each) for each in part.rectangles])
     return {
-        dtype: tuple(Route(*ends, tuple(parts)) for ends, parts in sorted(routes.items()))
+        dtype: tuple(Multicast(*ends, tuple(parts)) for ends, parts in sorted(routes.items()))
         for dtype, routes in found.items()
     }
 
@@ -177,7 +177,7 @@ def _parts_of_grid(shape: Sequence[int], given: Sequence[Rectangles], wanted: Se
     return parts
 
 
-def count_rounds(routes: Sequence[Route], ranks: int, most: int) -> int:
+def count_rounds(routes: Sequence[Multicast], ranks: int, most: int) -> int:
     """In how many portions to cut the routes, so that of each no rank sends, or receives, more than ``most`` elements.
 
     0 if nothing has to be sent at all. A portion of a route is at least an element, until there are no more.
@@ -225,7 +225,7 @@ class Copy:
 class Segment:
     """What of a piece one route brings to, or from, one other rank."""
 
-    route: Route
+    route: Multicast
     first: int  #: element of the piece
     size: int
     copies: tuple[Copy, ...]  #: counted from ``first``
@@ -266,7 +266,7 @@ class Piece:
         return sum(self.splits)
 
 
-def make_segment(placement: Placement, rank: int, route: Route, first: int, number: int, of: int) -> Segment:
+def make_segment(placement: Placement, rank: int, route: Multicast, first: int, number: int, of: int) -> Segment:
     """Portion ``number`` of ``of`` of a route, as it lies in a rank's blocks."""
     copies, size = [], 0
     for name, part in route.portion(number, of):
@@ -278,21 +278,21 @@ def make_segment(placement: Placement, rank: int, route: Route, first: int, numb
     return Segment(route, first, size, tuple(copies))
 
 
-def given(placement: Placement, rank: int, routes: Sequence[Route], number: int, of: int) -> Piece:
+def given(placement: Placement, rank: int, routes: Sequence[Multicast], number: int, of: int) -> Piece:
     """What a rank sends in a round."""
     mine = [route for route in routes if route.sender == rank]
     links = [[route for route in mine if other in route.receivers] for other in range(placement.ranks)]
     return _piece(placement, rank, links, number, of)
 
 
-def taken(placement: Placement, rank: int, routes: Sequence[Route], number: int, of: int) -> Piece:
+def taken(placement: Placement, rank: int, routes: Sequence[Multicast], number: int, of: int) -> Piece:
     """What a rank receives in a round."""
     mine = [route for route in routes if rank in route.receivers]
     links = [[route for route in mine if route.sender == other] for other in range(placement.ranks)]
     return _piece(placement, rank, links, number, of)
 
 
-def _piece(placement: Placement, rank: int, links: Sequence[Sequence[Route]], number: int, of: int) -> Piece:
+def _piece(placement: Placement, rank: int, links: Sequence[Sequence[Multicast]], number: int, of: int) -> Piece:
     segments, splits, first = [], [], 0
     for other, routes in enumerate(links):
         begun, here = first, []

@@ -23,8 +23,8 @@ from spmd_engine.sharding.placement import Placement
 from spmd_engine.sharding.routes import (
     Blocks,
     Copy,
+    Multicast,
     Piece,
-    Route,
     Segment,
     add,
     backend_of_blocks,
@@ -118,7 +118,7 @@ class TransferPlan(PlannedExchange):
 
     source: Placement
     target: Placement
-    routes: Mapping[np.dtype, tuple[Route, ...]]
+    routes: Mapping[np.dtype, tuple[Multicast, ...]]
     rounds: Mapping[np.dtype, int]  #: collectives, in which every rank takes part
     _made: dict[tuple, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -172,10 +172,10 @@ class TransferPlan(PlannedExchange):
                     segment.unpack(segment.of(received, which, len(several)), out)
         return several[-1][1]
 
-    def _all_routes(self) -> Iterator[tuple[np.dtype, Route]]:
+    def _all_routes(self) -> Iterator[tuple[np.dtype, Multicast]]:
         return ((dtype, route) for dtype, routes in self.routes.items() for route in routes)
 
-    def _kept(self, rank: int) -> Sequence[tuple[Route, Copy, Copy]]:
+    def _kept(self, rank: int) -> Sequence[tuple[Multicast, Copy, Copy]]:
         """What a rank has already: by which route, where in its old blocks, and where in its new ones."""
         if ("kept", rank) not in self._made:
             routes = [each for _, each in self._all_routes() if each.sender == rank and rank in each.receivers]
@@ -203,7 +203,7 @@ class TransferPlan(PlannedExchange):
             self._made[key] = piece
         return piece
 
-    def _own(self, rank: int, route: Route, dtype: np.dtype, number: int) -> Segment:
+    def _own(self, rank: int, route: Multicast, dtype: np.dtype, number: int) -> Segment:
         """What a rank keeps of a route's portion in a round, as it lies in its new blocks; kept for the next time."""
         key = id(route), rank, number
         if key not in self._made:

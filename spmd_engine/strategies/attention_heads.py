@@ -61,7 +61,7 @@ class AttentionHeads(OneAttention):
         dk = einsum("bhst,bshk->bthk", dscores, q)
         pairs = ((dq, self.query), (dk, self.key), (dv, self.value))
         dx = sum(einsum("bshk,dhk->bsd", each, weights) for each, weights in pairs)
-        summing_dx = self.start("all_reduce", dx, over="model", label="dx")  # while the weights' are computed
+        summing_dx = self.start_all_reduce(dx, over="model", label="dx")  # while the weights' are computed
         gradients = {
             "attention/query": einsum("bsd,bshk->dhk", x, dq),
             "attention/key": einsum("bsd,bshk->dhk", x, dk),

@@ -43,7 +43,7 @@ class ChannelSplit(TwoConvolutions):
         height = x.shape[1]
         dz = conv_input(grads, self.w1, height) * (z > 0)
         # dx first: whoever comes before waits for it, while nobody waits for the weights' gradients.
-        summing_dx = self.start("all_reduce", conv_input(dz, self.w0, height), over="model", label="dx")
+        summing_dx = self.start_all_reduce(conv_input(dz, self.w0, height), over="model", label="dx")
         dw1 = conv_weight(relu(z), grads)
         dw0 = conv_weight(x, dz)
         self.input_gradient = summing_dx.wait()

@@ -45,10 +45,10 @@ class ColumnParallel(TwoLayers):
         x, z, h = self.tape.pop()
         dy = grads[Spec.parse("b d/model").block(grads.shape, self.mesh)]
         dh = einsum("bd,fd->bf", dy, self.w1)
-        summing_dh = self.start("reduce_scatter", dh, axis=1, over="model", label="dh")  # while dw1 is computed
+        summing_dh = self.start_reduce_scatter(dh, axis=1, over="model", label="dh")  # while dw1 is computed
         dw1 = einsum("bf,bd->fd", h, dy)
         dz = summing_dh.wait() * (z > 0)
-        summing_dx = self.start("all_reduce", einsum("bf,df->bd", dz, self.w0), over="model", label="dx")
+        summing_dx = self.start_all_reduce(einsum("bf,df->bd", dz, self.w0), over="model", label="dx")
         dw0 = einsum("bd,bf->df", x, dz)
         self.input_gradient = summing_dx.wait()
         return {"layer_0/weights": dw0, "layer_1/weights": dw1}

@@ -36,7 +36,7 @@ class DataParallel(TwoLayers):
     def backward(self, grads):
         x, z = self.tape.pop()
         dw1 = einsum("bf,bd->fd", relu(z), grads)
-        summing_dw1 = self.start("all_reduce", dw1, over="data", label="dw1")  # while dz and dw0 are computed
+        summing_dw1 = self.start_all_reduce(dw1, over="data", label="dw1")  # while dz and dw0 are computed
         dz = einsum("bd,fd->bf", grads, self.w1) * (z > 0)
         dw0 = self.all_reduce(einsum("bd,bf->df", x, dz), over="data", label="dw0")
         self.input_gradient = einsum("bf,df->bd", dz, self.w0)

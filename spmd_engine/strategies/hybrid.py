@@ -62,7 +62,7 @@ class Hybrid(Pipeline):
         for l in reversed(range(len(self.w0))):
             x, z = self.tape.pop()
             dz = einsum("bd,fd->bf", dx, self.w1[l]) * (z > 0)
-            summing_dr = self.start("all_reduce", einsum("bf,df->bd", dz, self.w0[l]), over="model", label="dr")
+            summing_dr = self.start_all_reduce(einsum("bf,df->bd", dz, self.w0[l]), over="model", label="dr")
             einsum("bf,bd->fd", relu(z), dx, out=dw1[l])
             einsum("bd,bf->df", x, dz, out=dw0[l])
             dx = dx + summing_dr.wait()

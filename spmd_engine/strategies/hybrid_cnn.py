@@ -53,7 +53,7 @@ class HybridCNN(Spatial):
         rows, height = self.window, wide_x.shape[1]
         dy = self.transfer(self.recut(grads), grads)
         recutting_dr = self.start_transfer(self.recut(r, back=True), conv_input(dy, self.w1, dy.shape[1]))
-        summing_dw1 = self.start("all_reduce", conv_weight(samples_r, dy), over="rows", label="dw1")
+        summing_dw1 = self.start_all_reduce(conv_weight(samples_r, dy), over="rows", label="dw1")
         dz = recutting_dr.wait()["x"][0] * (r > 0)
         adding_dx = self.start_transfer(self.halo(wide_x).adjoint(), conv_input(dz, self.w0, height, rows))
         dw0 = self.all_reduce(conv_weight(wide_x, dz, rows), over="rows", label="dw0")

@@ -97,7 +97,7 @@ class Pipeline(LayerStack):
 
     def _begin_to_send(self, stage, x, label):
         under_way = [sending for sending in self.sending if not sending.done]
-        self.sending = [*under_way, self.start("send", stage, x, over="pipe", label=label)]
+        self.sending = [*under_way, self.start_send(stage, x, over="pipe", label=label)]
 
     def _sum_shares(self, shares):
         """Over the batch, and from the last stage to all."""

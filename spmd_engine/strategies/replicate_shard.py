@@ -37,7 +37,7 @@ class ReplicateShard(TwoLayers):
 
     def forward(self, x):
         w0 = self.all_gather(self.w0, over="shard", label="w0")
-        gathering_w1 = self.start("all_gather", self.w1, over="shard", label="w1")  # while z is computed
+        gathering_w1 = self.start_all_gather(self.w1, over="shard", label="w1")  # while z is computed
         z = einsum("bd,df->bf", x, w0)
         del w0
         self.tape.push(x, z)
@@ -45,13 +45,13 @@ class ReplicateShard(TwoLayers):
 
     def backward(self, grads):
         x, z = self.tape.pop()
-        gathering_w1 = self.start("all_gather", self.w1, over="shard", label="w1")  # while dw1 is computed
+        gathering_w1 = self.start_all_gather(self.w1, over="shard", label="w1")  # while dw1 is computed
         dw1 = einsum("bf,bd->fd", relu(z), grads)
-        scattering_dw1 = self.start("reduce_scatter", dw1, over="shard", label="dw1")
+        scattering_dw1 = self.start_reduce_scatter(dw1, over="shard", label="dw1")
         dz = einsum("bd,fd->bf", grads, gathering_w1.wait()) * (z > 0)
         del gathering_w1, dw1
-        gathering_w0 = self.start("all_gather", self.w0, over="shard", label="w0")  # while dw0 is computed
-        scattering_dw0 = self.start("reduce_scatter", einsum("bd,bf->df", x, dz), over="shard", label="dw0")
+        gathering_w0 = self.start_all_gather(self.w0, over="shard", label="w0")  # while dw0 is computed
+        scattering_dw0 = self.start_reduce_scatter(einsum("bd,bf->df", x, dz), over="shard", label="dw0")
         self.input_gradient = einsum("bf,df->bd", dz, gathering_w0.wait())
         dw1 = self.all_reduce(scattering_dw1.wait(), over="replicate", label="dw1")
         dw0 = self.all_reduce(scattering_dw0.wait(), over="replicate", label="dw0")

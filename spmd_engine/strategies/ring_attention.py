@@ -125,8 +125,8 @@ class RingAttention(OneAttention):
     def _pass_on(self, x, label):
         """Begin to send to the next rank, and to receive from the one before."""
         ranks = self.mesh.axis_size("context")
-        sending = self.start("send", (self.place + 1) % ranks, x, over="context", label=label)
-        return sending, self.start("receive", (self.place - 1) % ranks, over="context", label=label)
+        sending = self.start_send((self.place + 1) % ranks, x, over="context", label=label)
+        return sending, self.start_receive((self.place - 1) % ranks, over="context", label=label)
 
 
 def _received(passing):

@@ -44,11 +44,11 @@ class SequenceParallel(TwoLayers):
 
     def backward(self, grads):
         x, z = self.tape.pop()
-        gathering_x = self.start("all_gather", x, axis=1, over="model", label="x")  # needed last
+        gathering_x = self.start_all_gather(x, axis=1, over="model", label="x")  # needed last
         dy = self.all_gather(grads, axis=1, over="model", label="dy")
         dz = einsum("bsd,fd->bsf", dy, self.w1) * (z > 0)
         dx = einsum("bsf,df->bsd", dz, self.w0)
-        summing_dx = self.start("reduce_scatter", dx, axis=1, over="model", label="dx")  # while the rest is computed
+        summing_dx = self.start_reduce_scatter(dx, axis=1, over="model", label="dx")  # while the rest is computed
         dw1 = einsum("bsf,bsd->fd", relu(z), dy)
         dw0 = einsum("bsd,bsf->df", gathering_x.wait(), dz)
         self.input_gradient = summing_dx.wait()

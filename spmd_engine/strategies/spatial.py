@@ -52,7 +52,7 @@ class Spatial(TwoConvolutions):
         wide_x, wide_r = self.tape.pop()
         rows, height = self.window, wide_x.shape[1]
         adding_dr = self.start_transfer(self.halo(wide_r).adjoint(), conv_input(grads, self.w1, height, rows))
-        summing_dw1 = self.start("all_reduce", conv_weight(wide_r, grads, rows), over="rows", label="dw1")
+        summing_dw1 = self.start_all_reduce(conv_weight(wide_r, grads, rows), over="rows", label="dw1")
         r = wide_r[:, 1 - rows.before : height - 1 + rows.after]
         dz = adding_dr.wait()["x"][0] * (r > 0)
         adding_dx = self.start_transfer(self.halo(wide_x).adjoint(), conv_input(dz, self.w0, height, rows))

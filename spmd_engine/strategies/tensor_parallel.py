@@ -39,7 +39,7 @@ class TensorParallel(TwoLayers):
         x, z = self.tape.pop()
         dz = einsum("bd,fd->bf", grads, self.w1) * (z > 0)
         # dx first: whoever comes before waits for it, while nobody waits for the weights' gradients.
-        summing_dx = self.start("all_reduce", einsum("bf,df->bd", dz, self.w0), over="model", label="dx")
+        summing_dx = self.start_all_reduce(einsum("bf,df->bd", dz, self.w0), over="model", label="dx")
         dw1 = einsum("bf,bd->fd", relu(z), grads)
         dw0 = einsum("bd,bf->df", x, dz)
         self.input_gradient = summing_dx.wait()

@@ -37,10 +37,10 @@ class TwoDimensional(TwoLayers):
 
     def backward(self, grads):
         x, z = self.tape.pop()
-        summing_dh = self.start("all_reduce", einsum("bd,fd->bf", grads, self.w1), over="row", label="dh")
+        summing_dh = self.start_all_reduce(einsum("bd,fd->bf", grads, self.w1), over="row", label="dh")
         dw1 = einsum("bf,bd->fd", relu(z), grads)
         dz = summing_dh.wait() * (z > 0)
-        summing_dx = self.start("all_reduce", einsum("bf,df->bd", dz, self.w0), over="col", label="dx")
+        summing_dx = self.start_all_reduce(einsum("bf,df->bd", dz, self.w0), over="col", label="dx")
         dw0 = einsum("bd,bf->df", x, dz)
         self.input_gradient = summing_dx.wait()
         return {"layer_0/weights": dw0, "layer_1/weights": dw1}

@@ -12,8 +12,8 @@ import numpy as np
 
 from spmd_engine.arrays.backend import backend_of
 from spmd_engine.arrays.updates import sum_of_squares
+from spmd_engine.comm.agreement.call_agreement import named
 from spmd_engine.comm.agreement.rank_zero import gather_json
-from spmd_engine.comm.agreement.signature import named
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch

@@ -80,7 +80,7 @@ class Bindings:
 
     def _enter_function(self, frame: FrameType, event: str, arg: object) -> Callable | None:
         if not _is_user_s(frame.f_code):
-            if frame.f_code is Group.all_reduce.__code__:
+            if frame.f_code in (Group.all_reduce.__code__, Group.start_all_reduce.__code__):
                 self._see_reduction(frame)
             return None
         file, line = frame.f_code.co_filename, frame.f_lineno
@@ -120,7 +120,7 @@ class Bindings:
 
     def _see_reduction(self, frame: FrameType) -> None:
         """An all_reduce is about to begin: which of the lines that are watched asks for it, of what?"""
-        group, caller = frame.f_locals["self"]._call.__self__, frame.f_back
+        group, caller = frame.f_locals["self"], frame.f_back
         while caller is not None and caller.f_trace is None:
             caller = caller.f_back
         if caller is not None and group.size > 1:

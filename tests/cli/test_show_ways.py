@@ -1,29 +1,29 @@
-"""``show collective --mesh``: the ways of data, as docs/collectives.md has them."""
+"""``show collective --mesh``: the routes of data, as in docs/collectives.md."""
 
 from click.testing import CliRunner
 
-from spmd_engine.cli.show.collective import collective, ways_by_size, ways_on_mesh
+from spmd_engine.cli.show.collective import collective, routes_by_size, routes_on_mesh
 from spmd_engine.comm.dispatch import Tuning
 
 
-def test_the_ways_of_a_mesh_by_axis():
-    library = "the MPI library's nonblocking call; else within nodes, then between them"
-    lines = ways_on_mesh("all_gather", {"data": 4, "model": 2}, nodes=2)
+def test_routes_on_a_mesh_by_axis():
+    library = "the MPI library's nonblocking collective; else hierarchical: within nodes, then between them"
+    lines = routes_on_mesh("all_gather", {"data": 4, "model": 2}, nodes=2)
     assert lines == [
         "over data (4 ranks on 2 nodes):",
-        f"  up to 4.00 KiB with the agreement; below 16.00 KiB {library}",
+        f"  up to 4.00 KiB inline with the agreement; below 16.00 KiB {library}",
         "over model (2 ranks on 1 node):",
-        "  up to 64.00 KiB with the agreement; else shared memory",
+        "  up to 64.00 KiB inline with the agreement; else shared memory",
         "over data,model (8 ranks on 2 nodes):",
-        f"  up to 2.00 KiB with the agreement; below 8.00 KiB {library}",
+        f"  up to 2.00 KiB inline with the agreement; below 8.00 KiB {library}",
     ]
 
 
 def test_thresholds_are_those_of_the_tuning():
-    words = ways_by_size("broadcast", [0, 1, 2, 3], Tuning(with_agreement=1 << 10, by_library=1 << 12))
+    words = routes_by_size("broadcast", [0, 1, 2, 3], Tuning(with_agreement=1 << 10, by_library=1 << 12))
     assert words == [
-        "up to 256 B with the agreement",
-        "below 16.00 KiB the MPI library's nonblocking call",
+        "up to 256 B inline with the agreement",
+        "below 16.00 KiB the MPI library's nonblocking collective",
         "else messages",
     ]
 

@@ -124,7 +124,7 @@ def test_an_array_outlives_the_run_it_was_made_in():
 
 def test_no_other_user_may_open_what_ranks_share():
     own = OwnMemory(MIB)
-    assert own.told
-    process, descriptor, *_ = own.told.split()
+    assert own.handle
+    process, descriptor, *_ = own.handle.split()
     assert stat.S_IMODE(os.stat(f"/proc/{process}/fd/{descriptor}").st_mode) == 0o600
     own.close()

@@ -125,7 +125,7 @@ def test_an_absent_rank(per_node, mpi_run, tmp_path):
 
 THREADS = """
 x = np.arange(70_000.0)
-started = [mesh.start("all_reduce", x * i) for i in range(4)]
+started = [mesh.start_all_reduce(x * i) for i in range(4)]
 assert all((each.wait() == i * n * x).all() for i, each in enumerate(started))
 assert mesh.comm.progress.on_begin is None
 """

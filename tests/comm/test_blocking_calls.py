@@ -1,4 +1,4 @@
-"""Blocking calls made at once, with data that come along or lie elsewhere: against NumPy, mixed with all other ways."""
+"""Blocking calls in one fast exchange, with inline data or data read in place: against NumPy, mixed with others."""
 
 import itertools
 import sys
@@ -14,18 +14,18 @@ import pytest
 
 from on_ranks import assert_same, numbers_of_ranks, on_ranks, reduced, values
 from spmd_engine import run_threads, world
+from spmd_engine.comm.collectives import Routing
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
-from spmd_engine.comm.routing import Routing
 from spmd_engine.comm.shared_memory.slot_table import SLOTS
 from spmd_engine.comm.transports.messages import Messages
 from spmd_engine.comm.transports.shared_memory import SharedMemory
 from spmd_engine.errors import UsageError
 
-ROOM = 256  # bytes that come along with a call here: few, so that small arrays take the ways of large ones
-SPINS = 100  # tests for what is awaited before a rank gives way: few, as there are more ranks than cores
-TIMES = 2  # that a call is made: what the others said is known only after the first
-TIMEOUT = 20.0  # seconds, of what would else wait for ever
+ROOM = 256  # bytes of inline data here: few, so that small arrays take the routes of large ones
+SPINS = 100  # tests of a condition before a rank yields: few, as there are more ranks than cores
+TIMES = 2  # calls of each kind: the signatures of the others are known only after the first
+TIMEOUT = 20.0  # seconds, instead of a hang
 FLOAT = np.dtype(np.float32)
 
 
@@ -38,17 +38,17 @@ def _quick_threads():
     sys.setswitchinterval(before)
 
 
-def group_with_short_ways():
-    """A group of all ranks, each of which acts as if it had a core; and the calls that it has tried to make at once."""
+def fast_group():
+    """A group of all ranks, each of which acts as if it had a core; and the calls that have tried a fast exchange."""
     comm = world().subset(range(world().size))
     comm.spin_tests, comm.table.room = SPINS, ROOM
-    tried, meet_at_once = [], comm.table.meet_at_once
+    tried, fast_exchange = [], comm.table.fast_exchange
 
     def counted(number, *arguments):
         tried.append(number)
-        return meet_at_once(number, *arguments)
+        return fast_exchange(number, *arguments)
 
-    comm.table.meet_at_once = counted
+    comm.table.fast_exchange = counted
     return Group(comm, "all", Ledger(), timeout=TIMEOUT), tried
 
 
@@ -69,7 +69,7 @@ def outputs(group, like):
 
 
 def all_gather(dtype):
-    group, at_once = group_with_short_ways()
+    group, fast = fast_group()
     n, rank = group.size, group.rank
     for shape, axis, uneven in [((50,), 0, False), ((40, 6), 0, True), ((6, 40), 1, False), ((5, 40, 2), 1, True)]:
         arrays = [of_rank(r, n, dtype, shape, axis, uneven) for r in range(n)]
@@ -90,12 +90,12 @@ def all_gather(dtype):
                 own = out[begin : begin + len(arrays[rank])]
                 own[...] = arrays[rank]
                 assert_same(group.all_gather(own if turn % 2 or rank else own.copy(), out=out), whole, "in place", turn)
-    assert len(at_once) > 5
+    assert len(fast) > 5
     return group.ledger.total().calls
 
 
 def all_to_all(dtype):
-    group, at_once = group_with_short_ways()
+    group, fast = fast_group()
     n, rank = group.size, group.rank
     for shape, axis, concat in [((60, 5), 0, 0), ((60,), 0, 0), ((60, 4), 0, 1), ((3, 61), 1, 0), ((2, 7, 40), 2, 1)]:
         arrays = [values(shape, dtype, r) for r in range(n)]
@@ -110,25 +110,25 @@ def all_to_all(dtype):
             for _ in range(TIMES):
                 result = group.all_to_all(arrays[rank], axis, concat, splits=cuts[rank] if splits else None)
                 assert_same(result[0] if splits else result, whole, shape, splits)
-    assert len(at_once) > 5
+    assert len(fast) > 5
     return group.ledger.total().calls
 
 
 def parts_that_are_even_on_some_ranks(dtype):
     """What most ranks send and receive is all of one length; only the last has a longer part, for itself."""
-    group, at_once = group_with_short_ways()
+    group, fast = fast_group()
     n, rank = group.size, group.rank
     cuts = [[90 if r == part == n - 1 else 70 for part in range(n)] for r in range(n)]
     arrays = [values((sum(cuts[r]),), dtype, r) for r in range(n)]
     whole = np.concatenate([np.split(x, np.cumsum(cuts[r])[:-1])[rank] for r, x in enumerate(arrays)])
     for _ in range(TIMES):
         assert_same(group.all_to_all(arrays[rank], splits=cuts[rank])[0], whole)
-    assert at_once
+    assert fast
     return group.ledger.total().calls
 
 
 def reductions(dtype):
-    group, at_once = group_with_short_ways()
+    group, fast = fast_group()
     n, rank = group.size, group.rank
     for shape, op in [((300,), "sum"), ((48, 7), "mean"), ((300,), "max"), ((48, 7), "sum")]:
         arrays = [values(shape, dtype, r) for r in range(n)]
@@ -145,24 +145,24 @@ def reductions(dtype):
             for out in outputs(group, part):
                 for _ in range(TIMES):
                     assert_same(group.reduce_scatter(arrays[rank], axis, op, out=out), np.ascontiguousarray(part), op)
-    assert len(at_once) > 5
+    assert len(fast) > 5
     return group.ledger.total().calls
 
 
 def broadcasts(dtype):
     """Roots, sizes and callers' arrays that change from call to call."""
-    group, at_once = group_with_short_ways()
+    group, fast = fast_group()
     for root, size, times in itertools.product(range(group.size), [1, 0, 20, 500], range(TIMES)):
         x = values((size,), dtype, root + times)
         given = x if group.rank == root else (None, values((3,), dtype, 0))[times % 2]
         assert_same(group.broadcast(given, root), x, root, size)
-    assert len(at_once) > 5
+    assert len(fast) > 5
     return group.ledger.total().calls
 
 
 def some_wait_and_some_start(dtype):
     """Ranks that call the same in different ways: blocking or begun, with ordinary memory or shared."""
-    group, _ = group_with_short_ways()
+    group, _ = fast_group()
     n, rank = group.size, group.rank
     for turn in range(4 * n):
         odd = turn % n == rank
@@ -193,7 +193,7 @@ def every_pair_of_offers(dtype, reads):
 
     ``reads``: whether ranks can read each other's ordinary memory; else no copies are made for them.
     """
-    group, _ = group_with_short_ways()
+    group, _ = fast_group()
     if not reads:
         group.comm.neighbours.cross_memory, group.comm.tuning = None, replace(group.comm.tuning, copied=0)
     n, rank = group.size, group.rank
@@ -230,7 +230,7 @@ def every_pair_of_offers(dtype, reads):
 
 def one_fails(dtype):
     """A rank that cannot have its result leaves the others theirs, and goes on with them."""
-    group, _ = group_with_short_ways()
+    group, _ = fast_group()
     n, rank = group.size, group.rank
     for size in (20, 500):
         arrays = [values((size,), dtype, r) for r in range(n)]
@@ -254,7 +254,7 @@ def one_fails(dtype):
 
 def where_no_result_can_go(dtype):
     """Said before anyone waits, whichever way the call would take."""
-    group, _ = group_with_short_ways()
+    group, _ = fast_group()
     for size in (20, 500):
         x = values((size,), dtype, group.rank)
         for operation, length in (("all_gather", size * group.size), ("all_reduce", size)):
@@ -297,18 +297,18 @@ def programs_and_dtypes():
 
 
 @pytest.mark.parametrize("program, dtype, ranks", list(programs_and_dtypes()))
-def test_the_short_ways_bring_what_numpy_computes(program, dtype, ranks):
+def test_fast_calls_return_what_numpy_computes(program, dtype, ranks):
     assert all(calls > 0 for calls in on_ranks(program, ranks, dtype))
 
 
 @pytest.mark.parametrize("reads, expected", [(True, {SharedMemory}), (False, {SharedMemory, Messages})])
-def test_no_two_ranks_go_different_ways(reads, expected, monkeypatch, ranks=3):
-    """Whatever each of them offers. A call that a rank does not ask about was done at once: in shared memory."""
+def test_all_ranks_take_the_same_route(reads, expected, monkeypatch, ranks=3):
+    """Whatever each of them offers. A call without a transport was a fast exchange in shared memory."""
     taken, transport_of = defaultdict(dict), Routing.transport
 
     def recorded(self, call, number, *facts):
         transport = transport_of(self, call, number, *facts)
-        if self.agreement._axes == "all":
+        if self.axes == "all" and transport is not None:
             taken[threading.get_ident()][number] = type(transport)
         return transport
 
@@ -343,7 +343,7 @@ def test_memory_is_the_callers_again_when_all_have_read_it(ranks=3):
     """Also where one of them is slow: the others, whose results are there, wait for it."""
 
     def program():
-        group, _ = group_with_short_ways()
+        group, _ = fast_group()
         read = group.comm.table.read
         if group.rank == 1:
             group.comm.table.read = lambda *arguments: time.sleep(2e-3) or read(*arguments)

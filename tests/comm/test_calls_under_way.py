@@ -74,7 +74,7 @@ def test_overlapping_groups_waited_for_in_any_order(size, ranks):
         with Mesh(data=2, model=2) as mesh:
             x = np.full(size, float(mesh.rank))
             started = {
-                over: [mesh.start("all_reduce", x * 2**i, over=over) for i in range(3)]
+                over: [mesh.start_all_reduce(x * 2**i, over=over) for i in range(3)]
                 for over in ("data", "model", ("model", "data"))
             }
             order = list(itertools.chain(*started.values()))

@@ -158,11 +158,11 @@ def test_others_go_on_meanwhile(ranks):
     "over, among, message",
     [
         ("pipe", {"pipe": (1, 2)}, "rank [0,6] is not among the places .* of axis 'pipe'"),
-        ("pipe", {"pipe": (0, 0, 3)}, r"places \[0, 0, 3\] of axis 'pipe': each of 0 to 3 can be said once"),
+        ("pipe", {"pipe": (0, 0, 3)}, r"places \[0, 0, 3\] of axis 'pipe': use each of 0 to 3 at most once"),
         ("pipe", {"pipe": (0, 3, 4)}, r"places \[0, 3, 4\] of axis 'pipe'"),
         ("pipe", {"pipe": (0, -1)}, r"places \[0, -1\] of axis 'pipe'"),
-        ("data", {"pipe": (0, 3)}, "among says places of axes pipe; the group is over data"),
-        ("pipe", {"pipe": (0, 3), "deta": (0,)}, "among says places of axes pipe, deta; the group is over pipe"),
+        ("data", {"pipe": (0, 3)}, "among selects coordinates of axes pipe, but the group is over data"),
+        ("pipe", {"pipe": (0, 3), "deta": (0,)}, "among selects coordinates of axes pipe, deta, but"),
     ],
 )
 def test_places_that_cannot_be_are_refused(over, among, message):

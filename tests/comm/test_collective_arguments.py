@@ -73,7 +73,7 @@ def test_out_must_fit(out):
         ("axis 2 of an array of shape", lambda g: g.all_to_all(np.ones((2, 2)), 0, 2)),
         ("unknown op 'average'; there are: sum, mean", lambda g: g.all_reduce(np.ones(3), "average")),
         ("root 2 is not one of 2 ranks", lambda g: g.broadcast(np.ones(3), 2)),
-        ("the root must give an array", lambda g: g.broadcast(None, g.rank)),
+        ("the root must pass an array", lambda g: g.broadcast(None, g.rank)),
         ("rank -1 is not one of 2 ranks", lambda g: g.send(-1, np.ones(3))),
         ("rank 2 is not one of 2 ranks", lambda g: g.receive(2)),
         ("must be 2 numbers that add up to 3", lambda g: g.reduce_scatter(np.ones(3), sizes=[3])),
@@ -90,8 +90,8 @@ def test_wrong_arguments(text, call):
         run_threads(lambda: call(Mesh(timeout=5).group()), 2)
 
 
-def test_a_group_of_one_has_nobody_to_talk_to():
-    with pytest.raises(UsageError, match="one rank has nobody to talk to"):
+def test_a_group_of_one_rank_has_no_partner_for_messages():
+    with pytest.raises(UsageError, match="a group of one rank has no other rank"):
         run_threads(lambda: Mesh().group().send(0, np.ones(3)), 1)
 
 

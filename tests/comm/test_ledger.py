@@ -150,7 +150,7 @@ def test_entries_are_kept_by_operation_axes_and_label():
                 mesh.all_reduce(x, over=over)
             for _ in range(3):
                 mesh.all_reduce(x, over="data", label="gradients")
-                mesh.start("all_gather", x, over="data", label="gradients").wait()
+                mesh.start_all_gather(x, over="data", label="gradients").wait()
             mesh.barrier("model")
             return mesh.ledger
 
@@ -198,7 +198,7 @@ def test_meshes_may_share_a_ledger():
 def test_seconds_are_those_a_rank_stood_waiting():
     def program():
         mesh = Mesh()
-        pending = mesh.start("all_reduce", np.zeros(10), label="overlapped")
+        pending = mesh.start_all_reduce(np.zeros(10), label="overlapped")
         time.sleep(0.2)  # work meanwhile
         pending.wait()
         if mesh.rank == 0:

@@ -1,5 +1,7 @@
 """The mesh: ranks on named axes, their groups, and what belongs to a node."""
 
+import inspect
+
 import numpy as np
 import pytest
 
@@ -81,12 +83,40 @@ def test_a_group_is_made_once():
     assert all(on_cube(lambda mesh: mesh.group(iter(["data", "model"])) is mesh.group(("data", "model"))))
 
 
-def test_the_mesh_speaks_for_its_groups():
+def test_started_calls_take_the_arguments_of_blocking_ones():
+    """By position and by name; ``wait`` returns what the blocking method does."""
+    calls = {
+        "all_reduce": {"arr": np.arange(4.0), "op": "max"},
+        "all_gather": {"arr": np.arange(4.0), "axis": 0, "sizes": [4, 4], "label": "gathered"},
+        "reduce_scatter": {"arr": np.arange(4.0), "axis": 0, "op": "mean", "sizes": [1, 3]},
+        "all_to_all": {"arr": np.arange(4.0), "axis": 0, "concat_axis": 0, "splits": [3, 1]},
+        "broadcast": {"arr": np.arange(4.0), "root": 1},
+    }
+
+    def program(mesh):
+        for name, options in calls.items():
+            expected = getattr(mesh, name)(**options, over="model")
+            result = getattr(mesh, f"start_{name}")(**options, over="model").wait()
+            assert str(result) == str(expected), name
+            assert inspect.signature(getattr(mesh, f"start_{name}")) == inspect.signature(getattr(mesh, name))
+        assert_same(
+            mesh.start_reduce_scatter(np.arange(4.0), 0, "sum", over="model").wait(),
+            mesh.reduce_scatter(np.arange(4.0), over="model"),
+        )
+        sending = mesh.start_send(dest_id=1 - mesh.coordinates["model"], arr=np.arange(3), over="model")
+        received = mesh.start_receive(src_id=1 - mesh.coordinates["model"], over="model").wait()
+        assert (sending.wait(), received.tolist()) == (None, [0, 1, 2])
+        assert mesh.start_barrier("model").wait() is None
+
+    on_cube(program)
+
+
+def test_a_mesh_has_the_collectives_of_its_groups():
     def program(mesh):
         x, total = np.full(4, float(mesh.rank)), sum(members(mesh, "model"))
         assert_same(mesh.all_reduce(x, over="model"), np.full(4, float(total)))
         assert_same(mesh.all_reduce(x, "mean", over="model"), np.full(4, total / 2))
-        assert_same(mesh.start("all_reduce", x, over="model").wait(), np.full(4, float(total)))
+        assert_same(mesh.start_all_reduce(x, over="model").wait(), np.full(4, float(total)))
         assert_same(mesh.reduce_scatter(x, over="model"), np.full(2, float(total)))
         assert_same(mesh.all_gather(x[None], 1, over="model"), np.repeat(members(mesh, "model"), 4.0)[None] * 1.0)
         assert_same(mesh.all_to_all(x, over="model"), np.repeat(members(mesh, "model"), 2) * 1.0)
@@ -108,7 +138,7 @@ def test_two_meshes_at_once_do_not_mix_their_messages():
             for mesh in factors:
                 mesh.group("b")  # made when first asked for, by all its ranks in the same order
             order = [one, other] if one.rank % 2 else [other, one]
-            started = {mesh: mesh.start("all_reduce", np.full(3, factors[mesh]), over="b") for mesh in order}
+            started = {mesh: mesh.start_all_reduce(np.full(3, factors[mesh]), over="b") for mesh in order}
             for mesh, pending in started.items():
                 assert_same(pending.wait(), np.full(3, 2 * factors[mesh]))
 
@@ -301,7 +331,7 @@ def test_groups_under_mpi(over, expected):
 @pytest.mark.mpi(ranks=2)
 def test_a_group_may_be_made_while_others_wait_for_this_rank():
     """Rank 0 is the first to make a communicator, and rank 1 waits for a sum that both have begun."""
-    pending = Mesh(timeout=20).start("all_reduce", np.ones(100_000))
+    pending = Mesh(timeout=20).start_all_reduce(np.ones(100_000))
     if world().rank == 1:
         pending.wait()
     world().subset([1, 0]).free()

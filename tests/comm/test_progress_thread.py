@@ -43,8 +43,8 @@ def test_calls_end_while_nobody_waits():
 
     def program(mesh, thread):
         for size in (1, 7, 8):
-            started = [mesh.start("all_reduce", LARGE[: i % 3 * size * 1000 + 1] * i) for i in range(30)]
-            wrong = mesh.start("all_reduce", LARGE[: mesh.rank + 1])
+            started = [mesh.start_all_reduce(LARGE[: i % 3 * size * 1000 + 1] * i) for i in range(30)]
+            wrong = mesh.start_all_reduce(LARGE[: mesh.rank + 1])
             assert until(lambda: wrong.error is not None and all([each.done for each in started]))  # noqa: B023
             with pytest.raises(MismatchError):
                 wrong.wait()
@@ -64,7 +64,7 @@ def test_who_waits_moves_operations_on_alone():
     def program(mesh, thread):
         looks = []
         progress = mesh.comm.progress
-        inner, progress.move_on = progress.move_on, lambda: looks.append(1) or inner()
+        inner, progress.advance_all = progress.advance_all, lambda: looks.append(1) or inner()
         for _ in range(50):
             mesh.all_reduce(LARGE)
         assert until(lambda: not thread._work.is_set())
@@ -94,7 +94,7 @@ assert (mesh.all_reduce(x) == 4 * np.arange(1 << 18, dtype=np.float32) + 6).all(
 with Mesh(rows=2, columns=2) as other:
     assert other.group("columns").comm.table and not other.group("rows").comm.lanes
     assert other.all_reduce(x, over="rows")[0] == 2 * mesh.rank % 4 + 2
-pending = mesh.start("all_reduce", x)
+pending = mesh.start_all_reduce(x)
 deadline = time.monotonic() + 20
 while not pending.done and time.monotonic() < deadline:
     time.sleep(0.01)

@@ -36,7 +36,7 @@ CASES = {
         "out must be contiguous",
     ),
     "root": (lambda g: g.broadcast(None, g.size), lambda g: g.broadcast(ONES, 0), "root . is not one of"),
-    "no array": (lambda g: g.broadcast(None, 1), lambda g: g.broadcast(None, 1), "the root must give an array"),
+    "no array": (lambda g: g.broadcast(None, 1), lambda g: g.broadcast(None, 1), "the root must pass an array"),
     "dimensions": (
         lambda g: g.all_reduce(np.ones((1,) * 17)),
         lambda g: g.all_reduce(ONES),

@@ -151,7 +151,7 @@ def test_who_waits_for_a_slow_reader_is_not_told_that_another_has_ended(slow):
         x = placed(mesh, "in-arenas", values((200_000,), np.dtype(float), 0)) if mesh.rank == 1 else None
         mesh.barrier()
         time.sleep(0.0 if mesh.rank == 2 else 0.05)
-        pending = mesh.start("broadcast", x, 1)  # rank 2 is the first, and finds nothing yet
+        pending = mesh.start_broadcast(x, 1)  # rank 2 is the first, and finds nothing yet
         time.sleep(slow if mesh.rank == 2 else 0.0)
         return pending.wait().shape
 

@@ -44,10 +44,10 @@ def spoiled(strategy, label, how):
             right = partial(super().all_reduce, over=over, label=label)
             return how(right, arr) if label == wrong else right(arr, op)
 
-        def start(self, operation, *args, over=None, label=""):
+        def start_all_reduce(self, arr, op="sum", *, over=None, label=""):
             if label == wrong:
-                return Pending.completed(self.all_reduce(*args, over=over, label=label))
-            return super().start(operation, *args, over=over, label=label)
+                return Pending.completed(self.all_reduce(arr, op, over=over, label=label))
+            return super().start_all_reduce(arr, op, over=over, label=label)
 
     wrong = label
     return partial(Spoiled, D, F)

@@ -172,10 +172,10 @@ class Heads(AttentionHeads):
         self.outer = x, z
         return super().forward(np.maximum(z, 0))
 
-    def start(self, operation, *args, over=None, label=""):
+    def start_all_reduce(self, arr, op="sum", *, over=None, label=""):
         if label == "dx" and self.forgets and self.num_devices > 1:
             over = ()
-        return super().start(operation, *args, over=over, label=label)
+        return super().start_all_reduce(arr, op, over=over, label=label)
 
     def backward(self, dy):
         gradients = super().backward(dy)

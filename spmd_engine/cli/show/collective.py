@@ -11,25 +11,26 @@ import numpy as np
 
 from spmd_engine.axes import all_positions, parse_axes
 from spmd_engine.cli.show.picture import COLOURS, PALE, Cell, Picture, output_option, present, text
+from spmd_engine.comm.agreement.call_agreement import Signature
 from spmd_engine.comm.communicators.threads import run_threads
-from spmd_engine.comm.dispatch import Facts, Tuning, Way, inline_at_most, way
+from spmd_engine.comm.dispatch import Facts, Route, Tuning, choose, inline_limit
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.shared_memory.slot_table import room_of
 from spmd_engine.comm.transports.hierarchical import even_nodes
 from spmd_engine.errors import UsageError
 from spmd_engine.units import readable_bytes
 
-MOST = 12  # ranks
+MOST = 12  # ranks that fit into a picture
 
 
 @dataclass(frozen=True)
 class Example:
-    """A collective, run on small vectors: ``before(rank, ranks)`` gives a rank's, ``program(mesh, x)`` is run."""
+    """A collective run on small vectors: ``program(mesh, x)`` with ``x = before(rank, ranks)``."""
 
     code: str
     program: Callable[[Mesh, np.ndarray], np.ndarray]
     before: Callable[[int, int], list]
-    moves: bool  #: whether the values themselves come out, and so each has one rank that it comes from
+    moves: bool  #: whether values are moved unchanged, so that each comes from one rank
     notes: tuple[str, ...]
 
 
@@ -50,8 +51,8 @@ EXAMPLES = {
         False,
         (
             "The sum over ranks, on every rank: gradients in data parallel, partial products in tensor parallel.",
-            "The same as reduce_scatter, then all_gather. Each of n ranks sends 2 S (n-1)/n, S the bytes of x.",
-            "Transposed, as gradients go back: all_reduce.",
+            "The same as reduce_scatter, then all_gather. Each of n ranks sends 2 S (n-1)/n for S bytes of x.",
+            "Adjoint, for gradients: all_reduce.",
         ),
     ),
     "all_gather": Example(
@@ -60,9 +61,9 @@ EXAMPLES = {
         lambda rank, ranks: [_letter(rank)],
         True,
         (
-            "Everyone's part, joined in rank order, on every rank: parameters that are stored in parts.",
-            "Each of n ranks sends S (n-1)/n, S the bytes of y.",
-            "Transposed, as gradients go back: reduce_scatter.",
+            "The shards of all ranks, joined in rank order, on every rank: parameters that are stored in shards.",
+            "Each of n ranks sends S (n-1)/n for S bytes of y.",
+            "Adjoint, for gradients: reduce_scatter.",
         ),
     ),
     "reduce_scatter": Example(
@@ -71,9 +72,9 @@ EXAMPLES = {
         lambda rank, ranks: list(range(1, ranks + 1)),
         False,
         (
-            "The sum over ranks, of which each rank gets its part: gradients that are stored in parts.",
-            "Each of n ranks sends S (n-1)/n, S the bytes of x.",
-            "Transposed, as gradients go back: all_gather.",
+            "The sum over ranks, sharded: gradients that are stored in shards.",
+            "Each of n ranks sends S (n-1)/n for S bytes of x.",
+            "Adjoint, for gradients: all_gather.",
         ),
     ),
     "all_to_all": Example(
@@ -82,9 +83,9 @@ EXAMPLES = {
         lambda rank, ranks: [f"{_letter(rank)}{part}" for part in range(ranks)],
         True,
         (
-            "Part r of everyone's x goes to rank r: tokens to their experts, a cut that moves to another dim.",
-            "Each of n ranks sends S (n-1)/n, S the bytes of x.",
-            "Transposed, as gradients go back: all_to_all.",
+            "Part r of each rank's x goes to rank r: tokens to their experts, a shard of another dim.",
+            "Each of n ranks sends S (n-1)/n for S bytes of x.",
+            "Adjoint, for gradients: all_to_all.",
         ),
     ),
     "broadcast": Example(
@@ -93,9 +94,9 @@ EXAMPLES = {
         lambda rank, ranks: ["A" if rank == 0 else ""],
         True,
         (
-            "The root's x on every rank; what the others give is not looked at: tokens that rank 0 has read.",
-            "The root hands out parts, then all pass theirs on: it sends 2 S (n-1)/n, others S (n-2)/n.",
-            "Transposed, as gradients go back: the sum over ranks, onto the root.",
+            "The root's x on every rank; the others' x is ignored: tokens that rank 0 has read.",
+            "The root scatters parts, then all gather them: it sends 2 S (n-1)/n, others S (n-2)/n.",
+            "Adjoint, for gradients: the sum over ranks, on the root.",
         ),
     ),
     "send_receive": Example(
@@ -105,8 +106,8 @@ EXAMPLES = {
         True,
         (
             "Each rank sends to the next, the last to the first: keys in ring attention; stages of a pipeline.",
-            "Each rank sends S, the bytes of x.",
-            "Transposed, as gradients go back: the shift the other way.",
+            "Each rank sends S bytes, all of x.",
+            "Adjoint, for gradients: the shift in the other direction.",
         ),
     ),
 }
@@ -115,14 +116,14 @@ EXAMPLES = {
 @click.command(short_help="What a collective does to small vectors.")
 @click.argument("name", metavar="COLLECTIVE", type=click.Choice(list(EXAMPLES)))
 @click.option("--ranks", type=click.IntRange(2, MOST), default=4, show_default=True, help="Virtual ranks to run it on.")
-@click.option("--mesh", metavar="AXIS=SIZE,...", help="Say instead which way its data go on such a mesh, by size.")
+@click.option("--mesh", metavar="AXIS=SIZE,...", help="Print the routes of its data on such a mesh, by size.")
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Nodes of that mesh.")
 @output_option
 def collective(name: str, ranks: int, mesh: str | None, nodes: int, output: Path | None) -> None:
     """Draw what a collective does to a small vector of each rank, before and after.
 
     COLLECTIVE is all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or send_receive (a shift along a
-    ring). It is really run, on virtual ranks. Values keep the colour of the rank they come from; sums have none.
+    ring). It is executed, on virtual ranks. Values keep the colour of the rank they come from; sums have none.
 
     \b
       python -m spmd_engine show collective all_reduce
@@ -132,9 +133,9 @@ def collective(name: str, ranks: int, mesh: str | None, nodes: int, output: Path
     if mesh is None:
         present(draw_collective(name, ranks), output)
     elif name == "send_receive":
-        raise UsageError("send and receive go by messages, on every mesh")
+        raise UsageError("show collective send_receive --mesh: send and receive are messages on every mesh")
     else:
-        click.echo("\n".join(ways_on_mesh(name, parse_axes(mesh), nodes)))
+        click.echo("\n".join(routes_on_mesh(name, parse_axes(mesh), nodes)))
 
 
 def run_example(name: str, ranks: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -153,7 +154,7 @@ def _run(example: Example, before: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def draw_collective(name: str, ranks: int) -> Picture:
-    """A column a rank: its vector before, the call, and its vector after."""
+    """A column for each rank: its vector before, the call, and its vector after."""
     example = EXAMPLES[name]
     before, after = run_example(name, ranks)
     owners = [np.full(len(x), rank) for rank, x in enumerate(before)]
@@ -173,7 +174,7 @@ def draw_collective(name: str, ranks: int) -> Picture:
 
 
 def _vector(x: int, y: int, width: int, values: np.ndarray, owners: np.ndarray) -> list[Cell]:
-    """A row of cells, each in the colour of its owner; -1: it has none."""
+    """A row of cells, each in the colour of its owner; -1: no owner."""
     cells = []
     for place, (value, owner) in enumerate(zip(values, owners, strict=True)):
         fill = COLOURS[owner % len(COLOURS)] if owner >= 0 else PALE
@@ -181,16 +182,16 @@ def _vector(x: int, y: int, width: int, values: np.ndarray, owners: np.ndarray) 
     return cells
 
 
-# --- Which way the data of a collective go on a mesh, by size: what ``comm.ways`` says, as a table
+# --- the routes of a collective on a mesh, by size: ``comm.dispatch.choose`` as a table
 
 
-LARGEST = 34  # a power of two, of bytes: sizes to look at, and half as much again as each
+LARGEST = 34  # largest size, as a power of two of bytes; sizes are powers of two and 1.5 times each
 
 
-def ways_on_mesh(operation: str, axes: Mapping[str, int], nodes: int) -> list[str]:
-    """A line for each mesh axis, and for all of them together: the ways of an array by its size, of rank 0's group.
+def routes_on_mesh(operation: str, axes: Mapping[str, int], nodes: int) -> list[str]:
+    """Routes by size of an array, for each mesh axis and for all axes together, in rank 0's groups.
 
-    Its ranks are on so many ``nodes``, one after the other; each sends ordinary arrays, all as long.
+    Ranks fill ``nodes`` one after the other; arrays are in ordinary memory and equally long on all ranks.
     """
     places = all_positions(axes)
     hosts = [rank * nodes // len(places) for rank in range(len(places))]
@@ -199,24 +200,24 @@ def ways_on_mesh(operation: str, axes: Mapping[str, int], nodes: int) -> list[st
         group = [hosts[place.index(None)] for place in places[0].peers(names)]
         count = len(set(group))
         lines.append(f"over {','.join(names)} ({len(group)} ranks on {count} node{'s' if count > 1 else ''}):")
-        lines.append(f"  {'; '.join(ways_by_size(operation, group, Tuning()))}")
+        lines.append(f"  {'; '.join(routes_by_size(operation, group, Tuning()))}")
     return lines
 
 
-def ways_by_size(operation: str, hosts: Sequence[int], tuning: Tuning) -> list[str]:
-    """The bytes of a rank's array up to which each way is taken, of ranks on these ``hosts``; in words."""
-    ranks, one_node, by_nodes = len(hosts), len(set(hosts)) == 1, even_nodes(hosts) is not None
+def routes_by_size(operation: str, hosts: Sequence[int], tuning: Tuning) -> list[str]:
+    """The bytes of a rank's array up to which each route is taken, for ranks on these ``hosts``, as text."""
+    ranks, one_node, even = len(hosts), len(set(hosts)) == 1, even_nodes(hosts) is not None
     room = room_of(ranks) if one_node else tuning.with_agreement // ranks
 
-    def way_of(size: int) -> Way:
-        inline = size <= inline_at_most(operation, ranks, room, one_node, tuning)
+    def route_of(size: int) -> Route:
+        inline = size <= inline_limit(operation, ranks, room, one_node, tuning)
         whole = size * ranks if operation == "all_gather" and not one_node else size
-        facts = Facts(operation, whole, ranks, 0, one_node, by_nodes, True, inline=inline, shown=True)
-        return way(facts, tuning)
+        facts = Facts(whole, ranks, one_node, even, library=True, inline=inline, readable=True, tuning=tuning)
+        return choose(Signature(operation), facts)
 
     parts = []
     for size in [size for power in range(3, LARGEST) for size in (1 << power, 3 << power - 1)]:
         for most, word in (size - 1, "below"), (size, "up to"):
-            if way_of(most) is not way_of(most + 1):
-                parts.append(f"{word} {readable_bytes(size)} {way_of(most).value}")
-    return [*parts, ("else " if parts else "") + way_of(1 << LARGEST).value]
+            if route_of(most) is not route_of(most + 1):
+                parts.append(f"{word} {readable_bytes(size)} {route_of(most).value}")
+    return [*parts, ("else " if parts else "") + route_of(1 << LARGEST).value]

@@ -1,1 +1,1 @@
-"""What ranks agree on before data move: the call, and what only one rank can do or know."""
+"""Agreement of ranks: on calls before data move, and on the outcome of work that one rank does."""

@@ -1,98 +1,303 @@
-"""How ranks agree on a call before data move: on one node in its slot table, between nodes in log2(n) messages."""
+"""How ranks agree on a call before data move, so that a mismatch is one error instead of a hang.
+
+Each rank has the Signature of its call. On one node the ranks exchange signatures in the slot table; between nodes in
+log2(n) rounds of messages (``disseminate``).
+"""
 
 from __future__ import annotations
 
+import marshal
 import struct
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from hashlib import blake2b
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from spmd_engine.arrays import dtypes
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.agreement import signature
-from spmd_engine.comm.agreement.dissemination import disseminate
-from spmd_engine.comm.agreement.signature import ALIKE, HOST, KNOWN, MOST, SAME, NumberedCall, Signature
-from spmd_engine.comm.communicators.communicator import Communicator
-from spmd_engine.comm.pending import RanksEnded, Steps
-from spmd_engine.comm.transports.messages import AGREEMENT, EXPLANATION, exchange, tag
-from spmd_engine.comm.transports.shared_memory import SharedMemory, meet
-from spmd_engine.errors import RankAborted
+from spmd_engine.comm.pending import RanksEnded, Requests, Steps
+from spmd_engine.comm.spans import span
+from spmd_engine.comm.transports.messages import AGREEMENT, EXPLANATION, Ranks, exchange, tag
+from spmd_engine.errors import MismatchError, RankAborted, UsageError
 
 if TYPE_CHECKING:
-    from spmd_engine.comm.collectives import PreparedCall
+    from spmd_engine.comm.communicators.communicator import Communicator
+    from spmd_engine.comm.shared_memory.slot_table import Entries
 
-INLINE = 4096  # bytes of a text that travels with a signature
-
+INLINE = 4096  #: bytes of a text that travels with a signature
+MAX_DIMS = 16
+#: Places in ``Signature.words``. After each of the first three lies its negative.
+SAME, ALIKE, KNOWN, HOST, MOST, ENDED = 0, 2, 4, 6, 7, 8
+_FORMAT = 2  # of marshal: equal values are equal bytes, and bytes after them are ignored
+_DIGITS = 15  # most bytes of a marshalled number
 _NUMBER = struct.Struct("<q")
+_LENGTH = 8  # bytes that hold the length of a row of ``copies``
+_LEAST = 1 << 13  # bytes of rows for which there is always room: more than the description of a broadcast's array
+
+
+# --- what a rank calls
+
+
+def room(ranks: int) -> int:
+    """The most bytes of a signature in a group of so many ranks."""
+    return 192 + _DIGITS * (MAX_DIMS + ranks) + dtypes.LONGEST
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What one rank calls: what must be equal on all ranks, what this rank offers, and its own lengths."""
+
+    operation: str  # a collective; or "leave": the program ends; or "refuse": this rank cannot make its call
+    reduction: str = ""
+    dtype: str = ""  # by ``dtypes.describe``
+    shape: tuple[int, ...] | None = None  # None: this rank contributes no array (broadcast)
+    axis: int = 0
+    concat_axis: int = 0
+    root: int = 0
+    sizes: tuple[int, ...] = ()  # the parts of reduce_scatter and all_to_all, if the caller gave them
+    inline: int = 0  # bytes of data that travel with the signature
+    host: bool = True  # whether its array is in the host's memory
+    known: int = -1  # a number for the lengths of all ranks, if the caller gave them; -1: not given
+
+    @cached_property
+    def packed(self) -> bytes:
+        """All of it as bytes."""
+        return marshal.dumps(tuple(getattr(self, field.name) for field in fields(self)), _FORMAT)
+
+    @staticmethod
+    def unpack(data: bytes) -> Signature:
+        """The signature that ``data`` begins with."""
+        return Signature(*marshal.loads(data))
+
+    @cached_property
+    def digest(self) -> int:
+        """A number that identifies the signature."""
+        return int.from_bytes(blake2b(self.packed, digest_size=8).digest(), "little", signed=True)
+
+    @cached_property
+    def words(self) -> np.ndarray:
+        """Numbers of which ranks of several nodes find the maximum, in place of whole signatures: see ``disseminate``.
+
+        A number and its negative for what must be equal and for what may be equal; for the rest, the worst case.
+        """
+        agreed, variable = number_of(self.agreement()), 0
+        if self.operation == "all_gather" and self.shape:  # lengths may differ along the gathered axis
+            variable = self.shape[self.axis]
+        elif self.operation == "all_to_all":  # and so may the split
+            variable = number_of((self.shape, self.sizes))
+        size = 0 if self.shape is None else prod(self.shape) * self.array_type[1].itemsize
+        both = (sign * word for word in (agreed, variable, self.known) for sign in (1, -1))
+        return np.array([*both, -self.host, size, 0], np.int64)
+
+    @cached_property
+    def array_type(self) -> tuple[tuple[int, ...], np.dtype]:
+        """Shape and dtype of the data: of the array, or of the bytes of a text."""
+        if self.shape is None:
+            return (self.inline,), np.dtype(np.uint8)
+        return self.shape, dtypes.described(self.dtype)
+
+    def part_for(self, rank: int, ranks: int) -> tuple[slice, ...]:
+        """Index of the part of this rank's array that goes to another rank."""
+        if self.sizes:
+            part = slice(sum(self.sizes[:rank]), sum(self.sizes[: rank + 1]))
+        else:
+            part = span(self.shape[self.axis], ranks, rank)
+        return (slice(None),) * self.axis + (part,)
+
+    def length_for(self, rank: int, ranks: int) -> int:
+        """Length along ``concat_axis`` of what another rank receives from this one."""
+        if self.operation == "all_gather" or self.axis != self.concat_axis:
+            return self.shape[self.concat_axis]
+        part = self.part_for(rank, ranks)[-1]
+        return part.stop - part.start
+
+    def __str__(self) -> str:
+        if self.operation == "leave":
+            return "nothing more: its program ended"
+        if self.operation == "refuse":
+            return "what it cannot call"
+        how = [self.reduction] if self.reduction else []
+        if self.shape is not None:
+            how.append(f"{dtypes.described(self.dtype)}{list(self.shape)}")
+        if self.operation in ("all_gather", "reduce_scatter", "all_to_all"):
+            how.append(f"axis={self.axis}")
+        if self.operation == "all_to_all":
+            how.append(f"concat_axis={self.concat_axis}")
+        if self.sizes:
+            how.append(f"sizes={list(self.sizes)}")
+        if self.operation == "broadcast":
+            how.append(f"root={self.root}")
+        return f"{self.operation}({', '.join(how)})"
+
+    def agreement(self) -> tuple:
+        """What must be equal on all ranks of the group."""
+        shape = list(self.shape) if self.shape is not None else []
+        if self.operation == "all_gather" and shape:
+            shape[self.axis] = -1  # shards may be uneven along the gathered axis
+        if self.operation == "all_to_all" and shape:
+            shape[self.concat_axis] = -1
+        if self.operation == "broadcast":  # only the root has an array
+            return self.operation, self.root
+        # An all_to_all that splits and joins along the same axis may be split differently on every rank.
+        sizes = () if self.operation == "all_to_all" and self.axis == self.concat_axis else self.sizes
+        return self.operation, self.reduction, self.dtype, tuple(shape), self.axis, self.concat_axis, sizes
+
+
+def number_of(what: tuple) -> int:
+    """A hash below 2^62, which can be negated, of texts and numbers."""
+    return int.from_bytes(blake2b(repr(what).encode(), digest_size=8).digest(), "little") >> 2
+
+
+class NumberedCall(NamedTuple):
+    """A signature with the number of the call in its group, counted from 1."""
+
+    number: int
+    signature: Signature
+
+    def __str__(self) -> str:
+        if self.signature.operation == "leave":
+            return str(self.signature)
+        return f"{self.signature} as its call number {self.number}"
+
+
+class Signatures:
+    """The signatures of all ranks in a call. They are kept: a repeated call is recognized by digests alone."""
+
+    __slots__ = ("by_rank", "digests", "same", "inline_all", "inline")
+
+    def __init__(self, by_rank: Sequence[Signature]) -> None:
+        self.by_rank, self.digests = list(by_rank), [signature.digest for signature in by_rank]
+        self.same = len(set(self.digests)) == 1  #: whether all ranks have the same one
+        #: whether all data travel with the signatures
+        self.inline_all = all(signature.inline or signature.shape is None for signature in by_rank)
+        self.inline: dict[int, list[np.ndarray | None]] = {}  #: by slot: views of all ranks' data, None: no data
+
+
+# --- agreement between nodes: log2(n) rounds of messages
+
+
+def disseminate(
+    ranks: Ranks, words: np.ndarray, row: bytes, tag: int, *, copies: bool = False, ended: RanksEnded | None = None
+) -> Steps:
+    """The maximum of all ranks' ``words`` (see ``Signature``) and all rows by rank; None unless equally long.
+
+    In round i each rank sends what it has to the rank 2^i after it and receives from the rank 2^i before it. (Hensgen,
+    Finkel, Manber: Two algorithms for barrier synchronization, 1988; Bruck et al.: Efficient algorithms for all-to-all
+    communications, 1997.) It is made of messages, not of the library's Iallreduce: such a request cannot be abandoned
+    when a rank never arrives, and would not tell the others why.
+
+    With ``copies`` at most one rank has a row, and all receive it. ``ended``: the ranks that this one waited for have
+    ended, so it cannot take part; it tells the ranks that wait for it, and all raise the same RanksEnded.
+    """
+    words, rows, n = words.copy(), [row], ranks.size
+    capacity = words.nbytes + max(ranks.tuning.with_agreement, _LEAST, 0 if copies else n * len(row))
+    for distance in (1 << i for i in range((n - 1).bit_length())):
+        if ended is not None:
+            words[ENDED] = 1 + max(ended.ranks)
+        count = min(distance, n - distance)
+        rows_sent = len(row).to_bytes(_LENGTH, "little") + row if copies else b"".join(rows[:count])
+        message = np.frombuffer(words.tobytes() + rows_sent, np.uint8)
+        incoming = np.empty(capacity, np.uint8)
+        to, source = (ranks.rank + distance) % n, (ranks.rank - distance) % n
+        requests = Requests(ranks)
+        if ended is None:
+            requests.add(source, ranks.start_receive(incoming, source, tag))
+        requests.add(to, ranks.start_send(message, to, tag))
+        try:
+            yield requests
+        except RanksEnded as error:
+            ended = error
+        if ended is not None:
+            continue
+        theirs = incoming[: words.nbytes].view(np.int64)
+        if copies:
+            length = int.from_bytes(incoming[words.nbytes : words.nbytes + _LENGTH].tobytes(), "little")
+            row = incoming[words.nbytes + _LENGTH :][:length].tobytes() if not row and length < capacity else row
+        elif row and (words[:KNOWN] == theirs[:KNOWN]).all():
+            data, size = incoming[words.nbytes :].tobytes(), len(row)
+            rows += [data[i * size : (i + 1) * size] for i in range(count)]
+        np.maximum(words, theirs, out=words)
+    if ended is not None:
+        raise ended
+    if words[ENDED]:
+        raise RanksEnded([int(words[ENDED]) - 1])
+    if copies:
+        return words, [row]
+    return words, [rows[(ranks.rank - r) % n] for r in range(n)] if row and len(rows) == n else None
+
+
+# --- agreement of a group
 
 
 class Agreed(NamedTuple):
     """What all ranks know of a call once they have agreed on it."""
 
-    alike: bool  #: whether what may differ (lengths along the axis, splits) is the same on all
-    sizes_known: bool  #: whether all ranks were told the others' lengths by their callers
-    host: bool  #: whether all have their arrays in the host's memory
+    alike: bool  #: whether what may differ (lengths along the axis, splits) is the same on all ranks
+    sizes_known: bool  #: whether the callers of all ranks gave the lengths of the others' arrays
+    host: bool  #: whether all arrays are in host memory
     most: int  #: bytes of the largest array of any rank
-    rows: list | None  #: everyone's array, in rank order, if they came along
+    blocks: list | None  #: arrays of all ranks, in rank order, if they were sent inline
     root: Signature | None = None  #: of a broadcast
-    met: SharedMemory | None = None  #: what this rank's node knows besides, if its ranks met
+    entries: Entries | None = None  #: what this node's ranks wrote to their slot table, if there is one
 
 
 class Agreement:
-    """Of one group. ``check``: whether ranks of one node compare what they call; those of several always do."""
+    """Agreement of one group. ``check``: whether ranks of one node compare their calls; several nodes always do."""
 
     def __init__(self, comm: Communicator, axes: str, check: bool) -> None:
         self._comm, self._axes, self._check = comm, axes, check
 
     def reach(
         self,
-        call: PreparedCall,
+        own: Signature,
+        expected: Signatures | None,
         number: int,
         x: Array | None,
-        shown: np.ndarray | None = None,
+        readable: np.ndarray | None = None,
         result: np.ndarray | None = None,
     ) -> Steps:
-        """All ranks agree on the call; returns an Agreed.
+        """All ranks agree on call ``number``; returns an Agreed.
 
-        Small ``x`` come along; ``shown`` and ``result``: see ``shared_memory.meet``. Raises, on all ranks, what is
-        wrong if they do not agree.
+        ``x`` travels inline if the signature says so; for ``expected``, ``readable`` and ``result`` see
+        ``SlotTable.exchange``. If the calls do not match, all ranks raise the same error.
         """
-        own, comm = call.signature, self._comm
-        met = ended = None
+        comm, entries, ended = self._comm, None, None
         if comm.node_table is not None:
-            data = x if own.inline else shown
+            data = x if own.inline else readable
             try:
-                met = yield from meet(comm.node_table, number, own, data, result, call.expected)
+                entries = yield from comm.node_table.exchange(number, own, data, result, expected)
             except RanksEnded as error:
                 if comm.table is not None:
                     raise
                 ended = error
         if comm.table is not None:
-            return self._on_one_node(call, met)
-        if met is not None:
-            call.expected = met.signatures
-        return (yield from self._between_nodes(call, number, x, met, ended))
+            return self._on_one_node(own, expected, number, x, entries)
+        return (yield from self._between_nodes(own, number, x, entries, ended))
 
-    def _on_one_node(self, call: PreparedCall, met: SharedMemory) -> Agreed:
-        own, found = call.signature, met.signatures
-        if found is not call.expected or own.operation == "refuse":
-            calls = [NumberedCall(met.number, each) for each in found.by_rank]
-            _raise_what_is_wrong(calls, met.blocks, own, self._axes, self._check)
-            call.expect(found)
-        root = found.by_rank[own.root] if own.operation == "broadcast" else None
-        inline = found.inline_all if root is None else root.inline > 0
-        host = inline or met.shown
-        return Agreed(found.same, True, host, call.payload, met.blocks if inline else None, root, met)
+    def _on_one_node(
+        self, own: Signature, expected: Signatures | None, number: int, x: Array | None, entries: Entries
+    ) -> Agreed:
+        signatures = entries.signatures
+        if signatures is not expected or own.operation == "refuse":
+            calls = [NumberedCall(number, signature) for signature in signatures.by_rank]
+            _raise_what_is_wrong(calls, entries.blocks, own, self._axes, self._check)
+        root = signatures.by_rank[own.root] if own.operation == "broadcast" else None
+        inline = signatures.inline_all if root is None else root.inline > 0
+        most = 0 if x is None else x.nbytes
+        host = inline or entries.readable
+        return Agreed(signatures.same, True, host, most, entries.blocks if inline else None, root, entries)
 
     def _between_nodes(
-        self, call: PreparedCall, number: int, x: Array | None, met: SharedMemory | None, ended: RanksEnded | None
+        self, own: Signature, number: int, x: Array | None, entries: Entries | None, ended: RanksEnded | None
     ) -> Steps:
-        """Those that have met, on the table of their node, tell the others of their lane; else each tells all."""
-        comm, lanes, own = self._comm, self._comm.lanes, call.signature
-        near, blocks = (met.signatures.by_rank, met.blocks) if met is not None else ([own], [x])
-        words = np.max([each.words for each in near], axis=0)
+        """Each rank of a node that has agreed in its table tells its lane for the node; else each rank tells all."""
+        comm, lanes = self._comm, self._comm.lanes
+        near, blocks = (entries.signatures.by_rank, entries.blocks) if entries is not None else ([own], [x])
+        words = np.max([signature.words for signature in near], axis=0)
         data = [b.tobytes() if s.inline and s.shape is not None else b"" for s, b in zip(near, blocks, strict=True)]
         broadcasts = own.operation == "broadcast"
         if broadcasts:
@@ -104,7 +309,7 @@ class Agreement:
         same, alike, known = (bool(words[i] == -words[i + 1]) for i in (SAME, ALIKE, KNOWN))
         known, host, most = known and words[KNOWN] >= 0, bool(words[HOST]), int(words[MOST])
         if not same or own.operation == "refuse":
-            yield from self._explain(call, number, x)
+            yield from self._explain(own, number, x)
         root = None
         if broadcasts:
             root, whole = Signature.unpack(rows[0]), rows[0]
@@ -115,23 +320,21 @@ class Agreement:
             rows = None
         if rows is not None:
             shape, dtype = root.array_type if broadcasts else (x.shape, x.dtype)
-            rows = [np.frombuffer(each, dtype, prod(shape)).reshape(shape) for each in rows]
-        return Agreed(alike, known, host, most, rows, root, met)
+            rows = [np.frombuffer(row, dtype, prod(shape)).reshape(shape) for row in rows]
+        return Agreed(alike, known, host, most, rows, root, entries)
 
-    def _explain(self, call: PreparedCall, number: int, x: Array | None) -> Steps:
-        """Raise the error of all when they do not call the same, or cannot: each tells every other what it calls.
-
-        Everyone knows before that there is something to explain.
-        """
-        comm, own = self._comm, call.signature
-        own = own if own.shape is None else replace(own, inline=0)  # a text goes along, an array does not
+    def _explain(self, own: Signature, number: int, x: Array | None) -> Steps:
+        """Raise the same error on all ranks when their calls differ or one cannot be made: each sends its signature to
+        all others. All ranks call this, or none."""
+        comm = self._comm
+        own = own if own.shape is None else replace(own, inline=0)  # a text is sent, too, an array is not
         text = x.tobytes() if own.inline else b""
-        told = np.frombuffer(_NUMBER.pack(number) + own.packed + text, np.uint8)
-        heard = np.empty((comm.size, _NUMBER.size + signature.room(comm.size) + INLINE), np.uint8)
-        yield from exchange(comm, [told] * comm.size, list(heard), tag(number, EXPLANATION))
-        heard[comm.rank, : told.size] = told
+        sent = np.frombuffer(_NUMBER.pack(number) + own.packed + text, np.uint8)
+        received = np.empty((comm.size, _NUMBER.size + room(comm.size) + INLINE), np.uint8)
+        yield from exchange(comm, [sent] * comm.size, list(received), tag(number, EXPLANATION))
+        received[comm.rank, : sent.size] = sent
         calls, texts = [], []
-        for row in heard:
+        for row in received:
             theirs = Signature.unpack(row[_NUMBER.size :])
             calls.append(NumberedCall(*_NUMBER.unpack_from(row), theirs))
             begin = _NUMBER.size + len(theirs.packed)
@@ -140,7 +343,7 @@ class Agreement:
 
 
 def _by_rank(rows: Sequence[bytes], nodes: Sequence[Sequence[int]]) -> list[bytes]:
-    """Rows of nodes, in which those of their ranks lie one after the other, as rows by rank."""
+    """Rows by rank, from rows of nodes in which those of the node's ranks follow one another."""
     size, by_rank = len(rows[0]) // len(nodes[0]), [b""] * sum(map(len, nodes))
     for node, row in zip(nodes, rows, strict=True):
         for i, rank in enumerate(node):
@@ -148,20 +351,23 @@ def _by_rank(rows: Sequence[bytes], nodes: Sequence[Sequence[int]]) -> list[byte
     return by_rank
 
 
+# --- errors of all ranks
+
+
 def bytes_of(text: str) -> np.ndarray:
-    """A text, as it travels with a signature: not more than its beginning."""
+    """A text as it travels with a signature, shortened to INLINE bytes."""
     return np.frombuffer(text.encode(errors="replace")[:INLINE], np.uint8)
 
 
 def text_of(data: np.ndarray) -> str:
-    """The text of which these are the ``bytes_of``."""
+    """The text that was given to ``bytes_of``."""
     return data.tobytes().decode(errors="replace")
 
 
 def _raise_what_is_wrong(
     calls: Sequence[NumberedCall], texts: Sequence, own: Signature, axes: str, check: bool
 ) -> None:
-    """The error of all, if a rank has failed, cannot make its call, or does not call the same."""
+    """Raise the error of all ranks if one has failed, cannot make its call, or makes a different call."""
     refusals: dict[str, list[int]] = {}
     for rank, (_, theirs) in enumerate(calls):
         if theirs.operation == "leave" != own.operation and theirs.inline:
@@ -169,6 +375,34 @@ def _raise_what_is_wrong(
         if theirs.operation == "refuse":
             refusals.setdefault(text_of(texts[rank]), []).append(rank)
     if refusals:
-        raise signature.refused(refusals, axes, len(calls))
+        raise refused(refusals, axes, len(calls))
     if check:
-        signature.check(calls, axes)
+        check_calls(calls, axes)
+
+
+def check_calls(calls: Sequence[NumberedCall], group: str) -> None:
+    """Raise the same MismatchError on every rank unless all ranks made the same call."""
+    number, agreement = calls[0].number, calls[0].signature.agreement()
+    if all(call.number == number and call.signature.agreement() == agreement for call in calls):
+        return
+    by_call: dict[str, list[int]] = {}
+    for rank, call in enumerate(calls):
+        by_call.setdefault(str(call), []).append(rank)
+    text = "; ".join(f"{named(ranks)} called {call}" for call, ranks in by_call.items())
+    raise MismatchError(
+        f"collective over {group!r} does not match (ranks of that group): {text}. "
+        "Every rank of a group must make the same calls in the same order."
+    )
+
+
+def refused(texts: Mapping[str, Sequence[int]], group: str, size: int) -> UsageError:
+    """The error of all ranks when some cannot make their calls. ``texts``: the ranks that report each error text."""
+    first, ranks = next(iter(texts.items()))
+    if len(ranks) == size:
+        return UsageError(first)
+    return UsageError("; ".join(f"{named(ranks)} of {group!r}: {text}" for text, ranks in texts.items()))
+
+
+def named(ranks: Sequence[int]) -> str:
+    """``rank 1`` or ``ranks 0, 2``."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,1 +1,1 @@
-"""Messages between ranks that never block: by MPI, and between threads of one process."""
+"""Nonblocking messages between ranks: by MPI, and between threads of one process."""

@@ -1,23 +1,22 @@
-"""What a transport must offer: ranks, and messages between two of them that never block.
+"""Interface of a communicator: ranks, and nonblocking messages between two of them.
 
-Everything else (collectives, checks, waiting) is written once on top of this, so MPI processes and threads
-of one process run the same collective code.
+Everything else (collectives, checks, waiting) is written once on top of this, so MPI processes and threads of one
+process run the same code.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.condition import Turns
 from spmd_engine.comm.dispatch import Tuning
-from spmd_engine.comm.pending import TIMEOUT, Progress
+from spmd_engine.comm.pending import TIMEOUT, Condition, Progress
 from spmd_engine.comm.shared_memory.arena import Neighbours
 from spmd_engine.comm.shared_memory.slot_table import SlotTable
 from spmd_engine.runtime.activity import Line
@@ -27,6 +26,28 @@ if TYPE_CHECKING:
     from spmd_engine.comm.transports.mpi import NonblockingCollectives
 
 
+class CallOrder:
+    """The calls of a communicator in the order in which they were made. The MPI library's collectives must start in
+    this order: each call waits until all earlier ones have started their last."""
+
+    def __init__(self) -> None:
+        self._open: list[int] = []  # ascending
+
+    def enter(self, number: int) -> None:
+        """Add a call that may have data to move; the last one so far."""
+        self._open.append(number)
+
+    def finish(self, number: int) -> None:
+        """Call ``number`` has started its last collective, or needs none."""
+        if number in self._open:
+            self._open.remove(number)
+
+    def wait(self, number: int) -> Iterator[Condition]:
+        """Continue when all calls before ``number`` have finished."""
+        if self._open[0] != number:
+            yield Condition(lambda: self._open[0] == number, lambda rank: False)
+
+
 class Communicator(ABC):
     """An ordered set of ranks. Messages of one (sender, receiver, tag) arrive in the order sent."""
 
@@ -34,37 +55,37 @@ class Communicator(ABC):
     size: int
     node: str  #: name of the host this rank runs on
     hosts: Sequence[str]  #: the same of every rank
-    progress: Progress  #: this rank's outstanding operations, shared with every sub-communicator
+    progress: Progress  #: this rank's operations, shared with every sub-communicator
     tuning: Tuning = Tuning()
-    turns: Turns  #: of the calls that may use ``collectives`` or ``lane_collectives``
+    call_order: CallOrder  #: of calls that may use ``collectives`` or ``lane_collectives``
     line: Line  #: where this rank's calls are published
-    calls = 0  #: collectives begun here; equal on all ranks, whichever meshes share this communicator
-    device_aware = False  #: whether device arrays may be handed to it as they are
-    spin_tests = 0  #: how often to test for what is waited for before giving way; 0: not all have a core
-    neighbours: Neighbours | None = None  #: memory shared with ranks of this node, where it can be had
-    table: SlotTable | None = None  #: where this communicator's ranks meet, if all are on one node and share memory
-    lanes: Lanes | None = None  #: the ways between its nodes, if there are several, with as many ranks each
-    collectives: NonblockingCollectives | None = None  #: the MPI library's, of these ranks, for calls between nodes
+    calls = 0  #: collectives started so far; equal on all ranks, also if several meshes share this communicator
+    device_aware = False  #: whether it accepts device arrays
+    spin_tests = 0  #: how often to test a condition before yielding the processor; 0: ranks outnumber cores
+    neighbours: Neighbours | None = None  #: memory shared with the ranks of this node, if available
+    table: SlotTable | None = None  #: of this communicator's ranks, if all share one node's memory
+    lanes: Lanes | None = None  #: its ranks by nodes, if there are several with equally many ranks
+    collectives: NonblockingCollectives | None = None  #: the MPI library's, between nodes
     lane_collectives: NonblockingCollectives | None = None  #: the same for this rank's lane
 
     @property
     def node_table(self) -> SlotTable | None:
-        """The table of those of its ranks that are on this node, if there is one; calls take its slots in turn."""
+        """The slot table of its ranks on this node, if there is one."""
         return self.lanes.table if self.lanes else self.table
 
     def next_call(self, text: int = 0) -> int:
-        """The number of the call that begins now; ``text``: the number of what it is, see ``Activity.called``."""
+        """The number of the call that begins now; ``text``: number of its description, see ``Activity.called``."""
         self.calls = number = self.calls + 1
         words = self.line.words
         words[0], words[1] = number, text
         return number
 
-    def next_message(self, way: str, rank: int) -> int:
-        """The number of this message among those to, or from, one other rank."""
-        return next(self.__dict__.setdefault("_messages", defaultdict(count))[way, rank])
+    def next_message(self, direction: str, rank: int) -> int:
+        """The number of this message among those to or from one other rank."""
+        return next(self.__dict__.setdefault("_messages", defaultdict(count))[direction, rank])
 
     def empty(self, shape: Sequence[int], dtype) -> np.ndarray:
-        """An array of any values, in memory that the node's ranks share if there is some left."""
+        """An uninitialized array, in memory that the node's ranks share if there is room."""
         dtype = np.dtype(dtype)
         x = None
         if self.neighbours and not dtype.hasobject:
@@ -78,40 +99,40 @@ class Communicator(ABC):
 
     @abstractmethod
     def start_send(self, data: Array, to: int, tag: int) -> list:
-        """Begin to send contiguous ``data`` (it must not change until done); returns requests."""
+        """Start to send contiguous ``data``, which must not change until done; returns requests."""
 
     @abstractmethod
     def start_receive(self, data: Array, source: int, tag: int) -> list:
-        """Begin to fill contiguous ``data`` (a shorter message fills its beginning); returns requests."""
+        """Start to receive into contiguous ``data`` (a shorter message fills its beginning); returns requests."""
 
     @abstractmethod
     def done(self, requests: list) -> bool:
-        """Whether all requests have completed. Moves messages on; never blocks."""
+        """Whether all requests have completed. Advances messages; never blocks."""
 
     @abstractmethod
     def subset(self, ranks: Sequence[int], timeout: float | None = TIMEOUT) -> Communicator:
-        """A communicator of these ranks in this order; only they call it, and wait so many seconds for each other."""
+        """A communicator of these ranks in this order. Only they call it, and wait for each other up to ``timeout``."""
 
     @abstractmethod
     def free(self) -> None:
-        """Give back what a sub-communicator holds."""
+        """Release what a sub-communicator holds."""
 
     @abstractmethod
     def prepare_to_pause(self, idle: int) -> None:
-        """Called before looking once more: what comes from now on ends the pause after it."""
+        """Called before the last test of a condition: news from now on end the following ``pause``."""
 
     @abstractmethod
     def announce_end(self) -> None:
-        """Tell those ranks of the world that have asked, or will see it, that this rank's program has ended."""
+        """Tell the ranks of the world that have asked, or will check, that this rank's program has ended."""
 
     @abstractmethod
     def ended(self, suspects: Sequence[int]) -> list[int]:
-        """Those of these ranks of this communicator whose programs are known to have ended; the others are asked."""
+        """The ``suspects`` whose programs are known to have ended; the others are asked."""
 
     @abstractmethod
     def pause(self, idle: int, messages: bool = True) -> None:
-        """Leave the processor to others for a moment, the ``idle``-th time in a row without progress.
+        """Yield the processor for a moment, the ``idle``-th time in a row without progress.
 
-        ``messages``: whether some are waited for. Those must be looked for; who writes on a table wakes others.
-        Raises RankAborted if another rank has failed meanwhile.
+        ``messages``: whether messages are waited for, for which this rank must poll; ranks that write to a slot table
+        wake the others. Raises RankAborted if another rank has failed meanwhile.
         """

@@ -17,8 +17,7 @@ from threadpoolctl import ThreadpoolController
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.comm.communicators.communicator import Communicator
-from spmd_engine.comm.condition import Turns
+from spmd_engine.comm.communicators.communicator import CallOrder, Communicator
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Progress
@@ -50,8 +49,8 @@ def run_threads(
     """Run the SPMD function ``fn(*args)`` on ``ranks`` virtual ranks; returns their results in rank order.
 
     Inside, ``world()``, ``Mesh(data=4)`` and every engine see ``ranks`` ranks. The first exception of any
-    rank ends all of them and is raised here, with a note naming the rank. ``nodes`` names each rank's host,
-    to try out placements; by default all are on one.
+    rank ends all of them and is raised here, with a note naming the rank. ``nodes`` names each rank's host, to try
+    placements; by default all are on one. Raises UsageError if it has not one name for each rank.
 
     >>> import numpy as np
     >>> from spmd_engine import Mesh
@@ -66,7 +65,7 @@ def run_threads(
     results: list[Any] = [None] * ranks
     progresses = [Progress() for _ in range(ranks)]
     numbers: dict[int, int] = {}  # of threads, by rank
-    stop_watching = watch_threads([each.activity for each in progresses], lambda: numbers)
+    stop_watching = watch_threads([progress.activity for progress in progresses], lambda: numbers)
 
     def body(rank: int) -> None:
         numbers[rank] = threading.get_ident()
@@ -85,8 +84,8 @@ def run_threads(
                 thread.start()
             for thread in threads:
                 while thread.is_alive():
-                    thread.join(0.5)  # one wait without end could begin just after Ctrl-C, and miss it
-        except BaseException as error:  # Ctrl-C: ranks that wait must not do so in the background for ever
+                    thread.join(0.5)  # a wait without timeout that begins just after Ctrl-C would miss it
+        except BaseException as error:  # after Ctrl-C no rank may keep waiting in the background
             fabric.fail(0, error)
             raise
         finally:
@@ -99,9 +98,9 @@ def run_threads(
 
 
 def _threads_of_blas(most: int) -> AbstractContextManager[Any]:
-    """Leave BLAS that many threads, or as few as it has: the user said so, or whoever shares the cores already.
+    """Limit BLAS to ``most`` threads, or fewer if it has fewer already.
 
-    More than there are cores for cost far more than they bring, as BLAS's threads wait for each other awake.
+    More threads than cores are slow, as the threads of BLAS spin while they wait for each other.
     """
     blas = _libraries(len(sys.modules)).select(user_api="blas")
     return blas.limit(limits=min([most, *(library.num_threads for library in blas.lib_controllers)]))
@@ -109,15 +108,15 @@ def _threads_of_blas(most: int) -> AbstractContextManager[Any]:
 
 @lru_cache(maxsize=1)
 def _libraries(modules: int) -> ThreadpoolController:
-    """BLAS and the like: to look for them takes as long as all else that ``run`` does.
+    """Libraries with thread pools, such as BLAS. Finding them takes as long as the rest of ``run_threads``.
 
-    So they are looked for again only where there are more ``modules`` than the last time, which may have brought some.
+    So they are searched again only if ``modules`` have been loaded since, which may have brought some.
     """
     return ThreadpoolController()
 
 
 class _Fabric:
-    """What the virtual ranks of one ``run`` share: a mailbox each, memory, and the first failure."""
+    """What the virtual ranks of one ``run_threads`` share: mailboxes, memory, and the first failure."""
 
     def __init__(self, nodes: Sequence[str]) -> None:
         self.nodes, ranks = list(nodes), len(nodes)
@@ -125,7 +124,7 @@ class _Fabric:
         self.failure: tuple[int, BaseException] | None = None
         self.ended: set[int] = set()
         self._lock = threading.Lock()
-        self._tables: dict[tuple, list] = {}  # name -> memory, and how many ranks have not asked for it yet
+        self._tables: dict[tuple, list] = {}  # name -> memory, and how many ranks have not requested it yet
         size = bound(ranks) if ranks > 1 else 0
         self._memories = [mmap.mmap(-1, size, flags=_PRIVATE) for _ in range(ranks)] if size else []
 
@@ -137,7 +136,7 @@ class _Fabric:
         return Neighbours(self._memories, rank, cross_memory if reads else None)
 
     def table(self, name: tuple, rank: int, members: Sequence[int], neighbours: Neighbours) -> SlotTable:
-        """The table of these ranks of one node; the first to ask makes it."""
+        """The slot table of these ranks of one node; the first rank creates it."""
         with self._lock:
             entry = self._tables.setdefault(name, [None, len(members)])
             if entry[0] is None:
@@ -147,7 +146,7 @@ class _Fabric:
                 del self._tables[name]
         return SlotTable(entry[0], rank, members, neighbours, self)
 
-    # A table's waker. One interpreter runs one thread at a time, in an order on which all agree.
+    # The waker of slot tables, like ``Futexes``. One interpreter runs one thread at a time: no fences are needed.
 
     weak = False
 
@@ -191,7 +190,7 @@ class _Mailbox:
 class ThreadCommunicator(Communicator):
     """Messages by copy through mailboxes. ``members`` are ranks of the fabric, in this communicator's order."""
 
-    device_aware = True  # one process, one address space: device arrays are copied by their own module
+    device_aware = True  # one address space: device arrays are copied by their own library
 
     def __init__(
         self,
@@ -207,7 +206,7 @@ class ThreadCommunicator(Communicator):
         self._me = self._members[rank]
         self.node = fabric.nodes[self._me]
         self.hosts = [fabric.nodes[member] for member in members]
-        self.turns = Turns()
+        self.call_order = CallOrder()
         self._subsets: defaultdict[tuple[int, ...], int] = defaultdict(int)
         self.line = progress.activity.line(members)
         nodes = even_nodes(self.hosts) if neighbours is not None and self.size > 1 else None
@@ -235,7 +234,7 @@ class ThreadCommunicator(Communicator):
 
     def subset(self, ranks: Sequence[int], timeout: float | None = TIMEOUT) -> ThreadCommunicator:
         members = tuple(self._members[r] for r in ranks)
-        self._subsets[members] += 1  # the same set made twice must not share messages
+        self._subsets[members] += 1  # two communicators of the same ranks must not share messages
         name = (*self._name, members, self._subsets[members])
         rank = members.index(self._me)
         return ThreadCommunicator(self._fabric, members, rank, self.progress, self.neighbours, name)
@@ -261,7 +260,7 @@ class ThreadCommunicator(Communicator):
 
 
 def solo() -> ThreadCommunicator:
-    """A world of one rank, for a process that no MPI launcher started."""
+    """A world of one rank, for a process without an MPI launcher."""
     return ThreadCommunicator(_Fabric([os.uname().nodename]), range(1), 0, Progress())
 
 

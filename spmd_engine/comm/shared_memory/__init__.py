@@ -1,1 +1,1 @@
-"""What the processes of a node share: memory that all can read and write, and ways to wake each other."""
+"""What the processes of a node share: memory, and futexes to wake each other."""

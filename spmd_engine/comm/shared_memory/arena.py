@@ -1,8 +1,7 @@
-"""Memory that all ranks of a node can read and write: one arena a rank, and arrays in it.
+"""Memory that all ranks of a node can read and write: one arena for each rank, and arrays in it.
 
-An array made by ``Arena.empty`` is like any other; its memory goes back to the arena when the last view of it is
-gone. What is special about it is that a neighbour finds it by (arena, offset), and so a collective can read and
-write it where it is.
+An array from ``Arena.empty`` is like any other; its memory returns to the arena with its last view. The other ranks of
+the node can address it by (arena, offset), so that a collective can read and write it in place.
 """
 
 from __future__ import annotations
@@ -16,35 +15,38 @@ from collections.abc import Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.shared_memory.cross_memory import CrossMemory
 
+if TYPE_CHECKING:
+    from spmd_engine.comm.shared_memory.slot_table import SlotTable
+
 ALIGNMENT = 64  # bytes: a cache line
-HEAD = 4096  # bytes at the beginning of every arena that are not allocated, but the ranks' own
+HEAD = 4096  # bytes at the beginning of every arena that are never allocated
 
 logger = logging.getLogger(__name__)
 
 
 class Arena:
-    """The memory that one rank allocates from: first fit, so that what was used is used again, being warm.
+    """The memory that one rank allocates from: first fit, so that memory that is still in caches is reused.
 
-    ``memory`` is anything with the buffer protocol, mapped and writable. Only its own rank allocates.
+    ``memory``: a writable buffer. Only its own rank allocates.
     """
 
     def __init__(self, memory) -> None:
         self.memory = memory
         self.size = len(memory)
-        self._free = [(HEAD, self.size)]  # (start, stop), sorted; neighbours in memory are never apart in it
+        self._free = [(HEAD, self.size)]  # (start, stop), sorted, adjacent ones merged
         self._leases: dict[int, _Lease] = {}
-        self._returned: deque[_Lease] = deque()  # by the garbage collector, which may come at any moment
-        self._told = False
+        self._returned: deque[_Lease] = deque()  # appended by the garbage collector, at any moment
+        self._warned = False
 
     def allocate(self, size: int) -> int | None:
-        """The offset of ``size`` bytes, aligned; None if there is no room. Give them back with ``release``."""
+        """The offset of ``size`` aligned bytes; None if there is no room. Free them with ``release``."""
         while self._returned:
             lease = self._returned.popleft()
             self.release(lease.start, lease.size)
@@ -57,17 +59,17 @@ class Arena:
                 else:
                     self._free[i] = (start + size, stop)
                 return start
-        if not self._told:
+        if not self._warned:
             logger.warning(
-                "the memory that ranks of this node share (%d MiB a rank) is used up: the rest goes through "
-                "ordinary memory and messages. SPMD_ARENA_MIB sets another size",
+                "the memory that ranks of this node share (%d MiB a rank) is used up: further arrays use "
+                "ordinary memory and messages. Set SPMD_ARENA_MIB to enlarge it",
                 self.size >> 20,
             )
-            self._told = True
+            self._warned = True
         return None
 
     def release(self, start: int, size: int) -> None:
-        """Give back what ``allocate(size)`` gave."""
+        """Free what ``allocate(size)`` returned."""
         stop = start + _rounded(size)
         i = bisect(self._free, (start, stop))
         if i < len(self._free) and self._free[i][0] == stop:
@@ -78,7 +80,7 @@ class Arena:
         self._free.insert(i, (start, stop))
 
     def empty(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray | None:
-        """An array of the arena, with any values in it; None if there is no room."""
+        """An uninitialized array of the arena; None if there is no room."""
         size = prod(shape) * dtype.itemsize
         if size == 0 or (start := self.allocate(size)) is None:
             return None
@@ -94,7 +96,7 @@ class Arena:
 
 
 class _Lease(weakref.ref):
-    """Tells the arena when an array is gone. (``weakref.finalize`` does the same in ten times the time.)"""
+    """Notifies the arena when an array is collected. (``weakref.finalize`` takes ten times as long.)"""
 
     __slots__ = ("start", "size")
 
@@ -106,54 +108,47 @@ class _Lease(weakref.ref):
         self.start, self.size = start, size
 
 
-class Closable(Protocol):
-    """Something in this rank's arena that others may still read."""
-
-    def close(self) -> bool:
-        """Give its memory back. False, and to be asked again, while others may read it."""
-
-
 class Neighbours:
-    """All arenas of a node, as one of its ranks sees them: ``memories`` by local rank, ``own`` to allocate from.
+    """All arenas of a node: ``memories`` by local rank, ``own`` to allocate from.
 
-    ``cross_memory`` reads what is not in an arena, where the system allows it.
+    ``cross_memory`` reads other memory of these ranks, if the system allows it.
     """
 
     def __init__(self, memories: Sequence, local_rank: int, cross_memory: CrossMemory | None = None) -> None:
         self.memories, self.local_rank, self.cross_memory = list(memories), local_rank, cross_memory
         self.own = Arena(self.memories[local_rank])
         self._address = address_of(np.frombuffer(self.own.memory, np.uint8))
-        self._retired: list[Closable] = []
+        self._retired: list[SlotTable] = []
 
     def offset(self, x: np.ndarray) -> int | None:
-        """Where in this rank's arena contiguous ``x`` begins; None if it is ordinary memory."""
+        """Offset of contiguous ``x`` in this rank's arena; None if it is in ordinary memory."""
         if x.base is None:  # its memory is its own
             return None
         offset = address_of(x) - self._address
         return offset if 0 <= offset < self.own.size else None
 
     def view(self, local_rank: int, offset: int, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-        """An array in a neighbour's arena."""
+        """An array in another rank's arena."""
         return np.ndarray(shape, dtype, self.memories[local_rank], offset)
 
-    def retire(self, table: Closable | None = None) -> None:
-        """Close ``table``, and those retired earlier that could not be closed yet."""
-        self._retired = [each for each in (*self._retired, table) if each is not None and not each.close()]
+    def retire(self, table: SlotTable | None = None) -> None:
+        """Close ``table``, and the retired tables that could not be closed before."""
+        self._retired = [kept for kept in (*self._retired, table) if kept is not None and not kept.close()]
 
 
 def bound(ranks: int) -> int:
-    """Bytes of each arena of ``ranks`` on this node: half of its memory between them, or what SPMD_ARENA_MIB says.
+    """Bytes of each arena of ``ranks`` on this node: half of its memory together, or SPMD_ARENA_MIB each.
 
-    The arena takes no more memory than was ever in use at once: what is not written to does not exist.
+    Pages that are never written take no memory.
     """
-    if (said := os.environ.get("SPMD_ARENA_MIB", "")).isdigit():
-        return int(said) << 20
+    if (mebibytes := os.environ.get("SPMD_ARENA_MIB", "")).isdigit():
+        return int(mebibytes) << 20
     return memory_here() // 2 // ranks >> 20 << 20
 
 
 @cache
 def memory_here() -> int:
-    """Bytes that processes here may have."""
+    """Bytes of memory that processes on this node may use."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         if limit.exists() and (text := limit.read_text().strip()).isdigit():

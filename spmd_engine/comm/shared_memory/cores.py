@@ -1,7 +1,7 @@
-"""How many cores this process may use: those that it may run on, and no more than its control groups let it have.
+"""How many cores this process may use: its CPU affinity, limited by the quotas of its control groups.
 
-A container with two of a node's 64 cores may mostly run on all 64, for two seconds of work each second. Threads beyond
-its quota use it up in a part of each period (of 100 ms, if nobody says otherwise), and all rest until the next.
+A container with two of a node's 64 cores can often run on all 64, for two seconds of work each second. More threads
+exhaust the quota early in each period (100 ms by default), and all are stopped until the next.
 """
 
 from __future__ import annotations
@@ -12,41 +12,41 @@ from contextlib import suppress
 from math import inf
 from pathlib import Path
 
-OWN = Path("/proc/self/cgroup")  #: which control groups this process is in: a line of number:controllers:path each
+OWN = Path("/proc/self/cgroup")  #: this process's control groups: lines of number:controllers:path
 GROUPS = "/sys/fs/cgroup"  #: where they are mounted
 
 
 def cores_here() -> float:
-    """How many cores this process may use, above 0; a quota may be a part of one."""
+    """How many cores this process may use, more than 0; a quota may be a fraction of a core."""
     return min(float(len(os.sched_getaffinity(0))), quota_here()[1])
 
 
 def cores_of(ranks: Sequence[tuple[Sequence[int], tuple[str, float]]]) -> int:
-    """How many whole cores ranks of a node have between them, by the cores that each may run on, and its quota."""
-    quotas = dict(quota for _, quota in ranks)  # those in one group share what it may have
+    """How many whole cores ranks of a node have together. ``ranks``: affinity and quota of each."""
+    quotas = dict(quota for _, quota in ranks)  # ranks in one control group share its quota
     return int(min(len({core for cores, _ in ranks for core in cores}), sum(quotas.values())))
 
 
 def quota_here() -> tuple[str, float]:
-    """The control group that holds this process to least, and to how many cores; "" and inf: none does.
+    """The control group with the smallest quota for this process, and the quota in cores; "" and inf: none.
 
-    Its own group may be held to less by those around it. A container that does not see these has its own as the root.
+    Parent groups may have smaller quotas. A container that cannot see them sees its own group as the root.
     """
-    found = [("", inf)]
+    quotas = [("", inf)]
     with suppress(OSError):
         for line in OWN.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers or "cpu" in controllers.split(","):
                 group = f"{GROUPS}/cpu" if controllers else GROUPS  # version 1 has a tree for each controller
-                found.append((group, _quota_of(group)))
+                quotas.append((group, _quota_of(group)))
                 for name in filter(None, path.split("/")):
                     group += f"/{name}"
-                    found.append((group, _quota_of(group)))
-    return min(found, key=lambda each: each[1])
+                    quotas.append((group, _quota_of(group)))
+    return min(quotas, key=lambda quota: quota[1])
 
 
 def _quota_of(group: str) -> float:
-    """In cores."""
+    """The quota of a control group in cores."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         with suppress(OSError):
             quota, period = " ".join([Path(group, name).read_text() for name in names]).split()

@@ -1,4 +1,4 @@
-"""Ordinary memory of a neighbour, read where it is by one copy, on Linux (process_vm_readv)."""
+"""Reading ordinary memory of another process on the node with one copy, on Linux (process_vm_readv)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.errors import SpmdError
 
-_AT_ONCE = 1 << 30  # bytes a system call moves at most
+_AT_ONCE = 1 << 30  # most bytes of a system call
 _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)  # prctl(2)
 
 
@@ -23,7 +23,7 @@ class _Range(ctypes.Structure):
 
 @cache
 def _process_vm_readv() -> Callable[..., int] | None:
-    """The system's function; None where it has none."""
+    """The system's function; None if it has none."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
     if call is not None:
         number, pointer = ctypes.c_ulong, ctypes.c_void_p
@@ -33,14 +33,14 @@ def _process_vm_readv() -> Callable[..., int] | None:
 
 
 def allow_reading() -> None:
-    """Let other processes of this user read this one's memory, where Yama (as Ubuntu sets it) lets parents alone."""
+    """Let other processes of this user read this one's memory, where Yama allows that to parents only (Ubuntu)."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
-        prctl(_PR_SET_PTRACER, _ANY, 0, 0, 0)  # refused where there is no Yama, and nothing to allow
+        prctl(_PR_SET_PTRACER, _ANY, 0, 0, 0)  # fails without Yama, where it is not needed
 
 
 class CrossMemory:
-    """Reads memory of this node's ranks: ``processes`` by local rank. The system may refuse it: ask ``can_read``."""
+    """Reads memory of this node's ranks: ``processes`` by local rank. Test with ``can_read`` whether it may."""
 
     def __init__(self, processes: Sequence[int]) -> None:
         self._processes = list(processes)
@@ -50,27 +50,28 @@ class CrossMemory:
 
     def can_read(self, local_rank: int, address: int, expected: bytes) -> bool:
         """Whether these bytes can be read there."""
-        found = np.empty(len(expected), np.uint8)
+        data = np.empty(len(expected), np.uint8)
         try:
-            self.read(local_rank, address, found)
+            self.read(local_rank, address, data)
         except SpmdError:
             return False
-        return found.tobytes() == expected
+        return data.tobytes() == expected
 
     def read(self, local_rank: int, address: int, out: np.ndarray) -> None:
-        """Fill contiguous ``out`` with what a neighbour has at ``address``."""
-        here, done = address_of(out), 0
+        """Fill contiguous ``out`` from ``address`` in the memory of another rank. Raises SpmdError if refused."""
+        start, done = address_of(out), 0
         while done < out.nbytes:
-            self._here.address, self._there.address = here + done, address + done
+            self._here.address, self._there.address = start + done, address + done
             self._here.size = self._there.size = min(out.nbytes - done, _AT_ONCE)
             moved = self._call(self._processes[local_rank], *self._ranges) if self._call is not None else 0
             if moved <= 0:
-                raise SpmdError(f"cannot read a neighbour's memory: {os.strerror(ctypes.get_errno())}")
+                reason = os.strerror(ctypes.get_errno())
+                raise SpmdError(f"cannot read the memory of process {self._processes[local_rank]}: {reason}")
             done += moved
 
 
 class RemoteArray:
-    """A contiguous array in a neighbour's memory. It is read when it is asked for, part by part."""
+    """A contiguous array in another rank's memory. Parts are read on demand."""
 
     __slots__ = ("reader", "local_rank", "address", "shape", "dtype")
 
@@ -92,19 +93,19 @@ class RemoteArray:
         return RemoteArray(self.reader, self.local_rank, self.address + start * row, shape, self.dtype)
 
     def read(self, out: np.ndarray | None = None) -> np.ndarray:
-        """Its values, in ``out`` if that is contiguous memory for them."""
-        here = out if out is not None and out.flags.c_contiguous else np.empty(self.shape, self.dtype)
-        self.reader.read(self.local_rank, self.address, here)
-        return here
+        """Its values, in ``out`` if that is contiguous."""
+        values = out if out is not None and out.flags.c_contiguous else np.empty(self.shape, self.dtype)
+        self.reader.read(self.local_rank, self.address, values)
+        return values
 
     def copy(self) -> np.ndarray:
         return self.read()
 
 
-Block = np.ndarray | RemoteArray  #: everyone's data, where this rank can read them
+Block = np.ndarray | RemoteArray  #: a rank's array, where this rank can read it
 
 
-def here(block: Block) -> np.ndarray:
+def to_array(block: Block) -> np.ndarray:
     """``block`` as an array to compute with."""
     return block.read() if isinstance(block, RemoteArray) else block
 

@@ -1,4 +1,4 @@
-"""Sleep until a neighbour wakes this rank, on Linux by futexes in shared memory; elsewhere, for a little while."""
+"""Sleep until another rank of the node wakes this one: by futexes in shared memory on Linux, else by polling."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ import numpy as np
 
 from spmd_engine.arrays.memory import address_of
 
-_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}  # numbers of the system call
+_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}  # system call numbers
 _WAIT, _WAKE = 0, 1
-STRONG = ("x86_64", "AMD64", "i686", "i386")  # machines on which others see writes in the order they were made
+STRONG = ("x86_64", "AMD64", "i686", "i386")  # machines on which other cores see writes in program order
 
 
 class Futexes:
     """One word for each of a node's ranks, 1 while that rank sleeps or is about to.
 
-    A rank that is about to sleep says so (``prepare_to_sleep``), looks once more whether what it waits for is there,
-    and sleeps. One that brings news writes them, then wakes those that say they sleep. Between saying and looking, and
-    between writing and waking, lies a full fence: so either the one sees the news, or the other the sleeper.
+    Before a rank sleeps it sets its word (``prepare_to_sleep``) and tests its condition once more. A rank that changes
+    shared memory writes first and then wakes those whose words are set. A full fence lies between setting and testing,
+    and between writing and waking: so either the first sees the change, or the second sees the sleeper.
     """
 
     def __init__(self, words: memoryview, local_rank: int) -> None:
         self._bytes, self._words, self._rank = words, words.cast("i"), local_rank
         self._address = address_of(np.frombuffer(words, np.uint8))
-        self._nobody = bytes(len(words))
+        self._all_awake = bytes(len(words))
         self._futex = _futex()
         self._lock = threading.Lock()
         self.weak = platform.machine() not in STRONG
 
     def fence(self) -> None:
-        """What was read and written before comes before what is read and written after.
+        """Full memory fence.
 
-        To take and leave a lock is a full fence on x86. On other machines a lock may let later accesses in and
-        earlier ones out; two locks, one after the other, hold both.
+        Taking and releasing a lock is a full fence on x86. On other machines later accesses may move into the locked
+        region and earlier ones too; two locks in sequence prevent both.
         """
         with self._lock:
             pass
@@ -50,17 +50,17 @@ class Futexes:
         self.fence()
 
     def sleep(self, seconds: float) -> None:
-        """Return when woken, or after ``seconds``, or now and then before."""
+        """Return when woken, after ``seconds``, or spuriously earlier."""
         self._futex(self._address + 4 * self._rank, _WAIT, 1, seconds)
         self._words[self._rank] = 0
 
     def anyone_sleeps(self) -> bool:
-        """Whether some rank of the node may sleep, and not have seen what was written before."""
+        """Whether some rank of the node may sleep without having seen earlier writes."""
         with self._lock:  # see ``fence``
             pass
         if self.weak:
             self.fence()
-        return self._bytes.tobytes() != self._nobody
+        return self._bytes.tobytes() != self._all_awake
 
     def wake(self, local_ranks: Sequence[int]) -> None:
         for rank in local_ranks:
@@ -74,7 +74,7 @@ class _Timespec(ctypes.Structure):
 
 
 def _futex():
-    """The system call futex(address, operation, value, seconds), or what comes nearest to it."""
+    """The system call futex(address, operation, value, seconds), or a substitute."""
     number = _FUTEX.get(platform.machine())
     if number is None or platform.system() != "Linux":
         return lambda address, operation, value, seconds: seconds and time.sleep(min(seconds, 1e-3))

@@ -1,9 +1,9 @@
-"""The ranks of an MPI job that share a node, and how they come by each other's memory.
+"""The ranks of an MPI job that share a node, and how they map each other's memory.
 
-Each rank makes an anonymous file in memory (memfd) and tells the others its process and descriptor; they open it
-through /proc and map it. It has no name that could stay behind, however the processes end, and does not count against
-the size of /dev/shm. Where that does not work (processes that do not see each other, systems other than Linux), all
-goes by messages.
+Each rank creates an anonymous file in memory (memfd) and sends the others its process and descriptor; they open it
+through /proc and map it. It has no name that could be left behind, however the processes end, and does not count
+against the size of /dev/shm. Where that does not work (processes in different containers, systems other than Linux),
+ranks use messages.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from spmd_engine.comm.shared_memory.arena import HEAD, Neighbours, bound
 from spmd_engine.comm.shared_memory.cross_memory import CrossMemory, allow_reading
 from spmd_engine.comm.shared_memory.futex import Futexes
 
-_TOKEN = 16  # bytes at the beginning of an arena, by which the others know that it is the right one
-_FUTEXES = 64  # where the words of the ranks' futexes begin, in the arena of the node's first rank
-_ENDS = 3072  # where there is a byte for each rank, 1 when its program has ended
-MOST_RANKS = 512  # for which there is room
+_TOKEN = 16  # random bytes at the beginning of an arena that identify it
+_FUTEXES = 64  # offset of the ranks' futex words in the arena of the node's first rank
+_ENDS = 3072  # offset of a byte for each rank, 1 when its program has ended
+MOST_RANKS = 512  # of a node, for which there is room
 
 logger = logging.getLogger(__name__)
 
 
 class Node:
-    """What a rank shares with the others of its node: memory, and the futexes.
+    """What the ranks of a node share: memory and futexes.
 
-    ``ranks`` are the node's by their ranks in the world. ``kept`` bytes of the first one's arena, from HEAD on, are
-    theirs to use in common from the beginning.
+    ``ranks``: of the node, numbered in the world. ``kept``: bytes of the first rank's arena, from HEAD on, that are
+    reserved for all.
     """
 
     def __init__(
@@ -45,61 +45,64 @@ class Node:
         self.futexes = Futexes(memoryview(memories[0])[_FUTEXES : _FUTEXES + 4 * len(ranks)], local_rank)
         self._ended = memoryview(memories[0])[_ENDS : _ENDS + len(ranks)]
         if local_rank == 0:
-            self.neighbours.own.allocate(kept)  # the first block: everyone knows where it is
+            self.neighbours.own.allocate(kept)  # the first block, at a known offset
 
     def announce_end(self) -> None:
         self._ended[self.neighbours.local_rank] = 1
 
     def ended(self) -> list[int]:
-        """Ranks of the node whose programs have ended."""
+        """The node's ranks whose programs have ended."""
         return [rank for rank, ended in zip(self.ranks, self._ended, strict=True) if ended]
 
 
 def open_node(rank: int, ranks: Sequence[int], kept: int, tell: Callable[[str], list[str]]) -> Node | None:
-    """Map the memory of all ``ranks`` of this node, of which this is ``rank``; or None. All of the world come here.
+    """Map the memory of all ``ranks`` of this node, one of which is ``rank``; None if not possible. Collective.
 
-    ``kept``: see ``Node``. ``tell`` tells all ranks of the world a text, and returns theirs.
+    ``kept``: see ``Node``. ``tell``: gathers a text of each rank of the world.
     """
     size = bound(len(ranks)) if 1 < len(ranks) <= MOST_RANKS else 0
     if size < HEAD + kept:
         size = 0
     wanted = size > 0
     own = OwnMemory(size if os.environ.get("SPMD_ARENA", "memfd") == "memfd" else 0)
-    said = [text for each, text in enumerate(tell(own.told)) if each in ranks]
-    memories = mapped(said)
-    cross_memory = _cross_memory(said) if memories else None
+    handles = tell(own.handle)
+    handles = [handles[member] for member in ranks]
+    memories = mapped(handles)
+    cross_memory = _cross_memory(handles) if memories else None
     answers = tell(f"{'yes' if memories or not wanted else 'no'} {'reads' if cross_memory else ''}")
-    own.close()  # all have opened what they could
+    own.close()  # all ranks have tried to open it
     fine = all(answers[rank].startswith("yes") for rank in ranks)
     if not all(answers[rank].endswith("reads") for rank in ranks):
         cross_memory = None
     if wanted and not fine and rank == ranks[0]:
-        logger.warning("ranks of this node cannot open each other's memory (memfd): they use messages instead")
+        logger.warning(
+            "ranks of this node cannot open each other's memory (memfd): they use messages instead, which are slower"
+        )
     return Node(memories, ranks, rank, cross_memory, kept) if wanted and fine and memories else None
 
 
 class OwnMemory:
-    """This rank's anonymous file, until the others have opened it; of size 0: none. ``told`` is how they find it."""
+    """This rank's anonymous file, until the others have opened it; size 0: none. ``handle``: how they open it."""
 
     def __init__(self, size: int) -> None:
-        self.told, self._descriptor = "", None
-        self._probe = np.frombuffer(os.urandom(_TOKEN), np.uint8)  # to try whether others can read this process
+        self.handle, self._descriptor = "", None
+        self._probe = np.frombuffer(os.urandom(_TOKEN), np.uint8)  # for testing whether others can read this process
         with suppress(OSError, AttributeError):
             if size:
                 self._descriptor = os.memfd_create("spmd_engine", os.MFD_CLOEXEC)
-                os.fchmod(self._descriptor, 0o600)  # made with 0777, whatever the umask
+                os.fchmod(self._descriptor, 0o600)  # memfd_create ignores the umask
                 os.ftruncate(self._descriptor, size)
                 allow_reading()
                 token = os.urandom(_TOKEN)
                 os.pwrite(self._descriptor, token, 0)
                 probe = f"{address_of(self._probe)} {self._probe.tobytes().hex()}"
-                self.told = f"{os.getpid()} {self._descriptor} {size} {token.hex()} {probe}"
+                self.handle = f"{os.getpid()} {self._descriptor} {size} {token.hex()} {probe}"
 
     def write(self, arrays: Iterable[np.ndarray], at: int) -> None:
-        """Write contiguous arrays one behind the other, from byte ``at`` on.
+        """Write contiguous arrays one after another, from byte ``at`` on.
 
-        Through the file: where mapped memory is written to first, the system is interrupted page by page, and fills
-        each with zeros, which takes twice as long.
+        Through the file: the first write to mapped memory causes a fault for every page, which is filled with zeros
+        first; that takes twice as long.
         """
         assert self._descriptor is not None
         with open(self._descriptor, "r+b", closefd=False) as file:
@@ -108,20 +111,20 @@ class OwnMemory:
                 file.write(x.reshape(-1).view(np.uint8))
 
     def map(self) -> mmap.mmap | None:
-        """The memory; None where there is none."""
-        return mmap.mmap(self._descriptor, 0) if self.told else None
+        """The mapped memory; None if there is none."""
+        return mmap.mmap(self._descriptor, 0) if self.handle else None
 
     def close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
 
 
-def mapped(texts: Sequence[str]) -> list | None:
-    """The memory of all ranks that told these texts; None unless all can be had."""
+def mapped(handles: Sequence[str]) -> list | None:
+    """The memory behind all ``handles``; None unless all can be mapped."""
     memories = []
-    for text in texts:
+    for handle in handles:
         try:
-            process, descriptor, size, token, *_ = text.split()
+            process, descriptor, size, token, *_ = handle.split()
             opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
             try:
                 memories.append(mmap.mmap(opened, int(size)))
@@ -129,14 +132,14 @@ def mapped(texts: Sequence[str]) -> list | None:
                 os.close(opened)
         except (OSError, ValueError):
             return None
-        if memories[-1][:_TOKEN].hex() != token:  # another process of that number: we live in different containers
+        if memories[-1][:_TOKEN].hex() != token:  # another process with that number, in a different container
             return None
     return memories
 
 
-def _cross_memory(texts: Sequence[str]) -> CrossMemory | None:
-    """What reads the memory of the ranks that told these texts, if the system lets it."""
-    told = [text.split() for text in texts]
-    cross_memory = CrossMemory([int(process) for process, *_ in told])
-    can = [cross_memory.can_read(i, int(at), bytes.fromhex(probe)) for i, (*_, at, probe) in enumerate(told)]
+def _cross_memory(handles: Sequence[str]) -> CrossMemory | None:
+    """Reads the memory of the processes behind ``handles``; None if the system refuses."""
+    fields = [handle.split() for handle in handles]
+    cross_memory = CrossMemory([int(process) for process, *_ in fields])
+    can = [cross_memory.can_read(i, int(at), bytes.fromhex(probe)) for i, (*_, at, probe) in enumerate(fields)]
     return cross_memory if all(can) else None

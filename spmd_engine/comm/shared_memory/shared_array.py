@@ -1,4 +1,4 @@
-"""An array that ranks only read, such as what they learn from: once in the memory of a node, not once a rank."""
+"""A read-only array, such as training data, stored once for each node instead of once for each rank."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.shared_memory.arena import ALIGNMENT
 from spmd_engine.comm.shared_memory.node import OwnMemory, mapped
 
-_AT_ONCE = 1 << 20  # bytes that pass between nodes at a time
+_AT_ONCE = 1 << 20  # bytes of a message between nodes
 
 
 def share_array(group: Group, parts: Sequence[np.ndarray] | None, *, dtype: Any = None, label: str = "") -> np.ndarray:
-    """Rank 0's ``parts``, joined along their first axis, on every rank, not to be written to. Collective.
+    """Rank 0's ``parts``, joined along their first axis, as a read-only array on every rank. Collective.
 
-    They are converted to ``dtype``; None: that of the first. What other ranks give is not looked at, and may be None.
-    Ranks of a node map the same memory, as they do each other's arenas (see ``node``); where the system does not let
-    them, each has an array of its own.
+    They are converted to ``dtype``; None: that of the first part. The other ranks' ``parts`` are ignored and may be
+    None. Ranks of a node map the same memory, like each other's arenas (see ``node``); where the system refuses, each
+    has its own array.
     """
     mine = parts if group.rank == 0 and parts is not None else ()
     shape, name = json.loads(text_from_rank_zero(group, lambda: json.dumps(_joined(mine, dtype))))
@@ -32,13 +32,13 @@ def share_array(group: Group, parts: Sequence[np.ndarray] | None, *, dtype: Any 
     first, alone = hosts.index(host), hosts.count(host) == 1
     makes = first == group.rank and not alone and group.comm.neighbours is not None
     with closing(OwnMemory(size if makes else 0)) as own:
-        memories = mapped([gather_json(group, own.told, label)[first]])
+        memories = mapped([gather_json(group, own.handle, label)[first]])
         x = np.ndarray(shape, dtype, memories[0], ALIGNMENT) if memories else np.empty(shape, dtype)
         if group.rank == 0 and memories:
             own.write((np.ascontiguousarray(part, dtype) for part in mine), ALIGNMENT)
         elif group.rank == 0:
             np.concatenate(mine, out=x)
-        # All have opened what they could, and rank 0 has written:
+        # All ranks have tried to map the memory, and rank 0 has written:
         everywhere = bool(group.all_reduce(np.array(alone or bool(memories)), "min", label=label))
     if not everywhere:
         x = group.broadcast(x, label=label)
@@ -49,12 +49,12 @@ def share_array(group: Group, parts: Sequence[np.ndarray] | None, *, dtype: Any 
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: Any) -> tuple[tuple[int, ...], str]:
-    """Shape and dtype of ``parts``, joined."""
+    """Shape and dtype of the joined ``parts``."""
     return (sum(map(len, parts)), *parts[0].shape[1:]), np.dtype(dtype or parts[0].dtype).str
 
 
 def _pass_to_nodes(group: Group, x: np.ndarray, writes: bool, label: str) -> None:
-    """Rank 0's ``x`` into the memory of the other nodes, where one rank of each ``writes``."""
+    """Copy rank 0's ``x`` into the memory of the other nodes, where one rank of each ``writes``."""
     rows = max(1, _AT_ONCE // max(1, x[:1].nbytes))
     for start in range(0, len(x), rows):
         part = group.broadcast(x[start : start + rows], label=label)

@@ -1,1 +1,1 @@
-"""Ways for data to get from rank to rank: one file each, with all operations that may go that way."""
+"""Transports: one file for each route, with all operations that can take it."""

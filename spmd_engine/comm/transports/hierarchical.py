@@ -1,8 +1,8 @@
-"""Large collectives of ranks on several nodes: within a node by memory, between nodes in lanes.
+"""Large collectives of ranks on several nodes: within a node by shared memory, between nodes in lanes.
 
-Lane j is made of the j-th ranks of all nodes. Whatever has to leave a node does so in one lane alone, already reduced
-over the node's ranks: so an all_reduce of S bytes on M nodes takes 2 S (M-1)/M out of each, where an exchange between
-all ranks takes as many times that as a node has ranks. All ranks together send what they otherwise would.
+Lane j consists of the j-th ranks of all nodes. Data leave a node in one lane only, already reduced over the node's
+ranks: an all_reduce of S bytes on M nodes sends 2 S (M-1)/M from each, where an exchange between all ranks sends that
+times the ranks of a node.
 
 First the ranks of a node are combined, in their order in the group, then the nodes, in the order of their first ranks.
 (Hierarchical collectives: Cho et al., BlueConnect, 2019, section 4, with two levels.)
@@ -22,7 +22,7 @@ from spmd_engine.comm.transports.transport import GatherAndReduce, Parts, Transp
 
 
 def even_nodes(hosts: Sequence[Hashable]) -> list[list[int]] | None:
-    """Ranks by nodes, of which there is one, or each has as many, and several; else None. ``hosts``: of each rank."""
+    """Ranks by nodes, if there is one node, or all have equally many ranks, at least two; else None."""
     nodes: dict[Hashable, list[int]] = {}
     for rank, host in enumerate(hosts):
         nodes.setdefault(host, []).append(rank)
@@ -31,24 +31,23 @@ def even_nodes(hosts: Sequence[Hashable]) -> list[list[int]] | None:
 
 
 class Lanes:
-    """A group's ranks by nodes, as one of them sees it: ``nodes`` as of ``even_nodes``, ``table`` of its own node."""
+    """A group's ranks by nodes: ``nodes`` from ``even_nodes``, ``table`` of this rank's node."""
 
     def __init__(self, comm: Ranks, nodes: Sequence[Sequence[int]], table: SlotTable) -> None:
         self.nodes, self.table, self.rank, self.size = nodes, table, comm.rank, comm.size
         own = next(node for node in nodes if comm.rank in node)
         table.ranks = own
         self.local = MessagePart(comm, own)  #: the ranks of this node
-        #: those of other nodes in this rank's place
+        #: the ranks of all nodes in this rank's place
         self.lane = MessagePart(comm, [node[self.local.rank] for node in nodes])
 
 
 class Hierarchical(GatherAndReduce):
-    """See there: by two transports, among ranks of this node (``local``) and of this rank's lane (``lane``).
+    """Two transports: among the ranks of this node (``local``) and of this rank's lane (``lane``).
 
-    Only what is gathered or reduced goes so (see ``ways``): an all_to_all saves nothing by nodes.
+    Only gathers and reductions take this route (see ``dispatch``): an all_to_all saves nothing.
 
-    Where ``local`` is shared memory, arrays have been shown there as ``transports.shared_memory`` has them; a rank
-    writes to no part of its memory but its lane's until all have read there what they need.
+    Where ``local`` is shared memory, a rank writes only to its lane's part of its memory until all have read the rest.
     """
 
     def __init__(self, lanes: Lanes, local: GatherAndReduce, lane: Transport) -> None:
@@ -56,18 +55,17 @@ class Hierarchical(GatherAndReduce):
         self._lanes, self._local, self._lane = lanes, local, lane
 
     def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
-        """See ``GatherAndReduce``: the lane's parts, then those of the others of the node from them."""
+        """See ``GatherAndReduce``: first the lane's parts, then the other lanes' parts from the node's ranks."""
         yield from self._lane.all_gather(x, [parts[r] for r in self._lanes.lane.members])
         for node in self._lanes.nodes:
             yield from self._local.all_gather(x, [parts[r] for r in node])
 
     def reduce_scatter(self, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True) -> Steps:
-        """See ``GatherAndReduce``. 16-bit floats pass between nodes in the float32 that they are accumulated in: so
-        they are rounded once."""
+        """See ``GatherAndReduce``. 16-bit floats are sent between nodes as float32, so that they are rounded once."""
         lanes, backend, between = self._lanes, backend_of(x), "sum" if reduction == "mean" else reduction
         wide, members = accumulated_in(out.dtype), lanes.lane.members
         places = spans([parts[r].stop - parts[r].start for r in members])
-        sums = backend.empty((places[-1].stop,), wide)  # of this node, for each of the lane
+        sums = backend.empty((places[-1].stop,), wide)  # of this node, for each rank of the lane
         for node, place in zip(lanes.nodes, places, strict=True):
             yield from self._local.reduce_scatter(x, [parts[r] for r in node], sums[place], between)
         total = out if out.dtype == wide else backend.empty(out.shape, wide)

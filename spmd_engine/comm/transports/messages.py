@@ -1,7 +1,6 @@
-"""By messages between two ranks: for threads, device memory, and what the MPI library cannot do.
+"""Transport by messages between two ranks: for threads, device memory, and what the MPI library cannot do.
 
-Blocks go straight from owner to reader, all at once, so that a rank which was away meets finished messages when it
-looks.
+Blocks go directly from owner to reader, all at once, so that a rank that was busy finds them complete when it polls.
 """
 
 from __future__ import annotations
@@ -10,25 +9,24 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Union
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.condition import Requests
-from spmd_engine.comm.pending import Steps
+from spmd_engine.comm.pending import Requests, Steps
 from spmd_engine.comm.transports.transport import Parts, Transport
 
 if TYPE_CHECKING:
     from spmd_engine.comm.communicators.communicator import Communicator
 
-PHASES = 3  # tags that a call may use: to agree, to explain why not, and for data
+PHASES = 3  # tags of a call: agreement, explanation of a mismatch, data
 AGREEMENT, EXPLANATION, DATA = range(PHASES)
-COLLECTIVE_TAGS = 4096 * PHASES  # collectives use tags below, send and receive those above
+COLLECTIVE_TAGS = 4096 * PHASES  # collectives use lower tags, send and receive higher ones
 
 
 def tag(number: int, phase: int) -> int:
-    """The tag of what call ``number`` sends in this phase."""
+    """The tag of messages of call ``number`` in this phase."""
     return number * PHASES % COLLECTIVE_TAGS + phase
 
 
 class MessagePart:
-    """Some ranks of a communicator, this one among them, in an order of their own: enough to exchange messages."""
+    """Some ranks of a communicator, including this one, in an order of their own, to exchange messages."""
 
     def __init__(self, communicator: Communicator, members: Sequence[int]) -> None:
         self.members = list(members)  #: ranks of the communicator
@@ -48,16 +46,16 @@ class MessagePart:
         return self._communicator.done(requests)
 
 
-Ranks = Union["Communicator", MessagePart]  #: they can send each other messages
+Ranks = Union["Communicator", MessagePart]  #: ranks that can exchange messages
 
 
 def exchange(ranks: Ranks, outgoing: Sequence[Array | None], incoming: Sequence[Array | None], tag: int) -> Steps:
     """Send ``outgoing[r]`` to each other rank r and fill ``incoming[r]`` from it; None or empty: nothing."""
     backends = {id(b): b for b in (backend_of(x) for x in (*outgoing, *incoming) if x is not None)}
     for backend in backends.values():
-        backend.synchronize()  # MPI reads and writes device memory without asking the stream that uses it
+        backend.synchronize()  # MPI accesses device memory without waiting for its stream
     requests = Requests(ranks)
-    for step in range(1, ranks.size):  # rank r begins with r + 1: nobody is everyone's first target
+    for step in range(1, ranks.size):  # rank r begins with r + 1, so that ranks have different first targets
         source = (ranks.rank - step) % ranks.size
         if incoming[source] is not None and incoming[source].size:
             requests.add(source, ranks.start_receive(incoming[source], source, tag))
@@ -84,4 +82,4 @@ class Messages(Transport):
         yield from exchange(self._ranks, outgoing, incoming, self._tag)
 
     def _elements_a_round(self, itemsize: int) -> int:
-        return max(1, self.tuning.piece // itemsize)  # a message has no largest count: it is cut into pieces
+        return max(1, self.tuning.piece // itemsize)  # messages have no largest count: they are sent in pieces

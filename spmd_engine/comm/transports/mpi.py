@@ -1,8 +1,8 @@
-"""By the MPI library's collectives, which know their fabric, with data in the host's memory.
+"""Transport by the MPI library's nonblocking collectives, with data in host memory.
 
-Ranks must begin them in one order on a communicator. So calls take turns, in the order in which they were made: a call
-begins to move data when all before it have begun the last of theirs, or need none, or have failed. And they begin only
-after all ranks have agreed on the call: the libraries do not survive unequal sizes, nor ranks that never come.
+All ranks must start them in the same order on a communicator. So a call starts to move data when all earlier calls have
+started their last collective, or need none, or have failed (``CallOrder``); and only after all ranks have agreed on the
+call, as MPI libraries survive neither unequal sizes nor ranks that never arrive.
 """
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ import numpy as np
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.condition import Condition, Turns
+from spmd_engine.comm.communicators.communicator import CallOrder
 from spmd_engine.comm.dispatch import Tuning
-from spmd_engine.comm.pending import Steps
+from spmd_engine.comm.pending import Condition, Steps
 from spmd_engine.comm.reducing import accumulated_in
 from spmd_engine.comm.transports.transport import Parts, Transport
 
-_KINDS = "iufc"  # of dtypes that the library adds up
+_KINDS = "iufc"  # of dtypes that the library sums
 
 
 class NonblockingCollectives(Transport):
     """See ``Transport``. Max, min and prod are in rank order; sums of many ranks in the library's (see ``Tuning``)."""
 
-    def __init__(self, comm: MPI.Comm, turns: Turns, tuning: Tuning, number: int = 0) -> None:
+    def __init__(self, comm: MPI.Comm, call_order: CallOrder, tuning: Tuning, number: int = 0) -> None:
         self.rank, self.size, self.tuning = comm.rank, comm.size, tuning
-        self._comm, self._turns, self._number = comm, turns, number
+        self._comm, self._call_order, self._number = comm, call_order, number
 
     def of_call(self, number: int, in_rank_order: bool) -> NonblockingCollectives:
-        """Those of a call; ``in_rank_order``: sums always."""
+        """The transport of a call; ``in_rank_order``: for all sums."""
         tuning = replace(self.tuning, in_rank_order=self.size) if in_rank_order else self.tuning
-        return NonblockingCollectives(self._comm, self._turns, tuning, number)
+        return NonblockingCollectives(self._comm, self._call_order, tuning, number)
 
     def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
-        yield from self._turns.wait(self._number)
+        yield from self._call_order.wait(self._number)
         request = self._comm.Iallgatherv(MPI.IN_PLACE, _in_bytes(x, parts))
         yield from self._begun(request, last)
 
     def all_to_all(self, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True) -> Steps:
-        yield from self._turns.wait(self._number)
+        yield from self._call_order.wait(self._number)
         request = self._comm.Ialltoallv(_in_bytes(x, parts, self.rank), _in_bytes(out, out_parts, self.rank))
         yield from self._begun(request, last)
 
     def broadcast(self, x: Array, root: int) -> Steps:
         """Fill ``x`` from ``root``."""
-        yield from self._turns.wait(self._number)
+        yield from self._call_order.wait(self._number)
         request = self._comm.Ibcast([x.view(np.uint8), MPI.BYTE], root)
         yield from self._begun(request, True)
 
@@ -57,9 +57,9 @@ class NonblockingCollectives(Transport):
         if self.size <= self.tuning.in_rank_order or reduction not in ("sum", "mean") or not native:
             yield from super().reduce_scatter(x, parts, out, reduction, last=last)
             return
-        # Both have a name here, so that they live until the request is done: mpi4py does not see to it.
+        # Both have a name so that they live until the request is done: mpi4py does not keep them.
         given, total = x.astype(wide, copy=False), np.empty(out.shape, wide)
-        yield from self._turns.wait(self._number)
+        yield from self._call_order.wait(self._number)
         counts = [part.stop - part.start for part in parts]
         request = self._comm.Ireduce_scatter(given, total, counts, MPI.SUM)
         yield from self._begun(request, last)
@@ -67,12 +67,12 @@ class NonblockingCollectives(Transport):
 
     def _begun(self, request: MPI.Request, last: bool) -> Steps:
         if last:
-            self._turns.over(self._number)
-        yield Condition(request.Test, lambda rank: True, messages=True)  # all have agreed to it: nobody is missing
+            self._call_order.finish(self._number)
+        yield Condition(request.Test, lambda rank: True, messages=True)  # all ranks have agreed to the call
 
 
 def _in_bytes(x: np.ndarray, parts: Parts, but: int | None = None) -> list:
-    """Parts of ``x``, as MPI wants to hear of them; none of rank ``but``."""
+    """Parts of ``x`` as an MPI buffer specification; rank ``but`` has none."""
     size = x.itemsize
     counts = [(part.stop - part.start) * size if r != but else 0 for r, part in enumerate(parts)]
     return [x.view(np.uint8), counts, [part.start * size for part in parts], MPI.BYTE]

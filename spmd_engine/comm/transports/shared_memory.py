@@ -1,7 +1,6 @@
-"""By memory that ranks of one node share, or read in each other's processes: nothing is copied before it is needed.
+"""Transport by memory that ranks of one node share, or read in each other's processes.
 
-Ranks meet on their table and show their arrays there (``meet``). What is reduced is so in rank order, where it lies, in
-pieces that stay in the cache.
+Blocks are reduced in rank order, where they lie, in pieces that stay in the cache.
 """
 
 from __future__ import annotations
@@ -11,46 +10,37 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.comm.agreement.signature import Signature, Signatures
 from spmd_engine.comm.dispatch import Tuning
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.reducing import Reducer, reducer
-from spmd_engine.comm.shared_memory.cross_memory import Block, fill, flat, here
-from spmd_engine.comm.shared_memory.slot_table import CALLED, LEFT, NOWHERE, REDUCED, SlotTable
+from spmd_engine.comm.shared_memory.cross_memory import Block, fill, flat, to_array
+from spmd_engine.comm.shared_memory.slot_table import REDUCED, RELEASED, UNREADABLE, Entries, SlotTable
 from spmd_engine.comm.spans import span
 from spmd_engine.comm.transports.transport import GatherAndReduce, Parts
 
-CACHE = 1 << 19  # bytes of all ranks' blocks together that are worked on at a time: they stay in the second-level cache
-LINE = 64  # bytes that ranks do not share, as they would have to pass them to and fro
+CACHE = 1 << 19  # bytes of all ranks' blocks together that are reduced at a time: they stay in the second-level cache
+LINE = 64  # bytes of a cache line, which two ranks should not write to
 
 
 class SharedMemory(GatherAndReduce):
-    """See ``GatherAndReduce``, of the ranks of a node that have met in call ``number``: what they call, and their data.
+    """See ``GatherAndReduce``, for the ranks of a node that have exchanged ``entries`` in call ``number``.
 
-    ``blocks`` are everyone's arrays, None where this rank cannot read them; what is not shown is not read.
+    ``blocks``: arrays of all ranks, None where this rank cannot read them.
     """
 
-    def __init__(
-        self, table: SlotTable, number: int, signatures: Signatures, blocks: list[Block | None], exposed: bool
-    ) -> None:
+    def __init__(self, table: SlotTable, number: int, entries: Entries) -> None:
         self.rank, self.size, self.table, self.number = table.rank, table.size, table, number
-        self.signatures, self.blocks = signatures, blocks
-        self._exposed = exposed  # whether others may read, or write to, memory that is not the table's
+        self.blocks, self._exposed = entries.blocks, entries.exposed
 
     @property
-    def shown(self) -> bool:
-        """Whether all data can be read, by all ranks."""
-        return self.table.shown(self.signatures, self.blocks)
-
-    @property
-    def results_shown(self) -> bool:
-        """Whether all have shown where their results are to come."""
-        return NOWHERE not in self.table.result_arenas(self.number)
+    def results_readable(self) -> bool:
+        """Whether the result buffers of all ranks are readable."""
+        return UNREADABLE not in self.table.result_arenas(self.number)
 
     def all_gather(self, x: np.ndarray, parts: Parts, *, last: bool = True) -> Steps:
-        """See ``GatherAndReduce``. All have shown ``x`` as their results, from where the others read."""
+        """See ``GatherAndReduce``. ``x`` is the readable result buffer of every rank."""
         results = self.table.results(self.number, x.shape, x.dtype)
-        yield from self.table.come_to(self.number, REDUCED)
+        yield from self.table.reach(self.number, REDUCED)
         for r, part in enumerate(parts):
             if r != self.rank and part.stop > part.start:
                 fill(x[part], results[r][part])
@@ -63,52 +53,31 @@ class SharedMemory(GatherAndReduce):
         yield from ()
 
     def all_reduce(self, x: np.ndarray, out: np.ndarray, reduction: str) -> Steps:
-        """Each rank reduces a part of ``x``. It writes that to all results, if all are where ranks share memory;
-        else the others read it."""
+        """Each rank reduces a part of ``x`` and writes it to all results, if all are in shared memory; otherwise the
+        other ranks read it."""
         results = self.table.results(self.number, out.shape, out.dtype)
         parts = [_between_lines(out, self.size, r) for r in range(self.size)]
         mine, shared = parts[self.rank], min(self.table.result_arenas(self.number)) >= 0
-        written = [out, *(each for r, each in enumerate(results) if r != self.rank)] if shared else [out]
+        written = [out, *(result for r, result in enumerate(results) if r != self.rank)] if shared else [out]
         blocks = [flat(block)[mine] for block in self.blocks]
-        reduce_in_pieces([each[mine] for each in written], blocks, reducer(reduction, x.dtype, np))
-        yield from self.table.come_to(self.number, REDUCED)
+        reduce_in_pieces([result[mine] for result in written], blocks, reducer(reduction, x.dtype, np))
+        yield from self.table.reach(self.number, REDUCED)
         if shared:
-            self._exposed = False  # all have read and written what they had to
+            self._exposed = False  # all ranks have finished reading and writing
             return
         for r, part in enumerate(parts):
             if r != self.rank:
                 fill(out[part], results[r][part])
 
     def end(self) -> Steps:
-        """Let go of the others' memory, and go on when nobody needs this rank's any more."""
-        self.table.say(self.number, LEFT)
+        """Release the others' memory, and continue when no rank needs this rank's memory any more."""
+        self.table.set_phase(self.number, RELEASED)
         if self._exposed:
-            yield from self.table.come_to(self.number, LEFT)
-
-
-def meet(
-    table: SlotTable,
-    number: int,
-    own: Signature,
-    data: np.ndarray | None,
-    result: np.ndarray | None,
-    expected: Signatures,
-) -> Steps:
-    """Meet on a node's table, where contiguous ``data`` are shown, and ``result``, where it is to come to.
-
-    Who does not show an array makes it one that nobody reads. ``expected``: what all called last time. Returns the
-    SharedMemory of this call.
-    """
-    yield from table.wait_until_free(number, own.inline)
-    at = table.address(data) if data is not None and not own.inline and data.size else None
-    table.write(number, own, data, at, table.address(result) if result is not None else None)
-    yield from table.come_to(number, CALLED)
-    signatures, blocks = table.read(number, expected, data if at is not None else None)
-    return SharedMemory(table, number, signatures, blocks, at is not None or result is not None)
+            yield from self.table.reach(self.number, RELEASED)
 
 
 def readable(table: SlotTable, x: np.ndarray, tuning: Tuning, sliced: bool) -> np.ndarray | None:
-    """Contiguous ``x``, or a copy of it, where the others can read it; None if there is no such place.
+    """Contiguous ``x``, or a copy of it, where the other ranks can read it; None if there is no room.
 
     ``sliced``: see ``SlotTable.address``.
     """
@@ -123,9 +92,9 @@ def readable(table: SlotTable, x: np.ndarray, tuning: Tuning, sliced: bool) -> n
 def readable_with_result(
     table: SlotTable, x: np.ndarray, out: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-    """What to show for an all_reduce of ``x``: data, and where their result is to come to; None if there is no room.
+    """Data and result buffer of an all_reduce of ``x``, both readable by the other ranks; None if there is no room.
 
-    The others can read both. ``out``, if there is one, is ``x`` itself, or lies apart from it.
+    ``out``, if given, is ``x`` itself or does not overlap it.
     """
     if out is not None and table.address(out):
         result = out
@@ -142,27 +111,27 @@ def readable_with_result(
 
 
 def keeps_apart(out: np.ndarray, x: np.ndarray, part: tuple[slice, ...]) -> bool:
-    """Whether ``out`` may be written to while others read all of ``x`` but this ``part``, whose place it may have."""
+    """Whether ``out`` may be written while others read ``x`` except this ``part``, which ``out`` may be."""
     overlaps = isinstance(x, np.ndarray) and isinstance(out, np.ndarray) and np.may_share_memory(out, x)
     return not overlaps or (x[part].flags.c_contiguous and address_of(x[part]) == address_of(out))
 
 
 def _between_lines(x: np.ndarray, parts: int, index: int) -> slice:
-    """This part of flat ``x``, cut between cache lines."""
+    """Part ``index`` of flat ``x``, split between cache lines."""
     unit = max(1, LINE // x.itemsize)
     part = span(-(-x.size // unit), parts, index)
     return slice(min(part.start * unit, x.size), min(part.stop * unit, x.size))
 
 
 def reduce_in_pieces(outs: Sequence[np.ndarray], blocks: Sequence[Block], reduce: Reducer) -> None:
-    """Each of ``outs``, all flat, = the reduction of ``blocks``. The first may be one of them, else they overlap none.
+    """Each of ``outs``, all flat, = the reduction of ``blocks``. The first may be one of them; else none overlap.
 
-    As many bytes of each block are worked on at a time as fit into the cache together.
+    Blocks are reduced in pieces that fit into the cache together.
     """
     first, *others = outs
     step = max(1, CACHE // len(blocks) // first.itemsize)
     for start in range(0, first.size, step):
         piece = slice(start, start + step)
-        reduce(first[piece], [here(block[piece]) for block in blocks])
-        for each in others:
-            each[piece] = first[piece]
+        reduce(first[piece], [to_array(block[piece]) for block in blocks])
+        for out in others:
+            out[piece] = first[piece]

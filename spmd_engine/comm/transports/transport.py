@@ -1,4 +1,4 @@
-"""All collectives on top of two: everyone's block for everyone (all_gather), and a block for each (all_to_all)."""
+"""Interface of a transport, with all collectives on top of all_gather and all_to_all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Parts = Sequence[slice]  #: of a flat array, by rank
 
 
 class GatherAndReduce(ABC):
-    """Moves the data of a call on which all have agreed, among ranks of which this one is number ``rank`` of ``size``.
+    """Moves the data of an agreed call among ``size`` ranks, of which this is ``rank``.
 
     Arrays are flat and contiguous, and parts of them are slices by rank. Every method is a generator (see
     ``pending``). ``last`` says that nothing more of this call follows.
@@ -23,7 +23,7 @@ class GatherAndReduce(ABC):
 
     rank: int
     size: int
-    blocks: Sequence[Array | None] | None = None  #: everyone's arrays, if this rank can read them where they are
+    blocks: Sequence[Array | None] | None = None  #: arrays of all ranks, if this rank can read them in place
 
     @abstractmethod
     def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
@@ -31,7 +31,7 @@ class GatherAndReduce(ABC):
 
     @abstractmethod
     def reduce_scatter(self, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True) -> Steps:
-        """``out`` = the reduction over ranks of everyone's part ``rank`` of ``x``, in an order fixed by the transport.
+        """``out`` = the reduction over ranks of part ``rank`` of ``x``, in an order fixed by the transport.
 
         ``out`` may be this rank's part of ``x``, or of the dtype in which ``x`` is accumulated.
         """
@@ -39,31 +39,31 @@ class GatherAndReduce(ABC):
     def all_reduce(self, x: Array, out: Array, reduction: str) -> Steps:
         """``out`` = the reduction of ``x`` over ranks. ``out`` may be ``x``.
 
-        It is a reduce_scatter, then an all_gather of the same parts: whoever calls these gets the same bits.
+        It is a reduce_scatter, then an all_gather of the same parts, with bit-identical results.
         """
         parts = [span(x.size, self.size, r) for r in range(self.size)]
         yield from self.reduce_scatter(x, parts, out[parts[self.rank]], reduction, last=False)
         yield from self.all_gather(out, parts)
 
     def end(self) -> Steps:
-        """Go on when the others need this rank's memory no more: after the last of a call."""
+        """Called last. Continues when the other ranks no longer need this rank's memory."""
         yield from ()
 
 
 class Transport(GatherAndReduce):
-    """All operations, of which a transport must have two; it may have quicker ways of its own for the others."""
+    """All operations. A transport must implement two, and may override the others with faster ones."""
 
     tuning: Tuning
 
     @abstractmethod
     def all_to_all(self, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True) -> Steps:
-        """Send part r of ``x`` to each other rank r, and fill part r of ``out`` with what comes from there.
+        """Send part r of ``x`` to each other rank r, and fill part r of ``out`` with what that rank sends.
 
         This rank's own part of ``x`` is not moved, and its part of ``out`` not written to.
         """
 
     def broadcast(self, x: Array, root: int) -> Steps:
-        """Fill ``x`` from ``root``: cut into a part a rank, then gathered, so that no one sends it n times."""
+        """Fill ``x`` from ``root``: scatter parts, then gather them, so that no rank sends ``x`` n times."""
         parts = [span(x.size, self.size, r) for r in range(self.size)]
         nothing = [slice(0, 0)] * self.size
         incoming = list(nothing)
@@ -74,7 +74,7 @@ class Transport(GatherAndReduce):
         yield from self.all_gather(x, parts)
 
     def reduce_scatter(self, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True) -> Steps:
-        """In rank order, and in rounds, so that not all of everyone's parts need be here at once."""
+        """In rank order, and in rounds of bounded memory."""
         step = self._elements_a_round(x.itemsize)
         space = backend_of(out).empty((self.size * min(step, out.size),), x.dtype)
         rounds = max(1, -(-max(part.stop - part.start for part in parts) // step))

@@ -42,7 +42,7 @@ class _NoCommunicator:
     """A communicator that knows its rank and sends nothing."""
 
     device_aware, table, lanes, node_table, library, neighbours, spin_tests = True, None, None, None, None, None, 0
-    collectives, lane_collectives, turns, tuning = None, None, None, Tuning()
+    collectives, lane_collectives, tuning = None, None, Tuning()
     hosts = range(2)  # no rank initializes parameters for another
     progress = Progress()  # never anything under way
 
@@ -219,7 +219,7 @@ class ShapedGroup(Group):
         if out is not None:
             out[...] = result
             result = out
-        if not call.tells:
+        if not call.returns_lengths:
             return result
         along = call.signature.concat_axis
         return result, [block[self.part_for_me(theirs)].shape[along] for theirs, block in inputs]
