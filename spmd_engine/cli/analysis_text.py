@@ -1,4 +1,4 @@
-"""An analysis of a step in words: tables of layers and of communication, and what is in the peak."""
+"""The page of ``analyze``: tables of layers and of communication, the peak, and a picture of the memory."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _MOST_HELD = 10
 
 
 def describe(analysis: StepAnalysis, rank: int, console: Console) -> None:
-    """Print the step of one rank, and the totals of all."""
+    """Print the step of one rank, and the totals of all ranks."""
     step = analysis.of_rank(rank)
     where = ", ".join(f"{axis} {place}" for axis, place in step.coordinates.items())
     console.print(
         f"{analysis.model}: {analysis.parameters:,} parameters on {analysis.ranks} ranks, "
-        f"{len(analysis.classes)} of them different"
+        f"{len(analysis.classes)} classes of equal ranks"
     )
     console.print(
         f"a step of all ranks: {analysis.flops / 1e9:,.2f} GFLOP in matrix products, {analysis.calls:,} calls, "
         f"{analysis.bytes_sent:,} bytes sent"
     )
-    console.print(f"largest peak {analysis.peak_bytes:,} bytes; below, rank {rank} (as the one at {where})\n")
+    console.print(f"largest peak {analysis.peak_bytes:,} bytes; below: rank {rank} (as the rank at {where})\n")
     console.print(_layers(step))
     console.print(_totals(analysis))
     path = critical_path(analysis)
@@ -54,7 +54,7 @@ def describe(analysis: StepAnalysis, rank: int, console: Console) -> None:
     for kind, what, size in step.peak.holds[:_MOST_HELD]:
         console.print(f"  {size:>15,}  {kind}{f': {what}' if what else ''}")
     if tables := analysis.tables_of_rank(rank):
-        console.print(f"and {tables:,} bytes in which its groups meet, all through")
+        console.print(f"and {tables:,} bytes of slot tables throughout the step")
     for note in analysis.approximate:
         console.print(f"assumed: {note}")
 
@@ -66,7 +66,7 @@ def _at(step: RankStep) -> str:
 
 
 def _layers(step: RankStep) -> Table:
-    """A line a layer, neighbours that are alike together."""
+    """A row for each layer; equal layers share one."""
     flops: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     sent: dict[str, float] = defaultdict(float)
     moved: dict[str, int] = defaultdict(int)
@@ -117,7 +117,7 @@ def _totals(analysis: StepAnalysis) -> Table:
     return table
 
 
-# --- A picture of a rank's memory over a step: what it holds, moment by moment, by what it is for
+# --- A picture of a rank's memory over a step, by kind
 
 
 #: A letter and a colour for each kind.
@@ -135,7 +135,7 @@ _COLUMNS, _LINES = 96, 16
 
 
 def draw_memory_of_step(analysis: StepAnalysis, rank: int) -> Picture:
-    """Each column is the moment, of those it stands for, at which most is held."""
+    """A picture whose columns are the moments of highest memory in equal parts of the step."""
     step = analysis.of_rank(rank)
     moments = list(step.timeline)
     columns = min(_COLUMNS, len(moments))
@@ -155,7 +155,7 @@ def draw_memory_of_step(analysis: StepAnalysis, rank: int) -> Picture:
 
 
 def _stack(held, x: int, most: int) -> list[Cell]:
-    """One column: kinds on top of each other, the first lowest."""
+    """One column: the kinds stacked in order, the first lowest."""
     cells, below = [], 0
     for kind in KINDS:
         size = held.get(kind, 0)
