@@ -59,36 +59,29 @@ class FirstStepCheck:
         text = text_from_rank_zero(self._mesh.group(), lambda: json.dumps(self._judge(measured, seconds)))
         verdict = json.loads(text)
         if verdict["differs"] and self._enforced:
-            raise PlanError(
-                f"step 1 differs from its analysis: {verdict['differs']}. --no-enforce continues nevertheless"
-            )
+            raise PlanError(f"step 1 differs from its analysis: {verdict['differs']}. --no-enforce continues")
         return {"foretold": verdict["facts"]} if verdict["facts"] else {}
 
     def _judge(self, measured: list, seconds: float) -> dict[str, Any]:
         """The first difference, if any, and the facts for ``metrics.jsonl``. Only rank 0 imports the planner."""
         from spmd_engine.planning.machine.files import default_machine
-        from spmd_engine.planning.simulator.check_prediction import (
-            differences,
-            predicted_sums,
-            prediction_facts,
-            routed_bytes,
-        )
+        from spmd_engine.planning.simulator import check_prediction as check
 
         try:
             analysis, routed = self._predict()
         except Exception as error:
-            what = str(error) if isinstance(error, UsageError) else f"its analysis failed with {error!r}"
-            logger.warning("step 1 was not compared with its analysis: %s", what)
+            reason = str(error) if isinstance(error, UsageError) else f"its analysis failed with {error!r}"
+            logger.warning("step 1 was not compared with its analysis: %s", reason)
             return {"differs": "", "facts": {}}
         ledgers = [{tuple(line): tuple(sums) for line, sums in made} for made, _ in measured]
-        sums = predicted_sums(analysis)
-        differing = differences(sums, ledgers, routed, analysis.axes)
+        sums = check.predicted_sums(analysis)
+        differing = check.differences(sums, ledgers, routed, analysis.axes)
         if differing and not self._enforced:
             logger.warning("step 1 differs from its analysis: %s", differing[0])
         resident = max(bytes for _, bytes in measured)
-        facts = prediction_facts(analysis, default_machine)
+        facts = check.prediction_facts(analysis, default_machine)
         facts |= {"resident_bytes": resident, "measured_seconds": seconds, "differences": len(differing)}
-        if routing := routed_bytes(sums, ledgers, routed, analysis.axes):
+        if routing := check.routed_bytes(sums, ledgers, routed, analysis.axes):
             facts["routed_bytes"] = routing
         return {"differs": differing[0] if differing else "", "facts": facts}
 

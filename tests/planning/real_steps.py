@@ -1,4 +1,4 @@
-"""A real step on virtual ranks, beside the one that is foretold."""
+"""A real step on virtual ranks, whose ledgers are compared with predictions."""
 
 from math import prod
 

@@ -33,7 +33,7 @@ def test_flops_of_linear_layers_are_three_times_two_for_each_weight_and_sample()
     assert analysis.of_rank(0).flops * 2 == analysis.flops
 
 
-def test_ranks_with_unlike_parts_of_a_sequence_are_told_apart():
+def test_ranks_with_different_parts_of_a_sequence_are_in_different_classes():
     sizes = {"sequence": 7, **SIZES}  # over three ranks: 3, 2 and 2 positions
     parallel = ParallelConfig(sequence_parallel=True)
     found, every = (analyze(GPT, {"model": 3}, parallel, every=each, **sizes) for each in (False, True))
@@ -41,7 +41,7 @@ def test_ranks_with_unlike_parts_of_a_sequence_are_told_apart():
     assert found.peak_bytes_by_rank() == every.peak_bytes_by_rank()
 
 
-def test_ranks_that_have_channels_are_told_apart():
+def test_ranks_with_different_channels_are_in_different_classes():
     """In a bottleneck each sends channels to each other: who stood for all would get what it sends to itself."""
     model = build_model("resnet50")
     found, every = (analyze(model, {"model": 2}, batch_size=1, every=each) for each in (False, True))
@@ -49,7 +49,7 @@ def test_ranks_that_have_channels_are_told_apart():
 
 
 @pytest.mark.parametrize(("axes", "classes"), [({"data": 4}, 1), ({"data": 2, "columns": 2}, 2)], ids=str)
-def test_ranks_with_other_images_are_alike(axes, classes):
+def test_ranks_with_different_images_are_in_one_class(axes, classes):
     model, how = build_model("convnet"), {"batch_size": 8, "micro_batches": 2}
     found, every = (analyze(model, axes, every=each, **how) for each in (False, True))
     assert len(found.classes) == classes and found.totals() == every.totals()
@@ -76,7 +76,7 @@ def test_recomputation_is_a_second_forward(recompute, forwards):
 )
 def test_peak_memory_is_what_numpy_takes(model, recompute, dtype):
     composition = ParallelConfig(recompute=recompute)
-    foretold = analyze(model, {"data": 1}, composition, batch_size=512, micro_batches=2, dtype=dtype).peak_bytes
+    predicted = analyze(model, {"data": 1}, composition, batch_size=512, micro_batches=2, dtype=dtype).peak_bytes
     with Mesh() as mesh:
         tracemalloc.start()
         engine = build(model, mesh, composition, dtype)
@@ -91,10 +91,10 @@ def test_peak_memory_is_what_numpy_takes(model, recompute, dtype):
         tracemalloc.stop()
     flat = [array for each in engine.store.storages for array in (each.whole_parameters, each.whole_gradients)]
     measured += sum(array.nbytes for array in flat if not array.flags.owndata)  # mapped
-    assert foretold == pytest.approx(measured, rel=0.02)
+    assert predicted == pytest.approx(measured, rel=0.02)
 
 
-def test_what_other_stages_send_ahead_of_time_is_in_the_peak():
+def test_messages_that_arrive_early_are_in_the_peak():
     """The last stage has asked for the next micro-batch before the backward, and the stage before is one ahead."""
     step = analyze(deep_mlp(4, 64), {"pipe": 2}, batch_size=64, micro_batches=4).of_rank(1)
     early = sum(size for _, what, size in step.peak.holds if what == "from other stages, ahead of time")
@@ -102,7 +102,7 @@ def test_what_other_stages_send_ahead_of_time_is_in_the_peak():
     assert step.peak.bytes == max(moment.total for moment in step.timeline)
 
 
-def test_what_is_joined_along_a_later_axis_is_there_twice_while_it_comes():
+def test_an_all_gather_along_a_later_dim_needs_a_second_copy():
     """First as it comes, then in its place. A head gathers [512 7 12] along the second axis."""
     parallel = ParallelConfig(sequence_parallel=True)
     step = analyze(GPT, {"model": 2}, parallel, batch_size=512, sequence=7).of_rank(0)
@@ -111,13 +111,13 @@ def test_what_is_joined_along_a_later_axis_is_there_twice_while_it_comes():
     assert step.temporaries["head forward"] >= apart.temporaries["head forward"] + gathered
 
 
-def test_layers_alike_are_looked_at_once_and_counted_each_time():
+def test_equal_layers_are_run_once_and_counted_each_time():
     one, six = (analyze(deep_mlp(n, 16), {"data": 1}, **SIZES).of_rank(0) for n in (2, 12))
     assert six.flops == 6 * one.flops
     assert six.saved["block5/pair"] == one.saved["block0/pair"] > 0
 
 
-def test_shards_say_what_a_rank_has():
+def test_shards_describe_the_parameters_of_a_rank():
     step = analyze(GPT, {"data": 2, "model": 2}, ParallelConfig(zero=3), **SIZES).of_rank(0)
     (table,) = (shard for shard in step.shards if shard.name == "embedding/table")
     assert (table.sharding, table.shape, table.whole_shape) == ("v/model d", (7, 12), (13, 12))
@@ -136,13 +136,13 @@ def test_a_pipeline_waits_along_its_critical_path():
     assert max(each.step.flops for each in step.classes) < path.flops < alone.flops
 
 
-def test_ranks_that_do_the_same_are_one_class():
+def test_ranks_with_equal_steps_are_one_class():
     analysis = analyze(ModelConfig("mlp"), {"data": 64, "row": 2}, batch_size=128)
     assert sorted(rank for each in analysis.classes for rank in each.ranks) == list(range(128))
     assert len(analysis.classes) <= 2
 
 
-def test_the_command_tells_it_in_a_page_and_in_json(capsys):
+def test_analyze_prints_a_page_and_json(capsys):
     command = ["analyze", "--model", "mlp", "--mesh", "pipe=2", "--micro-batches", "2"]
     main(command)
     page = capsys.readouterr().out
@@ -154,14 +154,14 @@ def test_the_command_tells_it_in_a_page_and_in_json(capsys):
     assert len(said["peak_bytes"]) == 2
 
 
-def test_a_rank_that_is_not_there_is_one_line(capsys):
+def test_a_missing_rank_is_an_error_of_one_line(capsys):
     with pytest.raises(SystemExit) as end:
         main(["analyze", "--mesh", "data=2", "--rank", "2"])
     assert end.value.code == 2
     assert "ranks 0 to 1" in capsys.readouterr().err
 
 
-def test_a_gradient_that_has_arrived_is_added_where_it_was_waited_for():
+def test_a_received_gradient_is_added_where_it_is_waited_for():
     """When the weights have theirs: not in a pass of its own, until which the stream's gradient would be kept."""
     passes = [(each.layer, each.phase) for each in analyze(GPT, {"model": 2}, **SIZES).of_rank(0).computations]
     assert ("block0/mlp", "backward (weights)") in passes
@@ -169,7 +169,7 @@ def test_a_gradient_that_has_arrived_is_added_where_it_was_waited_for():
         assert phase != "backward (weights)" or following != (layer, "backward (input)")
 
 
-def test_what_loops_of_convolutions_keep_is_foretold_once(monkeypatch):
+def test_constants_of_convolution_kernels_count_once(monkeypatch):
     """Where they read and write: a table of each convolution, way and size, which all micro-batches use."""
     pytest.importorskip("numba")
     fast_places = pytest.importorskip("spmd_engine.arrays.numba.places")
@@ -208,7 +208,7 @@ TOML = "layers = 2\nwidth = 32\nheads = 2\ncontext = 16\n"
     [["inspect"], ["analyze", "--batch-size", "2", "--sequence", "8"], ["show", "communication", "--batch-size", "2"]],
     ids=lambda command: command[0],
 )
-def test_models_of_plan_are_looked_at_as_well(command, model, tmp_path, monkeypatch, capsys):
+def test_analyze_takes_the_models_of_plan(command, model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.toml").write_text(TOML)
     main([*command, "--model", model, "--mesh", "data=2"])

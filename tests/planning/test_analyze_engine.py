@@ -1,4 +1,4 @@
-"""Pages of strategies, and engines of one's own, send what was foretold of them."""
+"""Pages of strategies, and engines of one's own, send what was predicted of them."""
 
 from math import prod
 
@@ -38,7 +38,7 @@ def ledgers(make, axes, samples):
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_page_sends_what_was_foretold(name):
+def test_a_strategy_sends_what_its_dry_run_predicts(name):
     page = strategy_named(name)
     axes = default_axes(page, 4)
     sizes = {"s": 8, "d": WIDTH, "h": IMAGE[0], "w": IMAGE[1], "c": WIDTH}
@@ -48,12 +48,12 @@ def test_a_page_sends_what_was_foretold(name):
     def make(mesh):
         return page(WIDTH, 2 if "heads" in page.sizes else 10, mesh, np.float64)
 
-    foretold = analyze_engine(make, axes, samples, optimizer=SGD())
+    predicted = analyze_engine(make, axes, samples, optimizer=SGD())
     for rank, ledger in enumerate(ledgers(make, axes, samples)):
-        said = foretold.of_rank(rank).ledger()
-        if name == "expert-parallel":  # who sends how many rows, data decide
-            said, ledger = ({where: line[0] for where, line in each.items()} for each in (said, ledger))
-        assert said == ledger, f"rank {rank}"
+        expected = predicted.of_rank(rank).ledger()
+        if name == "expert-parallel":  # how many rows a rank sends depends on values
+            expected, ledger = ({where: line[0] for where, line in each.items()} for each in (expected, ledger))
+        assert expected == ledger, f"rank {rank}"
 
 
 class Linear(ShardedEngine):
@@ -72,15 +72,15 @@ class Linear(ShardedEngine):
         return {"w": self.all_reduce(self.tape.pop().T @ dy, over="data")}
 
 
-def test_an_engine_of_ones_own():
-    foretold = analyze_engine(Linear, {"data": 2}, Samples((5,), (3,), 8), parameters={"w": (5, 3)})
-    step = foretold.of_rank(0)
+def test_a_user_engine_sends_what_its_dry_run_predicts():
+    predicted = analyze_engine(Linear, {"data": 2}, Samples((5,), (3,), 8), parameters={"w": (5, 3)})
+    step = predicted.of_rank(0)
     assert step.ledger()["all_reduce", "data", ""] == (1, 5 * 3 * 4, 5 * 3 * 4)
     assert step.flops == 2 * (2 * 4 * 5 * 3)  # forward, and the weights' gradient
-    assert foretold.parameters == 15
+    assert predicted.parameters == 15
 
 
-def test_code_that_looks_at_values_is_told_so():
+def test_code_that_reads_values_is_an_error():
     class Branching(Linear):
         def forward(self, x):
             return super().forward(x if x[0, 0] > 0 else -x)
@@ -98,7 +98,7 @@ SIZE = GPTSize(layers=2, width=16, heads=4, context=12, vocabulary=32)
     [({"data": 2}, 0), ({"data": 2}, 3), ({"data": 2, "model": 2}, 1), ({"pipe": 2, "data": 2}, 2)],
     ids=str,
 )
-def test_a_list_of_layers_as_an_engine_of_ones_own(model, axes, zero):
+def test_a_list_of_layers_is_analyzed_as_an_engine(model, axes, zero):
     """What ``analyze`` says of the same model: what is sent, and what a rank holds when the step begins."""
     sample = (12,) if model.vocabulary else (8,)
     make = lambda mesh: LayeredEngine(model, mesh, storage=ZeroConfig(zero))
@@ -112,7 +112,7 @@ def sent(of_class):
     return sorted((each.operation, each.axes, each.label, each.payload) for each in of_class.step.communications)
 
 
-def test_an_engine_spread_by_as_distributed():
+def test_an_engine_of_as_distributed_is_analyzed():
     def make(mesh):
         engine = Linear()
         engine.mesh, engine.input_sharding, engine.output_sharding = mesh_of_one(), "", ""
@@ -120,6 +120,6 @@ def test_an_engine_spread_by_as_distributed():
         return as_distributed(engine, mesh)
 
     samples = Samples((5,), (3,), 8, 2, np.float64)
-    foretold = analyze_engine(make, {"data": 2}, samples, optimizer=SGD())
+    predicted = analyze_engine(make, {"data": 2}, samples, optimizer=SGD())
     for rank, ledger in enumerate(ledgers(make, {"data": 2}, samples)):
-        assert foretold.of_rank(rank).ledger() == ledger
+        assert predicted.of_rank(rank).ledger() == ledger

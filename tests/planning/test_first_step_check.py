@@ -1,4 +1,4 @@
-"""The first step of a training is held to what was foretold of it."""
+"""The first step of a training equals its analysis."""
 
 import json
 
@@ -23,18 +23,18 @@ def trained(folder, **options):
 
 
 @pytest.mark.parametrize("options", [{"zero": 3}, {"mesh": {"pipe": 2}, "micro_batches": 2}], ids=["zero", "pipe"])
-def test_a_step_is_as_foretold(tmp_path, options):
-    said = trained(tmp_path / "run", **options)
-    assert said["foretold"]["bytes_sent"] == said["bytes_sent"] > 0
-    assert said["foretold"]["differences"] == 0
-    assert said["foretold"]["peak_bytes"] < said["foretold"]["resident_bytes"]
-    assert said["foretold"]["seconds"] > 0 and said["foretold"]["measured_seconds"] == said["seconds"]
+def test_a_step_equals_its_analysis(tmp_path, options):
+    facts = trained(tmp_path / "run", **options)
+    assert facts["foretold"]["bytes_sent"] == facts["bytes_sent"] > 0
+    assert facts["foretold"]["differences"] == 0
+    assert facts["foretold"]["peak_bytes"] < facts["foretold"]["resident_bytes"]
+    assert facts["foretold"]["seconds"] > 0 and facts["foretold"]["measured_seconds"] == facts["seconds"]
 
 
-def test_what_a_job_s_own_optimizer_keeps_is_foretold(tmp_path):
+def test_the_state_of_the_jobs_optimizer_is_predicted(tmp_path):
     numbers = {"adamw": {}, "sgd": {"optimizer": "sgd"}, "plain": {"optimizer": "sgd", "momentum": 0.0}}
-    said = {name: trained(tmp_path / name, **options)["foretold"]["peak_bytes"] for name, options in numbers.items()}
-    assert said["adamw"] - said["sgd"] == said["sgd"] - said["plain"] > 0  # an array of state each
+    facts = {name: trained(tmp_path / name, **options)["foretold"]["peak_bytes"] for name, options in numbers.items()}
+    assert facts["adamw"] - facts["sgd"] == facts["sgd"] - facts["plain"] > 0  # an array of state each
 
 
 def test_a_step_that_sends_more_is_an_error_that_names_the_call(tmp_path, monkeypatch):
@@ -42,7 +42,7 @@ def test_a_step_that_sends_more_is_an_error_that_names_the_call(tmp_path, monkey
 
     def twice(storage):
         over = storage.rest
-        if type(storage.own_gradients).__name__ == "ndarray" and over:  # not where it is only foretold
+        if type(storage.own_gradients).__name__ == "ndarray" and over:  # not in the dry run
             over.all_reduce(storage.own_gradients[:5], label="gradients")
         return real(storage)
 
@@ -52,7 +52,7 @@ def test_a_step_that_sends_more_is_an_error_that_names_the_call(tmp_path, monkey
     assert trained(tmp_path / "again", enforce=False)["foretold"]["differences"] == 1
 
 
-def test_a_step_that_cannot_be_foretold_is_trained_all_the_same(tmp_path, monkeypatch, caplog):
+def test_a_step_without_an_analysis_is_trained(tmp_path, monkeypatch, caplog):
     def fails(*_, **__):
         raise ValueError("no such shape")
 
@@ -71,9 +71,9 @@ def test_a_job_s_mesh_sums_in_rank_order_if_it_says_so(monkeypatch):
 
 
 def test_the_first_difference_comes_first():
-    foretold = {LINE: (2, 100), ("all_gather", "data", "x"): (1, 8)}
-    assert not differences(foretold, [{LINE: (1, 50), ("all_gather", "data", "x"): (1, 8)}, {LINE: (1, 50)}])
-    found = differences(foretold, [{LINE: (2, 99), ("barrier", "data", ""): (1, 0)}])
+    predicted = {LINE: (2, 100), ("all_gather", "data", "x"): (1, 8)}
+    assert not differences(predicted, [{LINE: (1, 50), ("all_gather", "data", "x"): (1, 8)}, {LINE: (1, 50)}])
+    found = differences(predicted, [{LINE: (2, 99), ("barrier", "data", ""): (1, 0)}])
     assert [each.split(":")[0] for each in found] == [
         "all_reduce over data (gradients)",
         "all_gather over data (x)",
@@ -81,15 +81,15 @@ def test_the_first_difference_comes_first():
     ]
 
 
-def test_of_routed_samples_calls_are_equal_and_bytes_bounded():
+def test_routed_layers_have_equal_calls_and_bounded_bytes():
     line = ("all_to_all", "expert", "block0/moe")
-    foretold, axes = {line: (4, 60)}, {"expert": 4}
-    assert not differences(foretold, [{line: (4, 80)}], {"block0/moe"}, axes)  # every row leaves its rank
-    assert differences(foretold, [{line: (4, 81)}], {"block0/moe"}, axes)
-    assert differences(foretold, [{line: (5, 60)}], {"block0/moe"}, axes)
+    predicted, axes = {line: (4, 60)}, {"expert": 4}
+    assert not differences(predicted, [{line: (4, 80)}], {"block0/moe"}, axes)  # every row leaves its rank
+    assert differences(predicted, [{line: (4, 81)}], {"block0/moe"}, axes)
+    assert differences(predicted, [{line: (5, 60)}], {"block0/moe"}, axes)
 
 
-def test_routed_bytes_stand_beside_the_balanced_and_the_most():
+def test_routed_bytes_have_balanced_and_largest_values():
     line = ("all_to_all", "expert", "block0/mlp")
     found = routed_bytes({line: (4, 300)}, [{line: (2, 100)}, {line: (2, 50)}], {"block0/mlp"}, {"expert": 4})
     assert found == {"sent": 150, "balanced": 300, "most": 400}

@@ -1,4 +1,4 @@
-"""Plans for unlike nodes: work by speed, state by memory, and each rank within its own."""
+"""Plans for unequal nodes: work by speed, state by memory, and each rank within its own memory."""
 
 import re
 from dataclasses import replace
@@ -57,7 +57,7 @@ def test_state_goes_by_memory_and_each_rank_has_room():
     assert peaks[0] <= rooms[0] and peaks[1] <= rooms[1]
 
 
-def test_a_given_composition_is_held_to_each_rank_s_own_memory():
+def test_a_given_composition_must_fit_each_ranks_own_memory():
     fixed = {"mesh": {"data": 2}, "zero": 1}
     peaks = fixed_plan(asked(machine((8e10, 1e9), (8e10, 1e9)), fixed=fixed)).evaluation.analysis.peak_bytes_by_rank()
     too_small = machine((8e10, 4 * peaks[0]), (4e10, 0.9 * peaks[1]))
@@ -71,7 +71,7 @@ def test_a_given_composition_is_held_to_each_rank_s_own_memory():
 @pytest.mark.parametrize(
     ("quick", "slow", "heterogeneous"), [((1e9, 1e9), (1e9, 1e9), False), ((1e9, 2e9), (1e9, 1e9), True)]
 )
-def test_nodes_of_two_names_may_be_alike(quick, slow, heterogeneous):
+def test_nodes_with_different_names_may_be_equal(quick, slow, heterogeneous):
     assert machine(quick, slow).heterogeneous is heterogeneous
 
 
@@ -82,7 +82,7 @@ def searched(of, *candidates):
     return [each.estimate() for each in estimators]
 
 
-def test_estimates_know_that_a_node_is_slower():
+def test_estimates_account_for_slower_nodes():
     """Of samples it has as many as suit its speed; whoever cuts tensors waits for it; its stage has less to do."""
     candidates = [
         Candidate((("data", 2),), 16, 1),
@@ -100,7 +100,7 @@ def test_estimates_know_that_a_node_is_slower():
     assert work[1][2] < 2.2 * work[0][2]
 
 
-def test_a_slow_stage_has_less_to_do():
+def test_a_slow_stage_gets_fewer_layers():
     fixed = {"mesh": {"pipe": 2}, "micro_batches": 4, "schedule": "1f1b"}
     planned = plan(asked(machine((12e10, 1e9), (4e10, 1e9)), fixed=fixed))
     assert planned.plan.candidate.stages[1] > len(SMALL.layers) / 2
@@ -109,7 +109,7 @@ def test_a_slow_stage_has_less_to_do():
 
 
 @pytest.mark.parametrize("slowdowns", [(), (1.0, 3.0), (2.0, 1.0, 0.5)])
-def test_divisions_for_unlike_stages_are_the_best_there_are(slowdowns):
+def test_divisions_for_unequal_stages_are_optimal(slowdowns):
     rng = np.random.default_rng(len(slowdowns))
     work, count = rng.random(9).tolist(), len(slowdowns) or 3
 

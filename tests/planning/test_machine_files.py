@@ -46,7 +46,7 @@ def test_fewer_ranks_fill_nodes_one_after_the_other():
         parse_machine(TEXT).with_ranks(5)
 
 
-def test_products_go_by_rounds_of_tiles():
+def test_products_take_rounds_of_tiles():
     """175B's queries, keys and values on eight A100: 16 by 18 tiles, the last third of three rounds idle in part."""
     assert rounds_of_tiles(2048, 4608, 1, 108) == 3 * 108 / (16 * 18)
     assert rounds_of_tiles(2048, 1024, 1, 108) == 1.0  # less than a round: what they lose is fitted

@@ -76,7 +76,7 @@ def test_a_description_with_unknown_fields_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_zero_cuts_state_as_its_paper_says(zero):
+def test_zero_shards_state_as_in_its_paper(zero):
     """Rajbhandari et al. (2020), figure 1: 16, 4 + 12/N, 2 + 14/N and 16/N bytes a parameter."""
     layers, width, vocabulary, ranks = 4, 64, 1000, 4
     transformer = Transformer(layers, width, 4, 32, vocabulary)
@@ -91,7 +91,7 @@ def test_zero_cuts_state_as_its_paper_says(zero):
     assert found.gathered == table * {0: 0, 1: 0, 2: 2, 3: 6}[zero]
 
 
-def test_a_block_that_is_recomputed_is_there_for_a_while():
+def test_a_recomputed_block_is_held_temporarily():
     layers, width, sequence, samples = 4, 64, 32, 2
     system, transformer = read_system("megatron"), Transformer(layers, width, 4, sequence)
     options = {"micro_batch": samples, "micro_batches": 1}

@@ -77,7 +77,7 @@ def test_the_update_moves_the_bytes_that_the_file_says():
     assert sum(each.bytes_read for each in found.computations if each.phase == UPDATE) == 32 * parameters
 
 
-def test_what_cannot_be_is_one_line(tmp_path):
+def test_impossible_work_is_an_error_of_one_line(tmp_path):
     with pytest.raises(UsageError, match="recompute 'full': choose one of none, selective"):
         model_of(MEGATRON, SIZES, "full")
     with pytest.raises(UsageError, match="mine: its file does not tell the work of first, attention, mlp, last"):

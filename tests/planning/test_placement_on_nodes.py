@@ -1,4 +1,4 @@
-"""Placement: annealing and a genetic search beside the exact optimum, with all kinds of constraints."""
+"""Placement: annealing and a genetic search compared with the exact optimum, with all kinds of constraints."""
 
 from itertools import permutations, product
 from math import inf

@@ -49,18 +49,18 @@ def test_the_plan_s_own_peak_is_within_the_limit(freely, share):
     assert result.conflict is not None or result.evaluation.analysis.peak_bytes <= limit
 
 
-def test_of_those_looked_at_it_is_the_quickest(freely):
+def test_the_plan_is_the_fastest_of_the_evaluated_ones(freely):
     assert freely.evaluation.seconds == min(each.seconds for each in freely.search.best)
 
 
-def test_every_plan_that_is_shown_is_simulated_and_none_is_quicker(freely):
+def test_all_shown_plans_are_simulated_and_none_is_faster(freely):
     shown = [*freely.search.best, *freely.search.front]
     assert len(freely.search.front) > 1 and all(each.simulated for each in shown)
     assert freely.evaluation.seconds == min(each.seconds for each in shown)
     assert all(each["simulated"] for each in freely.as_json()["front"])
 
 
-def test_what_is_quicker_by_the_simulation_alone_is_chosen(monkeypatch):
+def test_a_plan_that_only_the_simulation_finds_faster_is_chosen(monkeypatch):
     """Micro-batches that estimates put far behind: here the simulation has them in no time."""
 
     def quick(model, machine, candidate, *others, **options):
@@ -74,7 +74,7 @@ def test_what_is_quicker_by_the_simulation_alone_is_chosen(monkeypatch):
 
 
 @pytest.mark.parametrize("fixed", [{}, {"zero": 1}], ids=["free", "fixed"])
-def test_reasons_say_why_this_mesh(fixed):
+def test_reasons_compare_with_other_meshes(fixed):
     result = plan(replace(asked(), ranks=[4], fixed=fixed))
     mine = ",".join(f"{axis}={size}" for axis, size in result.plan.candidate.axes)
     assert result.plan.candidate.zero == fixed.get("zero", result.plan.candidate.zero)
@@ -110,20 +110,20 @@ def test_reasons_for_an_interleaved_schedule_name_others():
     assert any(reason.startswith("schedule interleaved, not") for reason in result.reasons)
 
 
-def test_what_would_help_is_what_the_whole_step_needs():
+def test_relaxations_have_the_needs_of_the_simulated_step():
     result = plan(Request(build_model("mlp"), read_machine("cpu").with_ranks(2), [2], [16], limits=Limits(memory=1024)))
     way = next(way for way in result.conflict.relaxations if way.gives_up == "memory")
     assert way.plan.memory == result.nearest_evaluation.analysis.peak_bytes
 
 
-def test_what_nothing_keeps_is_said_as_it_was_asked_for(least):
+def test_limits_that_nothing_keeps_are_shown_as_given(least):
     """Estimates must keep less than was asked for, as they err; nobody asked for that."""
     result = plan(asked(0.999 * least))
     way = next(way for way in result.conflict.relaxations if way.gives_up == "memory")
     assert way.text == f"memory {readable_bytes(least)} instead of {readable_bytes(0.999 * least)}"
 
 
-def test_a_search_that_was_cut_short_does_not_say_that_nothing_fits(least):
+def test_a_search_that_ran_out_of_time_does_not_report_that_nothing_fits(least):
     result = plan(replace(asked(0.999 * least), seconds=0.0))
     assert result.as_json()["fits"] is None
     assert result.why_not.startswith("time ran out (--seconds 0): of ") and "is unknown" in result.why_not
@@ -140,7 +140,7 @@ def test_a_search_that_was_cut_short_does_not_say_that_nothing_fits(least):
     ],
     ids=["axes", "sequence", "seconds", "chunks", "dtype"],
 )
-def test_what_cannot_be_asked_is_said(changes, said):
+def test_invalid_requests_are_errors(changes, said):
     with pytest.raises(UsageError, match=said):
         replace(asked(), **changes)
 
@@ -150,17 +150,17 @@ def test_a_composition_whose_ranks_have_no_samples_is_refused():
         fixed_plan(replace(asked(), ranks=[7], fixed={"mesh": {"data": 7}}, batch_sizes=[3]))
 
 
-def test_a_sequence_is_cut_where_it_is_asked_for():
+def test_a_sequence_is_sharded_where_an_axis_is_named():
     found = {each.axes for each in candidates(SearchSpace(SMALL, [2], [8], 8, axes=["context"]))}
     assert found == {(("context", 2),)}
 
 
-def test_what_just_fits_is_found(least):
+def test_a_plan_that_just_fits_is_found(least):
     """Though its estimate is a little above what its step needs."""
     assert plan(asked(least)).evaluation.analysis.peak_bytes == least
 
 
-def test_what_follows_the_last_step_is_no_part_of_it():
+def test_a_trace_ends_with_its_last_step():
     def event(name, ts):
         return {"ph": "X", "pid": 0, "name": name, "ts": ts, "dur": 1, "cat": "compute"}
 
@@ -180,7 +180,7 @@ def test_what_follows_the_last_step_is_no_part_of_it():
     ],
     ids=str,
 )
-def test_estimates_are_near_what_the_whole_step_takes(candidate):
+def test_estimates_are_near_the_simulated_step(candidate):
     model, machine = build_model("gpt2"), read_machine("a100").with_ranks(16)
     estimate = Planner(model, machine).estimator(candidate).estimate()
     seen = evaluate_plan(model, machine, estimate.candidate, ParallelConfig(), dtype=np.float32)

@@ -86,14 +86,14 @@ def case_id(case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_a_step_sends_what_was_foretold(case):
+def test_a_step_sends_what_was_predicted(case):
     model, mesh, options = case
     axes, composition = parse_axes(mesh), ParallelConfig(**options)
     how = {"batch_size": tiny.BATCH, "micro_batches": 2, "dtype": np.float64}
     real = ledgers(model, axes, composition, **how)
-    foretold = analyze(model, axes, composition, every=True, **how)
+    predicted = analyze(model, axes, composition, every=True, **how)
     for rank, ledger in enumerate(real):
-        assert foretold.of_rank(rank).ledger() == ledger, f"rank {rank}"
+        assert predicted.of_rank(rank).ledger() == ledger, f"rank {rank}"
     merged = analyze(model, axes, composition, **how)
     assert merged.bytes_sent == sum(sent for ledger in real for _, _, sent in ledger.values())
     assert merged.calls == sum(calls for ledger in real for calls, _, _ in ledger.values())
@@ -118,7 +118,7 @@ def test_layers_of_a_users_own_send_what_was_predicted(axes, composition):
         assert predicted.of_rank(rank).ledger() == ledger, f"rank {rank}"
 
 
-def test_without_a_composition_a_model_is_cut_as_its_engine_cuts_it():
+def test_without_a_composition_a_model_is_sharded_as_by_its_engine():
     """In consecutive positions, where a rank's queries see more keys than the other's; composed, in a zigzag."""
     how = {"batch_size": 2, "every": True}
     plain, composed = (
@@ -131,16 +131,16 @@ def test_without_a_composition_a_model_is_cut_as_its_engine_cuts_it():
 @pytest.mark.parametrize(
     ("batch_size", "micro_batches"), [(3, 2), pytest.param(1, 2, marks=pytest.mark.soak)], ids=["uneven", "empty"]
 )
-def test_a_recut_of_micro_batches_of_several_sizes(batch_size, micro_batches):
+def test_resharding_of_micro_batches_of_several_sizes(batch_size, micro_batches):
     """Rank 0 has a sample of each after the recut, and others have none of the last: what one has tells not of all."""
     model = convnet(ImageShape(), "convnet", channels=(4, 4), recut_after=1)
     axes, how = {"rows": 2}, {"batch_size": batch_size, "micro_batches": micro_batches, "dtype": np.float64}
-    foretold = analyze(model, axes, ParallelConfig(), **how)
+    predicted = analyze(model, axes, ParallelConfig(), **how)
     for rank, ledger in enumerate(ledgers(model, axes, ParallelConfig(), **how)):
-        assert foretold.of_rank(rank).ledger() == ledger, f"rank {rank}"
+        assert predicted.of_rank(rank).ledger() == ledger, f"rank {rank}"
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", MORE, ids=case_id)
-def test_more_steps_send_what_was_foretold(case):
-    test_a_step_sends_what_was_foretold(case)
+def test_more_steps_send_what_was_predicted(case):
+    test_a_step_sends_what_was_predicted(case)

@@ -14,7 +14,7 @@ def run_of(row):
     return Columns.of(list(row)).run(row)
 
 
-def test_columns_are_known_by_their_usual_names():
+def test_columns_are_recognized_by_their_usual_names():
     columns = Columns.of(list(ROW))
     assert not columns.missing and columns.unused == ["note"]
     taken = {"sequence": 2048, "vocabulary": 51200, "pp": 1, "gpu": "a100"}
@@ -36,11 +36,11 @@ def test_columns_are_known_by_their_usual_names():
         ({"precision": "FP8"}, "precision 'FP8' is not foretold here: products are of 16 bits"),
     ],
 )
-def test_why_a_row_cannot_be_used_is_said(change, reason):
+def test_an_unusable_row_has_a_reason(change, reason):
     assert run_of(ROW | change) == reason
 
 
-def test_what_no_column_tells_is_named_with_what_it_may_be_called():
+def test_missing_columns_are_listed_with_their_usual_names():
     columns = Columns.of(["gpus", "loss"])
     assert columns.missing == ["layers", "hidden", "global_batch", "a step's time or memory"]
     assert "hidden (as hidden, hidden_size, width, " in columns.help
@@ -57,7 +57,7 @@ def test_what_no_column_tells_is_named_with_what_it_may_be_called():
         {"Model TFLOPS": str(32 * 2048 * (72 * 24 * 1024**2 + 12 * 24 * 2048 * 1024 + 6 * 51200 * 1024) / 4e12)},
     ],
 )
-def test_a_rate_tells_the_steps_time(speed):
+def test_seconds_of_a_step_follow_from_a_rate(speed):
     row = {name: value for name, value in ROW.items() if name != "step_ms"}
     assert run_of(row | speed | {"#-GPUs": "4"}).seconds == pytest.approx(1)
 
@@ -91,7 +91,7 @@ def test_a_models_shape_is_looked_up_by_its_name():
     assert "neither layers and hidden are told" in run_of(row | {"Model": "mystery", "step_s": "1"})
 
 
-def test_sharding_recomputation_and_memory_are_told_in_many_ways():
+def test_sharding_recomputation_and_memory_are_read_in_many_formats():
     row = ROW | {"Sharding Strategy": "FULL_SHARD", "Activation Checkpointing": "True", "peak_allocated_MiB": "2048"}
     run = run_of(row)
     assert (run.zero, run.recompute, run.memory, run.flash) == (3, "full", 2.0, None)

@@ -34,7 +34,7 @@ def everything(asked):
 
 
 @pytest.mark.parametrize("goal", GOALS)
-def test_the_search_finds_what_trying_all_finds(asked, everything, goal):
+def test_the_search_finds_the_best_of_all_candidates(asked, everything, goal):
     planner, choices = asked
     found = planner.search(choices, Constraints(), goal)
     assert found.certificate.gap == 0
@@ -51,7 +51,7 @@ def test_within_a_limit_of_memory_too(asked, everything):
 
 
 @pytest.mark.parametrize("goal", GOALS)
-def test_nothing_is_better_than_its_bound(everything, goal):
+def test_no_estimate_is_better_than_its_bound(everything, goal):
     for candidate, bound, estimate in everything:
         first = objective_bound(goal, candidate, bound)[0]
         assert first <= objective(goal, estimate)[0] + 1e-9 * abs(first), candidate
@@ -68,7 +68,7 @@ def test_nothing_is_better_than_its_bound(everything, goal):
         pytest.param("gpt2", "a100", marks=pytest.mark.soak),
     ],
 )
-def test_what_is_known_before_looking_at_cut_layers_is_no_more_than_after(name, machine):
+def test_the_first_bound_is_below_the_second(name, machine):
     model = build_model(name)
     planner = Planner(model, read_machine(machine).with_ranks(8))
     looked = 0
@@ -81,7 +81,7 @@ def test_what_is_known_before_looking_at_cut_layers_is_no_more_than_after(name, 
     assert looked > 0
 
 
-def test_when_time_is_over_nothing_more_is_looked_at(asked, everything, monkeypatch):
+def test_the_search_ends_when_time_runs_out(asked, everything, monkeypatch):
     """Each question after the time takes a second."""
     planner, choices = asked
     clock = iter(range(1 << 20))
@@ -91,7 +91,7 @@ def test_when_time_is_over_nothing_more_is_looked_at(asked, everything, monkeypa
     assert found.certificate.bound <= min(estimate.seconds for _, _, estimate in everything) <= found.best[0].seconds
 
 
-def test_the_front_is_of_plans_that_none_beats_in_both(everything):
+def test_no_plan_beats_one_of_the_front_in_both(everything):
     front = pareto([estimate for _, _, estimate in everything])
     for each in front:
         assert not any(other.seconds < each.seconds and other.memory < each.memory for _, _, other in everything), (
@@ -99,7 +99,7 @@ def test_the_front_is_of_plans_that_none_beats_in_both(everything):
         )
 
 
-def test_where_nothing_fits_the_smallest_conflict_is_named(asked, everything):
+def test_the_smallest_conflict_is_found_if_nothing_fits(asked, everything):
     planner, choices = asked
     smallest = min(estimate.memory for _, _, estimate in everything)
     question = Question(choices, Constraints(Limits(memory=0.9 * smallest)), "latency", 8)
@@ -133,7 +133,7 @@ def test_division_into_stages_is_exact_and_keeps_to_memory():
 @pytest.mark.parametrize(
     ("name", "chunks"), [("1f1b", None), ("gpipe", None), ("interleaved", 2), ("zero-bubble", None)]
 )
-def test_a_schedule_takes_as_long_as_on_paper(name, chunks):
+def test_the_time_of_a_schedule_equals_its_timeline(name, chunks):
     schedule, stages, m = named(name, chunks), 3, 6
     slots, drawn = Slots(schedule, stages, m), timeline(schedule, stages, m)
     each = 1 / schedule.chunks
@@ -142,7 +142,7 @@ def test_a_schedule_takes_as_long_as_on_paper(name, chunks):
     assert held == pytest.approx(peak_activations(drawn))
 
 
-def test_what_is_stored_in_parts_may_stay_inside_a_node():
+def test_hybrid_sharding_stays_inside_a_node():
     """Hybrid sharding: with replicas on nodes of four ranks, a node shares the parts; without ZeRO, nothing."""
     model = build_model("gpt-nano")
     space = SearchSpace(model, [8], [16], 4, axes=("data", "model", "replicate", "shard"))

@@ -86,7 +86,7 @@ def test_moving_bytes_by_copy_needs_a_core():
     assert ms(simulate(analysis(*steps), machine(cores=1, copy="true"))) == 12
 
 
-def test_of_two_transfers_the_more_urgent_goes_first():
+def test_the_more_urgent_of_two_transfers_goes_first():
     late, urgent = 3_000_000, 1_000_000
     steps = [
         (
@@ -112,7 +112,7 @@ def test_ranks_of_a_ring_all_send_before_they_receive(copy, expected):
     assert ms(simulate(analysis(*steps), machine(cores=2, copy=copy))) == expected
 
 
-def test_ranks_that_never_meet_are_an_error():
+def test_calls_that_do_not_match_are_an_error():
     steps = [([work("a", 1)], [all_reduce(0, 8, 1, 1, "x")]), ([work("a", 1)], [all_reduce(1, 8, 1, 1, "y")])]
     found = analysis(*steps)
     with pytest.raises(UsageError, match="hang"):
@@ -125,7 +125,7 @@ def passing(cores, *computations, pass_seconds=3e-3):
     return ms(simulate(analysis((computations, [])), one))
 
 
-def test_a_device_works_while_its_host_hands_over_what_comes_next():
+def test_a_device_works_while_its_host_launches_the_next_work():
     short, long = [work(f"a{n}", 1) for n in range(4)], [work("b", 5)]
     assert passing(2, *long) == 5 + 3  # a rank with cores does one after the other
     assert passing(None, *long) == 5
@@ -133,6 +133,6 @@ def test_a_device_works_while_its_host_hands_over_what_comes_next():
     assert passing(None, *long, *short) == 5 * 3
 
 
-def test_a_pass_that_communicates_half_way_is_handed_over_once():
+def test_a_pass_that_communicates_is_launched_once():
     assert passing(None, work("a", 1), work("a", 1)) == 3
     assert passing(None, work("a", 1), work("b", 1)) == 6

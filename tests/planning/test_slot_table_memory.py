@@ -1,4 +1,4 @@
-"""Memory in which ranks of a node meet: a table of each group, in the arena of the first of its ranks there."""
+"""Slot tables: one of each group, held by the first of its ranks on a node."""
 
 from dataclasses import replace
 
@@ -22,21 +22,21 @@ def analysis():
     return analyze(MODEL, AXES, ParallelConfig(mesh=AXES), batch_size=4)
 
 
-def test_the_first_rank_of_a_group_holds_its_table(analysis):
+def test_the_first_rank_of_a_group_holds_its_slot_table(analysis):
     assert list(analysis.tables) == [FOUR + 2 * TWO, TWO, TWO, 0]
     steps = [analysis.of_rank(rank).peak.bytes for rank in range(4)]
     assert analysis.peak_bytes_by_rank() == [step + table for step, table in zip(steps, analysis.tables, strict=True)]
     assert analysis.peak_bytes == analysis.peak_bytes_by_rank()[0]
 
 
-def test_each_node_has_a_table_of_its_own_ranks(analysis):
+def test_each_node_has_a_slot_table_of_its_own_ranks(analysis):
     alone = size_of_table(1)  # of a group that has one rank here, and another elsewhere
     assert slot_table_bytes(analysis, ["a", "a", "b", "b"]) == [2 * TWO + alone, alone, 2 * TWO + alone, alone]
     assert slot_table_bytes(analysis, ["a", "b", "c", "d"]) == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(("name", "are_there"), [("cpu", True), ("a100", False)])
-def test_ranks_with_devices_of_their_own_hold_none_there(name, are_there):
+def test_ranks_with_their_own_devices_hold_no_slot_tables(name, are_there):
     seen = evaluate_step(MODEL, read_machine(name).with_ranks(4), AXES, ParallelConfig(mesh=AXES), 4, 1)
     assert ("tables of groups" in seen.peak_bytes_by_kind) is are_there
     assert sum(seen.peak_bytes_by_kind.values()) == seen.analysis.peak_bytes

@@ -1,4 +1,4 @@
-"""A measured trace beside a predicted one, split by hand."""
+"""A measured trace compared with a predicted one, split by hand."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def event(rank, name, kind, begin, end):
     return {"ph": "X", "pid": rank, "name": name, "cat": kind, "ts": begin * 1e6, "dur": (end - begin) * 1e6}
 
 
-def test_a_wait_within_a_layer_is_no_computation_and_two_ranks_share_a_core():
+def test_waits_inside_layers_are_no_computation_and_two_ranks_share_a_core():
     trace = {
         "traceEvents": [
             event(0, "a", COMPUTE, 0, 6),

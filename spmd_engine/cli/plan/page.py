@@ -21,6 +21,10 @@ from spmd_engine.planning.simulator.check_prediction import PARTS, TraceComparis
 from spmd_engine.planning.simulator.simulation import COMMUNICATION
 from spmd_engine.units import readable_bytes, readable_seconds
 
+COMPOSITION_OPTIONS = (
+    *("zero", "sequence_parallel", "schedule", "chunks", "stages", "recompute", "shares", "state_shares"),
+    "min_tensor_size",
+)
 BY = "simulated step by step (about: estimated)"  #: the source of the numbers of a table
 
 
@@ -94,15 +98,10 @@ def command_of(result: PlanResult) -> str:
     words.append("--mesh " + ",".join(f"{axis}={size}" for axis, size in candidate.axes))
     words.append(f"--batch-size {candidate.batch_size}")
     words += [f"--micro-batches {candidate.micro_batches}"] * (candidate.micro_batches > 1)
-    words += [f"--zero {composition.zero}"] * bool(composition.zero)
-    words += ["--sequence-parallel"] * composition.sequence_parallel
-    words += [f"--schedule {composition.schedule}"] * bool(composition.schedule)
-    words += [f"--chunks {composition.chunks}"] * bool(composition.chunks)
-    words += [f"--stages {composition.stages}"] * bool(composition.stages)
-    words += [f"--recompute {composition.recompute}"] * (composition.recompute != "none")
-    words += [f"--shares {composition.shares}"] * bool(composition.shares)
-    words += [f"--state-shares {composition.state_shares}"] * bool(composition.state_shares)
-    words += [f"--min-tensor-size {composition.min_tensor_size}"] * bool(composition.min_tensor_size)
+    for name in COMPOSITION_OPTIONS:
+        value = getattr(composition, name)
+        if value and value != "none":
+            words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
     return " ".join(words)
 
 

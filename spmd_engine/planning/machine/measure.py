@@ -1,4 +1,4 @@
-"""Measures what a machine file says of this machine: products, memory, and the links between ranks, pair by pair."""
+"""Measures this machine for a machine file: matrix products, memory, and the links between all pairs of ranks."""
 
 from __future__ import annotations
 
@@ -24,25 +24,24 @@ from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
 
 PRODUCTS = (8, 16, 32, 64, 128, 256, 512, 1024)  #: widths of square matrices
 ARRAYS = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)  #: elements
-IMAGES = (1, 8, 64)  #: of 16 rows, 16 columns and 32 channels, convolved by three by three taps
-#: Bytes that operands rotate through, as in a step, where much else is touched between an array's making and its use.
-#: Inside of steps products were as fast as with this; from a cache they are up to twice, from memory 0.8 times as fast.
+IMAGES = (1, 8, 64)  #: images of a 3x3 convolution, with 16 rows, 16 columns and 32 channels
+#: Bytes through which operands rotate, so that they leave the cache as in a step. Measured products were as fast as
+#: those in steps; operands in a cache are up to twice as fast, operands in memory 0.8 times.
 POOL = 1 << 24
-SMALL, LARGE = 8, 1 << 20  #: bytes of messages that tell latency and bandwidth
-SECONDS = 6.0  #: that products, convolutions and memory are measured, about
+SMALL, LARGE = 8, 1 << 20  #: bytes of messages that measure latency and bandwidth
+SECONDS = 6.0  #: about how long products, convolutions and memory are measured
 REPEATS = 5
-TINY = 50  #: all_reduces that tell how long the shortest takes
-OVERSUBSCRIBED = 8  #: ranks a core that a machine file lets one plan
-UNLIKE = 1.5  #: how many times slower or faster a pair's link is than the others' to be listed by itself
+TINY = 50  #: all_reduces that measure the latency
+OVERSUBSCRIBED = 8  #: ranks per core of the machine file
+OUTLIER = 1.5  #: a pair whose bandwidth differs from the median by this factor is listed by itself
 
 
 def measure_machine(mesh: Mesh, seconds: float = SECONDS) -> Machine | None:
-    """The machine that these ranks are on; None on all ranks but the first. Collective.
+    """The machine of these ranks; None on all ranks but rank 0. Collective.
 
-    ``seconds`` is about how long a rank measures products, convolutions and memory, under the conditions of a step: all
-    ranks compute at once, on operands that no cache holds. Speeds are by processor time, so that what else runs
-    meanwhile changes little. Ranks that wait for each other go as fast as the slowest of the moment: of each turn that
-    of a node's slowest rank counts, and of several turns the median.
+    ``seconds`` is about how long products, convolutions and memory are measured, under the conditions of a step: all
+    ranks compute at the same time, on operands that are not cached. Speeds are by processor time, so other programs
+    have little effect. The slowest rank of a node counts in each turn, and the median over turns.
     """
     acts = {("float32", 2.0 * width**3): partial(_product, "float32", width) for width in PRODUCTS}
     acts |= {("float64", 2.0 * width**3): partial(_product, "float64", width) for width in PRODUCTS}
@@ -88,7 +87,7 @@ Act = Callable[[], object]
 
 
 def _turns(mesh: Mesh, act: Act, seconds: float) -> list[float]:
-    """Processor seconds of one ``act`` of this rank while all ranks do it, in each of several turns of many."""
+    """Processor seconds of one ``act`` while all ranks execute it, for each of several turns. Collective."""
     act()
     began = process_time()
     act()
@@ -104,7 +103,7 @@ def _turns(mesh: Mesh, act: Act, seconds: float) -> list[float]:
 
 
 def _rotating(shape: tuple[int, ...], dtype: str, arrays: int) -> Iterator[list[np.ndarray]]:
-    """So many arrays of a shape, others each time, until as many bytes as POOL were given; then the first again."""
+    """Lists of ``arrays`` arrays of a shape, which rotate through POOL bytes."""
     size = np.dtype(dtype).itemsize * arrays * prod(shape)
     pool = np.ones((max(2, POOL // size), arrays, *shape), dtype)
     return cycle([list(each) for each in pool])
@@ -122,7 +121,7 @@ def _product(dtype: str, width: int) -> Act:
 
 
 def _addition(elements: int) -> Act:
-    """A sum of two arrays, each element of which is read or written once."""
+    """A sum of two arrays."""
     operands = _rotating((elements,), "float32", 3)
 
     def act() -> None:
@@ -137,7 +136,7 @@ def _convolution_flops(images: int) -> float:
 
 
 def _convolution(kernel: str, images: int) -> Act:
-    """A convolution of so many images, or its weights' gradient, by the host's own kernels."""
+    """A convolution, or its weight gradient, by the host's own kernels."""
     operands = _rotating((images, 16, 16, 32), "float32", 2)
     window = Window(3, before=1, after=1)
     w = np.ones((3, 3, 32, 32), np.float32)
@@ -163,7 +162,7 @@ def _available_bytes() -> int:
 
 
 def _links(mesh: Mesh) -> tuple[Link, Link | None, dict[tuple[int, int], Link]]:
-    """Inside a node, between nodes if there are several, and pairs unlike those. Collective."""
+    """The link inside a node, the link between nodes (None: one node), and pairs that differ. Collective."""
     if mesh.size == 1:
         return Link(1e-5, 5e9, by_copy=True), None, {}
     nodes = mesh.nodes_by_rank
@@ -174,22 +173,22 @@ def _links(mesh: Mesh) -> tuple[Link, Link | None, dict[tuple[int, int], Link]]:
             found[a, b] = Link(latency, bandwidth, by_copy=nodes[a] == nodes[b])
     usual = {}
     for together in (True, False):
-        alike = [link for (a, b), link in found.items() if (nodes[a] == nodes[b]) is together]
-        if alike:
+        links = [link for (a, b), link in found.items() if (nodes[a] == nodes[b]) is together]
+        if links:
             middle = Link(
-                median(link.latency for link in alike), median(link.bandwidth for link in alike), by_copy=together
+                median(link.latency for link in links), median(link.bandwidth for link in links), by_copy=together
             )
             usual[together] = _by_copy(mesh, middle) if together and mesh.node_count == 1 else middle
     pairs = {
         pair: link
         for pair, link in found.items()
-        if not link.by_copy and not 1 / UNLIKE < link.bandwidth / usual[False].bandwidth < UNLIKE
+        if not link.by_copy and not 1 / OUTLIER < link.bandwidth / usual[False].bandwidth < OUTLIER
     }
     return usual.get(True) or Link(1e-5, 5e9, by_copy=True), usual.get(False), pairs
 
 
 def _pair(mesh: Mesh, a: int, b: int) -> tuple[float, float]:
-    """Latency and bandwidth of messages from a to b and back, as all ranks are told. Collective."""
+    """Latency and bandwidth between ranks a and b, on all ranks. Collective."""
     world = mesh.group()
     times = np.zeros(2)
     for place, size in enumerate((SMALL, LARGE)):
@@ -212,7 +211,7 @@ def _pair(mesh: Mesh, a: int, b: int) -> tuple[float, float]:
 
 
 def _by_copy(mesh: Mesh, link: Link) -> Link:
-    """The link with the bandwidth at which a rank's core moves bytes in an all_reduce of all ranks. Collective."""
+    """The link with latency and bandwidth of an all_reduce, in which cores move the bytes. Collective."""
     x = np.ones(LARGE, np.float32)
     world = mesh.group()
     turns = []

@@ -90,8 +90,8 @@ class _Explainer:
         yield self._batch()
         yield self._sequence()
         yield self._data_ranks()
-        yield self._zero()
-        yield self._recompute()
+        yield self._varied("What does each ZeRO stage save, and cost?", "zero", range(4))
+        yield self._varied("What does recomputation save?", "recompute", ("none", "attention", "block"))
         yield self._micro_batches()
         yield self._largest_group()
         yield self._module()
@@ -185,12 +185,6 @@ class _Explainer:
             lines.append(f"{name.replace('_', ' ')} {option}{mark}: {text}")
             data[str(option)] = numbers
         return Explanation(question, lines, data)
-
-    def _zero(self) -> Explanation:
-        return self._varied("What does each ZeRO stage save, and cost?", "zero", range(4))
-
-    def _recompute(self) -> Explanation:
-        return self._varied("What does recomputation save?", "recompute", ("none", "attention", "block"))
 
     def _micro_batches(self) -> Explanation:
         per_rank = max(self.base.batch_size // self.base.batch_ranks, 1)

@@ -1,4 +1,4 @@
-"""Models to plan for, by name or of a file: a TOML file of a GPT's sizes, or Hugging Face's ``config.json``."""
+"""Models to plan for, by name or by file: a TOML file with the sizes of a GPT, or a ``config.json`` of Hugging Face."""
 
 from __future__ import annotations
 
@@ -31,20 +31,18 @@ def planned_model(
     lora: LoRAOptions | None = None,
     base: ParallelConfig = ParallelConfig(),  # noqa: B008 (immutable)
 ) -> Model:
-    """A model by name, as training builds it for this composition; or of a TOML file of a GPT's sizes: layers, width,
-    heads, context and, optionally, vocabulary, hidden, tied, key_value_heads; or of Hugging Face's ``config.json``, or
-    a folder that has one; or of a GGUF file.
+    """A model by name, as training builds it for this composition, or by file.
 
-    With ``lora`` it is frozen, and its adapters are trained. Raises UsageError, in one line, for unknown names, and for
-    files with unknown or missing fields.
+    Files are TOML with the sizes of a GPT (layers, width, heads, context and, optionally, vocabulary, hidden, tied,
+    key_value_heads), a ``config.json`` of Hugging Face or its folder, and GGUF. With ``lora`` the model is frozen and
+    has adapters. Raises UsageError for unknown names, and for files with unknown or missing fields.
     """
     model, family = _read(name, base.context_method or "ring", base.recut_after)
     return model if lora is None else with_adapters(model, lora, family)
 
 
 def _read(name: str, method: str, recut_after: int | None) -> tuple[Model, str]:
-    """The model, with this ``method`` of attention where sequences are cut, and the family whose names its weights
-    have."""
+    """The model, with this ``method`` of attention for sharded sequences, and the family of its weight names."""
     if name in MODELS:
         return build_model(name, context_method=method, recut_after=recut_after), family_of(name)
     path = Path(name) if is_description(name) or not is_path(name) else located(name)
@@ -55,7 +53,7 @@ def _read(name: str, method: str, recut_after: int | None) -> tuple[Model, str]:
         return decoder(shape, path.stem, context_method=method), shape.family
     if path.suffix != ".toml":
         raise UsageError(f"unknown model {name!r}; {one_of(name, MODELS)}, or give a .toml file or a config.json")
-    with reading(f"model {name}: no TOML"):
+    with reading(f"model {name}: invalid TOML"):
         content = parse_toml(read_text(name))
     size = _size(content, name)
     try:
@@ -71,11 +69,11 @@ def _of_config(path: Path, method: str) -> tuple[Model, str]:
 
 
 def _size(content: dict, where: str) -> GPTSize:
-    known = {each.name: each for each in fields(GPTSize) if each.name != "mixture"}
+    known = {field.name: field for field in fields(GPTSize) if field.name != "mixture"}
     if unknown := sorted(set(content) - set(known)):
         raise UsageError(f"model {where}: unknown field {unknown[0]!r}; {one_of(unknown[0], known)}")
-    for name, each in known.items():
-        if each.default is MISSING and name not in content:
+    for name, field in known.items():
+        if field.default is MISSING and name not in content:
             raise UsageError(f"model {where}: the field {name!r} is missing")
     for name, value in content.items():
         kind = {"tied": bool, "epsilon": float}.get(name, int)

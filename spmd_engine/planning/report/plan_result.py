@@ -152,7 +152,7 @@ class PlanResult:
                 "batch_size": self.plan.candidate.batch_size,
                 "reasons": list(self.reasons),
                 "front": [_plain(plan) for plan in self.search.front],
-                "certificate": {"gap": float(self.search.certificate.gap), **_numbers(self.search.certificate)},
+                "certificate": _certificate_as_json(self.search.certificate),
             }
         elif self.composition is not None:
             found |= {
@@ -218,15 +218,9 @@ def _plain(estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def _numbers(certificate: Certificate) -> dict[str, Any]:
-    return {
-        "best": float(certificate.best),
-        "bound": float(certificate.bound),
-        "candidates": certificate.candidates,
-        "excluded": certificate.excluded,
-        "estimated": certificate.estimated,
-        "complete": certificate.complete,
-    }
+def _certificate_as_json(certificate: Certificate) -> dict[str, Any]:
+    numbers = {name: float(getattr(certificate, name)) for name in ("gap", "best", "bound")}
+    return numbers | {name: getattr(certificate, name) for name in ("candidates", "excluded", "estimated", "complete")}
 
 
 def _shown_constraint(name: str, constraints: Constraints, request: Request) -> str:

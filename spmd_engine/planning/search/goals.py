@@ -113,15 +113,9 @@ class Constraints:
 
 
 def _keeps(candidate: Candidate, name: str, wanted: Any) -> bool:
-    if name == "mesh":
-        return candidate.mesh == dict(wanted)
-    if name == "ranks":
-        return candidate.ranks in wanted
-    if name == "batch_size":
-        return candidate.batch_size in wanted
-    if name == "schedule":
-        return candidate.pipe == 1 or candidate.schedule == wanted
-    if name == "chunks":
-        return candidate.pipe == 1 or candidate.chunks == wanted
+    if name in ("ranks", "batch_size"):
+        return getattr(candidate, name) in wanted
+    if name in ("schedule", "chunks") and candidate.pipe == 1:
+        return True
     assert name in FIXABLE, name
-    return getattr(candidate, name) == wanted
+    return getattr(candidate, name) == (dict(wanted) if name == "mesh" else wanted)

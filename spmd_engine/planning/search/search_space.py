@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import prod
 
 from spmd_engine.axes import MeshPosition
@@ -234,33 +235,31 @@ def _on(space: SearchSpace, axes: Mapping[str, int], batch_size: int) -> Iterato
     model, pipe = space.model, axes.get(PIPE, 1)
     cut = prod(size for axis, size in axes.items() if axis in BATCH)
     stored = prod(size for axis, size in axes.items() if axis in (*BATCH, "context"))
-    tokens = "s" in model.inputs.split()
     micro = [space.micro_batches] if space.micro_batches else micro_batch_numbers(batch_size, cut, pipe)
     hybrid = space.mesh is None and "shard" in axes  # differs from data only if ZeRO shards
     zeros = [space.zero] if space.zero is not None else range(int(hybrid), 4) if stored > 1 else [0]
-    parallel = [space.sequence_parallel] if space.sequence_parallel is not None else [False, True]
+    parallel = [False]
+    if "s" in model.inputs.split() and any(axes.get(axis, 1) > 1 for axis in TENSOR):
+        parallel = [space.sequence_parallel] if space.sequence_parallel is not None else [False, True]
     attends = any(layer.attends for _, layer in model.layers)
     blocks = any("/" in name for name, _ in model.layers)
     recompute = [space.recompute] if space.recompute else ["none"] + ["attention"] * attends + ["block"] * blocks
     for m in micro:
         if batch_size // m < cut:
             continue
-        for schedule, chunks in _schedules(space, pipe, m, len(model.layers)):
-            for zero in zeros:
-                for sequence in parallel if tokens and any(axes.get(axis, 1) > 1 for axis in TENSOR) else [False]:
-                    for again in recompute:
-                        yield Candidate(
-                            tuple(axes.items()),
-                            batch_size,
-                            m,
-                            zero,
-                            sequence,
-                            None,
-                            schedule,
-                            chunks,
-                            again,
-                            space.stages,
-                        )
+        schedules = _schedules(space, pipe, m, len(model.layers))
+        for (schedule, chunks), zero, sequence, again in product(schedules, zeros, parallel, recompute):
+            yield Candidate(
+                tuple(axes.items()),
+                batch_size,
+                m,
+                zero,
+                sequence,
+                schedule=schedule,
+                chunks=chunks,
+                recompute=again,
+                stages=space.stages,
+            )
 
 
 def micro_batch_numbers(batch_size: int, cut: int, pipe: int) -> list[int]:
