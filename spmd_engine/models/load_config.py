@@ -79,7 +79,7 @@ def is_description(name: str) -> bool:
     return name.endswith((".toml", ".json"))
 
 
-def shape_at(path: str | Path) -> DecoderConfig:
+def load_config(path: str | Path) -> DecoderConfig:
     """What is there: a folder with ``config.json``, or a GGUF file. Raises CheckpointError."""
     from spmd_engine.formats.gguf import read_gguf
     from spmd_engine.formats.huggingface import CONFIG, read_json
@@ -96,7 +96,7 @@ def shape_at(path: str | Path) -> DecoderConfig:
 
 def read_shape(path: str | Path) -> DecoderConfig:
     """``load_config``, with a warning of fields that are not heeded."""
-    shape = shape_at(path)
+    shape = load_config(path)
     warn_not_heeded(str(path), not_understood(path))
     return shape
 
@@ -104,7 +104,7 @@ def read_shape(path: str | Path) -> DecoderConfig:
 def warn_not_heeded(where: str, fields: list[str]) -> None:
     """Say in the log which fields are not known."""
     if fields:
-        logger.warning("%s: not known here, and not heeded: %s", where, ", ".join(fields))
+        logger.warning("%s: unknown fields, ignored: %s", where, ", ".join(fields))
 
 
 def not_understood(path: str | Path) -> list[str]:

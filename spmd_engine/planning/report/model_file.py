@@ -15,8 +15,8 @@ from spmd_engine.models.hf.read_config import read_config
 from spmd_engine.models.load_config import (
     is_description,
     is_path,
+    load_config,
     located,
-    shape_at,
     short_name,
     warn_not_heeded,
 )
@@ -51,7 +51,7 @@ def _read(name: str, method: str, recut_after: int | None) -> tuple[Model, str]:
     if path.suffix == ".json" or (path / "config.json").is_file():
         return _of_config(path if path.suffix == ".json" else path / "config.json", method)
     if path.suffix == ".gguf":
-        shape = shape_at(path)
+        shape = load_config(path)
         return decoder(shape, path.stem, context_method=method), shape.family
     if path.suffix != ".toml":
         raise UsageError(f"unknown model {name!r}; {one_of(name, MODELS)}, or give a .toml file or a config.json")
