@@ -54,7 +54,7 @@ _GGUF: Modules = {
     "mlp/norm_after": "post_ffw_norm", "router": "ffn_gate_inp.weight", "experts/gate": "ffn_gate_exps.weight",
     "experts/up": "ffn_up_exps.weight", "experts/down": "ffn_down_exps.weight", "shared/gate": "ffn_gate_shexp.weight",
     "shared/up": "ffn_up_shexp.weight", "shared/down": "ffn_down_shexp.weight",
-    "shared_gate": "ffn_gate_inp_shexp.weight",
+    "shared_gate": "ffn_gate_inp_shexp.weight"
 }  # fmt: skip
 
 
@@ -81,12 +81,7 @@ def gguf_weight_map(shape: DecoderConfig) -> WeightMap:
 
 
 def _tensors(
-    shape: DecoderConfig,
-    modules: Modules,
-    pairs: str,
-    norm_pairs: str,
-    offset: float = 0.0,
-    transposed: bool = False,
+    shape: DecoderConfig, modules: Modules, pairs: str, norm_pairs: str, offset: float = 0.0, transposed: bool = False
 ) -> WeightMap:
     """All parameters by the names of modules; ``pairs`` are those of queries and keys, where rows are reordered."""
     shared_heads = shape.heads // (shape.key_value_heads or shape.heads)

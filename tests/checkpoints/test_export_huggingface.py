@@ -78,10 +78,11 @@ def test_a_folder_that_holds_weights_is_left_alone(tmp_path):
     assert not list((tmp_path / "other").iterdir())
 
 
-def test_neighbours_that_are_paired_become_halves(tmp_path):
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])  # of the latter, queries and keys are rows of one tensor
+def test_neighbours_that_are_paired_become_halves(family, tmp_path):
     """The format has no word for the other pairs: what is read again computes the same with halves."""
     shape = DecoderConfig(
-        family="qwen3",
+        family=family,
         layers=1,
         width=12,
         heads=6,
@@ -89,7 +90,7 @@ def test_neighbours_that_are_paired_become_halves(tmp_path):
         head_width=6,
         hidden=10,
         vocabulary=13,
-        query_key_norm=True,
+        query_key_norm=family == "qwen3",
         rotary=RotaryOptions(pairs="neighbours"),
     )
     tokens = np.random.default_rng(0).integers(0, 13, (2, 70))

@@ -89,7 +89,7 @@ def test_what_is_said_twice_alike_or_does_no_harm(copied, values):
     [
         ("llama", {"rope_theta": 10000.0}, "rope_theta is 10000.0, but 500.0 in"),
         ("glm", {"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25, but 0.5 in"),
-        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "differ; leave the wrong one out"),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "differ; remove the wrong one"),
         ("llama", {"vocab_size": 24}, r"is \[23, 12\], but the model's configuration says \[24, 12\]"),
         ("llama", {"rope_theta": "big"}, "config.json"),
     ],

@@ -2,20 +2,8 @@
 
 from typing import Any
 
-from spmd_engine.models.families.family import (
-    ATTENTION_BIAS,
-    GROUPED,
-    LLAMA_MODULES,
-    SILU,
-    SIZES,
-    TIED,
-    Config,
-    Family,
-    Gguf,
-    Rope,
-    SlidingWindow,
-    check_required,
-)
+from spmd_engine.models.families import family
+from spmd_engine.models.families.family import Config, Family, Gguf, Rope, SlidingWindow
 
 _LOGIT_SCALE = 0.0625  # the default
 
@@ -26,7 +14,7 @@ def _read(config: Config, shape: Any) -> Any:
 
 def _read_cohere2(config: Config, shape: Any) -> Any:
     every = config.get("sliding_window_pattern") or 4
-    check_required("layer_switch", config.get("layer_switch", every), every)
+    family.check_required("layer_switch", config.get("layer_switch", every), every)
     return _read(config, shape)
 
 
@@ -38,8 +26,10 @@ def _read_gguf(facts: Config, tensors: Any, shape: Any) -> Any:
     return shape.changed(logits_divisor=1 / facts["logit_scale"])
 
 
-_FIELDS = SIZES | TIED | SILU | GROUPED | ATTENTION_BIAS | {"context": ("max_position_embeddings", 8192)}
-_MODULES = LLAMA_MODULES | {"block/norm": "input_layernorm"}
+_FIELDS = (
+    family.SIZES | family.TIED | family.SILU | family.GROUPED | family.ATTENTION_BIAS | family.defaults(context=8192)
+)
+_MODULES = family.LLAMA_MODULES | {"block/norm": "input_layernorm"}
 _CONSTANTS = {"norm": "layer-scale", "parallel": "one-norm"}
 COHERE = Family(
     "cohere",
@@ -60,18 +50,18 @@ COHERE2 = Family(
     "cohere2",
     "Cohere2ForCausalLM",
     "a Cohere with rotary positions in the layers that see a window, and none in the others",
-    _FIELDS | {"head_width": ("head_dim", 0)},
+    _FIELDS | family.defaults(head_width=0),
     _MODULES,
     _CONSTANTS,
     also_read=("logits_divisor",),
     required={
         "use_qk_norm": False, "position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "use_gated_activation": True,
-        "order_of_interleaved_layers": "local_attn_first", "use_parallel_block": True, "use_embedding_sharing": True,
+        "order_of_interleaved_layers": "local_attn_first", "use_parallel_block": True, "use_embedding_sharing": True
     },
     ignored=("use_parallel_embedding",),
     rope=Rope(pairs="neighbours"),
     windows=SlidingWindow(4096, every=4, pattern=True, rotary_only="always"),
     read=_read_cohere2,
     write=_write,
-    gguf=Gguf("cohere2", window=4096, read=_read_gguf),
+    gguf=Gguf("cohere2", window=4096, read=_read_gguf)
 )  # fmt: skip

@@ -47,13 +47,13 @@ FALCON = Family(
     | {
         "hidden": ("ffn_hidden_size", 0),
         "epsilon": ("layer_norm_epsilon", 1e-5),
-        "activation": ("activation", "gelu"),
+        "activation": ("activation", "gelu")
     },
     {
         "": "transformer.", "embedding": "word_embeddings", "norm": "ln_f", "block": "h.",
         "block/norm": "input_layernorm", "attention/norm": "ln_attn", "mlp/norm": "ln_mlp",
         "grouped": "self_attention.query_key_value", "output": "self_attention.dense", "w0": "mlp.dense_h_to_4h",
-        "w1": "mlp.dense_4h_to_h",
+        "w1": "mlp.dense_4h_to_h"
     },
     {"norm": "layer", "gated": False, "parallel": "one-norm", "activation": "gelu-erf"},
     also_read=("key_value_heads", "parallel"),
@@ -61,5 +61,5 @@ FALCON = Family(
     rope=Rope(),
     read=_read,
     write=_write,
-    gguf=Gguf("falcon", modules={"attention/norm": "attn_norm_2", "mlp/norm": "attn_norm"}, read=_read_gguf),
+    gguf=Gguf("falcon", modules={"attention/norm": "attn_norm_2", "mlp/norm": "attn_norm"}, read=_read_gguf)
 )  # fmt: skip

@@ -138,6 +138,12 @@ def same(name: str, *own: str, default: Any = False) -> dict[str, tuple[str, Any
     return dict.fromkeys(own, (name, default))
 
 
+def defaults(**values: Any) -> ConfigFields:
+    """Other defaults of fields that a Llama has: context, epsilon, key_value_heads and head_width."""
+    names = {"context": "max_position_embeddings", "epsilon": "rms_norm_eps", "key_value_heads": "num_key_value_heads"}
+    return {own: (names.get(own, "head_dim"), value) for own, value in values.items()}
+
+
 # --- what many families share
 
 SIZES: ConfigFields = {
@@ -159,17 +165,17 @@ MLP_BIAS = same("mlp_bias", "perceptron_bias")
 
 ATTENTION: Modules = {
     "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj", "output": "self_attn.o_proj",
-    "query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm",
+    "query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"
 }  # fmt: skip
 #: A Llama's modules, but for its perceptron.
 LLAMA_ATTENTION: Modules = ATTENTION | {
     "": "model.", "embedding": "embed_tokens", "norm": "norm", "block": "layers.",
-    "attention/norm": "input_layernorm", "mlp/norm": "post_attention_layernorm",
+    "attention/norm": "input_layernorm", "mlp/norm": "post_attention_layernorm"
 }  # fmt: skip
 LLAMA_MODULES: Modules = LLAMA_ATTENTION | {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
 UNGATED_MODULES: Modules = LLAMA_ATTENTION | {"w0": "mlp.up_proj", "w1": "mlp.down_proj"}
 NORMS_AFTER: Modules = {
     "attention/norm_after": "post_attention_layernorm", "mlp/norm": "pre_feedforward_layernorm",
-    "mlp/norm_after": "post_feedforward_layernorm",
+    "mlp/norm_after": "post_feedforward_layernorm"
 }  # fmt: skip
 GPT_CONSTANTS = {"norm": "layer", "gated": False, "activation": "gelu", "perceptron_bias": True}  #: layer norms, GELU

@@ -4,19 +4,8 @@ from math import sqrt
 from typing import Any
 
 from spmd_engine.errors import UsageError
-from spmd_engine.models.families.family import (
-    ATTENTION_BIAS,
-    GROUPED,
-    LLAMA_MODULES,
-    NORMS_AFTER,
-    SIZES,
-    TIED,
-    Config,
-    Family,
-    Gguf,
-    Rope,
-    SlidingWindow,
-)
+from spmd_engine.models.families import family
+from spmd_engine.models.families.family import Config, Family, Gguf, Rope, SlidingWindow
 
 _GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu")  # in the first configs, the last meant the others
 
@@ -51,16 +40,20 @@ def _read_gguf(facts: Config, tensors: Any, shape: Any) -> Any:
     return shape.changed(attention_scale=(shape.width // shape.heads if large else shape.head_width) ** -0.5)
 
 
-_FIELDS = SIZES | TIED | GROUPED | ATTENTION_BIAS | {
-    "context": ("max_position_embeddings", 8192), "epsilon": ("rms_norm_eps", 1e-6), "head_width": ("head_dim", 256),
-}  # fmt: skip
+_FIELDS = (
+    family.SIZES
+    | family.TIED
+    | family.GROUPED
+    | family.ATTENTION_BIAS
+    | family.defaults(context=8192, epsilon=1e-6, head_width=256)
+)
 _CONSTANTS = {"activation": "gelu"}
 GEMMA = Family(
     "gemma",
     "GemmaForCausalLM",
     "GELU gates, scaled embeddings, scales of norms that are stored less 1",
     _FIELDS,
-    LLAMA_MODULES,
+    family.LLAMA_MODULES,
     _CONSTANTS,
     scaled_embedding=True,
     scale_offset=1.0,
@@ -74,7 +67,7 @@ GEMMA2 = Family(
     "Gemma2ForCausalLM",
     "a Gemma with norms after branches, too, windows, `query_pre_attn_scalar`, soft caps of scores and logits",
     _FIELDS | {"attention_cap": ("attn_logit_softcapping", 50.0), "logits_cap": ("final_logit_softcapping", 30.0)},
-    LLAMA_MODULES | NORMS_AFTER,
+    family.LLAMA_MODULES | family.NORMS_AFTER,
     _CONSTANTS | {"norms": "both"},
     scaled_embedding=True,
     scale_offset=1.0,
@@ -95,8 +88,8 @@ GEMMA3_TEXT = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
     "a Gemma 2 without caps, with norms of queries and keys, and rotary positions of their own in windows",
-    _FIELDS | {"context": ("max_position_embeddings", 131072)},
-    LLAMA_MODULES | NORMS_AFTER,
+    _FIELDS | family.defaults(context=131072),
+    family.LLAMA_MODULES | family.NORMS_AFTER,
     _CONSTANTS | {"norms": "both", "query_key_norm": True},
     scaled_embedding=True,
     scale_offset=1.0,
@@ -109,8 +102,8 @@ GEMMA3_TEXT = Family(
     multimodal={
         "gemma3": {
             "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-            "num_attention_heads": 8, "num_key_value_heads": 4,
+            "num_attention_heads": 8, "num_key_value_heads": 4
         }
     },
-    gguf=Gguf("gemma3", values={"logits_cap": "final_logit_softcapping"}, window=0, read=_read_gguf),
+    gguf=Gguf("gemma3", values={"logits_cap": "final_logit_softcapping"}, window=0, read=_read_gguf)
 )  # fmt: skip

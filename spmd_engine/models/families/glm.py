@@ -5,7 +5,7 @@ from spmd_engine.models.families.family import LLAMA_ATTENTION, RMS, Family, Ggu
 _FIELDS = RMS | {
     "key_value_heads": ("num_key_value_heads", 2), "head_width": ("head_dim", 128),
     "context": ("max_position_embeddings", 131072), "epsilon": ("rms_norm_eps", 1.5625e-7),
-    "bias": ("attention_bias", True),
+    "bias": ("attention_bias", True)
 }  # fmt: skip
 _MODULES = LLAMA_ATTENTION | {"gate_up": "mlp.gate_up_proj", "down": "mlp.down_proj"}
 _ROPE = Rope(part=0.5, pairs="neighbours")

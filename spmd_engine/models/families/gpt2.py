@@ -6,11 +6,11 @@ from spmd_engine.models.families.family import GPT_CONSTANTS, TIED, Family, Gguf
 
 GPT2_FIELDS = TIED | {
     "layers": ("n_layer", None), "width": ("n_embd", None), "heads": ("n_head", None), "hidden": ("n_inner", 0),
-    "vocabulary": ("vocab_size", None), "context": ("n_positions", 1024), "epsilon": ("layer_norm_epsilon", 1e-5),
+    "vocabulary": ("vocab_size", None), "context": ("n_positions", 1024), "epsilon": ("layer_norm_epsilon", 1e-5)
 }  # fmt: skip
 GPT2_MODULES = {
     "": "transformer.", "embedding": "wte", "positions": "wpe", "norm": "ln_f", "block": "h.",
-    "attention/norm": "ln_1", "output": "attn.c_proj", "mlp/norm": "ln_2", "w0": "mlp.c_fc", "w1": "mlp.c_proj",
+    "attention/norm": "ln_1", "output": "attn.c_proj", "mlp/norm": "ln_2", "w0": "mlp.c_fc", "w1": "mlp.c_proj"
 }  # fmt: skip
 
 

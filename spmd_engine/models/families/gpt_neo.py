@@ -5,16 +5,8 @@ from typing import Any
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.rotary import RotaryOptions
 from spmd_engine.models.block_numbers import as_text
-from spmd_engine.models.families.family import (
-    GPT_CONSTANTS,
-    SIZES,
-    TIED,
-    Config,
-    Family,
-    Gguf,
-    Rope,
-    same,
-)
+from spmd_engine.models.families import family
+from spmd_engine.models.families.family import Config, Family, Gguf, Rope
 from spmd_engine.models.families.gpt2 import GPT2_FIELDS, GPT2_MODULES
 
 
@@ -42,8 +34,8 @@ GPT_NEO = Family(
     "gpt_neo",
     "GPTNeoForCausalLM",
     "learned positions, layer norms, windows in `local` layers",
-    SIZES
-    | TIED
+    family.SIZES
+    | family.TIED
     | {
         "layers": ("num_layers", None),
         "heads": ("num_heads", None),
@@ -58,7 +50,7 @@ GPT_NEO = Family(
         "value": "attn.attention.v_proj",
         "output": "attn.attention.out_proj",
     },
-    GPT_CONSTANTS | {"output_bias": True, "learned": True, "attention_scale": 1.0},
+    family.GPT_CONSTANTS | {"output_bias": True, "learned": True, "attention_scale": 1.0},
     also_read=("window", "windowed"),
     rope=None,
     read=_read_neo,
@@ -90,19 +82,21 @@ GPT_NEOX = Family(
     "gpt_neox",
     "GPTNeoXForCausalLM",
     "(Pythia) layer norms, rotary positions of a part of each head, attention and perceptron side by side",
-    SIZES | same("attention_bias", "bias", "output_bias", default=True) | {"activation": ("hidden_act", "gelu")},
+    family.SIZES
+    | family.same("attention_bias", "bias", "output_bias", default=True)
+    | {"activation": ("hidden_act", "gelu")},
     {
         "": "gpt_neox.", "embedding": "embed_in", "norm": "final_layer_norm", "head": ("embed_out", "lm_head"),
         "block": "layers.", "attention/norm": "input_layernorm", "grouped": "attention.query_key_value",
         "output": "attention.dense", "mlp/norm": "post_attention_layernorm", "w0": "mlp.dense_h_to_4h",
-        "w1": "mlp.dense_4h_to_h",
+        "w1": "mlp.dense_4h_to_h"
     },
-    GPT_CONSTANTS,
+    family.GPT_CONSTANTS,
     also_read=("parallel",),
     rope=Rope(part=0.25, theta_field="rotary_emb_base", part_field="rotary_pct"),
     read=read_parallel,
     write=write_parallel,
-    gguf=Gguf("gptneox", read=_read_neox_gguf),
+    gguf=Gguf("gptneox", read=_read_neox_gguf)
 )  # fmt: skip
 
 
@@ -124,15 +118,15 @@ GPTJ = Family(
     | {
         "context": ("n_positions", 2048),
         "tied": ("tie_word_embeddings", False),
-        "activation": ("activation_function", "gelu_new"),
+        "activation": ("activation_function", "gelu_new")
     },
     {
         "": "transformer.", "embedding": "wte", "norm": "ln_f", "block": "h.", "block/norm": "ln_1",
         "query": "attn.q_proj", "key": "attn.k_proj", "value": "attn.v_proj", "output": "attn.out_proj",
-        "w0": "mlp.fc_in", "w1": "mlp.fc_out",
+        "w0": "mlp.fc_in", "w1": "mlp.fc_out"
     },
-    GPT_CONSTANTS | {"parallel": "one-norm", "head_bias": True},
+    family.GPT_CONSTANTS | {"parallel": "one-norm", "head_bias": True},
     required={"rotary": True},
     rope=Rope(part=1.0, pairs="neighbours", described=False, read=_rotary_gptj),
-    write=_write_gptj,
+    write=_write_gptj
 )  # fmt: skip

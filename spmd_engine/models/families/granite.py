@@ -4,35 +4,25 @@ from typing import Any
 
 from spmd_engine.errors import UsageError
 from spmd_engine.models.block_numbers import as_text
-from spmd_engine.models.families.family import (
-    ATTENTION_BIAS,
-    LLAMA_ATTENTION,
-    LLAMA_MODULES,
-    MLP_BIAS,
-    RMS,
-    Config,
-    Experts,
-    Family,
-    Gguf,
-    check_required,
-)
+from spmd_engine.models.families import family
+from spmd_engine.models.families.family import Config, Experts, Family, Gguf
 
-_FIELDS = RMS | ATTENTION_BIAS | {
+_FIELDS = family.RMS | family.ATTENTION_BIAS | {
     "epsilon": ("rms_norm_eps", 1e-6), "embedding_scale": ("embedding_multiplier", 1.0),
     "residual_scale": ("residual_multiplier", 1.0), "attention_scale": ("attention_multiplier", 1.0),
-    "logits_divisor": ("logits_scaling", 1.0),
+    "logits_divisor": ("logits_scaling", 1.0)
 }  # fmt: skip
 _GGUF_VALUES = {
     "embedding_scale": "embedding_scale", "residual_scale": "residual_scale", "attention_scale": "attention.scale",
-    "logits_divisor": "logit_scale",
+    "logits_divisor": "logit_scale"
 }  # fmt: skip
 _GRANITE3 = {"rope.scaling.finetuned": True}  # Granite 4 has no positions
 GRANITE = Family(
     "granite",
     "GraniteForCausalLM",
     "a Llama with `embedding_multiplier`, `residual_multiplier`, `attention_multiplier`, `logits_scaling`",
-    _FIELDS | MLP_BIAS,
-    LLAMA_MODULES,
+    _FIELDS | family.MLP_BIAS,
+    family.LLAMA_MODULES,
     gguf=Gguf("granite", reordered=True, values=_GGUF_VALUES, needed=("logit_scale",), required=_GRANITE3),
 )
 GRANITEMOE = Family(
@@ -40,7 +30,7 @@ GRANITEMOE = Family(
     "GraniteMoeForCausalLM",
     "a Granite with experts, of which each layer keeps all in two tensors",
     _FIELDS,
-    LLAMA_ATTENTION
+    family.LLAMA_ATTENTION
     | {
         "router": ("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"),
         "experts/gate_up": ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
@@ -53,7 +43,7 @@ GRANITEMOE = Family(
 
 def _read_hybrid(config: Config, shape: Any) -> Any:
     """Without Mamba layers and experts; rotary positions in all layers, or in none."""
-    check_required("num_local_experts", config.get("num_local_experts", 8), 0)
+    family.check_required("num_local_experts", config.get("num_local_experts", 8), 0)
     for name in config:
         if name.startswith(("mamba_", "time_step_")):
             config.get(name)
@@ -63,7 +53,7 @@ def _read_hybrid(config: Config, shape: Any) -> Any:
     positions = config.get("position_embedding_type") or "nope"
     if positions == "rope":
         return shape
-    check_required("position_embedding_type", positions, "nope")
+    family.check_required("position_embedding_type", positions, "nope")
     return shape.changed(unturned=as_text(range(shape.layers)))
 
 
@@ -83,7 +73,7 @@ GRANITEMOEHYBRID = Family(
     "GraniteMoeHybridForCausalLM",
     "Granite 4 without Mamba and experts (`micro`, `350m`, `1b`)",
     _FIELDS | {"hidden": ("shared_intermediate_size", 1024)},
-    LLAMA_ATTENTION | {"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
+    family.LLAMA_ATTENTION | {"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
     also_read=("unturned",),
     required={"normalization_function": "rmsnorm"},
     ignored=("layers_block_type", "intermediate_size", "num_experts_per_tok", "init_method"),

@@ -2,19 +2,20 @@
 
 from typing import Any
 
+from spmd_engine.models.families import family
 from spmd_engine.models.families.family import LLAMA_MODULES, RMS, Config, Family, Gguf, check_required, same
 
 INTERNLM2 = Family(
     "internlm2",
     "InternLM2ForCausalLM",
     "a Llama under other names; transformers does not have it, so the tests compare it with that Llama",
-    RMS | same("bias", "bias", "output_bias", default=True) | {"epsilon": ("rms_norm_eps", 1e-6)},
+    RMS | same("bias", "bias", "output_bias", default=True) | family.defaults(epsilon=1e-6),
     {
         "": "model.", "embedding": "tok_embeddings", "norm": "norm", "head": ("output", "lm_head"), "block": "layers.",
         "attention/norm": "attention_norm", "grouped": "attention.wqkv", "output": "attention.wo",
-        "mlp/norm": "ffn_norm", "gate": "feed_forward.w1", "up": "feed_forward.w3", "down": "feed_forward.w2",
+        "mlp/norm": "ffn_norm", "gate": "feed_forward.w1", "up": "feed_forward.w3", "down": "feed_forward.w2"
     },
-    gguf=Gguf("internlm2", reordered=True),
+    gguf=Gguf("internlm2", reordered=True)
 )  # fmt: skip
 
 
@@ -31,11 +32,7 @@ INTERNLM3 = Family(
     "a Llama with biases everywhere or nowhere",
     RMS
     | same("qkv_bias", "bias", "output_bias", "perceptron_bias")
-    | {
-        "context": ("max_position_embeddings", 32768),
-        "key_value_heads": ("num_key_value_heads", 2),
-        "head_width": ("head_dim", 128),
-    },
+    | family.defaults(context=32768, key_value_heads=2, head_width=128),
     LLAMA_MODULES,
     ignored=("bias",),
     read=_read3,

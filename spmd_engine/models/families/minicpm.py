@@ -3,6 +3,7 @@
 from math import sqrt
 from typing import Any
 
+from spmd_engine.models.families import family
 from spmd_engine.models.families.family import ATTENTION_BIAS, LLAMA_MODULES, RMS, TIED, Config, Family, Gguf
 
 
@@ -28,7 +29,7 @@ MINICPM = Family(
     "minicpm",
     "MiniCPMForCausalLM",
     "a Granite with other fields; transformers does not have it, so the tests compare it with that Granite",
-    RMS | TIED | ATTENTION_BIAS | {"context": ("max_position_embeddings", 32768), "epsilon": ("rms_norm_eps", 1e-6)},
+    RMS | TIED | ATTENTION_BIAS | family.defaults(context=32768, epsilon=1e-6),
     LLAMA_MODULES,
     also_read=tuple(_FACTORS),
     ignored=("mup_denominator",),  # of its training

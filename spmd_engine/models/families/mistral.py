@@ -2,49 +2,40 @@
 
 from typing import Any
 
-from spmd_engine.models.families.family import (
-    LLAMA_ATTENTION,
-    LLAMA_MODULES,
-    RMS,
-    Config,
-    Experts,
-    Family,
-    Gguf,
-    Rope,
-    SlidingWindow,
-)
+from spmd_engine.models.families import family
+from spmd_engine.models.families.family import Config, Experts, Family, Gguf, Rope, SlidingWindow
 
-_FIELDS = RMS | {"context": ("max_position_embeddings", 131072), "epsilon": ("rms_norm_eps", 1e-6)}
+_FIELDS = family.RMS | family.defaults(context=131072, epsilon=1e-6)
 MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
     "a Llama with `sliding_window`",
     _FIELDS,
-    LLAMA_MODULES,
+    family.LLAMA_MODULES,
     windows=SlidingWindow(4096, listed=False),
     multimodal={
         "mistral3": {
             "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40,
             "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
-            "sliding_window": None,
+            "sliding_window": None
         }
     },
-    gguf=Gguf("mistral3", reordered=True),
+    gguf=Gguf("mistral3", reordered=True)
 )  # fmt: skip
 MINISTRAL = Family(
     "ministral",
     "MinistralForCausalLM",
     "a Llama with windows (`layer_types`)",
-    _FIELDS | {"key_value_heads": ("num_key_value_heads", 8)},
-    LLAMA_MODULES,
+    _FIELDS | family.defaults(key_value_heads=8),
+    family.LLAMA_MODULES,
     windows=SlidingWindow(4096),
 )
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
     "[experts](experts.md): softmax over all, the best k, whose weights sum to 1",
-    _FIELDS | {"epsilon": ("rms_norm_eps", 1e-5)},
-    LLAMA_ATTENTION
+    _FIELDS | family.defaults(epsilon=1e-5),
+    family.LLAMA_ATTENTION
     | {
         "router": ("block_sparse_moe.gate.weight", "mlp.gate.weight"),
         "expert/gate": "block_sparse_moe.experts.{}.w1.weight",
@@ -81,13 +72,8 @@ MINISTRAL3 = Family(
     "ministral3",
     "Ministral3ForCausalLM",
     "a Llama with `yarn` positions, up to `original_max_position_embeddings`: beyond it queries have a factor",
-    RMS
-    | {
-        "context": ("max_position_embeddings", 262144),
-        "key_value_heads": ("num_key_value_heads", 8),
-        "head_width": ("head_dim", 128),
-    },
-    LLAMA_MODULES,
+    family.RMS | family.defaults(context=262144, key_value_heads=8, head_width=128),
+    family.LLAMA_MODULES,
     required={"sliding_window": None},
     rope=Rope(1e6, ignored=("llama_4_scaling_beta", "max_position_embeddings")),
     read=_read_ministral3,

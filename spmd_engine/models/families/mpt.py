@@ -57,12 +57,12 @@ MPT = Family(
         "heads": ("n_heads", None),
         "vocabulary": ("vocab_size", None),
         "context": ("max_seq_len", 2048),
-        "epsilon": ("layer_norm_epsilon", 1e-5),
+        "epsilon": ("layer_norm_epsilon", 1e-5)
     },
     {
         "": "transformer.", "embedding": "wte", "norm": "norm_f", "block": "blocks.", "attention/norm": "norm_1",
         "stacked": "attn.Wqkv", "output": "attn.out_proj", "mlp/norm": "norm_2", "w0": "ffn.up_proj",
-        "w1": "ffn.down_proj",
+        "w1": "ffn.down_proj"
     },
     {"norm": "layer-scale", "gated": False, "activation": "gelu-erf", "alibi": 8.0},
     also_read=("hidden", "alibi", "attention_scale"),
@@ -71,5 +71,5 @@ MPT = Family(
     rope=None,
     read=_read,
     write=_write,
-    gguf=Gguf("mpt", values={"alibi": "attention.max_alibi_bias"}, read=_read_gguf),
+    gguf=Gguf("mpt", values={"alibi": "attention.max_alibi_bias"}, read=_read_gguf)
 )  # fmt: skip

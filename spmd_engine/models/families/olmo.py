@@ -1,27 +1,19 @@
 """OLMo 1 to 3, and OLMoE."""
 
-from spmd_engine.models.families.family import (
-    ATTENTION_BIAS,
-    GROUPED,
-    LLAMA_MODULES,
-    NORMS_AFTER,
-    RMS,
-    SILU,
-    SIZES,
-    Experts,
-    Family,
-    Gguf,
-    Rope,
-    SlidingWindow,
-)
+from spmd_engine.models.families import family
+from spmd_engine.models.families.family import Experts, Family, Gguf, Rope, SlidingWindow
 
 _NORMALISED = {"query_key_norm": True, "norm_together": True}
 OLMO = Family(
     "olmo",
     "OlmoForCausalLM",
     "a Llama whose norms have neither scale nor shift; `clip_qkv` is refused",
-    {own: names for own, names in (SIZES | SILU | GROUPED | ATTENTION_BIAS).items() if own != "epsilon"},
-    LLAMA_MODULES,
+    {
+        own: names
+        for own, names in (family.SIZES | family.SILU | family.GROUPED | family.ATTENTION_BIAS).items()
+        if own != "epsilon"
+    },
+    family.LLAMA_MODULES,
     {"norm": "layer-plain", "epsilon": 1e-5},
     gguf=Gguf("olmo", reordered=True),
 )
@@ -29,8 +21,8 @@ OLMO2 = Family(
     "olmo2",
     "Olmo2ForCausalLM",
     "norms after branches alone, and of whole queries and keys",
-    RMS | ATTENTION_BIAS,
-    LLAMA_MODULES | NORMS_AFTER,
+    family.RMS | family.ATTENTION_BIAS,
+    family.LLAMA_MODULES | family.NORMS_AFTER,
     _NORMALISED | {"norms": "after"},
     gguf=Gguf("olmo2"),
 )
@@ -38,8 +30,8 @@ OLMO3 = Family(
     "olmo3",
     "Olmo3ForCausalLM",
     "an OLMo 2 with windows, and rotary positions of their own in them",
-    RMS | ATTENTION_BIAS,
-    LLAMA_MODULES | NORMS_AFTER,
+    family.RMS | family.ATTENTION_BIAS,
+    family.LLAMA_MODULES | family.NORMS_AFTER,
     _NORMALISED | {"norms": "after"},
     rope=Rope(5e5, in_windows=True),
     windows=SlidingWindow(4096, every=4),
@@ -49,8 +41,8 @@ OLMOE = Family(
     "olmoe",
     "OlmoeForCausalLM",
     "experts, and norms of whole queries and keys, over all heads together",
-    RMS | ATTENTION_BIAS | {"context": ("max_position_embeddings", 4096)},
-    LLAMA_MODULES
+    family.RMS | family.ATTENTION_BIAS | family.defaults(context=4096),
+    family.LLAMA_MODULES
     | {
         "router": "mlp.gate.weight",
         "expert/gate": "mlp.experts.{}.gate_proj.weight",

@@ -21,10 +21,10 @@ OPT = Family(
     | {
         "": "model.", "embedding": "decoder.embed_tokens", "positions": "decoder.embed_positions",
         "norm": "decoder.final_layer_norm", "block": "decoder.layers.", "attention/norm": "self_attn_layer_norm",
-        "output": "self_attn.out_proj", "mlp/norm": "final_layer_norm", "w0": "fc1", "w1": "fc2",
+        "output": "self_attn.out_proj", "mlp/norm": "final_layer_norm", "w0": "fc1", "w1": "fc2"
     },
     GPT_CONSTANTS | {"bias": True, "output_bias": True, "learned": True, "unused_positions": 2, "epsilon": 1e-5},
     rope=None,
     read=_read,
-    write=lambda shape: {"do_layer_norm_before": True, "word_embed_proj_dim": shape.width},
+    write=lambda shape: {"do_layer_norm_before": True, "word_embed_proj_dim": shape.width}
 )  # fmt: skip

@@ -2,16 +2,8 @@
 
 from typing import Any
 
-from spmd_engine.models.families.family import (
-    ATTENTION_BIAS,
-    LLAMA_MODULES,
-    RMS,
-    Config,
-    Experts,
-    Family,
-    Gguf,
-    SlidingWindow,
-)
+from spmd_engine.models.families import family
+from spmd_engine.models.families.family import Config, Experts, Family, Gguf, SlidingWindow
 
 
 def _from_layer(config: Config, shape: Any, layer: int) -> bool:
@@ -22,9 +14,9 @@ def _even_up_to_layer(config: Config, shape: Any, layer: int) -> bool:
     return layer % 2 == 0 and layer < config.get("max_window_layers", 28)
 
 
-_FIELDS = RMS | {"context": ("max_position_embeddings", 32768), "epsilon": ("rms_norm_eps", 1e-6)}
-_QWEN3_FIELDS = _FIELDS | ATTENTION_BIAS | {"head_width": ("head_dim", 128)}
-_EXPERTS = LLAMA_MODULES | {
+_FIELDS = family.RMS | family.defaults(context=32768, epsilon=1e-6)
+_QWEN3_FIELDS = _FIELDS | family.ATTENTION_BIAS | family.defaults(head_width=128)
+_EXPERTS = family.LLAMA_MODULES | {
     "router": "mlp.gate.weight",
     "expert/gate": "mlp.experts.{}.gate_proj.weight",
     "expert/up": "mlp.experts.{}.up_proj.weight",
@@ -37,7 +29,7 @@ QWEN2 = Family(
     "Qwen2ForCausalLM",
     "a Llama with biases of queries, keys and values",
     _FIELDS,
-    LLAMA_MODULES,
+    family.LLAMA_MODULES,
     {"bias": True},
     windows=SlidingWindow(switch=True, has_window=_from_layer),
     gguf=Gguf("qwen2"),
@@ -47,7 +39,7 @@ QWEN3 = Family(
     "Qwen3ForCausalLM",
     "a Llama with norms of queries and keys, and `head_dim` apart from the width",
     _QWEN3_FIELDS,
-    LLAMA_MODULES,
+    family.LLAMA_MODULES,
     {"query_key_norm": True},
     windows=SlidingWindow(switch=True, has_window=_from_layer),
     gguf=Gguf("qwen3"),

@@ -4,17 +4,8 @@ from typing import Any
 
 from spmd_engine.errors import UsageError
 from spmd_engine.models.block_numbers import as_text
-from spmd_engine.models.families.family import (
-    ATTENTION_BIAS,
-    LLAMA_MODULES,
-    RMS,
-    TIED,
-    Config,
-    Family,
-    Gguf,
-    Rope,
-    SlidingWindow,
-)
+from spmd_engine.models.families import family
+from spmd_engine.models.families.family import Config, Family, Gguf, Rope, SlidingWindow
 
 
 def _read(config: Config, shape: Any) -> Any:
@@ -40,8 +31,8 @@ SMOLLM3 = Family(
     "smollm3",
     "SmolLM3ForCausalLM",
     "a Llama with layers without rotary positions (`no_rope_layers`)",
-    RMS | TIED | ATTENTION_BIAS | {"context": ("max_position_embeddings", 32768), "epsilon": ("rms_norm_eps", 1e-6)},
-    LLAMA_MODULES,
+    family.RMS | family.TIED | family.ATTENTION_BIAS | family.defaults(context=32768, epsilon=1e-6),
+    family.LLAMA_MODULES,
     also_read=("unturned",),
     rope=Rope(2e6),
     windows=SlidingWindow(switch=True, has_window=lambda config, shape, layer: not shape.is_turned(layer)),

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from spmd_engine.models.families import family
 from spmd_engine.models.families.family import GROUPED, LLAMA_MODULES, SILU, SIZES, Config, Family, Gguf, Rope, same
 from spmd_engine.models.families.gpt_neo import read_parallel, write_parallel
 
@@ -16,7 +17,7 @@ STABLELM = Family(
     "StableLmForCausalLM",
     "layer norms, rotary positions of a part of each head; `use_parallel_residual`: attention and perceptron behind "
     "one norm",
-    SIZES | SILU | GROUPED | same("use_qkv_bias", "bias") | {"context": ("max_position_embeddings", 4096)},
+    SIZES | SILU | GROUPED | same("use_qkv_bias", "bias") | family.defaults(context=4096),
     LLAMA_MODULES | {"block/norm": "input_layernorm"},
     {"norm": "layer"},
     also_read=("parallel",),

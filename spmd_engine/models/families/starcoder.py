@@ -3,26 +3,14 @@
 from typing import Any
 
 from spmd_engine.errors import UsageError
-from spmd_engine.models.families.family import (
-    GPT_CONSTANTS,
-    GROUPED,
-    LLAMA_ATTENTION,
-    SIZES,
-    TIED,
-    Config,
-    Family,
-    Gguf,
-    Rope,
-    SlidingWindow,
-    check_required,
-    same,
-)
+from spmd_engine.models.families import family
+from spmd_engine.models.families.family import Config, Family, Gguf, Rope, SlidingWindow
 from spmd_engine.models.families.gpt2 import GPT2_FIELDS, GPT2_MODULES
 
 
 def _read_bigcode(config: Config, shape: Any) -> Any:
     heads = 1 if config.get("multi_query", True) else shape.heads
-    check_required("num_key_value_heads", config.get("num_key_value_heads", heads), heads)
+    family.check_required("num_key_value_heads", config.get("num_key_value_heads", heads), heads)
     return shape.changed(key_value_heads=heads)
 
 
@@ -39,7 +27,7 @@ GPT_BIGCODE = Family(
     "a GPT-2 with one key head for all queries (SantaCoder, StarCoder)",
     GPT2_FIELDS | {"activation": ("activation_function", "gelu_pytorch_tanh")},
     GPT2_MODULES | {"grouped": "attn.c_attn"},
-    GPT_CONSTANTS | {"learned": True, "bias": True, "output_bias": True},
+    family.GPT_CONSTANTS | {"learned": True, "bias": True, "output_bias": True},
     also_read=("key_value_heads",),
     required={"add_cross_attention": False},
     rope=None,
@@ -51,18 +39,18 @@ STARCODER2 = Family(
     "starcoder2",
     "Starcoder2ForCausalLM",
     "layer norms, rotary positions, perceptrons without a gate, biases, a window",
-    SIZES
-    | TIED
-    | GROUPED
-    | same("use_bias", "bias", "output_bias", "perceptron_bias", default=True)
+    family.SIZES
+    | family.TIED
+    | family.GROUPED
+    | family.same("use_bias", "bias", "output_bias", "perceptron_bias", default=True)
     | {
         "key_value_heads": ("num_key_value_heads", 2),
         "context": ("max_position_embeddings", 4096),
         "epsilon": ("norm_epsilon", 1e-5),
         "activation": ("hidden_act", "gelu_pytorch_tanh"),
     },
-    LLAMA_ATTENTION | {"w0": "mlp.c_fc", "w1": "mlp.c_proj"},
-    GPT_CONSTANTS,
+    family.LLAMA_ATTENTION | {"w0": "mlp.c_fc", "w1": "mlp.c_proj"},
+    family.GPT_CONSTANTS,
     required={"norm_type": "layer_norm"},
     ignored=("activation_function", "layer_norm_epsilon"),  # of older programs
     rope=Rope(),

@@ -33,7 +33,7 @@ _WITHOUT_EFFECT: Mapping[str, Any] = {
     "rope.scaling.original_context_length": None, "use_parallel_residual": None, "expert_used_count": None,
     "expert_feed_forward_length": None, "expert_shared_feed_forward_length": None,
     "expert_weights_scale": 1.0, "expert_gating_func": 1, "logit_scale": 1.0, "residual_scale": 1.0,
-    "embedding_scale": 1.0, "rope.scaling.attn_factor": 1.0,
+    "embedding_scale": 1.0, "rope.scaling.attn_factor": 1.0
 }  # fmt: skip
 
 

@@ -20,11 +20,11 @@ MULTIMODAL: Mapping[str, Mapping[str, Any]] = {
 #: Fields beside ``text_config``, about how images become part of a text.
 _IMAGE_FIELDS = (
     "vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index",
-    "projector_hidden_act", "multimodal_projector_bias", "spatial_merge_size", "vision_feature_layer",
+    "projector_hidden_act", "multimodal_projector_bias", "spatial_merge_size", "vision_feature_layer"
 )  # fmt: skip
 #: Prefixes of the text model's tensors, and what they are in a file of it alone; prefixes of tensors for images.
 _PREFIXES = {
-    "model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."
 }  # fmt: skip
 _IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 

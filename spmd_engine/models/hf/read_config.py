@@ -20,11 +20,11 @@ MODEL_TYPES = {family.model_type: family for family in FAMILIES.values()}
 #: Names of activations in configs, and here; the first of those that mean the same is written.
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu",
-    "gelu": "gelu-erf", "relu": "relu", "relu2": "relu-squared",
+    "gelu": "gelu-erf", "relu": "relu", "relu2": "relu-squared"
 }  # fmt: skip
 _WINDOW, _FULL = "sliding_attention", ("full_attention", "attention")
 _BOOLEANS, _FACTORS = ("bias", "output_bias", "perceptron_bias"), (
-    "embedding_scale", "residual_scale", "attention_scale", "logits_divisor",
+    "embedding_scale", "residual_scale", "attention_scale", "logits_divisor"
 )  # fmt: skip
 #: What fields that hold more than one value must be.
 _KINDS = dict.fromkeys(("rope_parameters", "rope_scaling", "attn_config"), (Mapping, "an object")) | dict.fromkeys(

@@ -22,12 +22,12 @@ _FIELDS = {
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": {
         "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-        "mscale_all_dim", "truncate",
+        "mscale_all_dim", "truncate"
     },
     "longrope": {
         "factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor", "short_mscale",
-        "long_mscale",
-    },
+        "long_mscale"
+    }
 }  # fmt: skip
 _ALIASES = {"su": "longrope", "none": "default", None: "default"}
 

@@ -33,7 +33,7 @@ HARMLESS = frozenset((
     "cross_attention_hidden_size", "dropout", "layerdrop", "classifier_dropout", "resid_dropout", "embed_dropout",
     "residual_dropout", "embedding_dropout", "activation_dropout", "init_std", "attention_softmax_in_fp32",
     "_num_labels", "full_attn_mod", "interpolate_factor", "init_device",
-    "scale_attention_softmax_in_fp32", "mlp_type",
+    "scale_attention_softmax_in_fp32", "mlp_type"
 ))  # fmt: skip
 
 #: Fields that change what is computed, and their supported values (None, 0, false and "" aside); those that the record
