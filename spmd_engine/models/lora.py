@@ -58,8 +58,8 @@ class LoRAOptions(Configuration):
             return {name: groups for name, groups in known.items() if not name.startswith(_FUSED)}
         names = list(filter(None, (name.strip() for name in self.targets.split(","))))
         if not names or (unknown := sorted(set(names) - set(known))):
-            said = unknown[0] if names else self.targets
-            raise UsageError(f"targets: {said!r} of a {family} has no adapter here; {one_of(said, known)}")
+            target = unknown[0] if names else self.targets
+            raise UsageError(f"targets: {target!r} of a {family} has no adapter here; {one_of(target, known)}")
         found = {name: known[name] for name in names}
         alone = {each for name in found if not name.startswith(_FUSED) for group in known[name] for each in group}
         for name in found.keys() & _OF_EXPERTS.keys():

@@ -6,7 +6,7 @@ import pytest
 
 from spmd_engine.errors import CheckpointError
 from spmd_engine.models.decoder import decoder
-from spmd_engine.models.load_config import load_config, not_understood
+from spmd_engine.models.load_config import load_config, unknown_fields
 
 LLAMA3 = {
     "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
@@ -105,7 +105,7 @@ def test_they_are_understood(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(REAL[name]))
     shape = load_config(tmp_path)
     assert {field: getattr(shape, field) for field in SHAPES[name]} == SHAPES[name]
-    assert set(not_understood(tmp_path)) <= {
+    assert set(unknown_fields(tmp_path)) <= {
         "cla_share_factor", "class_num", "dense_list", "eod_token_id", "org_vocab_size", "pool_type", "tokenizer_name",
     }  # fmt: skip
 

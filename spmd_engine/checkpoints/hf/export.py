@@ -160,14 +160,14 @@ def _special_tokens(source: str | os.PathLike | None) -> Mapping[str, object]:
         return {}
     if is_gguf(source):
         facts = read_gguf(source).facts
-        said = {name: facts.get(f"tokenizer.ggml.{name.replace('pad_', 'padding_')}") for name in _TOKENS}
+        numbers = {name: facts.get(f"tokenizer.ggml.{name.replace('pad_', 'padding_')}") for name in _TOKENS}
         if len(ends := gguf_ends(facts) if facts.get("tokenizer.ggml.tokens") else ()) > 1:
-            said["eos_token_id"] = list(ends)
-        return {name: number for name, number in said.items() if number is not None}
+            numbers["eos_token_id"] = list(ends)
+        return {name: number for name, number in numbers.items() if number is not None}
     if not Path(source, CONFIG).is_file():
         return {}
-    said = read_json(Path(source, CONFIG))
-    return {name: said[name] for name in _TOKENS if name in said}
+    numbers = read_json(Path(source, CONFIG))
+    return {name: numbers[name] for name in _TOKENS if name in numbers}
 
 
 def _as_json(content: Mapping[str, object]) -> bytes:

@@ -1,4 +1,4 @@
-"""Weights that somebody else has trained, as a mapping of our names to arrays that are read only where sliced."""
+"""Pretrained weights, as a mapping of parameter names to arrays that are read only where they are sliced."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Filled:
         if not _finite(out):
             raise CheckpointError(
                 f"{self.tensor.path}: {self.tensor.name} has values that are infinite or not a number, so {self.name} "
-                "would; fetch it again, or ask who made it"
+                "would; fetch it again, or ask its author"
             )
         return out
 
@@ -62,9 +62,9 @@ def _finite(x: np.ndarray) -> bool:
 class Pretrained(Mapping[str, Sliceable]):
     """The parameters of a decoder by our names, from a folder of Hugging Face's format or a GGUF file.
 
-    ``shape`` is what its configuration says, ``filled`` what of which tensor fills each parameter. That is proven when
-    it is opened, from headers alone: every parameter is filled, and of every tensor everything is used exactly once.
-    Raises CheckpointError for anything else, naming the tensor or the parameter.
+    ``shape`` is its configuration, ``filled`` the part of a tensor that fills each parameter. When it is opened,
+    headers alone prove that every parameter is filled, and that all of every tensor is used exactly once. Raises
+    CheckpointError for anything else, naming the tensor or the parameter.
     """
 
     def __init__(self, path: str | Path) -> None:

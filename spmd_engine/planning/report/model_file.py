@@ -18,7 +18,7 @@ from spmd_engine.models.load_config import (
     load_config,
     located,
     short_name,
-    warn_not_heeded,
+    warn_unknown_fields,
 )
 from spmd_engine.models.lora import LoRAOptions, with_adapters
 from spmd_engine.models.names import MODELS, family_of
@@ -66,7 +66,7 @@ def _read(name: str, method: str, recut_after: int | None) -> tuple[Model, str]:
 
 def _of_config(path: Path, method: str) -> tuple[Model, str]:
     shape, not_heeded = read_config(read_json(path), f"model {path}")
-    warn_not_heeded(str(path), not_heeded)
+    warn_unknown_fields(str(path), not_heeded)
     return decoder(shape, short_name(str(path.parent.resolve())), context_method=method), shape.family
 
 
