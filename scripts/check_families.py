@@ -25,13 +25,14 @@ from spmd_engine.checkpoints.hf.export import export_huggingface
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.cli.bench.measuring import mpiexec
 from spmd_engine.engine.parallel_config import ModelConfig, build_engine
+from spmd_engine.models.families import FAMILIES as RECORDS
 from spmd_engine.models.hf.read_config import shape_of_config
 
 FOLDERS = Path(__file__).resolve().parent.parent / "tests" / "golden" / "decoders"
 FAMILIES = sorted(path.name for path in FOLDERS.iterdir())
 MESHES = {1: "data=1", 2: "model=2", 4: "pipe=2,model=2"}
 OF_EXPERTS = {1: "data=1", 2: "expert=2", 4: "expert=2,model=2"}
-EXPERTS = ("granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+EXPERTS = [record.model_type for record in RECORDS.values() if record.experts is not None]
 VOCABULARY, LENGTH = 300, 72
 PEER = """
 import sys, numpy, torch, transformers

@@ -211,7 +211,10 @@ def test_tables_are_never_written():
 
 
 def test_no_module_level_state_but_that_listed():
-    own_classes = {node.name for file in FILES for node in nodes_of(file) if isinstance(node, ast.ClassDef)}
+    classes = [node for file in FILES for node in nodes_of(file) if isinstance(node, ast.ClassDef)]
+    own_classes = {
+        node.name for node in classes if "frozen=True" not in " ".join(map(ast.unparse, node.decorator_list))
+    }
     state = set()
     for file in FILES:
         for name, value in assignments(tree_of(file)):

@@ -1,4 +1,4 @@
-"""Engines that begin with weights, or adapters, that somebody has trained."""
+"""Engines with pretrained weights or adapters."""
 
 from __future__ import annotations
 

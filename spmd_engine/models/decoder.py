@@ -29,17 +29,10 @@ from spmd_engine.layers.layer import Layer
 from spmd_engine.layers.mlp import ACTIVATIONS
 from spmd_engine.layers.moe.router_options import RouterOptions
 from spmd_engine.models.block_numbers import block_numbers
+from spmd_engine.models.families import FAMILIES
 from spmd_engine.models.gpt import BYTES, GPTSize, gpt, token_loss
 from spmd_engine.models.mixture import Mixture
 from spmd_engine.models.model import Model
-
-FAMILIES = (
-    "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "phi3", "smollm3",
-    "granite", "gemma", "gemma2", "gemma3-text", "olmo2", "olmo3", "gpt-neo", "gpt-neox", "opt", "phi", "stablelm",
-    "starcoder2", "olmo", "cohere", "cohere2", "gptj", "falcon", "granitemoe", "arcee", "seed-oss", "exaone4", "glm",
-    "glm4", "ernie4-5", "helium", "hunyuan-v1-dense", "nemotron", "jais2", "cwm", "ministral", "internlm3", "internlm2",
-    "gpt-bigcode", "bloom", "mpt", "exaone", "minicpm", "granitemoehybrid", "ministral3",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,7 @@ class DecoderConfig(Configuration):
     are named by their numbers, as in "0,5".
     """
 
-    family: str = setting("llama", choices=FAMILIES)
+    family: str = setting("llama", choices=tuple(FAMILIES))
     layers: int = setting(8, least=1, most=10_000)
     width: int = setting(96, least=1, most=1 << 24)  #: d
     heads: int = setting(6, least=1, most=1 << 16)  #: of queries

@@ -1,4 +1,4 @@
-"""The decoder whose weights are at a path, or in the local cache of Hugging Face's hub, by its configuration alone."""
+"""The configuration of a decoder at a path, or in the local cache of Hugging Face's hub."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def _is_hub_name(name: str) -> bool:
 
 def _kept(name: str) -> Path:
     """The folder of a model in the hub's cache, which is where the hub's own library looks."""
-    said = os.environ
-    home = Path(said.get("HF_HOME") or Path(said.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"))
-    cache = Path(said.get("HF_HUB_CACHE") or said.get("HUGGINGFACE_HUB_CACHE") or home / "hub")
+    environment = os.environ
+    home = Path(environment.get("HF_HOME") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"))
+    cache = Path(environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE") or home / "hub")
     return cache.expanduser() / f"{_KEPT}{name.replace('/', '--')}"
 
 
@@ -79,8 +79,8 @@ def is_description(name: str) -> bool:
     return name.endswith((".toml", ".json"))
 
 
-def shape_at(path: str | Path) -> DecoderConfig:
-    """What is there: a folder with ``config.json``, or a GGUF file. Raises CheckpointError."""
+def load_config(path: str | Path) -> DecoderConfig:
+    """The configuration of a folder with ``config.json``, or of a GGUF file. Raises CheckpointError."""
     from spmd_engine.formats.gguf import read_gguf
     from spmd_engine.formats.huggingface import CONFIG, read_json
     from spmd_engine.models.gguf.config import shape_of_gguf
@@ -95,20 +95,20 @@ def shape_at(path: str | Path) -> DecoderConfig:
 
 
 def read_shape(path: str | Path) -> DecoderConfig:
-    """``load_config``, with a warning of fields that are not heeded."""
-    shape = shape_at(path)
-    warn_not_heeded(str(path), not_understood(path))
+    """``load_config``, with a warning of fields that are ignored."""
+    shape = load_config(path)
+    warn_unknown_fields(str(path), unknown_fields(path))
     return shape
 
 
-def warn_not_heeded(where: str, fields: list[str]) -> None:
-    """Say in the log which fields are not known."""
+def warn_unknown_fields(where: str, fields: list[str]) -> None:
+    """Log which fields are unknown."""
     if fields:
-        logger.warning("%s: not known here, and not heeded: %s", where, ", ".join(fields))
+        logger.warning("%s: unknown fields, ignored: %s", where, ", ".join(fields))
 
 
-def not_understood(path: str | Path) -> list[str]:
-    """Fields of what describes the decoder there, of which nothing is known: it is computed as if they were not."""
+def unknown_fields(path: str | Path) -> list[str]:
+    """Unknown fields of the ``config.json`` there, which are ignored."""
     from spmd_engine.formats.huggingface import CONFIG, read_json
     from spmd_engine.models.hf.read_config import read_config
 

@@ -12,65 +12,23 @@ from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import CheckpointError, UsageError, one_of
 from spmd_engine.layers import Layer, Parallel
 from spmd_engine.models.decoder import DecoderConfig, decoder
+from spmd_engine.models.families import FAMILIES
 from spmd_engine.models.model import Model
 
 if TYPE_CHECKING:
-    from spmd_engine.models.hf.tensor_slice import Stored
+    from spmd_engine.models.weight_map import TensorSlice
 
-_THREE = {"q_proj": (("query",),), "k_proj": (("key",),), "v_proj": (("value",),)}
-_ATTENTION = _THREE | {"o_proj": (("output",),)}
-_OF_LLAMA = _ATTENTION | {"gate_proj": (("gate",),), "up_proj": (("up",),), "down_proj": (("down",),)}
+_QKV = ("query", "key", "value")
+#: Modules of a record's ``modules`` that can have an adapter, and the weights here that each holds.
+_ADAPTED = {
+    **dict.fromkeys(("rows", "stacked", "grouped"), _QKV), **{name: (name,) for name in (*_QKV, "output")},
+    "gate_up": ("gate", "up"), **{name: (name,) for name in ("gate", "up", "down", "w0", "w1")},
+    **{f"expert/{name}": (name,) for name in ("gate", "up", "down")},
+}  # fmt: skip
 _GATE_OR_UP = re.compile(r"expert\d+/(gate|up)$")
 _EXPERT, _FUSED = re.compile(r"expert\d+/"), "experts."
 _OF_EXPERTS = {
     f"{_FUSED}gate_up_proj": (("expert/gate", "expert/up"),), f"{_FUSED}down_proj": (("expert/down",),)
-}  # fmt: skip
-#: By family, what others call the modules that can have an adapter, and the weights here that such a module holds: in
-#: groups, which share the a of the module. Each expert has modules of its own; or, as newer programs have it, all
-#: experts of a layer are two tensors, ``experts.`` and what these are called, and adapters are of a part of each.
-_TARGETS: Mapping[str, Mapping[str, tuple[tuple[str, ...], ...]]] = {
-    "gpt2": {"c_attn": (("query", "key", "value"),), "c_fc": (("w0",),), "c_proj": (("output",), ("w1",))},
-    "phi3": {
-        "qkv_proj": (("query", "key", "value"),), "o_proj": (("output",),), "gate_up_proj": (("gate", "up"),),
-        "down_proj": (("down",),),
-    },
-    **dict.fromkeys(("qwen2-moe", "qwen3-moe", "olmoe"), _OF_LLAMA | _OF_EXPERTS),
-    "mixtral": _ATTENTION | _OF_EXPERTS | {"w1": (("gate",),), "w2": (("down",),), "w3": (("up",),)},
-    "granitemoe": _ATTENTION,  # its experts are no modules of their own in any program
-    **dict.fromkeys(("arcee", "nemotron", "jais2"), _ATTENTION | {"up_proj": (("w0",),), "down_proj": (("w1",),)}),
-    "granitemoehybrid": _ATTENTION | {"input_linear": (("gate", "up"),), "output_linear": (("down",),)},
-    **dict.fromkeys(("glm", "glm4"), _ATTENTION | {"gate_up_proj": (("gate", "up"),), "down_proj": (("down",),)}),
-    "gptj": _THREE | {"out_proj": (("output",),), "fc_in": (("w0",),), "fc_out": (("w1",),)},
-    "falcon": {
-        "query_key_value": (("query", "key", "value"),), "dense": (("output",),), "dense_h_to_4h": (("w0",),),
-        "dense_4h_to_h": (("w1",),),
-    },
-    "internlm2": {
-        "wqkv": (("query", "key", "value"),), "wo": (("output",),), "w1": (("gate",),), "w3": (("up",),),
-        "w2": (("down",),),
-    },
-    "bloom": {
-        "query_key_value": (("query", "key", "value"),), "dense": (("output",),), "dense_h_to_4h": (("w0",),),
-        "dense_4h_to_h": (("w1",),),
-    },
-    "mpt": {
-        "Wqkv": (("query", "key", "value"),), "out_proj": (("output",),), "up_proj": (("w0",),),
-        "down_proj": (("w1",),),
-    },
-    "exaone": _THREE | {
-        "out_proj": (("output",),), "c_fc_0": (("gate",),), "c_fc_1": (("up",),), "c_proj": (("down",),),
-    },
-    "gpt-bigcode": {
-        "c_attn": (("query", "key", "value"),), "c_fc": (("w0",),), "c_proj": (("output",), ("w1",)),
-    },
-    "gpt-neo": _THREE | {"out_proj": (("output",),), "c_fc": (("w0",),), "c_proj": (("w1",),)},
-    "gpt-neox": {
-        "query_key_value": (("query", "key", "value"),), "dense": (("output",),), "dense_h_to_4h": (("w0",),),
-        "dense_4h_to_h": (("w1",),),
-    },
-    "opt": _THREE | {"out_proj": (("output",),), "fc1": (("w0",),), "fc2": (("w1",),)},
-    "phi": _THREE | {"dense": (("output",),), "fc1": (("w0",),), "fc2": (("w1",),)},
-    "starcoder2": _ATTENTION | {"c_fc": (("w0",),), "c_proj": (("w1",),)},
 }  # fmt: skip
 _DOUBLED = r".*\.gate_up_proj"  # what PEFT says of it
 #: Fields of ``adapter_config.json`` that change what is computed, and their one value that is computed here.
@@ -108,13 +66,13 @@ class LoRAOptions(Configuration):
 
     def modules(self, family: str) -> dict[str, tuple[tuple[str, ...], ...]]:
         """The targets in a model of this family, and the groups of weights of each; raises UsageError for others."""
-        known = _TARGETS.get(family, _OF_LLAMA)
+        known = _targets(family)
         if self.targets is None:
             return {name: groups for name, groups in known.items() if not name.startswith(_FUSED)}
         names = list(filter(None, (name.strip() for name in self.targets.split(","))))
         if not names or (unknown := sorted(set(names) - set(known))):
-            said = unknown[0] if names else self.targets
-            raise UsageError(f"targets: {said!r} of a {family} has no adapter here; {one_of(said, known)}")
+            target = unknown[0] if names else self.targets
+            raise UsageError(f"targets: {target!r} of a {family} has no adapter here; {one_of(target, known)}")
         found = {name: known[name] for name in names}
         alone = {each for name in found if not name.startswith(_FUSED) for group in known[name] for each in group}
         for name in found.keys() & _OF_EXPERTS.keys():
@@ -143,6 +101,19 @@ class LoRAOptions(Configuration):
         return self.alpha / (sqrt(self.rank) if self.root else self.rank)
 
 
+def _targets(family: str) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """The modules of a family that can have an adapter, by the last part of their names, and the weights that such a
+    module holds: in groups, which share the a of the module. Each expert has modules of its own; or, as newer programs
+    have it, all experts of a layer are two tensors, ``experts.`` and their names, and adapters are of a part of each.
+    """
+    record, targets = FAMILIES[family], {}
+    for name, weights in _ADAPTED.items():
+        if module := record.modules.get(name):
+            own = module.removesuffix(".weight").rpartition(".")[2]
+            targets[own] = tuple(dict.fromkeys((*targets.get(own, ()), weights)))
+    return targets | (_OF_EXPERTS if "expert/gate" in record.modules else {})
+
+
 def with_adapters(model: Model, options: LoRAOptions, family: str) -> Model:
     """The model, all of it frozen, with adapters; raises UsageError for one that has none of the targets."""
     from spmd_engine.layers.low_rank import LowRank
@@ -161,13 +132,13 @@ def with_adapters(model: Model, options: LoRAOptions, family: str) -> Model:
     return replace(model, layers=tuple(layers))
 
 
-def adapter_names(shape: DecoderConfig, options: LoRAOptions) -> Iterator[tuple[str, tuple[Stored, ...]]]:
+def adapter_names(shape: DecoderConfig, options: LoRAOptions) -> Iterator[tuple[str, tuple[TensorSlice, ...]]]:
     """Where PEFT keeps a and b of every weight that is adapted."""
-    from spmd_engine.models.hf.stored_names import stored_names
+    from spmd_engine.models.weight_map import weight_map
 
     dims = {name: parameter.dims for name, (parameter, _) in decoder(shape).parameters()}
     names, modules, told = options.names(shape.family, dims), options.modules(shape.family), set()
-    for name, ways in stored_names(shape):
+    for name, ways in weight_map(shape):
         if name not in names:
             continue
         stored = next((each for each in ways if _FUSED + each.tensor.rpartition(".")[2] in modules), ways[0])
@@ -177,14 +148,14 @@ def adapter_names(shape: DecoderConfig, options: LoRAOptions) -> Iterator[tuple[
                 yield adapter, (thin,)
 
 
-def _thin(stored: Stored, family: str, modules: Collection[str], doubled: bool) -> tuple[Stored, Stored]:
+def _thin(stored: TensorSlice, family: str, modules: Collection[str], doubled: bool) -> tuple[TensorSlice, TensorSlice]:
     """Where the a and the b are of a weight that is stored there."""
-    from spmd_engine.models.hf.tensor_slice import Stored
+    from spmd_engine.models.weight_map import TensorSlice
 
     folder, _, called = stored.tensor.rpartition(".")
     if _FUSED + called not in modules:
         folder = stored.tensor.removesuffix(".weight")
-        out, into = stored.dims.split() if family != "gpt2" else stored.dims.split()[::-1]
+        out, into = stored.dims.split() if not FAMILIES[family].transposed else stored.dims.split()[::-1]
         of_a, of_b = f"q {into}", f"{out} q"
     else:
         _, out, into = stored.dims.split()
@@ -193,26 +164,26 @@ def _thin(stored: Stored, family: str, modules: Collection[str], doubled: bool) 
         if called == "gate_up_proj" and f"{_FUSED}down_proj" in modules:  # PEFT wraps one tensor of a module first
             folder += ".base_layer"
 
-    def beside(called: str, dims: str) -> Stored:
+    def beside(called: str, dims: str) -> TensorSlice:
         at = {letter: number for letter, number in stored.at.items() if letter in dims}
         rows = stored.rows if dims == of_b else None
         among = {letter: part for letter, part in stored.among.items() if letter in dims}
         pairs = stored.pairs if "k" in dims else ""
-        return Stored(f"base_model.model.{folder}.{called}.weight", dims, at, pairs=pairs, rows=rows, among=among)
+        return TensorSlice(f"base_model.model.{folder}.{called}.weight", dims, at, pairs=pairs, rows=rows, among=among)
 
     return beside("lora_A", of_a), beside("lora_B", of_b)
 
 
 def options_of_config(config: Mapping[str, Any], where: str) -> LoRAOptions:
-    """What ``adapter_config.json`` says; raises CheckpointError for features that are not known here, by name."""
+    """What ``adapter_config.json`` says; raises CheckpointError for unsupported features, by name."""
     if config.get("peft_type") != "LORA":
-        raise CheckpointError(f"{where}: peft_type {config.get('peft_type')!r} is not known here; LORA is")
+        raise CheckpointError(f"{where}: peft_type {config.get('peft_type')!r} is not supported; LORA is")
     doubled = _doubles(config)
     for name, computed in _REFUSED.items():
         if doubled and name in ("rank_pattern", "alpha_pattern"):
             continue
         if (value := config.get(name)) and value != computed:
-            raise CheckpointError(f"{where}: {name} is {value!r}, a feature that is not known here")
+            raise CheckpointError(f"{where}: {name} is {value!r}, which is not supported")
     targets = config.get("target_modules")
     if targets == "all-linear":
         targets = None
@@ -222,9 +193,9 @@ def options_of_config(config: Mapping[str, Any], where: str) -> LoRAOptions:
         raise CheckpointError(f"{where}: target_modules is {targets!r}; a list of names is read here")
     of_experts = {f"{_FUSED}{str(name).rpartition('.')[2]}": name for name in config.get("target_parameters") or ()}
     if odd := sorted(str(of_experts[name]) for name in of_experts.keys() - _OF_EXPERTS.keys()):
-        raise CheckpointError(f"{where}: target_parameters has {odd[0]!r}, a feature that is not known here")
+        raise CheckpointError(f"{where}: target_parameters has {odd[0]!r}, which is not supported")
     if of_experts and targets is None:
-        raise CheckpointError(f"{where}: target_parameters beside all-linear are not known here; list the modules")
+        raise CheckpointError(f"{where}: target_parameters beside all-linear are not supported; list the modules")
     targets = None if targets is None else [*targets, *of_experts]
     try:
         alpha, root = float(config["lora_alpha"]), bool(config.get("use_rslora"))
@@ -259,6 +230,6 @@ def config_of_options(options: LoRAOptions, family: str, base: str | None) -> di
         "rank_pattern": {_DOUBLED: 2 * options.rank} if options.doubled else {},
         "alpha_pattern": {_DOUBLED: 2 * options.alpha} if options.doubled else {},
         "bias": "none",
-        "fan_in_fan_out": family == "gpt2",  # whose weights are stored as inputs by outputs; a and b are not
+        "fan_in_fan_out": FAMILIES[family].transposed,  # a and b are not
         "inference_mode": True,
     }

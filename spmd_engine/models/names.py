@@ -6,10 +6,11 @@ from pathlib import Path
 
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.models.convnet import convnet, resnet
-from spmd_engine.models.decoder import DECODERS, FAMILIES, DecoderConfig, decoder
+from spmd_engine.models.decoder import DECODERS, DecoderConfig, decoder
+from spmd_engine.models.families import FAMILIES
 from spmd_engine.models.gpt import GPT_SIZES, gpt
 from spmd_engine.models.images import ImageShape
-from spmd_engine.models.load_config import is_description, is_path, read_shape, shape_at, snapshot_of
+from spmd_engine.models.load_config import is_description, is_path, load_config, read_shape, snapshot_of
 from spmd_engine.models.mixture import Mixture
 from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
 from spmd_engine.models.model import Model
@@ -53,7 +54,7 @@ def has_weights(name: str) -> bool:
 def family_of(name: str, shape: DecoderConfig | None = None) -> str:
     """The family of a decoder by name or path, or of this shape; of all other models "gpt2", whose names they have."""
     if shape is None:
-        shape = shape_at(name) if name not in MODELS and is_path(name) else DECODERS.get(name)
+        shape = load_config(name) if name not in MODELS and is_path(name) else DECODERS.get(name)
     return "gpt2" if shape is None else shape.family
 
 

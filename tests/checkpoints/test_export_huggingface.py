@@ -19,7 +19,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.formats.huggingface import folder_tensors
 from spmd_engine.layers import RotaryOptions
 from spmd_engine.models import DecoderConfig
-from spmd_engine.models.load_config import shape_at
+from spmd_engine.models.load_config import load_config
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
 FAMILIES = sorted(path.name for path in FOLDERS.iterdir())
@@ -33,7 +33,7 @@ def saved_and_exported(source, into, axes, composition=ParallelConfig(), **optio
             engine, _ = open_pretrained(ModelConfig(str(source)), mesh, composition)
             save_checkpoint(into / "run", engine)
             export_huggingface(
-                Checkpoint(into / "run"), shape_at(source), into / "out", mesh.group(), beside=source, **options
+                Checkpoint(into / "run"), load_config(source), into / "out", mesh.group(), beside=source, **options
             )
 
     run_threads(program, int(np.prod(list(axes.values()))))
@@ -49,7 +49,7 @@ def test_there_and_back(family, tmp_path):
         # Gemma's norms multiply by 1 + w, which is what is kept here: w comes back as exactly as that has it.
         offset = 1 if family.startswith(("gemma", "nemotron")) and "norm" in name else 0
         np.testing.assert_array_equal(found[name] + np.float32(offset), tensor + np.float32(offset), err_msg=name)
-    assert shape_at(out) == shape_at(FOLDERS / family)
+    assert load_config(out) == load_config(FOLDERS / family)
 
 
 def test_several_files_in_half_precision_with_what_is_beside(tmp_path):
@@ -72,16 +72,17 @@ def test_several_files_in_half_precision_with_what_is_beside(tmp_path):
 def test_a_folder_that_holds_weights_is_left_alone(tmp_path):
     saved_and_exported(FOLDERS / "qwen2", tmp_path, {"data": 1})
     with pytest.raises(UsageError, match=r"model.safetensors is there already; export into another folder"):
-        export_huggingface(Checkpoint(tmp_path / "run"), shape_at(FOLDERS / "qwen2"), tmp_path / "out")
+        export_huggingface(Checkpoint(tmp_path / "run"), load_config(FOLDERS / "qwen2"), tmp_path / "out")
     with pytest.raises(UsageError, match=r"there is no block0/attention/query of shape \[12, 2, 3, 4\]"):
-        export_huggingface(Checkpoint(tmp_path / "run"), shape_at(FOLDERS / "llama"), tmp_path / "other")
+        export_huggingface(Checkpoint(tmp_path / "run"), load_config(FOLDERS / "llama"), tmp_path / "other")
     assert not list((tmp_path / "other").iterdir())
 
 
-def test_neighbours_that_are_paired_become_halves(tmp_path):
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])  # of the latter, queries and keys are rows of one tensor
+def test_neighbours_that_are_paired_become_halves(family, tmp_path):
     """The format has no word for the other pairs: what is read again computes the same with halves."""
     shape = DecoderConfig(
-        family="qwen3",
+        family=family,
         layers=1,
         width=12,
         heads=6,
@@ -89,7 +90,7 @@ def test_neighbours_that_are_paired_become_halves(tmp_path):
         head_width=6,
         hidden=10,
         vocabulary=13,
-        query_key_norm=True,
+        query_key_norm=family == "qwen3",
         rotary=RotaryOptions(pairs="neighbours"),
     )
     tokens = np.random.default_rng(0).integers(0, 13, (2, 70))
@@ -113,7 +114,7 @@ def test_neighbours_that_are_paired_become_halves(tmp_path):
 
     expected = run_threads(program, 2)[0]
     engine, _ = open_pretrained(ModelConfig(str(tmp_path / "out"), dtype="float64"), Mesh())
-    assert engine.model.name.endswith("out") and shape_at(tmp_path / "out").rotary.pairs == "halves"
+    assert engine.model.name.endswith("out") and load_config(tmp_path / "out").rotary.pairs == "halves"
     np.testing.assert_allclose(logits(engine), expected, rtol=0, atol=1e-12)
 
 

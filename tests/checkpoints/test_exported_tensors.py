@@ -21,7 +21,7 @@ from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.checkpoints.rewrite import export_checkpoint
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import CheckpointError
-from spmd_engine.models.load_config import shape_at
+from spmd_engine.models.load_config import load_config
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
 
@@ -56,7 +56,7 @@ def test_blocks_are_read_once_and_come_to_their_places(tmp_path, monkeypatch, ax
         def program(source=source, folder=folder, out=out):
             with Mesh(data=ranks) as mesh:
                 group = mesh.group() if ranks > 1 else None
-                export_huggingface(Checkpoint(folder), shape_at(source), out, group)
+                export_huggingface(Checkpoint(folder), load_config(source), out, group)
                 export_checkpoint(Checkpoint(folder), "model", f"{out}.safetensors", group)
 
         run_threads(program, ranks)
@@ -100,7 +100,7 @@ def test_what_one_rank_finds_damaged_is_told_on_all_and_nothing_is_left(tmp_path
         with Mesh(data=3) as mesh:
             for export in (
                 lambda: export_checkpoint(Checkpoint(saved_in), "model", out / "plain.safetensors", mesh.group()),
-                lambda: export_huggingface(Checkpoint(saved_in), shape_at(FOLDERS / "llama"), out, mesh.group()),
+                lambda: export_huggingface(Checkpoint(saved_in), load_config(FOLDERS / "llama"), out, mesh.group()),
             ):
                 with pytest.raises(CheckpointError, match="model-00000.safetensors is damaged"):
                     export()

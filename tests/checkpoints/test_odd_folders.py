@@ -12,7 +12,7 @@ from spmd_engine import Mesh
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import UsageError
-from spmd_engine.models.load_config import shape_at
+from spmd_engine.models.load_config import load_config
 from spmd_engine.serving.options import read_generation_config
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
@@ -89,7 +89,7 @@ def test_what_is_said_twice_alike_or_does_no_harm(copied, values):
     [
         ("llama", {"rope_theta": 10000.0}, "rope_theta is 10000.0, but 500.0 in"),
         ("glm", {"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25, but 0.5 in"),
-        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "differ; leave the wrong one out"),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "differ; remove the wrong one"),
         ("llama", {"vocab_size": 24}, r"is \[23, 12\], but the model's configuration says \[24, 12\]"),
         ("llama", {"rope_theta": "big"}, "config.json"),
     ],
@@ -116,7 +116,7 @@ def test_a_vocabulary_may_be_larger_than_the_tokenizers(copied):
     table = tensors["model.embed_tokens.weight"]
     save_file(tensors | {"model.embed_tokens.weight": np.pad(table, ((0, 9), (0, 0)))}, folder / WEIGHTS)
     change(folder, vocab_size=32)
-    assert shape_at(folder).vocabulary == 32
+    assert load_config(folder).vocabulary == 32
     found = logits(folder)
     expected = np.load(folder / "reference.npz")["logits64"]
     np.testing.assert_allclose(found[..., :23], expected, rtol=0, atol=1e-10)

@@ -186,7 +186,7 @@ def test_inspect_names_fields_that_are_not_heeded_and_fails_before_it_prints(her
     for command in LOOKING:
         caplog.clear()
         assert here(*command, "--model", "./gpt2")[0] == 0
-        assert [each for each in caplog.messages if each.endswith("not known here, and not heeded: some_odd_field")]
+        assert [each for each in caplog.messages if each.endswith("unknown fields, ignored: some_odd_field")]
     (gpt2 / "model.safetensors").unlink()
     code, out, error = here("inspect", "--model", "./gpt2")
     assert (code, out) == (2, "") and "neither model.safetensors nor" in error

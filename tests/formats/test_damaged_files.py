@@ -28,7 +28,7 @@ from spmd_engine.cli.infer import read_inputs
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import documents, find_files
 from spmd_engine.formats.token_file import TokenFacts, add_to_digest, layout, open_token_file
-from spmd_engine.models.load_config import ends_at, shape_at, tokenizer_at
+from spmd_engine.models.load_config import ends_at, load_config, tokenizer_at
 from spmd_engine.planning.machine.files import read_machine
 from spmd_engine.planning.report.model_file import planned_model
 from spmd_engine.planning.report.plan_result import PlanFile
@@ -298,7 +298,7 @@ def test_a_field_of_another_kind_is_named(name, value, tmp_path):
     content = json.loads((GOLDEN / "decoders" / "qwen3" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(content | {name: value}))
     with pytest.raises(UsageError, match=rf"config.json: {name} is .*: it must be an? (object|list)"):
-        shape_at(tmp_path)
+        load_config(tmp_path)
 
 
 def test_what_has_no_end_is_refused():

@@ -281,10 +281,10 @@ def test_what_peft_wrote_and_what_is_written_for_it(family, axes, composition, t
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"peft_type": "IA3"}, "peft_type 'IA3' is not known here"),
-        ({"target_parameters": ["mlp.gate.weight"]}, "target_parameters has 'mlp.gate.weight', a feature that is not"),
-        ({"rank_pattern": {"v_proj": 4}}, "rank_pattern is {'v_proj': 4}, a feature that is not known here"),
-        ({"use_dora": True}, "use_dora is True, a feature that is not known here"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
+        ({"target_parameters": ["mlp.gate.weight"]}, "target_parameters has 'mlp.gate.weight', which is not"),
+        ({"rank_pattern": {"v_proj": 4}}, "rank_pattern is {'v_proj': 4}, which is not supported"),
+        ({"use_dora": True}, "use_dora is True, which is not supported"),
         ({"target_modules": ["q_proj", "lm_head"]}, "'lm_head' of a llama has no adapter here"),
         ({"r": 4}, r"lora_A.weight is \[3, \d+\], but the model's configuration says \[4, "),
         ({"target_modules": ["q_proj"]}, "nothing of a llama with these adapters is called"),

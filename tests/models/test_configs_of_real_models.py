@@ -6,7 +6,7 @@ import pytest
 
 from spmd_engine.errors import CheckpointError
 from spmd_engine.models.decoder import decoder
-from spmd_engine.models.load_config import not_understood, shape_at
+from spmd_engine.models.load_config import load_config, unknown_fields
 
 LLAMA3 = {
     "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
@@ -103,16 +103,16 @@ SHAPES = {
 @pytest.mark.parametrize("name", REAL)
 def test_they_are_understood(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(REAL[name]))
-    shape = shape_at(tmp_path)
+    shape = load_config(tmp_path)
     assert {field: getattr(shape, field) for field in SHAPES[name]} == SHAPES[name]
-    assert set(not_understood(tmp_path)) <= {
+    assert set(unknown_fields(tmp_path)) <= {
         "cla_share_factor", "class_num", "dense_list", "eod_token_id", "org_vocab_size", "pool_type", "tokenizer_name",
     }  # fmt: skip
 
 
 def test_hunyuans_base_is_stretched(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(REAL["hunyuan"]))
-    assert shape_at(tmp_path).rotary.theta == pytest.approx(10000 * 1000 ** (16 / 14))
+    assert load_config(tmp_path).rotary.theta == pytest.approx(10000 * 1000 ** (16 / 14))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_hunyuans_base_is_stretched(tmp_path):
 def test_what_would_change_them_is_refused(name, values, said, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(REAL[name] | values))
     with pytest.raises(CheckpointError, match=said):
-        shape_at(tmp_path)
+        load_config(tmp_path)
 
 
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 16}
@@ -142,11 +142,11 @@ GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_po
 )
 def test_heads_of_an_odd_width_are_read_where_no_positions_are_rotary(config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    shape = shape_at(tmp_path)
+    shape = load_config(tmp_path)
     assert shape.width // shape.heads == 15 and decoder(shape).parameter_count
 
 
 def test_heads_of_an_odd_width_are_refused_where_positions_are_rotary(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": "llama", "head_dim": 15}))
     with pytest.raises(CheckpointError, match=r"config\.json: rotary positions turn pairs: 15 of heads of width 15"):
-        shape_at(tmp_path)
+        load_config(tmp_path)

@@ -12,8 +12,7 @@ from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.gguf import GGUF, read_gguf
-from spmd_engine.models.gguf.config import FAMILIES as ARCHITECTURES
-from spmd_engine.models.gguf.config import shape_of_gguf
+from spmd_engine.models.gguf.config import ARCHITECTURES, shape_of_gguf
 
 FOLDER = Path(__file__).parents[1] / "golden" / "gguf_families"
 FAMILIES = sorted(path.stem for path in FOLDER.glob("*.npz"))
@@ -70,18 +69,18 @@ def shape_with(name, **changed):
         ("starcoder2", {"attention__sliding_window": 9}, "starcoder2.attention.sliding_window is 9"),
         ("olmo2", {"final_logit_softcapping": 30.0}, "olmo2.final_logit_softcapping is 30.0"),
         ("olmo", {"attention__clamp_kqv": 8.0}, "olmo.attention.clamp_kqv is 8.0"),
-        ("granite", {"logit_scale": None}, "nothing says 'logit_scale'"),
+        ("granite", {"logit_scale": None}, "there is no metadata 'logit_scale'"),
         ("granite", {"rope__scaling__finetuned": False}, "rope.scaling.finetuned is False"),
         ("granite", {"expert_count": 4}, "granite.expert_count is 4"),
         ("granitemoe", {"expert_weights_norm": False}, "expert_weights_norm is False"),
         ("granitemoe", {"expert_gating_func": 2}, "granitemoe.expert_gating_func is 2"),
         ("qwen2moe", {"expert_shared_feed_forward_length": 9}, "expert_shared_feed_forward_length is 9"),
-        ("gemma2", {"attn_logit_softcapping": None}, "nothing says 'attn_logit_softcapping'"),
-        ("phi3", {"rope__scaling__original_context_length": None}, "nothing says 'rope.scaling.original_context_"),
-        ("minicpm", {"residual_scale": None}, "nothing says 'residual_scale'"),
+        ("gemma2", {"attn_logit_softcapping": None}, "there is no metadata 'attn_logit_softcapping'"),
+        ("phi3", {"rope__scaling__original_context_length": None}, "there is no metadata 'rope.scaling.original_"),
+        ("minicpm", {"residual_scale": None}, "there is no metadata 'residual_scale'"),
         ("mixtral", {"rope__dimension_count": 1}, "rope.dimension_count is 1"),
         ("falcon", {"rope__dimension_count": 3}, "have one left over"),
-        ("qwen2_yarn", {"rope__scaling__type": "su"}, "rope.scaling.type 'su' is not known here"),
+        ("qwen2_yarn", {"rope__scaling__type": "su"}, "rope.scaling.type 'su' is not supported"),
         ("qwen2_yarn", {"rope__scaling__yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5"),
         ("qwen2_yarn", {"rope__scaling__attn_factor": 0.5}, "qwen2.rope.scaling.attn_factor is 0.5"),
         ("llama_short", {"rope__scaling__factor": 2.0}, "rope.scaling.factor is 2.0"),

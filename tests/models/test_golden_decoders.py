@@ -15,8 +15,8 @@ from spmd_engine.checkpoints.pretrained import load_pretrained
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.layers.attention.kv_cache import Cache
-from spmd_engine.models.hf.stored_names import stored_names
-from spmd_engine.models.load_config import shape_at
+from spmd_engine.models.load_config import load_config
+from spmd_engine.models.weight_map import weight_map
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
 FAMILIES = sorted(path.name for path in FOLDERS.iterdir())
@@ -64,7 +64,7 @@ def golden(family):
 
 def engine_of(family, axes, dtype, composition):
     folder = str(FOLDERS / family)
-    config = ModelConfig(name=folder, shape=shape_at(folder), dtype=dtype)
+    config = ModelConfig(name=folder, shape=load_config(folder), dtype=dtype)
     engine = build_engine(config, Mesh(**axes), ParallelConfig(mesh=axes, **composition))
     load_pretrained(engine, folder)
     return engine
@@ -102,7 +102,7 @@ def test_logits_loss_and_gradients_in_float64(family, axes, composition):
         shapes = {name: engine.global_shape(name) for name in engine.parameters}
         return logits, loss, parts.updated(engine, engine.gradients), shapes
 
-    names = dict(stored_names(shape_at(FOLDERS / family)))
+    names = dict(weight_map(load_config(FOLDERS / family)))
     filled = Pretrained(FOLDERS / family).filled
     ranks, shapes = run_threads(program, tiny.ranks_of(axes)), {}
     for logits, loss, _, here in ranks:

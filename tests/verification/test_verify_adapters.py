@@ -15,7 +15,7 @@ from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.layers import low_rank
 from spmd_engine.layers.moe.router_options import RouterOptions
 from spmd_engine.models import DecoderConfig, Mixture
-from spmd_engine.models.load_config import shape_at
+from spmd_engine.models.load_config import load_config
 from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.verification import Cause, engine_of_model, mesh_of_one, verify
 from spmd_engine.verification.reference import batches_for_model
@@ -61,8 +61,8 @@ def test_adapters_agree_beside_frozen_weights_that_are_drawn(axes, composition, 
 
 def test_of_a_model_by_path_the_frozen_weights_are_its_own():
     axes = {"model": 2, "data": 2}
-    assert report_of(axes, {"zero": 3}, shape_at(FOLDER), name=str(FOLDER)).agrees
-    config = ModelConfig(str(FOLDER), dtype="float64", shape=shape_at(FOLDER), lora=LORA)
+    assert report_of(axes, {"zero": 3}, load_config(FOLDER), name=str(FOLDER)).agrees
+    config = ModelConfig(str(FOLDER), dtype="float64", shape=load_config(FOLDER), lora=LORA)
     engine = engine_of_model(config, mesh_of_one(), ParallelConfig())
     stored = Pretrained(FOLDER)["block1/mlp/down"]
     np.testing.assert_array_equal(engine.buffers["block1/mlp/down"], stored[:, :])

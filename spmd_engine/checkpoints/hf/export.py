@@ -19,12 +19,11 @@ from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.formats.gguf import is_gguf, read_gguf
 from spmd_engine.formats.huggingface import CONFIG, INDEX, ONE_FILE, read_json
 from spmd_engine.models.decoder import DecoderConfig, decoder
-from spmd_engine.models.hf.stored_names import stored_names
-from spmd_engine.models.hf.tensor_slice import Names
 from spmd_engine.models.hf.write_config import config_of_shape
 from spmd_engine.models.load_config import tokenizer_at
 from spmd_engine.models.lora import LoRAOptions, adapter_names, config_of_options, with_adapters
 from spmd_engine.models.model import Model
+from spmd_engine.models.weight_map import WeightMap, weight_map
 from spmd_engine.tokens.gguf import gguf_ends
 from spmd_engine.tokens.hugging_face import CONFIG as TOKENIZER_CONFIG
 from spmd_engine.tokens.hugging_face import TOKENIZER
@@ -59,7 +58,7 @@ def export_huggingface(
     of them, where something is damaged or cannot be written, or where a file is there already; files have their names
     only when all are complete.
     """
-    tensors = tensors_of(decoder(shape), stored_names(shape), NAMES[dtype])
+    tensors = tensors_of(decoder(shape), weight_map(shape), NAMES[dtype])
     files = _lay_out(tensors, largest)
 
     def describe() -> dict[str, bytes]:
@@ -113,7 +112,7 @@ def _write(
     write_tensors(arrays, {folder / file: held for file, held in files.items()}, group, {"format": "pt"}, begin)
 
 
-def tensors_of(model: Model, names: Names, dtype: str) -> list[TensorToWrite]:
+def tensors_of(model: Model, names: WeightMap, dtype: str) -> list[TensorToWrite]:
     """What is to be written of a model, in the order of its parameters' names."""
     found: dict[str, TensorToWrite] = {}
     sizes = {f"{name}/{own}": layer.sizes for name, layer in model.layers for own in layer.parameters}
@@ -161,14 +160,14 @@ def _special_tokens(source: str | os.PathLike | None) -> Mapping[str, object]:
         return {}
     if is_gguf(source):
         facts = read_gguf(source).facts
-        said = {name: facts.get(f"tokenizer.ggml.{name.replace('pad_', 'padding_')}") for name in _TOKENS}
+        numbers = {name: facts.get(f"tokenizer.ggml.{name.replace('pad_', 'padding_')}") for name in _TOKENS}
         if len(ends := gguf_ends(facts) if facts.get("tokenizer.ggml.tokens") else ()) > 1:
-            said["eos_token_id"] = list(ends)
-        return {name: number for name, number in said.items() if number is not None}
+            numbers["eos_token_id"] = list(ends)
+        return {name: number for name, number in numbers.items() if number is not None}
     if not Path(source, CONFIG).is_file():
         return {}
-    said = read_json(Path(source, CONFIG))
-    return {name: said[name] for name in _TOKENS if name in said}
+    numbers = read_json(Path(source, CONFIG))
+    return {name: numbers[name] for name in _TOKENS if name in numbers}
 
 
 def _as_json(content: Mapping[str, object]) -> bytes:

@@ -8,7 +8,7 @@ from string import ascii_lowercase
 
 import numpy as np
 
-from spmd_engine.models.hf.tensor_slice import Stored
+from spmd_engine.models.weight_map import TensorSlice
 
 CHUNK, ROWS = 1 << 15, 16  #: elements, and rows, at least, that are copied at a time
 
@@ -19,7 +19,7 @@ class StoredView:
 
     dims: str
     sizes: Mapping[str, int]  #: of all letters, whole
-    stored: Stored
+    stored: TensorSlice
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,8 +55,8 @@ class StoredView:
             k = self.dims.split().index("k")
             part = part.take(self._places()[spans[k]], axis=self._left.index("k"))
         _turn(part, out.transpose([self.dims.split().index(letter) for letter in self._left]))
-        if self.stored.less:
-            out += self.stored.less
+        if self.stored.offset:
+            out += self.stored.offset
 
     def place(self, tensor: np.ndarray, spans: tuple[slice, ...]) -> np.ndarray:
         """What ``index`` has of the whole tensor: a view."""
@@ -66,8 +66,8 @@ class StoredView:
 
     def fill(self, place: np.ndarray, spans: tuple[slice, ...], part: np.ndarray) -> None:
         """Put a part of the parameter into its ``place``, or an array like that, whose dtype it gets."""
-        if self.stored.less:
-            part = part - self.stored.less
+        if self.stored.offset:
+            part = part - self.stored.offset
         place = place.transpose([self._left.index(letter) for letter in self.dims.split()])
         if self.stored.pairs:
             k = self.dims.split().index("k")
@@ -91,7 +91,7 @@ class StoredView:
 def as_it_is(shape: tuple[int, ...]) -> StoredView:
     """The view of an array that is stored as a tensor of the same dims."""
     dims = " ".join(ascii_lowercase[: len(shape)])
-    return StoredView(dims, dict(zip(dims.split(), shape, strict=True)), Stored("", dims))
+    return StoredView(dims, dict(zip(dims.split(), shape, strict=True)), TensorSlice("", dims))
 
 
 def _turn(part: np.ndarray, target: np.ndarray) -> None:

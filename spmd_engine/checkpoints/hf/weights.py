@@ -1,4 +1,4 @@
-"""Weights that somebody else has trained, as a mapping of our names to arrays that are read only where sliced."""
+"""Pretrained weights, as a mapping of parameter names to arrays that are read only where they are sliced."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from spmd_engine.formats.tensor import FileTensor
 from spmd_engine.models.decoder import DecoderConfig, decoder
 from spmd_engine.models.gguf.config import IGNORED as OF_GGUF
 from spmd_engine.models.gguf.config import shape_of_gguf
-from spmd_engine.models.gguf.names import gguf_names
-from spmd_engine.models.hf.stored_names import HEADS, IGNORED, stored_names
-from spmd_engine.models.hf.tensor_slice import Names
-from spmd_engine.models.hf.vision_language import is_beside_pictures, tensors_of_text
-from spmd_engine.models.load_config import located, shape_at
+from spmd_engine.models.hf.multimodal import MULTIMODAL, text_tensors
+from spmd_engine.models.load_config import load_config, located
 from spmd_engine.models.model import Model
+from spmd_engine.models.weight_map import HEADS, IGNORED, WeightMap, gguf_weight_map, weight_map
 
 COMPARED = 1 << 22  #: elements at a time
 
@@ -40,7 +38,7 @@ class Filled:
     @property
     def array(self) -> Sliceable:
         """What of the parameter is sliced is read, as float32, or float64 where that holds more of what is stored."""
-        dtype = np.dtype(np.float64 if self.tensor.dtype == "F64" or self.view.stored.less else np.float32)
+        dtype = np.dtype(np.float64 if self.tensor.dtype == "F64" or self.view.stored.offset else np.float32)
         return Sliceable(self.view.shape, dtype, partial(self._read, dtype), rows_are_cheap=True)
 
     def _read(self, dtype: np.dtype, spans: tuple[slice, ...]) -> np.ndarray:
@@ -50,7 +48,7 @@ class Filled:
         if not _finite(out):
             raise CheckpointError(
                 f"{self.tensor.path}: {self.tensor.name} has values that are infinite or not a number, so {self.name} "
-                "would; fetch it again, or ask who made it"
+                "would; fetch it again, or ask its author"
             )
         return out
 
@@ -64,9 +62,9 @@ def _finite(x: np.ndarray) -> bool:
 class Pretrained(Mapping[str, Sliceable]):
     """The parameters of a decoder by our names, from a folder of Hugging Face's format or a GGUF file.
 
-    ``shape`` is what its configuration says, ``filled`` what of which tensor fills each parameter. That is proven when
-    it is opened, from headers alone: every parameter is filled, and of every tensor everything is used exactly once.
-    Raises CheckpointError for anything else, naming the tensor or the parameter.
+    ``shape`` is its configuration, ``filled`` the part of a tensor that fills each parameter. When it is opened,
+    headers alone prove that every parameter is filled, and that all of every tensor is used exactly once. Raises
+    CheckpointError for anything else, naming the tensor or the parameter.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -109,18 +107,18 @@ class Pretrained(Mapping[str, Sliceable]):
         return len(self.filled)
 
 
-def _opened(path: Path) -> tuple[DecoderConfig, dict[str, FileTensor], Names]:
+def _opened(path: Path) -> tuple[DecoderConfig, dict[str, FileTensor], WeightMap]:
     if path.is_file():
         file = read_gguf(path)
         shape = shape_of_gguf(file, str(path))
-        return shape, file.tensors, gguf_names(shape)
-    shape, tensors = shape_at(path), folder_tensors(path)
-    if is_beside_pictures(read_json(path / CONFIG)):
-        tensors = tensors_of_text(tensors)
-    return shape, tensors, stored_names(shape)
+        return shape, file.tensors, gguf_weight_map(shape)
+    shape, tensors = load_config(path), folder_tensors(path)
+    if read_json(path / CONFIG).get("model_type") in MULTIMODAL:
+        tensors = text_tensors(tensors)
+    return shape, tensors, weight_map(shape)
 
 
-def fill(where: str, model: Model, tensors: Mapping[str, FileTensor], names: Names) -> dict[str, Filled]:
+def fill(where: str, model: Model, tensors: Mapping[str, FileTensor], names: WeightMap) -> dict[str, Filled]:
     """Every parameter of a model with the tensor that it is read from, ``where`` these are.
 
     Raises CheckpointError for one that none fills, and for a tensor of other sizes than the parameter's.

@@ -1,16 +1,20 @@
-"""Rotary positions as ``config.json`` says them: ``rope_parameters``, or ``rope_theta`` beside ``rope_scaling``."""
+"""Rotary positions as ``config.json`` has them: ``rope_parameters``, or ``rope_theta`` beside ``rope_scaling``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from math import log, sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.layers.attention.rotary import RotaryOptions
 
+if TYPE_CHECKING:
+    from spmd_engine.models.decoder import DecoderConfig
+    from spmd_engine.models.families.family import Config, Rope
+
 _COMMON = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
-#: What else each kind has. Of ``mrope_section`` and its like nothing is known here.
+#: Other fields of each kind. ``mrope_section`` and the like are not supported.
 _FIELDS = {
     "default": {"factor"},  # without effect
     "linear": {"factor"},
@@ -18,96 +22,130 @@ _FIELDS = {
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": {
         "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-        "mscale_all_dim", "truncate",
+        "mscale_all_dim", "truncate"
     },
     "longrope": {
         "factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor", "short_mscale",
-        "long_mscale",
-    },
+        "long_mscale"
+    }
 }  # fmt: skip
-_ALSO = {"su": "longrope", "none": "default", None: "default"}
+_ALIASES = {"su": "longrope", "none": "default", None: "default"}
 
 
-def rotary_of_config(
-    config: Mapping[str, Any], usual_theta: float, context: int, *, part: float | None = None, renamed: bool = False
-) -> RotaryOptions:
-    """Of a model whose rotary positions are the same in all layers; ``context`` is what the config calls so.
+def with_rotary(config: Config, shape: DecoderConfig, rope: Rope) -> DecoderConfig:
+    """The decoder with the rotary positions that its config describes, and a context in which they are constant.
 
-    ``part`` is how much of a head is turned where they do not say it; ``renamed`` that it is Phi-3, which once called
-    ``longrope`` yarn. Raises UsageError for what is not known here, and if old fields and new ones differ.
+    Raises UsageError for what is not supported, and if old fields and new ones differ.
     """
+    if rope.read is not None:
+        shape = shape.changed(rotary=rope.read(config, shape))
+    elif rope.in_windows:
+        everywhere, near = _of_two_kinds(config)
+        theta = config.get("rope_theta") or rope.theta
+        window_theta = theta if rope.window_theta is None else config.get(rope.window_theta_field) or rope.window_theta
+        shape = shape.changed(
+            rotary=_rotary(everywhere, theta, config, shape.context),
+            rotary_in_window=_rotary(near, window_theta, config, shape.context),
+        )
+    else:
+        shape = shape.changed(rotary=rotary_of_config(config, shape, rope).changed(pairs=rope.pairs))
+    if shape.rotary.scaling == "divided":  # longer sequences have other divisors
+        shape = shape.changed(context=min(shape.context, shape.rotary.original_context))
+    return shape
+
+
+def rotary_of_config(config: Config, shape: DecoderConfig, rope: Rope) -> RotaryOptions:
+    """Of a model whose rotary positions are the same in all layers."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
+    if new:
+        new = {name: value for name, value in new.items() if name not in rope.ignored}
     for name in "rope_theta", "partial_rotary_factor":
         outside = config.get(name)
-        for said in (old, new):
-            inside = said.get(name) if said else None
+        for fields in (old, new):
+            inside = fields.get(name) if fields else None
             if outside is not None and inside is not None and float(outside) != float(inside):
-                raise UsageError(f"{name} is {outside}, but {inside} in {said}; leave the wrong one out")
-    theta, found = config.get("rope_theta") or usual_theta, []
-    for said in [each for each in (old, new) if each] or [{}]:
-        if said.get("partial_rotary_factor") is None:
-            said = {**said, "partial_rotary_factor": part}
-        if renamed and (said.get("rope_type") or said.get("type")) == "yarn":
-            said = {**said, "rope_type": "longrope"}
-        found.append(rotary_of(said, theta, config, context))
-    if found[0] != found[-1]:
-        raise UsageError(f"rope_scaling {old} and rope_parameters {new} differ; leave the wrong one out")
-    return found[0]
+                raise UsageError(f"{name} is {outside}, but {inside} in {fields}; remove the wrong one")
+    theta = config.get("rope_theta") or config.get(rope.theta_field) or rope.theta
+    part = config.get(rope.part_field, config.get("partial_rotary_factor"))
+    options = []
+    for fields in [fields for fields in (old, new) if fields] or [{}]:
+        if fields.get("partial_rotary_factor") is None:
+            fields = {**fields, "partial_rotary_factor": rope.part if part is None else part}
+        kind = fields.get("rope_type") or fields.get("type")
+        if kind in rope.kinds:
+            fields = {**fields, "rope_type": rope.kinds[kind]}
+        options.append(_rotary(fields, theta, config, shape.context))
+    if options[0] != options[-1]:
+        raise UsageError(f"rope_scaling {old} and rope_parameters {new} differ; remove the wrong one")
+    if options[0].part != 1 and rope.part is None:
+        raise UsageError(f"partial_rotary_factor is {options[0].part}, which is not supported in a {shape.family}")
+    return options[0]
 
 
-def rotary_of(said: Mapping[str, Any], theta: float, config: Mapping[str, Any], context: int) -> RotaryOptions:
-    """Of one such object. ``dynamic`` positions change beyond the context alone, and so not at all here."""
-    kind = said.get("rope_type") or said.get("type")
-    kind = _ALSO.get(kind, kind)
+def _of_two_kinds(config: Config) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The fields of layers without a window, and with one."""
+    fields, old = config.get("rope_parameters") or {}, config.get("rope_scaling")
+    nested = {name: value for name, value in fields.items() if isinstance(value, Mapping)}
+    if unknown := sorted(fields.keys() - nested.keys()):
+        raise UsageError(f"rope_parameters has {unknown[0]!r}, where it has an object for each of two kinds of layers")
+    return nested.get("full_attention") or old or {}, nested.get("sliding_attention") or {}
+
+
+def _rotary(fields: Mapping[str, Any], theta: float, config: Config, context: int) -> RotaryOptions:
+    """The options in one such object. ``dynamic`` positions change beyond the context alone, so not here."""
+    kind = fields.get("rope_type") or fields.get("type")
+    kind = _ALIASES.get(kind, kind)
     if kind not in _FIELDS:
-        raise UsageError(f"rope_type {kind!r} is not known here; {one_of(kind, _FIELDS)}")
-    for name in said.keys() - _COMMON - _FIELDS[kind]:
-        if said[name]:
-            raise UsageError(f"{name} of rope_type {kind!r} is {said[name]!r}, a feature that is not known here")
-    theta = float(said.get("rope_theta") or theta)
-    part = said.get("partial_rotary_factor")
+        raise UsageError(f"rope_type {kind!r} is not supported; {one_of(kind, _FIELDS)}")
+    for name in fields.keys() - _COMMON - _FIELDS[kind]:
+        if fields[name]:
+            raise UsageError(f"{name} of rope_type {kind!r} is {fields[name]!r}, which is not supported")
+    theta = float(fields.get("rope_theta") or theta)
+    part = fields.get("partial_rotary_factor")
     plain = RotaryOptions(theta, part=1.0 if part is None else float(part))
     if kind in ("default", "dynamic"):
         return plain
     if kind == "linear":
-        return plain.changed(scaling="linear", factor=float(said["factor"]))
-    learnt = config.get("original_max_position_embeddings") or said.get("original_max_position_embeddings") or context
+        return plain.changed(scaling="linear", factor=float(fields["factor"]))
+    original = (
+        config.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings") or context
+    )
     if kind == "llama3":
         return plain.changed(
             scaling="llama3",
-            factor=float(said["factor"]),
-            low_frequency_factor=float(said["low_freq_factor"]),
-            high_frequency_factor=float(said["high_freq_factor"]),
-            original_context=learnt,
+            factor=float(fields["factor"]),
+            low_frequency_factor=float(fields["low_freq_factor"]),
+            high_frequency_factor=float(fields["high_freq_factor"]),
+            original_context=original,
         )
-    factor = float(said.get("factor") or context / learnt)
-    magnitude = said.get("attention_factor")
+    factor = float(fields.get("factor") or context / original)
+    magnitude = fields.get("attention_factor")
     if kind == "yarn":
         return plain.changed(
             scaling="yarn",
             factor=factor,
-            original_context=learnt,
-            fast_turns=float(said.get("beta_fast") or 32),
-            slow_turns=float(said.get("beta_slow") or 1),
-            whole_pairs=bool(said.get("truncate", True)),
-            magnitude=_magnitude_of_yarn(said, factor) if magnitude is None else float(magnitude),
+            original_context=original,
+            fast_turns=float(fields.get("beta_fast") or 32),
+            slow_turns=float(fields.get("beta_slow") or 1),
+            whole_pairs=bool(fields.get("truncate", True)),
+            magnitude=_magnitude_of_yarn(fields, factor) if magnitude is None else float(magnitude),
         )
     if magnitude is None:
-        magnitude = sqrt(1 + log(factor) / log(learnt)) if factor > 1 else 1.0
-    divisors = ",".join(repr(float(each)) for each in said["short_factor"])
-    return plain.changed(scaling="divided", divisors=divisors, original_context=learnt, magnitude=float(magnitude))
+        magnitude = sqrt(1 + log(factor) / log(original)) if factor > 1 else 1.0
+    divisors = ",".join(repr(float(each)) for each in fields["short_factor"])
+    return plain.changed(scaling="divided", divisors=divisors, original_context=original, magnitude=float(magnitude))
 
 
-def _magnitude_of_yarn(said: Mapping[str, Any], factor: float) -> float:
+def _magnitude_of_yarn(fields: Mapping[str, Any], factor: float) -> float:
     def of(scale: float) -> float:
         return 0.1 * scale * log(factor) + 1.0 if factor > 1 else 1.0
 
-    one, other = said.get("mscale"), said.get("mscale_all_dim")
+    one, other = fields.get("mscale"), fields.get("mscale_all_dim")
     return of(one) / of(other) if one and other else of(1.0)
 
 
-def rope_of(rotary: RotaryOptions) -> dict[str, Any]:
-    """What ``rope_parameters`` says of them."""
+def rope_fields(rotary: RotaryOptions) -> dict[str, Any]:
+    """The content of ``rope_parameters``."""
     kind = {"none": "default", "divided": "longrope"}.get(rotary.scaling, rotary.scaling)
     rope: dict[str, Any] = {"rope_theta": rotary.theta, "rope_type": kind}
     if rotary.part != 1:

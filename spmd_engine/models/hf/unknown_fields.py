@@ -1,4 +1,4 @@
-"""The fields of a ``config.json``: all of them must be understood, be known to do no harm, or be told of."""
+"""The fields of a ``config.json``: each is read, known to be harmless, refused, or named in a warning."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from spmd_engine.errors import CheckpointError, UsageError
+from spmd_engine.errors import CheckpointError
 
 #: Fields that no logits depend on: training, programs that wrote or run it, defaults of generation, special tokens.
 HARMLESS = frozenset((
@@ -33,11 +33,11 @@ HARMLESS = frozenset((
     "cross_attention_hidden_size", "dropout", "layerdrop", "classifier_dropout", "resid_dropout", "embed_dropout",
     "residual_dropout", "embedding_dropout", "activation_dropout", "init_std", "attention_softmax_in_fp32",
     "_num_labels", "full_attn_mod", "interpolate_factor", "init_device",
-    "scale_attention_softmax_in_fp32", "mlp_type",
+    "scale_attention_softmax_in_fp32", "mlp_type"
 ))  # fmt: skip
 
-#: Fields that change what is computed, and their one value that is computed here (None, 0, false and "" aside); of
-#: those that a family has words for, another part of ``read_config`` makes sense.
+#: Fields that change what is computed, and their supported values (None, 0, false and "" aside); those that the record
+#: of a family describes are read before.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -60,7 +60,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (),
     "quantization_config": (),
 }
-#: Whatever else has a name like these is about what is computed.
+#: Any other field with a name like these probably changes what is computed.
 _COMPUTES = re.compile(
     r"scal(e|ing)|sparse|multiplier|softcap|capping|clip|window|chunk|rope|rotary|alibi|norm|bias|expert|moe|act_fn|activation"
     r"|attention|attn|layer|hidden|lora|quant|dim|width|head|mup|parallel_residual|interleave"
@@ -68,13 +68,13 @@ _COMPUTES = re.compile(
 
 
 class Fields(Mapping[str, Any]):
-    """A config that notes which of its fields are asked for."""
+    """A config that records which of its fields are read."""
 
     def __init__(self, content: Mapping[str, Any]) -> None:
-        self._content, self._asked = content, set()
+        self._content, self._read = content, set()
 
     def __getitem__(self, name: str) -> Any:
-        self._asked.add(name)
+        self._read.add(name)
         return self._content[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -84,30 +84,24 @@ class Fields(Mapping[str, Any]):
         return len(self._content)
 
     def left(self) -> list[str]:
-        """The fields that nobody asked for."""
-        return [name for name in self._content if name not in self._asked]
+        """The fields that were not read."""
+        return [name for name in self._content if name not in self._read]
 
     def check_rest(self, where: str) -> list[str]:
-        """The fields that nobody asked for and of which nothing is known; raises CheckpointError, naming the field, for
-        one that changes what is computed, or would, to go by its name."""
+        """The fields that were not read and are unknown; raises CheckpointError, naming the field, for one that changes
+        what is computed, or would, to go by its name."""
         unknown = []
         for name in self.left():
             value = self._content[name]
             if name in HARMLESS:
                 continue
             if name in REFUSED:
-                computed = REFUSED[name]
-                refused = value and value not in computed or value is False and computed == (True,)
+                supported = REFUSED[name]
+                refused = value and value not in supported or value is False and supported == (True,)
             else:
                 refused = value and _COMPUTES.search(name)
             if refused:
-                raise CheckpointError(f"{where}: {name} is {value!r}, a feature that is not known here")
+                raise CheckpointError(f"{where}: {name} is {value!r}, which is not supported")
             if value and name not in REFUSED:
                 unknown.append(name)
         return unknown
-
-
-def must_be(name: str, value: Any, computed: Any) -> None:
-    """Raise UsageError, naming the field, for another value than the one that is ``computed``."""
-    if value != computed:
-        raise UsageError(f"{name} is {value!r}, a feature that is not known here; {computed!r} is")

@@ -15,10 +15,10 @@ from spmd_engine.models.hf.read_config import read_config
 from spmd_engine.models.load_config import (
     is_description,
     is_path,
+    load_config,
     located,
-    shape_at,
     short_name,
-    warn_not_heeded,
+    warn_unknown_fields,
 )
 from spmd_engine.models.lora import LoRAOptions, with_adapters
 from spmd_engine.models.names import MODELS, family_of
@@ -49,7 +49,7 @@ def _read(name: str, method: str, recut_after: int | None) -> tuple[Model, str]:
     if path.suffix == ".json" or (path / "config.json").is_file():
         return _of_config(path if path.suffix == ".json" else path / "config.json", method)
     if path.suffix == ".gguf":
-        shape = shape_at(path)
+        shape = load_config(path)
         return decoder(shape, path.stem, context_method=method), shape.family
     if path.suffix != ".toml":
         raise UsageError(f"unknown model {name!r}; {one_of(name, MODELS)}, or give a .toml file or a config.json")
@@ -64,7 +64,7 @@ def _read(name: str, method: str, recut_after: int | None) -> tuple[Model, str]:
 
 def _of_config(path: Path, method: str) -> tuple[Model, str]:
     shape, not_heeded = read_config(read_json(path), f"model {path}")
-    warn_not_heeded(str(path), not_heeded)
+    warn_unknown_fields(str(path), not_heeded)
     return decoder(shape, short_name(str(path.parent.resolve())), context_method=method), shape.family
 
 

@@ -1,0 +1,181 @@
+"""The record that describes a family of decoders: its ``config.json``, its weights and its GGUF files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import TYPE_CHECKING, Any
+
+from spmd_engine.errors import UsageError
+
+if TYPE_CHECKING:
+    from spmd_engine.layers.attention.rotary import RotaryOptions
+    from spmd_engine.models.decoder import DecoderConfig
+
+Config = Mapping[str, Any]  #: the content of a ``config.json``, or the metadata of a GGUF file
+#: By field of a DecoderConfig: the field of ``config.json``, and its default; one whose default is None is required.
+ConfigFields = Mapping[str, tuple[str, Any]]
+#: By name in a block: a module, or several that programs have used for it, the first of which is written.
+Modules = Mapping[str, "str | tuple[str, ...]"]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions as ``config.json`` describes them, where it differs from a Llama's."""
+
+    theta: float = 10_000.0  #: the default base
+    part: float | None = None  #: the default part of a head that rotates; None: the family always rotates all of it
+    pairs: str = "halves"  #: which numbers of a head rotate together, in the model and in its safetensors files
+    theta_field: str = "rope_theta"
+    part_field: str = "partial_rotary_factor"
+    kinds: Mapping[str, str] = field(default_factory=dict)  #: other names of a ``rope_type``
+    ignored: tuple[str, ...] = ()  #: fields inside ``rope_parameters`` that change nothing up to the context
+    in_windows: bool = False  #: whether layers with a window have positions of their own, in ``sliding_attention``
+    window_theta: float | None = None  #: their default base; None: that of the other layers
+    window_theta_field: str = ""
+    described: bool = True  #: whether ``rope_parameters`` is written
+    #: Reads fields that no other family has.
+    read: Callable[[Config, DecoderConfig], RotaryOptions] | None = None
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """Layers whose queries see a window of positions (``sliding_window``, ``layer_types``)."""
+
+    default: int | None = None  #: positions
+    every: int = 0  #: each so many layers, the last sees all positions, without ``layer_types``; 0: none does
+    #: Whether a layer has a window, where ``every`` cannot describe it.
+    has_window: Callable[[Config, DecoderConfig, int], bool] | None = None
+    pattern: bool = False  #: whether ``sliding_window_pattern`` replaces ``every``
+    switch: bool = False  #: whether there are windows only with ``use_sliding_window``
+    listed: bool = True  #: whether ``layer_types`` is written
+    #: Whether layers without a window have no rotary positions: "always", or in "models with windows".
+    rotary_only: str = ""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Mixtures of experts; defaults are for a silent ``config.json``."""
+
+    experts: int
+    top_k: int
+    field: str = "num_experts"
+    hidden: int | None = None  #: of ``moe_intermediate_size``; None: experts have ``intermediate_size``
+    shared_hidden: int | None = None  #: of ``shared_expert_intermediate_size``; None: there are no shared experts
+    normalised: bool = False  #: whether a token's weights always sum to 1, without ``norm_topk_prob``
+    gguf_normalised: bool = False  #: whether they do in all models in GGUF files
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """GGUF files of a family: https://github.com/ggml-org/llama.cpp (``convert_hf_to_gguf.py``) writes them."""
+
+    architecture: str  #: ``general.architecture``
+    #: Whether a file of this architecture is of this family; None: if it is of no other one.
+    when: Callable[[Config], Any] | None = None
+    reordered: bool = False  #: whether the converter puts rows of queries and keys in the order of neighbours
+    values: Mapping[str, str] = field(default_factory=dict)  #: by field of a DecoderConfig, where a value of 0 is none
+    needed: tuple[str, ...] = ()  #: metadata that old files lack, whose models had other values than today's default
+    required: Mapping[str, Any] = field(default_factory=dict)  #: the one supported value
+    ignored: tuple[str, ...] = ()  #: metadata that changes nothing up to the context
+    window: int | None = None  #: the default window; None: files cannot have one
+    modules: Modules = field(default_factory=dict)  #: tensors with names of their own
+    #: What remains, from metadata and tensors.
+    read: Callable[[Config, Mapping[str, Any], DecoderConfig], DecoderConfig] | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """All that distinguishes a ``model_type``. A feature that a record does not describe is refused by name."""
+
+    model_type: str
+    architecture: str  #: the class of transformers
+    about: str  #: one line of docs/models.md
+    fields: ConfigFields
+    modules: Modules
+    constants: Mapping[str, Any] = field(default_factory=dict)  #: what all its models have unlike a DecoderConfig
+    implied: Mapping[str, Any] = field(default_factory=dict)  #: the same, where a DecoderConfig does not record it
+    scaled_embedding: bool = False  #: whether embeddings are multiplied by sqrt(width)
+    scale_offset: float = 0.0  #: subtracted from scales of norms in its files
+    transposed: bool = False  #: whether files have weights as inputs by outputs
+    also_read: tuple[str, ...] = ()  #: fields of a DecoderConfig that ``read`` and ``write`` handle
+    aliases: Mapping[str, str] = field(default_factory=dict)  #: second names of fields of ``config.json``
+    required: Mapping[str, Any] = field(default_factory=dict)  #: fields of ``config.json``, and the supported value
+    ignored: tuple[str, ...] = ()  #: fields of ``config.json`` that no logits depend on
+    rope: Rope | None = Rope()
+    windows: SlidingWindow | None = None
+    experts: Experts | None = None
+    read: Callable[[Config, DecoderConfig], DecoderConfig] | None = None
+    write: Callable[[DecoderConfig], dict[str, Any]] | None = None
+    #: ``model_type`` of models of text and images whose text model is of this family, and what ``text_config`` means
+    #: where it is silent.
+    multimodal: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    gguf: Gguf | None = None
+
+    @property
+    def name(self) -> str:
+        """As runs and errors call it."""
+        return self.model_type.replace("_", "-")
+
+    def usual(self, width: int) -> dict[str, Any]:
+        """Fields of a DecoderConfig of this width where ``config.json`` is silent."""
+        return self.constants | ({"embedding_scale": sqrt(width)} if self.scaled_embedding else {})
+
+
+def check_required(name: str, value: Any, supported: Any) -> None:
+    """Raise UsageError, naming the field, for a value that is not supported.
+
+    A null is no text; a null, 0 or "" is false.
+    """
+    silent = not value and not supported or value is None and isinstance(supported, str)
+    if value != supported and not silent:
+        raise UsageError(f"{name} is {value!r}, which is not supported; {supported!r} is")
+
+
+def same(name: str, *own: str, default: Any = False) -> dict[str, tuple[str, Any]]:
+    """Several fields of a DecoderConfig that one field of ``config.json`` decides."""
+    return dict.fromkeys(own, (name, default))
+
+
+def defaults(**values: Any) -> ConfigFields:
+    """Other defaults of fields that a Llama has: context, epsilon, key_value_heads and head_width."""
+    names = {"context": "max_position_embeddings", "epsilon": "rms_norm_eps", "key_value_heads": "num_key_value_heads"}
+    return {own: (names.get(own, "head_dim"), value) for own, value in values.items()}
+
+
+# --- what many families share
+
+SIZES: ConfigFields = {
+    "layers": ("num_hidden_layers", None),
+    "width": ("hidden_size", None),
+    "heads": ("num_attention_heads", None),
+    "hidden": ("intermediate_size", None),
+    "vocabulary": ("vocab_size", None),
+    "context": ("max_position_embeddings", 2048),
+    "epsilon": ("layer_norm_eps", 1e-5),
+    "tied": ("tie_word_embeddings", False),
+}
+TIED: ConfigFields = {"tied": ("tie_word_embeddings", True)}
+SILU: ConfigFields = {"activation": ("hidden_act", "silu")}
+GROUPED: ConfigFields = {"key_value_heads": ("num_key_value_heads", 0)}
+RMS: ConfigFields = SIZES | SILU | GROUPED | {"epsilon": ("rms_norm_eps", 1e-5), "head_width": ("head_dim", 0)}
+ATTENTION_BIAS = same("attention_bias", "bias", "output_bias")
+MLP_BIAS = same("mlp_bias", "perceptron_bias")
+
+ATTENTION: Modules = {
+    "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj", "output": "self_attn.o_proj",
+    "query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"
+}  # fmt: skip
+#: A Llama's modules, but for its perceptron.
+LLAMA_ATTENTION: Modules = ATTENTION | {
+    "": "model.", "embedding": "embed_tokens", "norm": "norm", "block": "layers.",
+    "attention/norm": "input_layernorm", "mlp/norm": "post_attention_layernorm"
+}  # fmt: skip
+LLAMA_MODULES: Modules = LLAMA_ATTENTION | {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+UNGATED_MODULES: Modules = LLAMA_ATTENTION | {"w0": "mlp.up_proj", "w1": "mlp.down_proj"}
+NORMS_AFTER: Modules = {
+    "attention/norm_after": "post_attention_layernorm", "mlp/norm": "pre_feedforward_layernorm",
+    "mlp/norm_after": "post_feedforward_layernorm"
+}  # fmt: skip
+GPT_CONSTANTS = {"norm": "layer", "gated": False, "activation": "gelu", "perceptron_bias": True}  #: layer norms, GELU

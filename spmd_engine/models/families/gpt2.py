@@ -1,0 +1,33 @@
+"""GPT-2."""
+
+from typing import Any
+
+from spmd_engine.models.families.family import GPT_CONSTANTS, TIED, Family, Gguf
+
+GPT2_FIELDS = TIED | {
+    "layers": ("n_layer", None), "width": ("n_embd", None), "heads": ("n_head", None), "hidden": ("n_inner", 0),
+    "vocabulary": ("vocab_size", None), "context": ("n_positions", 1024), "epsilon": ("layer_norm_epsilon", 1e-5)
+}  # fmt: skip
+GPT2_MODULES = {
+    "": "transformer.", "embedding": "wte", "positions": "wpe", "norm": "ln_f", "block": "h.",
+    "attention/norm": "ln_1", "output": "attn.c_proj", "mlp/norm": "ln_2", "w0": "mlp.c_fc", "w1": "mlp.c_proj"
+}  # fmt: skip
+
+
+def _write(shape: Any) -> dict[str, Any]:
+    return {"n_ctx": shape.context, "activation_function": "gelu_new"}
+
+
+GPT2 = Family(
+    "gpt2",
+    "GPT2LMHeadModel",
+    "learned positions, layer norms, GELU, biases",
+    GPT2_FIELDS,
+    GPT2_MODULES | {"stacked": "attn.c_attn"},
+    implied=GPT_CONSTANTS | {"learned": True, "bias": True, "output_bias": True},
+    transposed=True,
+    rope=None,
+    read=lambda config, shape: shape.changed(key_value_heads=None),
+    write=_write,
+    gguf=Gguf("gpt2"),
+)

@@ -1,0 +1,132 @@
+"""EleutherAI's GPT-Neo, GPT-NeoX (Pythia) and GPT-J."""
+
+from typing import Any
+
+from spmd_engine.errors import UsageError
+from spmd_engine.layers.attention.rotary import RotaryOptions
+from spmd_engine.models.block_numbers import as_text
+from spmd_engine.models.families import family
+from spmd_engine.models.families.family import Config, Family, Gguf, Rope
+from spmd_engine.models.families.gpt2 import GPT2_FIELDS, GPT2_MODULES
+
+
+def _read_neo(config: Config, shape: Any) -> Any:
+    """Kinds of layers are listed one by one, or as [[kinds, how many times], ...]."""
+    kinds = config.get("attention_layers") or []
+    groups = config.get("attention_types") or [[["global", "local"], 12]]
+    kinds = kinds or [kind for some, times in groups for _ in range(times) for kind in some]
+    if len(kinds) != shape.layers or set(kinds) - {"global", "local"}:
+        raise UsageError(f"attention_types are {kinds} for {shape.layers} layers; each is global or local")
+    window = config.get("window_size", 256)
+    local = [number for number, kind in enumerate(kinds) if kind == "local"]
+    if not local:
+        return shape
+    return shape.changed(window=window, windowed="" if len(local) == shape.layers else as_text(local))
+
+
+def _write_neo(shape: Any) -> dict[str, Any]:
+    kinds = ["local" if shape.has_window(layer) else "global" for layer in range(shape.layers)]
+    types = [[[kind], 1] for kind in kinds]
+    return {"attention_layers": kinds, "attention_types": types, "window_size": shape.window or 256}
+
+
+GPT_NEO = Family(
+    "gpt_neo",
+    "GPTNeoForCausalLM",
+    "learned positions, layer norms, windows in `local` layers",
+    family.SIZES
+    | family.TIED
+    | {
+        "layers": ("num_layers", None),
+        "heads": ("num_heads", None),
+        "hidden": ("intermediate_size", 0),
+        "epsilon": ("layer_norm_epsilon", 1e-5),
+        "activation": ("activation_function", "gelu_new"),
+    },
+    GPT2_MODULES
+    | {
+        "query": "attn.attention.q_proj",
+        "key": "attn.attention.k_proj",
+        "value": "attn.attention.v_proj",
+        "output": "attn.attention.out_proj",
+    },
+    family.GPT_CONSTANTS | {"output_bias": True, "learned": True, "attention_scale": 1.0},
+    also_read=("window", "windowed"),
+    rope=None,
+    read=_read_neo,
+    write=_write_neo,
+)
+
+
+def read_parallel(config: Config, shape: Any) -> Any:
+    """Whether attention and perceptron are side by side: in a GPT-NeoX with a norm each, in a StableLM with one."""
+    of_neox = shape.family == "gpt-neox"
+    parallel = config.get("use_parallel_residual", of_neox)
+    return shape.changed(parallel="two-norms" if of_neox else "one-norm") if parallel else shape
+
+
+def write_parallel(shape: Any) -> dict[str, Any]:
+    """The inverse."""
+    if shape.parallel not in ("none", "two-norms" if shape.family == "gpt-neox" else "one-norm"):
+        raise UsageError(f"config.json of a {shape.family} cannot represent parallel {shape.parallel!r}")
+    return {"use_parallel_residual": shape.parallel != "none"}
+
+
+def _read_neox_gguf(facts: Config, tensors: Any, shape: Any) -> Any:
+    """The file does not say which GELU it is; nearly all of this family have the exact one."""
+    parallel = "two-norms" if facts["use_parallel_residual"] else "none"
+    return shape.changed(parallel=parallel, activation="gelu-erf")
+
+
+GPT_NEOX = Family(
+    "gpt_neox",
+    "GPTNeoXForCausalLM",
+    "(Pythia) layer norms, rotary positions of a part of each head, attention and perceptron side by side",
+    family.SIZES
+    | family.same("attention_bias", "bias", "output_bias", default=True)
+    | {"activation": ("hidden_act", "gelu")},
+    {
+        "": "gpt_neox.", "embedding": "embed_in", "norm": "final_layer_norm", "head": ("embed_out", "lm_head"),
+        "block": "layers.", "attention/norm": "input_layernorm", "grouped": "attention.query_key_value",
+        "output": "attention.dense", "mlp/norm": "post_attention_layernorm", "w0": "mlp.dense_h_to_4h",
+        "w1": "mlp.dense_4h_to_h"
+    },
+    family.GPT_CONSTANTS,
+    also_read=("parallel",),
+    rope=Rope(part=0.25, theta_field="rotary_emb_base", part_field="rotary_pct"),
+    read=read_parallel,
+    write=write_parallel,
+    gguf=Gguf("gptneox", read=_read_neox_gguf)
+)  # fmt: skip
+
+
+def _rotary_gptj(config: Config, shape: Any) -> RotaryOptions:
+    rotated, width = config.get("rotary_dim", 64), shape.width // shape.heads
+    return RotaryOptions(pairs="neighbours", part=1.0 if rotated is None else rotated / width)
+
+
+def _write_gptj(shape: Any) -> dict[str, Any]:
+    return {"rotary_dim": int((shape.head_width or shape.width // shape.heads) * shape.rotary.part)}
+
+
+GPTJ = Family(
+    "gptj",
+    "GPTJForCausalLM",
+    "one layer norm before attention and perceptron, side by side; neighbours of a part of each head rotate, logits "
+    "have a bias",
+    GPT2_FIELDS
+    | {
+        "context": ("n_positions", 2048),
+        "tied": ("tie_word_embeddings", False),
+        "activation": ("activation_function", "gelu_new")
+    },
+    {
+        "": "transformer.", "embedding": "wte", "norm": "ln_f", "block": "h.", "block/norm": "ln_1",
+        "query": "attn.q_proj", "key": "attn.k_proj", "value": "attn.v_proj", "output": "attn.out_proj",
+        "w0": "mlp.fc_in", "w1": "mlp.fc_out"
+    },
+    family.GPT_CONSTANTS | {"parallel": "one-norm", "head_bias": True},
+    required={"rotary": True},
+    rope=Rope(part=1.0, pairs="neighbours", described=False, read=_rotary_gptj),
+    write=_write_gptj
+)  # fmt: skip

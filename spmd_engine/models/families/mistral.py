@@ -1,0 +1,88 @@
+"""Mistral, Ministral and Mixtral."""
+
+from typing import Any
+
+from spmd_engine.models.families import family
+from spmd_engine.models.families.family import Config, Experts, Family, Gguf, Rope, SlidingWindow
+
+_FIELDS = family.RMS | family.defaults(context=131072, epsilon=1e-6)
+MISTRAL = Family(
+    "mistral",
+    "MistralForCausalLM",
+    "a Llama with `sliding_window`",
+    _FIELDS,
+    family.LLAMA_MODULES,
+    windows=SlidingWindow(4096, listed=False),
+    multimodal={
+        "mistral3": {
+            "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+            "sliding_window": None
+        }
+    },
+    gguf=Gguf("mistral3", reordered=True)
+)  # fmt: skip
+MINISTRAL = Family(
+    "ministral",
+    "MinistralForCausalLM",
+    "a Llama with windows (`layer_types`)",
+    _FIELDS | family.defaults(key_value_heads=8),
+    family.LLAMA_MODULES,
+    windows=SlidingWindow(4096),
+)
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    "[experts](experts.md): softmax over all, the best k, whose weights sum to 1",
+    _FIELDS | family.defaults(epsilon=1e-5),
+    family.LLAMA_ATTENTION
+    | {
+        "router": ("block_sparse_moe.gate.weight", "mlp.gate.weight"),
+        "expert/gate": "block_sparse_moe.experts.{}.w1.weight",
+        "expert/up": "block_sparse_moe.experts.{}.w3.weight",
+        "expert/down": "block_sparse_moe.experts.{}.w2.weight",
+        "experts/gate_up": "mlp.experts.gate_up_proj",
+        "experts/down": "mlp.experts.down_proj",
+    },
+    rope=Rope(1e6),
+    windows=SlidingWindow(listed=False),
+    experts=Experts(8, 2, "num_local_experts", normalised=True, gguf_normalised=True),
+    gguf=Gguf("llama", lambda facts: facts.get("expert_count"), reordered=True),
+)
+
+
+# --- Ministral 3: queries have a factor beyond the context before positions were scaled; up to there, it is 1
+
+
+def _read_ministral3(config: Config, shape: Any) -> Any:
+    return shape.changed(context=min(shape.context, config["rope_parameters"]["original_max_position_embeddings"]))
+
+
+def _write_ministral3(shape: Any) -> dict[str, Any]:
+    from spmd_engine.models.hf.rope import rope_fields
+
+    return {"rope_parameters": rope_fields(shape.rotary) | {"llama_4_scaling_beta": 0.1}, "rope_scaling": None}
+
+
+def _read_ministral3_gguf(facts: Config, tensors: Any, shape: Any) -> Any:
+    return shape.changed(context=min(shape.context, shape.rotary.original_context))
+
+
+MINISTRAL3 = Family(
+    "ministral3",
+    "Ministral3ForCausalLM",
+    "a Llama with `yarn` positions, up to `original_max_position_embeddings`: beyond it queries have a factor",
+    family.RMS | family.defaults(context=262144, key_value_heads=8, head_width=128),
+    family.LLAMA_MODULES,
+    required={"sliding_window": None},
+    rope=Rope(1e6, ignored=("llama_4_scaling_beta", "max_position_embeddings")),
+    read=_read_ministral3,
+    write=_write_ministral3,
+    gguf=Gguf(
+        "mistral3",
+        lambda facts: facts.get("rope.scaling.type") == "yarn",
+        reordered=True,
+        ignored=("attention.temperature_scale",),
+        read=_read_ministral3_gguf,
+    ),
+)

@@ -1,0 +1,41 @@
+"""Phi 1, 1.5 and 2, and Phi-3."""
+
+from typing import Any
+
+from spmd_engine.models.families import family
+from spmd_engine.models.families.family import Family, Gguf, Rope, SlidingWindow
+
+
+def _write_phi3(shape: Any) -> dict[str, Any]:
+    divided = shape.rotary.scaling == "divided"
+    return {"original_max_position_embeddings": shape.rotary.original_context} if divided else {}
+
+
+PHI = Family(
+    "phi",
+    "PhiForCausalLM",
+    "layer norms, rotary positions of a part of each head, attention and perceptron behind one norm; biases",
+    family.SIZES | family.GROUPED | {"activation": ("hidden_act", "gelu_new")},
+    family.ATTENTION
+    | {
+        "": "model.", "embedding": "embed_tokens", "norm": "final_layernorm", "block": "layers.",
+        "block/norm": "input_layernorm", "output": "self_attn.dense", "w0": "mlp.fc1", "w1": "mlp.fc2"
+    },
+    family.GPT_CONSTANTS | {"bias": True, "output_bias": True, "parallel": "one-norm", "head_bias": True},
+    rope=Rope(part=0.5),
+    gguf=Gguf("phi2")
+)  # fmt: skip
+PHI3 = Family(
+    "phi3",
+    "Phi3ForCausalLM",
+    "queries, keys and values in one tensor, gate and up in one; `partial_rotary_factor`, `longrope` (up to "
+    "`original_max_position_embeddings`)",
+    family.RMS | family.defaults(context=4096),
+    {name: module for name, module in family.LLAMA_ATTENTION.items() if name not in ("query", "key", "value")}
+    | {"rows": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj", "down": "mlp.down_proj"},
+    ignored=("original_max_position_embeddings",),
+    rope=Rope(part=1.0, kinds={"yarn": "longrope"}),
+    windows=SlidingWindow(listed=False),
+    write=_write_phi3,
+    gguf=Gguf("phi3", window=0),
+)
