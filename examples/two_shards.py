@@ -1,6 +1,6 @@
 """A classifier of stripes in two shards: one rank detects features, another classifies; memory is given back.
 
-    mpiexec -n 2 python examples/two_shards.py
+mpiexec -n 2 python examples/two_shards.py
 """
 
 import tracemalloc

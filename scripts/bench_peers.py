@@ -33,19 +33,61 @@ MODELS = {
 ADAMW = {"learning_rate": 3e-4, "betas": [0.9, 0.95], "epsilon": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0}
 MLP = {"sizes": [784, 128, 127, 10], "batch_size": 128, "learning_rate": 0.01, "clip_norm": 0.0, "block": 40}
 CONVOLUTIONS = {
-    "3x3, 64 to 64 channels of 32x32": {"batch": 32, "length": 32, "inputs": 64, "outputs": 64, "kernel": 3,
-                                        "stride": 1, "padding": 1, "input_gradient": True},
-    "7x7 by 2, 3 to 64 channels of 64x64": {"batch": 32, "length": 64, "inputs": 3, "outputs": 64, "kernel": 7,
-                                            "stride": 2, "padding": 3, "input_gradient": False},
-    "3x3 by 2, 64 to 128 channels of 32x32": {"batch": 32, "length": 32, "inputs": 64, "outputs": 128, "kernel": 3,
-                                              "stride": 2, "padding": 1, "input_gradient": True},
-    "1x1, 64 to 256 channels of 16x16": {"batch": 32, "length": 16, "inputs": 64, "outputs": 256, "kernel": 1,
-                                         "stride": 1, "padding": 0, "input_gradient": True},
+    "3x3, 64 to 64 channels of 32x32": {
+        "batch": 32,
+        "length": 32,
+        "inputs": 64,
+        "outputs": 64,
+        "kernel": 3,
+        "stride": 1,
+        "padding": 1,
+        "input_gradient": True,
+    },
+    "7x7 by 2, 3 to 64 channels of 64x64": {
+        "batch": 32,
+        "length": 64,
+        "inputs": 3,
+        "outputs": 64,
+        "kernel": 7,
+        "stride": 2,
+        "padding": 3,
+        "input_gradient": False,
+    },
+    "3x3 by 2, 64 to 128 channels of 32x32": {
+        "batch": 32,
+        "length": 32,
+        "inputs": 64,
+        "outputs": 128,
+        "kernel": 3,
+        "stride": 2,
+        "padding": 1,
+        "input_gradient": True,
+    },
+    "1x1, 64 to 256 channels of 16x16": {
+        "batch": 32,
+        "length": 16,
+        "inputs": 64,
+        "outputs": 256,
+        "kernel": 1,
+        "stride": 1,
+        "padding": 0,
+        "input_gradient": True,
+    },
 }
-RESNET = {"images": {"length": 64, "channels": 3, "classes": 10}, "batch_size": 32, "learning_rate": 0.01,
-          "momentum": 0.9}
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS",
-                    "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS")
+RESNET = {
+    "images": {"length": 64, "channels": 3, "classes": 10},
+    "batch_size": 32,
+    "learning_rate": 0.01,
+    "momentum": 0.9,
+}
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
 CORES = 2
 TIMEOUT = 1800  # seconds, of a worker
 
@@ -108,11 +150,14 @@ def comparisons(model, batch_size, compiled):
     gpt = MODELS[model] | ADAMW | {"batch_size": batch_size}
     eager = Side("PyTorch", "peers_torch_eager")
     compile_too = [Side("PyTorch compiled", "peers_torch_eager", {"compile": True})] if compiled else []
-    ddp = [Side(f"PyTorch DDP, buckets of {size} MiB", "peers_torch_ddp", {"bucket_cap_mb": size})
-           for size in (25, 200)]
+    ddp = [
+        Side(f"PyTorch DDP, buckets of {size} MiB", "peers_torch_ddp", {"bucket_cap_mb": size}) for size in (25, 200)
+    ]
     fsdp = Side("PyTorch FSDP2", "peers_torch_fsdp")
-    jax = [Side("JAX, a thread a device", "peers_jax"),
-           Side("JAX, shared threads", "peers_jax", {"multi_threaded": True})]
+    jax = [
+        Side("JAX, a thread a device", "peers_jax"),
+        Side("JAX, shared threads", "peers_jax", {"multi_threaded": True}),
+    ]
     pipe = {"mesh": {"pipe": 2}, "micro_batches": 8, "stages": "cost"}
     strategies = [
         ours("data parallel"),
@@ -135,8 +180,7 @@ def comparisons(model, batch_size, compiled):
         Comparison("mlp, 1 rank", 1, MLP, [ours(), eager]),
         Comparison("mlp, 2 ranks, data parallel", 2, MLP, [ours(), ddp[0]]),
         Comparison("mlp, 4 ranks, data parallel", 4, MLP, [ours(), ddp[0]]),
-        *(Comparison(f"convolution, {name}", 1, {"convolution": of}, convolution)
-          for name, of in CONVOLUTIONS.items()),
+        *(Comparison(f"convolution, {name}", 1, {"convolution": of}, convolution) for name, of in CONVOLUTIONS.items()),
         Comparison("resnet18, 1 rank, images of 64x64", 1, RESNET, images),
     ]
 
@@ -155,8 +199,15 @@ def run_worker(side, comparison, peer_python, config):
     command = side.command(comparison.ranks, peer_python, config)
     environment = os.environ | dict.fromkeys(THREAD_VARIABLES, "1")
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False,
-                              stdin=subprocess.DEVNULL, timeout=TIMEOUT)
+        done = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            timeout=TIMEOUT,
+        )
     except subprocess.TimeoutExpired as error:
         raise click.ClickException(f"{side.name} took more than {TIMEOUT} s") from error
     except OSError as error:
@@ -226,12 +277,27 @@ def show(summaries):
         rows.append((summary["name"], *[""] * 9))
         for index, (name, side) in enumerate(summary["sides"].items()):
             speed, ratio, mark = side["speed"], side["ratio"], "*" if side["fastest_setting"] else ""
-            compared = ("", "", "") if index == 0 else (
-                f"{ratio['median']:.2f}x", f"{ratio['min']:.2f} - {ratio['max']:.2f}", f"{side['memory_ratio']:.2f}x")
-            rows.append((f"  {name}{mark}", side["version"], f"{speed['median']:,.0f}",
-                         f"{speed['min']:,.0f} - {speed['max']:,.0f}", summary["unit"],
-                         f"{side['peak_rss_bytes'] / 2**20:,.0f}",
-                         f"{side['first_loss']:.3f}, {side['last_loss']:.3f}", *compared))
+            compared = (
+                ("", "", "")
+                if index == 0
+                else (
+                    f"{ratio['median']:.2f}x",
+                    f"{ratio['min']:.2f} - {ratio['max']:.2f}",
+                    f"{side['memory_ratio']:.2f}x",
+                )
+            )
+            rows.append(
+                (
+                    f"  {name}{mark}",
+                    side["version"],
+                    f"{speed['median']:,.0f}",
+                    f"{speed['min']:,.0f} - {speed['max']:,.0f}",
+                    summary["unit"],
+                    f"{side['peak_rss_bytes'] / 2**20:,.0f}",
+                    f"{side['first_loss']:.3f}, {side['last_loss']:.3f}",
+                    *compared,
+                )
+            )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
@@ -243,8 +309,11 @@ def available(chosen, peer_python):
     packages = {side.package for comparison in chosen for side in comparison.sides if side.package}
     missing = {package for package in sorted(packages) if not can_import(peer_python, package, "numpy")}
     for package in sorted(missing):
-        click.echo(f"{peer_python} lacks {package} or numpy, its rows are left out: pip install {package} numpy, or "
-                   "choose another --peer-python", err=True)
+        click.echo(
+            f"{peer_python} lacks {package} or numpy, its rows are left out: pip install {package} numpy, or "
+            "choose another --peer-python",
+            err=True,
+        )
     left = []
     for comparison in chosen:
         sides = [side for side in comparison.sides if side.package not in missing]
@@ -266,8 +335,12 @@ POSITIVE = click.IntRange(min=1)
 @click.option("--warmup", type=click.IntRange(min=0), default=2, help="Steps (mlp: blocks) before them.")
 @click.option("--rounds", type=POSITIVE, default=5, help="How often all sides run.")
 @click.option("--seed", default=0, help="Of the batches and the parameters.")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path),
-              help="Also write the configurations, the summaries and every timed step here.")
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also write the configurations, the summaries and every timed step here.",
+)
 def main(peer_python, only, model, batch_size, compiled, rounds, json_path, **options):
     every = comparisons(model, batch_size, compiled)
     chosen = [comparison for comparison in every if only in comparison.name]

@@ -44,16 +44,24 @@ from torch_gpt import GPT, adamw_groups, cross_entropy, gradients_by_name, load_
 PATH = Path(__file__).resolve().parent.parent / "tests" / "golden" / "gpt2_tiny.npz"
 SHAPE = {"vocabulary": 61, "context": 12, "layers": 2, "width": 16, "heads": 4}
 HYPER = SHAPE | {
-    "hidden": 64, "norm_epsilon": 1e-5, "batch": 3, "steps": 10, "learning_rate": 1e-2, "beta1": 0.9,
-    "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0, "seed": 20240607,
+    "hidden": 64,
+    "norm_epsilon": 1e-5,
+    "batch": 3,
+    "steps": 10,
+    "learning_rate": 1e-2,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "epsilon": 1e-8,
+    "weight_decay": 0.1,
+    "clip_norm": 1.0,
+    "seed": 20240607,
 }
 
 
 def initial_parameters(generator):
     """Float64 parameters by name with no zeros and no ones, so that no term of a gradient vanishes."""
     shapes = {name: value.shape for name, value in parameters_by_name(GPT(**SHAPE)).items()}
-    noise = {name: 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
-             for name, shape in shapes.items()}
+    noise = {name: 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
     return {name: 1 + value if name.endswith("norm/scale") else value for name, value in noise.items()}
 
 
@@ -87,15 +95,19 @@ def train(parameters, data):
     tokens, targets, mask = data
     model = model_of(parameters, torch.float64)
     optimizer = torch.optim.AdamW(
-        adamw_groups(model, HYPER["weight_decay"]), lr=HYPER["learning_rate"],
-        betas=(HYPER["beta1"], HYPER["beta2"]), eps=HYPER["epsilon"], foreach=False)
+        adamw_groups(model, HYPER["weight_decay"]),
+        lr=HYPER["learning_rate"],
+        betas=(HYPER["beta1"], HYPER["beta2"]),
+        eps=HYPER["epsilon"],
+        foreach=False,
+    )
     losses, norms = [], []
     for _ in range(HYPER["steps"]):
         optimizer.zero_grad()
         loss = cross_entropy(model(tokens), targets, mask)
         loss.backward()
         gradients = [parameter.grad for parameter in model.parameters()]
-        norm = sum((gradient ** 2).sum() for gradient in gradients).sqrt().item()
+        norm = sum((gradient**2).sum() for gradient in gradients).sqrt().item()
         scale = min(1.0, HYPER["clip_norm"] / (norm + 1e-6))
         for gradient in gradients:
             gradient.mul_(scale)

@@ -87,16 +87,30 @@ def norm(normal, shape, run):
     y = run(image, scale, shift)
     dy = normal(*shape)
     y.backward(dy.permute(0, 3, 1, 2))
-    return {"x": x, "scale": scale, "shift": shift, "y": back(y), "dy": dy, "dx": back(image.grad),
-            "dscale": scale.grad, "dshift": shift.grad, "epsilon": 1e-5}
+    return {
+        "x": x,
+        "scale": scale,
+        "shift": shift,
+        "y": back(y),
+        "dy": dy,
+        "dx": back(image.grad),
+        "dscale": scale.grad,
+        "dshift": shift.grad,
+        "epsilon": 1e-5,
+    }
 
 
 def batch_norm(normal, shape, momentum=0.1):
     mean, variance = normal(shape[3]), 0.5 + normal(shape[3]) ** 2
     after = mean.clone(), variance.clone()
     found = norm(normal, shape, lambda x, scale, shift: F.batch_norm(x, *after, scale, shift, True, momentum, 1e-5))
-    return found | {"mean": mean, "variance": variance, "new_mean": after[0], "new_variance": after[1],
-                    "momentum": momentum}
+    return found | {
+        "mean": mean,
+        "variance": variance,
+        "new_mean": after[0],
+        "new_variance": after[1],
+        "momentum": momentum,
+    }
 
 
 def golden():
@@ -126,7 +140,8 @@ def main():
     """Write the file and say what is in it."""
     arrays = {
         f"{case}/{name}": np.array(value.detach().numpy() if torch.is_tensor(value) else value, order="C")
-        for case, values in golden().items() for name, value in values.items()
+        for case, values in golden().items()
+        for name, value in values.items()
     }
     PATH.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(PATH, **arrays)

@@ -35,12 +35,22 @@ def initial_parameters(config):
         return {"scale": np.ones(width, np.float32), "shift": np.zeros(width, np.float32)}
 
     blocks = [
-        {"attention_norm": norm(), "qkv": affine(width, 3 * width), "output": affine(width, width, out),
-         "mlp_norm": norm(), "up": affine(width, 4 * width), "down": affine(4 * width, width, out)}
+        {
+            "attention_norm": norm(),
+            "qkv": affine(width, 3 * width),
+            "output": affine(width, width, out),
+            "mlp_norm": norm(),
+            "up": affine(width, 4 * width),
+            "down": affine(4 * width, width, out),
+        }
         for _ in range(config["layers"])
     ]
-    return {"embedding": normal(config["vocabulary"], width), "positions": normal(config["context"], width),
-            "blocks": blocks, "norm": norm()}
+    return {
+        "embedding": normal(config["vocabulary"], width),
+        "positions": normal(config["context"], width),
+        "blocks": blocks,
+        "norm": norm(),
+    }
 
 
 def affine(p, x):
@@ -91,7 +101,8 @@ def make_update(config):
 
         new = jax.tree.map(adamw, parameters, means, squares, gradients)
         parameters, means, squares = jax.tree.transpose(
-            jax.tree.structure(parameters), jax.tree.structure((0, 0, 0)), new)
+            jax.tree.structure(parameters), jax.tree.structure((0, 0, 0)), new
+        )
         return (parameters, means, squares, number), loss
 
     return update

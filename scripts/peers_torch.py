@@ -35,8 +35,13 @@ def build_model(config):
 def make_optimizer(model, config):
     if "sizes" in config:
         return torch.optim.SGD(model.parameters(), lr=config["learning_rate"], fused=True)
-    return torch.optim.AdamW(adamw_groups(model, config["weight_decay"]), lr=config["learning_rate"],
-                             betas=tuple(config["betas"]), eps=config["epsilon"], fused=True)
+    return torch.optim.AdamW(
+        adamw_groups(model, config["weight_decay"]),
+        lr=config["learning_rate"],
+        betas=tuple(config["betas"]),
+        eps=config["epsilon"],
+        fused=True,
+    )
 
 
 def train(config, model):
@@ -44,8 +49,9 @@ def train(config, model):
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     optimizer = make_optimizer(model, config)
     rows = config["batch_size"] // ranks
-    batches = [[torch.from_numpy(part[rank * rows: (rank + 1) * rows]) for part in batch]
-               for batch in make_batches(config)]
+    batches = [
+        [torch.from_numpy(part[rank * rows : (rank + 1) * rows]) for part in batch] for batch in make_batches(config)
+    ]
 
     def step(index):
         inputs, targets = batches[index % len(batches)]

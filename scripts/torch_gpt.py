@@ -26,8 +26,10 @@ class Attention(nn.Module):
     def forward(self, x):
         """[b s d] -> [b s d]."""
         b, s, d = x.shape
-        q, k, v = (part.view(b, s, self.heads, d // self.heads).transpose(1, 2)  # b h s k
-                   for part in self.qkv(x).split(d, dim=-1))
+        q, k, v = (
+            part.view(b, s, self.heads, d // self.heads).transpose(1, 2)  # b h s k
+            for part in self.qkv(x).split(d, dim=-1)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.output(y.transpose(1, 2).reshape(b, s, d))
 
@@ -115,8 +117,10 @@ def adamw_groups(model, weight_decay):
 
 def _views(model, pick):
     """The engine's names and shapes for `pick(parameter)`, each a view of what `pick` returned."""
-    out = {"embedding/table": pick(model.embedding.weight),  # v d
-           "positions/table": pick(model.positions.weight)}  # p d
+    out = {
+        "embedding/table": pick(model.embedding.weight),  # v d
+        "positions/table": pick(model.positions.weight),
+    }  # p d
     for i, block in enumerate(model.blocks):
         attention, mlp, heads = block.attention, block.mlp, block.attention.heads
         at = f"block{i}/attention"

@@ -23,6 +23,7 @@ def one_of(given: object, names: Iterable[str]) -> str:
     listed = ", ".join(dict.fromkeys([*near, *known]))
     return f"did you mean {near[0]!r}? There are: {listed}" if near else f"there are: {listed or 'none'}"
 
+
 LONGEST = 4000  #: characters of a message
 
 

@@ -106,13 +106,13 @@ def describe(analysis: StepAnalysis, rank: int, console: Console) -> None:
     where = ", ".join(f"{axis} {place}" for axis, place in step.coordinates.items())
     console.print(
         f"{analysis.model}: {analysis.parameters:,} parameters on {analysis.ranks} ranks, "
-        f"{len(analysis.classes)} of them different"
+        f"{len(analysis.classes)} classes of equal ranks"
     )
     console.print(
         f"a step of all ranks: {analysis.flops / 1e9:,.2f} GFLOP in matrix products, {analysis.calls:,} calls, "
         f"{analysis.bytes_sent:,} bytes sent"
     )
-    console.print(f"largest peak {analysis.peak_bytes:,} bytes; below, rank {rank} (as the one at {where})\n")
+    console.print(f"largest peak {analysis.peak_bytes:,} bytes; below: rank {rank} (as the rank at {where})\n")
     console.print(_layers(step))
     console.print(_totals(analysis))
     path = critical_path(analysis)
@@ -124,7 +124,7 @@ def describe(analysis: StepAnalysis, rank: int, console: Console) -> None:
     for kind, what, size in step.peak.holds[:_MOST_HELD]:
         console.print(f"  {size:>15,}  {kind}{f': {what}' if what else ''}")
     if tables := analysis.tables_of_rank(rank):
-        console.print(f"and {tables:,} bytes in which its groups meet, all through")
+        console.print(f"and {tables:,} bytes of slot tables throughout the step")
     for note in analysis.approximate:
         console.print(f"assumed: {note}")
 
