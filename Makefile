@@ -33,8 +33,10 @@ test: $(VENV)/installed-mpich-test  ## run the tests, serial and MPI, 4 jobs at 
 soak: $(VENV)/installed-mpich-test  ## run the tests that take minutes
 	$(BIN)/python -m pytest $(HARNESS) -m soak --durations=25 $(ARGS)
 
-lint: $(VENV)/installed-mpich-test  ## check the code with ruff
+lint: $(VENV)/installed-mpich-test-lint  ## check rules and format (ruff) and types (basedpyright)
 	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check --quiet .
+	$(BIN)/basedpyright
 
 lines:  ## count code lines and files of each package against lines.toml
 	@$(PYTHON) scripts/count_lines.py

@@ -161,14 +161,16 @@ def section_of(configuration: Configuration, name: str) -> Configuration:
     """A nested configuration, or the default one of its type where the field is None."""
     section = getattr(configuration, name)
     if section is None:
-        section = _configuration(_types(type(configuration))[name])()
+        kind = _configuration(_types(type(configuration))[name])
+        assert kind, f"{name} is no section of {type(configuration).__name__}"
+        section = kind()
     return section
 
 
 def _configuration(kind: Any) -> type[Configuration] | None:
     """The class of a field that holds a nested configuration, perhaps an optional one."""
     for each in (kind, *get_args(kind)):
-        if is_dataclass(each):
+        if isinstance(each, type) and issubclass(each, Configuration):
             return each
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from spmd_engine.errors import UsageError
 
@@ -36,7 +37,7 @@ def seconds_of(text: str, where: str = "time") -> float:
     return _quantity(text, where, _SECONDS, "seconds; write it as in 30s or 100ms")
 
 
-def _quantity(text: str, where: str, units: dict[str, float], wanted: str) -> float:
+def _quantity(text: str, where: str, units: Mapping[str, float], wanted: str) -> float:
     found = _QUANTITY.fullmatch(text)
     if not found or found[2] and found[2].upper() not in units:
         raise UsageError(f"{where}: cannot read {text!r} as {wanted}")
