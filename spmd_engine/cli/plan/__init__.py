@@ -178,7 +178,7 @@ def _ranks(options: Mapping[str, Any], axes: Mapping[str, int] | None, machine: 
     ranks = options["ranks"]
     if axes is not None:
         if ranks is not None and prod(axes.values()) != ranks:
-            raise UsageError(f"--mesh {options['mesh']} has {prod(axes.values())} ranks, and --ranks says {ranks}")
+            raise UsageError(f"--mesh {options['mesh']} has {prod(axes.values())} ranks, and --ranks is {ranks}")
         ranks = prod(axes.values())
     if ranks is None:
         ranks = round(machine.nodes[0].cores or machine.nodes[0].ranks)
