@@ -112,7 +112,7 @@ def spoilt(tmp_path, change):
         (lambda c: c[:0], "cannot be read as a GGUF file"),
         (lambda c: b"PK" + c, "is no GGUF file"),
         (lambda c: c.replace(b"GGUF\3", b"GGUF\1", 1), "is of version 1 of the format"),
-        (lambda c: c.replace(b"llama.block_count", b"llama.blokc_count"), "nothing says 'block_count'"),
+        (lambda c: c.replace(b"llama.block_count", b"llama.blokc_count"), "there is no metadata 'block_count'"),
         (lambda c: c.replace(b"\5" + b"\0" * 7 + b"llama", b"\5" + b"\0" * 7 + b"mamba", 1), "architecture 'mamba'"),
         (lambda c: c.replace(b"attn_output", b"attn_outptu"), "no tensor blk.0.attn_output.weight to fill"),
         (lambda c: c.replace(b"rope.dimension_count", b"rope.dimension_scale"), "llama.rope.dimension_scale is 16, "),
