@@ -72,6 +72,7 @@ class OtherNodes:
         self._messages = messages
         self._others = sorted(set(range(size)) - set(here))
         self._heard: dict[int, tuple[float, State]] = {}
+        self.reported = 0.0  #: when one of them last reported a hang, by this process's clock
 
     def tell(self, states: Sequence[State]) -> None:
         """Tell every rank of other nodes: nobody knows which of them still listens."""
@@ -81,5 +82,7 @@ class OtherNodes:
         """What was told in the last seconds, the newest of each rank."""
         now = time.monotonic()
         for _, data in self._messages.receive(REPORT):
-            self._heard.update({state.rank: (now, state) for state in pickle.loads(data)})
+            states: list[State] = pickle.loads(data)
+            self._heard.update({state.rank: (now, state) for state in states})
+            self.reported = max(self.reported, *(now - state.reported_seconds for state in states))
         return [state for when, state in self._heard.values() if now - when < FRESH]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -69,6 +70,7 @@ class State(NamedTuple):
     stack: str  #: of all its threads, innermost line last
     stack_seconds: float  #: since when it stands so, at most
     condition: str = ""  #: what the system says of its process: "stopped", "gone"
+    reported_seconds: float = math.inf  #: since it reported a hang
 
 
 class Record:
@@ -125,6 +127,7 @@ class Record:
             _read(self._memory, STACK) or "" if stack is None else stack,
             (now - words[BEAT]) / 1e9 if stack is None and words[BEAT] else 0.0,
             condition,
+            (now - words[TOLD]) / 1e9 if words[TOLD] else math.inf,
         )
 
     def _call(self, line: Sequence[int], number: int, text: int) -> CallRecord:

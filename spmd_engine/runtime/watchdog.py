@@ -43,6 +43,11 @@ class Elsewhere(Protocol):
         """The latest states of the ranks of other nodes."""
         ...
 
+    @property
+    def reported(self) -> float:
+        """When one of them last reported a hang, by this process's ``time.monotonic``; 0 if never."""
+        ...
+
 
 class Watchdog:
     """Watches the ranks of a node from one of them: ``activity`` is its own, ``records`` are all."""
@@ -104,15 +109,16 @@ class Watchdog:
         if hang is not None and self._is_news(states):
             self._activity.told = time.monotonic_ns()
             tell(hang, everyone, self._activity.folder)
+            if self._elsewhere:  # a node that has not answered in time reads that this hang is reported
+                self._elsewhere.tell([record.state() for record in self._records])
 
     def _is_news(self, states: Sequence[State]) -> bool:
-        """Whether nobody of this node has told of it, or that was long ago, as long as it had lasted then, and more."""
-        told = max(record.told for record in self._records)
-        if not told:
-            return True
-        since = (time.monotonic_ns() - told) / 1e9
+        """Whether no node has reported this hang, or it has lasted ``AGAIN`` times as long since then."""
+        reported = max(record.told for record in self._records) / 1e9
+        if self._elsewhere:
+            reported = max(reported, self._elsewhere.reported)
         longest = max((state.wait.seconds for state in states if state.wait and state.wait.overdue), default=0.0)
-        lasted = longest - since  # then
+        lasted = longest - (time.monotonic() - reported)  # when it was reported; below 0: it began later
         return lasted <= 0 or longest > AGAIN * lasted
 
 

@@ -14,7 +14,7 @@ from spmd_engine.errors import CommunicationTimeout
 from spmd_engine.runtime.activity import SIZE, Activity
 from spmd_engine.runtime.hang_report import look_at
 from spmd_engine.runtime.records import CallRecord, Record, State, WaitRecord
-from spmd_engine.runtime.watchdog import tell
+from spmd_engine.runtime.watchdog import ANSWERS, PERIOD, Watchdog, tell
 
 ALL = (0, 1, 2, 3)
 
@@ -140,6 +140,41 @@ def test_a_record_that_is_full_says_less():
     assert texts[0] > 0 == texts[-1]
     assert len(Record(0, activity.memory).state().begun) == 0
     assert activity.line(range(0, 2000, 2)).place == -1  # too many to name
+
+
+class Wire:
+    """The other node as one node's watchdog hears of it, without MPI."""
+
+    def __init__(self):
+        self.sent, self.reported = [], 0.0
+
+    def tell(self, states):
+        self.sent.append(states)
+
+    def heard(self):
+        return []
+
+
+def test_a_node_that_answers_late_does_not_report_the_hang_again(caplog):
+    """Node 1 hears nothing of node 0 and reports; node 0, whose watchdog was held up, has heard of the report."""
+    wires, watchdogs = [Wire(), Wire()], []
+    ranks = [Activity(bytearray(SIZE)) for _ in range(2)]
+    with caplog.at_level(logging.WARNING):
+        for activity in ranks:
+            activity.waits(activity.line((0, 1)), 1, activity.called("all_reduce", "data", ""), timeout=1e-6)
+        for rank in (1, 0):
+            record = Record(rank, ranks[rank].memory)
+            watchdogs.append(Watchdog(ranks[rank], [record], rank, 2, wires[rank]))
+            deadline = time.monotonic() + 30
+            while len(wires[rank].sent) < (2 if rank else 1):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            wires[0].reported = time.monotonic() - wires[1].sent[-1][0].reported_seconds
+        time.sleep(ANSWERS + 3 * PERIOD)
+        for watchdog in watchdogs:
+            watchdog.stop()
+    assert len(caplog.records) == 1 and "rank 0" in caplog.text
+    assert [len(wire.sent) for wire in wires] == [1, 2]  # both what they see, and node 1 that it has reported
 
 
 @pytest.mark.parametrize("members", [range(0, 512, 8), [0, 1, 2, 7, 9, 10], [5]], ids=str)
