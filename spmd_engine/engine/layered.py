@@ -16,13 +16,11 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import schedules
 from spmd_engine.engine.base import Loss, Metric
-from spmd_engine.engine.batch import Batch, MicroBatch
+from spmd_engine.engine.batch import Batch, MicroBatch, Scores
 from spmd_engine.engine.contract import check_batch
-from spmd_engine.engine.evaluation import Scores
 from spmd_engine.engine.optimizers import Optimizer
-from spmd_engine.engine.pipeline.chunk import Recompute
-from spmd_engine.engine.pipeline.stages import Division
-from spmd_engine.engine.state.assignment import PIPE, Assignment, ZeroConfig
+from spmd_engine.engine.pipeline import Recompute
+from spmd_engine.engine.state.assignment import PIPE, Assignment, Division, ZeroConfig
 from spmd_engine.engine.state.engine_state import EngineState, place
 from spmd_engine.engine.zero.parameter_store import Index
 from spmd_engine.engine.zero.store_engine import StoredEngine, check_shapes
@@ -126,9 +124,9 @@ class LayeredEngine(StoredEngine):
         ``storage``, ``schedule``, ``stages``, ``recompute``. Collective over the old mesh, whose ledger counts what
         is sent, and which is not closed.
         """
-        from spmd_engine.engine.state.reshard_state import StateMove
+        from spmd_engine.engine.state.engine_state import StateReshard
 
-        move = StateMove(self, optimizer)
+        move = StateReshard(self, optimizer)
         if mesh is None:
             move.leave()
             return
@@ -221,7 +219,7 @@ class LayeredEngine(StoredEngine):
         """
         self.model.check_inputs(x)
         if cache is not None:
-            from spmd_engine.engine.decode_inputs import grow
+            from spmd_engine.engine.inference import grow
 
             growth = grow(self, x, cache)
             x, ctx = growth.inputs, growth.ctx

@@ -21,8 +21,7 @@ from spmd_engine.models.load_config import short_name
 from spmd_engine.strategies import default_axes, strategy_named
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.training.first_step_check import first_step_check
-from spmd_engine.training.observers import Observer
-from spmd_engine.training.run import CONFIG, Run
+from spmd_engine.training.run import CONFIG, Observer, Run
 from spmd_engine.training.train_config import CorpusFacts, TrainConfig
 from spmd_engine.training.trainer import Trainer
 from spmd_engine.training.workload import Workload, make_trainer, open_workload

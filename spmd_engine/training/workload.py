@@ -28,9 +28,9 @@ from spmd_engine.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from spmd_engine.formats.token_file import TokenFile
+    from spmd_engine.training.data.corpus import Windows
     from spmd_engine.training.data.images import ImageData, Images
     from spmd_engine.training.data.token_data import PreparedData
-    from spmd_engine.training.data.windows import Windows
 
 PAGE_MODEL = "mlp"  #: what the model's name is for any page: each has its own small model
 _WIDTH, _HIDDEN, _HEADS, _LENGTH = 64, 256, 4, 16
@@ -121,7 +121,7 @@ def _model(job: TrainConfig, mesh: Mesh) -> Workload:
     _check_corpus(job, corpus)
     source, writes = corpus, bool(engine.model.vocabulary)
     if not writes:
-        from spmd_engine.training.data.windows import data_for
+        from spmd_engine.training.data.corpus import data_for
 
         source = data_for(engine.model, corpus, job.model.dtype)
     return Workload(job, engine, corpus, Sampled(source, length, job.model.seed), writes)
@@ -189,7 +189,7 @@ def _fitting(found: dict[str, int], job: TrainConfig) -> dict[str, int]:
 
 def _page(job: TrainConfig, mesh: Mesh) -> Workload:
     from spmd_engine.strategies.two_convolutions import IMAGE
-    from spmd_engine.training.data.windows import BytePairs, ShapedBytePairs
+    from spmd_engine.training.data.corpus import BytePairs, ShapedBytePairs
 
     name, dtype = job.strategy, job.model.dtype
     page = strategy_named(name)

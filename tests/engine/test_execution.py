@@ -8,7 +8,7 @@ import pytest
 
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import schedules
-from spmd_engine.engine.pipeline.chunk import LayerSegment
+from spmd_engine.engine.pipeline import LayerSegment
 from spmd_engine.engine.schedules import (
     Backward,
     BackwardInput,

@@ -8,8 +8,7 @@ import pytest
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.engine import schedules
-from spmd_engine.engine.pipeline.chunk import LayerSegment
-from spmd_engine.engine.pipeline.executor import PipelineNeighbours
+from spmd_engine.engine.pipeline import LayerSegment, PipelineNeighbours
 from toy_layers import Stand, execution_of, through
 
 

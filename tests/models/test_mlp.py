@@ -17,7 +17,7 @@ from spmd_engine.sharding import Layout
 from spmd_engine.strategies import SingleDevice
 from spmd_engine.strategies.two_layers import initial_parameters
 from spmd_engine.training import Trainer, load_corpus
-from spmd_engine.training.data.windows import data_for
+from spmd_engine.training.data.corpus import data_for
 
 LETTERS = {"data": "b", "model": "f", "row": "d", "col": "f"}
 MESHES = [

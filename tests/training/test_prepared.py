@@ -22,7 +22,7 @@ from spmd_engine.tokens.hugging_face import TOKENIZER
 from spmd_engine.training import Run, TrainConfig, Trainer, train
 from spmd_engine.training.data.prepare import _encoded, prepare
 from spmd_engine.training.data.token_data import PreparedData, check_file, whole_documents, windows
-from spmd_engine.training.observers import Observer
+from spmd_engine.training.run import Observer
 from spmd_engine.training.run_job import keep_tokenizer
 from spmd_engine.training.workload import make_trainer, open_workload
 

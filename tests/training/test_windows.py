@@ -14,8 +14,7 @@ from spmd_engine.models import build_model, gpt, mlp, two_layers
 from spmd_engine.models.gpt import GPTSize
 from spmd_engine.sharding import Layout
 from spmd_engine.tokens.tokenizer import END_OF_FILE, ByteTokenizer
-from spmd_engine.training.data.corpus import Corpus
-from spmd_engine.training.data.windows import CLASSES, ByteClasses, BytePairs, classes_of, data_for
+from spmd_engine.training.data.corpus import CLASSES, ByteClasses, BytePairs, Corpus, classes_of, data_for
 
 TEXT = "def __init__(self, x=1):\n\treturn X[0] # é\n" * 20
 CORPUS = Corpus(

@@ -1,6 +1,18 @@
 """Schedules as data: what each stage does with its micro-batches, in order. An engine executes them."""
 
-from spmd_engine.engine.schedules.instructions import (
+from spmd_engine.engine.schedules.orders import (
+    SCHEDULES,
+    GPipe,
+    Interleaved,
+    Naive,
+    OneForwardOneBackward,
+    Sequential,
+    ZeroBubble,
+    ZeroBubbleH2,
+    chosen,
+    named,
+)
+from spmd_engine.engine.schedules.schedule import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -8,18 +20,16 @@ from spmd_engine.engine.schedules.instructions import (
     Forward,
     Instruction,
     Program,
+    Schedule,
     StartReceiveGradient,
     StartReceiveInput,
     StartSendGradient,
     StartSendOutput,
     Transfer,
     Wait,
+    other_end,
+    with_transfers,
 )
-from spmd_engine.engine.schedules.interleaved import Interleaved
-from spmd_engine.engine.schedules.names import SCHEDULES, chosen, named
-from spmd_engine.engine.schedules.one_at_a_time import Naive, Sequential
-from spmd_engine.engine.schedules.pipelined import GPipe, OneForwardOneBackward
-from spmd_engine.engine.schedules.schedule import Schedule
 from spmd_engine.engine.schedules.timeline import (
     COSTS,
     Slot,
@@ -29,8 +39,6 @@ from spmd_engine.engine.schedules.timeline import (
     peak_activations,
     timeline,
 )
-from spmd_engine.engine.schedules.transfers import other_end, with_transfers
-from spmd_engine.engine.schedules.zero_bubble import ZeroBubble, ZeroBubbleH2
 
 __all__ = [
     "COSTS",

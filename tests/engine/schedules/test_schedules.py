@@ -24,7 +24,7 @@ from spmd_engine.engine.schedules import (
     named,
     other_end,
 )
-from spmd_engine.engine.schedules.transfers import with_transfers
+from spmd_engine.engine.schedules.schedule import with_transfers
 from spmd_engine.errors import UsageError
 
 PIPELINES = [SCHEDULES[name]() for name in SCHEDULES if name != "sequential"] + [Interleaved(3)]

@@ -18,7 +18,7 @@ from spmd_engine.engine.schedules import (
     makespan,
     timeline,
 )
-from spmd_engine.engine.schedules.transfers import with_transfers
+from spmd_engine.engine.schedules.schedule import with_transfers
 from spmd_engine.errors import UsageError
 
 # --- order
