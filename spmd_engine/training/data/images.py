@@ -281,7 +281,7 @@ def _digest(x: ImageRows, y: np.ndarray, held_out: np.ndarray, where: str) -> st
 class ImageData(ArrayData):
     """Images as samples x[b h w c], floats of ``dtype`` from 0 to 1, with their classes y[b], in shuffled epochs.
 
-    Those to learn from are changed at random as ``augment`` says (one of ``AUGMENT``), each time in another way; those
+    Those to learn from are changed at random as ``augment`` says (see ``augmented``), each time in another way; those
     to validate on never are. Both follow from the seed and a sample's place in all epochs alone.
     """
 
@@ -289,13 +289,10 @@ class ImageData(ArrayData):
         super().__init__(images.x, images.y, validation=images.held_out, seed=seed)
         self.dtype, self.augment = np.dtype(dtype), augment
 
-    def examples(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        x, y = super().examples(places)
-        return augmented(x, places, self.seed, self.augment), y
-
-    def _rows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        x, y = super()._rows(numbers)
-        return as_floats(x, self.dtype), y
+    def examples(self, numbers: np.ndarray, held_out: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        x, y = super().examples(numbers, held_out)
+        x = as_floats(x, self.dtype)
+        return x if held_out else augmented(x, numbers, self.seed, self.augment), y
 
 
 def as_floats(x: np.ndarray, dtype: Any) -> np.ndarray:
