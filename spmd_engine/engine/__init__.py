@@ -33,23 +33,11 @@ __all__ = [
 
 _PUBLIC = {
     "base": ("ShardedEngine",),
-    "batch": (
-        "Batch",
-        "MicroBatch",
-        "batch_of",
-        "make_batch",
-    ),
+    "batch": ("Batch", "MicroBatch", "batch_of", "make_batch"),
     "distributed": ("as_distributed",),
     "layered": ("LayeredEngine",),
-    "optimizers": (
-        "AdamW",
-        "SGD",
-    ),
-    "parallel_config": (
-        "ModelConfig",
-        "ParallelConfig",
-        "build_engine",
-    ),
+    "optimizers": ("AdamW", "SGD"),
+    "parallel_config": ("ModelConfig", "ParallelConfig", "build_engine"),
     "pipeline": ("Recompute",),
     "state.assignment": ("ZeroConfig",),
 }

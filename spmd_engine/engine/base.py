@@ -29,8 +29,8 @@ from spmd_engine.engine.contract import (
     guard_engine,
     read_sharding,
 )
+from spmd_engine.engine.state.assignment import Index
 from spmd_engine.engine.tape import Tape, Tapes
-from spmd_engine.engine.zero.parameter_store import Index
 from spmd_engine.errors import UnknownParameter, UsageError
 from spmd_engine.losses import mean_squared_error
 from spmd_engine.sharding.notation import Spec

@@ -18,9 +18,8 @@ from spmd_engine.engine.contract import backward_of, check_batch, check_paramete
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.engine.state.assignment import Assignment, ZeroConfig
-from spmd_engine.engine.zero.parameter_store import ParameterStore
+from spmd_engine.engine.zero.parameter_store import ParameterStore, StoredEngine
 from spmd_engine.engine.zero.reducer import Reducer
-from spmd_engine.engine.zero.store_engine import StoredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.contract import described
 from spmd_engine.layers.declarations import Parameter

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.pending import Pending
-from spmd_engine.engine import schedules
+from spmd_engine.engine.schedules import schedule as schedules
 from spmd_engine.engine.state.buffers_and_side_outputs import Extras
 from spmd_engine.engine.zero.reducer import Reducer
 from spmd_engine.engine.zero.unsharder import Unsharder

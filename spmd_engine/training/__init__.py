@@ -34,25 +34,12 @@ __all__ = [
 
 _PUBLIC = {
     "data.array_data": ("ArrayData",),
-    "data.corpus": (
-        "Corpus",
-        "load_corpus",
-    ),
-    "data.images": (
-        "ImageData",
-        "Images",
-        "load_images",
-    ),
+    "data.corpus": ("Corpus", "load_corpus"),
+    "data.images": ("ImageData", "Images", "load_images"),
     "data.prepare": ("prepare",),
     "data.token_data": ("PreparedData",),
-    "run": (
-        "Observer",
-        "Run",
-    ),
-    "run_job": (
-        "read_run",
-        "train",
-    ),
+    "run": ("Observer", "Run"),
+    "run_job": ("read_run", "train"),
     "train_config": ("TrainConfig",),
     "trainer": ("Trainer",),
 }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from spmd_engine.regular_file import open_regular
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.trainer import StepReport, Trainer
 
+if TYPE_CHECKING:
+    from spmd_engine.training.workload import Workload
+
 logger = logging.getLogger(__name__)
 
 
@@ -34,6 +37,12 @@ class Observer:
 
     Nothing here may call a collective. An OSError ends the run on all ranks, in one line.
     """
+
+    def opened(self, workload: Workload, parameters: int, notices: Sequence[str]) -> None:
+        """What a job trains, its number of parameters, and which of its options have no effect. Before ``started``."""
+
+    def loaded(self, table: Sequence[str]) -> None:
+        """Lines that say from what a job's initial weights were read; none, if they are drawn. Before ``started``."""
 
     def started(self, run: Run, stop: int) -> None:
         """The run begins, or goes on after ``run.trainer.steps_done`` steps, up to step ``stop``."""
@@ -120,6 +129,9 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
 
 # --- A run: a training with a folder, that evaluates, saves, resumes, and ends in order for a signal
 
+
+if TYPE_CHECKING:
+    from spmd_engine.training.workload import Workload
 
 logger = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ from spmd_engine.sharding.groups import CAP, THRESHOLD, Home, Member, ParameterG
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.shards import Shards
 
+Index = tuple[slice, ...]  #: a rectangle of a whole array
 #: How layers become chunks: evenly by number or by cost, or the first layer of each chunk.
 Division = str | Sequence[int]
 

@@ -15,12 +15,20 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.pipeline import Chunk, Execution, PipelineNeighbours, Recompute, check_recompute, segments
-from spmd_engine.engine.schedules import Program, Schedule, chosen
+from spmd_engine.engine.schedules import Schedule
+from spmd_engine.engine.schedules.orders import chosen
+from spmd_engine.engine.schedules.schedule import Program
 from spmd_engine.engine.state.assignment import PIPE, Division, ZeroConfig, assign, parse_division
 from spmd_engine.engine.state.buffers_and_side_outputs import Buffers, Extras, SideOutputs
-from spmd_engine.engine.zero.parameter_store import FrozenStore, ParameterStore
+from spmd_engine.engine.zero.parameter_store import (
+    FrozenStore,
+    ParameterStore,
+    Placements,
+    StoredEngine,
+    placements_said,
+    said_of,
+)
 from spmd_engine.engine.zero.reducer import Reducer
-from spmd_engine.engine.zero.store_engine import Placements, StoredEngine, placements_said, said_of
 from spmd_engine.engine.zero.unsharder import Unsharder
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import ForwardContext, Layer
