@@ -58,12 +58,12 @@ def main(steps=200, batch_size=32):
     model = 2 if ranks % 2 == 0 else 1
     with Mesh(data=ranks // model, model=model) as mesh:
         engine = Bigram(mesh)
-        corpus = load_corpus(mesh.group(), None, CONTEXT)
+        data = load_corpus(mesh.group(), None, CONTEXT).windows(CONTEXT, seed=0)
         start = engine.sharding("second").block((WIDTH, VOCABULARY), mesh)[1].start
         loss = partial(cross_entropy, over=mesh.group("model"), start=start)
 
         def batches(step):
-            return corpus.batch(engine, step, size=batch_size, micro_batches=1, context=CONTEXT, seed=0)
+            return data.batch(engine, step, size=batch_size)
 
         trainer = Trainer(engine, AdamW(), batches, rate=lambda step: 1e-2, grad_clip=1.0, loss=loss)
         for report in trainer.run(steps):

@@ -19,7 +19,7 @@ PLACES = {
     "forward": ("spmd_engine.layers.linear", "Linear", "forward"),
     "reduction": ("spmd_engine.engine.zero.storage", "GroupStorage", "start_reduce"),
     "optimizer": ("spmd_engine.engine.optimizers", "AdamW", "_update"),
-    "norm": ("spmd_engine.engine.zero.store_engine", "StoredEngine", "gradient_norm"),
+    "norm": ("spmd_engine.engine.zero.parameter_store", "StoredEngine", "gradient_norm"),
     "save": ("spmd_engine.checkpoints.save", "Save", "_write"),
     "commit": ("spmd_engine.checkpoints.format.folder", "CheckpointFolder", "commit"),
 }

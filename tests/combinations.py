@@ -9,7 +9,7 @@ import parts
 import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW
-from spmd_engine.engine.pipeline.chunk import Recompute
+from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.schedules import named
 from spmd_engine.training import Trainer
 

@@ -7,18 +7,17 @@ from typing import ClassVar
 
 import pytest
 
-from spmd_engine.engine.schedules import (
+from spmd_engine.engine.schedules import Schedule
+from spmd_engine.engine.schedules.orders import (
     GPipe,
     Interleaved,
     Naive,
     OneForwardOneBackward,
-    Schedule,
-    StartReceiveInput,
-    StartSendOutput,
     ZeroBubble,
     ZeroBubbleH2,
-    timeline,
 )
+from spmd_engine.engine.schedules.schedule import StartReceiveInput, StartSendOutput
+from spmd_engine.engine.schedules.timeline import timeline
 
 INTERLEAVED = [Interleaved(2), Interleaved(3)]
 ZERO_BUBBLE = [ZeroBubble(), ZeroBubbleH2()]

@@ -61,7 +61,7 @@ STATE = {
     "sharding/halos.py: plan_halos": "the cache of a pure function",
     "sharding/resharding.py: _exchange_plan": "the cache of a pure function",
     "tokens/chat.py: _process": "the process that runs chat templates, started once",
-    "training/data/token_data.py: _order": "the cache of a pure function",
+    "training/data/array_data.py: epoch_order": "the cache of a pure function",
     "sharding/notation.py: _parsed": "the cache of a pure function",
     "comm/communicators/threads.py: _libraries": "the libraries of linear algebra, until more modules are loaded",
     "comm/shared_memory/arena.py: memory_here": "the process's memory, asked for once",

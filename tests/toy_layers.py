@@ -4,8 +4,7 @@ import weakref
 
 import numpy as np
 
-from spmd_engine.engine.pipeline.chunk import Chunk
-from spmd_engine.engine.pipeline.executor import Execution
+from spmd_engine.engine.pipeline import Chunk, Execution
 from spmd_engine.layers import Activation
 from spmd_engine.layers.layer import ForwardContext, Layer
 

@@ -21,7 +21,7 @@ from spmd_engine.checkpoints.save import BLOCK, mesh_name, pieces_of
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
-from spmd_engine.engine.zero.store_engine import check_shapes
+from spmd_engine.engine.zero.parameter_store import check_shapes
 from spmd_engine.errors import CheckpointError
 from spmd_engine.foreign import parse_json, reading
 from spmd_engine.sharding.rectangles import Rectangle

@@ -18,15 +18,14 @@ from spmd_engine.cli.text_model import HELP, SERVED, check_weights, run_option
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.distributed import make_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import build_engine
-from spmd_engine.engine.user_engine import make_engine
 from spmd_engine.errors import NotationError, SpmdError, UsageError
 from spmd_engine.foreign import reading
 from spmd_engine.models.names import IMAGES
 from spmd_engine.sharding.notation import Spec
-from spmd_engine.training.data.image_sources import check_pixels, check_scale
-from spmd_engine.training.data.images import as_floats
+from spmd_engine.training.data.images import as_floats, check_pixels, check_scale
 from spmd_engine.training.run_job import read_run, run_folder
 from spmd_engine.training.train_config import TrainConfig
 

@@ -10,8 +10,7 @@ from signal import Signals
 from typing import TYPE_CHECKING
 
 from spmd_engine.training.data.corpus import Corpus
-from spmd_engine.training.run import Run
-from spmd_engine.training.run_job import JobObserver
+from spmd_engine.training.run import Observer, Run
 from spmd_engine.training.trainer import StepReport
 from spmd_engine.training.workload import Workload
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from spmd_engine.training.expert_load import ExpertLoad
 
 
-class Reporter(JobObserver):
+class Reporter(Observer):
     """Prints the progress of a run on standard error: a bar on a terminal, else a line now and then.
 
     The modules that print are imported on rank 0 only, when there is something to print.

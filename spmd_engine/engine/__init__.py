@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from spmd_engine.engine.layered import LayeredEngine
     from spmd_engine.engine.optimizers import SGD, AdamW
     from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
-    from spmd_engine.engine.pipeline.chunk import Recompute
+    from spmd_engine.engine.pipeline import Recompute
     from spmd_engine.engine.state.assignment import ZeroConfig
 
 __all__ = [
@@ -33,24 +33,12 @@ __all__ = [
 
 _PUBLIC = {
     "base": ("ShardedEngine",),
-    "batch": (
-        "Batch",
-        "MicroBatch",
-        "batch_of",
-        "make_batch",
-    ),
+    "batch": ("Batch", "MicroBatch", "batch_of", "make_batch"),
     "distributed": ("as_distributed",),
     "layered": ("LayeredEngine",),
-    "optimizers": (
-        "AdamW",
-        "SGD",
-    ),
-    "parallel_config": (
-        "ModelConfig",
-        "ParallelConfig",
-        "build_engine",
-    ),
-    "pipeline.chunk": ("Recompute",),
+    "optimizers": ("AdamW", "SGD"),
+    "parallel_config": ("ModelConfig", "ParallelConfig", "build_engine"),
+    "pipeline": ("Recompute",),
     "state.assignment": ("ZeroConfig",),
 }
 __getattr__ = imported_when_asked(__name__, _PUBLIC)

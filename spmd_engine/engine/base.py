@@ -17,7 +17,7 @@ from spmd_engine.arrays.updates import sum_of_squares
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Collectives, Mesh, Over
-from spmd_engine.engine.batch import Batch, MicroBatch
+from spmd_engine.engine.batch import Batch, Evaluation, MicroBatch, Scores
 from spmd_engine.engine.contract import (
     add_gradients,
     backward_of,
@@ -29,9 +29,8 @@ from spmd_engine.engine.contract import (
     guard_engine,
     read_sharding,
 )
-from spmd_engine.engine.evaluation import Evaluation, Scores
+from spmd_engine.engine.state.assignment import Index
 from spmd_engine.engine.tape import Tape, Tapes
-from spmd_engine.engine.zero.parameter_store import Index
 from spmd_engine.errors import UnknownParameter, UsageError
 from spmd_engine.losses import mean_squared_error
 from spmd_engine.sharding.notation import Spec
@@ -39,7 +38,7 @@ from spmd_engine.sharding.placement import Placement, ask_placement, ask_shapes
 from spmd_engine.sharding.rectangles import Rectangle
 
 if TYPE_CHECKING:
-    from spmd_engine.engine.serving import Writer
+    from spmd_engine.engine.inference import Writer
 
 Loss = Callable[..., tuple[float, Array]]
 Metric = Callable[..., float]
@@ -427,7 +426,7 @@ class ShardedEngine(Collectives, ABC):
                 add_gradients(self, gradients, backward_of(self, gradient))
                 check_tape(self, on_tape)
         if self.mesh.checks and self.checks_replicas:
-            from spmd_engine.engine.state.replicas import check_replicas
+            from spmd_engine.engine.contract import check_replicas
 
             check_replicas(self, gradients)
             self.checks_replicas = False  # a reduction that is there once is there in every step
@@ -483,7 +482,7 @@ class ShardedEngine(Collectives, ABC):
         iterate over; ``output_stream`` anything with ``write(array)``. Each input is cut by ``input_sharding``
         and the output gathered by ``output_sharding``. No tape is kept.
         """
-        from spmd_engine.engine.serving import serve
+        from spmd_engine.engine.inference import serve
 
         serve(self, input_stream, output_stream)
 

@@ -13,15 +13,13 @@ import numpy as np
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import Loss, ShardedEngine
-from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.batch import Batch, Scores
 from spmd_engine.engine.contract import backward_of, check_batch, check_parameters, check_tape
-from spmd_engine.engine.evaluation import Scores
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.engine.state.assignment import Assignment, ZeroConfig
-from spmd_engine.engine.zero.parameter_store import ParameterStore
+from spmd_engine.engine.zero.parameter_store import ParameterStore, StoredEngine
 from spmd_engine.engine.zero.reducer import Reducer
-from spmd_engine.engine.zero.store_engine import StoredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.contract import described
 from spmd_engine.layers.declarations import Parameter
@@ -227,3 +225,35 @@ def _check(engine: ShardedEngine, zero: int) -> None:
     dtypes = sorted({str(array.dtype) for array in engine.parameters.values()})
     if len(dtypes) > 1:
         raise UsageError(f"{what} has parameters of several dtypes, {', '.join(dtypes)}; they share flat arrays")
+
+
+# --- An engine of a user's own, made by a class or a function that may take the mesh
+
+
+def make_engine(make: Callable[..., Any], mesh: Mesh, **offered: Any) -> ShardedEngine:
+    """What ``make``, a class or a function, makes, on ``mesh`` unless it has made a mesh of its own.
+
+    It is called with ``mesh`` and with what else is ``offered`` if it takes arguments of these names, and with
+    nothing else. Raises UsageError if it needs more, or makes no ShardedEngine.
+    """
+    wanted, offered = signature(make).parameters, {"mesh": mesh, **offered}
+    required = {
+        name for name, p in wanted.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
+    needs = [name for name in wanted if name in required and name not in offered]
+    if needs:
+        raise UsageError(
+            f"{name_of(make)} needs {', '.join(needs)}: give values, as in MODULE:NAME(6, 11), or write a function "
+            "that makes the engine"
+        )
+    made = make(**{name: value for name, value in offered.items() if name in wanted})
+    if not isinstance(made, ShardedEngine):
+        raise UsageError(f"{name_of(make)} made a {type(made).__name__}; it must make a ShardedEngine")
+    if "_mesh" not in made.__dict__:
+        made.mesh = mesh
+    return made
+
+
+def name_of(make: Callable[..., Any]) -> str:
+    """What people call it; of a partial, what that calls."""
+    return getattr(getattr(make, "func", make), "__name__", str(make))

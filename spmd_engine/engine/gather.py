@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array, Backend
+from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.dtypes import describe, described
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.group import Group
@@ -19,21 +19,8 @@ from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.sharding.transfer import TransferPlan, plan_transfer
 
-
-class HasArrays(Protocol):
-    """What an engine tells of its arrays by name."""
-
-    names: Sequence[str]
-    buffer_names: Sequence[str]
-    mesh: Mesh
-    backend: Backend
-
-    def group(self) -> Group:
-        """All ranks."""
-
-    def placement(self, owned: bool = False) -> Placement:
-        """Which part of every array each of them has. Collective."""
-
+if TYPE_CHECKING:
+    from spmd_engine.engine.base import ShardedEngine
 
 _ARRAY = "array"  # any array's name in a plan, which serves all that are placed alike
 
@@ -72,7 +59,9 @@ def _plan_to_whole(source: ArrayPlacement, root: int | None, nodes: tuple[str, .
     return plan_transfer(Placement({_ARRAY: source}), Placement({_ARRAY: target}), nodes=nodes)
 
 
-def assemble(engine: HasArrays, name: str, part: Array | None, owned: bool, root: int | None = None) -> Array | None:
+def assemble(
+    engine: ShardedEngine, name: str, part: Array | None, owned: bool, root: int | None = None
+) -> Array | None:
     """The whole of which this rank holds ``part`` (None: nothing), on every rank or on ``root``; None elsewhere.
 
     Where the parts lie, and whether they are those that ranks update (``owned``) or those they store, the engine's

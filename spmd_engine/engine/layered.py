@@ -14,18 +14,15 @@ from spmd_engine.arrays import random
 from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
-from spmd_engine.engine import schedules
 from spmd_engine.engine.base import Loss, Metric
-from spmd_engine.engine.batch import Batch, MicroBatch
+from spmd_engine.engine.batch import Batch, MicroBatch, Scores
 from spmd_engine.engine.contract import check_batch
-from spmd_engine.engine.evaluation import Scores
 from spmd_engine.engine.optimizers import Optimizer
-from spmd_engine.engine.pipeline.chunk import Recompute
-from spmd_engine.engine.pipeline.stages import Division
-from spmd_engine.engine.state.assignment import PIPE, Assignment, ZeroConfig
+from spmd_engine.engine.pipeline import Recompute
+from spmd_engine.engine.schedules.schedule import Backward, Compute, Forward, Program, Schedule, with_transfers
+from spmd_engine.engine.state.assignment import PIPE, Assignment, Division, Index, ZeroConfig
 from spmd_engine.engine.state.engine_state import EngineState, place
-from spmd_engine.engine.zero.parameter_store import Index
-from spmd_engine.engine.zero.store_engine import StoredEngine, check_shapes
+from spmd_engine.engine.zero.parameter_store import StoredEngine, check_shapes
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
 from spmd_engine.layers.layer import ForwardContext, Layer
@@ -62,7 +59,7 @@ class LayeredEngine(StoredEngine):
         dtype: Any = np.float32,
         backend: Backend = CPU,
         storage: ZeroConfig = ZeroConfig(),  # noqa: B008 (immutable)
-        schedule: schedules.Schedule | str | None = None,
+        schedule: Schedule | str | None = None,
         stages: Division = "even",
         recompute: Recompute | str = Recompute.NONE,
         drawn: bool = True,
@@ -98,7 +95,7 @@ class LayeredEngine(StoredEngine):
         return self.store.assignment
 
     @property
-    def schedule(self) -> schedules.Schedule:
+    def schedule(self) -> Schedule:
         """In what order stages work on micro-batches."""
         return self._placed.schedule
 
@@ -126,9 +123,9 @@ class LayeredEngine(StoredEngine):
         ``storage``, ``schedule``, ``stages``, ``recompute``. Collective over the old mesh, whose ledger counts what
         is sent, and which is not closed.
         """
-        from spmd_engine.engine.state.reshard_state import StateMove
+        from spmd_engine.engine.state.engine_state import StateReshard
 
-        move = StateMove(self, optimizer)
+        move = StateReshard(self, optimizer)
         if mesh is None:
             move.leave()
             return
@@ -221,14 +218,14 @@ class LayeredEngine(StoredEngine):
         """
         self.model.check_inputs(x)
         if cache is not None:
-            from spmd_engine.engine.decode_inputs import grow
+            from spmd_engine.engine.inference import grow
 
             growth = grow(self, x, cache)
             x, ctx = growth.inputs, growth.ctx
         ctx = ctx or self._plain_context(x)
         self._placed.neighbours.begin(1)
         execution = self._placed.execution([ctx], [self.backend.asarray(x)], lambda m, y: y)
-        execution.run(self._one_pass(schedules.Forward, self.assignment.mine))
+        execution.run(self._one_pass(Forward, self.assignment.mine))
         self.tape.push(execution)
         if ctx.cache is not None:
             ctx.cache.end()
@@ -245,18 +242,18 @@ class LayeredEngine(StoredEngine):
             if grads is None:
                 raise UsageError("backward needs the gradient of the outputs on the ranks that have outputs")
             execution.output_gradients[0, last] = grads
-        execution.run(self._one_pass(schedules.Backward, reversed(self.assignment.mine)))
+        execution.run(self._one_pass(Backward, reversed(self.assignment.mine)))
         self.input_gradient = execution.input_gradients.get((0, 0))
         self._placed.reducer.finish()
         self._placed.unsharder.release()
         return {name: gradient.copy() for name, gradient in self.named(self.store.gradients).items()}
 
-    def _one_pass(self, kind: type[schedules.Compute], chunks: Iterable[int]) -> schedules.Program:
+    def _one_pass(self, kind: type[Compute], chunks: Iterable[int]) -> Program:
         """Forwards or backwards of one micro-batch, with what is received before and sent after."""
         order = [kind(0, chunk) for chunk in chunks]
         if self._placed.neighbours.stages == 1:
             return order
-        return schedules.with_transfers(order, self._placed.neighbours.chunks - 1, sends_unfinished=len(order))
+        return with_transfers(order, self._placed.neighbours.chunks - 1, sends_unfinished=len(order))
 
     def outputs_of(self, micro: MicroBatch) -> Array | None:
         if micro.documents is None:

@@ -14,10 +14,21 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import schedules
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.pipeline.chunk import Recompute
-from spmd_engine.engine.pipeline.stages import Division, divide, parse_division
-from spmd_engine.engine.state.assignment import PIPE, Assignment, ZeroConfig, assign
-from spmd_engine.engine.state.split_weights import STATE, WORK, Shares, misfit, parse_shares
+from spmd_engine.engine.pipeline import Recompute
+from spmd_engine.engine.state.assignment import (
+    PIPE,
+    STATE,
+    WORK,
+    Assignment,
+    Division,
+    Shares,
+    ZeroConfig,
+    assign,
+    divide,
+    misfit,
+    parse_division,
+    parse_shares,
+)
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.methods import CONTEXT_METHODS

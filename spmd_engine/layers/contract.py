@@ -24,9 +24,9 @@ PACKAGE = __name__.partition(".")[0] + "."
 DECLARED = {"parameters": Parameter, "buffers": Buffer, "side_outputs": SideOutput}
 
 
-def is_users(kind: type) -> bool:
-    """Whether a class is defined outside of this package."""
-    return not kind.__module__.startswith(PACKAGE)
+def is_checked(kind: type) -> bool:
+    """Whether calls of a class are checked: it is defined outside of this package, and is more than ``costs_only``."""
+    return not kind.__module__.startswith(PACKAGE) and not getattr(kind, "costs_only", False)
 
 
 def guard(kind: type, method: str, check: Callable[..., None]) -> None:
@@ -36,7 +36,7 @@ def guard(kind: type, method: str, check: Callable[..., None]) -> None:
     inside gets the class's and the method's name; a call that the method's parameters do not fit becomes one.
     """
     own = vars(kind).get(method)
-    if not is_users(kind) or not isfunction(own):
+    if not is_checked(kind) or not isfunction(own):
         return
 
     @wraps(own)
@@ -62,7 +62,7 @@ def guard(kind: type, method: str, check: Callable[..., None]) -> None:
 
 def _original(kind: type, method: str) -> Callable | None:
     """What this package declares that a user's class defines."""
-    bases = (vars(each) for each in kind.__mro__ if not is_users(each))
+    bases = (vars(each) for each in kind.__mro__ if not is_checked(each))
     return next((each[method] for each in bases if method in each), None)
 
 
@@ -89,7 +89,7 @@ def check_declarations(layer: Layer) -> None:
             if hasattr(inner, "backward_input"):
                 check_declarations(inner)
     kind = type(layer)
-    if not is_users(kind):
+    if not is_checked(kind):
         return
     for what in ("inputs", "outputs"):
         _check_type(layer, what, getattr(layer, what), Activation, 'Activation("b s d")')

@@ -13,7 +13,7 @@ from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.errors import UnknownParameter, UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
-from spmd_engine.layers.contract import check_backward_input, check_backward_weight, check_forward, guard, is_users
+from spmd_engine.layers.contract import check_backward_input, check_backward_weight, check_forward, guard, is_checked
 from spmd_engine.layers.declarations import Activation, Buffer, Parameter, SideOutput
 from spmd_engine.layers.deferred import Deferred
 from spmd_engine.sharding.shards import Shards
@@ -77,8 +77,6 @@ class Layer(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if cls.costs_only:
-            return
         guard(cls, "__init__", lambda layer, returned, *args, **options: None)
         guard(cls, "forward", check_forward)
         guard(cls, "backward_input", check_backward_input)
@@ -111,7 +109,7 @@ class Layer(ABC):
 
     def backward_weight(self, sh: Shards, rest: Any, g: GradientSums) -> None:
         """Add the gradients to ``g``, unreduced over the axes that cut the batch or the sequence."""
-        if is_users(type(self)) and not self.costs_only:  # of its own parameters it has forgotten all
+        if is_checked(type(self)):  # of its own parameters it has forgotten all
             check_backward_weight(self, None, sh, rest, g)
 
 

@@ -12,7 +12,7 @@ from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.random import key_of, normal
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.zero.parameter_store import Index
+from spmd_engine.engine.state.assignment import Index
 from spmd_engine.errors import UsageError
 
 

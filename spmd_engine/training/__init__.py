@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from spmd_engine.training.data.images import ImageData, Images, load_images
     from spmd_engine.training.data.prepare import prepare
     from spmd_engine.training.data.token_data import PreparedData
-    from spmd_engine.training.observers import Observer
-    from spmd_engine.training.run import Run
+    from spmd_engine.training.run import Observer, Run
     from spmd_engine.training.run_job import read_run, train
     from spmd_engine.training.train_config import TrainConfig
     from spmd_engine.training.trainer import Trainer
@@ -35,23 +34,12 @@ __all__ = [
 
 _PUBLIC = {
     "data.array_data": ("ArrayData",),
-    "data.corpus": (
-        "Corpus",
-        "load_corpus",
-    ),
-    "data.images": (
-        "ImageData",
-        "Images",
-        "load_images",
-    ),
+    "data.corpus": ("Corpus", "load_corpus"),
+    "data.images": ("ImageData", "Images", "load_images"),
     "data.prepare": ("prepare",),
     "data.token_data": ("PreparedData",),
-    "observers": ("Observer",),
-    "run": ("Run",),
-    "run_job": (
-        "read_run",
-        "train",
-    ),
+    "run": ("Observer", "Run"),
+    "run_job": ("read_run", "train"),
     "train_config": ("TrainConfig",),
     "trainer": ("Trainer",),
 }

@@ -15,16 +15,13 @@ from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.load_config import short_name
 from spmd_engine.strategies import default_axes, strategy_named
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.training.first_step_check import first_step_check
-from spmd_engine.training.observers import Observer
-from spmd_engine.training.run import CONFIG, Run
+from spmd_engine.training.run import CONFIG, Observer, Run
 from spmd_engine.training.train_config import CorpusFacts, TrainConfig
-from spmd_engine.training.trainer import Trainer
 from spmd_engine.training.workload import Workload, make_trainer, open_workload
 
 if TYPE_CHECKING:
@@ -32,16 +29,6 @@ if TYPE_CHECKING:
 
 PROMPT = "def "  #: how a sample begins
 TEMPERATURE = 0.8  #: of samples
-
-
-class JobObserver(Observer):
-    """An Observer of a run that a job describes: it is introduced to that, too."""
-
-    def opened(self, workload: Workload, parameters: int, notices: Sequence[str]) -> None:
-        """What is trained, its number of parameters, and what of the job has no effect. Comes before ``started``."""
-
-    def loaded(self, table: Sequence[str]) -> None:
-        """Lines that say from what the weights were read that it begins with; none, if they are drawn."""
 
 
 def train(
@@ -77,13 +64,12 @@ def train(
         notices += _without_effect(workload)
         folder = Path(text_from_rank_zero(mesh.group(), lambda: _open_folder(job, run, resume)))
         made = _make_run(workload, folder, observers, trace)
-        made.trainer.foresight = first_step_check(workload, enforce)
+        made.trainer.first_step_check = first_step_check(workload, enforce)
         with made.locked():  # before anything is read or written there
             loaded = _begin(made, workload, resume)
             for each in observers if mesh.rank == 0 else ():
-                if isinstance(each, JobObserver):
-                    each.opened(workload, workload.parameter_count, notices)
-                    each.loaded(loaded)
+                each.opened(workload, workload.parameter_count, notices)
+                each.loaded(loaded)
             made.train(stop_at or steps)
     return made
 
@@ -176,6 +162,12 @@ def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], t
         return PROMPT + written.text
 
     trainer = make_trainer(workload)
+    after_step: Callable[[int], None] = lambda step: None
+    if job.composition.rebalance_every and isinstance(engine, LayeredEngine):
+        from spmd_engine.training.expert_load import Rebalancer
+
+        options = job.composition.how_on(engine.mesh.axes)
+        after_step = Rebalancer(engine, trainer.optimizer, job.composition.rebalance_every, **options).after
     return Run(
         folder,
         trainer,
@@ -191,7 +183,7 @@ def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], t
         observers=observers,
         trace=trace,
         sample=sample,
-        **_rebalancing(job.composition, trainer),
+        after_step=after_step,
     )
 
 
@@ -213,16 +205,6 @@ def keep_tokenizer(file: TokenFile, folder: Path) -> None:
     files = file.tokenizer
     for name in files.keys() & {CONFIG, TEMPLATE, TOKENIZER}:  # no name in it is taken as a path
         replace_file(folder / name, files[name])
-
-
-def _rebalancing(composition: ParallelConfig, trainer: Trainer) -> dict[str, Callable[[int], None]]:
-    """What is done after each step, if experts are to move."""
-    engine, every = trainer.engine, composition.rebalance_every
-    if not every or not isinstance(engine, LayeredEngine):
-        return {}
-    from spmd_engine.training.expert_load import Rebalancer
-
-    return {"after_step": Rebalancer(engine, trainer.optimizer, every, **composition.how_on(engine.mesh.axes)).after}
 
 
 # --- folders

@@ -10,6 +10,7 @@ from time import perf_counter
 
 import numpy as np
 
+from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.layered import LayeredEngine
@@ -80,21 +81,12 @@ class Trace:
             for name, kind, start, end in self._events
         ]
         where = ",".join(f"{axis}={place}" for axis, place in self._mesh.coordinates.items())
-        names = {"process_name": f"rank {self._mesh.rank} ({where})"}
-        events += [
-            {"name": what, "ph": "M", "pid": self._mesh.rank, "args": {"name": name}} for what, name in names.items()
-        ]
-        events += [
-            {"name": "thread_name", "ph": "M", "pid": self._mesh.rank, "tid": row, "args": {"name": kind}}
-            for kind, row in rows.items()
-        ]
-        mine = np.frombuffer(json.dumps(events).encode(), np.uint8)
-        lengths = self._mesh.all_gather(np.array([mine.size]), label="trace")
-        text = self._mesh.all_gather(mine, label="trace").tobytes()
+        process = {"ph": "M", "pid": self._mesh.rank}
+        events.append(process | {"name": "process_name", "args": {"name": f"rank {self._mesh.rank} ({where})"}})
+        events += [process | {"name": "thread_name", "tid": row, "args": {"name": kind}} for kind, row in rows.items()]
+        by_rank = gather_json(self._mesh.group(), events, "trace")
         if self._mesh.rank:
             return None
-        ends = np.cumsum([0, *lengths]).tolist()
-        by_rank = [json.loads(text[start:stop]) for start, stop in zip(ends, ends[1:], strict=False)]
         return json.dumps({"displayTimeUnit": "ms", "traceEvents": [event for rank in by_rank for event in rank]})
 
 

@@ -18,12 +18,12 @@ from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import json_at
 from spmd_engine.layers.layer import DOCUMENTS
 from spmd_engine.models.names import IMAGES
-from spmd_engine.training.data.augment import AUGMENT
 from spmd_engine.units import SECONDS
 
 VERSION = 1  #: of the JSON that jobs are written as
 MOST = 1 << 24  #: samples, and micro-batches: more is a slip
 LARGEST = 1e30  #: of rates and the like
+AUGMENT = ("none", "shift", "shift-flip")  #: how training images may change at random
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from spmd_engine.comm.agreement.call_agreement import named
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import Loss, ShardedEngine
-from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.batch import Batch, Evaluation
 from spmd_engine.engine.contract import check_batch
-from spmd_engine.engine.evaluation import Evaluation
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import NotFiniteError, ReplicasDifferError, UsageError
 from spmd_engine.layers.contract import described
@@ -68,8 +67,8 @@ class Trainer:
     such steps in a row NotFiniteError is raised, on every rank alike. If only some ranks find it so, in gradients that
     should be equal, ReplicasDifferError is. With
     ``trainer`` every report tells what all ranks sent and waited for, which takes a small collective; what layers
-    tell beside their outputs, auxiliary losses and counts, it tells always. ``foresight`` compares the first step with
-    what was foretold of it. ``run`` ends after a step
+    tell beside their outputs, auxiliary losses and counts, it tells always.
+    ``first_step_check`` compares the first step with its dry run. ``run`` ends after a step
     at whose end any rank had a signal in its ``stop`` flag: all ranks' flags are then taken.
     """
 
@@ -86,12 +85,12 @@ class Trainer:
         step_metrics: bool = True,
         stop: StopFlag | None = None,
         max_skipped: int = 0,
-        foresight: FirstStepCheck | None = None,
+        first_step_check: FirstStepCheck | None = None,
     ) -> None:
         _check_arguments(engine, optimizer, batches, rate)
         self.engine, self.optimizer, self.batches, self.rate = engine, optimizer, batches, rate
         self.grad_clip, self.loss, self.steps_done, self.step_metrics = grad_clip, loss, first_step, step_metrics
-        self.stop, self.max_skipped, self.foresight = stop, max_skipped, foresight
+        self.stop, self.max_skipped, self.first_step_check = stop, max_skipped, first_step_check
         self.skipped_in_a_row = 0
 
     def step(self) -> StepReport:
@@ -107,8 +106,8 @@ class Trainer:
         check_batch(batch, f"batches({step})")
         if batch.count is None:
             batch = replace(batch, count=engine.count(batch))
-        if self.foresight:
-            self.foresight.begin()
+        if self.first_step_check:
+            self.first_step_check.begin()
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is told below, once
             loss = engine.step(batch, self.loss)
             norm = engine.gradient_norm()
@@ -121,7 +120,7 @@ class Trainer:
             self.skipped_in_a_row = 0
         else:
             engine.update_skipped()
-        made = self.foresight.made() if self.foresight and not skips else None
+        made = self.first_step_check.made() if self.first_step_check and not skips else None
         # Before ranks agree that the step is made: another rank may report it, and be sent a signal for that, earlier.
         if self.stop:
             self.stop.to_save = True
@@ -131,9 +130,9 @@ class Trainer:
         self.steps_done += 1
         if self.stop:
             self.stop.take(signal)
-        if self.foresight and made is not None:
-            facts |= self.foresight.compare(made, seconds)
-            self.foresight = None
+        if self.first_step_check and made is not None:
+            facts |= self.first_step_check.compare(made, seconds)
+            self.first_step_check = None
         tokens = int(batch.count)
         if engine.side_outputs:
             facts["side_outputs"] = {name: value.tolist() for name, value in engine.side_outputs.items()}

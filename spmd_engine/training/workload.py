@@ -22,36 +22,18 @@ from spmd_engine.models.images import ImageShape
 from spmd_engine.models.names import IMAGES
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.strategies import strategy_named
-from spmd_engine.training.data.corpus import Corpus, load_corpus
+from spmd_engine.training.data.array_data import SampledData
+from spmd_engine.training.data.corpus import BytePairs, Corpus, data_for, load_corpus
 from spmd_engine.training.train_config import StepConfig, TrainConfig
 from spmd_engine.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from spmd_engine.formats.token_file import TokenFile
-    from spmd_engine.training.data.images import ImageData, Images
+    from spmd_engine.training.data.images import Images
     from spmd_engine.training.data.token_data import PreparedData
-    from spmd_engine.training.data.windows import Windows
 
 PAGE_MODEL = "mlp"  #: what the model's name is for any page: each has its own small model
 _WIDTH, _HIDDEN, _HEADS, _LENGTH = 64, 256, 4, 16
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """Text, with the length of its samples and the seed that chooses them."""
-
-    source: Corpus | Windows | PreparedData
-    context: int
-    seed: int
-
-    def batch(self, engine: ShardedEngine, step: int, *, size: int, micro_batches: int) -> Batch:
-        """This rank's block of the batch of one step."""
-        options = {"context": self.context, "seed": self.seed}
-        return self.source.batch(engine, step, size=size, micro_batches=micro_batches, **options)
-
-    def validation_batches(self, engine: ShardedEngine, *, samples: int, size: int) -> list[Batch]:
-        """So many held-out samples, in batches of ``size``."""
-        return self.source.validation_batches(engine, samples=samples, size=size, context=self.context)
 
 
 @dataclass(frozen=True)
@@ -61,7 +43,7 @@ class Workload:
     job: TrainConfig
     engine: ShardedEngine
     corpus: Corpus | Images | PreparedData
-    data: Sampled | ImageData
+    data: SampledData
     writes: bool = False  #: whether it is a model of text
     token_file: TokenFile | None = None  #: what the corpus is read from, if it is one
 
@@ -119,12 +101,8 @@ def _model(job: TrainConfig, mesh: Mesh) -> Workload:
     length = _length(job, engine)
     corpus = load_corpus(mesh.group(), job.data.path, length)
     _check_corpus(job, corpus)
-    source, writes = corpus, bool(engine.model.vocabulary)
-    if not writes:
-        from spmd_engine.training.data.windows import data_for
-
-        source = data_for(engine.model, corpus, job.model.dtype)
-    return Workload(job, engine, corpus, Sampled(source, length, job.model.seed), writes)
+    data = data_for(engine.model, corpus, job.model.dtype, length, job.model.seed)
+    return Workload(job, engine, corpus, data, writes=bool(engine.model.vocabulary))
 
 
 def _is_token_file(group: Group, path: str) -> bool:
@@ -152,9 +130,9 @@ def _of_tokens(job: TrainConfig, mesh: Mesh) -> Workload:
             f"{engine.model.vocabulary - 1}; was it encoded by the model's own tokenizer?"
         )
     length = _length(job, engine)
-    data = PreparedData.of(file, length, job.data.documents)
+    data = PreparedData.of(file, length, job.data.documents, job.model.seed)
     _check_corpus(job, data)
-    return Workload(job, engine, data, Sampled(data, length, job.model.seed), writes=True, token_file=file)
+    return Workload(job, engine, data, data, writes=True, token_file=file)
 
 
 def _length(job: TrainConfig, engine: LayeredEngine) -> int:
@@ -189,7 +167,6 @@ def _fitting(found: dict[str, int], job: TrainConfig) -> dict[str, int]:
 
 def _page(job: TrainConfig, mesh: Mesh) -> Workload:
     from spmd_engine.strategies.two_convolutions import IMAGE
-    from spmd_engine.training.data.windows import BytePairs, ShapedBytePairs
 
     name, dtype = job.strategy, job.model.dtype
     page = strategy_named(name)
@@ -210,10 +187,7 @@ def _page(job: TrainConfig, mesh: Mesh) -> Workload:
     _check_corpus(job, corpus)
     sizes = {"s": _LENGTH, "d": _WIDTH, "h": IMAGE[0], "w": IMAGE[1], "c": _WIDTH}
     shape = tuple(sizes[letter] for letter in page.sample.split()[1:])
-    data: Windows = BytePairs(corpus, _WIDTH, dtype)
-    if len(shape) > 1:
-        data = ShapedBytePairs(corpus, prod(shape), dtype, shape=shape)
-    return Workload(job, engine, corpus, Sampled(data, 1, job.model.seed))
+    return Workload(job, engine, corpus, BytePairs(corpus, prod(shape), dtype, job.model.seed, shape))
 
 
 def optimizer_of(training: StepConfig) -> Optimizer:

@@ -28,7 +28,7 @@ from spmd_engine.cli.show.picture import (
 )
 from spmd_engine.cli.show.schedule import draw_schedule
 from spmd_engine.cli.show.sharding import draw_mesh, draw_sharding
-from spmd_engine.engine.schedules.names import named
+from spmd_engine.engine.schedules.orders import named
 from spmd_engine.sharding import Spec
 from spmd_engine.training import TrainConfig
 

@@ -5,7 +5,7 @@ import pytest
 from spmd_engine.cli import main
 from spmd_engine.cli.show.picture import PALE
 from spmd_engine.cli.show.schedule import draw_schedule
-from spmd_engine.engine.schedules.names import SCHEDULES, named
+from spmd_engine.engine.schedules.orders import SCHEDULES, named
 from spmd_engine.engine.schedules.timeline import makespan, timeline
 
 ONE_FORWARD_ONE_BACKWARD = """

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import all_positions
-from spmd_engine.engine.pipeline.stages import divide, parse_division
-from spmd_engine.engine.state.assignment import ZeroConfig, assign
+from spmd_engine.engine.state.assignment import ZeroConfig, assign, divide, parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.models import deep_mlp, gpt
 from spmd_engine.sharding import Layout

@@ -7,7 +7,7 @@ import tiny
 from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import LayeredEngine
-from spmd_engine.engine.decode_inputs import grow
+from spmd_engine.engine.inference import grow
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
 from spmd_engine.models import DecoderConfig, GPTSize, gpt

@@ -11,7 +11,7 @@ import tiny
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.engine import AdamW, LayeredEngine, schedules
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.pipeline.chunk import Recompute
+from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import two_layers
@@ -154,7 +154,7 @@ def test_ranks_that_go_on_on_several_meshes_are_refused():
 
 def test_no_rank_holds_more_than_its_own_and_two_pieces(monkeypatch):
     """16 MB of parameters: beside the new blocks (those of the state are counted here) some pieces of 64 KiB."""
-    monkeypatch.setattr("spmd_engine.engine.state.reshard_state.PIECE", 1 << 16)
+    monkeypatch.setattr("spmd_engine.engine.state.engine_state.PIECE", 1 << 16)
     n, model = 4, two_layers(1024, 1024)
 
     @contextmanager

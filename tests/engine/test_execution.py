@@ -7,17 +7,19 @@ import numpy as np
 import pytest
 
 from spmd_engine.comm.pending import Pending
-from spmd_engine.engine import schedules
-from spmd_engine.engine.pipeline.chunk import LayerSegment
-from spmd_engine.engine.schedules import (
+from spmd_engine.engine.pipeline import LayerSegment
+from spmd_engine.engine.schedules.schedule import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Compute,
     Forward,
+    Instruction,
     StartReceiveGradient,
     StartReceiveInput,
     StartSendGradient,
     StartSendOutput,
+    Transfer,
     Wait,
 )
 from spmd_engine.errors import UsageError
@@ -124,7 +126,7 @@ def test_a_stage_that_is_not_first_takes_no_inputs():
     assert not execution.inputs
 
 
-@pytest.mark.parametrize("instruction", [schedules.Instruction(0), schedules.Transfer(0, 0), schedules.Compute(0)])
+@pytest.mark.parametrize("instruction", [Instruction(0), Transfer(0, 0), Compute(0)])
 def test_an_instruction_that_is_not_known_is_refused(instruction):
     stand = Stand(1)
     execution = execution_of(stand, Bystander(stand, chunks=1, here={0}), {0: stand.chunk(LayerSegment(range(1)))})

@@ -9,7 +9,7 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import all_positions
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import AdamW, schedules
-from spmd_engine.engine.pipeline.chunk import Recompute
+from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.state.assignment import ZeroConfig, assign
 from spmd_engine.errors import MeshError, UsageError
 from spmd_engine.sharding import Layout

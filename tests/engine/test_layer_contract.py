@@ -13,7 +13,7 @@ from spmd_engine.arrays.images.window import Window
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import AdamW, LayeredEngine, schedules
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.pipeline.chunk import Recompute
+from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.layers import (

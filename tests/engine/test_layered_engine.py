@@ -14,6 +14,8 @@ import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays import random
 from spmd_engine.engine import SGD, Batch, LayeredEngine, MicroBatch, schedules
+from spmd_engine.engine.schedules.orders import Sequential
+from spmd_engine.engine.schedules.schedule import Instruction
 from spmd_engine.errors import NotationError, UsageError
 from spmd_engine.models import gpt
 from spmd_engine.sharding import Layout
@@ -233,9 +235,9 @@ def test_any_order_of_micro_batches_gives_the_same():
     tiny.assert_same_training(found, train_once(**options))
 
 
-class Unknown(schedules.Sequential):
+class Unknown(Sequential):
     def order(self, stages, micro_batches, stage):
-        return [schedules.Instruction(0)]
+        return [Instruction(0)]
 
 
 def test_instructions_that_an_engine_does_not_know_are_refused():

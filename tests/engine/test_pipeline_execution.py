@@ -8,8 +8,8 @@ import pytest
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.engine import schedules
-from spmd_engine.engine.pipeline.chunk import LayerSegment
-from spmd_engine.engine.pipeline.executor import PipelineNeighbours
+from spmd_engine.engine.pipeline import LayerSegment, PipelineNeighbours
+from spmd_engine.engine.schedules.timeline import peak_activations, timeline
 from toy_layers import Stand, execution_of, through
 
 
@@ -56,7 +56,7 @@ def test_a_pipeline_computes_what_one_stage_does_and_keeps_what_its_schedule_say
     schedule = schedules.named(name)
     layers_each = 2  # in a chunk
     count = stages * schedule.chunks
-    peaks = schedules.peak_activations(schedules.timeline(schedule, stages, micro_batches))
+    peaks = peak_activations(timeline(schedule, stages, micro_batches))
 
     def program():
         with Mesh(pipe=stages) as mesh:

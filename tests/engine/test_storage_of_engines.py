@@ -12,7 +12,7 @@ from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.dispatch import Tuning
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.pipeline.chunk import Recompute
+from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.layers import Linear
 from spmd_engine.models import Model, deep_mlp

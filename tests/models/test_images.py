@@ -10,7 +10,7 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import LayeredEngine, schedules
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.parallel_config import ParallelConfig
-from spmd_engine.engine.pipeline.chunk import Recompute
+from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.errors import MeshError, UsageError
 from spmd_engine.models import ImageShape, build_model, convnet, layout_for
 

@@ -17,7 +17,7 @@ from spmd_engine.sharding import Layout
 from spmd_engine.strategies import SingleDevice
 from spmd_engine.strategies.two_layers import initial_parameters
 from spmd_engine.training import Trainer, load_corpus
-from spmd_engine.training.data.windows import data_for
+from spmd_engine.training.data.corpus import data_for
 
 LETTERS = {"data": "b", "model": "f", "row": "d", "col": "f"}
 MESHES = [
@@ -47,11 +47,11 @@ def train_here(
     """Losses, and parts of final gradients and parameters. With ``epoch``, so many batches come again and again."""
     with Mesh(**axes) as mesh:
         engine = LayeredEngine(model, mesh, layout_of(axes), dtype=np.dtype(dtype), seed=3)
-        data = data_for(model, load_corpus(mesh.group(), pytest.__file__, 128), engine.dtype)
+        data = data_for(model, load_corpus(mesh.group(), pytest.__file__, 128), engine.dtype, seed=4)
 
         def batches(step):
             number = step % epoch if epoch else step
-            return data.batch(engine, number, size=size, micro_batches=micro_batches, seed=4)
+            return data.batch(engine, number, size=size, micro_batches=micro_batches)
 
         trainer = Trainer(engine, optimizer(), batches, lambda step: rate, grad_clip=1.0)
         losses = [report.loss for report in trainer.run(steps)]

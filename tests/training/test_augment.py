@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from spmd_engine.training.data.augment import augmented, shifted
+from spmd_engine.training.data.images import augmented, shifted
 
 RNG = np.random.default_rng(0)
 X = RNG.random((40, 16, 9, 2)).astype(np.float32) + 1  # nowhere 0

@@ -177,7 +177,7 @@ def test_samples_depend_on_seed_and_number_alone():
     def program(axes):
         with Mesh(**axes) as mesh:
             engine = tiny.make_engine(mesh)
-            batch = corpus.batch(engine, 3, size=10, micro_batches=2, context=CONTEXT, seed=4)
+            batch = corpus.windows(CONTEXT, seed=4).batch(engine, 3, size=10, micro_batches=2)
             rows = np.concatenate([m.inputs for m in batch.micro_batches])
             samples = np.concatenate([m.samples for m in batch.micro_batches])
             assert all(np.array_equal(m.targets, m.inputs + 1) for m in batch.micro_batches)
@@ -194,7 +194,7 @@ def test_samples_depend_on_seed_and_number_alone():
 def test_validation_windows_are_spread_over_all_that_is_held_out():
     corpus = Corpus(np.arange(100, dtype=np.uint16), np.arange(200, dtype=np.uint16), 1, "")
     with Mesh() as mesh:
-        batches = corpus.validation_batches(tiny.make_engine(mesh), samples=5, size=2, context=CONTEXT)
+        batches = corpus.windows(CONTEXT).validation_batches(tiny.make_engine(mesh), samples=5, size=2)
     starts = [int(row[0]) for batch in batches for row in batch.micro_batches[0].inputs]
     assert [len(batch.micro_batches[0].inputs) for batch in batches] == [2, 2, 1]
     assert starts[0] == 0 and starts[-1] == 200 - CONTEXT - 1 and len(set(starts)) == 5

@@ -91,7 +91,7 @@ def test_the_digits_are_there_by_default():
 
 
 def test_without_scikit_learn_it_is_said_what_to_install(monkeypatch):
-    monkeypatch.setattr("spmd_engine.training.data.image_sources.find_spec", lambda name: None)
+    monkeypatch.setattr("spmd_engine.training.data.images.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"scikit-learn is not here: pip install 'spmd_engine\[images\]', or give"):
         load(None)
 

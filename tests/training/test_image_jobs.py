@@ -10,7 +10,7 @@ from labelled_images import LABELS, PIXELS, write_idx, write_npz
 from spmd_engine import TrainConfig, run_threads, train
 from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import UsageError
-from spmd_engine.training.run_job import JobObserver
+from spmd_engine.training import Observer
 from spmd_engine.training.train_config import OF_IMAGES
 
 SHAPE = {"height": 6, "width": 5, "channels": 1, "classes": 3}
@@ -136,7 +136,7 @@ def test_images_are_no_documents(tmp_path, option, value):
 
 
 def test_what_is_noted_is_of_the_data_s_sizes(tmp_path):
-    class Notices(JobObserver):
+    class Notices(Observer):
         def opened(self, workload, parameters, notices):
             told.append(notices)
 

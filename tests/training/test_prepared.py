@@ -22,7 +22,7 @@ from spmd_engine.tokens.hugging_face import TOKENIZER
 from spmd_engine.training import Run, TrainConfig, Trainer, train
 from spmd_engine.training.data.prepare import _encoded, prepare
 from spmd_engine.training.data.token_data import PreparedData, check_file, whole_documents, windows
-from spmd_engine.training.observers import Observer
+from spmd_engine.training.run import Observer
 from spmd_engine.training.run_job import keep_tokenizer
 from spmd_engine.training.workload import make_trainer, open_workload
 
@@ -276,11 +276,11 @@ def test_whole_documents_tell_every_target_once_and_none_of_another(truncate):
 
 
 def test_an_epoch_has_every_row_once(texts, tmp_path):
-    data = PreparedData.of(prepared(texts, tmp_path / "x.tokens"), 16)
+    data = PreparedData.of(prepared(texts, tmp_path / "x.tokens"), 16, seed=1)
     rows = len(data.train_rows)
     with Mesh() as mesh:
         engine = build_engine(ModelConfig(), mesh)
-        batches = [data.batch(engine, step, size=50, micro_batches=2, context=16, seed=1) for step in range(8)]
+        batches = [data.batch(engine, step, size=50, micro_batches=2) for step in range(8)]
     seen = [row.tolist() for batch in batches for micro in batch.micro_batches for row in micro.inputs]
     whole = data.train.rows(np.arange(rows))[0]
     for epoch in (seen[:rows], seen[rows : 2 * rows]):
@@ -319,10 +319,10 @@ def test_training_is_the_same_on_every_mesh(texts, pairs, tmp_path, documents, m
 
 def test_the_loss_is_the_mean_over_what_is_learnt(pairs, tmp_path):
     file = prepared(pairs, tmp_path / "x.tokens")
-    data = PreparedData.of(file, 64)
+    data = PreparedData.of(file, 64, seed=1)
     with Mesh() as mesh:
         engine = build_engine(ModelConfig(dtype="float64"), mesh)
-        batch = data.batch(engine, 0, size=5, micro_batches=2, context=64, seed=1)
+        batch = data.batch(engine, 0, size=5, micro_batches=2)
         loss, total, count = engine.step(batch), 0.0, 0
         with engine.inference():
             for micro in batch.micro_batches:
@@ -338,7 +338,7 @@ def test_the_loss_is_the_mean_over_what_is_learnt(pairs, tmp_path):
     assert abs(loss - total / count) > 0  # positions were not restarted
     with Mesh() as mesh:
         engine = build_engine(ModelConfig(dtype="float64"), mesh)
-        restarted = PreparedData.of(file, 64, "restarted").batch(engine, 0, size=5, micro_batches=2, context=64, seed=1)
+        restarted = PreparedData.of(file, 64, "restarted", seed=1).batch(engine, 0, size=5, micro_batches=2)
         np.testing.assert_allclose(engine.step(restarted), total / count, rtol=1e-12)
 
 
@@ -352,7 +352,7 @@ def test_instructions_cut_off_before_what_is_learnt_make_no_rows(documents, tmp_
     assert len(data.train_rows) + len(data.held_out_rows) == 4
     with Mesh() as mesh:
         engine = build_engine(ModelConfig(), mesh)
-        (batch,) = data.validation_batches(engine, samples=9, size=9, context=32)
+        (batch,) = data.validation_batches(engine, samples=9, size=9)
         assert batch.count == 21 * len(data.held_out_rows)
     assert str(data).endswith(f"3 rows, 1 more of them to validate on ({file.path})")
     (tmp_path / "y.jsonl").write_text(f"{json.dumps(cut_off)}\n" * 5)

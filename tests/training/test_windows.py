@@ -14,8 +14,7 @@ from spmd_engine.models import build_model, gpt, mlp, two_layers
 from spmd_engine.models.gpt import GPTSize
 from spmd_engine.sharding import Layout
 from spmd_engine.tokens.tokenizer import END_OF_FILE, ByteTokenizer
-from spmd_engine.training.data.corpus import Corpus
-from spmd_engine.training.data.windows import CLASSES, ByteClasses, BytePairs, classes_of, data_for
+from spmd_engine.training.data.corpus import CLASSES, ByteClasses, BytePairs, Corpus, TokenWindows, classes_of, data_for
 
 TEXT = "def __init__(self, x=1):\n\treturn X[0] # é\n" * 20
 CORPUS = Corpus(
@@ -52,7 +51,7 @@ def test_classes_are_ten_and_share_no_character():
 
 def test_bits_and_the_class_that_follows():
     corpus = Corpus(np.array([5, END_OF_FILE, 255, ord("a")], np.uint16), np.arange(9, dtype=np.uint16), 1, "")
-    (micro,) = ByteClasses(corpus, 24).batch(WHOLE, 0, size=1, seed=0).micro_batches
+    (micro,) = ByteClasses(corpus, 24).batch(WHOLE, 0, size=1).micro_batches
     bits = "00000101" + "00000000" + "11111111"
     assert micro.inputs.dtype == np.float32 and micro.inputs.shape == (1, 24)
     assert micro.inputs[0].tolist() == [2 * int(bit) - 1 for bit in bits]
@@ -60,7 +59,7 @@ def test_bits_and_the_class_that_follows():
 
 
 def test_pairs_are_one_byte_apart():
-    batch = BytePairs(CORPUS, 9, np.float64).batch(WHOLE, 0, size=7, seed=1)
+    batch = BytePairs(CORPUS, 9, np.float64, seed=1).batch(WHOLE, 0, size=7)
     x, y = rows(batch, "inputs"), rows(batch, "targets")
     assert x.shape == y.shape == (7, 9) and x.dtype == y.dtype == np.float64
     assert np.array_equal(x[:, 1:], y[:, :-1])
@@ -71,7 +70,7 @@ def test_pairs_are_one_byte_apart():
 
 def test_every_window_can_be_drawn_the_last_one_too():
     corpus = replace(CORPUS, train=np.arange(12, dtype=np.uint16))
-    batch = BytePairs(corpus, 9, np.float64).batch(WHOLE, 0, size=100, seed=1)
+    batch = BytePairs(corpus, 9, np.float64, seed=1).batch(WHOLE, 0, size=100)
     first = np.rint((rows(batch, "inputs")[:, 0] + 1) * 127.5)
     assert set(first) == {0, 1, 2}
 
@@ -80,22 +79,22 @@ def test_every_window_can_be_drawn_the_last_one_too():
 
 
 def test_samples_go_on_from_step_to_step_and_differ_by_seed():
-    data = ByteClasses(CORPUS, 80)
-    long, *short = (rows(data.batch(WHOLE, s, size=n, seed=2), "inputs") for s, n in [(0, 12), (0, 6), (1, 6)])
+    data, other = ByteClasses(CORPUS, 80, seed=2), ByteClasses(CORPUS, 80, seed=3)
+    long, *short = (rows(data.batch(WHOLE, s, size=n), "inputs") for s, n in [(0, 12), (0, 6), (1, 6)])
     assert np.array_equal(long, np.concatenate(short))
-    parts = data.batch(WHOLE, 0, size=12, micro_batches=5, seed=2)
+    parts = data.batch(WHOLE, 0, size=12, micro_batches=5)
     assert np.array_equal(long, rows(parts, "inputs")) and len(parts.micro_batches) == 5
-    assert not np.array_equal(long, rows(data.batch(WHOLE, 0, size=12, seed=3), "inputs"))
+    assert not np.array_equal(long, rows(other.batch(WHOLE, 0, size=12), "inputs"))
 
 
 @pytest.mark.parametrize("model", [mlp((80, 7, 10)), two_layers(9, 4)], ids=lambda model: model.name)
 @pytest.mark.parametrize("validation", [False, True], ids=["training", "validation"])
 def test_each_rank_has_its_block_of_the_same_samples(model, validation):
     def batch(engine):
-        data = data_for(model, CORPUS)
+        data = data_for(model, CORPUS, seed=4)
         if validation:
             return data.validation_batches(engine, samples=10, size=10)[0]
-        return data.batch(engine, 3, size=10, micro_batches=2, context=1, seed=4)
+        return data.batch(engine, 3, size=10, micro_batches=2)
 
     def program():
         with Mesh(data=3, row=2) as mesh:
@@ -128,7 +127,8 @@ def test_data_follow_from_a_models_letters_and_sizes():
     classes, pairs = data_for(build_model("mlp"), corpus), data_for(two_layers(9, 4), corpus, np.float64)
     assert isinstance(classes, ByteClasses) and (classes.features, classes.length, classes.terms) == (784, 99, 1)
     assert isinstance(pairs, BytePairs) and (pairs.features, pairs.length, pairs.terms) == (9, 10, 9)
-    assert data_for(gpt(GPTSize(1, 6, 2, 8)), corpus) is corpus
+    tokens = data_for(gpt(GPTSize(1, 6, 2, 8)), corpus)
+    assert isinstance(tokens, TokenWindows) and (tokens.length, tokens.terms) == (9, 8)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pairwise import in_turn
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.engine import SGD, LayeredEngine, ShardedEngine, schedules
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.pipeline.chunk import Recompute
+from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.losses import cross_entropy
 from spmd_engine.models.mlp import deep_mlp, mlp, two_layers

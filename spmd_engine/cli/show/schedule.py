@@ -25,9 +25,8 @@ from spmd_engine.cli.show.picture import (
     text,
     tint,
 )
-from spmd_engine.engine.schedules.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward
-from spmd_engine.engine.schedules.names import named
-from spmd_engine.engine.schedules.schedule import Schedule
+from spmd_engine.engine.schedules.orders import named
+from spmd_engine.engine.schedules.schedule import Backward, BackwardInput, BackwardWeight, Compute, Forward, Schedule
 from spmd_engine.engine.schedules.timeline import (
     Slot,
     idle_fraction,

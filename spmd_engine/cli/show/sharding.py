@@ -26,15 +26,14 @@ from spmd_engine.cli.show.picture import (
     text,
 )
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
-from spmd_engine.engine.state.assignment import PIPE, assign
-from spmd_engine.engine.state.split_weights import misfit, parse_shares
+from spmd_engine.engine.state.assignment import PIPE, assign, misfit, parse_shares
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import parse_json, read_text, reading
 from spmd_engine.models import Model, layout_for
 from spmd_engine.sharding.experts import routing_table
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import Spec
-from spmd_engine.training.observers import MetricsFile
+from spmd_engine.training.run import MetricsFile
 from spmd_engine.training.run_job import read_run, run_folder
 from spmd_engine.training.train_config import TrainConfig
 

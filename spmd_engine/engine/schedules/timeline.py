@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from spmd_engine.engine.schedules.instructions import (
+from spmd_engine.engine.schedules.schedule import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -13,13 +13,14 @@ from spmd_engine.engine.schedules.instructions import (
     Forward,
     Instruction,
     Program,
+    Schedule,
     StartSendGradient,
     StartSendOutput,
     Transfer,
     Wait,
+    other_end,
+    receive_before,
 )
-from spmd_engine.engine.schedules.schedule import Schedule
-from spmd_engine.engine.schedules.transfers import other_end, receive_before
 from spmd_engine.errors import UsageError
 
 #: Time that a stage needs for all its layers and one micro-batch; a whole backward is the sum of its parts.

@@ -1,6 +1,6 @@
-"""What each rank has: chunks of layers, their parameters, and the groups these are stored and reduced in.
+"""What each rank holds: chunks of layers, their parameters, and the groups in which these are stored and reduced.
 
-A pure function of the model, a place on a mesh (which need not exist) and the options: the engine builds by it,
+A pure function of the model, a position on a mesh (which need not exist) and the options. The engine is built by it;
 ``inspect`` and ``show`` print it.
 """
 
@@ -9,17 +9,153 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from math import prod
 
 from spmd_engine.axes import MeshPosition
-from spmd_engine.engine.pipeline.stages import Division, divide
-from spmd_engine.engine.state.split_weights import Shares, shares_along
+from spmd_engine.comm.spans import span
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.declarations import Buffer, Parameter
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.groups import CAP, THRESHOLD, Home, Member, ParameterGroup, Sum, make_groups
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.shards import Shards
+
+Index = tuple[slice, ...]  #: a rectangle of a whole array
+#: How layers become chunks: evenly by number or by cost, or the first layer of each chunk.
+Division = str | Sequence[int]
+
+
+def parse_division(text: str) -> Division:
+    """``"even"``, ``"cost"`` or ``"0,3,7"`` (the first layer of each chunk); raises UsageError otherwise."""
+    if text in ("even", "cost"):
+        return text
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise UsageError(
+            f"cannot read stages {text!r}: write even, cost, or the first layer of each, as in 0,3,7"
+        ) from None
+
+
+def divide(model: Model, chunks: int, division: Division = "even", per_stage: int = 1) -> list[range]:
+    """The model's layers as ``chunks`` consecutive ranges of at least one, of which each stage has ``per_stage``.
+
+    Raises UsageError if that cannot be.
+    """
+    layers = len(model.layers)
+    if chunks > layers:
+        stages = f"{chunks // per_stage} stages" + (f" of {per_stage} chunks" if per_stage > 1 else "")
+        raise UsageError(
+            f"{model.name} has {layers} layers ({_listed([name for name, _ in model.layers])}), too few for {stages}; "
+            f"take fewer stages{', or fewer chunks' if per_stage > 1 else ''}"
+        )
+    if division == "even":
+        parts = [span(layers, chunks, number) for number in range(chunks)]
+        return [range(part.start, part.stop) for part in parts]
+    if division == "cost":
+        return _balanced([layer.cost(model.context) for _, layer in model.layers], chunks)
+    starts = list(division)
+    if len(starts) != chunks or starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= layers:
+        raise UsageError(
+            f"stages {','.join(map(str, starts))}: {chunks} ascending numbers are needed, the first of them 0 and the "
+            f"last below {layers}, the number of layers of {model.name}"
+        )
+    return [range(first, end) for first, end in zip(starts, [*starts[1:], layers], strict=True)]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) < 6 else [*names[:3], "...", names[-1]])
+
+
+def _balanced(costs: Sequence[float], parts: int) -> list[range]:
+    """Consecutive parts such that the costliest one costs as little as can be."""
+    low, high = max(costs), sum(costs)
+    for _ in range(60):  # halves what is left to know: beyond a double's precision
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(_filled(costs, middle, parts)) <= parts else (middle, high)
+    ranges = _filled(costs, high, parts)
+    while len(ranges) < parts:  # nothing is gained by more; but every part must have a layer
+        longest = max(ranges, key=len)
+        at, middle = ranges.index(longest), (longest.start + longest.stop) // 2
+        ranges[at : at + 1] = [range(longest.start, middle), range(middle, longest.stop)]
+    return ranges
+
+
+def _filled(costs: Sequence[float], most: float, parts: int) -> list[range]:
+    """Parts filled one after the other up to ``most`` each, or one too many if that is too little."""
+    starts, filled = [0], 0.0
+    for number, cost in enumerate(costs):
+        if number and filled + cost > most * (1 + 1e-12):
+            starts.append(number)
+            filled = 0.0
+            if len(starts) > parts:
+                break
+        filled += cost
+    return [range(first, end) for first, end in zip(starts, [*starts[1:], len(costs)], strict=True)]
+
+
+# --- Unequal ranks: what each along an axis has of the samples, or of what is stored in parts, beside the others
+#
+# The two are not the same share: work goes by speed, state by memory.
+
+
+Shares = Mapping[str, tuple[int, ...]]
+
+WORK = ("data", "replicate", "shard", "expert")  #: axes that cut samples and nothing else between layers
+STATE = ("data", "shard", "expert", "context")  #: axes over which state is stored in parts
+
+
+def parse_shares(text: str | None, option: str, known: Sequence[str], *, least: int) -> Shares:
+    """``"data=3:1"`` as {"data": (3, 1)}, of several axes with commas; None and "" as none.
+
+    ``least``: the smallest share that makes sense. Raises UsageError for what cannot be read, and for other axes than
+    the ``known``.
+    """
+    shares: dict[str, tuple[int, ...]] = {}
+    for term in filter(None, (each.strip() for each in (text or "").split(","))):
+        axis, equals, numbers = term.partition("=")
+        given = numbers.split(":")
+        if not equals or axis in shares or not all(number.isdecimal() for number in given):
+            raise UsageError(
+                f"cannot read {option} {text!r} at {term!r}; write whole numbers, each rank's share, as in data=3:1"
+            )
+        shares[axis] = tuple(map(int, given))
+        if axis not in known:
+            raise UsageError(f"{option} {text}: axis {axis!r} is cut evenly; shares are of {', '.join(known)}")
+        if min(shares[axis]) < least or not any(shares[axis]):
+            allowed = "from 1" if least else "from 0, and one is above"
+            raise UsageError(f"{option} {text}: shares are {allowed}")
+    return shares
+
+
+def misfit(shares: Shares, axes: Mapping[str, int]) -> str | None:
+    """Why shares do not go with a mesh of these axes; None: they do."""
+    for axis, numbers in shares.items():
+        if axis not in axes:
+            return f"there is no axis {axis!r}"
+        if len(numbers) != axes[axis]:
+            return f"it says {len(numbers)} shares of {axis}, which has {axes[axis]} ranks"
+    return None
+
+
+def shares_along(cut: Sequence[str], axes: Mapping[str, int], shares: Shares) -> tuple[int, ...]:
+    """The share of each rank along several axes, the last of which varies fastest; (): all have as much."""
+    if not any(axis in shares for axis in cut):
+        return ()
+    return tuple(map(prod, product(*(shares.get(axis, (1,) * axes[axis]) for axis in cut))))
+
+
+def shares_text(shares: Shares) -> str:
+    """What ``parse_shares`` reads."""
+    return ",".join(f"{axis}={':'.join(map(str, numbers))}" for axis, numbers in shares.items())
+
+
+# --- What each rank has: chunks of layers, their parameters, and the groups these are stored and reduced in
+#
+# A pure function of the model, a place on a mesh (which need not exist) and the options: the engine builds by it,
+# ``inspect`` and ``show`` print it.
+
 
 PIPE = "pipe"
 

@@ -9,21 +9,34 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array, Backend
+from spmd_engine.arrays.backend import Array, Backend, backend_of
+from spmd_engine.comm.agreement.rank_zero import gather_json
+from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.pipeline.chunk import Chunk, Recompute, check, segments
-from spmd_engine.engine.pipeline.executor import Execution, PipelineNeighbours
-from spmd_engine.engine.pipeline.stages import Division, parse_division
-from spmd_engine.engine.schedules import Program, Schedule, chosen
-from spmd_engine.engine.state.assignment import PIPE, ZeroConfig, assign
+from spmd_engine.engine.optimizers import Optimizer
+from spmd_engine.engine.pipeline import Chunk, Execution, PipelineNeighbours, Recompute, check_recompute, segments
+from spmd_engine.engine.schedules import Schedule
+from spmd_engine.engine.schedules.orders import chosen
+from spmd_engine.engine.schedules.schedule import Program
+from spmd_engine.engine.state.assignment import PIPE, Division, ZeroConfig, assign, parse_division
 from spmd_engine.engine.state.buffers_and_side_outputs import Buffers, Extras, SideOutputs
-from spmd_engine.engine.zero.parameter_store import FrozenStore, ParameterStore
+from spmd_engine.engine.zero.parameter_store import (
+    FrozenStore,
+    ParameterStore,
+    Placements,
+    StoredEngine,
+    placements_said,
+    said_of,
+)
 from spmd_engine.engine.zero.reducer import Reducer
 from spmd_engine.engine.zero.unsharder import Unsharder
+from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import ForwardContext, Layer
 from spmd_engine.models import Model
 from spmd_engine.sharding.layout import Layout
+from spmd_engine.sharding.placement import Placement
 from spmd_engine.sharding.shards import Shards
+from spmd_engine.sharding.transfer import PIECE, plan_transfer
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,7 @@ def place(
     for name, layer in model.layers:
         _check_layout(name, layer, layout)
     recompute, stages = Recompute(recompute), parse_division(stages) if isinstance(stages, str) else stages
-    check(model, recompute)
+    check_recompute(model, recompute)
     pipe = mesh.group(PIPE) if mesh.axes.get(PIPE, 1) > 1 else None
     schedule = chosen(schedule, mesh.axes.get(PIPE, 1))
     assignment = assign(
@@ -117,3 +130,91 @@ def _check_layout(name: str, layer: Layer, layout: Layout) -> None:
 def _positions(layout: Layout, mesh: Mesh, backend: Backend, length: int) -> tuple[Any, Any]:
     inside, residual = (layout.positions(length, mesh, where) for where in ("inside", "residual"))
     return backend.xp.asarray(inside), backend.xp.asarray(residual)
+
+
+# --- Moving a model in mid-training: parameters, buffers and optimizer state from one placement to another
+
+
+Arrays = Mapping[str, Array]
+
+
+class StateReshard:
+    """What an engine, and its optimizer, have before they are placed anew: made before, ``finish`` is called after.
+
+    Every element travels once to each rank that will hold it and has it not, as ``plan_transfer`` says; in pieces, so
+    that beside its old and new blocks no rank holds more than two of them. Both are collective over the mesh before.
+    """
+
+    def __init__(self, engine: StoredEngine, optimizer: Optimizer | None = None) -> None:
+        self._engine, self._optimizer = engine, optimizer
+        self._group, self._nodes = engine.group(), engine.mesh.nodes_by_rank
+        self._known = engine.store.placements  #: nothing, unless somebody has asked
+        self._said = None if self._known else said_of(engine)
+        self._arrays = {**engine.parameters, **engine.buffers}
+        self._state = {}
+        if optimizer is not None:
+            optimizer.prepare(engine)
+            self._state = {kind: engine.named(arrays) for kind, arrays in optimizer.state.items()}
+
+    def finish(self) -> None:
+        """Fill the arrays that the engine has now: on another mesh of all ranks, or of some of them, in any order."""
+        engine = self._engine
+        order = self._numbers_before(engine.group())
+        old, new = self._ask(engine)
+        if order == list(range(self._group.size)):
+            engine.store.placements |= new
+        self._fill(old, new, {**engine.parameters, **engine.buffers})
+
+    def leave(self) -> None:
+        """What ``finish`` is for a rank that is not on the new mesh: others get what they lack of what it has."""
+        self._numbers_before(None)
+        self._fill(*self._ask(None), {})
+
+    def _ask(self, engine: StoredEngine | None) -> tuple[Placements, Placements]:
+        """Where all is before and after, by ranks of the group before. One all_gather: each waits for the slowest."""
+        everyone = gather_json(self._group, {"old": self._said, "new": said_of(engine)}, "placement")
+        old = self._known or placements_said([said["old"] for said in everyone])
+        return old, placements_said([said["new"] for said in everyone])
+
+    def _numbers_before(self, after: Group | None) -> list[int]:
+        """Of each rank of the group ``after``, which is None for those not in it, its number in the group before.
+
+        Raises UsageError on all, unless that is one group, of ranks of the old one.
+        """
+        if after is not None and after.comm is self._group.comm:  # on all ranks then
+            return list(range(after.size))
+        mine = np.array([[after.rank, after.size] if after else [-1, 0]])
+        told = self._group.all_gather(mine, label="placement")
+        before = np.flatnonzero(told[:, 0] >= 0)
+        order = before[np.argsort(told[before, 0], kind="stable")]
+        if told[order, 0].tolist() != list(range(told[:, 1].max())):
+            raise UsageError(
+                "reshard: all ranks that call it go on on one new mesh, of no others, or pass None for it; here "
+                f"{len(order)} of {len(told)} are on a mesh of {told[:, 1].max()}, as its {told[order, 0].tolist()}"
+            )
+        return order.tolist()
+
+    def _fill(self, old: Placements, new: Placements, here: Arrays) -> None:
+        """Bring to ``here`` what is placed there, and to the optimizer's state what this rank owns now."""
+        model, states = [(self._arrays, here)], []
+        for kind, before in self._state.items():  # all of it comes: no need of zeros
+            made = {key: backend_of(x).xp.empty_like(x) for key, x in self._engine.owned.items()} if here else {}
+            self._optimizer.state[kind] = made
+            states.append((before, self._engine.named(made) if here else {}))
+        if all(placements[True] is placements[False] for placements in (old, new)):
+            self._execute(old[False], new[False], model + states)
+            return
+        self._execute(old[False], new[False], model)
+        if states:
+            self._execute(old[True], new[True], states)
+
+    def _execute(self, source: Placement, target: Placement, several: Sequence[tuple[Arrays, Arrays]]) -> None:
+        rank = self._group.rank
+
+        def held(placement: Placement, arrays: Arrays) -> dict[str, list[Array]]:
+            return {name: [arrays[name]] if each.held[rank] else [] for name, each in placement.items()}
+
+        plan = plan_transfer(source, target, nodes=self._nodes, piece_bytes=PIECE // len(several))
+        plan.execute_all(
+            self._group, [(held(source, before), held(target, after)) for before, after in several], label="reshard"
+        )

@@ -7,9 +7,10 @@ What the last two leave out of a step is kept and added to the next gradient (er
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
+from itertools import accumulate, pairwise
 from math import ceil
-from typing import Any
 
 import numpy as np
 
@@ -19,17 +20,8 @@ from spmd_engine.arrays.random import key_of, normal
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.pending import Pending
 from spmd_engine.errors import UsageError
+from spmd_engine.layers.deferred import Deferred
 from spmd_engine.sharding.groups import Member, ParameterGroup
-
-
-class PendingReduction:
-    """A reduction under way, in one part or several: ``wait`` finishes it and returns its result."""
-
-    def __init__(self, finish: Callable[[], Array]) -> None:
-        self._finish = finish
-
-    def wait(self) -> Array:
-        return self._finish()
 
 
 class Compression(ABC):
@@ -51,12 +43,12 @@ class Compression(ABC):
         return not residues
 
     @abstractmethod
-    def start_all_reduce(self, gradients: Array, over: Group) -> Pending | PendingReduction:
+    def start_all_reduce(self, gradients: Array, over: Group) -> Pending | Deferred:
         """Begin to sum flat ``gradients`` over ranks, in place."""
 
     def start_reduce_scatter(
         self, gradients: Array, over: Group, sizes: list[int], out: Array | None
-    ) -> Pending | PendingReduction:
+    ) -> Pending | Deferred:
         """Begin to sum them, each rank getting its part (``out``, if given)."""
         raise UsageError(f"{type(self).__name__} needs whole gradients on every rank; choose float16 or bfloat16")
 
@@ -84,12 +76,12 @@ class HalfPrecision(Compression):
     def start_all_reduce(self, gradients, over):
         half = gradients.astype(self._dtype)
         pending = over.start_all_reduce(half, out=half, label="gradients")
-        return PendingReduction(lambda: _fill(gradients, pending.wait()))
+        return Deferred(pending, partial(_fill, gradients))
 
     def start_reduce_scatter(self, gradients, over, sizes, out):
         pending = over.start_reduce_scatter(gradients.astype(self._dtype), sizes=sizes, label="gradients")
         own = out if out is not None else backend_of(gradients).empty(sizes[over.rank], gradients.dtype)
-        return PendingReduction(lambda: _fill(own, pending.wait()))
+        return Deferred(pending, partial(_fill, own))
 
 
 class TopK(Compression):
@@ -134,13 +126,13 @@ class TopK(Compression):
         all_places = over.start_all_gather(places[None], label="gradients")
         self._left_out[places] = 0
 
-        def finish() -> Array:
+        def add(values_of_ranks: Array) -> Array:
             gradients[...] = 0
-            for values, where in zip(all_values.wait(), all_places.wait(), strict=True):  # in rank order
+            for values, where in zip(values_of_ranks, all_places.wait(), strict=True):  # in rank order
                 gradients[where] += values
             return gradients
 
-        return PendingReduction(finish)
+        return Deferred(all_values, add)
 
     def _largest(self, span: slice) -> Array:
         """Places of the largest entries in a part of what is to be sent, ascending."""
@@ -210,22 +202,21 @@ class PowerSGD(Compression):
         tall = {name: matrix @ self._thin[name] for name, matrix in matrices.items()}
         first = over.start_all_reduce(_joined([*plain, *tall.values()], gradients), label="gradients")
 
-        def finish() -> Array:
-            sums = _Reader(first.wait())
-            for vector in plain:
-                vector[...] = sums.take(vector.shape)
-            bases = {name: xp.linalg.qr(sums.take(p.shape))[0] for name, p in tall.items()}
+        def finish(flat: Array) -> Array:
+            sums = _split(flat, [*plain, *tall.values()])
+            for vector, summed in zip(plain, sums, strict=False):
+                vector[...] = summed
+            bases = {name: xp.linalg.qr(p)[0] for name, p in zip(tall, sums[len(plain) :], strict=True)}
             if matrices:
                 wide = [matrix.T @ bases[name] for name, matrix in matrices.items()]
-                products = _Reader(over.all_reduce(_joined(wide, gradients), label="gradients"))
-                for name, matrix in matrices.items():
-                    self._thin[name] = products.take(self._thin[name].shape)
+                products = _split(over.all_reduce(_joined(wide, gradients), label="gradients"), wide)
+                for (name, matrix), self._thin[name] in zip(matrices.items(), products, strict=True):
                     whole = bases[name] @ self._thin[name].T
                     self._left_out[name][...] = matrix - whole / over.size
                     matrix[...] = whole
             return gradients
 
-        return PendingReduction(finish)
+        return Deferred(first, finish)
 
 
 def compression(text: str, group: ParameterGroup | None = None) -> Compression:
@@ -262,13 +253,7 @@ def _joined(arrays: list[Array], like: Array) -> Array:
     return xp.concatenate([array.reshape(-1) for array in arrays]) if arrays else like[:0]
 
 
-class _Reader:
-    """Takes arrays from a flat one, front to back."""
-
-    def __init__(self, flat: Array) -> None:
-        self._flat, self._at = flat, 0
-
-    def take(self, shape: tuple[int, ...]) -> Any:
-        size = int(np.prod(shape))
-        self._at += size
-        return self._flat[self._at - size : self._at].reshape(shape)
+def _split(flat: Array, like: list[Array]) -> list[Array]:
+    """The arrays that ``_joined`` has put one after the other: views."""
+    ends = accumulate((array.size for array in like), initial=0)
+    return [flat[slice(*span)].reshape(array.shape) for span, array in zip(pairwise(ends), like, strict=True)]

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from spmd_engine.comm.pending import Pending
-from spmd_engine.engine.zero.compression import PendingReduction
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.errors import SpmdError
+from spmd_engine.layers.deferred import Deferred
 from spmd_engine.layers.layer import GradientSums
 
 IN_FLIGHT = 2  #: groups of micro-batches' gradients that may be under way to their owners (ZeRO-2 and 3)
@@ -44,8 +44,8 @@ class Reducer:
         self._sums: dict[int, GradientSums] = {}  # of layers all of whose gradients stay here
         self._untouched: set[str] = set()
         self._waiting: Counter = Counter()
-        self._reducing: list[Pending | PendingReduction] = []
-        self._in_flight: deque[tuple[GroupStorage, Pending | PendingReduction]] = deque()
+        self._reducing: list[Pending | Deferred] = []
+        self._in_flight: deque[tuple[GroupStorage, Pending | Deferred]] = deque()
         self._first: set[GroupStorage] = set()  # groups whose owners have got nothing yet in this step
 
     def begin(self, micro_batches: int) -> None:
@@ -116,7 +116,7 @@ class Reducer:
         for pending in self._reducing:
             pending.wait()
         # Only now: a reduction that others wait for must not wait for one that has not begun.
-        rest = [pending for storage in self._storages if (pending := storage.start_reduce_rest())]
-        for pending in rest:
-            pending.wait()
+        for pending in [storage.start_reduce_rest() for storage in self._storages]:
+            if pending:
+                pending.wait()
         self._reducing.clear()

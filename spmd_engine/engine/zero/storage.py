@@ -11,33 +11,17 @@ flat array a rank, over the ranks that would otherwise hold copies:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.arrays.memory import fresh_zeros
-from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
-from spmd_engine.engine.zero.compression import PendingReduction, compression
+from spmd_engine.engine.zero.compression import compression
 from spmd_engine.errors import UsageError
-from spmd_engine.sharding.groups import ParameterGroup, Sum
-
-
-class SumGroups(NamedTuple):
-    """The ranks of a ``Sum``: those that own parts of it, and those to sum each part over afterwards."""
-
-    owners: Group | None
-    rest: Group | None
-
-    @classmethod
-    def of(cls, summed: Sum, mesh: Mesh) -> SumGroups:
-        over = tuple(axis for axis in summed.over if axis not in summed.cut)
-        among = None
-        if len(summed.stages) > 1:
-            over, among = ("pipe", *over), {"pipe": summed.stages}
-        return cls(mesh.group(summed.cut) if summed.cut else None, mesh.group(over, among=among) if over else None)
+from spmd_engine.layers.deferred import Deferred
+from spmd_engine.sharding.groups import ParameterGroup
 
 
 class GroupStorage:
@@ -57,8 +41,13 @@ class GroupStorage:
         compress: str = "none",
         trained: bool = True,
     ) -> None:
-        ranks = SumGroups.of(group.summed, mesh)
-        self.group, self.owners, self.rest, self.dtype = group, ranks.owners, ranks.rest, dtype
+        summed = group.summed
+        over, stages = tuple(axis for axis in summed.over if axis not in summed.cut), None
+        if len(summed.stages) > 1:
+            over, stages = ("pipe", *over), {"pipe": summed.stages}
+        self.group, self.dtype = group, dtype
+        self.owners = mesh.group(summed.cut) if summed.cut else None  #: ranks that own parts of it
+        self.rest = mesh.group(over, among=stages) if over else None  #: ranks that own the same part, to sum over last
         self.zero = zero if self.owners else 0
         self.compression = compression(compress, group)
         if self.zero and not self.compression.in_parts:
@@ -163,7 +152,7 @@ class GroupStorage:
             self._gradient_views = self.group.views(self.whole_gradients)
         return self._gradient_views
 
-    def start_reduce(self) -> Pending | PendingReduction | None:
+    def start_reduce(self) -> Pending | Deferred | None:
         """Begin to sum the whole gradients over the owners, each of whom gets its part; None: there are none.
 
         Before stage 2 that happens in place. From stage 2 on the whole gradients' memory is given away with it.
@@ -176,14 +165,14 @@ class GroupStorage:
             self.whole_gradients = self._gradient_views = None
         return pending
 
-    def start_reduce_rest(self) -> Pending | PendingReduction | None:
+    def start_reduce_rest(self) -> Pending | Deferred | None:
         """Begin to sum the own part over those who own the same one; None: there are none, or it has begun.
 
         Last, and in the order of groups: stages finish with what they share in different orders.
         """
         return self._start_all_reduce() if self.owners or self._shared_by_stages else None
 
-    def _start_all_reduce(self) -> Pending | PendingReduction | None:
+    def _start_all_reduce(self) -> Pending | Deferred | None:
         return self.compression.start_all_reduce(self.own_gradients, self.rest) if self.rest else None
 
     @property

@@ -20,12 +20,11 @@ from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.spans import span
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, CutsBatches, make_batch
-from spmd_engine.engine.distributed import DistributedEngine
+from spmd_engine.engine.distributed import DistributedEngine, make_engine, name_of
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, composed_assignment, composed_layout
 from spmd_engine.engine.state.assignment import PIPE
-from spmd_engine.engine.user_engine import make_engine, name_of
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models.layouts import layout_for

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from spmd_engine.engine.pipeline.chunk import Recompute, segments
+from spmd_engine.engine.pipeline import Recompute, segments
 from spmd_engine.engine.zero.reducer import IN_FLIGHT
 from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.step_analysis import HashedOnce

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.engine.parallel_config import ParallelConfig
-from spmd_engine.engine.state.split_weights import STATE, WORK, Shares, said
+from spmd_engine.engine.state.assignment import STATE, WORK, Shares, shares_text
 from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.dry_run.match_calls import position_of
@@ -207,7 +207,7 @@ def _at_least_one(numbers: Sequence[int]) -> tuple[int, ...]:
 
 
 def _format_uneven(by_axis: Mapping[str, tuple[int, ...]]) -> str | None:
-    return said({axis: numbers for axis, numbers in by_axis.items() if len(set(numbers)) > 1}) or None
+    return shares_text({axis: numbers for axis, numbers in by_axis.items() if len(set(numbers)) > 1}) or None
 
 
 def _reduced(numbers: Sequence[int]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig
-from spmd_engine.engine.state.split_weights import WORK, parse_shares
+from spmd_engine.engine.state.assignment import WORK, parse_shares
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model
 from spmd_engine.planning.machine.machine import Machine

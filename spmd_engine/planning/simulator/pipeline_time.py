@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
 
-from spmd_engine.engine.schedules.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward
-from spmd_engine.engine.schedules.schedule import Schedule
+from spmd_engine.engine.schedules.schedule import Backward, BackwardInput, BackwardWeight, Compute, Forward, Schedule
 
 FORWARD, INPUT, WEIGHT, BOTH = range(4)
 _KINDS = {Forward: FORWARD, BackwardInput: INPUT, BackwardWeight: WEIGHT, Backward: BOTH}

@@ -1,9 +1,11 @@
-"""NumPy arrays as training data: shuffled epochs, and a part held out for validation."""
+"""Samples in batches that no mesh changes, and NumPy arrays as training data: shuffled epochs, and a part held out."""
 
 from __future__ import annotations
 
 import hashlib
-from functools import cached_property
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,15 +14,66 @@ from spmd_engine.arrays.random import hash_bits, key_of
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.errors import UsageError
+from spmd_engine.layers.layer import Documents
 
 
-class ArrayData:
+class SampledData(ABC):
+    """Training samples, numbered over all steps, and held-out samples, numbered from 0.
+
+    What a sample is depends on the data, a seed and its number alone: neither the mesh, nor the step at which a run
+    was interrupted, changes what a step is given.
+    """
+
+    @property
+    @abstractmethod
+    def terms(self) -> int:
+        """How many numbers of a sample the loss compares."""
+
+    @abstractmethod
+    def examples(self, numbers: np.ndarray, held_out: bool = False) -> Sequence[np.ndarray]:
+        """Inputs[b ...], targets[b ...] and, if not all targets count, their mask, of samples with these numbers."""
+
+    @abstractmethod
+    def held_out_numbers(self, samples: int | None) -> np.ndarray:
+        """``samples`` numbers of held-out samples, spread evenly; None: all."""
+
+    def count(self, numbers: np.ndarray, held_out: bool) -> float:
+        """Targets that count, of all these samples."""
+        return len(numbers) * self.terms
+
+    def documents_of(self, numbers: np.ndarray, held_out: bool) -> Documents | None:
+        """The documents of which these samples consist; None if their positions see all earlier ones."""
+        return None
+
+    def batch(self, engine: ShardedEngine, step: int, *, size: int, micro_batches: int = 1) -> Batch:
+        """This rank's block of the batch of one step (from 0): samples step * size to (step + 1) * size - 1."""
+        return self._batch(engine, step * size + np.arange(size), False, micro_batches, step)
+
+    def validation_batches(self, engine: ShardedEngine, *, size: int, samples: int | None = None) -> list[Batch]:
+        """``samples`` of what is held out (None: all), spread evenly and in order, in batches of ``size``."""
+        numbers = self.held_out_numbers(samples)
+        return [self._batch(engine, numbers[first : first + size], True) for first in range(0, len(numbers), size)]
+
+    def _batch(
+        self, engine: ShardedEngine, numbers: np.ndarray, held_out: bool, micro_batches: int = 1, step: int = 0
+    ) -> Batch:
+        return make_batch(
+            lambda samples: self.examples(numbers[samples], held_out),
+            len(numbers),
+            micro_batches,
+            engine,
+            step=step,
+            count=self.count(numbers, held_out),
+            documents=lambda samples: self.documents_of(numbers[samples], held_out),
+        )
+
+
+class ArrayData(SampledData):
     """Samples x[b ...] with targets y[b ...], whole on every rank; memory maps will do, since only rows are read.
 
     Targets are whatever the engine's loss takes: classes y[b], or numbers y[b d]. ``validation`` is the fraction of
     samples that is held out, or the numbers of these. Which these are, and the order of every epoch, are functions of
-    the seed, the epoch and the samples' numbers alone: neither the mesh, nor where a run was broken off, changes what
-    a step is given.
+    the seed, the epoch and the samples' numbers alone.
     """
 
     def __init__(self, x: Any, y: Any, *, validation: float | np.ndarray = 0.0, seed: int = 0) -> None:
@@ -35,47 +88,25 @@ class ArrayData:
         self.train = np.setdiff1d(np.arange(len(x)), self.held_out)  #: and of those to learn from
         if not len(self.train):
             raise UsageError(f"ArrayData: {len(x)} samples, of which all are held out, leave none to learn from")
-        self._epochs: dict[int, np.ndarray] = {}  # orders of the last ones
+
+    @property
+    def terms(self) -> int:
+        return int(np.prod(self.y.shape[1:]))
 
     def epoch(self, number: int) -> np.ndarray:
         """The numbers of the samples to learn from, each once, in the order of this epoch."""
-        if number not in self._epochs:
-            if len(self._epochs) > 1:  # a batch may lie in two
-                del self._epochs[min(self._epochs)]
-            order = _shuffled(key_of(self.seed, "epoch", number), len(self.train))
-            self._epochs[number] = self.train[order]
-        return self._epochs[number]
+        return self.train[epoch_order(self.seed, number, len(self.train))]
 
     def numbers(self, places: np.ndarray) -> np.ndarray:
         """Which samples stand at these places in all epochs, one after the other."""
-        epochs, within = np.divmod(places, len(self.train))
-        numbers = np.empty(len(places), np.int64)
-        for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            numbers[here] = self.epoch(epoch)[within[here]]
-        return numbers
+        return self.train[in_epochs(self.seed, len(self.train), places)]
 
-    def batch(self, engine: ShardedEngine, step: int, *, size: int, micro_batches: int = 1) -> Batch:
-        """This rank's block of the batch of one step (from 0): places step · size and on, of all epochs."""
+    def held_out_numbers(self, samples: int | None) -> np.ndarray:
+        return self.held_out[spread(len(self.held_out), samples)]
 
-        def load(samples: np.ndarray):
-            return self.examples(step * size + samples)
-
-        return make_batch(load, size, micro_batches, engine, step=step, count=size * self._terms)
-
-    def validation_batches(self, engine: ShardedEngine, *, size: int, samples: int | None = None) -> list[Batch]:
-        """All that is held out, or so many evenly spread ``samples`` of it, in order, in batches of ``size``."""
-        held_out, batches = self.held_out, []
-        if samples is not None and samples < len(held_out):
-            held_out = held_out[np.linspace(0, len(held_out) - 1, samples).astype(np.int64)]
-        for first in range(0, len(held_out), size):
-            part = held_out[first : first + size]
-
-            def load(samples: np.ndarray, part=part):
-                return self._rows(part[samples])
-
-            batches.append(make_batch(load, len(part), 1, engine, count=len(part) * self._terms))
-        return batches
+    def examples(self, numbers: np.ndarray, held_out: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        rows = numbers if held_out else self.numbers(numbers)
+        return np.asarray(self.x[rows]), np.asarray(self.y[rows])
 
     @cached_property
     def sha256(self) -> str:
@@ -87,17 +118,10 @@ class ArrayData:
                 digest.update(np.ascontiguousarray(array[first : first + 4096]).tobytes())
         return digest.hexdigest()
 
-    def examples(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets of the samples that stand at these places in all epochs."""
-        return self._rows(self.numbers(places))
 
-    @property
-    def _terms(self) -> int:
-        """How many numbers of a sample the loss compares."""
-        return int(np.prod(self.y.shape[1:]))
-
-    def _rows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return np.asarray(self.x[numbers]), np.asarray(self.y[numbers])
+def spread(count: int, samples: int | None) -> np.ndarray:
+    """At most ``samples`` of the numbers below ``count``, spread evenly; None: all."""
+    return np.linspace(0, count - 1, count if samples is None else min(samples, count)).astype(np.int64)
 
 
 def part_of(count: int, size: int, seed: int) -> np.ndarray:
@@ -105,7 +129,22 @@ def part_of(count: int, size: int, seed: int) -> np.ndarray:
     return np.sort(_shuffled(key_of(seed, "validation"), count)[:size])
 
 
+def in_epochs(seed: int, count: int, places: np.ndarray) -> np.ndarray:
+    """Which of the numbers below ``count`` stand at these places of shuffled epochs, one after the other."""
+    epochs, within = np.divmod(places, count)
+    numbers = np.empty(len(places), np.int64)
+    for epoch in np.unique(epochs).tolist():
+        here = epochs == epoch
+        numbers[here] = epoch_order(seed, epoch, count)[within[here]]
+    return numbers
+
+
+@lru_cache(maxsize=4)
+def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """The numbers below ``count``, shuffled: a function of the arguments alone."""
+    return _shuffled(key_of(seed, "epoch", epoch), count)
+
+
 def _shuffled(key: int, count: int) -> np.ndarray:
     """The numbers below ``count``, ordered by the random bits that the key gives each of them."""
-    numbers = np.arange(count, dtype=np.uint64)
-    return np.argsort(hash_bits(key, numbers), kind="stable")
+    return np.argsort(hash_bits(key, np.arange(count, dtype=np.uint64)), kind="stable")

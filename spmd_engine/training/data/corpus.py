@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from abc import abstractmethod
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple
+from string import ascii_uppercase, digits
+from typing import Any
 
 import numpy as np
 
@@ -16,10 +18,10 @@ from spmd_engine.arrays.random import integers, key_of
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero, text_from_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.shared_memory.shared_array import share_array
-from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.errors import UsageError
+from spmd_engine.models.model import Model
 from spmd_engine.tokens.tokenizer import END_OF_FILE
+from spmd_engine.training.data.array_data import SampledData
 
 HELD_OUT = 20  #: one file in so many is for validation (of a single file, its last part)
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "turtledemo"}
@@ -37,35 +39,9 @@ class Corpus:
     def __str__(self) -> str:
         return f"{len(self.train):,} tokens from {self.files} files"
 
-    def batch(
-        self, engine: ShardedEngine, step: int, *, size: int, micro_batches: int, context: int, seed: int
-    ) -> Batch:
-        """This rank's block of the batch of one step: sample j of step i is a function of seed and i · size + j."""
-
-        def load(samples: np.ndarray):
-            starts = integers(key_of(seed, "samples"), len(self.train) - context, step * size + samples)
-            return _windows(self.train, starts, context)
-
-        return make_batch(load, size, micro_batches, engine, step=step, count=size * context)
-
-    def validation_batches(self, engine: ShardedEngine, *, samples: int, size: int, context: int) -> list[Batch]:
-        """``samples`` windows spread evenly over the held-out tokens, in batches of ``size``: always the same."""
-        starts = np.linspace(0, len(self.validation) - context - 1, samples).astype(np.int64)
-        batches = []
-        for first in range(0, samples, size):
-            part = starts[first : first + size]
-
-            def load(rows: np.ndarray, part=part):
-                return _windows(self.validation, part[rows], context)
-
-            batches.append(make_batch(load, len(part), 1, engine, count=len(part) * context))
-        return batches
-
-
-def _windows(tokens: np.ndarray, starts: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """inputs[b s] and targets[b s], one token apart, from each start."""
-    window = tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64)
-    return window[:, :-1], window[:, 1:]
+    def windows(self, length: int, seed: int = 0) -> TokenWindows:
+        """Samples of ``length`` tokens each; where those to learn from begin follows from the seed."""
+        return TokenWindows(self, length, seed=seed)
 
 
 def load_corpus(group: Group, path: str | None, context: int) -> Corpus:
@@ -75,22 +51,14 @@ def load_corpus(group: Group, path: str | None, context: int) -> Corpus:
     missing, empty, or too short for one context in either part.
     """
     read = on_rank_zero(group, lambda: _read(path, context))
-    facts = text_from_rank_zero(group, lambda: json.dumps([read.train_size, read.files, read.sha256] if read else None))
+    facts = text_from_rank_zero(group, lambda: json.dumps(read[1:] if read else None))
     train_size, files, sha256 = json.loads(facts)
-    tokens = share_array(group, read.parts if read else None, dtype=np.uint16, label="corpus")
+    tokens = share_array(group, read[0] if read else None, dtype=np.uint16, label="corpus")
     return Corpus(tokens[:train_size], tokens[train_size:], files, sha256)
 
 
-class _Read(NamedTuple):
-    """What files hold, bytes and ends by turns: those to train on come first."""
-
-    parts: list[np.ndarray]
-    train_size: int
-    files: int
-    sha256: str
-
-
-def _read(path: str | None, context: int) -> _Read:
+def _read(path: str | None, context: int) -> tuple[list[np.ndarray], int, int, str]:
+    """What files hold, bytes and ends by turns, those to train on first; how much that is; files; and their digest."""
     if path == "":
         raise UsageError("--data is empty: name a file or a folder, or leave the option out")
     root = str(Path(path)) if path is not None else os.path.dirname(os.__file__)
@@ -125,7 +93,7 @@ def _read(path: str | None, context: int) -> _Read:
             f"--data {root}: {train_size} bytes to train on and {size - train_size} to validate on; "
             f"each must be longer than the context of {context}. Give more text, or a model with a shorter context"
         )
-    return _Read([*train, *validation], train_size, len(files), digest.hexdigest())
+    return [*train, *validation], train_size, len(files), digest.hexdigest()
 
 
 def _files(root: str, pattern: str) -> list[str]:
@@ -141,3 +109,145 @@ def _files(root: str, pattern: str) -> list[str]:
             if not (name.startswith(".") or name in left_out) and fnmatchcase(name, pattern):
                 found.append(os.path.join(folder, name))
     return sorted(filter(os.path.isfile, found), key=lambda path: path.split(os.sep))
+
+
+# --- Samples: windows of a corpus, as tokens or as vectors of numbers
+
+BITS = 8
+#: What kind of character comes next, in Python's source; what is in none of these is "other".
+CLASSES = {
+    "space": " ",
+    "newline": "\n",
+    "lower-case vowel": "aeiou",
+    "lower-case consonant": "bcdfghjklmnpqrstvwxyz",
+    "upper case": ascii_uppercase,
+    "digit": digits,
+    "underscore": "_",
+    "bracket": "()[]{}",
+    "operator or punctuation": "!\"#$%&'*+,-./:;<=>?@\\^`|~",
+    "other": "",
+}
+
+
+@dataclass(frozen=True)
+class Windows(SampledData):
+    """Samples cut from a corpus: windows of tokens.
+
+    ``features`` is the size of a sample's input, ``dtype`` the inputs' (that of the engine's parameters). Training
+    windows begin at places that are drawn by the ``seed`` and a sample's number, held-out ones are spread evenly.
+    Raises UsageError for a corpus shorter than one.
+    """
+
+    corpus: Corpus
+    features: int
+    dtype: Any = np.float32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        shortest = min(len(self.corpus.train), len(self.corpus.validation))
+        if shortest < self.length:
+            raise UsageError(f"--data: {shortest} bytes in one part, fewer than a window of {self.length}; give more")
+
+    @property
+    def length(self) -> int:
+        """Tokens of a window, with those that are to be predicted."""
+        return self.features + 1
+
+    @property
+    def terms(self) -> int:
+        return self.features
+
+    def examples(self, numbers: np.ndarray, held_out: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        tokens, starts = self.corpus.validation, numbers
+        if not held_out:
+            tokens = self.corpus.train
+            starts = integers(key_of(self.seed, "samples"), len(tokens) - self.length + 1, numbers)
+        return self.inputs_and_targets(tokens[starts[:, None] + np.arange(self.length)])
+
+    def held_out_numbers(self, samples: int | None) -> np.ndarray:
+        last = len(self.corpus.validation) - self.length
+        return np.linspace(0, last, last + 1 if samples is None else samples).astype(np.int64)
+
+    @abstractmethod
+    def inputs_and_targets(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs[b ...] and targets[b ...] of windows, tokens[b length]."""
+
+
+class TokenWindows(Windows):
+    """x[b s]: as many tokens as there are features; targets[b s]: the same window one token further on."""
+
+    def inputs_and_targets(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        tokens = tokens.astype(np.int64)
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+class ByteClasses(Windows):
+    """x[b i]: the bits, as -1 and 1, of i / 8 bytes; targets[b]: the class, of ten, of the byte that follows.
+
+    Bits come most significant first. The end of a file is byte 0, and its class is "other".
+    """
+
+    terms = 1
+
+    def __post_init__(self) -> None:
+        if self.features % BITS or self.features < BITS:
+            raise UsageError(f"inputs are the bits of whole bytes: {self.features} is no multiple of {BITS}")
+        super().__post_init__()
+
+    @property
+    def length(self) -> int:
+        return self.features // BITS + 1
+
+    def inputs_and_targets(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        bits = np.unpackbits(_bytes(tokens[:, :-1]), axis=1).astype(self.dtype)
+        return bits * 2 - 1, classes_of(tokens[:, -1])
+
+
+@dataclass(frozen=True)
+class BytePairs(Windows):
+    """x[b d]: d bytes, scaled to [-1, 1]; targets[b d]: the same window one byte further on.
+
+    With a ``shape``, that of each sample: x[b s d], or x[b h w c]; targets alike. Outputs are to be compared by the
+    mean squared error. The end of a file is byte 0.
+    """
+
+    shape: tuple[int, ...] = ()
+
+    def inputs_and_targets(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        scaled = _bytes(tokens).astype(self.dtype) / 127.5 - 1
+        shape = (len(tokens), *(self.shape or [self.features]))
+        return scaled[:, :-1].reshape(shape), scaled[:, 1:].reshape(shape)
+
+
+def data_for(
+    model: Model, corpus: Corpus, dtype: Any = np.float32, length: int | None = None, seed: int = 0
+) -> Windows:
+    """What a model learns from a corpus: its tokens, the class of the next byte, or the window one byte further on.
+
+    Decided by the letters of its inputs and targets. ``length`` is that of a sample in tokens, by default the model's
+    context. Raises UsageError for other letters, and for sizes that do not fit.
+    """
+    dims = model.inputs.split(), model.targets.split()
+    if dims == (["b", "s"], ["b", "s"]):
+        return corpus.windows(length or model.context, seed)
+    first, last = model.layers[0][1], model.layers[-1][1]
+    if dims == (["b", "d"], ["b"]):
+        classes = last.sizes[model.outputs.split()[-1]]
+        if classes != len(CLASSES):
+            raise UsageError(f"{model.name} has {classes} classes, this data {len(CLASSES)}: {', '.join(CLASSES)}")
+        return ByteClasses(corpus, first.sizes["d"], dtype, seed)
+    if dims == (["b", "d"], ["b", "d"]):
+        return BytePairs(corpus, first.sizes["d"], dtype, seed)
+    raise UsageError(f"{model.name}: no data of inputs [{model.inputs}] and targets [{model.targets}]; bring your own")
+
+
+def classes_of(tokens: np.ndarray) -> np.ndarray:
+    """The number of each token's class, in the order of ``CLASSES``."""
+    table = np.full(END_OF_FILE + 1, len(CLASSES) - 1)
+    for number, characters in enumerate(CLASSES.values()):
+        table[list(characters.encode())] = number
+    return table[tokens]
+
+
+def _bytes(tokens: np.ndarray) -> np.ndarray:
+    return np.where(tokens == END_OF_FILE, 0, tokens).astype(np.uint8)

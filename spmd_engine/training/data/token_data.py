@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from hashlib import sha256
 
 import numpy as np
 
-from spmd_engine.arrays.random import hash_bits, key_of
 from spmd_engine.comm.group import Group
-from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.token_file import TokenFile
 from spmd_engine.layers.layer import Documents, documents_of
 from spmd_engine.tokens.hugging_face import TOKENIZER
+from spmd_engine.training.data.array_data import SampledData, in_epochs, spread
 
 HELD_OUT = 20  #: one row in so many is to validate on, if the file has no documents for that
 
 
 @dataclass(frozen=True)
-class PreparedData:
-    """Rows of ``context`` positions from a file of tokens, with the interface of ``Corpus``.
+class PreparedData(SampledData):
+    """Rows of ``context`` positions from a file of tokens, each once in an epoch.
 
-    Batches are functions of the seed and of numbers alone. Instructions are always kept apart, and only what is to be
+    Instructions are always kept apart, and only what is to be
     learnt of them counts in the loss, whose mean is over what counts in the whole batch.
     """
 
@@ -34,9 +31,10 @@ class PreparedData:
     held_out_rows: range
     train_rows: range
     documents: str
+    seed: int = 0
 
     @classmethod
-    def of(cls, file: TokenFile, context: int, documents: str | None = None) -> PreparedData:
+    def of(cls, file: TokenFile, context: int, documents: str | None = None, seed: int = 0) -> PreparedData:
         """Raises UsageError for a file with less than a row to learn from, or none to validate on."""
         instructions = file.learnt is not None
         documents = documents or ("apart" if instructions else "joined")
@@ -66,7 +64,7 @@ class PreparedData:
                 "least is needed to learn from, and one to validate on. Give more text, or a model with a "
                 f"{remedy} context"
             )
-        return cls(file, train, held_out, others, rows, documents)
+        return cls(file, train, held_out, others, rows, documents, seed)
 
     def __str__(self) -> str:
         facts = self.file.facts
@@ -82,37 +80,26 @@ class PreparedData:
     def sha256(self) -> str:
         return self.file.facts.sha256
 
-    def batch(
-        self, engine: ShardedEngine, step: int, *, size: int, micro_batches: int, context: int, seed: int
-    ) -> Batch:
-        """This rank's block of the batch of one step: sample j of step i is number i · size + j of shuffled epochs."""
-        numbers = step * size + np.arange(size)
-        count = len(self.train_rows)
-        rows = np.array([_order(seed, int(number) // count, count)[int(number) % count] for number in numbers])
-        return self._batch(engine, self.train, rows, micro_batches, step)
+    @property
+    def terms(self) -> int:
+        return self.train.length
 
-    def validation_batches(self, engine: ShardedEngine, *, samples: int, size: int, context: int = 1) -> list[Batch]:
-        """At most ``samples`` rows, spread evenly over the held-out ones, in batches of ``size``: always the same."""
-        samples = min(samples, len(self.held_out_rows))
-        spread = np.linspace(0, len(self.held_out_rows) - 1, samples).astype(np.int64)
-        rows = self.held_out_rows.start + spread
-        return [
-            self._batch(engine, self.held_out, rows[first : first + size], 1, 0) for first in range(0, samples, size)
-        ]
+    def held_out_numbers(self, samples: int | None) -> np.ndarray:
+        return self.held_out_rows.start + spread(len(self.held_out_rows), samples)
 
-    def _batch(self, engine: ShardedEngine, packed: Packed, rows: np.ndarray, micro_batches: int, step: int) -> Batch:
-        def load(samples: np.ndarray) -> list[np.ndarray]:
-            return self._load(packed, rows[samples])
+    def _rows(self, numbers: np.ndarray, held_out: bool) -> tuple[np.ndarray, np.ndarray]:
+        if held_out:
+            return self.held_out.rows(numbers)
+        return self.train.rows(in_epochs(self.seed, len(self.train_rows), numbers))
 
-        def apart(samples: np.ndarray) -> Documents:
-            return documents_of(packed.rows(rows[samples])[1], self.documents == "restarted")
+    def documents_of(self, numbers: np.ndarray, held_out: bool) -> Documents | None:
+        if self.documents == "joined":
+            return None
+        return documents_of(self._rows(numbers, held_out)[1], self.documents == "restarted")
 
-        options = {} if self.documents == "joined" else {"documents": apart}
-        return make_batch(load, len(rows), micro_batches, engine, step=step, count=self._count(packed, rows), **options)
-
-    def _load(self, packed: Packed, rows: np.ndarray) -> list[np.ndarray]:
+    def examples(self, numbers: np.ndarray, held_out: bool = False) -> list[np.ndarray]:
         """inputs[b s], targets[b s] and, if not everything counts, mask[b s]."""
-        places, _ = packed.rows(rows)
+        places, _ = self._rows(numbers, held_out)
         there = places >= 0
         inputs, targets = (np.where(there, self.file.tokens[places + more], 0).astype(np.int64) for more in (0, 1))
         if self.documents == "joined":
@@ -120,11 +107,11 @@ class PreparedData:
         counts = there if self.file.learnt is None else there & (self.file.learnt[places + 1] > 0)
         return [inputs, targets, counts.astype(np.float32)]
 
-    def _count(self, packed: Packed, rows: np.ndarray) -> float:
-        """Targets that count, over all ranks and micro-batches."""
+    def count(self, numbers: np.ndarray, held_out: bool) -> float:
         if self.documents == "joined":
-            return float(len(rows) * packed.length)
-        return float(sum(self._load(packed, rows[number : number + 1])[2].sum() for number in range(len(rows))))
+            return super().count(numbers, held_out)
+        rows = np.split(numbers, len(numbers))  # one at a time: each rank counts those of the whole batch
+        return float(sum(self.examples(row, held_out)[2].sum() for row in rows))
 
 
 def check_file(group: Group, file: TokenFile) -> None:
@@ -151,12 +138,6 @@ def check_digests(file: TokenFile, digests: bytes) -> None:
         if found != written:
             why = f"its {what} not what was written (SHA-256 differs)"
             raise UsageError(f"{file.path} is damaged: {why}; prepare it again")
-
-
-@lru_cache(maxsize=4)
-def _order(seed: int, epoch: int, count: int) -> np.ndarray:
-    """The rows of an epoch, shuffled: a function of its arguments alone."""
-    return np.argsort(hash_bits(key_of(seed, "epoch", epoch), np.arange(count, dtype=np.uint64)), kind="stable")
 
 
 # --- Which tokens of a corpus make the rows of a batch: windows of a stream, or whole documents side by side

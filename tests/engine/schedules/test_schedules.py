@@ -6,25 +6,23 @@ from itertools import product
 
 import pytest
 
-from spmd_engine.engine.schedules import (
-    SCHEDULES,
+from spmd_engine.engine.schedules import SCHEDULES, named
+from spmd_engine.engine.schedules.orders import Interleaved, Sequential
+from spmd_engine.engine.schedules.schedule import (
     Backward,
     BackwardInput,
     BackwardWeight,
     Compute,
     Forward,
-    Interleaved,
-    Sequential,
     StartReceiveGradient,
     StartReceiveInput,
     StartSendGradient,
     StartSendOutput,
     Transfer,
     Wait,
-    named,
     other_end,
+    with_transfers,
 )
-from spmd_engine.engine.schedules.transfers import with_transfers
 from spmd_engine.errors import UsageError
 
 PIPELINES = [SCHEDULES[name]() for name in SCHEDULES if name != "sequential"] + [Interleaved(3)]

@@ -5,20 +5,17 @@ from dataclasses import dataclass
 import pytest
 
 from pipelines import CASES, PIPELINES, RECEIVE, SEND, Written, each_case, equal, every_pipeline, executed
-from spmd_engine.engine.schedules import (
+from spmd_engine.engine.schedules.orders import Interleaved, OneForwardOneBackward
+from spmd_engine.engine.schedules.schedule import (
     Backward,
     BackwardInput,
     BackwardWeight,
     Forward,
-    Interleaved,
-    OneForwardOneBackward,
     StartSendOutput,
     Wait,
-    idle_fraction,
-    makespan,
-    timeline,
+    with_transfers,
 )
-from spmd_engine.engine.schedules.transfers import with_transfers
+from spmd_engine.engine.schedules.timeline import idle_fraction, makespan, timeline
 from spmd_engine.errors import UsageError
 
 # --- order

@@ -17,28 +17,25 @@ from pipelines import (
     every_pipeline,
     executed,
 )
-from spmd_engine.engine.schedules import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
+from spmd_engine.engine.schedules.orders import (
     GPipe,
     Interleaved,
     Naive,
     OneForwardOneBackward,
     Sequential,
-    Slot,
+    ZeroBubble,
+    ZeroBubbleH2,
+)
+from spmd_engine.engine.schedules.schedule import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
     StartReceiveInput,
     StartSendOutput,
     Wait,
-    ZeroBubble,
-    ZeroBubbleH2,
-    idle_fraction,
-    idle_inside,
-    makespan,
-    peak_activations,
-    timeline,
 )
+from spmd_engine.engine.schedules.timeline import Slot, idle_fraction, idle_inside, makespan, peak_activations, timeline
 
 # --- time
 

@@ -1,1 +1,0 @@
-"""Pipelines: layers in stages, and the execution of a schedule."""
