@@ -41,7 +41,7 @@ SAID = {
     "prefill": "a prompt of 512",
     "train": "a step of 2 x 256 tokens with AdamW",
     "adapters": f"the same of adapters of rank {RANK} alone (PEFT's)",
-    "clock": f"{NEW} tokens of 1 text on 2 ranks, by the clock, beside 1 rank",
+    "clock": f"{NEW} tokens of 1 text on 2 ranks against 1 rank, wall time",
 }
 
 

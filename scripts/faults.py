@@ -64,7 +64,7 @@ def killed() -> list[Fault]:
         for place in places
     ]
     kills.append(Fault("kill -9 of rank 0 in the commit", "kill commit 0 6", codes))
-    kills.append(Fault("kill -9 of rank 2, under launch", "kill optimizer 2 5", (0,), "goes on from", launch=True))
+    kills.append(Fault("kill -9 of rank 2, under launch", "kill optimizer 2 5", (0,), "continues from", launch=True))
     return kills
 
 
@@ -74,7 +74,7 @@ FAULTS = [
     Fault("SIGSTOP of rank 1 in a save", "stop save 1 6", says="rank 1 came to"),
     Fault("rank 3 sleeps", "sleep data 3 5", says="rank 3 came to"),
     Fault("rank 0 computes for ever", "compute data 0 5", says="rank 0 came to"),
-    Fault("SIGSTOP of rank 2, under launch", "stop forward 2 5", (0,), "goes on from", launch=True),
+    Fault("SIGSTOP of rank 2, under launch", "stop forward 2 5", (0,), "continues from", launch=True),
     Fault("everyone receives", "receive data -1 5", says="wait for each other"),
     Fault("rank 1 makes another call", "other data 1 5", says="does not match"),
     Fault("an exception on rank 1", "raise forward 1 5", says="rank 1 of 4 failed"),
@@ -127,7 +127,7 @@ def main() -> int:
             wrong += not fine
             print(line, flush=True)
             shutil.rmtree(folder)
-    print(f"{len(chosen)} faults, {wrong} not as they should be")
+    print(f"{len(chosen)} faults, {wrong} unexpected")
     return int(wrong > 0)
 
 
@@ -158,12 +158,12 @@ def befall(fault: Fault, folder: Path, whole: Path) -> tuple[str, bool]:
     fine &= fault.lost is None or lost <= fault.lost
     fine &= same or "NaN" in fault.name
     words = first[1].strip()[:110].replace("|", "/")
-    told_same = f"ended with {rest}" if rest else "yes" if same else "no"
+    is_same = f"ended with {rest}" if rest else "yes" if same else "no"
     cells = [fault.name, str(code), seconds(first[0] - moment), seconds(ended - moment), str(lost)]
-    remark = "" if fine else "  <-- not as it should be"
+    remark = "" if fine else "  <-- unexpected"
     if rest:
-        remark += f"; what went on said: {after[-1][1].strip() if after else 'nothing'}"
-    return f"| {' | '.join([*cells, told_same, words])} |{remark}", fine
+        remark += f"; the continued run ended with: {after[-1][1].strip() if after else 'nothing'}"
+    return f"| {' | '.join([*cells, is_same, words])} |{remark}", fine
 
 
 def started(folder: Path, fault: Fault, options: Sequence[str]) -> tuple[int, list[tuple[float, str]]]:

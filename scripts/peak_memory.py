@@ -199,7 +199,7 @@ def main() -> None:
         return
     errors: list[tuple[float, float]] = []
     print(
-        f"{'plan':<22} {'ranks':>5} {'foretold MB':>12} {'measured MB':>12} {'error':>7} {'base MB':>9} {'with it':>7}"
+        f"{'plan':<22} {'ranks':>5} {'predicted MB':>12} {'measured MB':>12} {'error':>7} {'base MB':>9} {'with it':>7}"
     )
     for name in options.plans or PLANS:
         ranks = prod(parse_axes(PLANS[name][1]).values())

@@ -207,13 +207,13 @@ class Columns:
         except (ValueError, UsageError) as error:
             return str(error)
         if not re.search("16|mixed|amp|half|^$", cells.get("precision", "").lower()):
-            return f"precision {cells['precision']!r} is not foretold here: products are of 16 bits"
+            return f"precision {cells['precision']!r} is not predicted here: products are of 16 bits"
         n = DEFAULTS | shape | told
         per_node, gated = n["per_node"] or 8, yes(cells.get("gated", "")) or bool(shape.get("gated"))
         gpus = n["gpus"] or n["nodes"] * per_node or n["tp"] * n["pp"] * max(n["dp"], 1)
         for what in ("cp", "ep"):
             if n[what] > 1:
-                return f"{what} above 1 is not foretold here"
+                return f"{what} above 1 is not predicted here"
         framework = plain_name(cells.get("framework", ""))
         if "zero" not in told and (framework in FULLY_SHARDED or cells.get("fsdp", "").lower() not in NOT):
             n["zero"] = 3
@@ -227,7 +227,7 @@ class Columns:
         if n["global_batch"] % (n["micro_batch"] * n["dp"]):
             return "global_batch is no multiple of micro_batch x dp"
         if not n.get("layers") or not n.get("hidden"):
-            return "layers or hidden is not told"
+            return "layers or hidden is missing"
         n["heads"] = n.get("heads") or max(n["hidden"] // 128, 1)
         if n["hidden"] % n["heads"]:
             return "hidden is no multiple of heads"
@@ -261,7 +261,7 @@ class Columns:
         short = re.sub(r"[^a-z0-9]", "", name.lower())
         short = re.sub(r"^llama31(?=8b|70b|405b)", "llama3", re.sub(r"^(meta)?llama2(?=7b|13b)", "llama", short))
         if short not in LLAMAS:
-            raise ValueError(f"of the model {name!r} neither layers and hidden are told nor is its shape known")
+            raise ValueError(f"the shape of model {name!r} is not known, and layers or hidden is missing")
         names = "layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary"
         return dict(zip(names, LLAMAS[short], strict=True)) | {"gated": 1}
 

@@ -65,7 +65,7 @@ def main() -> None:
         if path.is_file():
             score_table(path, score, arguments)
         else:
-            print(f"\n{name}: not there")
+            print(f"\n{name}: no such file")
     others = (path for path in sorted(arguments.tables.glob("*.csv")) if path.name not in tables)
     for path in others if arguments.only is None else ():
         score_table(path, score_by_columns, arguments)
@@ -84,7 +84,7 @@ def score_table(path: Path, score: Score, arguments: argparse.Namespace) -> None
     try:
         score(rows, arguments)
     except KeyError as missing:
-        print(f"  the column {missing} is not there")
+        print(f"  there is no column {missing}")
         if score is not score_by_columns:
             score_by_columns(rows, arguments)
     except (ValueError, TypeError, ZeroDivisionError) as error:
@@ -96,10 +96,10 @@ def score_by_columns(rows: Sequence[Row], arguments: argparse.Namespace) -> None
     with numbers fitted to 5% of the rows (at least eight); the other rows are scored."""
     columns = Columns.of([name for name in rows[0] if name])
     if columns.missing:
-        print(f"  no table of steps of transformers: it does not tell {columns.help}")
+        print(f"  no table of transformer steps: it lacks {columns.help}")
         return
     if columns.assumed:
-        print("  taken, since no column tells it: " + ", ".join(f"{k} {v}" for k, v in columns.assumed.items()))
+        print("  defaults of missing columns: " + ", ".join(f"{k} {v}" for k, v in columns.assumed.items()))
     if columns.unused:
         print(f"  not used: {', '.join(columns.unused)}")
     found = [(share(row), columns.run(row)) for row in rows]
@@ -129,13 +129,13 @@ def score_told_steps(name: str, runs: Sequence[TransformerRun], most: int) -> No
     if any(run.recompute is None for run in scored):
         for repeats in RECOMPUTED:
             pairs = foretold([run_of(run, Way(repeats, True)) for run in scored], start)
-            told(f"  if what is recomputed is {repeats}", [seconds / run.seconds - 1 for seconds, run in pairs])
+            told(f"  with recompute {repeats}", [seconds / run.seconds - 1 for seconds, run in pairs])
     if not enough:
         print(f"  {len(runs)} rows are too few to fit to some and score others")
         return
     fitting = runs[:few]
     best = min(ways_of(runs), key=lambda way: fit_error([run_of(run, way) for run in fitting], start))
-    print("  taken, since rows to fit to are foretold best so: " + best.told)
+    print("  chosen by the error of the fitted rows: " + best.told)
     score_runs(name, [run_of(run, best) for run in fitting], [run_of(run, best) for run in scored], start)
 
 
@@ -157,7 +157,7 @@ def score_as_it_is(name: str, runs: Sequence[Run], fitted: dict[str, float]) -> 
         rate = median(run.flops / run.seconds for _, run in known)
         told("baseline: their own median rate", [run.flops / rate / run.seconds - 1 for _, run in known])
     if len(known) < len(runs):
-        print(f"  {len(runs) - len(known)} rows left out: this engine does not cut models so")
+        print(f"  {len(runs) - len(known)} rows left out: this engine cannot shard them in this way")
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
@@ -181,7 +181,7 @@ def score_told_memory(name: str, runs: Sequence[tuple[float, TransformerRun]]) -
     if len(readings) >= 6:
         score_memory(name, readings[: len(readings) // 3], readings[len(readings) // 3 :])
     if len(readings) < len(runs):
-        print(f"  {len(runs) - len(readings)} rows left out: this engine does not cut models so")
+        print(f"  {len(runs) - len(readings)} rows left out: this engine cannot shard them in this way")
 
 
 def told_memory(run: TransformerRun) -> list[SystemMemory]:
@@ -228,14 +228,14 @@ class Way:
 
     @property
     def told(self) -> str:
-        return f"recompute {self.recompute}, gradients summed {'during' if self.overlap else 'behind'} the backward"
+        return f"recompute {self.recompute}, gradients summed {'during' if self.overlap else 'after'} the backward"
 
 
 def ways_of(runs: Sequence[TransformerRun]) -> list[Way]:
     """The options that differ for these runs."""
     overlaps = (True, False) if any(run.dp > 1 for run in runs) else (True,)
     untold = any(run.recompute is None for run in runs)
-    recomputed = ("full", "selective", "none") if untold else ("as told",)
+    recomputed = ("full", "selective", "none") if untold else ("as given",)
     return [Way(recompute, overlap) for recompute in recomputed for overlap in overlaps]
 
 
@@ -549,7 +549,7 @@ def score_runs(name: str, fitting: Sequence[Run], scored: Sequence[Run], start: 
     rate = median(run.flops * run.bubble / run.seconds for run in fitting)
     told("baseline: a constant rate, and the bubble", [r.flops * r.bubble / rate / r.seconds - 1 for r in scored])
     if left_out:
-        print(f"  {left_out} rows left out: this engine does not cut models so")
+        print(f"  {left_out} rows left out: this engine cannot shard them in this way")
 
 
 def axes_of(*, pipe: int = 1, data: int = 1, model: int = 1) -> dict[str, int]:
@@ -780,7 +780,7 @@ def score_bloom_memory(rows: Sequence[Row], _: argparse.Namespace) -> None:
     base = score_memory("memory", fitting, scored)
     found = sum(peak + base > ROOM for peak in without_room)
     wrong = sum(peak + base > ROOM for _, peak, _, _ in scored)
-    print(f"  out of memory: {found} of {len(without_room)} such rows found; {wrong} of {len(scored)} others so called")
+    print(f"  out of memory: {found} of {len(without_room)} such rows predicted; also {wrong} of {len(scored)} others")
 
 
 def score_tensor_parallel(rows: Sequence[Row], _: argparse.Namespace) -> None:

@@ -40,7 +40,10 @@ def main() -> None:
             foretold = analyze(model, axes, composition, batch_size=batch_size)
             peak = foretold.peak_bytes_by_rank()
             say(f"{model.parameter_count:,} parameters on {mesh.size} ranks")
-            say(f"foretold: {max(peak) / 2**30:.2f} GiB of arrays a rank, {sum(peak) / 2**30:.2f} GiB in all;", end=" ")
+            say(
+                f"predicted: {max(peak) / 2**30:.2f} GiB of arrays per rank, {sum(peak) / 2**30:.2f} GiB in all;",
+                end=" ",
+            )
             say(f"{foretold.bytes_sent:,} bytes sent in a step", flush=True)
         mesh.barrier()
         base = held_bytes()
