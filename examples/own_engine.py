@@ -1,9 +1,9 @@
-"""A model of your own: a bigram language model, its vocabulary cut over ``model`` and its batch over ``data``.
+"""A model of your own: a bigram language model, its vocabulary sharded over ``model`` and its batch over ``data``.
 
     mpiexec -n 4 python examples/own_engine.py
 
 logits[b/data s v/model] = first[v d] at v = token · second[d v/model], cross-entropy, AdamW. Three methods
-make it an engine; the project's data, trainer, optimizer, ledger and checkpoint then work with it.
+make it an engine; the package's data, trainer, optimizer, ledger and checkpoint then work with it.
 """
 
 import sys
@@ -24,7 +24,7 @@ VOCABULARY, WIDTH, CONTEXT = 257, 64, 64
 
 
 class Bigram(ShardedEngine):
-    """The score of each next byte, from the last byte alone."""
+    """Predicts the next byte from the last byte alone."""
 
     shardings = {"first": "v d", "second": "d v/model"}
     input_sharding, output_sharding, target_sharding = "b/data s", "b/data s v/model", "b/data s"
@@ -46,8 +46,8 @@ class Bigram(ShardedEngine):
     def backward(self, dlogits):
         tokens, x = self.tape.pop()
         dx = einsum("bsv,dv->bsd", dlogits, self.parameters["second"])
-        dx = self.all_reduce(dx, over="model")  # v is cut: this sum over v is one rank's part of it
-        second = self.all_reduce(einsum("bsd,bsv->dv", x, dlogits), over="data")  # b is cut
+        dx = self.all_reduce(dx, over="model")  # v is sharded: each rank has summed its part of v
+        second = self.all_reduce(einsum("bsd,bsv->dv", x, dlogits), over="data")  # b is sharded
         first = np.zeros_like(self.parameters["first"])
         add_rows(first, tokens.reshape(-1), dx.reshape(-1, WIDTH))
         return {"first": self.all_reduce(first, over="data"), "second": second}

@@ -1,4 +1,4 @@
-"""A classifier of stripes in two shards: one rank detects features, another classifies; memory is given back.
+"""A classifier of stripes in two pipeline stages: one rank detects features, the other classifies; memory is freed.
 
 mpiexec -n 2 python examples/two_shards.py
 """
@@ -12,12 +12,12 @@ from spmd_engine.arrays.images.convolution import conv2d
 from spmd_engine.arrays.images.pooling import max_pool
 from spmd_engine.arrays.images.window import Window
 
-RIDGE = np.array([[-1, 2, -1]] * 3, np.float32)  # what it is in the middle, compared with left and right
+RIDGE = np.array([[-1, 2, -1]] * 3, np.float32)  # the middle column against its neighbours
 KERNELS = np.stack([RIDGE, RIDGE.T], axis=-1)[:, :, None]  # [k l i f]: one input channel, two features
 
 
 def draw(count, seed):
-    """Images[b h w c] of noisy stripes, and which they are: 0 upright, 1 level."""
+    """Images[b h w c] of noisy stripes, and their classes: 0 vertical, 1 horizontal."""
     rng = np.random.default_rng(seed)
     stripes = (np.indices((64, 64))[::-1, ..., None] // 2 % 2).astype(np.float32)
     names = rng.integers(0, 2, count)
@@ -25,12 +25,12 @@ def draw(count, seed):
 
 
 def detect(images):
-    """The shard of features[b p q f]: a convolution, ReLU, and the largest of each 4 x 4."""
+    """The first stage, features[b p q f]: a convolution, ReLU, and 4 x 4 max pooling."""
     return max_pool(np.maximum(conv2d(images, KERNELS, Window(3), Window(3)), 0), Window(4, 4), Window(4, 4))[0]
 
 
 def classify(features):
-    """The shard of names: the feature that is strongest on the whole."""
+    """The second stage, classes[b]: the feature with the largest mean."""
     return features.mean(axis=(1, 2)).argmax(axis=-1)
 
 
@@ -47,9 +47,9 @@ def main(batches=3, size=100):
                 features = mesh.receive(0, over="pipe")
                 print(f"batch {batch}: {(classify(features) == names).mean():.0%} right")
             held = features.nbytes
-            del features, images, names  # passed on, or used: nothing is kept
+            del features, images, names  # sent or used: nothing is kept
             kept = tracemalloc.get_traced_memory()[0] - before
-            if batch:  # the first one loads code, too
+            if batch:  # the first batch also loads code
                 print(f"rank {mesh.rank} held {held:,} bytes of features; of this batch it keeps {kept:,}")
 
 

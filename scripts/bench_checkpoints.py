@@ -1,11 +1,11 @@
-"""What saving and loading take, of a model with its optimizer: against the disk, and against reading and hashing.
+"""Times saving and loading of a model with its optimizer, against raw disk writes and against reading and hashing.
 
     mpiexec -n 8 python scripts/bench_checkpoints.py --model gpt2 --mesh pipe=2,data=2,model=2
 
-A save takes turns with ``dd``, which writes as many bytes, from one process, with fsync; with all ranks' writing their
-share of them in the same way; and with hashing them besides. A load takes turns with reading and hashing them once, on
-all ranks; both from the disk (what the system's cache has of the files is dropped before), and again from the cache.
-Of each the time until all ranks are done, and the CPU seconds of all of them.
+Saves alternate with ``dd``, which writes as many bytes from one process with fsync; with all ranks writing their shares
+of the bytes in the same way; and with all ranks also hashing them. Loads alternate with all ranks reading and hashing
+the bytes once. Both read from the disk (the files are dropped from the page cache first), then from the page cache.
+Each line has the time until all ranks are done, and the CPU seconds of all ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COMPARED = ((0, 1), (0, 2), (0, 3), (4, 5), (6, 7))
 
 
 def timed(world: Group, do: Callable[[], object]) -> tuple[float, float]:
-    """Seconds until all ranks have done it, and CPU seconds of all of them."""
+    """Seconds until all ranks are done, and CPU seconds of all ranks."""
     world.barrier()
     begun = perf_counter(), process_time()
     do()
@@ -60,7 +60,7 @@ def write(path: Path, size: int, *, hashed: bool) -> None:
 
 
 def dd(world: Group, path: Path, size: int) -> None:
-    """On rank 0 alone; CPU seconds of other processes are not counted."""
+    """Write with dd on rank 0 alone; CPU seconds of other processes are not counted."""
     if world.rank == 0:
         blocks = -(-size // AT_ONCE)
         command = ["dd", "if=/dev/zero", f"of={path}", f"bs={AT_ONCE}", f"count={blocks}", "conv=fsync"]
@@ -68,7 +68,7 @@ def dd(world: Group, path: Path, size: int) -> None:
 
 
 def drop(world: Group, paths: list[Path]) -> None:
-    """Have the system forget what it keeps of these files."""
+    """Drop these files from the page cache."""
     for path in paths:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -87,7 +87,7 @@ def read_and_hash(paths: list[Path]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="gpt-mini")
-    parser.add_argument("--mesh", default="", help="as in pipe=2,data=2; all ranks on data, if it is not said")
+    parser.add_argument("--mesh", default="", help="for example pipe=2,data=2; default: all ranks on data")
     parser.add_argument("--zero", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()

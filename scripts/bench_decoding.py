@@ -1,13 +1,13 @@
-"""Decoding, prompts, fine-tuning and memory of a 135M Llama in float32: the engine beside transformers.
+"""Decoding, prefill, fine-tuning and memory of a 135M Llama in float32: the engine against transformers.
 
-    python scripts/bench_decoding.py --peer-python PATH/TO/python        # one that has torch, transformers, peft
+    python scripts/bench_decoding.py --peer-python PATH/TO/python        # with torch, transformers, peft
     python scripts/bench_decoding.py --rounds 5 --only "batch 1,clock"
 
-A Llama of 30 layers of 576, 9 heads, 3 key heads, FFN 1,536 and 49,152 tokens, with random weights, is written as a
-folder that both sides read. In every round each side runs once, in a process of its own with one thread, in the order
-reversed from round to round; a row is the fewest seconds of processor time of its repeats, so other work on the machine
-counts for little. `clock` compares two ranks along `model` with one, by the clock: it wants a quiet machine. What a row
-is, `decoding_protocol.py` says.
+The model is a Llama with 30 layers of width 576, 9 heads, 3 key heads, FFN 1,536, 49,152 tokens and random weights,
+written as a folder that both sides read. In every round each side runs once, in its own process with one thread; the
+order is reversed from round to round. A row is the least CPU time of its repeats, so other work on the machine has
+little effect. `clock` compares two ranks along `model` with one by wall time, and needs an idle machine.
+`decoding_protocol.py` defines the rows.
 """
 
 import json
@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 SHAPE = DecoderConfig(
     layers=30, width=576, heads=9, key_value_heads=3, hidden=1536, vocabulary=49152, context=2048, epsilon=1e-5
 )
-#: What is to be reached: how many times as fast as transformers, of `memory` which part of its bytes at most.
+#: The goals: how many times as fast as transformers; for `memory`, the largest fraction of its bytes.
 GOALS = {"memory": 0.8, "batch 1": 1.3, "batch 8": 1.0, "prefill": 1.1, "train": 1.05, "adapters": 1.05, "clock": 1.4}
 SAID = {
     "memory": "largest resident size after a prompt of 128, bytes",
@@ -41,12 +41,12 @@ SAID = {
     "prefill": "a prompt of 512",
     "train": "a step of 2 x 256 tokens with AdamW",
     "adapters": f"the same of adapters of rank {RANK} alone (PEFT's)",
-    "clock": f"{NEW} tokens of 1 text on 2 ranks, by the clock, beside 1 rank",
+    "clock": f"{NEW} tokens of 1 text on 2 ranks against 1 rank, wall time",
 }
 
 
 def write_model(folder):
-    """The folder, with drawn weights. Collective."""
+    """Write the folder with random weights. Collective."""
     with Mesh() as mesh:
         engine = build_engine(ModelConfig("llama", shape=SHAPE), mesh)
         arrays = {name: engine.gather(name) for name in engine.names}
@@ -55,7 +55,7 @@ def write_model(folder):
 
 
 def result_of(worker, rows, folder, python=sys.executable, ranks=1):
-    """What a worker measures."""
+    """The result of a worker."""
     command = [python, str(HERE / f"{worker}.py"), str(folder), ",".join(rows)]
     command = [*([mpiexec(), "-n", str(ranks)] if ranks > 1 else []), *command]
     environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -68,10 +68,10 @@ def result_of(worker, rows, folder, python=sys.executable, ranks=1):
 
 
 @click.command(help=__doc__.splitlines()[0])
-@click.option("--peer-python", help="A Python that has torch and transformers; without it, ours alone is measured.")
+@click.option("--peer-python", help="A Python with torch and transformers; without it, only the engine is measured.")
 @click.option("--rounds", default=3, show_default=True)
-@click.option("--only", default=",".join(ROWS), show_default=True, help="Rows, with commas.")
-@click.option("--folder", type=click.Path(path_type=Path), help="Where the model is, or is to be written.")
+@click.option("--only", default=",".join(ROWS), show_default=True, help="Rows, separated by commas.")
+@click.option("--folder", type=click.Path(path_type=Path), help="Folder of the model; written if it is absent.")
 def main(peer_python, rounds, only, folder):
     rows = [row for row in ROWS if row in only.split(",")]
     alone = [row for row in rows if row != "clock"]
@@ -96,7 +96,7 @@ def main(peer_python, rounds, only, folder):
 
 
 def line(row, ours, theirs):
-    """A row of the table: medians, and of the ratios the median and the range."""
+    """A row of the table: medians, and the median and range of the ratios."""
     said = f"{SAID[row]:<62} {shown(row, median(ours)):>9}"
     if not theirs:
         return said

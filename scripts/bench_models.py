@@ -1,13 +1,13 @@
-"""What it takes to load and to export a real model's folder: against reading and hashing it once.
+"""Times loading and exporting the folder of a real model, against reading and hashing it once.
 
     mpiexec -n 4 python scripts/bench_models.py --mesh data=2,model=2 --rounds 5
 
 The 135M Llama of scripts/bench_decoding.py with random weights in float32, 538 MB, is loaded as `--model PATH` does,
 then saved as a checkpoint and exported from there as a folder of Hugging Face's format and as one safetensors file.
-Each takes turns with reading and hashing as many bytes, each rank its share, and with writing them too, with fsync; and
-with one rank's reading and hashing all of them. All is read from the system's cache, which leaves the disk out of it;
-and before each as much is written and removed, since after a pause a virtual machine gets memory for that cache anew.
-Of each the time until all ranks are done, and the CPU seconds of all of them.
+Each operation alternates with reading and hashing as many bytes, each rank its share; with also writing them, with
+fsync; and with one rank reading and hashing all of them. All reads are from the page cache, so the disk does not count.
+Before each operation as much is written and removed, because a virtual machine must get memory for the page cache again
+after a pause. Each line has the time until all ranks are done, and the CPU seconds of all ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COMPARED += (("export, huggingface", "on one rank"), ("export, safetensors", "re
 
 
 def read_and_hash(source: Path, rank: int, ranks: int, target: Path | None = None) -> None:
-    """This rank's share of the file's bytes, from the beginning of a block to that of another."""
+    """Read and hash this rank's share of the file, in whole blocks; with ``target`` also copy it."""
     data, digest = bytearray(AT_ONCE), hashlib.sha256()
     blocks = -(-source.stat().st_size // AT_ONCE)
     with source.open("rb", buffering=0) as file:
@@ -57,7 +57,7 @@ def read_and_hash(source: Path, rank: int, ranks: int, target: Path | None = Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--mesh", default="", help="as in data=2,model=2; all ranks on model, if it is not said")
+    parser.add_argument("--mesh", default="", help="for example data=2,model=2; default: all ranks on model")
     parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()
     with Mesh() as all_ranks:
@@ -84,7 +84,7 @@ def main() -> None:
             }
             for _ in range(asked.rounds + 1):
                 for name, do in does.items():
-                    does["read, hash, write"]()  # not counted: who writes first after a pause waits for new memory
+                    does["read, hash, write"]()  # not counted: the first write after a pause waits for memory
                     plain.unlink()
                     found.setdefault(name, []).append(timed(world, do))
                     plain.unlink(missing_ok=True)

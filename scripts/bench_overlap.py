@@ -1,9 +1,9 @@
-"""How much of the communication of gradients hides behind the backward: for ranks that an MPI launcher starts.
+"""Measures how much of the gradient communication overlaps with the backward, on ranks that an MPI launcher starts.
 
     python scripts/two_hosts.py -n 2 -- python scripts/bench_overlap.py --model gpt-mini
 
-A step of a rank alone, the sums of all gradients alone, and the step of all ranks, alternating. What is hidden is the
-part of the communication by which the step is not longer than alone.
+It alternates a step of one rank alone, the reduction of all gradients alone, and a step of all ranks. ``hidden`` is the
+fraction of the communication time that does not lengthen the step.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from spmd_engine.models.names import GPT_SIZES, build_model
 
 @click.command()
 @click.option("--model", type=click.Choice(list(GPT_SIZES)), default="gpt-mini", show_default=True)
-@click.option("--samples", type=click.IntRange(min=1), default=2, show_default=True, help="Of each rank, in a step.")
+@click.option("--samples", type=click.IntRange(min=1), default=2, show_default=True, help="Samples per rank.")
 @click.option("--rounds", type=click.IntRange(min=2), default=5, show_default=True)
-@click.option("--compress", multiple=True, help="How gradients travel, as in 'train'; may be repeated. [default: none]")
+@click.option(
+    "--compress", multiple=True, help="Compression of gradients, as in 'train'; may be repeated. [default: none]"
+)
 def overlap(model: str, samples: int, rounds: int, compress: tuple[str, ...]) -> None:
-    """Print milliseconds of the mean rank by way of compression; medians and ranges of rounds."""
+    """Print milliseconds, averaged over ranks, for each compression: medians and ranges of the rounds."""
     comm = world()
     with Mesh(comm.subset([comm.rank])) as one, Mesh(data=comm.size) as mesh:
         rows = []
@@ -45,7 +47,7 @@ def overlap(model: str, samples: int, rounds: int, compress: tuple[str, ...]) ->
             for _ in range(rounds + 1):
                 for name, call in ways.items():
                     seconds[name].append(_timed(mesh, call))
-            times = {name: values[1:] for name, values in seconds.items()}  # the first is for warming up
+            times = {name: values[1:] for name, values in seconds.items()}  # the first round is warm-up
             triples = zip(*times.values(), strict=True)
             hidden = [1 - (step - before) / moved for before, moved, step in triples]
             rows.append((way, *(spread(values, 1e3, " ms") for values in times.values()), f"{median(hidden):.0%}"))
@@ -54,7 +56,7 @@ def overlap(model: str, samples: int, rounds: int, compress: tuple[str, ...]) ->
 
 
 def _step(engine: LayeredEngine, samples: int) -> Callable[[], object]:
-    """A step of the engine, over so many whole samples."""
+    """A step of the engine on so many samples."""
     size = engine.model.context + 1
     tokens = np.random.default_rng(0).integers(0, engine.model.vocabulary, (samples, size))
     batch = batch_of(tokens[:, :-1], tokens[:, 1:], engine)
@@ -62,14 +64,14 @@ def _step(engine: LayeredEngine, samples: int) -> Callable[[], object]:
 
 
 def _communicate(engine: LayeredEngine) -> None:
-    """What a step sends, and nothing else."""
+    """Only the gradient reductions of a step."""
     for pending in [storage.start_reduce() for storage in engine.storages]:
         if pending is not None:
             pending.wait()
 
 
 def _timed(mesh: Mesh, call: Callable[[], object]) -> float:
-    """Seconds of one call, the mean over ranks, which begin together."""
+    """Seconds of one call, averaged over ranks that start together."""
     mesh.barrier()
     began = perf_counter()
     call()

@@ -1,16 +1,17 @@
-"""Training speed of the engine against PyTorch and JAX: same model, batch, dtype and cores, in alternating processes.
+"""Training speed of the engine against PyTorch and JAX: the same model, batch, dtype and cores, in alternating
+processes.
 
     python scripts/bench_peers.py --peer-python PATH/TO/python --json peers.json
     python scripts/bench_peers.py --only "data parallel" --rounds 3
 
-In every round of a comparison each side runs once, in processes of its own, and the order is reversed from round to
-round, so that a machine that slows down or speeds up meets all sides alike. Ratios are taken within a round. All sides
-are kept to the same cores, one a rank and two at most, and have one thread a rank.
+In every round of a comparison each side runs once, in its own processes. The order is reversed from round to round, so
+that changes of the machine's speed affect all sides equally. Ratios are taken within a round. All sides are pinned to
+the same cores, one per rank and at most two, with one thread per rank.
 
-Of several settings of one peer the fastest counts; it is marked with *. How a step is timed, and what the models and
-batches are, `peers_protocol.py` says, of convolutions `peers_convolution.py`, and of a ResNet `peers_images.py`; the
-settings of a peer, its worker: `peers_*.py`. The parent needs only the standard library and click. Peers that
-`--peer-python` cannot import are left out, with one line.
+Of several settings of a peer the fastest counts; it is marked with *. `peers_protocol.py` defines the models, the
+batches and the timing of a step; `peers_convolution.py` does so for convolutions, and `peers_images.py` for a ResNet.
+The worker of a peer, `peers_*.py`, describes its settings. This process needs only the standard library and click.
+Peers that `--peer-python` cannot import are left out, with one line.
 """
 
 import json
@@ -89,16 +90,16 @@ THREAD_VARIABLES = (
     "NUMEXPR_NUM_THREADS",
 )
 CORES = 2
-TIMEOUT = 1800  # seconds, of a worker
+TIMEOUT = 1800  # seconds for a worker
 
 
 @dataclass(frozen=True)
 class Side:
     """One side of a comparison."""
 
-    name: str  #: of the peer; after a comma, of its setting
+    name: str  #: the peer; after a comma, its setting
     worker: str
-    options: dict = field(default_factory=dict)  #: beside the comparison's own configuration
+    options: dict = field(default_factory=dict)  #: in addition to the comparison's configuration
 
     @property
     def peer(self):
@@ -106,11 +107,11 @@ class Side:
 
     @property
     def package(self):
-        """What its worker imports, of the peers; None: it is ours."""
+        """The peer's package that the worker imports; None for the engine."""
         return {"peers_torch": "torch", "peers_jax": "jax"}.get("_".join(self.worker.split("_")[:2]))
 
     def command(self, ranks, peer_python, config):
-        """How its ranks are started."""
+        """The command that starts its ranks."""
         arguments = [str(HERE / f"{self.worker}.py"), json.dumps(config | self.options)]
         if self.package == "torch" and ranks > 1:
             starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -122,7 +123,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Sides that do the same work on as many ranks; ratios are those of the first to the others."""
+    """Sides that do the same work on equally many ranks; ratios are those of the first side to the others."""
 
     name: str
     ranks: int
@@ -135,7 +136,7 @@ class Comparison:
 
     @property
     def amount(self):
-        """How many units a step is."""
+        """Units of work in a step."""
         if "images" in self.config:
             return self.config["batch_size"]
         return self.config["batch_size"] * self.config["context"] if "context" in self.config else 1
@@ -146,7 +147,7 @@ def ours(name="ours", **options):
 
 
 def comparisons(model, batch_size, compiled):
-    """All there are."""
+    """All comparisons."""
     gpt = MODELS[model] | ADAMW | {"batch_size": batch_size}
     eager = Side("PyTorch", "peers_torch_eager")
     compile_too = [Side("PyTorch compiled", "peers_torch_eager", {"compile": True})] if compiled else []
@@ -186,7 +187,7 @@ def comparisons(model, batch_size, compiled):
 
 
 def can_import(python, *modules):
-    """Whether `python` can import them."""
+    """Whether `python` can import these packages."""
     probe = f"import sys, importlib.util as u; sys.exit(not all(map(u.find_spec, {modules!r})))"
     try:
         return subprocess.run([python, "-c", probe], check=False).returncode == 0
@@ -195,7 +196,7 @@ def can_import(python, *modules):
 
 
 def run_worker(side, comparison, peer_python, config):
-    """Run a side to its end and return its result; raises ClickException if there is none."""
+    """Run a side and return its result; raises ClickException if it fails."""
     command = side.command(comparison.ranks, peer_python, config)
     environment = os.environ | dict.fromkeys(THREAD_VARIABLES, "1")
     try:
@@ -225,7 +226,7 @@ def run_worker(side, comparison, peer_python, config):
 
 
 def run_rounds(comparison, rounds, peer_python, config):
-    """The results of each round by the names of sides."""
+    """The results of each round, by the names of the sides."""
     results = []
     for index in range(rounds):
         order = comparison.sides if index % 2 == 0 else comparison.sides[::-1]
@@ -241,12 +242,12 @@ def speed_of(result, comparison):
 
 
 def spread(values):
-    """Median, least and greatest of `values`."""
+    """Median, minimum and maximum of `values`."""
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
 def summarize(comparison, rounds):
-    """For each side its speed over the rounds, and the ratios of the first side's to it."""
+    """The speed of each side over the rounds, and the ratios of the first side's speed to it."""
     first, sides = comparison.sides[0].name, {}
     for side in comparison.sides:
         results = [one[side.name] for one in rounds]
@@ -305,7 +306,7 @@ def show(summaries):
 
 
 def available(chosen, peer_python):
-    """The comparisons with the sides that can run; says once what is left out."""
+    """The comparisons with the sides that can run; prints once what is left out."""
     packages = {side.package for comparison in chosen for side in comparison.sides if side.package}
     missing = {package for package in sorted(packages) if not can_import(peer_python, package, "numpy")}
     for package in sorted(missing):
@@ -326,15 +327,15 @@ POSITIVE = click.IntRange(min=1)
 
 
 @click.command(context_settings={"show_default": True}, help=__doc__.partition("\n")[0])
-@click.option("--peer-python", default=sys.executable, show_default="this one", help="Has torch, jax or both.")
-@click.option("--only", metavar="TEXT", default="", help="Comparisons whose names contain this.")
+@click.option("--peer-python", default=sys.executable, show_default="this one", help="A Python with torch or jax.")
+@click.option("--only", metavar="TEXT", default="", help="Only comparisons whose names contain this.")
 @click.option("--model", type=click.Choice(list(MODELS)), default="gpt-mini")
-@click.option("--batch-size", type=click.IntRange(min=8), default=8, help="Sequences a step, over all ranks.")
-@click.option("--compile", "compiled", is_flag=True, help="Compare with torch.compile, too.")
+@click.option("--batch-size", type=click.IntRange(min=8), default=8, help="Sequences per step, over all ranks.")
+@click.option("--compile", "compiled", is_flag=True, help="Also compare with torch.compile.")
 @click.option("--steps", type=POSITIVE, default=5, help=f"Timed, of every worker; mlp: blocks of {MLP['block']} steps.")
-@click.option("--warmup", type=click.IntRange(min=0), default=2, help="Steps (mlp: blocks) before them.")
-@click.option("--rounds", type=POSITIVE, default=5, help="How often all sides run.")
-@click.option("--seed", default=0, help="Of the batches and the parameters.")
+@click.option("--warmup", type=click.IntRange(min=0), default=2, help="Steps (mlp: blocks) before the timed ones.")
+@click.option("--rounds", type=POSITIVE, default=5, help="Rounds in which all sides run.")
+@click.option("--seed", default=0, help="Seed of the batches and the parameters.")
 @click.option(
     "--json",
     "json_path",

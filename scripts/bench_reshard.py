@@ -1,9 +1,9 @@
-"""How long a model with its optimizer takes to another mesh: in memory, through rank 0, through a checkpoint.
+"""Times moving a model with its optimizer to another mesh: in memory, through rank 0, and through a checkpoint.
 
     mpiexec -n 4 python scripts/bench_reshard.py --model gpt-mini --rounds 5
 
-The three take turns, and each round says the ratio of two neighbours, so that other work on the machine touches all
-alike. Of each also the CPU seconds of all ranks together: on fewer cores than ranks these are what counts.
+The three alternate, and ratios are taken between neighbours of one round, so that other work on the machine affects all
+equally. Each line also has the CPU seconds of all ranks: with fewer cores than ranks they are the relevant measure.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WAYS = {
 
 
 class Engine(LayeredEngine):
-    """One that draws no initial parameters, which all of these ways would only overwrite."""
+    """An engine without initial parameters, which each of the three would overwrite."""
 
     def initialize(self) -> None: ...
 
@@ -42,7 +42,7 @@ def in_memory(engine: LayeredEngine, optimizer: AdamW, mesh: Mesh, zero: int) ->
 
 
 def through_rank_zero(engine: LayeredEngine, optimizer: AdamW, mesh: Mesh, zero: int) -> None:
-    """What one writes by hand: every array whole on rank 0, a new engine, and every array to all ranks."""
+    """The hand-written way: gather each array on rank 0, make a new engine, and broadcast each array."""
     world = engine.group()
     whole = {name: engine.gather(name, root=0) for name in engine.names}
     states = {
@@ -75,7 +75,7 @@ HOWS = {"in memory": in_memory, "through rank 0": through_rank_zero, "through a 
 
 
 def moved(how: Callable, way: tuple, model: str) -> tuple[float, float]:
-    """Wall seconds until all ranks are done, and CPU seconds of all of them."""
+    """Wall seconds until all ranks are done, and CPU seconds of all ranks."""
     axes, zero, others, new_zero = way
     with Mesh(**axes) as mesh, Mesh(**others) as other:
         engine, optimizer = Engine(build_model(model), mesh, storage=ZeroConfig(zero)), AdamW()
@@ -87,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="gpt-mini")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--way", choices=WAYS, help="one of them only")
+    parser.add_argument("--way", choices=WAYS, help="run only this one")
     asked = parser.parse_args()
     with Mesh() as mesh:
         rank = mesh.rank

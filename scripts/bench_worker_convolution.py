@@ -1,4 +1,4 @@
-"""Our convolution and its gradients: a worker of `bench_peers.py`. `peers_convolution.py` says what a step is."""
+"""Our convolution and its gradients: a worker of `bench_peers.py`. `peers_convolution.py` defines a step."""
 
 from time import process_time
 

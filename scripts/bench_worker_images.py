@@ -1,4 +1,4 @@
-"""Our steps of a ResNet-18: a worker of `bench_peers.py`. `peers_images.py` says what a step is."""
+"""Our steps of a ResNet-18: a worker of `bench_peers.py`. `peers_images.py` defines a step."""
 
 from time import process_time
 

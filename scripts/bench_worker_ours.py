@@ -1,7 +1,7 @@
-"""Times our own training steps, those of the trainer: a worker that `bench_peers.py` starts.
+"""Times training steps of the engine's trainer: a worker that `bench_peers.py` starts.
 
-`argv[1]` is a configuration as `peers_protocol.py` describes it, which also may have: `mesh` (sizes by axis; all ranks
-along `data` by default), `zero`, `micro_batches`, `schedule` and `stages`, as `train` has them.
+`argv[1]` is a configuration as described in `peers_protocol.py`. It may also have `mesh` (sizes by axis; default: all
+ranks on `data`), `zero`, `micro_batches`, `schedule` and `stages`, as in `train`.
 """
 
 import numpy as np
@@ -34,7 +34,7 @@ def main() -> None:
             lambda step: batches[step % len(batches)],
             lambda step: config["learning_rate"],
             grad_clip=config["clip_norm"],
-            step_metrics=False,  # the peers' ranks tell each other nothing of their steps, either
+            step_metrics=False,  # the peers' ranks do not exchange metrics either
         )
         row = time_steps(config, lambda step: trainer.step().loss, mesh.barrier)
         rows = mesh.all_gather(row[None])
@@ -60,7 +60,7 @@ def make_optimizer(config):
 
 
 def cut(config, engine, inputs, targets):
-    """This rank's part of a batch that all have, as `train` makes it: with the number of targets, not counted again."""
+    """This rank's shard of the global batch, made as in `train`, with the number of targets."""
     parts = config.get("micro_batches", 1)
     load = lambda samples: (inputs[samples], targets[samples])
     return make_batch(load, len(inputs), parts, engine, count=targets.size)

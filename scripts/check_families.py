@@ -1,12 +1,12 @@
-"""Every family of models through every command, on 1, 2 and 4 ranks, and what is exported through transformers.
+"""Runs every command on every family of models, on 1, 2 and 4 ranks, and loads the exported models with transformers.
 
-    python scripts/check_families.py --peer-python PATH/TO/python        # one that has torch and transformers
+    python scripts/check_families.py --peer-python PATH/TO/python        # with torch and transformers
     python scripts/check_families.py --only gemma3,qwen3_moe --ranks 4
 
-The configurations are those of `tests/golden/decoders`, with 300 tokens and weights that are drawn here. Of each a
-folder is written, with a tokenizer, and then inspected, planned, trained for three steps, verified, asked for text, and
-the run exported. What transformers computes in float32 with both must be what is computed here, of the run by `infer`,
-to 1e-5 of the largest logit, beyond the windows and over more positions than 64.
+The configurations are those of `tests/golden/decoders`, with 300 tokens and random weights. Each is written as a folder
+with a tokenizer, then inspected, planned, trained for three steps and verified; it generates text, and the run is
+exported. The logits of both models in transformers, in float32, must agree with those computed here (for the run by
+`infer`) to 1e-5 of the largest logit, beyond attention windows and over more than 64 positions.
 """
 
 import json
@@ -48,7 +48,7 @@ for folder in sys.argv[2:]:
 
 
 def write_model(family, folder, tokens):
-    """A folder with the configuration of that family, and drawn weights; beside it, their logits."""
+    """Write a folder with the family's configuration and random weights, and a file with its logits."""
     config = json.loads((FOLDERS / family / "config.json").read_text()) | {"vocab_size": VOCABULARY}
     shape = shape_of_config({name: each for name, each in config.items() if not name.endswith("_token_id")}, family)
     random = np.random.default_rng(0)
@@ -64,12 +64,12 @@ def write_model(family, folder, tokens):
     folder.mkdir()
     tokenizer().save(str(folder / "tokenizer.json"))
     export_huggingface({n: Sliceable(a.shape, a.dtype, a.__getitem__) for n, a in arrays.items()}, shape, folder)
-    config = json.loads((folder / "config.json").read_text()) | {"pad_token_id": None}  # some classes have one of 32000
+    config = json.loads((folder / "config.json").read_text()) | {"pad_token_id": None}  # 32000 in some classes
     (folder / "config.json").write_text(json.dumps(config))
 
 
 def tokenizer():
-    """Of bytes, and pairs of them that this file has often."""
+    """A tokenizer of bytes and of pairs that are frequent in this file."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.ByteLevel(), tokenizers.decoders.ByteLevel()
     letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
@@ -79,7 +79,7 @@ def tokenizer():
 
 
 def call(here, ranks, *arguments):
-    """A command of the package on so many ranks."""
+    """Run a command of the package on so many ranks."""
     command = [sys.executable, "-m", "spmd_engine", *map(str, arguments)]
     command = [*([mpiexec(), "-n", str(ranks)] if ranks > 1 else []), *command]
     done = subprocess.run(
@@ -90,7 +90,7 @@ def call(here, ranks, *arguments):
 
 
 def all_commands(here, family, ranks):
-    """What a user would do with such a folder; the last is the export."""
+    """The commands that a user would run on the folder; the last is the export."""
     model, run, out = here / family, f"runs/{family}-{ranks}", here / f"{family}-{ranks}"
     mesh = ("--mesh", (OF_EXPERTS if family in EXPERTS else MESHES)[ranks])
     if ranks > 1:
@@ -107,9 +107,9 @@ def all_commands(here, family, ranks):
 
 
 @click.command(help=__doc__.splitlines()[0])
-@click.option("--peer-python", help="A Python that has torch and transformers; without it, commands are tried alone.")
-@click.option("--only", default=",".join(FAMILIES), show_default=True, help="Families, with commas.")
-@click.option("--ranks", default="1,2,4", show_default=True, help="Numbers of them; none: no commands are tried.")
+@click.option("--peer-python", help="A Python with torch and transformers; without it, only the commands run.")
+@click.option("--only", default=",".join(FAMILIES), show_default=True, help="Families, separated by commas.")
+@click.option("--ranks", default="1,2,4", show_default=True, help="Numbers of ranks; none: no commands are run.")
 def main(peer_python, only, ranks):
     failed = False
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,12 +1,13 @@
-"""Convert the models that PyPI's `glassllm` brings (MIT licence) to folders of Hugging Face's format.
+"""Convert the models in PyPI's `glassllm` (MIT licence) to folders in Hugging Face's format.
 
     pip install glassllm==0.1.0
     python scripts/convert_glassllm.py en models/glass-en
 
-They are real models of 852,608 parameters, trained on a few books in English (en) and Portuguese (pt): of Llama's shape
-with an MLP of width 341, two key heads for four heads, a tied head, and rotary positions that pair neighbours. Folders
-of Hugging Face's format pair halves, so the rows of query and key weights are put in another order. The tokenizer
-becomes `tokenizer.json`: NFC, blanks as a visible mark, words and line ends apart, then byte-pair merges of characters.
+They are real models of 852,608 parameters, trained on a few books in English (en) and Portuguese (pt). They have
+Llama's architecture with an MLP of width 341, two key heads for four heads, a tied head, and rotary positions that pair
+adjacent dims. Hugging Face's format pairs the two halves, so the rows of query and key weights are permuted. The
+tokenizer becomes `tokenizer.json`: NFC normalization, spaces as a visible mark, words split from line ends, then
+byte-pair merges of characters.
 """
 
 import json
@@ -36,8 +37,8 @@ def convert(language, folder):
 
 
 def renamed(arrays, head_width):
-    """Names and arrays as Llama's are stored: output dims first."""
-    halves = np.arange(head_width).reshape(-1, 2).T.reshape(-1)  # of a head's rows: first the first of each pair
+    """Names and arrays in Llama's format: output dims first."""
+    halves = np.arange(head_width).reshape(-1, 2).T.reshape(-1)  # a head's rows: first the first of each pair
     names = {
         "attn.W_Q": "self_attn.q_proj",
         "attn.W_K": "self_attn.k_proj",

@@ -1,6 +1,6 @@
 """Code lines and files of each package against the budget in ``lines.toml``: ``make lines``.
 
-A code line holds at least one token that is not a comment or a docstring. A feature that needs more lines raises the
+A code line has at least one token that is not a comment or a docstring. A feature that needs more lines raises the
 budget in its first commit and gives the reason there.
 """
 
@@ -28,7 +28,7 @@ NOT_CODE = {
 
 
 def docstring_lines(tree: ast.Module) -> set[int]:
-    """Numbers of the lines of all docstrings."""
+    """The line numbers of all docstrings."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     lines: set[int] = set()
     for node in ast.walk(tree):
@@ -38,7 +38,7 @@ def docstring_lines(tree: ast.Module) -> set[int]:
 
 
 def count(text: str) -> Counter[str]:
-    """Lines of code, their characters without indentation, and lines of docstrings, of one module."""
+    """The lines of code of a module, their characters without indentation, and its lines of docstrings."""
     docstrings, code = docstring_lines(ast.parse(text)), set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in NOT_CODE:
@@ -50,7 +50,7 @@ def count(text: str) -> Counter[str]:
 
 
 def main() -> int:
-    """Print the report; 1 where a budget is exceeded."""
+    """Print the report; returns 1 if a budget is exceeded."""
     budget = tomllib.loads(BUDGET.read_text())
     packages: dict[str, Counter[str]] = {}
     for path in sorted((ROOT / "spmd_engine").rglob("*.py")):

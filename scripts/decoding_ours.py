@@ -1,4 +1,4 @@
-"""Decodes, reads prompts and fine-tunes with the engine: a worker of `bench_decoding.py`. Ranks are along `model`."""
+"""Runs decoding, prefill and fine-tuning with the engine: a worker of `bench_decoding.py`. Ranks are along `model`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The same with transformers and eager PyTorch, on one rank: a worker of `bench_decoding.py`."""
+"""Runs the rows of `bench_decoding.py` with transformers and eager PyTorch, on one rank: one of its workers."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from decoding_protocol import ALPHA, LONG, NEW, PROMPT, RANK, TRAIN, measure, to
 
 
 def main():
-    """All rows but that of several ranks."""
+    """All rows except the one on several ranks."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
     vocabulary = model.config.vocab_size

@@ -5,7 +5,7 @@ from spmd_engine.models.families import FAMILIES
 
 
 def model_types():
-    """A line for each ``model_type``."""
+    """One line per ``model_type``."""
     yield "| `model_type` | here | also by name, to be trained from nothing |"
     yield "|---|---|---|"
     for name, family in sorted(FAMILIES.items()):
@@ -17,7 +17,7 @@ def model_types():
 
 
 def architectures():
-    """A line for each architecture of GGUF files."""
+    """One line per architecture of GGUF files."""
     types = {}
     for family in sorted(FAMILIES.values(), key=lambda family: family.gguf is None or family.gguf.when is not None):
         if family.gguf is not None:

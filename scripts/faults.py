@@ -1,12 +1,12 @@
-"""What happens when something fails: a table, of faults that are made on purpose in small jobs of 4 ranks.
+"""Injects faults into small jobs of 4 ranks, and prints a table of what the jobs do.
 
-    python scripts/faults.py                 all of them, in about ten minutes on two cores
+    python scripts/faults.py                 all faults, in about ten minutes on two cores
     python scripts/faults.py stop kill       those whose names contain one of these words
 
-Of each: the job's exit code, after how many seconds it was reported and the job was over, in which words, and how many
-steps were lost: made since the last checkpoint that was there afterwards. Then the run goes on, without the fault, to
-its last step; ``same`` says whether its losses and its checkpoint are those of a run that nothing happened to, to the
-bit, or with what code it ended if it did not come so far.
+Columns: the job's exit code; seconds until the report and until the end of the job; the steps lost, which are those
+after the last remaining checkpoint; and the message. The run then continues without the fault to its last step:
+``same`` is whether its losses and checkpoint equal those of an undisturbed run to the bit, or the exit code if it ended
+earlier.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ NOISE = ("Abort(", "[mpiexec", "[proxy", "=====", "=   ", "YOUR APPLICATION", "T
 
 @dataclass
 class Fault:
-    """A fault, and what is expected of the job that it befalls."""
+    """A fault and the expected behaviour of the job."""
 
     name: str
     inject: str = ""  #: see inject_fault.py
-    code: tuple[int, ...] = (1,)  #: exit codes that are right
-    says: str = ""  #: words of the report
+    code: tuple[int, ...] = (1,)  #: expected exit codes
+    says: str = ""  #: text expected in the report
     options: Sequence[str] = ()
     launch: bool = False  #: whether the job is started by ``launch``
-    signal: int = 0  #: sent to the launcher in mid-training
-    early: bool = False  #: or rather a second after the job was started, when nothing is saved
-    again: bool = False  #: and once more 0.3 s later
-    lost: int | None = None  #: steps at most
-    rest: Sequence[str] = field(default=())  #: options with which it goes on
+    signal: int = 0  #: sent to the launcher during training
+    early: bool = False  #: instead a second after the start, when nothing is saved
+    again: bool = False  #: sent again 0.3 s later
+    lost: int | None = None  #: most steps that may be lost
+    rest: Sequence[str] = field(default=())  #: options of the continuation
 
 
 def killed() -> list[Fault]:
-    """SIGKILL of ranks, wherever they are."""
+    """SIGKILL of ranks at all places."""
     places = ("forward", "reduction", "optimizer", "save")
-    codes = (1, 9, 137, -9)  # launchers differ
+    codes = (1, 9, 137, -9)  # depends on the launcher
     kills = [
         Fault(f"kill -9 of rank {rank} in {place}", f"kill {place} {rank} {6 if place == 'save' else 5}", codes)
         for rank in (0, 1, RANKS - 1)
         for place in places
     ]
     kills.append(Fault("kill -9 of rank 0 in the commit", "kill commit 0 6", codes))
-    kills.append(Fault("kill -9 of rank 2, under launch", "kill optimizer 2 5", (0,), "goes on from", launch=True))
+    kills.append(Fault("kill -9 of rank 2, under launch", "kill optimizer 2 5", (0,), "continues from", launch=True))
     return kills
 
 
@@ -74,7 +74,7 @@ FAULTS = [
     Fault("SIGSTOP of rank 1 in a save", "stop save 1 6", says="rank 1 came to"),
     Fault("rank 3 sleeps", "sleep data 3 5", says="rank 3 came to"),
     Fault("rank 0 computes for ever", "compute data 0 5", says="rank 0 came to"),
-    Fault("SIGSTOP of rank 2, under launch", "stop forward 2 5", (0,), "goes on from", launch=True),
+    Fault("SIGSTOP of rank 2, under launch", "stop forward 2 5", (0,), "continues from", launch=True),
     Fault("everyone receives", "receive data -1 5", says="wait for each other"),
     Fault("rank 1 makes another call", "other data 1 5", says="does not match"),
     Fault("an exception on rank 1", "raise forward 1 5", says="rank 1 of 4 failed"),
@@ -105,7 +105,7 @@ def main() -> int:
     if find_mpiexec() is None:
         print("no mpiexec: pip install -e '.[mpich]'", file=sys.stderr)
         return 2
-    # Open MPI's launcher hands on SIGUSR1 alone: for others it ends the ranks, and nothing more is saved.
+    # Open MPI's launcher forwards SIGUSR1 only: at other signals it ends the ranks without a save.
     ends = (
         ("SIGINT to mpiexec", "SIGTERM to mpiexec", "SIGTERM to mpiexec, early")
         if is_open_mpi(find_mpiexec()[0])
@@ -119,7 +119,7 @@ def main() -> int:
         whole = prepared(root / "whole")
         wanted, _ = started(whole, Fault("none"), [])
         assert wanted == 0, "the job fails without any fault"
-        print("| fault | exit | told after | over after | steps lost | same | in which words |")
+        print("| fault | exit | reported after | ended after | steps lost | same | message |")
         print("|---|---|---|---|---|---|---|", flush=True)
         for number, fault in enumerate(chosen):
             folder = prepared(root / str(number))
@@ -127,12 +127,12 @@ def main() -> int:
             wrong += not fine
             print(line, flush=True)
             shutil.rmtree(folder)
-    print(f"{len(chosen)} faults, {wrong} not as they should be")
+    print(f"{len(chosen)} faults, {wrong} unexpected")
     return int(wrong > 0)
 
 
 def prepared(folder: Path) -> Path:
-    """A folder to run in, with something to learn from, and what injects faults."""
+    """A folder to run in, with training data and the code that injects faults."""
     folder.mkdir()
     (folder / "data").write_text("something to learn from, again and again\n" * 300)
     shutil.copy(Path(__file__).with_name("inject_fault.py"), folder / "sitecustomize.py")
@@ -140,7 +140,7 @@ def prepared(folder: Path) -> Path:
 
 
 def befall(fault: Fault, folder: Path, whole: Path) -> tuple[str, bool]:
-    """A line of the table, and whether all was as it should be."""
+    """Run a fault; its line of the table, and whether the job did what is expected."""
     code, told = started(folder, fault, fault.options)
     ended = time.time()
     moment = float((folder / "moment").read_text()) if (folder / "moment").exists() else ended
@@ -158,16 +158,16 @@ def befall(fault: Fault, folder: Path, whole: Path) -> tuple[str, bool]:
     fine &= fault.lost is None or lost <= fault.lost
     fine &= same or "NaN" in fault.name
     words = first[1].strip()[:110].replace("|", "/")
-    told_same = f"ended with {rest}" if rest else "yes" if same else "no"
+    is_same = f"ended with {rest}" if rest else "yes" if same else "no"
     cells = [fault.name, str(code), seconds(first[0] - moment), seconds(ended - moment), str(lost)]
-    remark = "" if fine else "  <-- not as it should be"
+    remark = "" if fine else "  <-- unexpected"
     if rest:
-        remark += f"; what went on said: {after[-1][1].strip() if after else 'nothing'}"
-    return f"| {' | '.join([*cells, told_same, words])} |{remark}", fine
+        remark += f"; the continued run ended with: {after[-1][1].strip() if after else 'nothing'}"
+    return f"| {' | '.join([*cells, is_same, words])} |{remark}", fine
 
 
 def started(folder: Path, fault: Fault, options: Sequence[str]) -> tuple[int, list[tuple[float, str]]]:
-    """Run the job in a folder; its exit code, and each line that it wrote, with the time when it came."""
+    """Run the job in a folder; its exit code, and each line of its output with the time."""
     train = ["train", "--run", "./run", *(JOB if "--resume" not in options else []), *options]
     command = [sys.executable, "-m", "spmd_engine"]
     if fault.launch:
@@ -199,7 +199,7 @@ def started(folder: Path, fault: Fault, options: Sequence[str]) -> tuple[int, li
 
 
 def newest(folder: Path) -> int | None:
-    """The step of the newest checkpoint that can be read."""
+    """The step of the newest readable checkpoint."""
     try:
         found = CheckpointFolder(folder / "run").newest()
         return Checkpoint(found).manifest.step if found else None
@@ -212,7 +212,7 @@ def digest(folder: Path) -> str:
 
 
 def losses(folder: Path) -> list[str]:
-    """The losses by step, as they are written."""
+    """The recorded losses, by step."""
     lines = (folder / "run" / MetricsFile.NAME).read_text().splitlines()
     return [line.partition('"grad_norm"')[0] for line in lines]
 
@@ -223,7 +223,7 @@ def steps_made(folder: Path) -> int:
 
 
 def left_over(folder: Path) -> list[str]:
-    """Processes that still run in this folder."""
+    """The processes that still run in this folder."""
     found = []
     for each in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -1,6 +1,6 @@
-"""Makes one rank fail at one place of a training: what scripts/faults.py puts into the jobs that it starts.
+"""Makes one rank fail at one place of a training; scripts/faults.py installs it in the jobs that it starts.
 
-    SPMD_FAULT="kill optimizer 1 5"     rank 1 is killed when it comes to the optimizer of step 5
+    SPMD_FAULT="kill optimizer 1 5"     rank 1 is killed at the optimizer of step 5
 
 Imported by every rank as ``sitecustomize``, before anything else.
 """
@@ -13,7 +13,7 @@ import resource
 import signal
 import time
 
-#: Places of a step: the module, class and method that a rank comes to there.
+#: Places of a step: the module, class and method that a rank calls there.
 PLACES = {
     "data": ("spmd_engine.training.trainer", "Trainer", "_step"),
     "forward": ("spmd_engine.layers.linear", "Linear", "forward"),
@@ -26,7 +26,7 @@ PLACES = {
 
 
 def happen(what: str, arguments: tuple) -> object:
-    """The fault itself; what it returns is what the method returns, None: nothing in particular."""
+    """The fault itself; a result other than None replaces that of the method."""
     with open("moment", "w") as file:
         file.write(str(time.time()))
     if what == "kill":
@@ -42,16 +42,16 @@ def happen(what: str, arguments: tuple) -> object:
         raise RuntimeError("something that was not foreseen")
     elif what == "interrupt":
         os.kill(os.getpid(), signal.SIGTERM)
-    elif what == "full":  # no file may grow any more
+    elif what == "full":  # no file can grow any more
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))
     elif what == "receive":
         arguments[0].engine.receive((arguments[0].engine.mesh.rank + 1) % arguments[0].engine.mesh.size)
     elif what == "other":
         arguments[0].engine.barrier()
-    elif what == "nan":  # in what this rank gives to the sum
+    elif what == "nan":  # in this rank's part of the sum
         arguments[0].whole_gradients[0] = float("nan")
-    elif what == "inf":  # in its copy of the sum
+    elif what == "inf":  # in this rank's copy of the sum
         next(iter(arguments[0].gradients.values())).reshape(-1)[0] = float("inf")
     elif what == "flip":
         next(iter(arguments[0].engine.parameters.values())).reshape(-1).view("u8")[0] ^= 1 << 20
@@ -59,7 +59,7 @@ def happen(what: str, arguments: tuple) -> object:
 
 
 def install(what: str, place: str, victim: int, step: int) -> None:
-    """Patch the victim, once it has the modules; other ranks, and those started again, are as they are."""
+    """Patch the chosen rank once it has imported the modules; other ranks and restarted ones are unchanged."""
     rank = next((os.environ[name] for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ), None)
     if rank is None or (int(rank) != victim and victim >= 0) or os.environ.get("SPMD_RESTARTS", "0") != "0":
         return

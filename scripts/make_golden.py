@@ -9,15 +9,15 @@ tokens, targets and mask; the loss is the mean cross-entropy over the tokens who
 
 The file holds (letters as in `torch_gpt.py`; NAME is the engine's name of a parameter):
 
-    initial/NAME       float64   seeded normals: weights and biases std 0.3, norm scales 1 + that
+    initial/NAME       float64   seeded normals: weights and biases with std 0.3, norm scales 1 + such a normal
     tokens, targets    int64     b s
     mask               bool      b s; true where the target counts
     logits64, loss64, gradient64/NAME    float64, from the initial parameters
-    logits32, loss32, gradient32/NAME    float32 all through, from the initial parameters cast to float32
+    logits32, loss32, gradient32/NAME    float32 throughout, from the initial parameters cast to float32
     losses, norms      float64   one per step: the loss and the gradients' global norm, both before that
                                  step's update, the norm also before clipping
     final/NAME         float64   the parameters after the last step
-    hyper/...          0-d       every number named here: vocabulary, context, layers, width, heads, hidden,
+    hyper/...          0-d       every number given here: vocabulary, context, layers, width, heads, hidden,
                                  norm_epsilon, batch, steps, learning_rate, beta1, beta2, epsilon,
                                  weight_decay, clip_norm, seed
 
@@ -28,7 +28,7 @@ the engine holds as "h k". Decay is decoupled, p *= 1 - learning_rate * weight_d
 and epsilon is added to sqrt(v / (1 - beta2^t)). Before each update every gradient is multiplied by
 min(1, clip_norm / (norm + 1e-6)), clip_norm 1.0, which is what torch.nn.utils.clip_grad_norm_ does.
 
-No gradient is trivially zero but that of key_bias: a key bias adds the same number to all scores of a
+Only the gradient of key_bias is trivially zero: a key bias adds the same number to all scores of a
 query, which softmax ignores, so its true gradient is 0 and the file holds rounding noise (1e-17 in
 float64, 1e-9 in float32). Compare it, and its final value, with an absolute tolerance.
 
@@ -59,7 +59,7 @@ HYPER = SHAPE | {
 
 
 def initial_parameters(generator):
-    """Float64 parameters by name with no zeros and no ones, so that no term of a gradient vanishes."""
+    """Float64 parameters by name, without zeros and ones, so that no term of a gradient vanishes."""
     shapes = {name: value.shape for name, value in parameters_by_name(GPT(**SHAPE)).items()}
     noise = {name: 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
     return {name: 1 + value if name.endswith("norm/scale") else value for name, value in noise.items()}
@@ -74,14 +74,14 @@ def batch_of_data(generator):
 
 
 def model_of(parameters, dtype):
-    """A tiny GPT of `dtype` that holds `parameters`."""
+    """A tiny GPT in `dtype` with these `parameters`."""
     model = GPT(**SHAPE).to(dtype)
     load_by_name(model, parameters)
     return model
 
 
 def one_pass(parameters, data, dtype):
-    """Logits, loss and gradients by name at `parameters`, all computed in `dtype`."""
+    """Logits, loss and gradients by name, computed at `parameters` in `dtype`."""
     tokens, targets, mask = data
     model = model_of(parameters, dtype)
     logits = model(tokens)
@@ -123,7 +123,7 @@ def as_array(value):
 
 
 def golden():
-    """Everything the file holds, as arrays by key."""
+    """The content of the file: arrays by key."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(HYPER["seed"])
     initial, data = initial_parameters(generator), batch_of_data(generator)
@@ -137,7 +137,7 @@ def golden():
 
 
 def main():
-    """Write the file and say what is in it."""
+    """Write the file and list its content."""
     arrays = golden()
     PATH.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(PATH, **arrays)

@@ -1,10 +1,10 @@
-"""Write `tests/golden/adapter/`: adapters as PEFT writes them, of the tiny models of make_golden_decoders.py.
+"""Write `tests/golden/adapter/`: adapters that PEFT writes for the tiny models of make_golden_decoders.py.
 
     pip install torch==2.13.0 transformers==5.23.0 peft==0.21.2 numpy
     python scripts/make_golden_adapter.py [FAMILY ...]
 
-In each folder `reference.npz` has `tokens`, and the `logits` of the model with the adapter, in float64 without
-transformers' casts.
+In each folder `reference.npz` has `tokens`, and the `logits` of the model with the adapter, in float64 without the
+casts of transformers.
 """
 
 import sys
@@ -25,14 +25,14 @@ TARGETS = {
     "gpt_neox": ["query_key_value", "dense", "dense_4h_to_h"],
     "qwen3_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "mixtral": ["q_proj"],
-    "olmoe": ["q_proj", "gate_proj", "up_proj", "down_proj"],  # of these it makes adapters of all experts at once
+    "olmoe": ["q_proj", "gate_proj", "up_proj", "down_proj"],  # PEFT makes one adapter for all experts of a layer
 }
-#: Of all experts of a layer at once.
+#: Weights of all experts of a layer in one parameter.
 PARAMETERS = {"mixtral": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 
 
 def make(family):
-    """The model of a family with an adapter, which is written."""
+    """Write an adapter for the model of a family; returns the model with it."""
     torch.manual_seed(5)
     base = transformers.AutoModelForCausalLM.from_pretrained(decoders.FOLDER / family, dtype=torch.float32)
     base.config._attn_implementation = base.config._experts_implementation = "eager"
@@ -42,14 +42,14 @@ def make(family):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter += 0.3 * torch.randn_like(parameter)
-    model.peft_config["default"].base_model_name_or_path = f"../decoders/{family}"  # no folder of this machine
+    model.peft_config["default"].base_model_name_or_path = f"../decoders/{family}"  # not a path on this machine
     model.save_pretrained(FOLDER / family)
     Path(FOLDER, family, "README.md").unlink(missing_ok=True)
     return model
 
 
 def main():
-    """All adapters, or those that are named, and their logits."""
+    """Write all adapters, or those that are named, and their logits."""
     torch.set_num_threads(1)
     made = {family: make(family) for family in sys.argv[1:] or TARGETS}
     decoders.without_casts()

@@ -3,16 +3,16 @@
     pip install torch==2.13.0 numpy
     python scripts/make_golden_convolution.py
 
-All in float64, as we lay arrays out: images are b h w c, kernels k l i f (PyTorch's are b c h w and f i k l). The file
-holds, of each case KIND/NAME (x the input, y the output, dy seeded normals, d... gradients of sum(y * dy)):
+Arrays are float64 in the engine's layout: images are b h w c, kernels k l i f (PyTorch's are b c h w and f i k l). For
+each case KIND/NAME the file holds (x the input, y the output, dy seeded normals, d... gradients of sum(y * dy)):
 
     conv2d/NAME/...         x, w, y, dy, dx, dw, groups
-    max_pool/NAME/...       x, y, dy, dx; x are few different numbers, so that many in a window are equal
+    max_pool/NAME/...       x, y, dy, dx; x has few different values, so that many in a window are equal
     average_pool/NAME/...   x, y, dy, dx, count_include_pad
-        and for these windows [2, 5]: of rows and of columns size, stride, dilation, before, after (the padding, which
-        may be negative)
-    batch_norm/NAME/...     x, scale, shift, y, dy, dx, dscale, dshift, epsilon, momentum, and mean, variance, the
-                            running ones before, and new_mean, new_variance, those after a forward in training
+        and for these windows [2, 5]: for rows and for columns the size, stride, dilation, and padding before and after
+        (possibly negative)
+    batch_norm/NAME/...     x, scale, shift, y, dy, dx, dscale, dshift, epsilon, momentum; the running mean, variance
+                            before a forward in training, and new_mean, new_variance after it
     group_norm/NAME/...     x, scale, shift, y, dy, dx, dscale, dshift, epsilon, groups
 """
 
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 PATH = Path(__file__).resolve().parent.parent / "tests" / "golden" / "convolution.npz"
 SEED = 20240607
 
-#: Of rows and of columns: size, stride, dilation, before, after.
+#: For rows and for columns: size, stride, dilation, padding before, padding after.
 PLAIN, STRIDED, EVEN = (3, 1, 1, 1, 1), (3, 2, 1, 1, 1), (2, 1, 1, 0, 1)
 CONVOLUTIONS = {  # x's shape, i, f, groups, rows, columns
     "3x3": ((2, 5, 6, 3), 4, 1, PLAIN, PLAIN),
@@ -43,13 +43,13 @@ CONVOLUTIONS = {  # x's shape, i, f, groups, rows, columns
     "depthwise": ((2, 6, 5, 4), 4, 4, PLAIN, STRIDED),
     "depthwise, two outputs a channel": ((2, 6, 5, 3), 6, 3, STRIDED, (3, 1, 2, 2, 2)),
 }
-POOLS = {  # x's shape, rows, columns: PyTorch pads at most half a window, alike at both ends
+POOLS = {  # x's shape, rows, columns: PyTorch pads at most half a window, equally at both ends
     "2x2": ((2, 6, 5, 2), (2, 2, 1, 0, 0), (2, 2, 1, 0, 0)),
     "3x3 stride 2": ((1, 7, 8, 3), STRIDED, STRIDED),
     "overlapping": ((1, 6, 7, 2), PLAIN, (5, 1, 1, 2, 2)),
     "with gaps": ((1, 7, 8, 2), (2, 3, 1, 1, 1), (1, 2, 1, 0, 0)),
 }
-DILATED = {"dilated": ((1, 9, 8, 2), (3, 2, 2, 1, 1), (2, 1, 3, 1, 1))}  # PyTorch has it of max pools alone
+DILATED = {"dilated": ((1, 9, 8, 2), (3, 2, 2, 1, 1), (2, 1, 3, 1, 1))}  # PyTorch has dilation in max pooling only
 
 
 def to_torch(x):
@@ -137,7 +137,7 @@ def golden():
 
 
 def main():
-    """Write the file and say what is in it."""
+    """Write the file and list its content."""
     arrays = {
         f"{case}/{name}": np.array(value.detach().numpy() if torch.is_tensor(value) else value, order="C")
         for case, values in golden().items()

@@ -1,20 +1,20 @@
-"""Write `tests/golden/decoders/`: tiny decoders with random weights, and what transformers computes with them.
+"""Write `tests/golden/decoders/`: tiny decoders with random weights, and their results in transformers.
 
     pip install torch==2.13.0 transformers==5.23.0 numpy
     python scripts/make_golden_decoders.py [NAME ...]
 
-Of each family there is a folder as `save_pretrained` writes it (config.json, model.safetensors, float32 weights), and
+Each family has a folder as `save_pretrained` writes it (config.json, model.safetensors, float32 weights), and
 `reference.npz`:
 
-    tokens, targets  int64    b s; s is beyond 64, where wrong rotary positions no longer pass for right ones
-    logits64         float64  b s v, of the model in float64 with the weights as they are stored
+    tokens, targets  int64    b s; s is above 64, where errors of rotary positions become visible
+    logits64         float64  b s v, of the model in float64 with the stored weights
     loss64           float64  the mean cross-entropy of the targets
-    gradient/NAME    float64  of that loss, by the names of `state_dict`
-    logits32         float32  of the last eight positions, of the model as it is
+    gradient/NAME    float64  of that loss, with the names of `state_dict`
+    logits32         float32  of the last eight positions, of the unchanged model
 
-For float64, what transformers casts to float32 on its way is patched out: RMSNorm, the angles of rotary positions, the
-softmax of the attention (the "eager" one takes a dtype) and that of the router. Only so is an agreement to 1e-10 one of
-formulas. All weights are random, those of norms and biases as well.
+For float64, the casts to float32 in transformers are patched out: in RMSNorm, the angles of rotary positions, the
+softmax of the attention (the "eager" one takes a dtype) and that of the router. Only then does agreement to 1e-10 show
+that the formulas are equal. All weights are random, including norms and biases.
 """
 
 import shutil
@@ -27,7 +27,7 @@ import transformers
 from torch.nn import functional
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-LAST = 8  # positions of which float32 logits are kept
+LAST = 8  # positions whose float32 logits are stored
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "golden" / "decoders"
 SIZES = {
     "vocab_size": 23,
@@ -39,7 +39,7 @@ SIZES = {
     "max_position_embeddings": 96,
 }
 OF_HEADS = {name: each for name, each in SIZES.items() if name != "num_key_value_heads"} | {"hidden_size": 24}
-#: Else float32 would be too far from float64.
+#: Otherwise float32 would be too far from float64.
 GENTLE = ("bloom", "cwm", "ministral3", "glm", "hunyuan_v1_dense", "ministral")
 LLAMA3 = {
     "rope_type": "llama3",
@@ -161,7 +161,7 @@ MODELS = {
 
 
 def without_casts():
-    """Replace, in all of transformers' modules, what goes through float32."""
+    """Replace all casts to float32 in the modules of transformers."""
 
     def rms_norm(self, x):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
@@ -197,7 +197,7 @@ def without_casts():
         weights = (query @ key.transpose(-1, -2) / self.scale_attn + attention_mask).softmax(-1)
         return weights @ value, weights
 
-    def gelu_of_bloom(x):  # whose root of 2 / pi has eight digits
+    def gelu_of_bloom(x):  # its root of 2 / pi has eight digits
         return functional.gelu(x, approximate="tanh")
 
     transformers.models.bloom.modeling_bloom.bloom_gelu_forward = gelu_of_bloom
@@ -223,7 +223,7 @@ def without_casts():
             if name.endswith("RotaryEmbedding"):
                 getattr(module, name).forward = rotary
     narrow = torch.Tensor.float
-    torch.Tensor.float = lambda x: x if x.dtype is torch.float64 else narrow(x)  # of the router's logits
+    torch.Tensor.float = lambda x: x if x.dtype is torch.float64 else narrow(x)  # for the router's logits
     plain = functional.softmax
 
     def softmax(x, dim=None, dtype=None, **options):
@@ -233,7 +233,7 @@ def without_casts():
 
 
 def frequencies(model):
-    """Of the rotary positions, in float64: by transformers' own functions, for which float32 is another name of it."""
+    """Rotary frequencies in float64, from the functions of transformers with float32 replaced by float64."""
     for module in model.modules():
         if hasattr(module, "embed_positions") and isinstance(module.embed_positions, torch.Tensor):  # GPT-J's
             turned = torch.arange(0, module.pos_embd_dim, 2, dtype=torch.float64) / module.pos_embd_dim
@@ -258,7 +258,7 @@ def frequencies(model):
 
 
 def with_random_weights(family, config):
-    """A model, of which nothing that is usually 0 or 1 is."""
+    """Give a model random weights, also where the initial values are 0 or 1."""
     torch.manual_seed(1)
     gentle = getattr(config, "hidden_size", 12) > 12 or family in GENTLE
     config.initializer_range = config.init_std = 0.1 if gentle else 0.3
@@ -272,7 +272,7 @@ def with_random_weights(family, config):
 
 
 def make(family, config):
-    """One family's folder and the model, with what it computes as it is."""
+    """Write the folder of a family; returns the model and its results before the patch."""
     model = with_random_weights(family, config)
     shutil.rmtree(FOLDER / family, ignore_errors=True)
     model.save_pretrained(FOLDER / family)
@@ -284,7 +284,7 @@ def make(family, config):
 
 
 def in_float64(model, out):
-    """What the model computes in float64, beside what is known; after ``without_casts``."""
+    """The results with those of the model in float64 added; call it after ``without_casts``."""
     model = model.double()
     frequencies(model)
     logits = model(out["tokens"], use_cache=False).logits
@@ -296,7 +296,7 @@ def in_float64(model, out):
 
 
 def main():
-    """All families, or those that are named: first transformers as it is, which is then patched."""
+    """Write all families, or those that are named: first with unchanged transformers, then with the patch."""
     torch.set_num_threads(1)
     made = {family: make(family, config) for family, config in MODELS.items() if family in (sys.argv[1:] or MODELS)}
     without_casts()

@@ -1,13 +1,13 @@
-"""Write `tests/golden/gguf/`: tiny GGUF files with tensors of all types that are read, and their logits.
+"""Write `tests/golden/gguf/`: tiny GGUF files with tensors of all supported types, and their logits.
 
     pip install torch==2.13.0 transformers==5.23.0 gguf==0.18.0 numpy
     python scripts/make_golden_gguf.py
 
-`llama.gguf` has Llama 3's rope_freqs and queries and keys whose pairs are neighbours, as llama.cpp's converter makes
-them; `qwen3moe.gguf` has experts, all of a layer in one tensor. Numbers are packed and unpacked by the `gguf` package;
-`blocks.npz` has blocks of random bytes of every packed type, and what the package unpacks.
-`NAME.npz` has `tokens` and the `logits` that transformers computes in float64, as in make_golden_decoders.py, with the
-unpacked weights.
+`llama.gguf` has Llama 3's rope_freqs, and queries and keys with adjacent rotary pairs, as llama.cpp's converter writes
+them; `qwen3moe.gguf` has all experts of a layer in one tensor. The `gguf` package quantizes and dequantizes;
+`blocks.npz` has blocks of random bytes of every quantized type, and the values that the package reads from them.
+`NAME.npz` has `tokens` and the `logits` that transformers computes in float64 with the dequantized weights, as in
+make_golden_decoders.py.
 """
 
 from pathlib import Path
@@ -53,7 +53,7 @@ NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
-#: How tensors are packed; those that are not here are F32.
+#: Types of quantized tensors; all others are F32.
 TYPES = {
     "token_embd": Type.BF16,
     "attn_q": Type.Q8_0,
@@ -70,7 +70,7 @@ TYPES = {
 
 
 def tensors_of(model):
-    """Names in the file, and the parameters of the model that go there: one each, but for those of experts."""
+    """Names in the file and the model's parameters for them: one each, except for experts."""
     for name, parameter in model.named_parameters():
         plain = name.removesuffix(".weight")
         if plain.endswith("experts.gate_up_proj"):
@@ -87,19 +87,19 @@ def tensors_of(model):
 
 
 def neighbours(rows, heads):
-    """Rows of all heads, the halves of each interleaved: the converter's `permute`."""
+    """Interleave the two halves of the rows of each head: the converter's `permute`."""
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
 def add_tensor(writer, tensor, whole, kind):
-    """Pack a tensor into the file; returns what a reader unpacks."""
+    """Add a tensor to the file, quantized; returns the values that a reader gets."""
     packed = gguf.quantize(whole, kind)
     writer.add_tensor(tensor, packed, raw_dtype=kind)
     return gguf.dequantize(packed, kind).reshape(whole.shape)
 
 
 def finish(writer):
-    """Write the file, whose facts and tensors are all added."""
+    """Write the file, after all metadata and tensors are added."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -107,7 +107,7 @@ def finish(writer):
 
 
 def write(name, config):
-    """One file, and what its model computes."""
+    """Write one file; returns the results of its model."""
     torch.manual_seed(3)
     config.initializer_range, config._attn_implementation, config._experts_implementation = 0.3, "eager", "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -148,7 +148,7 @@ def write(name, config):
 
 
 def write_gpt2():
-    """A GPT-2, whose weights the converter turns around."""
+    """Write a GPT-2, whose weights the converter transposes."""
     torch.manual_seed(3)
     config = transformers.GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=96, n_inner=64)
     config.initializer_range, config._attn_implementation = 0.3, "eager"
@@ -176,7 +176,7 @@ def write_gpt2():
 
 
 def write_blocks():
-    """Three blocks of each type, whose float16 numbers, the bytes said here, are finite."""
+    """Write three random blocks of each type, with finite float16 numbers at the bytes given here."""
     halves = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
     halves |= {"Q4_K": (0, 2), "Q5_K": (0, 2)}
     rng, found = np.random.default_rng(5), {}
@@ -190,7 +190,7 @@ def write_blocks():
 
 @torch.no_grad()
 def main():
-    """All files, then their logits."""
+    """Write all files, then their logits."""
     torch.set_num_threads(1)
     FOLDER.mkdir(parents=True, exist_ok=True)
     write_blocks()

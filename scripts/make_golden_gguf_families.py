@@ -1,16 +1,16 @@
-"""Write `tests/golden/gguf_families/`: tiny decoders as llama.cpp's own converter writes them, and their logits.
+"""Write `tests/golden/gguf_families/`: tiny decoders written by llama.cpp's converter, and their logits.
 
     pip install torch==2.13.0 transformers==5.23.0 gguf==0.18.0 sentencepiece numpy
     python scripts/make_golden_gguf_families.py LLAMA_CPP [NAME ...]
 
-`LLAMA_CPP` is a folder of its sources, with `conversion/` and `gguf-py/`, as the source archive of PyPI's
-llama-cpp-python 0.3.36 has one in `vendor/llama.cpp`; its own `gguf` is taken. A NAME is, or begins with, what the file
-has as its general.architecture, unless it is one that is converted as another.
+`LLAMA_CPP` is a folder of llama.cpp's sources, with `conversion/` and `gguf-py/`, such as `vendor/llama.cpp` in the
+source archive of PyPI's llama-cpp-python 0.3.36; its own `gguf` is used. A NAME is, or begins with, the
+general.architecture of the file, except for models that are converted as another.
 
-A model of transformers with random weights, as in make_golden_decoders.py, is saved, converted to float32, and asked:
-`NAME.npz` has `tokens`[b s] and, of the last eight positions, the `logits` that it computes in float64. Weights of one
-dim are multiples of 1/256: a Gemma's, to which the converter adds 1, are then those of the file. What the converter
-looks for in a `config.json`, and transformers 5 no longer writes, is written beside.
+A model of transformers with random weights, as in make_golden_decoders.py, is saved and converted to float32.
+`NAME.npz` has `tokens`[b s] and the model's float64 `logits` at the last eight positions. Weights with one dim are
+multiples of 1/256, so that those of a Gemma, to which the converter adds 1, are exact in the file. Fields of
+`config.json` that the converter needs and transformers 5 no longer writes are added.
 """
 
 import json
@@ -27,8 +27,8 @@ from safetensors.torch import load_file, save_file
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "golden" / "gguf_families"
 LAST = 8
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
-FAR = decoders.LLAMA3 | {"rope_theta": 1e7, "original_max_position_embeddings": 8192}  # as of Llama 3.1
-#: Of each: the model of make_golden_decoders.py, what its configuration has otherwise, and its config.json beside.
+FAR = decoders.LLAMA3 | {"rope_theta": 1e7, "original_max_position_embeddings": 8192}  # as in Llama 3.1
+#: For each: the model of make_golden_decoders.py, changes of its configuration, and additions to its config.json.
 MODELS = {
     "gemma": ("gemma", {}, {}),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 4}, {}),
@@ -87,8 +87,8 @@ MODELS = {
     "arcee": ("arcee", {}, {}),
     "jais2": ("jais2", {}, {}),
 }  # fmt: skip
-IN_PARTS = {"arcee": 12}  # tensors in each of several files
-#: Parts of tensors' names of models that transformers has not.
+IN_PARTS = {"arcee": 12}  # tensors per file, of a model in several files
+#: Parts of tensor names, for models that transformers does not have.
 RENAMED = {
     "exaone": {
         "model.layers": "transformer.h", "model.embed_tokens": "transformer.wte", "model.norm": "transformer.ln_f",
@@ -105,13 +105,13 @@ RENAMED = {
 
 
 def configuration(base, changes):
-    """One of make_golden_decoders.py's, with changes."""
+    """A configuration of make_golden_decoders.py, with changes."""
     said = {name: each for name, each in decoders.MODELS[base].to_dict().items() if name not in changes}
     return type(decoders.MODELS[base])(**{**said, **changes})
 
 
 def model_of(name, base, config):
-    """With random weights, those of one dim multiples of 1/256."""
+    """A model with random weights; those with one dim are multiples of 1/256."""
     model = decoders.with_random_weights(base, config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -121,7 +121,7 @@ def model_of(name, base, config):
 
 
 def save(name, model, beside, folder):
-    """As transformers does, but for the names of models that it has not, and fields that the converter asks for."""
+    """Save as transformers does; rename models that it does not have, and add fields that the converter needs."""
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps({
         "model": {"vocab": dict.fromkeys(map(str, range(model.config.vocab_size)))}, "added_tokens": []}))  # fmt: skip
@@ -143,7 +143,7 @@ def save(name, model, beside, folder):
 
 
 def convert(name, beside, folder):
-    """By llama.cpp's converter, without a vocabulary; ``beside`` has what it looks for in vain."""
+    """Convert with llama.cpp's converter, without a vocabulary; ``beside`` has the fields that it would miss."""
     import gguf
     from conversion import get_model_class
     from conversion.base import ModelBase
@@ -158,7 +158,7 @@ def convert(name, beside, folder):
 
 
 def main():
-    """All, or those that are named: first the files, then the logits."""
+    """Write all models, or those that are named: first the files, then the logits."""
     sources, *names = sys.argv[1:]
     sys.path[:0] = [sources, f"{sources}/gguf-py"]
     logging.disable(logging.WARNING)
@@ -169,7 +169,7 @@ def main():
         base, changes, beside = MODELS[name]
         made[name] = model_of(name, base, configuration(base, changes))
         with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary) / name  # which is what the file calls the model
+            folder = Path(temporary) / name  # the folder's name becomes the model's name in the file
             save(name, made[name], beside, folder)
             convert(name, beside, folder)
     decoders.without_casts()

@@ -3,10 +3,10 @@
     pip install torch==2.13.0 numpy
     python scripts/make_golden_moe.py
 
-The block is x + moe(norm(x)): LayerNorm (epsilon 1e-5), a router of 5 experts with softmax and the 2 best,
-renormalised, and a shared expert; each expert is w1 after tanh GELU after w0, width 6, hidden 7. Every expert is
-computed for every token, and multiplied by a weight that is 0 unless it was chosen. The loss is mean((y - target)^2),
-plus 0.1 x the balance loss (E sum f P, f divided by k) and 0.05 x the mean of logsumexp^2.
+The block is x + moe(norm(x)): LayerNorm (epsilon 1e-5), a softmax router that takes the best 2 of 5 experts with
+renormalised weights, and a shared expert. Each expert is w0, tanh GELU, w1, with width 6 and hidden width 7. Every
+expert is computed for every token and multiplied by its weight, which is 0 if it is not chosen. The loss is
+mean((y - target)^2), plus 0.1 x the balance loss (E sum f P, f divided by k) and 0.05 x the mean of logsumexp^2.
 
 The file holds, in float64: `x`, `targets` (3 x 4 x 6), `initial/NAME`, `y` and `gradient/NAME` of the first step,
 `losses` (auxiliary ones included) and `load` (5 counts) of three steps of AdamW (learning rate 0.05, betas 0.9 and
@@ -29,7 +29,7 @@ def expert(p, name, x):
 
 
 def block(p, x):
-    """y, the auxiliary losses' sum, and how many tokens chose each expert."""
+    """y, the sum of the auxiliary losses, and the number of tokens that chose each expert."""
     normed = layer_norm(x, (D,), p["norm/scale"], p["norm/shift"], 1e-5)
     logits = normed @ p["router"]
     scores = logits.softmax(-1)

@@ -3,19 +3,19 @@
     pip install torch==2.13.0 numpy
     python scripts/make_golden_resnet.py
 
-`basic` has a stem of 7 x 7 at stride 2 with maxima of 3 x 3, and basic blocks; `bottleneck` a stem of 3 x 3, and
-bottlenecks. Both have stages of (1, 2) blocks, of 3 and 6 channels, on images of 17 x 14 with 3 channels in 5 classes.
-They train three steps in float64 by SGD (learning rate 0.1, momentum 0.9, no decay) on one batch of 6, in two
-micro-batches of 3: each is normalised by its own statistics, and the loss is the mean over the 6.
+`basic` has a 7 x 7 stem with stride 2 and 3 x 3 max pooling, and basic blocks; `bottleneck` has a 3 x 3 stem and
+bottleneck blocks. Both have stages of 1 and 2 blocks with 3 and 6 channels, on 17 x 14 images with 3 channels in 5
+classes. They train for three steps in float64 with SGD (learning rate 0.1, momentum 0.9, no decay) on one batch of 6,
+in two micro-batches of 3: each micro-batch is normalised by its own statistics, and the loss is the mean over the 6.
 
-The file holds, NETWORK being one of the two and NAME the engine's name of a parameter or buffer, axes as there
-(weights k l i o; of the head i o):
+The file holds, for each NETWORK and for NAME, the engine's name of a parameter or buffer, with the engine's dims
+(weights k l i o; those of the head i o):
 
-    NETWORK/initial/NAME    parameters: seeded normals, of deviation 0.3, norm scales 1 + that
-    NETWORK/gradient/NAME   of the loss of the first step, both micro-batches
+    NETWORK/initial/NAME    parameters: seeded normals with std 0.3, norm scales 1 + such a normal
+    NETWORK/gradient/NAME   of the loss of the first step, over both micro-batches
     NETWORK/final/NAME      parameters after the last step, and running means and variances
-    NETWORK/losses          one a step, before its update
-    NETWORK/scores          b k, of the batch after the last step, in evaluation: by the running statistics
+    NETWORK/losses          one per step, before its update
+    NETWORK/scores          b k, of the batch after the last step, in evaluation mode: with the running statistics
     inputs, targets         b h w c; b
 """
 
@@ -31,7 +31,7 @@ WIDTH, BLOCKS, CLASSES, BATCH, STEPS, RATE, MOMENTUM, SEED = 3, (1, 2), 5, 6, 3,
 
 
 class Way(nn.Sequential):
-    """Convolutions, each with its batch norm; a ReLU between two of them."""
+    """Convolutions, each with a batch norm, with ReLU between them."""
 
     def __init__(self, *convolutions):
         steps = {}
@@ -98,7 +98,7 @@ def engine_name(name):
 
 
 def engine_array(array):
-    """Axes as the engine has them, contiguous."""
+    """The array with the engine's order of dims, contiguous."""
     array = array.detach().numpy()
     return np.ascontiguousarray(array.transpose({4: (2, 3, 1, 0), 2: (1, 0), 1: (0,)}[array.ndim]))
 
@@ -111,7 +111,7 @@ def state(network, buffers):
 
 
 def golden(network, x, targets, generator):
-    """All that the file holds of one network."""
+    """The content of the file for one network."""
     with torch.no_grad():
         for name, p in network.named_parameters():
             p.copy_(0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype))

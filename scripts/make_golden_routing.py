@@ -1,19 +1,19 @@
-"""Write `tests/golden/routing.npz`: what the routers of known models do, computed by transformers on PyTorch.
+"""Write `tests/golden/routing.npz`: results of the routers of known models, computed by transformers.
 
     pip install torch==2.13.0 transformers==5.23.0 numpy
     python scripts/make_golden_routing.py
 
-Each router is transformers' own class. Its weight is the identity, so that its input is its logits. These classes
-compute in float32 whatever they are given; here float32 is made to mean float64, so that the vectors are exact.
+Each router is the class of transformers. Its weight is the identity, so that its input is its logits. These classes
+always compute in float32; here float32 is replaced by float64, so that the vectors are exact.
 
 The file holds, for t 24 tokens and E 12 experts (NAME: mixtral, qwen3, qwen3_plain, gpt_oss, deepseek_v3):
 
     logits, upstream     float64   t E
-    bias                 float64   E; added to deepseek_v3's scores for its choice
+    bias                 float64   E; added to deepseek_v3's scores to choose experts
     NAME/experts         int64     t k, the lower expert first
     NAME/weights         float64   t k, in that order
     NAME/gradient        float64   t E, by the logits, of the sum over t and k of weights * upstream[t, experts]
-    balance/K, balance_gradient/K    of K choices: transformers' load_balancing_loss_func divided by K, and t E
+    balance/K, balance_gradient/K    for K choices: transformers' load_balancing_loss_func divided by K, and t E
     z_loss, z_gradient   of mean(logsumexp(logits)^2), and t E
 """
 
@@ -44,7 +44,7 @@ ROUTERS = {
 
 
 def doubles():
-    """A context in which float32 means float64."""
+    """A context in which float32 is float64."""
     stack = ExitStack()
     stack.enter_context(mock.patch.multiple(torch, float=torch.float64, float32=torch.float64))
     stack.enter_context(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
@@ -52,7 +52,7 @@ def doubles():
 
 
 def router_of(kind, settings, bias):
-    """A router whose logits are its input."""
+    """A router whose logits equal its input."""
     config = SimpleNamespace(num_experts=EXPERTS, num_local_experts=EXPERTS, hidden_size=EXPERTS, **settings)
     router = kind(config).double()
     router.weight.data = torch.eye(EXPERTS, dtype=torch.float64)
@@ -73,7 +73,7 @@ def routed(router, logits, upstream):
 
 
 def with_gradient(loss, logits):
-    """The value of a loss of the logits, and its gradient."""
+    """The value of a loss of the logits, and the gradient."""
     z = logits.clone().requires_grad_()
     value = loss(z)
     value.backward()
@@ -81,7 +81,7 @@ def with_gradient(loss, logits):
 
 
 def golden():
-    """Everything the file holds, as tensors by key."""
+    """The content of the file: tensors by key."""
     generator = torch.Generator().manual_seed(SEED)
     logits, upstream = torch.randn(2, TOKENS, EXPERTS, generator=generator, dtype=torch.float64)
     logits = 2 * logits
@@ -98,7 +98,7 @@ def golden():
 
 
 def main():
-    """Write the file and say what is in it."""
+    """Write the file and list its content."""
     with doubles():
         arrays = {key: value.numpy() for key, value in golden().items()}
     assert {array.dtype.name for array in arrays.values()} == {"float64", "int64"}

@@ -3,12 +3,12 @@
     pip install torch==2.13.0 transformers==5.23.0 numpy
     python scripts/make_golden_sampling.py
 
-    scores    float64  c v: of one row a case; some have equal ones, and -inf
-    seen      int64    c s: the tokens that the row has so far, some of them several times
+    scores    float64  c v: one row per case; some rows have equal scores, and -inf
+    seen      int64    c s: the earlier tokens of the row, some of them repeated
     options   float64  c 5: repetition penalty, temperature, top-k (0: none), top-p (1: none), min-p (0: none)
-    allowed   float64  c v: what is left, -inf where a token is not to be drawn
+    allowed   float64  c v: the scores after the processors, -inf for excluded tokens
 
-The processors are those that `generate` makes of a `GenerationConfig`, in its own order.
+The processors are those that `generate` builds from a `GenerationConfig`, in its order.
 """
 
 import itertools
@@ -31,7 +31,7 @@ SEVERAL = list(itertools.product((1.3,), (0.7, 2.0), (0, 12), (0.8, 1.0), (0.0, 
 
 
 def processors(penalty, temperature, top_k, top_p, min_p):
-    """As `generate` makes them."""
+    """The processors that `generate` builds."""
     config = transformers.GenerationConfig(
         do_sample=True, repetition_penalty=penalty, temperature=temperature, top_k=int(top_k), top_p=top_p,
         min_p=min_p or None,
@@ -44,7 +44,7 @@ def processors(penalty, temperature, top_k, top_p, min_p):
 
 
 def main():
-    """Each case with plain scores, with some that are equal, and with some that are -inf."""
+    """Write each case with plain scores, with equal scores, and with -inf."""
     random, options, before, texts, after = np.random.default_rng(7), [], [], [], []
     for case in ONE + SEVERAL:
         chain = processors(*case)

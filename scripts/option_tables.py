@@ -1,4 +1,4 @@
-"""Writes the tables of docs/configuration.md from the configurations: ``python scripts/option_tables.py``."""
+"""Writes the tables of docs/configuration.md from the dataclasses: ``python scripts/option_tables.py``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def row(field: ConfigField) -> str:
 
 
 def default(field: ConfigField) -> str:
-    """A default as JSON has it, and what null stands for."""
+    """A default as in JSON, and the meaning of null."""
     if field.default is None:
         return f"null: {field.about['unset']}"
     text = field.text(field.default) if field.about.get("unit") == BYTES else json.dumps(field.default)
@@ -56,7 +56,7 @@ def values(field: ConfigField) -> str:
         return "an object, below" if field.name in ("mixture", "lora") else "an object"
     if "choices" in field.about:
         return ", ".join(f"`{choice}`" for choice in field.about["choices"])
-    # A limit that only refuses slips is not listed.
+    # A limit that only catches typing errors is not listed.
     limits = {name: limit for name, limit in field.about.items() if name != "most" or limit <= 1 << 16}
     kind = field.about.get("unit") or KINDS.get(field.kind, "names with whole numbers")
     text = f"{kind} {range_of(limits)}".rstrip()
@@ -68,7 +68,7 @@ def values(field: ConfigField) -> str:
 
 
 def page() -> str:
-    """The page with its tables as they are to be."""
+    """The page with up-to-date tables."""
     head, _, rest = PAGE.read_text().partition(BEGIN)
     return f"{head}{BEGIN}\n{tables()}\n{END}{rest.partition(END)[2]}"
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A training under PBS that survives its time limit and a dead rank:
+# Trains under PBS, across time limits and failures of ranks:
 #
 #     qsub -v ARGUMENTS="--run mine --mesh data=8,model=2" -l select=2:ncpus=8:mpiprocs=8 scripts/pbs.sh
 #
-# PBS sends SIGTERM before it kills a job: all ranks save and end with 75, and the job is queued again. A rank that dies
-# is started again at once, with all others, from the last checkpoint. ARGUMENTS go to 'train'; --run is needed.
+# PBS sends SIGTERM before it kills a job: all ranks save and exit with 75, and the job is queued again. If a rank dies,
+# all ranks restart at once from the last checkpoint. ARGUMENTS go to 'train'; --run is required.
 #PBS -N spmd_engine
 #PBS -l walltime=04:00:00
 #PBS -r y

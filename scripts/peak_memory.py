@@ -1,13 +1,13 @@
-"""Peak memory of plans, foretold and measured, rank by rank: arrays of NumPy (tracemalloc) and of the ranks' arena.
+"""Peak memory of plans per rank, predicted and measured: NumPy arrays (tracemalloc) and the ranks' shared memory.
 
     python scripts/peak_memory.py                      # all plans, launched one after the other
     python scripts/peak_memory.py zero-3 tensor        # some of them
-    python scripts/peak_memory.py --resident           # by what the system says instead
+    python scripts/peak_memory.py --resident           # resident memory instead
 
-The measured peak is that of the third step, when everything that stays is there. With --resident it is the rank's own
-memory in pages: what is anonymous, of files its share, and of what the node's ranks share its own arena. Memory that
-was freed stays (see ``arrays.memory``), so that is the most there ever was, start included. Of it a base is taken off:
-the same after a step of a small model on the same mesh, less what that step's arrays were foretold to hold.
+The measured peak is that of the third step, when all persistent arrays exist. With --resident it is the rank's resident
+memory: anonymous pages, its share of file pages, and, of the node's shared memory, its own arena. Freed memory stays
+resident (see ``arrays.memory``), so this is the maximum since the start. A base is subtracted: the resident memory
+after a step of a small model on the same mesh, minus the predicted bytes of that step's arrays.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ PLANS = {  # model, mesh, composition, batch, micro-batches
 }
 
 
-#: For the base: a model of the same kind that is small.
+#: A small model of the same kind, for the base.
 SMALL = {"gpt-mini": "gpt-nano", "gpt-moe-mini": "gpt-moe-nano"}
 
 
 class Peak:
-    """The most that NumPy's arrays and the arena have held together since ``begin``."""
+    """The largest sum of NumPy's arrays and the arena since ``begin``."""
 
     def __init__(self, mesh: Mesh) -> None:
         neighbours = mesh.comm.neighbours
@@ -88,7 +88,7 @@ class Peak:
         self.look()
 
     def look(self) -> None:
-        """What was held at the most since the last look, beside what the arena then had."""
+        """Update the peak since the last call; the arena counts with its size then or now, whichever is larger."""
         now = self._arena.size - HEAD - self._arena.free if self._arena else 0
         self.bytes = max(self.bytes, tracemalloc.get_traced_memory()[1] + max(now, self._used))
         self._used = now
@@ -96,20 +96,20 @@ class Peak:
 
 
 def mapped_bytes(engine: LayeredEngine) -> int:
-    """Of parameters and gradients that a rank alone maps from the system (``fresh_zeros``), which nobody traces."""
+    """Bytes of parameters and gradients in private mappings (``fresh_zeros``), which tracemalloc does not see."""
     arrays = [each for storage in engine.storages for each in (storage.whole_parameters, storage.whole_gradients)]
     return sum(each.nbytes for each in arrays if each is not None and isinstance(each.base, memoryview | mmap))
 
 
 def python_bytes() -> int:
-    """What is traced beside NumPy's arrays."""
+    """Traced bytes other than NumPy's arrays."""
     snapshot = tracemalloc.take_snapshot()
     numpy_domain = tracemalloc.DomainFilter(False, np.lib.tracemalloc_domain)
     return sum(each.size for each in snapshot.filter_traces([numpy_domain]).traces)
 
 
 def resident_bytes(mesh: Mesh) -> int:
-    """Of this rank in pages, those that ranks share counted once: its own arena, and its share of files."""
+    """Resident bytes of this rank. Shared pages count once: its own arena, and its share of files."""
     told = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     arena = address_of(np.frombuffer(mesh.comm.neighbours.own.memory, np.uint8)) if mesh.comm.neighbours else None
     own = next((kib for start, kib in mapped_kib() if start == arena), 0)
@@ -117,7 +117,7 @@ def resident_bytes(mesh: Mesh) -> int:
 
 
 def mapped_kib() -> Iterator[tuple[int, int]]:
-    """Each mapping's address, and the KiB of it that are there."""
+    """The address of each mapping, and its resident KiB."""
     start = 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()
@@ -128,7 +128,7 @@ def mapped_kib() -> Iterator[tuple[int, int]]:
 
 
 def use_blas_buffers(side: int = 2048) -> None:
-    """Have BLAS use all of the memory into which it packs factors, by a large product; its arrays are given back."""
+    """Make BLAS touch all of its packing buffers by a large product, whose arrays are freed."""
     a, b, c = (np.frombuffer(mmap(-1, 4 * side**2), np.float32).reshape(side, side) for _ in range(3))
     np.matmul(a, b, out=c)
 
@@ -136,7 +136,7 @@ def use_blas_buffers(side: int = 2048) -> None:
 def steps_of(
     config: ModelConfig, mesh: Mesh, composition: ParallelConfig, batch_size: int, micro_batches: int
 ) -> Trainer:
-    """What trains a model; it has made two steps."""
+    """A trainer that has executed two steps."""
     engine = build_engine(config, mesh, composition)
     batch = synthetic_batch(engine.model, engine, batch_size, micro_batches, None, engine.dtype, real=True)
     trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-3, step_metrics=False)
@@ -147,7 +147,7 @@ def steps_of(
 
 
 def measure(name: str, resident: bool) -> list[dict]:
-    """Each rank's peak, foretold and measured."""
+    """The predicted and measured peak of each rank."""
     model, axes, options, batch_size, micro_batches = PLANS[name]
     composition, config = ParallelConfig(**options), ModelConfig(model)
     with Mesh(**parse_axes(axes)) as mesh:
@@ -179,16 +179,16 @@ def measure(name: str, resident: bool) -> list[dict]:
 def foretold(
     config: ModelConfig, axes: str, composition: ParallelConfig, batch_size: int, micro_batches: int
 ) -> Sequence[int]:
-    """The peak of each rank."""
+    """The predicted peak of each rank."""
     sizes = {"batch_size": batch_size, "micro_batches": micro_batches}
     return analyze(config, parse_axes(axes), composition, every=True, **sizes).peak_bytes_by_rank()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("plans", nargs="*", metavar="PLAN", help=f"some of {', '.join(PLANS)}; none: all")
-    parser.add_argument("--resident", action="store_true", help="by what the system says, above a base")
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)  # what one of the ranks does
+    parser.add_argument("plans", nargs="*", metavar="PLAN", help=f"some of {', '.join(PLANS)}; default: all")
+    parser.add_argument("--resident", action="store_true", help="resident memory above a base")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)  # runs as one of the ranks
     options = parser.parse_args()
     if unknown := {*options.plans} - {*PLANS}:
         parser.error(f"no such plan: {', '.join(unknown)}; choose of {', '.join(PLANS)}")
@@ -199,7 +199,7 @@ def main() -> None:
         return
     errors: list[tuple[float, float]] = []
     print(
-        f"{'plan':<22} {'ranks':>5} {'foretold MB':>12} {'measured MB':>12} {'error':>7} {'base MB':>9} {'with it':>7}"
+        f"{'plan':<22} {'ranks':>5} {'predicted MB':>12} {'measured MB':>12} {'error':>7} {'base MB':>9} {'with it':>7}"
     )
     for name in options.plans or PLANS:
         ranks = prod(parse_axes(PLANS[name][1]).values())
@@ -216,7 +216,7 @@ def main() -> None:
 
 
 def told(name: str, each: Mapping[str, Any]) -> tuple[float, float]:
-    """The errors of a rank, without the base and with it, which are printed."""
+    """Print a rank; returns its errors, without the base and with it."""
     alone = each["foretold"] / each["measured"] - 1
     whole = (each["foretold"] + each["base"]) / (each["measured"] + each["base"]) - 1
     foretold_mb, measured_mb, base_mb = (each[key] / 1e6 for key in ("foretold", "measured", "base"))

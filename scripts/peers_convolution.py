@@ -1,13 +1,13 @@
-"""What the two workers of a convolution share: the arrays, and the result's first number.
+"""Shared by the two workers of a convolution: the arrays, and the loss.
 
-Beside `warmup`, `steps`, `block`, `seed` and `threads`, see `peers_protocol.py`, a configuration has
+In addition to `warmup`, `steps`, `block`, `seed` and `threads` (see `peers_protocol.py`), a configuration has
 
     convolution    batch, length (of rows and columns), inputs and outputs (channels), kernel, stride, padding,
-                   and whether the gradient of the input is wanted, too: no first layer does
+                   and whether the gradient of the input is computed, which a first layer does not need
 
-A step is the convolution, and its gradients for one dy. Its loss is the mean of the weights' gradient's absolute
-values: sides that compute the same tell the same. Its seconds are those of the processor: with one rank and one thread
-that is the time on a machine that nobody else uses.
+A step is the convolution and its gradients for one dy. Its loss is the mean absolute value of the weights' gradient, so
+that sides can be compared. Its time is CPU time: with one rank and one thread that equals the wall time on an idle
+machine.
 """
 
 import numpy as np

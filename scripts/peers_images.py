@@ -1,13 +1,13 @@
-"""What the two workers of a network on images share: its data, and what a step is.
+"""Shared by the two workers of an image network: its data, and the definition of a step.
 
-Beside `warmup`, `steps`, `block`, `seed` and `threads`, see `peers_protocol.py`, a configuration has
+In addition to `warmup`, `steps`, `block`, `seed` and `threads` (see `peers_protocol.py`), a configuration has
 
     images            length (of rows and columns), channels, classes
     batch_size, learning_rate, momentum
 
-A step is one of SGD on the same images each time, of a ResNet-18 (He et al., 2016) with a stem of 7 x 7 at stride 2 and
-maxima of 3 x 3. Its seconds are those of the processor, as of a convolution. Parameters are each side's own draw of the
-same distribution, or nearly: losses are alike, not equal.
+A step is an SGD step on the same images each time, of a ResNet-18 (He et al., 2016) with a 7 x 7 stem at stride 2 and 3
+x 3 max pooling. Its time is CPU time, as for a convolution. Each side draws its own initial parameters from nearly the
+same distribution, so losses are similar, not equal.
 """
 
 import numpy as np

@@ -1,12 +1,11 @@
-"""JAX on several host devices of one process, data parallel. A worker of `bench_peers.py`.
+"""JAX on several host devices of one process, data parallel: a worker of `bench_peers.py`.
 
-One jitted function makes the whole step: XLA fuses it and puts the all-reduces in. The batch is sharded over the
-devices, parameters and optimizer state are replicated, and donated, so that they are updated in place. XLA makes the
-devices of one process from `--xla_force_host_platform_device_count`; each computes on one thread
-(`--xla_cpu_multi_thread_eigen=false`), as every rank of the others does, unless the configuration says
-`"multi_threaded": true`: then they share a pool of as many threads as cores.
-Layers are unrolled, which XLA's CPU backend runs faster than a scan over them. The peak memory is a device's part of
-the process, and includes what compilation needed.
+One jitted function is the whole step: XLA fuses it and inserts the all-reduces. The batch is sharded over the devices;
+parameters and optimizer state are replicated, and donated, so that they are updated in place. XLA makes the devices of
+one process from `--xla_force_host_platform_device_count`. Each computes on one thread
+(`--xla_cpu_multi_thread_eigen=false`), like the ranks of the other sides; with `"multi_threaded": true` in the
+configuration they share a pool of one thread per core. Layers are unrolled, because XLA's CPU backend runs them faster
+than a scan. The peak memory is that of the process divided by the devices, and includes compilation.
 """
 
 import os
@@ -113,7 +112,7 @@ def main():
     flags = [f"--xla_force_host_platform_device_count={config['ranks']}"]
     if not config.get("multi_threaded"):
         flags.append("--xla_cpu_multi_thread_eigen=false")
-    os.environ["XLA_FLAGS"] = " ".join(flags)  # read when the devices are first asked for
+    os.environ["XLA_FLAGS"] = " ".join(flags)  # read when the devices are first used
     mesh = Mesh(np.array(jax.devices("cpu")), ("data",))
     whole, sharded = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     parameters = initial_parameters(config)

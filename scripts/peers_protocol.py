@@ -1,24 +1,23 @@
-"""What all workers of `bench_peers.py` share: the batches, the clock, the memory, and the result they print.
+"""Shared by all workers of `bench_peers.py`: the batches, the clock, the memory, and the printed result.
 
 A worker is `WORKER.py CONFIG`, on every rank, where CONFIG is a JSON object:
 
     batch_size, seed, threads, learning_rate, clip_norm (0: none)
-    warmup, steps, block      how many blocks of steps are not timed, how many are, and the steps of a block (1)
+    warmup, steps, block      untimed blocks of steps, timed blocks, and steps per block (1)
     vocabulary, context, layers, width, heads, betas, epsilon, weight_decay
                               of a GPT-2 with tied head, without dropout, with GPT-2's init and AdamW (decay on tables
                               and matrices only), on batches
                               numpy.random.default_rng(seed).integers(0, vocabulary, (steps, batch_size, context + 1)),
-                              one a step, tokens [:, :-1] and targets [:, 1:]
-    sizes                     instead of those: of a multilayer perceptron with relu, cross-entropy and plain SGD
+                              one per step, tokens [:, :-1] and targets [:, 1:]
+    sizes                     instead of these: the widths of an MLP with relu, cross-entropy and plain SGD
 
-All in float32, but for what a worker's own options say. Random tokens cannot be learned: losses stay near
-ln(vocabulary).
+All is float32, unless a worker's options change it. Random tokens cannot be learned: losses stay near ln(vocabulary).
 
-Steps follow each other without a barrier. A step lasts from the moment when the one before has ended on *all* ranks
-to the moment when this one has: when every rank has its loss as a Python float and its parameters are updated. So it
-includes zeroing gradients, and ranks of one machine have one clock. Batches are cut beforehand.
+There is no barrier between steps. A step lasts from the end of the previous one on *all* ranks to its own end on all
+ranks, when every rank has its loss as a Python float and its updated parameters. So it includes zeroing gradients.
+Ranks of one machine share a clock. Batches are sharded beforehand.
 
-Imported by workers of several Pythons: needs NumPy alone.
+Workers of several Pythons import this file, so it needs only NumPy.
 """
 
 import json
@@ -29,16 +28,16 @@ from time import perf_counter
 
 import numpy as np
 
-MLP_BATCHES = 16  # different ones; then they come again
+MLP_BATCHES = 16  # different batches, which are repeated
 
 
 def read_config():
-    """The configuration, `argv[1]`; `block` may be left out."""
+    """The configuration, `argv[1]`; `block` is optional."""
     return {"block": 1} | json.loads(sys.argv[1])
 
 
 def make_batches(config):
-    """Pairs of inputs and targets of the global batch: step i takes number i modulo how many there are."""
+    """Pairs of inputs and targets of the global batch; step i uses number i modulo their count."""
     random, rows = np.random.default_rng(config["seed"]), config["batch_size"]
     if "sizes" in config:
         inputs = random.standard_normal((MLP_BATCHES, rows, config["sizes"][0]), np.float32)
@@ -49,12 +48,12 @@ def make_batches(config):
 
 
 def step_count(config):
-    """How many steps are made, warm-up included."""
+    """The number of steps, including warm-up."""
     return (config["warmup"] + config["steps"]) * config["block"]
 
 
 def time_steps(config, step, barrier=lambda: None, clock=perf_counter):
-    """Call `step(index)`, which returns the loss, for every step; return this rank's row for `print_result`."""
+    """Call `step(index)`, which returns the loss, for every step; returns this rank's row for `print_result`."""
     barrier()
     marks, losses = [clock()], []
     for index in range(step_count(config)):
@@ -64,13 +63,13 @@ def time_steps(config, step, barrier=lambda: None, clock=perf_counter):
 
 
 def print_result(config, rows, version):
-    """Print the result from the rows of all ranks, [ranks, n]: on one rank, when no rank has ended yet."""
+    """Print the result from the rows of all ranks, [ranks, n]; called on one rank before any rank has ended."""
     rows = np.asarray(rows)
     ends = rows[:, 3:].max(axis=0)[:: config["block"]]
     result = {
         "step_seconds": (np.diff(ends)[config["warmup"] :] / config["block"]).tolist(),
         "peak_rss_bytes": int(rows[:, 2].max()),
-        "first_loss": rows[:, 0].mean(),  # ranks have equal parts of the batch, or all have its mean
+        "first_loss": rows[:, 0].mean(),  # ranks have equal shards of the batch, or all have its mean
         "last_loss": rows[:, 1].mean(),
         "version": version,
     }
@@ -78,7 +77,7 @@ def print_result(config, rows, version):
 
 
 def peak_memory():
-    """The most bytes that were resident in this process, memory it shares with other ranks counted by its part."""
+    """The peak resident bytes of this process; memory shared with other ranks counts in part."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     if not Path("/proc/self/smaps_rollup").exists():
         return peak

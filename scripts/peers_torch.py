@@ -1,9 +1,10 @@
-"""The training step of all PyTorch workers of `bench_peers.py`: models, optimizer and loop; the wrapping is theirs.
+"""The training step of all PyTorch workers of `bench_peers.py`: models, optimizer and loop; each worker wraps the
+model.
 
-PyTorch's fast paths in eager mode: fused optimizers (one call for all parameters of a group, not a loop over them in
-Python), scaled_dot_product_attention (flash attention on the CPU), fused GELU, layer norm and cross-entropy, gradients
-set to None instead of filled with zeros. Threads are as many as the configuration says, one in all comparisons.
-A rank's loss is that of its own part of the batch: it is spared the reduction that ours makes.
+It uses PyTorch's fast paths in eager mode: fused optimizers (one call for all parameters of a group, not a loop in
+Python), scaled_dot_product_attention (flash attention on the CPU), fused GELU, layer norm and cross-entropy, and
+gradients set to None instead of zeros. The configuration sets the number of threads, one in all comparisons. A rank's
+loss is that of its own shard of the batch, without the reduction that the engine does.
 """
 
 import os
@@ -18,7 +19,7 @@ from torch_gpt import GPT, adamw_groups
 
 
 def build_model(config):
-    """The model with parameters that depend on the seed alone: alike on all ranks."""
+    """The model with parameters that depend on the seed alone: equal on all ranks."""
     torch.set_num_threads(config["threads"])
     torch.manual_seed(config["seed"])
     if "sizes" not in config:
@@ -26,7 +27,7 @@ def build_model(config):
     layers = []
     for inputs, outputs in zip(config["sizes"][:-1], config["sizes"][1:], strict=True):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-        nn.init.normal_(layers[-2].weight, std=(2 / inputs) ** 0.5)  # as ours has them: losses can be compared
+        nn.init.normal_(layers[-2].weight, std=(2 / inputs) ** 0.5)  # as in the engine, so that losses can be compared
         nn.init.zeros_(layers[-2].bias)
     nn.init.normal_(layers[-2].weight, std=config["sizes"][-2] ** -0.5)
     return nn.Sequential(*layers[:-1])
@@ -45,7 +46,7 @@ def make_optimizer(model, config):
 
 
 def train(config, model):
-    """Train and print the result; on several ranks, each with its part of the batch, if there is a process group."""
+    """Train and print the result; with a process group, each rank has its shard of the batch."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     optimizer = make_optimizer(model, config)
     rows = config["batch_size"] // ranks
@@ -75,13 +76,13 @@ def train(config, model):
 def join_ranks():
     """The process group of the ranks that torch.distributed.run started: gloo, the backend for CPUs."""
     if os.path.exists("/sys/class/net/lo"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # between ranks of one machine nothing is faster
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the fastest between ranks of one machine
     dist.init_process_group("gloo")
 
 
 def leave_ranks():
-    """End the process when all ranks are done, with nothing torn down: a thread of gloo's that still runs when a
-    process group is destroyed at exit now and then aborts the process ("terminate called ...")."""
+    """End the process when all ranks are done, without teardown: if a thread of gloo still runs when a process group is
+    destroyed at exit, it sometimes aborts the process ("terminate called ...")."""
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)

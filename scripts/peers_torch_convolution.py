@@ -1,7 +1,7 @@
-"""A convolution and its gradients in eager PyTorch: a worker of `bench_peers.py`. `peers_convolution.py` says what a
-step is.
+"""A convolution and its gradients in eager PyTorch: a worker of `bench_peers.py`. `peers_convolution.py` defines a
+step.
 
-Channels come first, as is PyTorch's custom, or with `"channels_last": true` last in memory, which it is fastest with.
+Channels come first, PyTorch's default, or with `"channels_last": true` last in memory, which is faster.
 """
 
 from time import process_time

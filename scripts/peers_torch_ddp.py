@@ -1,9 +1,9 @@
-"""PyTorch's DistributedDataParallel over gloo. A worker of `bench_peers.py`, started by torch.distributed.run.
+"""PyTorch's DistributedDataParallel over gloo: a worker of `bench_peers.py`, started by torch.distributed.run.
 
-Settings: gradients are views of the buckets, which saves a copy; a static graph, which saves searching it for unused
-parameters; and `bucket_cap_mb` of the configuration, in MiB. Smaller buckets overlap more of the communication with
-the backward, larger ones cost fewer calls: `bench_peers.py` tries PyTorch's default, 25, and one that holds all
-gradients, and the better one counts.
+Settings: gradients are views of the buckets, which saves a copy; the graph is static, which saves the search for unused
+parameters; `bucket_cap_mb` of the configuration is in MiB. Smaller buckets overlap more of the communication with the
+backward, larger ones need fewer calls: `bench_peers.py` runs PyTorch's default, 25, and one bucket for all gradients,
+and the faster one counts.
 """
 
 from peers_protocol import read_config

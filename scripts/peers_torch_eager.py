@@ -1,6 +1,6 @@
 """Eager PyTorch on one rank; with `"compile": true` in the configuration, torch.compile. A worker of `bench_peers.py`.
 
-Compiled with the default mode, static shapes; compilation falls into the first step, which is warm-up.
+It compiles with the default mode and static shapes, in the first step, which is warm-up.
 """
 
 import torch

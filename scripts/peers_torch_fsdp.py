@@ -1,9 +1,8 @@
-"""PyTorch's FSDP2, fully_shard, over gloo. A worker of `bench_peers.py`, started by torch.distributed.run.
+"""PyTorch's FSDP2, fully_shard, over gloo: a worker of `bench_peers.py`, started by torch.distributed.run.
 
-As its documentation advises: each block is sharded as a unit, then the model with what is left; parameters are freed
-after a block's forward and gathered again for its backward (`reshard_after_forward=True`: ZeRO-3, as ours), while those
-of the root, which the backward needs at once, stay. A forward prefetches the next block's parameters as it does by
-default.
+As its documentation recommends, each block is sharded as a unit, then the rest of the model. Parameters are freed after
+a block's forward and gathered again for its backward (`reshard_after_forward=True`: ZeRO-3, as in the engine). Those of
+the root stay, because the backward needs them at once. A forward prefetches the next block's parameters, the default.
 """
 
 import torch.distributed as dist

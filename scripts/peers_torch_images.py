@@ -1,6 +1,6 @@
-"""Steps of a ResNet-18 in eager PyTorch: a worker of `bench_peers.py`. `peers_images.py` says what a step is.
+"""Steps of a ResNet-18 in eager PyTorch: a worker of `bench_peers.py`. `peers_images.py` defines a step.
 
-Channels come first, as is PyTorch's custom, or with `"channels_last": true` last in memory.
+Channels come first, PyTorch's default, or with `"channels_last": true` last in memory.
 """
 
 from time import process_time
@@ -22,7 +22,7 @@ class Block(nn.Module):
 
 
 def normed(into, out, kernel, stride):
-    """A convolution and its batch norm."""
+    """A convolution with its batch norm."""
     return nn.Conv2d(into, out, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(out)
 
 

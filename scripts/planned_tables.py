@@ -1,10 +1,11 @@
-"""Tables of docs/planning.md, from shapes alone: models of 1 and 10 billion parameters, and small layers in groups.
+"""Prints tables of docs/planning.md, from shapes alone: models of 1 and 10 billion parameters, and grouped small
+layers.
 
-    python scripts/planned_tables.py              # A100 nodes; a minute or so
+    python scripts/planned_tables.py              # A100 nodes; about a minute
     python scripts/planned_tables.py --machine h100 --memory 40GB
 
-The first table has the quickest plan within the memory, and beside it ZeRO-3 over all ranks; the second 1,000 layers of
-a stack whose parameters are gathered in groups of various sizes. Every row is a whole step, analyzed and simulated.
+The first table compares the fastest plan within the memory with ZeRO-3 over all ranks. The second has a stack of 1,000
+layers whose parameters are gathered in groups of various sizes. Every row is a whole step, analyzed and simulated.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from spmd_engine.planning.search.search_space import SearchSpace
 from spmd_engine.units import bytes_of, readable_bytes, readable_seconds
 
 BATCH, CONTEXT = 64, 1024
-MODELS = {  # 12 layers width² parameters, and the embedding's
+MODELS = {  # 12 · layers · width² parameters, plus the embedding
     "1B": gpt(GPTSize(80, 1024, 16, CONTEXT), "gpt-1b"),
     "10B": gpt(GPTSize(48, 4096, 32, CONTEXT), "gpt-10b"),
 }
@@ -37,8 +38,8 @@ MEASURES = ("a step", "memory a rank", "sent by all", "calls a rank", "waits")
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--machine", default="a100", help="A machine that comes with the package, or a file.")
-    parser.add_argument("--memory", default="40GB", help="That a rank may use.")
+    parser.add_argument("--machine", default="a100", help="A machine of the package, or a machine file.")
+    parser.add_argument("--memory", default="40GB", help="Memory of a rank.")
     asked = parser.parse_args()
     machine = read_machine(asked.machine)
     print(f"{BATCH} samples of {CONTEXT} tokens a step, {machine.name}, {asked.memory} a rank\n")
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 def measures(seen: PlanEvaluation) -> list[str]:
-    """What a step takes, as a table has it."""
+    """The cells of a step."""
     analysis = seen.analysis
     return [
         readable_seconds(seen.seconds),
@@ -60,7 +61,7 @@ def measures(seen: PlanEvaluation) -> list[str]:
 
 
 def billions(machine: Machine, memory: float) -> Iterable[list[str]]:
-    """What is quickest for each model and number of ranks, and ZeRO-3."""
+    """The fastest plan for each model and number of ranks, and ZeRO-3."""
     for name, ranks in RANKS:
         model, nodes = MODELS[name], machine.with_ranks(ranks)
         planner = Planner(model, nodes)
@@ -76,14 +77,14 @@ def billions(machine: Machine, memory: float) -> Iterable[list[str]]:
 
 
 def sharded(model: Model, machine: Machine, ranks: int) -> PlanEvaluation:
-    """Everything stored in parts, blocks recomputed, four samples a rank and micro-batch."""
+    """ZeRO-3 with recomputed blocks and four samples per rank and micro-batch."""
     return evaluate_step(
         model, machine, {"data": ranks}, ParallelConfig(zero=3, recompute="block"), BATCH, BATCH // ranks // 4
     )
 
 
 def grouped(machine: Machine) -> Iterable[list[str]]:
-    """Small layers, by the bytes at which a group is closed."""
+    """Small layers, by the largest bytes of a group."""
     model = deep_mlp(SMALL_LAYERS, SMALL_WIDTH)
     for threshold in THRESHOLDS:
         composition = ParallelConfig(zero=3, group_threshold=threshold)
@@ -94,7 +95,7 @@ def grouped(machine: Machine) -> Iterable[list[str]]:
 
 
 def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table as Markdown has it."""
+    """A Markdown table."""
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     for row in rows:
         print("| " + " | ".join([*row, *[""] * (len(columns) - len(row))]) + " |", flush=True)

@@ -1,10 +1,10 @@
-"""Write what transformers computes with a model's folder, layer by layer, for `verify --import`.
+"""Write the activations of a model's folder in transformers, layer by layer, for `verify --import`.
 
     pip install torch transformers numpy
     python scripts/reference_activations.py FOLDER FILE.npz [LENGTH]
 
-The file has `tokens` (random, 2 sequences of LENGTH, by default 80), `hidden_states.0`, which follows the embedding,
-`hidden_states.N` after N blocks, and, called as here, `blockN/attention`: the residual stream between a block's
+The file has `tokens` (random, 2 sequences of LENGTH, by default 80), `hidden_states.0` after the embedding,
+`hidden_states.N` after N blocks, and `blockN/attention` (the engine's name): the residual stream between a block's
 attention and its MLP. Then
 
     python -m spmd_engine verify --import FOLDER --reference FILE.npz
@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM
 
 
 def keep(out, name, module, inputs):
-    """A hook: what goes into a module, under a name."""
+    """A hook that stores the input of a module under a name."""
     out[name] = inputs[0]
 
 
 def between(block):
-    """Of a transformers' block the module that the residual stream enters between attention and perceptron, if any."""
+    """The module of a transformers block that the residual stream enters between attention and MLP, if any."""
     own = dict(block.named_children())
     if getattr(block, "use_parallel_residual", False):
         return None
@@ -40,7 +40,7 @@ def between(block):
 def main(folder, file, length=80):
     """Write the file."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model.config._experts_implementation = "eager"  # the others want widths that are multiples of 16
+    model.config._experts_implementation = "eager"  # the others need widths that are multiples of 16
     tokens = torch.randint(model.config.vocab_size, (2, int(length)), generator=torch.Generator().manual_seed(0))
     out = {"tokens": tokens}
     for name, module in model.named_modules():
@@ -50,7 +50,7 @@ def main(folder, file, length=80):
     with torch.no_grad():
         result = model(tokens, output_hidden_states=True, use_cache=False)
     out |= {f"hidden_states.{number}": each for number, each in enumerate(result.hidden_states)}
-    for name in out.keys() - {"tokens"}:  # OPT puts samples behind one another
+    for name in out.keys() - {"tokens"}:  # OPT concatenates samples
         out[name] = out[name].reshape(*tokens.shape, -1)
     np.savez_compressed(file, **{name: each.numpy() for name, each in out.items()}, logits=result.logits.numpy())
     print(file, f"{len(out) + 1} arrays")

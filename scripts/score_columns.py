@@ -1,8 +1,7 @@
-"""Steps of transformers in a table that was not prepared for: each column by one of the names that it usually has.
+"""Reads steps of transformers from any table: each column is recognized by one of its usual names.
 
-What is understood, with other names that columns may have (upper and lower case, spaces and signs make no difference):
-``NAMES``. A step's time may be told as seconds, or by a rate of tokens, samples or FLOPs; of a model by name, its
-shape is looked up.
+``NAMES`` lists the columns with their other names; case, spaces and signs are ignored. A step's time may be given in
+seconds, or as a rate of tokens, samples or FLOPs. The shape of a model given by name is looked up.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models.gpt import GPT_SIZES
 from spmd_engine.planning.machine.files import read_machine
 
-#: What is used, and how columns are called that tell it.
+#: The quantities used, and the names of their columns.
 NAMES: Mapping[str, Sequence[str]] = {
     "layers": ("layers", "layer", "depth", "l"),
     "hidden": ("hidden", "hidden_size", "width", "d_model", "dim", "embedding", "embedding_size", "embd", "h"),
@@ -58,7 +57,7 @@ def _units(unit: float, names: str) -> dict[str, float]:
     return dict.fromkeys(names.split(), unit)
 
 
-#: Columns of a step's time, or of what it follows from, and how many of the named unit one of theirs is.
+#: Columns of a step's time or of a rate that determines it, with their factors to the unit in the key.
 SPEEDS: Mapping[str, Mapping[str, float]] = {
     "seconds": _units(1.0, "seconds step_seconds iteration_seconds step_s iteration_s time_s step_time step_time_s")
     | _units(1.0, "iteration_time iteration_time_s seconds_per_iteration time_per_global_step_s")
@@ -73,26 +72,26 @@ SPEEDS: Mapping[str, Mapping[str, float]] = {
     | _units(1e12, "achieved_tflops achieved_tflops_per_gpu achieved_teraflop_s_per_gpu hardware_tflops_per_gpu"),
     "of the peak, by the model's FLOPs": _units(1.0, "mfu mfu_percent"),
 }
-#: Columns of the most memory that a GPU held, and how many GiB one of their units is; what tools print as GB is GiB.
+#: Columns of a GPU's peak memory, with their factors to GiB; tools print GiB as GB.
 MEMORIES = _units(1.0, "memory_gib peak_memory_gib max_memory_gib memory_gb peak_memory_gb gpu_memory_gb memory")
 MEMORIES |= _units(1.0, "peak_memory") | _units(1 / 1024, "memory_mib peak_memory_mib peak_allocated_mib")
 TIME_NAMES = "step_seconds", "iteration_ms", "tokens_per_second_per_gpu", "tflops_per_gpu", "memory_gib"  #: some
-#: What is taken where no column tells it; 0: found from others.
+#: Values of missing columns; 0: derived from others.
 DEFAULTS = {
     "sequence": 2048, "vocabulary": 51200, "tp": 1, "pp": 1, "dp": 0, "micro_batch": 0, "virtual": 1, "zero": 0,
     "accumulation": 0, "global_batch": 0, "kv_heads": 0, "ffn": 0, "gpus": 0, "nodes": 0, "per_node": 0, "cp": 1,
     "ep": 1, "between": 0,
 }  # fmt: skip
-TOLD = "sequence", "vocabulary", "tp", "pp", "dp", "gpu"  #: of which it is said that they were taken
-#: What a run has of these, as it is told.
+TOLD = "sequence", "vocabulary", "tp", "pp", "dp", "gpu"  #: reported if a default is used
+#: The fields of a run that are given directly.
 SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary", "tp", "pp", "dp", "micro_batch", "global_batch")
 SIZES += "virtual", "zero"
 SHARDED = {"full_shard": 3, "fsdp": 3, "zero3": 3, "hybrid_shard": 3, "shard_grad_op": 2, "no_shard": 0, "ddp": 0}
 FULLY_SHARDED = "fsdp", "fsdp2", "fsdp_gpt", "torchtitan"
-NOT = "", "0", "no", "false", "n/a"  #: cells that deny
+NOT = "", "0", "no", "false", "n/a"  #: cells that mean no
 RECOMPUTED = {"block": "full", "uniform": "full", "partial": "selective"}
 GPUS = {"a100": "a100", "a800": "a100", "h100": "h100", "h800": "h100", "h200": "h200"}
-#: Llamas (Touvron et al., 2023; Dubey et al., 2024): layers, width, heads, of keys, inside the MLP, vocabulary.
+#: Llamas (Touvron et al., 2023; Dubey et al., 2024): layers, width, heads, key heads, MLP width, vocabulary.
 LLAMAS = {
     "llama7b": (32, 4096, 32, 32, 11008, 32000), "llama13b": (40, 5120, 40, 40, 13824, 32000),
     "llama30b": (60, 6656, 52, 52, 17920, 32000), "llama65b": (80, 8192, 64, 64, 22016, 32000),
@@ -103,7 +102,7 @@ LLAMAS = {
 
 @dataclass(frozen=True)
 class TransformerRun:
-    """A row: sizes of a transformer, how it was spread, and what was measured."""
+    """A row: sizes of a transformer, its parallelism, and the measurements."""
 
     layers: int
     hidden: int
@@ -116,19 +115,19 @@ class TransformerRun:
     micro_batch: int
     global_batch: int
     seconds: float | None  #: of a step
-    memory: float | None = None  #: GiB of the GPU that holds most
-    kv_heads: int | None = None  #: None: as many as heads
+    memory: float | None = None  #: GiB of the GPU with the most
+    kv_heads: int | None = None  #: None: equal to heads
     ffn: int | None = None  #: None: four times the width
     gated: bool = False
     virtual: int = 1
     zero: int = 0
     sequence_parallel: bool = False
     gpu: str = "a100"
-    recompute: str | None = None  #: none, selective or full; None: not told
+    recompute: str | None = None  #: none, selective or full; None: not given
     flash: bool | None = None
     framework: str = ""
-    per_node: int = 8  #: GPUs of a node
-    between: int = 0  #: Gbit/s that a node sends to others; 0: as the machine's file says
+    per_node: int = 8  #: GPUs per node
+    between: int = 0  #: Gbit/s between nodes; 0: as in the machine file
 
     @property
     def ranks(self) -> int:
@@ -136,34 +135,34 @@ class TransformerRun:
 
     @property
     def repeats(self) -> str:
-        """What is recomputed; where that is not told, all, but with fused attention nothing."""
+        """What is recomputed; if not given, all, or nothing with fused attention."""
         return self.recompute or ("none" if self.flash or self.zero == 3 else "full")
 
     def flops(self, *, repeated: bool) -> float:
-        """Of a step, each rank's: of the model, or with what full recomputation repeats. All scores count."""
+        """FLOPs of a step per rank: those of the model, or including full recomputation. Masked scores count too."""
         d, f = self.hidden, self.ffn or 4 * self.hidden
         keys = (self.kv_heads or self.heads) / self.heads
         weights = self.layers * ((2 + 2 * keys) * d * d + (3 if self.gated else 2) * d * f)
-        blocks = 2 * weights + 4 * self.layers * self.sequence * d  # of a token's forward
+        blocks = 2 * weights + 4 * self.layers * self.sequence * d  # per token, of the forward
         ways = 4 if repeated and self.repeats == "full" else 3
         return self.global_batch * self.sequence * (ways * blocks + 6 * self.vocabulary * d) / self.ranks
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns of a table tell what, and what of it is not told."""
+    """The columns of a table by quantity, and the missing quantities."""
 
-    found: Mapping[str, str]  #: what is used -> the column
-    time: tuple[str, str, float] | None  #: what it tells, the column, and its unit
-    memory: tuple[str, float] | None  #: the column, and its unit in GiB
+    found: Mapping[str, str]  #: quantity -> column
+    time: tuple[str, str, float] | None  #: quantity, column, unit
+    memory: tuple[str, float] | None  #: column, and its unit in GiB
     missing: Sequence[str]
     assumed: Mapping[str, int | str]
     unused: Sequence[str] = field(default=())
 
     @classmethod
     def of(cls, names: Sequence[str]) -> Columns:
-        """Of a table with these columns."""
-        plain = {plain_name(name): name for name in reversed(names)}  # of columns alike, the first
+        """The quantities of a table with these columns."""
+        plain = {plain_name(name): name for name in reversed(names)}  # of equal names, the first
         found = {what: plain[first] for what, known in NAMES.items() if (first := _first(known, plain))}
         time = next(
             (
@@ -192,13 +191,13 @@ class Columns:
 
     @property
     def help(self) -> str:
-        """How what is missing may be called."""
+        """The accepted names of missing columns."""
         known = {what: NAMES.get(what, ()) for what in self.missing}
         known["a step's time or memory"] = TIME_NAMES
         return "; ".join(f"{what} (as {', '.join(known[what][:6])})" for what in self.missing)
 
     def run(self, row: Mapping[str, str]) -> TransformerRun | str:
-        """What a row tells, or why it cannot be used."""
+        """The run of a row, or the reason why it cannot be used."""
         cells = {what: (row.get(column) or "").strip() for what, column in self.found.items()}
         try:
             told = {what: whole(cells[what], self.found[what]) for what in DEFAULTS if cells.get(what)}
@@ -208,13 +207,13 @@ class Columns:
         except (ValueError, UsageError) as error:
             return str(error)
         if not re.search("16|mixed|amp|half|^$", cells.get("precision", "").lower()):
-            return f"precision {cells['precision']!r} is not foretold here: products are of 16 bits"
+            return f"precision {cells['precision']!r} is not predicted here: products are of 16 bits"
         n = DEFAULTS | shape | told
         per_node, gated = n["per_node"] or 8, yes(cells.get("gated", "")) or bool(shape.get("gated"))
         gpus = n["gpus"] or n["nodes"] * per_node or n["tp"] * n["pp"] * max(n["dp"], 1)
         for what in ("cp", "ep"):
             if n[what] > 1:
-                return f"{what} above 1 is not foretold here"
+                return f"{what} above 1 is not predicted here"
         framework = plain_name(cells.get("framework", ""))
         if "zero" not in told and (framework in FULLY_SHARDED or cells.get("fsdp", "").lower() not in NOT):
             n["zero"] = 3
@@ -228,7 +227,7 @@ class Columns:
         if n["global_batch"] % (n["micro_batch"] * n["dp"]):
             return "global_batch is no multiple of micro_batch x dp"
         if not n.get("layers") or not n.get("hidden"):
-            return "layers or hidden is not told"
+            return "layers or hidden is missing"
         n["heads"] = n.get("heads") or max(n["hidden"] // 128, 1)
         if n["hidden"] % n["heads"]:
             return "hidden is no multiple of heads"
@@ -249,7 +248,7 @@ class Columns:
         return self._measured(run, row)
 
     def _shape(self, cells: Mapping[str, str]) -> dict[str, int]:
-        """Of the model by its columns, else by its name."""
+        """The model's shape from its columns, otherwise from its name."""
         if cells.get("layers") and cells.get("hidden"):
             shape = {
                 what: whole(cells[what], self.found[what]) for what in ("layers", "hidden", "heads") if cells.get(what)
@@ -262,12 +261,12 @@ class Columns:
         short = re.sub(r"[^a-z0-9]", "", name.lower())
         short = re.sub(r"^llama31(?=8b|70b|405b)", "llama3", re.sub(r"^(meta)?llama2(?=7b|13b)", "llama", short))
         if short not in LLAMAS:
-            raise ValueError(f"of the model {name!r} neither layers and hidden are told nor is its shape known")
+            raise ValueError(f"the shape of model {name!r} is not known, and layers or hidden is missing")
         names = "layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary"
         return dict(zip(names, LLAMAS[short], strict=True)) | {"gated": 1}
 
     def _gpu(self, cell: str) -> str:
-        """The machine of a GPU, or the file that a row names."""
+        """The machine of a GPU, or the machine file that a row names."""
         if not cell:
             return "a100"
         if cell.endswith(".toml"):
@@ -281,7 +280,7 @@ class Columns:
         return known
 
     def _measured(self, run: TransformerRun, row: Mapping[str, str]) -> TransformerRun | str:
-        """The run with its time and memory, of which one must be there."""
+        """The run with its time and memory; one of them is required."""
         memory = number(row.get(self.memory[0]) or "") if self.memory else None
         memory = memory * self.memory[1] if memory and self.memory else None
         value = number(row.get(self.time[1]) or "") if self.time else None
@@ -306,7 +305,7 @@ class Columns:
                 seconds = run.flops(repeated=True) / value
             case "model FLOPs of a GPU":
                 seconds = run.flops(repeated=False) / value
-            case _:  # of the peak, perhaps in percent
+            case _:  # a fraction of the peak, or percent
                 reached = value / 100 if value > 1 else value
                 seconds = run.flops(repeated=False) / (reached * peak(run.gpu))
         return replace(run, seconds=seconds, memory=memory)
@@ -314,18 +313,18 @@ class Columns:
 
 @lru_cache
 def peak(gpu: str) -> float:
-    """FLOP/s of products of 16 bits."""
+    """FLOP/s of 16-bit matrix products."""
     return read_machine(gpu).nodes[0].speeds["float16"].most
 
 
 def plain_name(name: str) -> str:
-    """A name in lower case, all but letters and digits as single underscores, without "number of" before it."""
+    """A name in lower case, with single underscores between letters and digits, without a leading "number of"."""
     plain = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
     return re.sub(r"^(number_of|num|n|no_of)_", "", plain)
 
 
 def number(cell: str) -> float | None:
-    """A finite number above 0, perhaps with commas; None for anything else."""
+    """A finite number above 0, possibly with commas; None for anything else."""
     try:
         value = float(cell.replace(",", "").strip().removesuffix("%"))
     except ValueError:
@@ -334,7 +333,7 @@ def number(cell: str) -> float | None:
 
 
 def whole(cell: str, column: str) -> int | None:
-    """A whole number of a cell; None for n/a. Raises ValueError for what is none."""
+    """The whole number in a cell; None for n/a. Raises ValueError for anything else."""
     text = cell.replace(",", "").strip().lower()
     if text in ("", "n/a", "na", "-", "none", "auto"):
         return None
@@ -350,7 +349,7 @@ def whole(cell: str, column: str) -> int | None:
 
 
 def yes(cell: str) -> bool:
-    """Whether a cell says so."""
+    """Whether a cell means yes."""
     return cell.strip().lower() in ("yes", "true", "1", "on", "y", "t")
 
 

@@ -1,17 +1,16 @@
-"""How far predictions are from what others measured and published: python scripts/score_planner.py --tables FOLDER
+"""Errors of predictions against published measurements: python scripts/score_planner.py --tables FOLDER
 
-The folder holds CSV files whose first line names their source (``#``), under the names below; what is not there is left
-out. Machine files have a few fitted numbers; those for a table are fitted to other rows of it than are scored, by a
-split that a hash of the row fixes, or to another table. Beside each error stand naive baselines: a constant rate of
-model FLOPs, fitted alike, and the same with the pipeline's bubble.
+The folder holds CSV files with the names below, whose first line names their source (``#``); missing files are skipped.
+Machine files have a few fitted numbers. For each table they are fitted to rows that are not scored, in a fixed split by
+a hash of the row, or to another table. Each error is printed with naive baselines: a constant rate of model FLOPs,
+fitted to the same rows, and the same with the pipeline bubble.
 
-Other tables there are looked at for columns that tell of steps of transformers, or of their memory, by the names that
-``score_columns.py`` knows, and it is said what cannot be used of them. Errors with nothing fitted are told, too.
+Other tables in the folder are searched for columns of step times or memory of transformers, with the names in
+``score_columns.py``; the unusable parts are reported. Errors without a fit are printed too.
 
-Systems other than this engine compute in 16 bits with other kernels. They are described operation by operation by
-files (``other_systems/megatron-deepspeed.toml``, ``fsdp.toml``, ...); of the table of H200 layers are this
-engine's own, of a GPT with the row's sizes, products and arrays at half the bytes. Schedules and collectives are always
-the engine's.
+Other systems compute in 16 bits with other kernels. Files describe them operation by operation
+(``other_systems/megatron-deepspeed.toml``, ``fsdp.toml``, ...). For the H200 table the layers are the engine's, of a
+GPT with the row's sizes, with products and arrays at half the bytes. Schedules and collectives are always the engine's.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ Row = dict[str, str]
 
 
 def main() -> None:
-    """Score every table that is there."""
+    """Score every table in the folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=Path, required=True, help="The folder with the CSV files.")
-    parser.add_argument("--rows", type=int, default=0, help="Rows of a long table that are scored; 0: all.")
-    parser.add_argument("--only", help="The name of one table.")
+    parser.add_argument("--rows", type=int, default=0, help="Most rows scored per table; 0: all.")
+    parser.add_argument("--only", help="Score only the table of this name.")
     arguments = parser.parse_args()
     tables = {
         "allreduce_a100_nccl.csv": score_all_reduce,
@@ -66,7 +65,7 @@ def main() -> None:
         if path.is_file():
             score_table(path, score, arguments)
         else:
-            print(f"\n{name}: not there")
+            print(f"\n{name}: no such file")
     others = (path for path in sorted(arguments.tables.glob("*.csv")) if path.name not in tables)
     for path in others if arguments.only is None else ():
         score_table(path, score_by_columns, arguments)
@@ -76,7 +75,7 @@ Score = Callable[[Sequence[Row], argparse.Namespace], None]
 
 
 def score_table(path: Path, score: Score, arguments: argparse.Namespace) -> None:
-    """One table; where it is not as its reader wants it, what is wrong with it."""
+    """Score one table, or print why it cannot be read."""
     print(f"\n{path.name}\n{source_of(path)}", flush=True)
     rows = read(path)
     if not rows:
@@ -85,7 +84,7 @@ def score_table(path: Path, score: Score, arguments: argparse.Namespace) -> None
     try:
         score(rows, arguments)
     except KeyError as missing:
-        print(f"  the column {missing} is not there")
+        print(f"  there is no column {missing}")
         if score is not score_by_columns:
             score_by_columns(rows, arguments)
     except (ValueError, TypeError, ZeroDivisionError) as error:
@@ -93,14 +92,14 @@ def score_table(path: Path, score: Score, arguments: argparse.Namespace) -> None
 
 
 def score_by_columns(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
-    """Steps of transformers, as far as columns tell of them, on each kind of GPU: as they are foretold with nothing
-    fitted, and with numbers fitted to 5% of the rows, eight at least, the others to score. And memory."""
+    """Score the steps and the memory of transformers in a table, for each kind of GPU: predictions without a fit, and
+    with numbers fitted to 5% of the rows (at least eight); the other rows are scored."""
     columns = Columns.of([name for name in rows[0] if name])
     if columns.missing:
-        print(f"  no table of steps of transformers: it does not tell {columns.help}")
+        print(f"  no table of transformer steps: it lacks {columns.help}")
         return
     if columns.assumed:
-        print("  taken, since no column tells it: " + ", ".join(f"{k} {v}" for k, v in columns.assumed.items()))
+        print("  defaults of missing columns: " + ", ".join(f"{k} {v}" for k, v in columns.assumed.items()))
     if columns.unused:
         print(f"  not used: {', '.join(columns.unused)}")
     found = [(share(row), columns.run(row)) for row in rows]
@@ -120,7 +119,7 @@ def score_by_columns(rows: Sequence[Row], arguments: argparse.Namespace) -> None
 
 
 def score_told_steps(name: str, runs: Sequence[TransformerRun], most: int) -> None:
-    """Runs on one kind of GPU, in the order of their hashes."""
+    """Score runs on one kind of GPU, in the order of their hashes."""
     few = max(8, len(runs) // 20)
     enough = len(runs) >= 2 * few
     scored = runs[few : few + most] if enough and most else runs[few:] if enough else runs
@@ -130,25 +129,25 @@ def score_told_steps(name: str, runs: Sequence[TransformerRun], most: int) -> No
     if any(run.recompute is None for run in scored):
         for repeats in RECOMPUTED:
             pairs = foretold([run_of(run, Way(repeats, True)) for run in scored], start)
-            told(f"  if what is recomputed is {repeats}", [seconds / run.seconds - 1 for seconds, run in pairs])
+            told(f"  with recompute {repeats}", [seconds / run.seconds - 1 for seconds, run in pairs])
     if not enough:
         print(f"  {len(runs)} rows are too few to fit to some and score others")
         return
     fitting = runs[:few]
     best = min(ways_of(runs), key=lambda way: fit_error([run_of(run, way) for run in fitting], start))
-    print("  taken, since rows to fit to are foretold best so: " + best.told)
+    print("  chosen by the error of the fitted rows: " + best.told)
     score_runs(name, [run_of(run, best) for run in fitting], [run_of(run, best) for run in scored], start)
 
 
 def foretold(runs: Sequence[Run], fitted: dict[str, float]) -> list[tuple[float, Run]]:
-    """Seconds, and the runs that they are of: those that this engine cuts so."""
+    """Predicted seconds with their runs, for the runs that this engine can shard in this way."""
     predictor = Predictor()
     found = [(predictor.seconds(run, **fitted), run) for run in runs]
     return [(seconds, run) for seconds, run in found if seconds is not None]
 
 
 def score_as_it_is(name: str, runs: Sequence[Run], fitted: dict[str, float]) -> None:
-    """Errors with the numbers that are taken where none are fitted, beside a rate that is the median of these rows."""
+    """Print errors with the default numbers, and those of the baseline: the median rate of these rows."""
     known = foretold(runs, fitted)
     told(name, [seconds / run.seconds - 1 for seconds, run in known])
     if len(known) > 2:
@@ -158,17 +157,18 @@ def score_as_it_is(name: str, runs: Sequence[Run], fitted: dict[str, float]) -> 
         rate = median(run.flops / run.seconds for _, run in known)
         told("baseline: their own median rate", [run.flops / rate / run.seconds - 1 for _, run in known])
     if len(known) < len(runs):
-        print(f"  {len(runs) - len(known)} rows left out: this engine does not cut models so")
+        print(f"  {len(runs) - len(known)} rows left out: this engine cannot shard them in this way")
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """The correlation of their ranks; 0 where one of them is all alike."""
+    """Spearman's rank correlation."""
     ranks = [np.argsort(np.argsort(each)) for each in (a, b)]
     return float(np.corrcoef(*ranks)[0, 1])
 
 
 def score_told_memory(name: str, runs: Sequence[tuple[float, TransformerRun]]) -> None:
-    """Memory by the file of the system that a run is like: as it is foretold, and with a base fitted to a third."""
+    """Score memory predicted from the file of the run's system: without a fit, and with a base fitted to a third of the
+    rows."""
     readings = []
     for at, run in runs:
         try:
@@ -181,11 +181,11 @@ def score_told_memory(name: str, runs: Sequence[tuple[float, TransformerRun]]) -
     if len(readings) >= 6:
         score_memory(name, readings[: len(readings) // 3], readings[len(readings) // 3 :])
     if len(readings) < len(runs):
-        print(f"  {len(runs) - len(readings)} rows left out: this engine does not cut models so")
+        print(f"  {len(runs) - len(readings)} rows left out: this engine cannot shard them in this way")
 
 
 def told_memory(run: TransformerRun) -> list[SystemMemory]:
-    """What each stage's ranks hold; of an interleaved schedule as many micro-batches as are ever in flight."""
+    """Memory of each stage's ranks, with the largest number of micro-batches in flight."""
     flight = run.pp + 1 if run.virtual == 1 else 2 * run.pp
     return memory_of(
         known_system(system_of(run)),
@@ -201,15 +201,15 @@ def told_memory(run: TransformerRun) -> list[SystemMemory]:
 
 
 def repeated_by(run: TransformerRun) -> str | None:
-    """What a run recomputes, if that is told. What Megatron means by selective, scores, fused attention never keeps."""
+    """What a run recomputes, if given. Megatron's selective recomputes scores, which fused attention never keeps."""
     if run.recompute == "selective" and system_of(run) in ("megatron-core", "fsdp-gpt"):
         return "none"
     return run.recompute
 
 
 def system_of(run: TransformerRun) -> str:
-    """The file that tells what such a run computes and keeps: that of its framework, if there is one for its blocks;
-    else by these, whether attention is fused, and whether parameters are cut over data."""
+    """The file that describes the run's computation and memory: that of its framework, if it has one for such blocks;
+    otherwise it depends on the blocks, on fused attention, and on whether parameters are sharded over data."""
     named, gated = run.framework.replace("_", "-"), bool(run.gated or run.kv_heads)
     if gated:
         return named if named in LLAMAS else "fsdp" if run.zero == 3 else "megatron-core"
@@ -221,33 +221,33 @@ def system_of(run: TransformerRun) -> str:
 
 @dataclass(frozen=True)
 class Way:
-    """What tables seldom tell: what is recomputed, and whether gradients are summed while the backward goes on."""
+    """Options that tables seldom give: recomputation, and whether gradient reductions overlap with the backward."""
 
     recompute: str
     overlap: bool
 
     @property
     def told(self) -> str:
-        return f"recompute {self.recompute}, gradients summed {'during' if self.overlap else 'behind'} the backward"
+        return f"recompute {self.recompute}, gradients summed {'during' if self.overlap else 'after'} the backward"
 
 
 def ways_of(runs: Sequence[TransformerRun]) -> list[Way]:
-    """Those that make a difference."""
+    """The options that differ for these runs."""
     overlaps = (True, False) if any(run.dp > 1 for run in runs) else (True,)
     untold = any(run.recompute is None for run in runs)
-    recomputed = ("full", "selective", "none") if untold else ("as told",)
+    recomputed = ("full", "selective", "none") if untold else ("as given",)
     return [Way(recompute, overlap) for recompute in recomputed for overlap in overlaps]
 
 
 def fit_error(runs: Sequence[Run], start: dict[str, float]) -> float:
-    """The mean error of runs that numbers were fitted to."""
+    """The mean error of the runs to which numbers are fitted."""
     fitted = fit(Predictor().seconds, runs, start)
     errors = [abs(seconds / run.seconds - 1) for seconds, run in foretold(runs, fitted)]
     return mean(errors) if errors else float("inf")
 
 
 def run_of(told: TransformerRun, way: Way) -> Run:
-    """A run under 1F1B, interleaved if stages have several chunks."""
+    """The run under 1F1B, or interleaved 1F1B if stages have several chunks."""
     sizes = told.layers, told.hidden, told.heads, told.sequence, told.vocabulary, told.ffn
     schedule = ("interleaved" if told.virtual > 1 else "1f1b") if told.pp > 1 else None
     recompute = repeated_by(told) or way.recompute
@@ -269,26 +269,26 @@ def run_of(told: TransformerRun, way: Way) -> Run:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a table, without the line that names its source."""
+    """The rows of a table, without the source line."""
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
     return list(csv.DictReader(lines))
 
 
 def source_of(path: Path) -> str:
-    """Where all rows of a table are from, as its first line says, in lines to print."""
+    """The source of a table, from its first line, as lines to print."""
     first = path.read_text().partition("\n")[0]
     said = first.removeprefix("#").strip() if first.startswith("#") else "source: not said"
     return fill(said, 118, initial_indent="  ", subsequent_indent="  ")
 
 
 def share(row: Row) -> float:
-    """Where a row falls in [0, 1), by a hash of its text: fixed for ever."""
+    """A fixed position of a row in [0, 1): a hash of its text."""
     text = ",".join(f"{name}={value}" for name, value in sorted(row.items()))
     return int(sha256(text.encode()).hexdigest()[:8], 16) / 2**32
 
 
 def told(name: str, errors: Iterable[float]) -> None:
-    """A line of figures of relative errors."""
+    """Print a line of statistics of relative errors."""
     errors = [abs(error) for error in errors]
     if errors:
         print(
@@ -301,7 +301,7 @@ def told(name: str, errors: Iterable[float]) -> None:
 
 
 def score_all_reduce(rows: Sequence[Row], _: argparse.Namespace) -> None:
-    """all_reduce inside an A100 node; ``link_share`` and ``wait_seconds`` fitted to a quarter of the rows."""
+    """Score all_reduce in an A100 node; ``link_share`` and ``wait_seconds`` are fitted to a quarter of the rows."""
     from spmd_engine.planning.simulator.collective_time import CollectiveTimes
 
     rows = [row for row in rows if row["gpu"] == "a100"]
@@ -332,7 +332,7 @@ def score_all_reduce(rows: Sequence[Row], _: argparse.Namespace) -> None:
 
 
 class Run:
-    """A published run of a GPT: what is to be predicted, and its naive baselines."""
+    """A published run of a GPT: the measured time, and its naive baselines."""
 
     def __init__(
         self,
@@ -344,16 +344,16 @@ class Run:
         repeats: str = "none",
         overlap: bool = False,
     ) -> None:
-        """``system``: whose file tells the work (None: this engine's own), what it ``repeats`` inside of blocks, and
-        whether gradients are summed over data while the backward goes on."""
+        """``system``: whose file describes the work (None: this engine); ``repeats``: its recomputation inside blocks;
+        ``overlap``: whether gradient reductions over data overlap with the backward."""
         self.size, self.candidate, self.seconds, self.machine = size, candidate, seconds, machine
         self.system, self.repeats, self.overlap = system, repeats, overlap
-        self.counted: float | None = None  #: FLOPs, where others than a GPT's are
-        self.node = 0, 0  #: GPUs of a node, and Gbit/s that it sends; 0: as the machine's file says
+        self.counted: float | None = None  #: FLOPs, if not those of a GPT
+        self.node = 0, 0  #: GPUs per node, and Gbit/s between nodes; 0: as in the machine file
 
     @property
     def flops(self) -> float:
-        """Of the model, forward and backward, on each rank; with full recomputation a forward more."""
+        """FLOPs per rank of forward and backward; with full recomputation, of one more forward."""
         if self.counted is not None:
             return self.counted
         size, tokens = self.size, self.candidate.batch_size * self.size.context
@@ -363,18 +363,18 @@ class Run:
 
     @property
     def bubble(self) -> float:
-        """Of a pipeline, as a factor on the time."""
+        """The pipeline bubble, as a factor on the time."""
         p, m = self.candidate.pipe, self.candidate.micro_batches
         return 1 + (p - 1) / (m * self.candidate.chunks)
 
 
 class HalfPlanner(Planner):
-    """A planner whose float32 arrays are taken to have half the bytes, and products the speed of 16 bits."""
+    """A planner in which float32 arrays have half the bytes, and products the speed of 16 bits."""
 
     def __init__(self, model, machine: Machine) -> None:
         node = machine.nodes[0]
         fast = {**node.speeds, "float32": node.speeds["float16"]}
-        # half the bytes at a bandwidth is all the bytes at twice the bandwidth
+        # half the bytes take as long as all bytes at twice the bandwidth
         doubled = replace(
             node,
             speeds=fast,
@@ -393,7 +393,7 @@ class HalfPlanner(Planner):
 
 @lru_cache
 def known_machine(name: str, per_node: int, between: int) -> Machine:
-    """A machine whose nodes have so many GPUs and send so many Gbit/s; 0: as its file says."""
+    """A machine with this many GPUs per node and this many Gbit/s between nodes; 0: as in its file."""
     machine = read_machine(name)
     node, link = machine.nodes[0], machine.between
     ranks = per_node or node.ranks
@@ -403,7 +403,7 @@ def known_machine(name: str, per_node: int, between: int) -> Machine:
     return replace(machine, nodes=nodes, between=replace(link, lanes=lanes, bandwidth=bandwidth))
 
 
-known_model = lru_cache(gpt)  # built once for all trials of a fit
+known_model = lru_cache(gpt)  # built once for all iterations of a fit
 
 
 known_system = lru_cache(read_system)
@@ -411,7 +411,7 @@ known_system = lru_cache(read_system)
 
 @lru_cache
 def known_work(system: str, size: GPTSize, repeats: str) -> Model:
-    """A GPT as a system computes it."""
+    """The model of a GPT in another system."""
     transformer = Transformer(
         size.layers, size.width, size.heads, size.context, size.vocabulary, size.hidden, size.key_value_heads
     )
@@ -419,13 +419,13 @@ def known_work(system: str, size: GPTSize, repeats: str) -> Model:
 
 
 class Predictor:
-    """Predicts runs on a machine; models that come again are analyzed once."""
+    """Predicts runs on a machine; each model is analyzed once."""
 
     def __init__(self) -> None:
         self._costs: dict[tuple, dict] = {}
 
     def seconds(self, run: Run, **fitted: float) -> float | None:
-        """Of a step; None if the engine cannot cut the model so."""
+        """Predicted seconds of a step; None if the engine cannot shard the model in this way."""
         try:
             return self._seconds(run, **fitted)
         except SpmdError:
@@ -453,17 +453,17 @@ class Predictor:
 
 
 def _as_megatron(size: GPTSize, candidate: Candidate) -> tuple[GPTSize, Candidate]:
-    """Its vocabulary is made to be divided by 128 on every rank, and all stages have as many blocks."""
+    """As in Megatron: the vocabulary is padded to a multiple of 128 per rank, and stages have equally many blocks."""
     unit = 128 * candidate.mesh.get("model", 1)
     size = replace(size, vocabulary=-(-size.vocabulary // unit) * unit)
     chunks = candidate.pipe * candidate.chunks
     if candidate.pipe == 1 or size.layers % chunks:
         return size, candidate
-    each = 2 * size.layers // chunks  # layers: attention and MLP of each block, behind the embedding
+    each = 2 * size.layers // chunks  # layers: attention and MLP of each block, after the embedding
     return size, replace(candidate, stages=tuple(number * each + bool(number) for number in range(chunks)))
 
 
-#: What fitted numbers are taken to be where runs do not tell: of an A100, collectives as nccl-tests measure them.
+#: Initial values of the fitted numbers: for an A100, with collectives as measured by nccl-tests.
 START = {
     "product_share": 0.8,
     "product_half": 4e9,
@@ -472,25 +472,25 @@ START = {
     "link_share": 0.7,
     "wait_seconds": 2e-5,
 }
-#: What is another of a table that was not prepared for: fitted to half of the rows of llm-foundry's tables (MPT under
-#: FSDP, 2023) and of arXiv 2104.04473's first, and to KempnerForge's.
+#: Other initial values for tables without a reader: fitted to half of the rows of llm-foundry's tables (MPT under FSDP,
+#: 2023) and of the first table of arXiv 2104.04473, and to KempnerForge's.
 STARTS: dict[str, dict[str, float]] = {
     "a100": {"product_share": 0.75},
     "h100": {"product_share": 0.65},
     "h200": {"product_share": 0.7},
 }
-#: Of this engine's own layers: their attention's products are of small blocks, which a device's kernel makes together.
+#: For this engine's layers, whose attention has products of small blocks, which one kernel computes together.
 START_OWN = START | {"product_half": 1e8}
-APART = 0.5  #: how far from there, as a logarithm, numbers are expected to be
-WRONG = 0.1  #: how far from a run a prediction is expected to be
-ROUNDS = 6  #: of the fit
+APART = 0.5  #: expected deviation of a number from its initial value, as a logarithm
+WRONG = 0.1  #: expected relative error of a prediction
+ROUNDS = 6  #: iterations of the fit
 
 
 def fit(predict: Callable[..., float | None], runs: Sequence[Run], start: dict[str, float]) -> dict[str, float]:
-    """Numbers near ``start`` that are best for these runs: of few runs they stay close to it.
+    """The best numbers for these runs, regularized towards ``start``: with few runs they stay close to it.
 
-    Least squares of errors' logarithms, each over ``WRONG``, large ones counting less (Huber, 1964), and of the
-    numbers' logarithms from ``start``, over ``APART``; by Levenberg's and Marquardt's method.
+    Least squares of the logarithms of errors, divided by ``WRONG``, with less weight for large ones (Huber, 1964), and
+    of the logarithms of numbers relative to ``start``, divided by ``APART``; by the Levenberg-Marquardt method.
     """
     names = tuple(start)
     most = np.array([0.0 if name.endswith("share") else np.inf for name in names])
@@ -502,7 +502,7 @@ def fit(predict: Callable[..., float | None], runs: Sequence[Run], start: dict[s
         return {name: float(f"{value:.3g}") for name, value in zip(names, np.exp(np.minimum(x, most)), strict=True)}
 
     def errors(x: np.ndarray) -> np.ndarray:
-        """Of the runs and of the numbers, each over what is expected."""
+        """Residuals of the runs and of the numbers, each divided by its expected deviation."""
         found = np.log([predict(run, **dict(zip(names, np.exp(np.minimum(x, most)), strict=True))) for run in runs])
         return np.concatenate([(found - measured) / WRONG, (x - first) / APART])
 
@@ -533,7 +533,7 @@ def fit(predict: Callable[..., float | None], runs: Sequence[Run], start: dict[s
 
 
 def score_runs(name: str, fitting: Sequence[Run], scored: Sequence[Run], start: dict[str, float] | None = None) -> None:
-    """Fit to some runs, near ``start``, and score others beside the baselines."""
+    """Fit to some runs, near ``start``, and score others against the baselines."""
     predictor = Predictor()
     own = all(run.system is None for run in fitting)
     fitted = fit(predictor.seconds, fitting, start or (START_OWN if own else START))
@@ -549,27 +549,27 @@ def score_runs(name: str, fitting: Sequence[Run], scored: Sequence[Run], start: 
     rate = median(run.flops * run.bubble / run.seconds for run in fitting)
     told("baseline: a constant rate, and the bubble", [r.flops * r.bubble / rate / r.seconds - 1 for r in scored])
     if left_out:
-        print(f"  {left_out} rows left out: this engine does not cut models so")
+        print(f"  {left_out} rows left out: this engine cannot shard them in this way")
 
 
 def axes_of(*, pipe: int = 1, data: int = 1, model: int = 1) -> dict[str, int]:
-    """The mesh of a row: the axes that cut something."""
+    """The mesh of a row: the axes larger than 1."""
     axes = {"pipe": pipe, "data": data, "model": model}
     return {axis: size for axis, size in axes.items() if size > 1} or {"data": 1}
 
 
 def mesh_of(pipe: int, data: int, model: int) -> tuple[tuple[str, int], ...]:
-    """The same as a candidate has it."""
+    """The same in the form of a candidate."""
     return tuple(axes_of(pipe=pipe, data=data, model=model).items())
 
 
 MEGATRON = "megatron-deepspeed"
-#: Systems whose files tell their work, of a GPT's blocks and of a Llama's.
+#: Systems whose files describe their work, for GPT blocks and for Llama blocks.
 GPTS, LLAMAS = (MEGATRON, "megatron-lm", "fsdp-gpt"), ("megatron-core", "fsdp", "torchtitan")
 
 
 def score_vtrain(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
-    """1,440 runs on 2 to 8 A100: 5% of the rows to fit, the others to score."""
+    """Score 1,440 runs on 2 to 8 A100; 5% of the rows are fitted, the others scored."""
 
     def run(row: Row) -> Run:
         tp, dp, pp = int(row["tp"]), int(row["dp"]), int(row["pp"])
@@ -595,13 +595,13 @@ MODELS = {
 
 
 def score_2205_05198(rows: Sequence[Row], _: argparse.Namespace) -> None:
-    """Figures 1 and 7 of arXiv 2205.05198, to which nothing is fitted, and its eight iteration times."""
+    """Score figures 1 and 7 of arXiv 2205.05198, without a fit, and its eight iteration times."""
     score_figures(rows)
     score_iteration_times(rows)
 
 
 def score_figures(rows: Sequence[Row]) -> None:
-    """What the first stage holds: GiB (figure 1), and percent of what it is without any technique (figure 7)."""
+    """Score the memory of the first stage: GiB (figure 1), and percent of that without any technique (figure 7)."""
     modes = {"none": ("none", False), "any": ("none", False), "seq": ("none", True), "sel": ("selective", False)}
     modes |= {"seqsel": ("selective", True), "full": ("full", False)}
     megatron, known = read_system("megatron"), {}
@@ -645,7 +645,7 @@ def score_figures(rows: Sequence[Row]) -> None:
 
 
 def score_iteration_times(rows: Sequence[Row]) -> None:
-    """The eight iteration times: half of the models to fit, the other half to score, and turned."""
+    """Score the eight iteration times: fit to half of the models, score the other half, then the reverse."""
     runs = []
     for row in rows:
         if row["quantity"] != "iteration_time" or row["model"] not in MODELS:
@@ -673,14 +673,14 @@ def score_iteration_times(rows: Sequence[Row]) -> None:
 
 
 def score_h200(rows: Sequence[Row], _: argparse.Namespace) -> None:
-    """FSDP, TP and PP on nodes of four H200: every third row, by the hash, to fit."""
+    """Score FSDP, TP and PP on nodes of four H200; a third of the rows, by hash, is fitted."""
     sizes = {"7B": (32, 4096, 32, None), "13B": (40, 5120, 40, None), "70B": (80, 8192, 64, 28672)}
     runs = []
     for row in rows:
         if not row["step_s"] or not row["micro_batch"] or not row["sequence"] or row["model"] not in sizes:
             continue
         layers, width, heads, hidden = sizes[row["model"]]
-        # three matrices of a gated layer have the work of two that are half as wide again
+        # three matrices of a gated MLP have the work of two that are 1.5 times as wide
         hidden = round(1.5 * (hidden or 1.3 * 8 * width / 3))
         data, tp, pp = int(row["dp_fsdp"]), int(row["tp"]), int(row["pp"])
         accumulation = int(row["grad_accumulation"] or 1)
@@ -701,7 +701,7 @@ def score_h200(rows: Sequence[Row], _: argparse.Namespace) -> None:
 
 
 def score_h200_memory(rows: Sequence[Row], sizes: dict[str, tuple]) -> None:
-    """Memory of the same runs: what FSDP keeps (``fsdp.toml``), and a base that is fitted to every third row."""
+    """Score the memory of the same runs: that of FSDP (``fsdp.toml``), plus a base fitted to a third of the rows."""
     fsdp, readings = read_system("fsdp"), []
     for row in rows:
         if not row["memory_gb"] or not row["micro_batch"] or not row["sequence"] or row["model"] not in sizes:
@@ -725,14 +725,14 @@ def score_h200_memory(rows: Sequence[Row], sizes: dict[str, tuple]) -> None:
     score_memory("memory", readings[: len(readings) // 3], readings[len(readings) // 3 :])
 
 
-# --- memory as it was read
+# --- measured memory
 
-#: Where a row falls, GiB foretold, GiB of parameters, gradients and optimizer state alone, and GiB read.
+#: Position of a row (``share``), GiB predicted, GiB of parameters, gradients and optimizer state, and GiB measured.
 Reading = tuple[float, float, float, float]
 
 
 def score_memory(name: str, fitting: Sequence[Reading], scored: Sequence[Reading]) -> float:
-    """Errors of memory plus a base (the library, its buffers, fragments), the one number that is fitted; the base."""
+    """Print errors of memory plus a fitted base (library, buffers, fragmentation); returns the base."""
     base = median(read - peak for _, peak, _, read in fitting)
     print(f"  fitted to {len(fitting)} rows: a base of {base:.1f} GiB")
     told(f"{name}: predicted", [(peak + base) / read - 1 for _, peak, _, read in scored])
@@ -747,7 +747,7 @@ ROOM = 80e9 / 2**30  #: GiB of an A100 with 80 GB
 
 
 def score_bloom_memory(rows: Sequence[Row], _: argparse.Namespace) -> None:
-    """Memory of BLOOM's tuning: what Megatron-DeepSpeed keeps, and a base that is fitted to a quarter of the rows."""
+    """Score the memory of BLOOM's tuning: that of Megatron-DeepSpeed, plus a base fitted to a quarter of the rows."""
     plain = read_system("megatron-deepspeed")
     wide = replace(plain, state={**plain.state, "gradients": plain.state["gradients"] + 4})  # summed in 32 bits
     known: dict[tuple, list[SystemMemory]] = {}
@@ -780,11 +780,11 @@ def score_bloom_memory(rows: Sequence[Row], _: argparse.Namespace) -> None:
     base = score_memory("memory", fitting, scored)
     found = sum(peak + base > ROOM for peak in without_room)
     wrong = sum(peak + base > ROOM for _, peak, _, _ in scored)
-    print(f"  out of memory: {found} of {len(without_room)} such rows found; {wrong} of {len(scored)} others so called")
+    print(f"  out of memory: {found} of {len(without_room)} such rows predicted; also {wrong} of {len(scored)} others")
 
 
 def score_tensor_parallel(rows: Sequence[Row], _: argparse.Namespace) -> None:
-    """Tensor parallelism alone on A100 (Megatron, 2020): rows of one node to fit, those of many nodes to score."""
+    """Score tensor parallelism on A100 (Megatron, 2020): fitted to rows of one node, scored on rows of many."""
     few, many = [], []
     for row in rows:
         if "A100" not in row["machine"]:
@@ -792,7 +792,7 @@ def score_tensor_parallel(rows: Sequence[Row], _: argparse.Namespace) -> None:
         tp, gpus = int(row["tp"]), int(row["gpus"])
         size = GPTSize(int(row["layers"]), int(row["hidden"]), int(row["heads"]), 1024, 51200)
         candidate = Candidate(mesh_of(1, gpus // tp, tp), int(row["global_batch"]), 1, recompute="block")
-        # its README recommends PyTorch's DistributedDataParallel for large models, which sums during the backward
+        # its README recommends PyTorch's DistributedDataParallel for large models, which overlaps with the backward
         run = Run(size, candidate, float(row["iteration_ms"]) * 1e-3, "a100", MEGATRON, overlap=True)
         (few if gpus <= 8 else many).append(run)
     score_runs("steps on 128 to 1,024, fitted to 1 to 8", few, many)

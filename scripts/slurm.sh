@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A training under Slurm that survives its time limit and a dead rank:
+# Trains under Slurm, across time limits and failures of ranks:
 #
 #     sbatch --nodes 2 --ntasks-per-node 8 scripts/slurm.sh --run mine --mesh data=8,model=2
 #
-# Five minutes before the limit Slurm sends SIGTERM: all ranks save and end with 75, and the job goes back into the
-# queue, to go on where it was. A rank that dies is started again at once, with all others, from the last checkpoint.
-# What is given goes to 'train'; --run is needed. Start it where the virtual environment .venv is, or set VENV.
+# Five minutes before the limit Slurm sends SIGTERM: all ranks save and exit with 75, and the job is requeued and
+# resumes. If a rank dies, all ranks restart at once from the last checkpoint. Arguments go to 'train'; --run is
+# required. Submit it from the folder of the virtual environment .venv, or set VENV.
 #SBATCH --job-name=spmd_engine
 #SBATCH --time=04:00:00
 #SBATCH --signal=B:TERM@300

@@ -1,14 +1,14 @@
-"""Step times of plans on this machine, predicted and measured: errors, rank correlation, and what a choice would cost.
+"""Step times of plans on this machine, predicted and measured: errors, rank correlation, and the cost of choices.
 
-    python scripts/step_times.py                       # calibrates, then runs all plans in turn: some eight minutes
+    python scripts/step_times.py                       # calibrates, then runs all plans in turn: about eight minutes
     python scripts/step_times.py --only "gpt-mini/data=2;mlp" --rounds 1
-    python scripts/step_times.py --machine FILE        # with a machine file as `calibrate` wrote it
-    python scripts/step_times.py --record FILE         # keeps what was measured; once more: adds rounds to it
-    python scripts/step_times.py --replay FILE         # predicts and reports from such a file, measures nothing
+    python scripts/step_times.py --machine FILE        # with a machine file that `calibrate` wrote
+    python scripts/step_times.py --record FILE         # stores the measurements; again: adds rounds
+    python scripts/step_times.py --replay FILE         # predicts and reports from such a file without measuring
 
-The machine should do nothing else. Plans are run one after the other, all of them once before any a second time, so
-that what slows the machine for a while slows all of them; of each plan's rounds the median counts. ``chosen`` is the
-plan of a model that is predicted to be quickest, beside the one that was.
+The machine should be otherwise idle. Plans run one after the other, and all run once before any runs again, so that a
+temporary slowdown affects all of them; the median of a plan's rounds counts. ``chosen`` compares the plan of a model
+that is predicted to be fastest with the one that was.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ PLANS = {  # model -> mesh, options of the composition, micro-batches
         ("data=2,expert=2", {}, 1),
     ],
 }
-RECORDED = Path(__file__).parent / "step_times"  #: files of --record, one for each machine
-WARM = 2  #: steps before those that are timed
-TIMED = 3  #: steps that are timed at least
+RECORDED = Path(__file__).parent / "step_times"  #: files of --record, one per machine
+WARM = 2  #: steps before the timed ones
+TIMED = 3  #: least number of timed steps
 
 
 def named() -> dict[str, tuple]:
@@ -91,7 +91,7 @@ def named() -> dict[str, tuple]:
 
 
 def measure(name: str, seconds: float) -> float:
-    """Seconds of a step: the median of as many as there is time for, on the slowest rank."""
+    """Seconds of a step: the median of the steps within the time limit, on the slowest rank."""
     model, axes, options, micro_batches = named()[name]
     with Mesh(**parse_axes(axes)) as mesh:
         engine = build_engine(ModelConfig(model), mesh, ParallelConfig(**options))
@@ -112,7 +112,7 @@ def measure(name: str, seconds: float) -> float:
 
 
 def launched(name: str, seconds: float) -> float | None:
-    """The same, in ranks of its own; None if they failed."""
+    """The same, measured on newly started ranks; None if they failed."""
     ranks = prod(parse_axes(named()[name][1]).values())
     try:
         said = start_ranks(ranks, [__file__, "--worker", name, "--seconds", str(seconds)])
@@ -123,7 +123,7 @@ def launched(name: str, seconds: float) -> float | None:
 
 
 def calibration() -> dict[str, Any]:
-    """What ``calibrate`` measures, before anything is fitted to it: the machine, and seconds of small steps."""
+    """The measurements of ``calibrate`` before the fit: the machine, and seconds of small steps."""
     with Mesh() as mesh:
         machine = measure_machine(mesh)
         steps = step_seconds(mesh).tolist()
@@ -131,13 +131,13 @@ def calibration() -> dict[str, Any]:
 
 
 def calibrated(measured: dict[str, Any]) -> Machine:
-    """The machine file's content that ``calibrate`` would write of that."""
+    """The machine file that ``calibrate`` would write from them."""
     steps = [measured["steps"].get(str(step), float("nan")) for step in STEPS]
     return fitted(parse_machine(measured["machine"]), np.array(steps))
 
 
 def cpu_name() -> str:
-    """As the system names it, with its family and model, which hypervisors leave as they are."""
+    """The system's name for the CPU, with family and model, which hypervisors do not change."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     if "model name" not in facts:
@@ -146,7 +146,7 @@ def cpu_name() -> str:
 
 
 def predicted(name: str, machine: Machine) -> float:
-    """Seconds of a step, as the planner simulates it."""
+    """Seconds of a step, simulated by the planner."""
     model, axes, options, micro_batches = named()[name]
     mesh, composition = parse_axes(axes), ParallelConfig(**options)
     machine = machine.with_ranks(prod(mesh.values()))
@@ -158,13 +158,13 @@ def predicted(name: str, machine: Machine) -> float:
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """The correlation of ranks."""
+    """Spearman's rank correlation."""
     places = [np.argsort(np.argsort(each)) for each in (a, b)]
     return float(np.corrcoef(*places)[0, 1])
 
 
 def report(found: dict[str, tuple[float, list[float]]]) -> None:
-    """Errors, the correlation, and for each model what its chosen plan takes beside the best."""
+    """Print errors, the correlation, and for each model the time of its chosen plan against the best."""
     print(f"\n{'plan':<44} {'predicted':>10} {'measured':>10} {'spread':>7} {'error':>7}")
     errors, pairs = [], []
     for name, (foretold, turns) in found.items():
@@ -191,11 +191,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--machine", type=Path, help="A machine file; without it, this machine is calibrated first.")
-    parser.add_argument("--only", help="Names of plans, or how they begin, separated by semicolons.")
-    parser.add_argument("--rounds", type=int, default=3, help="How often each plan is run.")
-    parser.add_argument("--seconds", type=float, default=1.0, help="For how long each run is timed.")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="Keep what is measured in this JSON file.")
-    parser.add_argument("--replay", type=Path, metavar="FILE", help="Report on such a file; nothing is run.")
+    parser.add_argument("--only", help="Names of plans, or prefixes of names, separated by semicolons.")
+    parser.add_argument("--rounds", type=int, default=3, help="Runs of each plan.")
+    parser.add_argument("--seconds", type=float, default=1.0, help="Seconds for which each run is timed.")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="Store the measurements in this JSON file.")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="Report on such a file without measuring.")
     arguments = parser.parse_args()
     if arguments.worker:
         found = calibration() if arguments.worker == "calibrate" else measure(arguments.worker, arguments.seconds)

@@ -1,7 +1,7 @@
-"""A GPT-2 in plain eager PyTorch: the independent oracle, and the model of the speed benchmark's PyTorch peers.
+"""A GPT-2 in plain eager PyTorch: the independent reference, and the model of the PyTorch peers in benchmarks.
 
-Nothing here comes from the engine. `make_golden.py` uses the model to write golden vectors, and the
-workers of `bench_peers.py` train it to time it against the engine.
+It uses nothing of the engine. `make_golden.py` writes golden vectors with this model, and the
+workers of `bench_peers.py` train it to compare its speed with the engine's.
 
 Letters in shapes: b batch, s sequence, d width, h heads, k head width, f hidden, v vocabulary,
 p positions.

@@ -1,10 +1,10 @@
-"""A GPT of a billion parameters, really trained: three steps on eight ranks with ZeRO-3, beside what is foretold.
+"""Trains a GPT of a billion parameters: three steps on eight ranks with ZeRO-3, compared with the prediction.
 
-    mpiexec -n 8 python scripts/train_billion.py              # 80 blocks of width 1,024; some 20 GiB of memory in all
+    mpiexec -n 8 python scripts/train_billion.py              # 80 blocks of width 1,024; about 20 GiB of memory in all
     mpiexec -n 2 python scripts/train_billion.py --blocks 4   # the same, smaller
 
-Each rank's memory is read as the kernel counts it, pages that ranks share divided between them (proportional set size),
-and compared with the bytes that are foretold of its arrays plus what it had before there was a model.
+Each rank's memory is its proportional set size: the kernel divides shared pages among ranks. It is compared with the
+predicted bytes of the rank's arrays plus its memory before the model was built.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def main() -> None:
             foretold = analyze(model, axes, composition, batch_size=batch_size)
             peak = foretold.peak_bytes_by_rank()
             say(f"{model.parameter_count:,} parameters on {mesh.size} ranks")
-            say(f"foretold: {max(peak) / 2**30:.2f} GiB of arrays a rank, {sum(peak) / 2**30:.2f} GiB in all;", end=" ")
+            say(
+                f"predicted: {max(peak) / 2**30:.2f} GiB of arrays per rank, {sum(peak) / 2**30:.2f} GiB in all;",
+                end=" ",
+            )
             say(f"{foretold.bytes_sent:,} bytes sent in a step", flush=True)
         mesh.barrier()
         base = held_bytes()

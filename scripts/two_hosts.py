@@ -1,11 +1,11 @@
-"""Two hosts on one machine, with a slow link between them, and an MPI program on both.
+"""Runs an MPI program on two emulated hosts of one machine, with a slow link between them.
 
     python scripts/two_hosts.py -n 4 --rate 1gbit -- python -m spmd_engine train --model gpt-nano
 
-A host is a network namespace with a host name of its own and half of the cores; the link is a pair of virtual network
-devices whose rate ``tc`` holds down. Ranks are dealt out in blocks: of four, the first two are on the first host.
-Needs Linux, root, iproute2 (ip, tc), util-linux (unshare, taskset) and MPICH's mpiexec. Whatever happens, the hosts are
-taken down at the end, and what runs on them is ended.
+A host is a network namespace with its own host name and half of the cores; the link is a pair of virtual network
+devices whose rate ``tc`` limits. Ranks are assigned in blocks: of four, the first two are on the first host. It needs
+Linux, root, iproute2 (ip, tc), util-linux (unshare, taskset) and MPICH's mpiexec. The hosts and their processes are
+always removed at the end.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 TOOLS = ("ip", "tc", "unshare", "taskset", "mpiexec")
-QUEUE = "50ms"  # for so long the link may hold data back before it drops some
+QUEUE = "50ms"  # how long the link may delay data before it drops them
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("-n", type=int, default=2, metavar="N", help="ranks, an even number (default 2)")
-    parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it (default 1gbit; 0: not slowed)")
-    parser.add_argument("--delay", default="0ms", help="of each packet, as tc writes it (default 0ms)")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="what every rank runs")
+    parser.add_argument(
+        "--rate", default="1gbit", help="rate of the link, in tc's notation (default 1gbit; 0: no limit)"
+    )
+    parser.add_argument("--delay", default="0ms", help="delay of each packet, in tc's notation (default 0ms)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the command of every rank")
     options = parser.parse_args()
     command = options.command[options.command[:1] == ["--"] :]
     if missing := why_not():
@@ -46,7 +48,7 @@ def main() -> int:
 
 
 def why_not() -> str | None:
-    """What is missing to make hosts here, in a line."""
+    """One line that names what is missing to emulate hosts here."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs Linux, and to be root"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -55,7 +57,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def two_hosts(rate: str, delay: str):
-    """Make hosts; the names of their namespaces, by address, while they are there."""
+    """A context with the hosts; yields the names of their namespaces by address."""
     names = [f"spmd{os.getpid()}{letter}" for letter in "ab"]
     net = f"10.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}"
     addresses = [f"{net}.{number}" for number in (1, 2)]
@@ -76,7 +78,7 @@ def two_hosts(rate: str, delay: str):
 
 
 def wait_until_up(names: list[str]) -> None:
-    """The system takes up to a second to see that a link has two ends; UCX leaves out a device that is down."""
+    """Wait until the link is up, up to a second after its creation; UCX ignores a device that is down."""
     show = [["ip", "-n", name, "-brief", "link", "show", "dev", "wire"] for name in names]
     deadline = time.monotonic() + 10
     while any(" UP " not in subprocess.run(each, stdout=subprocess.PIPE, text=True).stdout for each in show):
@@ -98,7 +100,7 @@ def slow_down(name: str, rate: str, delay: str) -> None:
 
 
 def take_down(name: str) -> None:
-    """End what runs on a host, and remove it. Its device goes with it."""
+    """End the processes of a host, and remove it with its device."""
     found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
     for process in found.stdout.split():
         with suppress(ProcessLookupError):
@@ -107,7 +109,7 @@ def take_down(name: str) -> None:
 
 
 def run(hosts: dict[str, str], ranks: int, command: list[str]) -> int:
-    """Run ``command`` on so many ranks; the exit code of mpiexec, which runs on the first host."""
+    """Run ``command`` on so many ranks; returns the exit code of mpiexec, which runs on the first host."""
     cores = sorted(os.sched_getaffinity(0))
     halves = cores[: len(cores) // 2] or cores, cores[len(cores) // 2 :]
     enter = {address: enter_host(name, half) for (address, name), half in zip(hosts.items(), halves, strict=True)}
@@ -124,13 +126,13 @@ def run(hosts: dict[str, str], ranks: int, command: list[str]) -> int:
 
 
 def enter_host(name: str, cores: list[int]) -> list[str]:
-    """What to put before a command for it to run on a host."""
+    """The prefix of a command that runs on a host."""
     with_name = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', name]
     return ["ip", "netns", "exec", name, *with_name, "taskset", "-c", ",".join(map(str, cores))]
 
 
 def launcher_script(enter: dict[str, list[str]]) -> str:
-    """What stands in for ssh: it is called as ``ssh -x HOST COMMAND...``, and COMMAND is for a shell."""
+    """A stand-in for ssh: it is called as ``ssh -x HOST COMMAND...``, and a shell interprets COMMAND."""
     cases = "\n".join(f'{address}) exec {shlex.join(words)} sh -c "$*" ;;' for address, words in enter.items())
     return f"""#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done

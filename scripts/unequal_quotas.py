@@ -1,13 +1,13 @@
-"""Ranks that may have unequal parts of a core: what they reach together of the sum of what each reaches alone.
+"""Ranks with unequal CPU quotas: their joint speed as a fraction of the sum of the ranks' speeds alone.
 
     python scripts/unequal_quotas.py 0.8:0.4 --batch-size 96
     python scripts/unequal_quotas.py 0.4:0.4:0.4:0.2
 
-Every rank is held to its part by a control group of its own (Linux, root, cgroup v1 or v2 with the cpu controller),
-which goes before other work of the machine. Each is timed alone with as many samples as an even split gives it; then
-all train together, with an even split, and with shares by what each computed of a step of that, as ``train`` tells it
-in its metrics (``shares``): there all are measured at the same time. Of the rounds so far it is the median. Rounds
-alternate; a machine that others use wants several.
+Each rank has its own control group with its quota (Linux, root, cgroup v1 or v2 with the cpu controller) and a higher
+priority than other work of the machine. Each is timed alone with the samples of an even split. Then all train together:
+with an even split, and with shares by each rank's computing part of a step, which ``train`` reports in its metrics
+(``shares``) for all ranks at once; the median of the rounds so far counts. Rounds alternate; a machine with other work
+needs several.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from time import perf_counter
 from spmd_engine.planning.search.placement import shares
 
 GROUPS = Path("/sys/fs/cgroup")
-PERIOD = 20_000  #: microseconds in which a rank may have its part
-FIRST = 100_000  #: of 1,024 that others have: a part that others take away would measure them
+PERIOD = 20_000  #: period of a quota, in microseconds
+FIRST = 100_000  #: CPU weight (others have 1,024), so that other work does not change the measurement
 MODEL, WARM, STEPS = "gpt-nano", 2, 8
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("quotas", help="parts of a core, one a rank: 0.8:0.4")
+    parser.add_argument("quotas", help="parts of a core, one per rank: 0.8:0.4")
     parser.add_argument("--batch-size", type=int, default=56)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rank", help=argparse.SUPPRESS)  # what one of the ranks does: first rank and shares
+    parser.add_argument("--rank", help=argparse.SUPPRESS)  # runs as one of the ranks: first rank and shares
     options = parser.parse_args()
     quotas = [float(each) for each in options.quotas.split(":")]
     if options.rank:
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def group_of(number: int, quota: float | None = None) -> Path:
-    """The control group of a rank; with a ``quota``, made."""
+    """The control group of a rank; created if ``quota`` is given."""
     old = (GROUPS / "cpu" / "cpu.shares").exists()
     group = (GROUPS / "cpu" if old else GROUPS) / f"unequal-quotas-{number}"
     if quota is not None:
@@ -75,7 +75,7 @@ def group_of(number: int, quota: float | None = None) -> Path:
 
 
 def compare(quotas: Sequence[float], options: argparse.Namespace) -> None:
-    """Rounds of: each alone, an even split, shares by speed."""
+    """Run rounds: each rank alone, an even split, shares by speed."""
     batch, count = options.batch_size, len(quotas)
     found: dict[str, list[float]] = {"an even split": [], "shares by speed": []}
     told: list[list[float]] = []
@@ -95,7 +95,7 @@ def compare(quotas: Sequence[float], options: argparse.Namespace) -> None:
 
 
 def start(quotas: str, ranks: int, batch: int, *, first: int = 0, split: str = "") -> tuple[float, list[float]]:
-    """Seconds of a step of these ranks, and the part of it that each computed."""
+    """Seconds of a step of these ranks, and each rank's computing part of it."""
     command = [sys.executable, __file__, quotas, "--batch-size", str(batch), "--rank", f"{first},{split}"]
     done = subprocess.run(["mpiexec", "-n", str(ranks), *command], capture_output=True, text=True)
     if done.returncode:
@@ -104,7 +104,7 @@ def start(quotas: str, ranks: int, batch: int, *, first: int = 0, split: str = "
 
 
 def measure(quotas: Sequence[float], first: int, split: str | None, batch_size: int) -> None:
-    """Time steps on this rank, held to its part; the first rank tells."""
+    """Time steps on this rank under its quota; the first rank prints."""
     from mpi4py import MPI
 
     (group_of(first + MPI.COMM_WORLD.rank) / "cgroup.procs").write_text(str(os.getpid()))
@@ -119,7 +119,7 @@ def measure(quotas: Sequence[float], first: int, split: str | None, batch_size: 
     with threadpool_limits(1, "blas"), Mesh(data=MPI.COMM_WORLD.size) as mesh:
         engine = build_engine(ModelConfig(MODEL), mesh, ParallelConfig(shares=split))
         batch = synthetic_batch(engine.model, engine, batch_size, 1, None, engine.dtype, real=True)
-        tells = not split  # what each computes, for a collective more
+        tells = not split  # the parts that ranks compute, at the cost of one more collective
         trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-3, step_metrics=tells)
         for _ in range(WARM):
             trainer.step()

@@ -1,1 +1,1 @@
-"""Descriptions of other training systems, as models that the analysis and the planner take like any other."""
+"""Descriptions of other training systems, as models for the analysis and the planner."""

@@ -1,4 +1,4 @@
-"""Files that describe systems that are not this one: what they keep of a block, and what they compute, as data."""
+"""Files that describe other systems as data: the tensors that they save of a block, and the work that they do."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from spmd_engine.foreign import parse_toml, read_text, reading
 
 _LISTS = "bytes", "products", "reached", "repeated"  #: fields of an operation that are lists
 RECOMPUTED = ("none", "selective", "full")
-WHERE = ("inside", "residual")  #: a tensor or a pass lies: inside the block, or on the residual stream
+WHERE = ("inside", "residual")  #: place of a tensor or a pass: inside the block, or on the residual stream
 _DIMS, _MATRICES = ("dims", "product", "each", "fused", "elements", "gather", "reduce"), ("matrices", "first", "last")
 _LETTERS = "bsthrkdfv"
-PARTS = ("first", "attention", "mlp", "last")  #: before the blocks, of a block, and behind them
+PARTS = ("first", "attention", "mlp", "last")  #: before the blocks, in a block, and after the blocks
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class SavedTensor:
 
     what: str
     dims: str  #: letters, as in "b s d"
-    bytes: int  #: an element
+    bytes: int  #: per element
     where: str  #: "inside" the block, or on the "residual" stream
-    kept_by: tuple[str, ...]  #: kinds of recomputation under which it is kept: of none, selective, full
-    times: int = 1  #: how many of them there are
-    of: str = "block"  #: or "last": of what comes behind the blocks
+    kept_by: tuple[str, ...]  #: kinds of recomputation under which it is kept: none, selective, full
+    times: int = 1  #: number of such tensors
+    of: str = "block"  #: or "last": after the blocks
 
     def __post_init__(self) -> None:
         if self.bytes not in (1, 2, 4, 8):
@@ -37,26 +37,26 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SystemWork:
-    """Something that a layer does: a matrix product, a pass over elements, or a collective; one of these is given.
+    """One operation of a layer: exactly one of a matrix product, a pass over elements, or a collective.
 
-    Dims are letters, and may begin with a number that multiplies them: "3 h k".
+    Dims are letters, and may start with a numeric factor: "3 h k".
     """
 
     part: str  #: one of PARTS
     what: str
-    #: "b s, d, 3 h k": of [b s, d] by [d, 3 h k]; and in the backward the two products of its gradients
+    #: "b s, d, 3 h k": [b s, d] by [d, 3 h k]; in the backward the two products of its gradients
     product: str | None = None
-    each: str = ""  #: of a product: dims of the batch of such products
+    each: str = ""  #: of a product: its batch dims
     weights: bool = False  #: of a product: whether the second factor is a parameter
-    fused: str | None = None  #: "s, k, t": [s k] by [k t], made tile by tile in one kernel and used up there
-    products: tuple[float, float] = (0, 0)  #: of what is fused: how many of this size, forward and backward
-    reached: tuple[float, float] = (1, 1)  #: of what is fused: the share of the device's speed, forward and backward
-    elements: str | None = None  #: dims of what is gone over
-    where: str = "inside"  #: of elements: or on the "residual" stream
-    bytes: tuple[float, float] = (0, 0)  #: read and written for each element, forward and backward
-    gather: str | None = None  #: the letter inside, across whose ranks the residual stream is gathered
+    fused: str | None = None  #: "s, k, t": [s k] by [k t], computed tile by tile in one kernel and consumed there
+    products: tuple[float, float] = (0, 0)  #: of a fused operation: number of such products, forward and backward
+    reached: tuple[float, float] = (1, 1)  #: of a fused operation: fraction of the device's speed, forward and backward
+    elements: str | None = None  #: dims of an elementwise pass
+    where: str = "inside"  #: of an elementwise pass: "inside" or "residual"
+    bytes: tuple[float, float] = (0, 0)  #: read and written per element, forward and backward
+    gather: str | None = None  #: the letter across whose ranks the residual stream is gathered
     reduce: str | None = None  #: the letter over whose ranks the output is summed
-    repeated: tuple[str, ...] = ()  #: kinds of recomputation, but for full, under which it is done again
+    repeated: tuple[str, ...] = ()  #: kinds of recomputation, except full, under which it is repeated
 
     def __post_init__(self) -> None:
         kinds = [self.product, self.fused, self.elements, self.gather, self.reduce]
@@ -70,31 +70,31 @@ class SystemWork:
 
 @dataclass(frozen=True)
 class System:
-    """What another system keeps, and what it computes."""
+    """The memory and the work of another system."""
 
     name: str
-    state: Mapping[str, float]  #: bytes a parameter, by kind
-    matrices: Mapping[str, str]  #: of a block: dims by name
+    state: Mapping[str, float]  #: bytes per parameter, by kind
+    matrices: Mapping[str, str]  #: matrices of a block: dims by name
     saved: tuple[SavedTensor, ...]
-    first: Mapping[str, str] = field(default_factory=dict)  #: matrices before the blocks, left out where there are none
-    last: Mapping[str, str] = field(default_factory=dict)  #: and behind them
+    first: Mapping[str, str] = field(default_factory=dict)  #: matrices before the blocks
+    last: Mapping[str, str] = field(default_factory=dict)  #: matrices after the blocks
     work: tuple[SystemWork, ...] = ()  #: in the order of the forward
-    update: float = 0  #: bytes read and written for a parameter that is updated
-    overlap: bool = False  #: whether sums of inputs' gradients travel while the weights' gradients are made
-    accumulate: float = 0  #: bytes read and written for a parameter whose gradient a micro-batch adds to
+    update: float = 0  #: bytes read and written per updated parameter
+    overlap: bool = False  #: whether reductions of input gradients overlap with weight gradients
+    accumulate: float = 0  #: bytes read and written per parameter to accumulate a gradient
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """Sizes of the model that it trains."""
+    """Sizes of a transformer."""
 
     layers: int
     width: int
     heads: int
     sequence: int
-    vocabulary: int = 1  #: of no use to a system that has nothing before and behind the blocks
+    vocabulary: int = 1  #: unused by systems with blocks only
     hidden: int | None = None  #: width inside the MLP; None: four times the width
-    key_value_heads: int | None = None  #: None: as many as heads
+    key_value_heads: int | None = None  #: None: equal to heads
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -104,10 +104,10 @@ class Transformer:
 
 
 def read_system(name: str | Path) -> System:
-    """A system by the name of a file beside this one ("megatron"), or by the path of another. A file that
-    says which other it is ``like`` has what it does not say from that one.
+    """Read a system by the name of a file in this folder ("megatron"), or by a path. A file with ``like`` inherits
+    missing fields from the system named there.
 
-    Raises UsageError, in one line, for a file that cannot be read, or with fields that are unknown or missing.
+    Raises UsageError, in one line, for a file that cannot be read, and for unknown or missing fields.
     """
     beside = Path(__file__).parent / f"{name}.toml"
     with reading(f"{name}: no description of a system"):
@@ -120,7 +120,7 @@ def read_system(name: str | Path) -> System:
 
 
 def _checked(made: Any) -> Any:
-    """``made``, unless a value is none that its field can have: then ValueError."""
+    """``made``; raises ValueError for an invalid value of a field."""
     types = get_type_hints(type(made))
     for each in fields(made):
         if not _fits(value := getattr(made, each.name), types[each.name]):

@@ -1,8 +1,8 @@
-"""Memory of systems that are not this one: what they save of a block, in which dtypes, is a file of data.
+"""Memory of other systems, from a file that lists the tensors they save of a block, with their dtypes.
 
-The file is read into a model whose layers keep just what it lists; the engine's own schedules, layouts and stages run
-it on shapes, as ``analyze`` does any model. So how many micro-batches are in flight, and what an axis cuts, is found
-and not said.
+The file becomes a model whose layers keep only the listed tensors. The engine's schedules, layouts and stages run it on
+shapes, like any model in ``analyze``. So the number of micro-batches in flight and the effect of each axis are results,
+not inputs.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.dry_run.step_analysis import NORM, UPDATE, RankStep
 
 _DTYPES = {1: np.uint8, 2: np.float16, 4: np.float32, 8: np.float64}
-#: The stage of ZeRO from which each kind of state is cut.
+#: The ZeRO stage from which each kind of state is sharded.
 CUT_FROM = {"parameters": 3, "gradients": 2, "optimizer state": 1}
 
 
 @dataclass(frozen=True)
 class SystemMemory:
-    """Of the ranks of one stage."""
+    """Memory of the ranks of one stage."""
 
     state: int  #: bytes of parameters, gradients and optimizer state
-    activations: int  #: bytes kept for backwards, of all micro-batches in flight, at the most
-    with_repeated: int  #: the same, and for a while what a block that is recomputed keeps for its backward
-    gathered: int = 0  #: bytes of parameters and gradients that ZeRO makes whole for a while
+    activations: int  #: peak bytes kept for backwards, of all micro-batches in flight
+    with_repeated: int  #: the same, with the temporary activations of a recomputed block
+    gathered: int = 0  #: bytes of parameters and gradients that ZeRO unshards temporarily
 
     @property
     def peak(self) -> int:
-        """Bytes of all of it at the most."""
+        """Peak bytes of all together."""
         return self.state + self.with_repeated + self.gathered
 
 
@@ -55,10 +55,10 @@ def memory_of(
     chunks: int = 1,
     zero: int = 0,
 ) -> list[SystemMemory]:
-    """What each stage's ranks hold, on a mesh with axes among data, pipe and model, under 1F1B, interleaved if there
-    are several ``chunks`` a stage. ``zero`` is the stage of ZeRO by which state is cut over data.
+    """Memory of each stage's ranks, on a mesh with axes among data, pipe and model, under 1F1B, interleaved if stages
+    have several ``chunks``. ``zero`` is the ZeRO stage over data.
 
-    Raises UsageError for a recomputation that is not one of ``RECOMPUTED``.
+    Raises UsageError if ``recompute`` is not one of ``RECOMPUTED``.
     """
     if recompute not in RECOMPUTED:
         raise UsageError(f"recompute {recompute!r}: choose one of {', '.join(RECOMPUTED)}")
@@ -71,7 +71,7 @@ def memory_of(
         saved = [each for each in system.saved if each.of == "last"]
         layers.append(("last", _LayerPart(system.last, saved, transformer, recompute)))
     count = axes.get("pipe", 1) * chunks
-    if len(layers) > transformer.layers and transformer.layers % count == 0:  # as many blocks on every stage
+    if len(layers) > transformer.layers and transformer.layers % count == 0:  # equally many blocks on every stage
         each = transformer.layers // count
         stages = ",".join(str(number * each + bool(number and system.first)) for number in range(count))
     model = Model(system.name, tuple(layers), "b s", "b s", "b s", _no_loss, context=transformer.sequence)
@@ -100,13 +100,13 @@ def memory_of(
 
 
 def _whole(system: System, zero: int) -> float:
-    """Bytes of each parameter of a block that ZeRO has made whole: it, the one that comes next, and its gradient."""
+    """Bytes per parameter of an unsharded block: the block, the prefetched next one, and its gradient."""
     parameters = 2 * system.state.get("parameters", 0) if zero >= 3 else 0
     return parameters + (system.state.get("gradients", 0) if zero >= 2 else 0)
 
 
 def _parameters(step: RankStep) -> int:
-    """Elements of the parameters of a rank."""
+    """Elements of a rank's parameters."""
     return sum(shard.bytes // np.dtype(shard.dtype).itemsize for shard in step.shards)
 
 
@@ -120,7 +120,7 @@ def _largest_block(step: RankStep) -> int:
 
 
 def _activations(step: RankStep) -> tuple[int, int]:
-    """Bytes of activations at the most, kept, and with what is there for a while; the batch itself is none of them."""
+    """Peak bytes of activations, without and with temporaries; the batch itself does not count."""
     batch = step.before.get("activations", 0)
     ours = (NORM, UPDATE)  # this engine's optimizer has temporaries of its own
     moments = [m.bytes_by_kind for m in step.timeline if step.computations[m.computation].phase not in ours]
@@ -130,7 +130,7 @@ def _activations(step: RankStep) -> tuple[int, int]:
 
 
 class _LayerPart(Layer):
-    """Keeps what a system keeps, and computes nothing."""
+    """A layer that saves the tensors of a system and computes nothing."""
 
     costs_only = True
     may_cut, across = "bshrfv", "h"
@@ -158,7 +158,7 @@ class _LayerPart(Layer):
     def backward_input(self, sh, p, saved, dy):
         again = [self._new(sh, each, len(dy)) for each in self.repeated for _ in range(each.times)]
         meter().elementwise(1, 0, 0)
-        del again  # held while the block computes
+        del again  # held during the backward of the block
         return dy, None
 
 

@@ -1,8 +1,8 @@
-"""What systems that are not this one compute, from a file of their operations: a model that any planner takes.
+"""Work of other systems, from a file that lists their operations: a model for the planner.
 
-Its layers do on shapes what the file lists: matrix products by their letters, passes over elements by their bytes, and
-collectives. What an axis cuts, the products of the backward, pipelines, and what hides what follow from the
-engine's own text, as for any model.
+Its layers execute the listed operations on shapes: matrix products by their letters, passes over elements by their
+bytes, and collectives. Sharding, the products of the backward, pipelines and overlap follow from the engine's code, as
+for any model.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from spmd_engine.layers.deferred import then, wait_for
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model
 
-ITEMSIZE = 2  #: bytes of what is multiplied and sent
+ITEMSIZE = 2  #: bytes per element of products and messages
 
 
 def model_of(system: System, transformer: Transformer, recompute: str = "none") -> Model:
-    """The transformer as this system computes it, in layers "first", "block0/attention", "block0/mlp", ..., "last".
+    """The model of a transformer in this system, with layers "first", "block0/attention", "block0/mlp", ..., "last".
 
-    ``recompute``: "selective" repeats what the file says in the backward; whole blocks are repeated by the engine
-    (``Candidate.recompute``), and nothing but "none" goes with that. Raises UsageError for another word, and for a
-    system whose file does not tell its work.
+    ``recompute``: "selective" repeats the operations that the file marks, in the backward. The engine recomputes whole
+    blocks (``Candidate.recompute``), which requires "none" here. Raises UsageError for another value, and for a system
+    whose file does not list its work.
     """
     if recompute not in RECOMPUTED[:2]:
         raise UsageError(f"recompute {recompute!r}: choose one of {', '.join(RECOMPUTED[:2])}")
@@ -54,7 +54,7 @@ def model_of(system: System, transformer: Transformer, recompute: str = "none") 
 
 
 class SystemUpdate(Optimizer):
-    """Moves as many bytes for each parameter as a system's optimizer does."""
+    """An optimizer that moves as many bytes per parameter as the system's."""
 
     def __init__(self, system: System) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class SystemUpdate(Optimizer):
 
 
 class _WorkLayer(Layer):
-    """Does, on shapes, what a system's file lists for a part of the model."""
+    """Executes, on shapes, the operations that a system's file lists for a part of the model."""
 
     costs_only = True
     may_cut = "bshrfv"
@@ -120,7 +120,7 @@ class _WorkLayer(Layer):
         return (None if self.is_first else dx), samples
 
     def _backward(self, sh, operations: Sequence[SystemWork], samples: int, dy):
-        """The gradient of the input, or, where what follows is under way, that to come."""
+        """The gradient of the input; pending if a started collective must complete first."""
         for number, each in enumerate(operations, start=1):
             if each.product is not None:
                 rows, summed, columns = each.product.split(",")
@@ -154,7 +154,7 @@ class _WorkLayer(Layer):
         meter().product(batch, m, n, k, ITEMSIZE)
 
     def _fused(self, sh, samples: int, operation: SystemWork, products: float, reached: float) -> None:
-        """So many products at this share of the speed, in one kernel that stores none of them."""
+        """Count ``products`` at this fraction of the speed, in one kernel that does not store their results."""
         parts = (operation.each, *(operation.fused or "").split(","))
         batch, m, k, n = (self._count(sh, samples, dims, "inside") for dims in parts)
         meter().product(batch, m, n, round(products * k), ITEMSIZE, fused=reached)
@@ -172,7 +172,7 @@ class _WorkLayer(Layer):
         return ShapedArray.new(shape, f"f{ITEMSIZE}")
 
     def _count(self, sh, samples: int, dims: str, where: str) -> int:
-        """The elements that a rank has of these dims."""
+        """The number of a rank's elements with these dims."""
         sizes = {**self.sizes, "s": self.sequence}
 
         def length(dim: str) -> int:

@@ -32,8 +32,8 @@ def test_columns_are_recognized_by_their_usual_names():
         ({"gpus": "3"}, "tp x pp x dp is not the number of GPUs"),
         ({"dp": "3"}, "global_batch is no multiple of micro_batch x dp"),
         ({"GPU": "V100"}, "of the GPU 'V100' there is no machine file; there are: a100, h100, h200"),
-        ({"cp": "2"}, "cp above 1 is not foretold here"),
-        ({"precision": "FP8"}, "precision 'FP8' is not foretold here: products are of 16 bits"),
+        ({"cp": "2"}, "cp above 1 is not predicted here"),
+        ({"precision": "FP8"}, "precision 'FP8' is not predicted here: products are of 16 bits"),
     ],
 )
 def test_an_unusable_row_has_a_reason(change, reason):
@@ -88,7 +88,7 @@ def test_a_models_shape_is_looked_up_by_its_name():
     assert (run.layers, run.hidden, run.kv_heads, run.ffn, run.gated) == (80, 8192, 8, 28672, True)
     assert (run.gpu, run.dp, run.virtual, run.vocabulary) == ("h100", 4, 1, 128256)
     assert run.seconds == pytest.approx(128 * 8192 / (64 * 800))
-    assert "neither layers and hidden are told" in run_of(row | {"Model": "mystery", "step_s": "1"})
+    assert "layers or hidden is missing" in run_of(row | {"Model": "mystery", "step_s": "1"})
 
 
 def test_sharding_recomputation_and_memory_are_read_in_many_formats():
