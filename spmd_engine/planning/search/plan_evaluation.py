@@ -16,9 +16,8 @@ from spmd_engine.engine.state.split_weights import STATE, WORK, Shares, said
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.analyze import analyze
-from spmd_engine.planning.dry_run.match_calls import position_of
 from spmd_engine.planning.dry_run.rank_classes import slot_table_bytes
-from spmd_engine.planning.dry_run.step_analysis import RankStep, StepAnalysis
+from spmd_engine.planning.dry_run.step_analysis import RankStep, StepAnalysis, position_of
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.search_space import PIPE, Candidate
 from spmd_engine.planning.simulator.simulation import Prediction, simulate
@@ -159,7 +158,9 @@ def peak_memory(analysis: StepAnalysis, limits: Sequence[float]) -> float:
     return max(peak / limit for peak, limit in peaks) * fmean(limits)
 
 
-def work_shares(candidate: Candidate, evaluation: PlanEvaluation, machine: Machine) -> str | None:
+def work_shares(
+    candidate: Candidate, evaluation: PlanEvaluation, machine: Machine, limits: Sequence[float]
+) -> str | None:
     """The shares of samples that suit the ranks along each axis, as ``--shares`` takes them; None: even shares."""
     positions = {rank: position_of(rank, candidate.mesh) for rank in evaluation.prediction.working}
     by_axis = {}
@@ -177,7 +178,9 @@ def work_shares(candidate: Candidate, evaluation: PlanEvaluation, machine: Machi
     return _format_uneven(by_axis)
 
 
-def state_shares(candidate: Candidate, evaluation: PlanEvaluation, limits: Sequence[float]) -> str | None:
+def state_shares(
+    candidate: Candidate, evaluation: PlanEvaluation, machine: Machine, limits: Sequence[float]
+) -> str | None:
     """The shares of ZeRO's state that suit the ranks along each axis, as ``--state-shares`` takes them; None: even
     shares. ``limits`` are the bytes that each rank may hold."""
     kinds, by_axis = STORED[: candidate.zero], {}
