@@ -18,9 +18,8 @@ from spmd_engine.models import GPTSize, Model, gpt
 from spmd_engine.models.mlp import deep_mlp
 from spmd_engine.planning.machine.files import read_machine
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.search.goals import Constraints, Limits
 from spmd_engine.planning.search.plan_evaluation import PlanEvaluation, evaluate_plan, evaluate_step
-from spmd_engine.planning.search.search import Planner
+from spmd_engine.planning.search.search import Constraints, Limits, Planner
 from spmd_engine.planning.search.search_space import SearchSpace
 from spmd_engine.units import bytes_of, readable_bytes, readable_seconds
 

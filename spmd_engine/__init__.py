@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from spmd_engine.checkpoints import load_checkpoint, load_pretrained, save_checkpoint
     from spmd_engine.comm import Ledger, Mesh, run_threads, world
     from spmd_engine.engine import LayeredEngine, ParallelConfig, ShardedEngine, as_distributed, batch_of
+    from spmd_engine.planning import plan
     from spmd_engine.serving import generate
     from spmd_engine.training import ArrayData, Run, TrainConfig, Trainer, train
     from spmd_engine.verification import verify
@@ -32,6 +33,7 @@ __all__ = [
     "load_pretrained",
     "losses",
     "optim",
+    "plan",
     "run_threads",
     "save_checkpoint",
     "train",
@@ -61,6 +63,7 @@ _PUBLIC = {
     "layers": (),
     "losses": (),
     "optim": (),
+    "planning": ("plan",),
     "serving": ("generate",),
     "training": (
         "ArrayData",

@@ -33,8 +33,14 @@ from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import RankStep, StepAnalysis
 from spmd_engine.planning import analyze as analyze_step
-from spmd_engine.planning.dry_run.match_calls import critical_path
-from spmd_engine.planning.dry_run.step_analysis import BACKWARD_INPUT, BACKWARD_WEIGHTS, FORWARD, KINDS, RECOMPUTED
+from spmd_engine.planning.dry_run.step_analysis import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHTS,
+    FORWARD,
+    KINDS,
+    RECOMPUTED,
+    critical_path,
+)
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import readable_bytes

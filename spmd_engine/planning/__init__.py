@@ -1,5 +1,8 @@
-"""The dry run of a step: what every rank computes, sends and holds, before a rank is started."""
+"""The dry run of a step: what every rank computes, sends and holds; and the search for the best plan."""
 
+from typing import TYPE_CHECKING
+
+from spmd_engine.importing import imported_when_asked
 from spmd_engine.planning.dry_run.analyze import Samples, analyze, analyze_engine
 from spmd_engine.planning.dry_run.step_analysis import (
     Communication,
@@ -13,12 +16,17 @@ from spmd_engine.planning.dry_run.step_analysis import (
     StepAnalysis,
 )
 
+if TYPE_CHECKING:
+    from spmd_engine.planning.plan_result import PlanResult
+    from spmd_engine.planning.planner import plan
+
 __all__ = [
     "Communication",
     "Computation",
     "ModelShard",
     "Moment",
     "Peak",
+    "PlanResult",
     "Product",
     "RankClass",
     "RankStep",
@@ -26,4 +34,8 @@ __all__ = [
     "StepAnalysis",
     "analyze",
     "analyze_engine",
+    "plan",
 ]
+
+#: The search is imported when it is first used: a training needs the dry run alone.
+__getattr__ = imported_when_asked(__name__, {"plan_result": ("PlanResult",), "planner": ("plan",)})

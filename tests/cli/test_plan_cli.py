@@ -8,7 +8,7 @@ from command_line import QUIET
 from spmd_engine.cli import main
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.planning import analyze
-from spmd_engine.planning.report.plan_result import PlanFile
+from spmd_engine.planning.plan_result import PlanFile
 from spmd_engine.training import TrainConfig
 
 FIXED = ("plan", "--machine", "cpu", "--ranks", "2", "--model", "mlp", "--batch-size", "16", "--mesh", "data=2")

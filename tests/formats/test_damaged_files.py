@@ -30,8 +30,8 @@ from spmd_engine.formats.text_documents import documents, find_files
 from spmd_engine.formats.token_file import TokenFacts, add_to_digest, layout, open_token_file
 from spmd_engine.models.load_config import ends_at, load_config, tokenizer_at
 from spmd_engine.planning.machine.files import read_machine
-from spmd_engine.planning.report.model_file import planned_model
-from spmd_engine.planning.report.plan_result import PlanFile
+from spmd_engine.planning.model_file import planned_model
+from spmd_engine.planning.plan_result import PlanFile
 from spmd_engine.serving.options import read_generation_config
 from spmd_engine.training.data.images import ImageRows, find_images
 from spmd_engine.training.train_config import TrainConfig

@@ -19,7 +19,7 @@ from spmd_engine.models import gpt
 from spmd_engine.models.mlp import deep_mlp
 from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze
-from spmd_engine.planning.dry_run.match_calls import critical_path
+from spmd_engine.planning.dry_run.step_analysis import critical_path
 from spmd_engine.training import Trainer
 
 SIZES = {"batch_size": 8, "micro_batches": 2}

@@ -2,18 +2,19 @@
 
 import re
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
+from math import inf
 
 import numpy as np
 import pytest
 
 from spmd_engine.models import GPT_SIZES, gpt
 from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
-from spmd_engine.planning.report.plan_result import Request, plan_file_of
+from spmd_engine.planning.plan_result import Request
+from spmd_engine.planning.planner import find_plan, fixed_plan
 from spmd_engine.planning.search.estimate import best_division
-from spmd_engine.planning.search.goals import Limits
-from spmd_engine.planning.search.planner import fixed_plan, plan
-from spmd_engine.planning.search.search import Planner
+from spmd_engine.planning.search.plan_evaluation import shares_by_speed
+from spmd_engine.planning.search.search import Limits, Planner
 from spmd_engine.planning.search.search_space import Candidate
 
 SMALL = gpt(replace(GPT_SIZES["gpt-nano"], layers=3), "gpt-nano")
@@ -35,21 +36,21 @@ def asked(of, **changes):
 
 
 def test_work_goes_by_speed():
-    alike = plan(asked(machine((8e10, 1e9), (8e10, 1e9))))
+    alike = find_plan(asked(machine((8e10, 1e9), (8e10, 1e9))))
     assert alike.plan.candidate.shares is None
-    result = plan(asked(machine((12e10, 1e9), (4e10, 1e9))))
+    result = find_plan(asked(machine((12e10, 1e9), (4e10, 1e9))))
     assert result.plan.candidate.mesh == {"data": 2} and result.plan.candidate.shares == "data=3:1"
     slower = re.match(r"shares data=3:1, not even: that would take \+([\d.]+)% time", result.reasons[0])
     assert 80 < float(slower[1]) <= 100  # an even split waits half of the time for the slow one
-    file = plan_file_of(result, "gpt-nano")
+    file = result.plan_file("gpt-nano")
     assert file.composition.shares == "data=3:1" and file.composition.state_shares is None
 
 
 def test_state_goes_by_memory_and_each_rank_has_room():
-    roomy = plan(asked(machine((12e10, 1e9), (4e10, 1e9)))).evaluation
+    roomy = find_plan(asked(machine((12e10, 1e9), (4e10, 1e9)))).evaluation
     rooms = [int(1.1 * peak) for peak in roomy.analysis.peak_bytes_by_rank()]
     rooms[1] = roomy.analysis.peak_bytes_by_rank()[1] - MIB  # too little for half of the state
-    result = plan(asked(machine((12e10, rooms[0]), (4e10, rooms[1]))))
+    result = find_plan(asked(machine((12e10, rooms[0]), (4e10, rooms[1]))))
     candidate = result.plan.candidate
     first, second = map(int, candidate.state_shares.removeprefix("data=").split(":"))
     assert first > second
@@ -102,7 +103,7 @@ def test_estimates_account_for_slower_nodes():
 
 def test_a_slow_stage_gets_fewer_layers():
     fixed = {"mesh": {"pipe": 2}, "micro_batches": 4, "schedule": "1f1b"}
-    planned = plan(asked(machine((12e10, 1e9), (4e10, 1e9)), fixed=fixed))
+    planned = find_plan(asked(machine((12e10, 1e9), (4e10, 1e9)), fixed=fixed))
     assert planned.plan.candidate.stages[1] > len(SMALL.layers) / 2
     working = planned.evaluation.prediction.working
     assert max(working.values()) < 2.2 * min(working.values())  # 3 times, had both as many layers
@@ -119,3 +120,20 @@ def test_divisions_for_unequal_stages_are_optimal(slowdowns):
 
     every = ((0, *starts) for starts in combinations(range(1, len(work)), count - 1))
     assert slowest(best_division(work, count, slowdowns=slowdowns)) == pytest.approx(min(map(slowest, every)))
+
+
+def test_shares_follow_speeds():
+    assert shares_by_speed([0.8, 0.4], 12) == (8, 4)
+    assert sum(shares_by_speed([0.4, 0.4, 0.4, 0.2], 100)) == 100
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0, 0.48), (8.0, 1.0), (3.0, 3.0, 1.0), (0.0, 0.3), (2.0, 2.0)])
+def test_no_other_shares_are_done_sooner(speeds):
+    for whole in range(9):
+        found = shares_by_speed(speeds, whole)
+        every = (each for each in product(range(whole + 1), repeat=len(speeds)) if sum(each) == whole)
+        assert sum(found) == whole and _seconds(found, speeds) == min(_seconds(each, speeds) for each in every)
+
+
+def _seconds(parts, speeds):
+    return max((part / speed if speed else inf for part, speed in zip(parts, speeds, strict=True) if part), default=0)

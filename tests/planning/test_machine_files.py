@@ -28,10 +28,8 @@ TEXT = NODE + "[between]\nlatency = 1e-5\nbandwidth = 1e8\n"
 def test_packaged_machines_have_sources_and_are_written_as_they_are_read(name):
     machine = read_machine(name)
     assert machine.source
-    again = parse_machine(toml_of(machine).replace(f'source = "{machine.source}"', 'source = "x"'))
-    assert [node.speeds.keys() for node in again.nodes] == [node.speeds.keys() for node in machine.nodes]
-    assert again.nodes[0].inside == machine.nodes[0].inside and again.between == machine.between
-    assert again.fitted == machine.fitted
+    text = toml_of(machine)  # six digits of each number
+    assert toml_of(parse_machine(text)) == text
 
 
 def test_a_link_depends_on_the_nodes_of_its_ranks():

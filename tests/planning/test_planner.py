@@ -12,14 +12,13 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models import GPT_SIZES, gpt
 from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze
+from spmd_engine.planning.explain import explain
 from spmd_engine.planning.machine.files import read_machine
-from spmd_engine.planning.report.explain import explain
-from spmd_engine.planning.report.model_file import planned_model
-from spmd_engine.planning.report.plan_result import Request
-from spmd_engine.planning.search.goals import Limits
+from spmd_engine.planning.model_file import planned_model
+from spmd_engine.planning.plan_result import Request
+from spmd_engine.planning.planner import find_plan, fixed_plan
 from spmd_engine.planning.search.plan_evaluation import evaluate_plan
-from spmd_engine.planning.search.planner import fixed_plan, plan
-from spmd_engine.planning.search.search import Planner
+from spmd_engine.planning.search.search import Limits, Planner
 from spmd_engine.planning.search.search_space import Candidate, SearchSpace, candidates
 from spmd_engine.units import readable_bytes
 
@@ -32,20 +31,20 @@ def asked(memory=None):
 
 @pytest.fixture(scope="module")
 def freely():
-    return plan(asked())
+    return find_plan(asked())
 
 
 @pytest.fixture(scope="module")
 def least():
     """Bytes of the plan that needs least, looked at closely."""
-    return plan(replace(asked(), goal="memory")).evaluation.analysis.peak_bytes
+    return find_plan(replace(asked(), goal="memory")).evaluation.analysis.peak_bytes
 
 
 @pytest.mark.parametrize("share", [0.93, 0.7])
 def test_the_plan_s_own_peak_is_within_the_limit(freely, share):
     """A little less than what the quickest plan needs, so that its estimate may fit though its step does not."""
     limit = share * freely.evaluation.analysis.peak_bytes
-    result = plan(asked(limit))
+    result = find_plan(asked(limit))
     assert result.conflict is not None or result.evaluation.analysis.peak_bytes <= limit
 
 
@@ -67,15 +66,15 @@ def test_a_plan_that_only_the_simulation_finds_faster_is_chosen(monkeypatch):
         seen = evaluate_plan(model, machine, candidate, *others, **options)
         return replace(seen, seconds=seen.seconds / 100) if candidate.micro_batches == 4 else seen
 
-    monkeypatch.setattr("spmd_engine.planning.search.planner.evaluate_plan", quick)
-    monkeypatch.setattr("spmd_engine.planning.search.planner.SHOWN_PLANS", 1)
-    result = plan(replace(asked(), axes=["data"]))
+    monkeypatch.setattr("spmd_engine.planning.planner.evaluate_plan", quick)
+    monkeypatch.setattr("spmd_engine.planning.planner.SHOWN_PLANS", 1)
+    result = find_plan(replace(asked(), axes=["data"]))
     assert result.plan.candidate.micro_batches == 4 and len(result.search.best) == 1
 
 
 @pytest.mark.parametrize("fixed", [{}, {"zero": 1}], ids=["free", "fixed"])
 def test_reasons_compare_with_other_meshes(fixed):
-    result = plan(replace(asked(), ranks=[4], fixed=fixed))
+    result = find_plan(replace(asked(), ranks=[4], fixed=fixed))
     mine = ",".join(f"{axis}={size}" for axis, size in result.plan.candidate.axes)
     assert result.plan.candidate.zero == fixed.get("zero", result.plan.candidate.zero)
     others = [reason for reason in result.reasons if reason.startswith(f"mesh {mine}, not ")]
@@ -105,26 +104,27 @@ def test_reasons_for_an_interleaved_schedule_name_others():
         fixed={"schedule": "interleaved", "chunks": 2, "micro_batches": 4},
         axes=["pipe"],
     )
-    result = plan(request)
+    result = find_plan(request)
     assert result.plan.candidate.schedule == "interleaved"
     assert any(reason.startswith("schedule interleaved, not") for reason in result.reasons)
 
 
 def test_relaxations_have_the_needs_of_the_simulated_step():
-    result = plan(Request(build_model("mlp"), read_machine("cpu").with_ranks(2), [2], [16], limits=Limits(memory=1024)))
+    machine = read_machine("cpu").with_ranks(2)
+    result = find_plan(Request(build_model("mlp"), machine, [2], [16], limits=Limits(memory=1024)))
     way = next(way for way in result.conflict.relaxations if way.gives_up == "memory")
     assert way.plan.memory == result.nearest_evaluation.analysis.peak_bytes
 
 
 def test_limits_that_nothing_keeps_are_shown_as_given(least):
     """Estimates must keep less than was asked for, as they err; nobody asked for that."""
-    result = plan(asked(0.999 * least))
+    result = find_plan(asked(0.999 * least))
     way = next(way for way in result.conflict.relaxations if way.gives_up == "memory")
     assert way.text == f"memory {readable_bytes(least)} instead of {readable_bytes(0.999 * least)}"
 
 
 def test_a_search_that_ran_out_of_time_does_not_report_that_nothing_fits(least):
-    result = plan(replace(asked(0.999 * least), seconds=0.0))
+    result = find_plan(replace(asked(0.999 * least), seconds=0.0))
     assert result.as_json()["fits"] is None
     assert result.why_not.startswith("time ran out (--seconds 0): of ") and "is unknown" in result.why_not
 
@@ -157,7 +157,7 @@ def test_a_sequence_is_sharded_where_an_axis_is_named():
 
 def test_a_plan_that_just_fits_is_found(least):
     """Though its estimate is a little above what its step needs."""
-    assert plan(asked(least)).evaluation.analysis.peak_bytes == least
+    assert find_plan(asked(least)).evaluation.analysis.peak_bytes == least
 
 
 def test_a_trace_ends_with_its_last_step():

@@ -10,12 +10,11 @@ from spmd_engine.engine.schedules import named
 from spmd_engine.engine.schedules.timeline import makespan, peak_activations, timeline
 from spmd_engine.models.names import build_model
 from spmd_engine.planning.machine.files import read_machine
+from spmd_engine.planning.search.cost_cache import Slots
 from spmd_engine.planning.search.estimate import best_division, slowest
-from spmd_engine.planning.search.goals import GOALS, Constraints, Limits, objective, objective_bound
 from spmd_engine.planning.search.relaxation import Question, closest, conflict_of
-from spmd_engine.planning.search.search import Planner, pareto
+from spmd_engine.planning.search.search import GOALS, Constraints, Limits, Planner, objective, objective_bound, pareto
 from spmd_engine.planning.search.search_space import SearchSpace, across_nodes, candidates
-from spmd_engine.planning.simulator.pipeline_time import Slots
 
 
 @pytest.fixture(scope="module")

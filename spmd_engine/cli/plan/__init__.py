@@ -23,11 +23,10 @@ from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.models.names import IMAGES
 from spmd_engine.planning.machine.files import default_machine
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.report.model_file import planned_model
-from spmd_engine.planning.report.plan_result import Request, plan_file_of
-from spmd_engine.planning.search.goals import GOALS, Limits
-from spmd_engine.planning.search.planner import NOTHING_FITS, fixed_plan
-from spmd_engine.planning.search.planner import plan as find_plan
+from spmd_engine.planning.model_file import planned_model
+from spmd_engine.planning.plan_result import Request
+from spmd_engine.planning.planner import NOTHING_FITS, find_plan, fixed_plan
+from spmd_engine.planning.search.search import GOALS, Limits
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.train_config import OF_IMAGES, TrainConfig
 from spmd_engine.units import BYTES, SECONDS
@@ -111,7 +110,7 @@ def plan(what: str | None, **options: Any) -> None:
         if result.conflict is not None:
             click.echo("spmd_engine: note: nothing fits, so no plan was written", err=True)
         else:
-            plan_file_of(result, given.get("model", TrainConfig().model.name), _lora(given)).write(options["output"])
+            result.plan_file(given.get("model", TrainConfig().model.name), _lora(given)).write(options["output"])
     if options["timeline"] and result.evaluation is not None:
         from spmd_engine.planning.simulator.check_prediction import trace_json
 
@@ -130,7 +129,7 @@ def plan(what: str | None, **options: Any) -> None:
 
 def _explain(request: Any, as_json: bool) -> None:
     from spmd_engine.cli.plan.page import print_explanation
-    from spmd_engine.planning.report.explain import Explanation, explain
+    from spmd_engine.planning.explain import Explanation, explain
 
     if not request.ranks:
         raise UsageError("plan explain needs --ranks N")

@@ -10,12 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from spmd_engine.cli.show.picture import GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, print_picture, text
-from spmd_engine.planning.report.explain import Explanation
-from spmd_engine.planning.report.plan_result import PlanResult
+from spmd_engine.planning.explain import Explanation
+from spmd_engine.planning.plan_result import PlanResult
 from spmd_engine.planning.search.estimate import Estimate
-from spmd_engine.planning.search.goals import Constraints
 from spmd_engine.planning.search.plan_evaluation import PlanEvaluation
-from spmd_engine.planning.search.search import thinned
+from spmd_engine.planning.search.search import Constraints, thinned
 from spmd_engine.planning.search.search_space import across_nodes
 from spmd_engine.planning.simulator.check_prediction import PARTS, TraceComparison
 from spmd_engine.planning.simulator.simulation import COMMUNICATION

@@ -41,7 +41,16 @@ from spmd_engine.planning.dry_run.rank_classes import (
 )
 from spmd_engine.planning.dry_run.recorder import Phase, Recorder
 from spmd_engine.planning.dry_run.shaped_mesh import DryRunRanks, Mailbox, ShapedMesh
-from spmd_engine.planning.dry_run.step_analysis import LOSS, NORM, UPDATE, ModelShard, RankClass, RankStep, StepAnalysis
+from spmd_engine.planning.dry_run.step_analysis import (
+    LOSS,
+    NORM,
+    UPDATE,
+    ModelShard,
+    RankClass,
+    RankStep,
+    StepAnalysis,
+    position_of,
+)
 from spmd_engine.sharding.layout import Layout
 
 
@@ -95,12 +104,12 @@ def analyze(
     scope = cache.number((choose, loops_are_there(), _sharding_key(layout, axes)))
     kinds = {name: (cache.kind(layer), _mesh_key(layer, axes)) for name, layer in built.layers}
     with on_shapes() as backend:
-        dry_run = DryRun(built, ranks, composition, layout, dtype, backend, choose, optimizer or AdamW())
         sizes = batch_size, micro_batches, sequence
+        dry_run = DryRun(built, ranks, composition, layout, dtype, backend, choose, optimizer or AdamW(), sizes)
+        if uniform:
+            samples = []
         programs = [
-            partial(dry_run.step, numbers[0], sizes, cache, scope, kinds, ())
-            if uniform
-            else partial(dry_run.step, numbers[0], sizes, PassCache(), scope, kinds, samples)
+            partial(dry_run.step, numbers[0], cache if uniform else PassCache(), scope, kinds, samples)
             for numbers in members.values()
         ]
         steps = ranks.mailbox.run(programs)
@@ -154,19 +163,18 @@ class DryRun:
     backend: Shapes
     choose: str
     optimizer: Optimizer
+    sizes: tuple[int, int, int | None]  #: the global batch size, the micro-batches, and the sequence length
 
     def step(
-        self, number: int, sizes: tuple, cache: PassCache, scope: Hashable, kinds: Mapping, samples: Sequence[int]
+        self, number: int, cache: PassCache, scope: Hashable, kinds: Mapping[str, Hashable], samples: Sequence[int]
     ) -> tuple[RankStep, list[str]]:
         """The step of one rank, and what was assumed about values.
 
-        ``sizes`` are the global batch size, the micro-batches and the sequence length; ``samples`` those of each
-        micro-batch, or () if passes through layers are the same on all ranks.
+        ``samples`` are those of each micro-batch, or () if passes through layers are the same on all ranks.
         """
         recorder, axes = Recorder(Meter(self.choose)), self.ranks.axes
         with metered(recorder.meter):
-            coordinates = map(int, np.unravel_index(number, tuple(axes.values())))
-            mesh = ShapedMesh(self.ranks, dict(zip(axes, coordinates, strict=True)), recorder)
+            mesh = ShapedMesh(self.ranks, position_of(number, axes).coordinates, recorder)
             with recorder.meter.taking("parameters"):
                 options = self.composition.how_on(axes)
                 engine = DryRunEngine(self.model, mesh, self.layout, dtype=self.dtype, backend=self.backend, **options)
@@ -174,12 +182,8 @@ class DryRun:
 
             def compute() -> None:
                 passes = StepPasses(recorder, cache, scope, self.choose, kinds, samples)
-                names = [name for name, _ in self.model.layers]
-                chunks = {
-                    names[layer]: number
-                    for number in engine.assignment.mine
-                    for layer in engine.assignment.chunks[number]
-                }
+                names, placed = [name for name, _ in self.model.layers], engine.assignment
+                chunks = {names[layer]: number for number in placed.mine for layer in placed.chunks[number]}
 
                 def loss(outputs, targets, **options):
                     with recorder.phase(Phase("loss", phase=LOSS)):
@@ -190,7 +194,7 @@ class DryRun:
 
             optimizer = _prepared(self.optimizer, engine, recorder)
             with recorder.meter.taking("activations", "the batch"):
-                batch = synthetic_batch(self.model, engine, *sizes, engine.dtype)
+                batch = synthetic_batch(self.model, engine, *self.sizes, engine.dtype)
             step = _record_step(engine, optimizer, recorder, compute)
             shards = shards_of(engine, len(optimizer.kinds))
             return replace(step, shards=shards, groups=mesh.group_keys(step.communications)), list(recorder.meter.notes)
@@ -406,8 +410,7 @@ def analyze_engine(
     def step(rank: int) -> RankStep:
         recorder = Recorder(Meter(lenient=True))
         with metered(recorder.meter):
-            coordinates = map(int, np.unravel_index(rank, tuple(axes.values())))
-            mesh = ShapedMesh(ranks, dict(zip(axes, coordinates, strict=True)), recorder, checks=checks)
+            mesh = ShapedMesh(ranks, position_of(rank, axes).coordinates, recorder, checks=checks)
             engine = make_engine(make, mesh)
             with recorder.meter.taking("parameters", "parameters"):
                 if parameters is not None:

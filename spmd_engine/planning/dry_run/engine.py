@@ -87,7 +87,8 @@ class _PendingInputGradient(Pending):
         self._layer, self._saved = layer, saved
 
     def wait(self) -> Any:
-        layer, saved, self._layer, self._saved = self._layer, self._saved, None, None
+        layer, saved = self._layer, self._saved
+        del self._layer, self._saved
         return layer.wait_input_gradient(saved)
 
 
@@ -122,6 +123,7 @@ class RecordedLayer(Layer):
         layer_pass = self._passes.find(call, ("forward",))
         saved = _Saved(call, ctx.micro_batch)
         self._recorder.repeat(layer_pass, [])
+        assert layer_pass.result is not None
         y = ShapedArray(*layer_pass.result, x.memory) if layer_pass.same else ShapedArray.new(*layer_pass.result)
         saved.keep(layer_pass, self._recorder.meter, {X: x, Y: y})
         return y, saved, *layer_pass.extra
@@ -139,9 +141,11 @@ class RecordedLayer(Layer):
             saved.keep(layer_pass, self._recorder.meter, {**saved.arrays, DY: dy})
             if layer_pass.under_way:
                 return _PendingInputGradient(self, saved), saved
+            if layer_pass.result is None:
+                return None, saved
             if layer_pass.same:
                 return ShapedArray(*layer_pass.result, dy.memory), saved
-            return None if layer_pass.result is None else ShapedArray.new(*layer_pass.result), saved
+            return ShapedArray.new(*layer_pass.result), saved
 
     def backward_weight(self, sh, rest, g):
         if not isinstance(rest, _Saved):
@@ -167,6 +171,7 @@ class RecordedLayer(Layer):
             layer_pass = self._passes.find(saved.call, saved.names, None, sums)
             saved.under_way = self._recorder.repeat(layer_pass, saved.under_way)
             saved.keep(layer_pass, self._recorder.meter, saved.arrays)
+            assert layer_pass.result is not None
             return ShapedArray.new(*layer_pass.result)
 
 

@@ -29,6 +29,9 @@ from spmd_engine.sharding.shards import Shards
 X, Y, DY = "x", "y", "dy"
 
 
+ShapeAndDtype = tuple[tuple[int, ...], Any]
+
+
 @dataclass
 class LayerPass:
     """What a rank does in one call of a layer. Computations are numbered from the beginning of the pass."""
@@ -42,7 +45,7 @@ class LayerPass:
     )  #: earlier communications that end: (which, at which computation, bytes received)
     kept: int = 0  #: bytes kept for later calls, without inputs and outputs
     keeps: frozenset[str] = frozenset()  #: which of X, Y and DY are kept as well
-    result: tuple | None = None  #: shape and dtype of the result; None: no result
+    result: ShapeAndDtype | None = None  #: of the result; None: no result
     under_way: bool = False  #: whether the result must be waited for
     extra: tuple = ()  #: side outputs of a forward
     same: bool = False  #: whether the result shares the memory of the input
@@ -82,7 +85,7 @@ class LayerCall:
     sh: Any
     p: Any
     ctx: ForwardContext
-    x: tuple  # shape and dtype
+    x: ShapeAndDtype
     side: tuple = ()
 
 
@@ -94,7 +97,7 @@ class IsolatedLayer:
         self._recorder.own_class = call.sh.mesh.recorder.own_class
         self._mark: tuple[int, int, int] = (0, 0, 0)
         self.done: tuple[str, ...] = ()  #: the calls executed so far
-        self._last: LayerPass | None = None  #: the pass of the last of them
+        self._last = LayerPass([], [], [], [])  #: the pass of the last of them
         self._given: dict[str, Any] = {}  #: inputs and outputs
         self._held: list = []  #: what the layer keeps for its next call
 
@@ -122,7 +125,11 @@ class IsolatedLayer:
             case "backward":
                 return self._backward(side)
         under_way = [call for call in self._recorder.communications if call.ends is None]
-        layer_pass = self._wait() if name == "wait" else self._weights(gradients)
+        if name == "wait":
+            layer_pass = self._wait()
+        else:
+            assert gradients is not None
+            layer_pass = self._weights(gradients)
         layer_pass.ended = [
             (index, call.ends - self._mark[0], call.facts["received"])
             for index, call in enumerate(under_way)
@@ -144,16 +151,16 @@ class IsolatedLayer:
         call, before = self._call, self._last
         self._given = {name: self._given[name] for name in before.keeps}  # the rest is released
         given = self._given
+        assert before.result is not None
         given[DY] = ShapedArray.new(*before.result)
         self._begin()
         dx, rest = call.layer.backward_input(call.sh, call.p, self._held.pop(), given[DY], *side)
-        under_way = dx is not None and not isinstance(dx, ShapedArray)
         self._held, given["dx"] = [rest], dx
         del rest
-        shape = None if dx is None or under_way else (dx.shape, dx.dtype)
-        same = shape is not None and dx.memory is given[DY].memory
-        layer_pass = self._end(shape, (), same)
-        layer_pass.under_way = under_way
+        ready = isinstance(dx, ShapedArray)
+        result = (dx.shape, dx.dtype) if ready else None
+        layer_pass = self._end(result, (), ready and dx.memory is given[DY].memory)
+        layer_pass.under_way = dx is not None and not ready
         return layer_pass
 
     def _wait(self) -> LayerPass:
@@ -176,7 +183,7 @@ class IsolatedLayer:
         recorder.meter.take_top()
         self._mark = len(recorder.computations), len(recorder.communications), recorder.meter.total
 
-    def _end(self, result: tuple | None, extra: tuple = (), same: bool = False) -> LayerPass:
+    def _end(self, result: ShapeAndDtype | None, extra: tuple = (), same: bool = False) -> LayerPass:
         """The pass since ``_begin``."""
         recorder = self._recorder
         recorder.flush()

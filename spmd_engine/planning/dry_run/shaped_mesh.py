@@ -113,6 +113,7 @@ class ShapedMesh(Mesh):
 
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32, *, zero: bool = False) -> ShapedArray:
         array = ShapedArray.new(shape, dtype)
+        assert array.memory is not None
         array.memory.shared = True
         return array
 
@@ -126,7 +127,8 @@ class ShapedGroup(Group):
     def __init__(
         self, comm: _NoCommunicator, names: tuple[str, ...], places: tuple, classes: Sequence[int], mesh: ShapedMesh
     ) -> None:
-        super().__init__(comm, ",".join(names) or "nobody", mesh.ledger, check=False, timeout=None)
+        stands_in: Any = comm  # for a communicator that sends nothing
+        super().__init__(stands_in, ",".join(names) or "nobody", mesh.ledger, check=False, timeout=None)
         self._mesh, self._mailbox, self._classes = mesh, mesh.all.mailbox, classes
         self._own, self._key = mesh.recorder.own_class, (names, places)
         self._others = sorted(set(classes) - {self._own})
@@ -149,7 +151,7 @@ class ShapedGroup(Group):
         """The copy that makes parts along a later dim contiguous: see ``Collective.packed``."""
         if call.where[0] not in ("reduce_scatter", "all_to_all") or not isinstance(x, ShapedArray):
             return None
-        if call.signature.inline or x.ndim == 1 or len(call.parts[0]) == 1:
+        if call.signature.inline or x.ndim == 1 or len(_parts(call)[0]) == 1:
             return None
         return ShapedArray.new((x.size,), x.dtype)
 
@@ -184,15 +186,16 @@ class ShapedGroup(Group):
                 mine = whole + bisect_left(self._equals, rest) / len(self._equals)
                 return call.payload + mine * call.dtype.itemsize * (self.size - 2)
             case "reduce_scatter":
-                parts = (part[-1] for part in map(call.parts.__getitem__, self._equals))
-                row = call.payload / max(1, call.parts[-1][-1].stop)
-                return call.payload - sum(part.stop - part.start for part in parts) * row / len(self._equals)
+                parts = _parts(call)
+                row = call.payload / max(1, parts[-1][-1].stop)
+                rows = sum(parts[place][-1].stop - parts[place][-1].start for place in self._equals)
+                return call.payload - rows * row / len(self._equals)
             case "all_gather" if call.sizes is not None:
                 row = result.nbytes / max(1, sum(call.sizes))
                 return sum(call.sizes[place] for place in self._equals) * row * (self.size - 1) / len(self._equals)
         return sent
 
-    def _facts(self, operation: str, label: str, payload: int, sent: int) -> dict[str, Any]:
+    def _facts(self, operation: str, label: str, payload: int, sent: float) -> dict[str, Any]:
         return {
             "operation": operation,
             "axes": self.axes,
@@ -239,7 +242,7 @@ class ShapedGroup(Group):
 
     def part_for_me(self, call: PreparedCall) -> tuple[slice, ...]:
         """The part of another rank's input that goes to this rank."""
-        return call.parts[self.rank]
+        return _parts(call)[self.rank]
 
     # --- messages
 
@@ -292,6 +295,7 @@ class _PendingShape(Pending):
     def wait(self) -> Any:
         if not self.done:
             computation, call = self._recorder.next_computation, self._call
+            assert self._make is not None
             self.result, self.done = self._make(), True
             if self._scratch:
                 self._recorder.meter.allocate(self._scratch)
@@ -302,6 +306,11 @@ class _PendingShape(Pending):
                 self._recorder.arrived(call.begins, received)
             self._recorder.waited(call.begins == computation)
         return self.result
+
+
+def _parts(call: PreparedCall) -> Sequence[tuple[slice, ...]]:
+    assert call.parts is not None, call.where
+    return call.parts
 
 
 def _result_of_shapes(group: ShapedGroup, call: PreparedCall, inputs: list[tuple]) -> ShapedArray:
@@ -331,7 +340,7 @@ def _result_of_values(group: ShapedGroup, call: PreparedCall, inputs: list[tuple
         return joined(parts, call.signature.concat_axis, call.dtype)
     mine = [x.astype(call.dtype) for x in blocks]
     if operation == "reduce_scatter":
-        mine = [x[call.parts[group.rank]] for x in mine]
+        mine = [x[group.part_for_me(call)] for x in mine]
     result = np.empty_like(mine[0])
     reduce_into(result, mine, call.signature.reduction)
     return result

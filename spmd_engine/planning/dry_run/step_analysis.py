@@ -6,12 +6,14 @@ addition: a product of [m k] by [k n] has 2 m n k.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
+
+from spmd_engine.axes import MeshPosition
 
 
 class HashedOnce(tuple):
@@ -134,6 +136,26 @@ class Communication:
         """Its line of the ledger: operation, axes, label."""
         return self.operation, self.axes, self.label
 
+    @property
+    def trace_name(self) -> str:
+        """Its name in a trace."""
+        return f"{self.operation} over {self.axes}" + (f" ({self.label})" if self.label else "")
+
+    @property
+    def ends_of_message(self) -> tuple[int, int, int | None] | None:
+        """Sender, receiver and channel of a message; None for collectives."""
+        if self.peer is None:
+            return None
+        ends = (self.place, self.peer) if self.operation == "send" else (self.peer, self.place)
+        return *ends, self.channel
+
+    @property
+    def whole_bytes(self) -> int:
+        """S: bytes of the whole array of a collective; of a message, its own bytes."""
+        if self.operation in ("all_gather", "broadcast", "receive", "scatter"):
+            return max(self.received, self.payload)
+        return self.payload * (self.ranks if self.operation == "all_to_all" else 1)
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -207,12 +229,11 @@ class RankStep:
 
     def ledger(self) -> dict[tuple[str, str, str], tuple[int, int, float]]:
         """Calls, payload and bytes sent, by operation, axes and label: what the step adds to this rank's ledger."""
-        lines: dict[tuple[str, str, str], list[float]] = {}
+        lines: dict[tuple[str, str, str], tuple[int, int, float]] = {}
         for communication in self.communications:
-            line = lines.setdefault(communication.where, [0, 0, 0])
-            for column, more in enumerate((1, communication.payload, communication.sent)):
-                line[column] += more
-        return {where: (calls, payload, sent) for where, (calls, payload, sent) in lines.items()}
+            calls, payload, sent = lines.get(communication.where, (0, 0, 0))
+            lines[communication.where] = calls + 1, payload + communication.payload, sent + communication.sent
+        return lines
 
 
 @dataclass(frozen=True)
@@ -280,8 +301,8 @@ class StepAnalysis:
 
     def totals(self) -> dict[tuple[str, str], tuple[int, int]]:
         """Calls and bytes sent by all ranks, by operation and axes."""
-        calls: Counter = Counter()
-        sent: Counter = Counter()
+        calls: dict[tuple[str, str], int] = defaultdict(int)
+        sent: dict[tuple[str, str], float] = defaultdict(float)
         for kind in self.classes:
             for (operation, axes, _), line in kind.step.ledger().items():
                 calls[operation, axes] += kind.count * line[0]
@@ -301,3 +322,98 @@ class StepAnalysis:
 
     def __iter__(self) -> Iterator[RankClass]:
         return iter(self.classes)
+
+
+def position_of(rank: int, axes: Mapping[str, int]) -> MeshPosition:
+    """The position of a rank on the axes, in row-major order."""
+    coordinates = {}
+    for axis in list(axes)[::-1]:
+        rank, coordinates[axis] = divmod(rank, axes[axis])
+    return MeshPosition(axes, {axis: coordinates[axis] for axis in axes})
+
+
+# --- The critical path: the longest chain of computations through all ranks, by FLOPs, that the end of a step waits for
+
+
+Node = tuple[int, int]  # class of ranks, number of the computation
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """A chain of computations, each of which waits for the one before, on its own rank or on another."""
+
+    flops: int  #: of the chain: on any number of ranks a step executes at least these one after the other
+    nodes: Sequence[Node]
+
+    @property
+    def classes(self) -> list[int]:
+        """The classes of ranks that it passes through, in order."""
+        passed = [number for number, _ in self.nodes]
+        return [number for index, number in enumerate(passed) if not index or passed[index - 1] != number]
+
+
+def critical_path(analysis: StepAnalysis) -> CriticalPath:
+    """The longest chain. Communication takes no time here, but is waited for."""
+    return _PathFinder([rank_class.step for rank_class in analysis.classes]).find()
+
+
+class _PathFinder:
+    """Executes the steps of all classes of ranks, and notes what each computation waited for."""
+
+    def __init__(self, steps: Sequence[RankStep]) -> None:
+        self.steps = steps
+        self.keys = [list(_keys(step)) for step in steps]
+        self.done: list[list[int]] = [[] for _ in steps]  # FLOPs before the end of each computation
+        self.after: dict[Node, Node | None] = {}  # what each computation waited for
+        #: of each communication, by class: the FLOPs before it began, and the computation before it
+        self.begun: dict[Any, dict[int, tuple[int, Node | None]]] = defaultdict(dict)
+        self.parties: dict[Any, set[int]] = defaultdict(set)
+        for number, keys in enumerate(self.keys):
+            for key, call in keys:
+                self.parties[key].update([number] if call.peer is not None else call.classes)
+
+    def find(self) -> CriticalPath:
+        left = set(range(len(self.steps)))
+        while left:
+            moved = [number for number in sorted(left) if self._advance(number)]
+            left = {number for number in left if len(self.done[number]) < len(self.steps[number].computations)}
+            if not moved:
+                break  # the rest waits for calls that are not recorded: the path ends here
+        ends = [(flops[-1], number) for number, flops in enumerate(self.done) if flops]
+        if not ends:
+            return CriticalPath(0, ())
+        flops, number = max(ends)
+        nodes, node = [], (number, len(self.done[number]) - 1)
+        while node is not None:
+            nodes.append(node)
+            node = self.after[node]
+        return CriticalPath(flops, nodes[::-1])
+
+    def _advance(self, number: int) -> bool:
+        """Execute one class of ranks until it waits; whether it moved."""
+        step, done, keys = self.steps[number], self.done[number], self.keys[number]
+        first = len(done)
+        while True:
+            index = len(done)
+            last = (done[-1], (number, index - 1)) if done else (0, None)
+            for key, call in keys:
+                if call.begins <= index:
+                    self.begun[key].setdefault(number, last)
+            waits = [key for key, call in keys if call.ends == index and call.operation != "send"]
+            if index == len(step.computations) or any(set(self.begun[key]) < self.parties[key] for key in waits):
+                return index > first
+            flops, node = max([last, *(end for key in waits for end in self.begun[key].values())], key=lambda x: x[0])
+            done.append(flops + step.computations[index].flops)
+            self.after[number, index] = node
+
+
+def _keys(step: RankStep) -> Iterator[tuple[Any, Communication]]:
+    """A key for each communication, equal on all ranks that take part in it."""
+    counts: dict[Any, int] = defaultdict(int)
+    for communication in step.communications:
+        if communication.peer is not None:
+            key: Any = ("message", communication.axes, communication.ends_of_message, communication.classes)
+        else:
+            key = (communication.where, communication.classes)
+        counts[key] += 1
+        yield (key, counts[key]), communication

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import exp, log
 
@@ -208,16 +208,16 @@ class Machine:
 
     def peak(self, rank: int, dtype: str, flops: float) -> float:
         """A rank's FLOP/s in a matrix product of ``flops`` FLOPs, by the machine file."""
-        speeds = self.node(rank).speeds
-        if dtype not in speeds:
-            raise UsageError(f"machine {self.name} has no speed for {dtype}; it has: {', '.join(speeds)}")
-        return speeds[dtype](flops)
+        return self.curve(self.node(rank), dtype)(flops)
+
+    def curve(self, node: NodeKind, dtype: str) -> Curve:
+        """FLOP/s of a node's products by their FLOPs; raises UsageError for a dtype without a speed."""
+        if dtype not in node.speeds:
+            raise UsageError(f"machine {self.name} has no speed for {dtype}; it has: {', '.join(node.speeds)}")
+        return node.speeds[dtype]
 
     def speed(self, rank: int, dtype: str, flops: float) -> float:
         """A rank's FLOP/s in a matrix product of ``flops`` FLOPs within a step."""
         fitted = self.fitted
         reached = fitted.product_share * (flops / (flops + fitted.product_half) if fitted.product_half else 1.0)
         return self.peak(rank, dtype, flops) * reached
-
-
-FITTED = tuple(number.name for number in fields(Fitted))

@@ -1,22 +1,104 @@
-"""Costs that candidates share, each computed once: ranks of a mesh, times of layers, slots of schedules."""
+"""Costs that candidates share, each computed once: slots of schedules, ranks of a mesh, times of layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from spmd_engine.engine import schedules
+from spmd_engine.engine.schedules.schedule import Backward, BackwardInput, BackwardWeight, Compute, Forward, Schedule
 from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.step_analysis import HashedOnce
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.layer_costs import ShardedLayers, ZeroCommTime
-from spmd_engine.planning.search.search_space import BATCH, PIPE, Candidate
+from spmd_engine.planning.search.search_space import BATCH, PIPE, Candidate, first_group
 from spmd_engine.planning.simulator.collective_time import CollectiveTimes
-from spmd_engine.planning.simulator.pipeline_time import Slots
+
+FORWARD, INPUT, WEIGHT, BOTH = range(4)
+_KINDS = {Forward: FORWARD, BackwardInput: INPUT, BackwardWeight: WEIGHT, Backward: BOTH}
+
+
+class Slots:
+    """All slots of a schedule, in an order in which each follows the slots that it waits for.
+
+    Times are those of ``engine.schedules.timeline``, but for thousands of calls: the dependencies between slots are
+    computed once for each schedule, number of stages and number of micro-batches. Sends do not delay their own stage.
+    """
+
+    def __init__(self, schedule: Schedule, stages: int, micro_batches: int) -> None:
+        self.stages, self.chunks = stages, stages * schedule.chunks
+        orders = [schedule.order(stages, micro_batches, stage) for stage in range(stages)]
+        self.held = [_changes(order) for order in orders]
+        numbers: dict[tuple[int, int, int], int] = {}  # (whether forward, micro-batch, chunk) -> slot
+        #: stage, chunk, kind, the slot whose result is needed (or -1), and whether that is on another stage
+        self.slots: list[tuple[int, int, int, int, bool]] = []
+        at = [0] * stages
+        moved = True
+        while moved:
+            moved = False
+            for stage, order in enumerate(orders):
+                while at[stage] < len(order):
+                    work = order[at[stage]]
+                    need = self._need(work)
+                    if need is not None and need not in numbers:
+                        break
+                    kind = _KINDS[type(work)]
+                    source = numbers[need] if need is not None else -1
+                    far = need is not None and need[2] % stages != stage
+                    if kind != WEIGHT:
+                        numbers[int(kind == FORWARD), work.m, work.chunk] = len(self.slots)
+                    self.slots.append((stage, work.chunk, kind, source, far))
+                    at[stage] += 1
+                    moved = True
+
+    def _need(self, work: Compute) -> tuple[int, int, int] | None:
+        """The slot whose result a slot needs: (whether forward, micro-batch, chunk)."""
+        if isinstance(work, Forward):
+            return (1, work.m, work.chunk - 1) if work.chunk else None
+        if isinstance(work, Backward | BackwardInput) and work.chunk + 1 < self.chunks:
+            return 0, work.m, work.chunk + 1
+        return None
+
+    def seconds(self, costs: Sequence[tuple[float, float, float]], transfer: float) -> float:
+        """Seconds from the first start to the last end. ``costs`` are seconds of each chunk's forward, input gradient
+        and weight gradients; ``transfer`` is the time of a message between stages."""
+        of_kind = [(f, i, w, i + w) for f, i, w in costs]
+        clock, handed = [0.0] * self.stages, []
+        for stage, chunk, kind, source, far in self.slots:
+            begin = clock[stage]
+            if source >= 0:
+                there = handed[source] + transfer if far else handed[source]
+                begin = there if there > begin else begin
+            end = begin + of_kind[chunk][kind]
+            clock[stage] = end
+            handed.append(end)
+        return max(clock)
+
+    @cached_property
+    def most(self) -> list[int]:
+        """The most micro-batches that each stage holds from forward to backward, for stages of one chunk."""
+        return [max(accumulate(sign for _, sign in held)) for held in self.held]
+
+    def most_held(self, stage: int, of_chunk: Sequence[float]) -> float:
+        """The most bytes that a stage holds; ``of_chunk`` are bytes that a micro-batch keeps in each chunk."""
+        if self.chunks == self.stages:
+            return self.most[stage] * of_chunk[stage]
+        return max(accumulate(sign * of_chunk[chunk] for chunk, sign in self.held[stage]))
+
+
+def _changes(order: Sequence[Compute]) -> list[tuple[int, int]]:
+    """(chunk, 1 or -1) where activations are saved and freed."""
+    kinds = [(work, _KINDS[type(work)]) for work in order]
+    return [(work.chunk, 1 if kind == FORWARD else -1) for work, kind in kinds if kind != INPUT]
+
+
+# --- Costs on a mesh
 
 
 @dataclass(frozen=True)
@@ -38,22 +120,11 @@ class MeshRanks:
     @classmethod
     def of(cls, axes: Sequence[tuple[str, int]]) -> MeshRanks:
         """The groups of a mesh with these axes, of which the last varies fastest."""
-        ranks, strides = 1, {}
-        for axis, size in reversed(axes):
-            strides[axis] = ranks
-            ranks *= size
-
-        def along(names: Collection[str]) -> HashedOnce:
-            members = np.zeros(1, int)
-            for axis, size in axes:
-                if axis in names:
-                    members = (members[:, None] + strides[axis] * np.arange(size)).reshape(-1)
-            return HashedOnce(members.tolist())
-
         summed = (*BATCH, "context")
         stored = [axis for axis in summed if axis != "replicate"]
-        pipe = dict(axes).get(PIPE, 1)
-        return cls(ranks, pipe, along(summed), along(stored), along(["replicate"]), strides.get(PIPE, 1))
+        groups = [first_group(axes, names) for names in (summed, stored, ["replicate"])]
+        stages = first_group(axes, [PIPE])
+        return cls(prod(size for _, size in axes), len(stages), *groups, stages[1] if len(stages) > 1 else 1)
 
 
 @dataclass(frozen=True)
@@ -117,6 +188,7 @@ class CostCache:
         name, chunks, pipe = candidate.schedule, candidate.chunks, candidate.pipe
 
         def compute() -> Slots:
+            assert name is not None
             return Slots(schedules.named(name, chunks if chunks > 1 else None), pipe, micro_batches)
 
         return self.once(("slots", name, chunks, pipe, micro_batches), compute)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
-from spmd_engine.planning.search.cost_cache import CostCache, ShardedCosts
+from spmd_engine.planning.search.cost_cache import CostCache, ShardedCosts, Slots
 from spmd_engine.planning.search.layer_costs import StageSums
 from spmd_engine.planning.search.search_space import Candidate
 from spmd_engine.planning.simulator.collective_time import Duration
-from spmd_engine.planning.simulator.pipeline_time import Slots
 
 LONG = 2048  #: forwards of all stages beyond which a schedule is timed for fewer micro-batches, and extrapolated
 
@@ -41,6 +41,18 @@ class Estimate:
     def throughput(self) -> float:
         """Samples a second."""
         return self.candidate.batch_size / self.seconds
+
+    def as_json(self) -> dict[str, Any]:
+        """The estimate as JSON."""
+        return {
+            "plan": str(self.candidate),
+            "simulated": self.simulated,
+            "seconds": float(self.seconds),
+            "bytes_sent": int(self.sent),
+            "peak_bytes": int(self.memory),
+            "seconds_by_part": {name: float(value) for name, value in self.parts.items()},
+            "bytes_by_kind": {name: int(value) for name, value in self.holds.items()},
+        }
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ class LayerCosts:
     backward_weights: float
     inside_forward: float = 0.0  #: seconds of exposed communication inside the layer: tensor and context parallel
     inside_backward: float = 0.0
-    sent_forward: int = 0  #: bytes that the rank sends in the layer
-    sent_backward: int = 0
+    sent_forward: float = 0  #: bytes that the rank sends in the layer
+    sent_backward: float = 0
     saved: int = 0  #: bytes kept from the forward to the backward
     output: int = 0  #: bytes of the output
     above_forward: int = 0  #: peak bytes of its forward, above what it saves

@@ -6,7 +6,7 @@ parallelism, rows and columns of images), not those that only repeat them (data,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from copy import copy
 from dataclasses import replace
 from math import prod
@@ -21,20 +21,21 @@ from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model, layout_for
 from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.dry_run.layer_cache import PassCache, kind_of
-from spmd_engine.planning.dry_run.match_calls import position_of, whole_bytes
 from spmd_engine.planning.dry_run.step_analysis import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHTS,
     FORWARD,
+    LOSS,
     NORM,
     UPDATE,
     Computation,
     RankStep,
     StepAnalysis,
+    position_of,
 )
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.layer_costs import LayerCosts, between
-from spmd_engine.planning.search.search_space import BATCH, PIPE, Candidate
+from spmd_engine.planning.search.search_space import BATCH, PIPE, Candidate, first_group
 from spmd_engine.planning.simulator.collective_time import CollectiveTimes
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
 from spmd_engine.sharding.layout import Layout
@@ -44,6 +45,8 @@ SAMPLES = (1, 8)
 Costs = tuple[dict[str, LayerCosts], float]  #: of layers by name; the optimizer's seconds per element
 Find = Callable[[Mapping[str, int], Candidate, int], Costs]  #: costs on a small mesh, with so many samples
 STATES = ("parameters", "gradients", "optimizer state")
+#: The fields of ``LayerCosts`` that hold the seconds of each phase.
+_SECONDS = {FORWARD: "forward", BACKWARD_INPUT: "backward_input", BACKWARD_WEIGHTS: "backward_weights"}
 
 
 class Profiles:
@@ -178,77 +181,43 @@ class Profiles:
         self, step: RankStep, position: MeshPosition, layout: Layout, candidate: Candidate, samples: int, parts: int
     ) -> list[LayerCosts]:
         names = [name for name, _ in self.small.layers]
-        phases = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS)
-        work = {name: dict.fromkeys(phases, 0.0) for name in names}
-        host = {name: dict.fromkeys(phases, 0.0) for name in names}
+        costs: dict[str, dict[str, Any]] = {name: dict.fromkeys(_SECONDS.values(), 0.0) for name in names}
+        launched: dict[tuple[str, str], float] = {}  # seconds of a device's host, whatever the parts
         for computation in step.computations:
-            layer, phase = (
-                (names[-1], FORWARD) if computation.phase == "loss" else (computation.layer, computation.phase)
-            )
-            if layer not in work or phase not in phases:
+            layer, phase = computation.layer, computation.phase
+            if phase == LOSS:
+                layer, phase = names[-1], FORWARD
+            if layer not in costs or phase not in _SECONDS:
                 continue
-            work[layer][phase] += self._seconds(computation, parts)
-            if computation.phase != "loss":
-                host[layer][phase] = self.compute.of(0, computation).host  # of a whole pass, whatever its parts
-        inside, sent = self._communication(step, candidate) if parts == 1 else ({}, {})
-        memory = _memory(step, names) if parts == 1 else dict.fromkeys(names, (0, 0, 0))
-        outputs = _outputs(self.small, position, layout, samples, self.sequence, self.dtype)
-        elements = _parameters(self.small, position, layout)
-        groups = _groups(self.small, position, layout, np.dtype(self.dtype).itemsize, self.base)
-        return [
-            LayerCosts(
-                name,
-                forward=work[name][FORWARD],
-                backward_input=work[name][BACKWARD_INPUT],
-                backward_weights=work[name][BACKWARD_WEIGHTS],
-                inside_forward=inside.get((name, True), 0.0),
-                inside_backward=inside.get((name, False), 0.0),
-                sent_forward=sent.get((name, True), 0),
-                sent_backward=sent.get((name, False), 0),
-                saved=memory[name][0],
-                output=outputs[name],
-                above_forward=memory[name][1],
-                above_backward=memory[name][2],
-                parameters=elements[name][0],
-                tied=elements[name][1],
-                groups=groups[name][0],
-                tied_groups=groups[name][1],
-                host_forward=host[name][FORWARD],
-                host_backward=host[name][BACKWARD_INPUT] + host[name][BACKWARD_WEIGHTS],
-            )
-            for name in names
-        ]
+            costs[layer][_SECONDS[phase]] += self._seconds(computation, parts)
+            if computation.phase != LOSS:
+                launched[layer, phase] = self.compute.of(0, computation).host
+        for (layer, phase), seconds in launched.items():
+            field = "host_forward" if phase == FORWARD else "host_backward"
+            costs[layer][field] = costs[layer].get(field, 0.0) + seconds
+        if parts == 1:
+            self._add_communication(costs, step, candidate)
+            _add_memory(costs, step)
+        _add_outputs(costs, self.small, position, layout, samples, self.sequence, self.dtype)
+        _add_parameters(costs, self.small, position, layout)
+        _add_groups(costs, self.small, position, layout, np.dtype(self.dtype).itemsize, self.base)
+        return [LayerCosts(name, **fields) for name, fields in costs.items()]
 
-    def _communication(
-        self, step: RankStep, candidate: Candidate
-    ) -> tuple[dict[tuple[str, bool], float], dict[tuple[str, bool], int]]:
-        """Exposed seconds of communication inside layers, and bytes sent, by (layer, whether forward)."""
-        inside: dict[tuple[str, bool], float] = {}
-        sent: dict[tuple[str, bool], int] = {}
+    def _add_communication(self, costs: Mapping[str, dict[str, Any]], step: RankStep, candidate: Candidate) -> None:
+        """Add exposed seconds of communication inside layers, and bytes sent."""
         computations = step.computations
         for call in step.communications:
             number = call.begins - 1 if call.operation in ("all_reduce", "reduce_scatter") else call.begins
             computation = computations[min(max(number, 0), len(computations) - 1)]
             if computation.phase in (UPDATE, NORM) or call.begins >= len(computations):
                 continue
-            name = computation.layer or self.small.layers[-1][0]
-            key = name, computation.phase not in (BACKWARD_INPUT, BACKWARD_WEIGHTS)
-            ranks = self._group(call.axes.split(","), candidate)
-            seconds = self.collectives.of(call.operation, ranks, whole_bytes(call)).seconds
+            fields = costs[computation.layer or self.small.layers[-1][0]]
+            when = "backward" if computation.phase in (BACKWARD_INPUT, BACKWARD_WEIGHTS) else "forward"
+            ranks = first_group(candidate.axes, call.axes.split(","))
+            seconds = self.collectives.of(call.operation, ranks, call.whole_bytes).seconds
             hidden = sum(self.compute.of(0, c).seconds for c in computations[call.begins : call.ends])
-            inside[key] = inside.get(key, 0.0) + max(seconds - hidden, 0.0)
-            sent[key] = sent.get(key, 0) + call.sent
-        return inside, sent
-
-    def _group(self, axes: Sequence[str], candidate: Candidate) -> tuple[int, ...]:
-        """The first group over these axes, on the candidate's whole mesh."""
-        ranks = [0]
-        stride = 1
-        for axis, size in reversed(candidate.axes):
-            if axis in axes:
-                ranks = [rank + stride * k for k in range(size) for rank in ranks]
-            stride *= size
-        return tuple(sorted(ranks))
+            fields[f"inside_{when}"] = fields.get(f"inside_{when}", 0.0) + max(seconds - hidden, 0.0)
+            fields[f"sent_{when}"] = fields.get(f"sent_{when}", 0) + call.sent
 
 
 def reduced(model: Model) -> tuple[Model, dict[str, str]]:
@@ -298,33 +267,42 @@ def _shard_count(inner: Mapping[str, int]) -> int:
     return prod(size for axis, size in inner.items() if axis not in BATCH)
 
 
-def _memory(step: RankStep, names: Sequence[str]) -> dict[str, tuple[int, int, int]]:
-    """For each layer: bytes that its forward keeps, and peak bytes above these in its forward and its backward."""
-    kept, peaks = {}, {}
+# --- The fields of ``LayerCosts``, added to those of each layer by name
+
+
+def _add_memory(costs: Mapping[str, dict[str, Any]], step: RankStep) -> None:
+    """Add bytes that a forward keeps, and peak bytes above these in the forward and the backward."""
+    kept: dict[tuple[str, str], int] = {}
+    peaks: dict[tuple[str, str], int] = {}
     static = sum(step.before.get(kind, 0) for kind in STATES)
     for moment in step.timeline:
         computation = step.computations[moment.computation]
         key = computation.layer or computation.phase, computation.phase
         kept.setdefault(key, moment.bytes_by_kind.get("activations", 0))
         peaks[key] = max(peaks.get(key, 0), moment.total - static)
-    found = {}
-    for number, name in enumerate(names):
+    for name, following in zip(costs, [*list(costs)[1:], LOSS], strict=True):
         before = kept.get((name, FORWARD), 0)
-        following = (names[number + 1], FORWARD) if number + 1 < len(names) else ("loss", "loss")
-        saved = max(kept.get(following, before) - before, 0)
-        forward = max(peaks.get((name, FORWARD), 0) - before - saved, 0)
-        back = max(peaks.get((name, BACKWARD_INPUT), 0), peaks.get((name, BACKWARD_WEIGHTS), 0))
-        if number + 1 == len(names):
-            forward = max(forward, peaks.get(("loss", "loss"), 0) - before - saved)
-        found[name] = saved, forward, max(back - before - saved, 0)
-    return found
+        after = kept.get((following, LOSS if following == LOSS else FORWARD), before)
+        saved = max(after - before, 0)
+        forward = peaks.get((name, FORWARD), 0)
+        if following == LOSS:
+            forward = max(forward, peaks.get((LOSS, LOSS), 0))
+        backward = max(peaks.get((name, BACKWARD_INPUT), 0), peaks.get((name, BACKWARD_WEIGHTS), 0))
+        costs[name]["saved"] = saved
+        costs[name]["above_forward"] = max(forward - before - saved, 0)
+        costs[name]["above_backward"] = max(backward - before - saved, 0)
 
 
-def _outputs(
-    model: Model, place: MeshPosition, layout: Layout, samples: int, sequence: int | None, dtype: Any
-) -> dict[str, int]:
-    """Bytes of each layer's output on a rank."""
-    found, size = {}, np.dtype(dtype).itemsize
+def _add_outputs(
+    costs: Mapping[str, dict[str, Any]],
+    model: Model,
+    place: MeshPosition,
+    layout: Layout,
+    samples: int,
+    sequence: int | None,
+    dtype: Any,
+) -> None:
+    """Add bytes of each layer's output on a rank."""
     lengths = {"s": sequence or model.context or 1}
     if model.sample is not None:
         lengths |= dict(zip(model.inputs.split()[1:], model.sample, strict=True))
@@ -336,43 +314,45 @@ def _outputs(
         lengths |= {letter: n for letter, n in layer.sizes.items() if letter not in "hwyx" or not model.sample}
         count = 1.0
         for letter in layer.outputs.dims.split():
-            whole = samples if letter in "bn" else lengths.get(letter, 1)
-            cut = place.axis_size(layout.axes(letter, layer.outputs.where)) if letter not in "bn" else 1
-            count *= -(-whole // cut)
-        found[name] = int(count) * size
-    return found
+            if letter in "bn":
+                count *= samples
+            else:
+                shards = place.axis_size(layout.axes(letter, layer.outputs.where))
+                count *= -(-lengths.get(letter, 1) // shards)
+        costs[name]["output"] = int(count) * np.dtype(dtype).itemsize
 
 
-def _parameters(model: Model, place: MeshPosition, layout: Layout) -> dict[str, tuple[int, int]]:
-    """Elements of each layer's parameters on a rank, and how many of them are tied."""
-    found = {}
+def _add_parameters(costs: Mapping[str, dict[str, Any]], model: Model, place: MeshPosition, layout: Layout) -> None:
+    """Add elements of each layer's parameters on a rank, and how many of them are tied."""
     for name, layer in model.layers:
-        all_of_it = tied = 0
+        counts = {}
         for own, parameter in layer.parameters.items():
-            spec = layout.spec(parameter.dims)
-            count = prod(spec.largest_shape(parameter.whole(layer.sizes), place))
-            if parameter.element:
-                count = -(-count // place.axis_size(layout.axes(parameter.element[0])))
-            all_of_it += count
-            tied += count * (own in layer.tied)
-        found[name] = all_of_it, tied
-    return found
+            count = prod(layout.spec(parameter.dims).largest_shape(parameter.whole(layer.sizes), place))
+            shards = place.axis_size(layout.axes(parameter.element[0])) if parameter.element else 1
+            counts[own] = -(-count // shards)
+        costs[name]["parameters"] = sum(counts.values())
+        costs[name]["tied"] = sum(count for own, count in counts.items() if own in layer.tied)
 
 
-def _groups(
-    model: Model, place: MeshPosition, layout: Layout, itemsize: int, base: ParallelConfig
-) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements of each layer's parameter groups in the order of their use: its own, and those of other layers.
+def _add_groups(
+    costs: Mapping[str, dict[str, Any]],
+    model: Model,
+    place: MeshPosition,
+    layout: Layout,
+    itemsize: int,
+    base: ParallelConfig,
+) -> None:
+    """Add elements of each layer's parameter groups in the order of their use: its own, and those of other layers.
 
     A group that several layers share is the first layer's own.
     """
     assignment = assign(model, place, layout, itemsize, storage=base.storage)
     group_of = {name: group for group in assignment.groups for name in group.spans}
-    found, seen = {}, set()
+    assigned = set()
     for number, (name, layer) in enumerate(model.layers):
         tied = set(layer.tied.values())
         used = dict.fromkeys((group_of[full], full in tied) for full in assignment.uses[number].values())
-        own = [group for group, is_tied in used if not is_tied and group not in seen]
-        seen.update(own)
-        found[name] = tuple(g.size for g in own), tuple(g.size for g, is_tied in used if is_tied)
-    return found
+        own = [group for group, is_tied in used if not is_tied and group not in assigned]
+        assigned.update(own)
+        costs[name]["groups"] = tuple(group.size for group in own)
+        costs[name]["tied_groups"] = tuple(group.size for group, is_tied in used if is_tied)

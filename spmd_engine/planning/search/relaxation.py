@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from spmd_engine.planning.search.estimate import Estimate
-from spmd_engine.planning.search.goals import LIMITS, Constraints, Limits
-from spmd_engine.planning.search.search import Planner
+from spmd_engine.planning.search.search import LIMITS, Constraints, Limits, Planner
 from spmd_engine.planning.search.search_space import SearchSpace
 
 MORE = (2, 4, 8)  #: factors by which ranks are increased, or the batch reduced, where those are given up

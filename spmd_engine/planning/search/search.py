@@ -10,26 +10,159 @@ better. If time runs out before, the certificate says by how much another candid
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from heapq import heapify, heappop, heappush
+from statistics import fmean
 from time import process_time
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import WORK, parse_shares
-from spmd_engine.errors import SpmdError
+from spmd_engine.errors import SpmdError, UsageError
 from spmd_engine.models import Model
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.cost_cache import CostCache, ShardedCosts
 from spmd_engine.planning.search.estimate import Bound, Estimate, Estimator
-from spmd_engine.planning.search.goals import Constraints, Limits, objective, objective_bound
 from spmd_engine.planning.search.layer_costs import ShardedLayers, repeated_layers
 from spmd_engine.planning.search.plan_evaluation import stage_slowdowns
 from spmd_engine.planning.search.profile import Profiles
-from spmd_engine.planning.search.search_space import Candidate, SearchSpace, candidates
+from spmd_engine.planning.search.search_space import FIXABLE, Candidate, SearchSpace, candidates
+from spmd_engine.units import BYTES, SECONDS, readable_bytes, readable_seconds
+
+# --- Goals of a search, and constraints on plans
+
+
+GOALS = ("latency", "throughput", "memory", "balance")
+
+
+def objective(goal: str, estimate: Estimate) -> tuple[float, ...]:
+    """What a search minimizes; the second number decides between equals."""
+    return {
+        "latency": (estimate.seconds, estimate.memory),
+        "throughput": (-estimate.throughput, estimate.memory),
+        "memory": (estimate.memory, estimate.seconds),
+        "balance": (round(estimate.imbalance, 2), estimate.seconds),
+    }[goal]
+
+
+def objective_bound(goal: str, candidate: Candidate, bound: Bound) -> tuple[float, ...]:
+    """A lower bound of the objective over all divisions of a candidate into stages."""
+    return {
+        "latency": (bound.seconds, bound.memory),
+        "throughput": (-candidate.batch_size / bound.seconds if bound.seconds else -float("inf"), bound.memory),
+        "memory": (bound.memory, bound.seconds),
+        "balance": (1.0, bound.seconds),
+    }[goal]
+
+
+@dataclass(frozen=True)
+class Limits(Configuration):
+    """Upper limits; None: no limit. Texts with units are values as well: "24GiB", "100ms".
+
+    Raises UsageError for a limit that is not above 0.
+    """
+
+    memory: float | None = setting(None, unit=BYTES)  #: bytes per rank
+    latency: float | None = setting(None, unit=SECONDS)  #: seconds per step
+    bandwidth: float | None = setting(None, unit=BYTES)  #: bytes per second that a rank sends
+    compute: float | None = setting(None, unit=SECONDS)  #: seconds of work of a rank per step
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, limit in vars(self).items():
+            if limit is not None and not limit > 0:
+                raise UsageError(f"--{name} {limit:g}: it must be above 0")
+
+    def memory_by_rank(self, machine: Machine) -> list[float]:
+        """Bytes that each rank of the machine may hold."""
+        sizes = [machine.memory_of(rank) for rank in range(machine.ranks)]
+        return [min(self.memory or size, size) for size in sizes]
+
+    def with_memory_of(self, machine: Machine) -> Limits:
+        """The limits with the memory of the machine's ranks. For unequal ranks, whose state may be stored unevenly, it
+        is the mean; whether each rank has room is checked by the evaluation of a plan."""
+        sizes = self.memory_by_rank(machine)
+        return replace(self, memory=fmean(sizes) if machine.heterogeneous else min(sizes))
+
+    def measured(self, estimate: Estimate) -> dict[str, float]:
+        """What a candidate needs, for each limit that is set."""
+        needs = {
+            "memory": estimate.memory,
+            "latency": estimate.seconds,
+            "bandwidth": estimate.sent / estimate.candidate.ranks / estimate.seconds,
+            "compute": estimate.work,
+        }
+        return {name: need for name, need in needs.items() if getattr(self, name) is not None}
+
+    def broken(self, estimate: Estimate) -> frozenset[str]:
+        """The names of the limits that a candidate breaks."""
+        needs = self.measured(estimate)
+        return frozenset(name for name, need in needs.items() if need > getattr(self, name) * (1 + 1e-9))
+
+    def surely_broken(self, bound: Bound) -> frozenset[str]:
+        """The names of the limits that every division of a candidate breaks."""
+        broken = set()
+        if self.memory is not None and bound.memory > self.memory:
+            broken.add("memory")
+        if self.latency is not None and bound.seconds > self.latency:
+            broken.add("latency")
+        return frozenset(broken)
+
+    def shown(self, name: str, number: float | None = None) -> str:
+        """A limit, or a need in its unit, as text."""
+        shown = getattr(self, name) if number is None else number
+        if name == "memory":
+            return readable_bytes(shown)
+        return f"{readable_bytes(shown)}/s" if name == "bandwidth" else readable_seconds(shown)
+
+
+LIMITS = tuple(limit.name for limit in fields(Limits))
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """Limits, and fixed choices."""
+
+    limits: Limits = Limits()
+    fixed: Mapping[str, Any] = field(default_factory=dict)  #: by name, of FIXABLE and "ranks", "batch_size"
+
+    def broken(self, candidate: Candidate, estimate: Estimate | None = None) -> frozenset[str]:
+        """The names of the constraints that a candidate breaks."""
+        wrong = {name for name, wanted in self.fixed.items() if not _keeps(candidate, name, wanted)}
+        return frozenset(wrong) | (self.limits.broken(estimate) if estimate else frozenset())
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of all constraints that are set."""
+        return [name for name in LIMITS if getattr(self.limits, name) is not None] + list(self.fixed)
+
+    def shown(self, name: str) -> str:
+        """A constraint as text."""
+        if name in self.fixed:
+            wanted = self.fixed[name]
+            if isinstance(wanted, Mapping):
+                wanted = ",".join(f"{axis}={size}" for axis, size in wanted.items())
+            if isinstance(wanted, tuple | list):
+                wanted = " or ".join(map(str, wanted))
+            return f"{name.replace('_', ' ')} {wanted}"
+        return f"{name} at most {self.limits.shown(name)}"
+
+
+def _keeps(candidate: Candidate, name: str, wanted: Any) -> bool:
+    if name in ("ranks", "batch_size"):
+        return getattr(candidate, name) in wanted
+    if name in ("schedule", "chunks") and candidate.pipe == 1:
+        return True
+    assert name in FIXABLE, name
+    return getattr(candidate, name) == (dict(wanted) if name == "mesh" else wanted)
+
+
+# --- The search
+
 
 SHOWN_PLANS = 5  #: the best plans that a search keeps
 PATIENCE = 3  #: while no plan was found, the search continues for so many times the time limit
@@ -51,6 +184,12 @@ class Certificate:
     def gap(self) -> float:
         """The share by which another candidate might be better: 0 if the best is proven."""
         return max(0.0, (self.best - self.bound) / abs(self.best)) if self.best else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """The certificate as JSON."""
+        numbers = {"gap": float(self.gap), "best": float(self.best), "bound": float(self.bound)}
+        counts = ("candidates", "excluded", "estimated", "complete")
+        return numbers | {name: getattr(self, name) for name in counts}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ than replicas, but both are candidates, since one collective is faster than two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -17,6 +17,7 @@ from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model, layout_for
 from spmd_engine.models.layouts import with_queries_apart
+from spmd_engine.planning.dry_run.step_analysis import HashedOnce
 from spmd_engine.sharding.layout import TENSOR
 
 LONG_CONTEXT = 8192  #: context length from which the sequence may be sharded, unless axes are named
@@ -164,13 +165,23 @@ def _hybrid(space: SearchSpace, axes: Mapping[str, int]) -> Iterator[dict[str, i
 def across_nodes(axes: Mapping[str, int], node_ranks: int) -> tuple[list[str], list[str]]:
     """Axes whose groups are inside a node, and axes whose groups cross nodes, where ranks fill nodes in order."""
     inside, across, stride = [], [], 1
-    for axis, size in reversed(axes.items()):
+    for axis, size in list(axes.items())[::-1]:
         stride *= size
         (inside if stride <= node_ranks and node_ranks % stride == 0 else across).insert(0, axis)
     return inside, across
 
 
-def axes_that_cut(model: Model) -> list[str]:
+def first_group(axes: Sequence[tuple[str, int]], over: Collection[str]) -> HashedOnce:
+    """The ranks of the first group over some of the axes, of which the last varies fastest."""
+    members, stride = [0], 1
+    for axis, size in axes[::-1]:
+        if axis in over:
+            members = [stride * index + member for index in range(size) for member in members]
+        stride *= size
+    return HashedOnce(members)
+
+
+def axes_that_shard(model: Model) -> list[str]:
     """Mesh axes that can shard a model, the outermost first, including those that are used only where named."""
     queries = ["queries"] * any("r" in layer.sizes for _, layer in model.layers)
     return [*_limits(model, ["context"]), *queries, *HYBRID]

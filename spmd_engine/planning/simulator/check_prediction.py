@@ -12,8 +12,7 @@ from typing import Any
 
 from spmd_engine.errors import UsageError
 from spmd_engine.models.model import Model
-from spmd_engine.planning.dry_run.match_calls import position_of
-from spmd_engine.planning.dry_run.step_analysis import StepAnalysis
+from spmd_engine.planning.dry_run.step_analysis import StepAnalysis, position_of
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.simulator.simulation import COMMUNICATION, COMPUTE, Prediction, simulate
 

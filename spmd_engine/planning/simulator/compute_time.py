@@ -51,7 +51,7 @@ class ComputeTimes:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self._known: dict[tuple, ComputeTime] = {}
-        self._steps: dict[tuple[str, int], tuple[Sequence[Computation], list[float]]] = {}
+        self._steps: dict[tuple[str, int], tuple[Sequence[Computation], tuple[list[float], list[float]]]] = {}
 
     def of(self, rank: int, computation: Computation) -> ComputeTime:
         """The time on a rank that has a core, or a device, to itself."""

@@ -8,26 +8,153 @@ a node share its cores evenly. Ranks that move bytes themselves do so while they
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
+from spmd_engine.axes import MeshPosition
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.dry_run.match_calls import (
-    FEW_RANKS,
-    MOST_RANKS,
-    SimulatedCall,
-    calls_by_computation,
-    match_calls,
-    simulated_ranks,
-    trace_names,
-)
-from spmd_engine.planning.dry_run.step_analysis import RankStep, StepAnalysis
+from spmd_engine.planning.dry_run.step_analysis import Communication, RankStep, StepAnalysis, position_of
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.simulator.collective_time import CollectiveTimes, Duration
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
+
+# --- Matching: which call each communication of a simulated rank belongs to
+
+
+PIPE = "pipe"
+#: Up to so many ranks are all simulated; of more, one rank of each pipeline stage represents the others.
+MOST_RANKS = 32
+FEW_RANKS = 8  #: the same where ranks share nothing but links, and all links are equal
+
+
+@dataclass
+class SimulatedCall:
+    """A collective or a message: the simulated ranks that take part, and its progress."""
+
+    operation: str
+    ranks: tuple[int, ...]  #: the whole group in order; of a message the sender and the receiver
+    size: int  #: bytes of the whole array
+    priority: int  #: the fewest computations that may hide it, over its ranks
+    expected: int = 0  #: simulated ranks that take part
+    begun: dict[int, float] = field(default_factory=dict)  #: simulated rank -> seconds at which it began
+    worked: int = 0  #: ranks that have moved their part, where ranks move bytes themselves
+    done: float | None = None  #: seconds at which it completed
+    waiters: list[Callable[[], None]] = field(default_factory=list)  #: called at each change
+
+
+def simulated_ranks(analysis: StepAnalysis, most: int = MOST_RANKS) -> list[int]:
+    """The ranks to simulate: all or, of more than ``most``, the rank of each stage that computes most."""
+    if analysis.ranks <= most:
+        return list(range(analysis.ranks))
+    chosen: dict[int, tuple[int, int]] = {}
+    for rank_class in analysis.classes:
+        stage = rank_class.step.coordinates.get(PIPE, 0)
+        candidate = (rank_class.step.flops, min(rank_class.ranks))
+        if stage not in chosen or candidate[0] > chosen[stage][0]:
+            chosen[stage] = candidate
+    return sorted(rank for _, rank in chosen.values())
+
+
+def match_calls(analysis: StepAnalysis, steps: Mapping[int, RankStep]) -> dict[int, list[SimulatedCall]]:
+    """For each simulated rank, the call that each of its communications belongs to, in their order.
+
+    Where a rank represents others, its calls match those of the simulated ranks, but have the size of the whole group.
+    Raises UsageError if the ranks of a group do not make the same calls.
+    """
+    all_ranks = len(steps) == analysis.ranks
+    groups = _Groups(analysis.axes)
+    calls: dict[tuple, SimulatedCall] = {}
+    by_rank: dict[int, list[SimulatedCall]] = {}
+    for rank, step in steps.items():
+        position, seen = position_of(rank, analysis.axes), Counter()
+        by_rank[rank] = []
+        for communication in step.communications:
+            axes = tuple(filter(None, communication.axes.split(",")))
+            stage = position.coordinates.get(PIPE, 0) * (PIPE not in axes)
+            ends, label = communication.ends_of_message, communication.label
+            kind = "message" if ends else communication.operation
+            key = (kind, axes, groups.number(position, axes) if all_ranks else stage)
+            key += ends or (communication.ranks, "" if kind == "barrier" else label)
+            seen[key] += 1
+            key = (*key, seen[key])
+            size, priority = communication.whole_bytes, communication.priority
+            if key not in calls:
+                calls[key] = SimulatedCall(kind, _members(groups, position, axes, communication), size, priority)
+            call = calls[key]
+            call.expected += 1
+            call.priority = min(call.priority, priority)
+            call.size = max(call.size, size)
+            by_rank[rank].append(call)
+    for key, call in calls.items() if all_ranks else ():
+        expected = 2 if call.operation == "message" else key[3]
+        if call.expected != expected:
+            raise UsageError(
+                f"the step would hang: {call.expected} of {expected} ranks call {call.operation} over "
+                f"{','.join(key[1])}"
+            )
+    return by_rank
+
+
+def _members(
+    groups: _Groups, position: MeshPosition, axes: tuple[str, ...], communication: Communication
+) -> tuple[int, ...]:
+    members = groups.members(position, axes)
+    if ends := communication.ends_of_message:
+        return members[ends[0]], members[ends[1]]
+    return members[: communication.ranks] if communication.ranks < len(members) else members
+
+
+class _Groups:
+    """Groups of a mesh's ranks, by the axes along which their ranks differ."""
+
+    def __init__(self, axes: Mapping[str, int]) -> None:
+        self.axes, self._known = axes, {}
+
+    def number(self, position: MeshPosition, over: Sequence[str]) -> tuple[int, ...]:
+        """Which group over these axes a position is in."""
+        return tuple(index for axis, index in position.coordinates.items() if axis not in over)
+
+    def members(self, position: MeshPosition, over: tuple[str, ...]) -> tuple[int, ...]:
+        """All ranks of that group, in its order."""
+        key = over, self.number(position, over)
+        if key not in self._known:
+            peers = position.peers(over) if over else [position]
+            self._known[key] = tuple(peer.index(None) for peer in peers)
+        return self._known[key]
+
+
+def calls_by_computation(step: RankStep) -> dict[int, tuple[list[int], list[int], list[list[int]]]]:
+    """For each computation's number: the communications that begin before it and last, those that began earlier and
+    are waited for before it, and runs of those that begin and end there. Communications are given by number.
+
+    The communications of a run begin together: one collective, or consecutive messages. They are waited for when all
+    have begun, as in a ring, where each rank sends before it receives.
+    """
+    plan: dict[int, tuple[list[int], list[int], list[list[int]]]] = defaultdict(lambda: ([], [], []))
+    for number, communication in enumerate(step.communications):
+        if communication.begins < communication.ends:
+            plan[communication.begins][0].append(number)
+            plan[communication.ends][1].append(number)
+            continue
+        runs = plan[communication.begins][2]
+        if (
+            runs
+            and communication.ends_of_message
+            and runs[-1][-1] == number - 1
+            and step.communications[number - 1].ends_of_message
+        ):
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return plan
+
+
+# --- The simulation
+
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 REDUCES = ("all_reduce", "reduce_scatter", "reduce")
@@ -65,17 +192,16 @@ class Prediction:
         return 1 - busy / (self.seconds * len(self.ranks)) if self.seconds else 0.0
 
 
-def simulate(analysis: StepAnalysis, machine: Machine, placement: Sequence[int] | None = None) -> Prediction:
-    """The predicted step of ``analysis`` on a machine. The mesh's rank r is the machine's rank ``placement[r]`` (r by
-    default).
+def simulate(analysis: StepAnalysis, machine: Machine) -> Prediction:
+    """The predicted step of ``analysis`` on a machine. The mesh's rank r is the machine's rank r.
 
     Raises UsageError for a machine with too few ranks, and for a step that would hang.
     """
-    machine = machine.with_ranks(max([analysis.ranks, *(rank + 1 for rank in placement or ())]))
+    machine = machine.with_ranks(analysis.ranks)
     alike = all(node.cores is None for node in machine.nodes) and not machine.pairs and not machine.heterogeneous
     ranks = simulated_ranks(analysis, FEW_RANKS if alike else MOST_RANKS)
     steps = {rank: analysis.of_rank(rank) for rank in ranks}
-    return _Simulation(machine, steps, match_calls(analysis, steps), placement).run()
+    return _Simulation(machine, steps, match_calls(analysis, steps)).run()
 
 
 Waits = Generator[tuple[str, Any], None, None]
@@ -89,10 +215,8 @@ class _Simulation:
         machine: Machine,
         steps: Mapping[int, RankStep],
         calls: Mapping[int, Sequence[SimulatedCall]],
-        placement: Sequence[int] | None,
     ) -> None:
         self.machine, self.steps, self.calls = machine, steps, calls
-        self.at = placement if placement is not None else range(machine.ranks)
         self.compute, self.collectives = ComputeTimes(machine), CollectiveTimes(machine)
         self.clock, self._events, self._order = 0.0, [], count()
         self.processors = Processors(machine, self._at)
@@ -121,8 +245,8 @@ class _Simulation:
 
     def _program(self, rank: int) -> Waits:
         step, calls = self.steps[rank], self.calls[rank]
-        plan, names = calls_by_computation(step), list(trace_names(step))
-        works, hosts = self.compute.seconds(self.at[rank], step.computations)
+        plan = calls_by_computation(step)
+        works, hosts = self.compute.seconds(rank, step.computations)
         launched = 0.0  # when a device's host has launched the next work
         for number in range(len(step.computations) + 1):
             if number in plan:
@@ -130,14 +254,14 @@ class _Simulation:
                 for index in begins:
                     self._begin(rank, calls[index])
                 for index in ends:
-                    yield from self._wait(rank, calls[index], names[index])
+                    yield from self._wait(rank, calls[index], step.communications[index].trace_name)
                     if calls[index].operation == "message":  # the host, too, waits for messages of other stages
                         launched = max(launched, self.clock)
                 for run in both:
                     for index in run:
                         self._begin(rank, calls[index])
                     for index in run:
-                        yield from self._wait(rank, calls[index], names[index])
+                        yield from self._wait(rank, calls[index], step.communications[index].trace_name)
             if number < len(step.computations):
                 computation = step.computations[number]
                 began = self.clock
@@ -151,7 +275,7 @@ class _Simulation:
         for what, value in program:
             if what == "work":
                 if value:
-                    self.processors.work(self.clock, self.at[rank], value, lambda: self._advance(rank, program))
+                    self.processors.work(self.clock, rank, value, lambda: self._advance(rank, program))
                     return
             else:
                 value.waiters.append(lambda: self._advance(rank, program))
@@ -177,8 +301,7 @@ class _Simulation:
         key = call.operation, id(call.ranks), call.size  # by id: groups are large, and few
         if key not in self._durations:
             operation = "send" if call.operation == "message" else call.operation
-            ranks = tuple(self.at[member] for member in call.ranks)
-            self._durations[key] = self.collectives.of(operation, ranks, call.size)
+            self._durations[key] = self.collectives.of(operation, call.ranks, call.size)
         return self._durations[key]
 
     def _start_queued(self) -> None:

@@ -1,4 +1,4 @@
-"""Models to plan for, by name or by file: a TOML file with the sizes of a GPT, or a ``config.json`` of Hugging Face."""
+"""Models to plan for, by name or by file: TOML with the sizes of a GPT, ``config.json`` of Hugging Face, or GGUF."""
 
 from __future__ import annotations
 
@@ -46,8 +46,12 @@ def _read(name: str, method: str, recut_after: int | None) -> tuple[Model, str]:
     if name in MODELS:
         return build_model(name, context_method=method, recut_after=recut_after), family_of(name)
     path = Path(name) if is_description(name) or not is_path(name) else located(name)
-    if path.suffix == ".json" or (path / "config.json").is_file():
-        return _of_config(path if path.suffix == ".json" else path / "config.json", method)
+    if (path / "config.json").is_file():
+        path = path / "config.json"
+    if path.suffix == ".json":
+        shape, unknown = read_config(read_json(path), f"model {path}")
+        warn_unknown_fields(str(path), unknown)
+        return decoder(shape, short_name(str(path.parent.resolve())), context_method=method), shape.family
     if path.suffix == ".gguf":
         shape = load_config(path)
         return decoder(shape, path.stem, context_method=method), shape.family
@@ -60,12 +64,6 @@ def _read(name: str, method: str, recut_after: int | None) -> tuple[Model, str]:
         return gpt(size, Path(name).stem, context_method=method), "gpt2"  # whose names a GPT's weights have
     except UsageError as error:
         raise UsageError(f"model {name}: {error}") from error
-
-
-def _of_config(path: Path, method: str) -> tuple[Model, str]:
-    shape, not_heeded = read_config(read_json(path), f"model {path}")
-    warn_unknown_fields(str(path), not_heeded)
-    return decoder(shape, short_name(str(path.parent.resolve())), context_method=method), shape.family
 
 
 def _size(content: dict, where: str) -> GPTSize:

@@ -1,0 +1,263 @@
+"""``plan explain``: answers to common questions about memory and time, from dry runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from spmd_engine.engine.parallel_config import composed_assignment
+from spmd_engine.models import layout_for
+from spmd_engine.planning.dry_run.step_analysis import position_of
+from spmd_engine.planning.plan_result import Request
+from spmd_engine.planning.search.estimate import Estimate
+from spmd_engine.planning.search.layer_costs import LayerCosts
+from spmd_engine.planning.search.plan_evaluation import evaluate_plan
+from spmd_engine.planning.search.search import Planner
+from spmd_engine.planning.search.search_space import Candidate
+from spmd_engine.sharding.groups import ParameterGroup
+from spmd_engine.units import readable_bytes, readable_seconds
+
+MOST_BATCH = 1 << 20
+MOST_DOUBLINGS = 12
+
+Answer = tuple[Sequence[str], Any]  #: as lines of text, and as data
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A question with its answer, as lines of text and as data."""
+
+    question: str
+    lines: Sequence[str]
+    data: Any
+
+    def as_json(self) -> dict[str, Any]:
+        return {"question": self.question, "answer": list(self.lines), "data": self.data}
+
+
+def explain(request: Request) -> tuple[str, list[Explanation]]:
+    """The plan that is explained, and fourteen answers about it: the given mesh or, without one, data parallelism."""
+    explainer = _Explainer(request)
+    answers = (
+        ("What is the peak memory now, where and when?", explainer.peak),
+        ("What is in it?", explainer.contents),
+        ("What is the largest batch?", explainer.batch),
+        ("What is the longest sequence?", explainer.sequence),
+        ("How many data-parallel ranks?", explainer.data_ranks),
+        ("What does each ZeRO stage save, and cost?", lambda: explainer.vary("zero", range(4))),
+        ("What does recomputation save?", lambda: explainer.vary("recompute", ("none", "attention", "block"))),
+        ("How many micro-batches?", explainer.micro_batches),
+        ("Which unsharded parameter group is largest?", explainer.largest_group),
+        ("Which module should be sharded?", explainer.module),
+        ("When does hybrid sharding pay?", explainer.hybrid),
+        ("Should gradients be reduced in 16 bits?", explainer.sixteen_bits),
+        ("What would offloading of optimizer state save?", explainer.offload),
+        ("What is not sharded in storage?", explainer.not_sharded),
+    )
+    return explainer.subject, [Explanation(question, *answer()) for question, answer in answers]
+
+
+class _Explainer:
+    """The answers; each method is one."""
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.model, self.ranks = request, request.model, max(request.ranks)
+        machine = request.machine.with_ranks(self.ranks)
+        self.memory = request.limits.memory or machine.memory_of(0)
+        fixed = {name: wanted for name, wanted in request.fixed.items() if name not in ("mesh", "stages")}
+        axes = dict(request.fixed.get("mesh") or {"data": self.ranks})
+        fixed.setdefault("micro_batches", 1)
+        if axes.get("pipe", 1) > 1:
+            fixed.setdefault("schedule", "1f1b")
+        self.base = Candidate(tuple(axes.items()), request.batch_sizes[0], **fixed)
+        self.planner = request.planner()
+        self.evaluation = evaluate_plan(self.model, machine, self.base, request.base, **request.analyze_options)
+        self.at_peak = self.evaluation.peak_step.peak
+
+    @property
+    def subject(self) -> str:
+        """The plan that is explained, in one line."""
+        request = self.request
+        given = "" if request.fixed.get("mesh") else " (no --mesh: data parallelism)"
+        return (
+            f"{self.model.name}, {self.model.parameter_count:,} parameters in {request.dtype}, batch "
+            f"{self.base.batch_size}, on {self.ranks} ranks of machine {request.machine.name}: {self.base}{given}"
+        )
+
+    # --- common parts of answers
+
+    def _estimate(self, planner: Planner | None = None, **changes: Any) -> Estimate | None:
+        """The estimate of the explained plan with these changes; None if the model cannot be sharded so."""
+        estimator = (planner or self.planner).estimator(replace(self.base, stages=None, **changes))
+        return estimator.estimate() if estimator is not None else None
+
+    def _fits(self, estimate: Estimate | None) -> bool:
+        return estimate is not None and estimate.memory <= self.memory
+
+    def _compare(self, changes: Mapping[Any, tuple[str, Mapping[str, Any]]]) -> tuple[list[str], dict[Any, Any]]:
+        """A line for the plan with each of these changes, given as key -> (name, fields of the candidate)."""
+        lines, data = [], {}
+        for key, (name, fields) in changes.items():
+            estimate = self._estimate(**fields)
+            data[key] = None
+            text = "not possible"
+            if estimate is not None:
+                needs = f"{readable_bytes(estimate.memory)}, a step {readable_seconds(estimate.seconds)}"
+                text = needs if self._fits(estimate) else f"{needs}, does not fit"
+                data[key] = {"bytes": int(estimate.memory), "seconds": float(estimate.seconds)}
+            lines.append(f"{name}: {text}")
+        return lines, data
+
+    def vary(self, name: str, options: Sequence[Any]) -> Answer:
+        """The plan with each of several values of one field."""
+        shown, now = name.replace("_", " "), getattr(self.base, name)
+        changes = {
+            str(option): (f"{shown} {option}" + " (now)" * (option == now), {name: option}) for option in options
+        }
+        return self._compare(changes)
+
+    def _quickest(self, data: Mapping[Any, Any]) -> Sequence[str]:
+        """The line that names the quickest of the compared plans that fit; none if nothing fits."""
+        fitting = {key: numbers for key, numbers in data.items() if numbers and numbers["bytes"] <= self.memory}
+        return [f"the quickest that fits: {min(fitting, key=lambda key: fitting[key]['seconds'])}"] if fitting else []
+
+    def _largest(self, fits: Callable[[int], bool], start: int, most: int) -> int:
+        """The largest number from ``start`` on that fits, by doubling and bisection; 0 if none."""
+        if not fits(start):
+            return 0
+        low, high = start, start * 2
+        while high <= most and fits(high):
+            low, high = high, high * 2
+        while high - low > max(start // 2, 1):
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def _groups(self) -> Sequence[ParameterGroup]:
+        place = position_of(0, self.base.mesh)
+        layout = layout_for(self.model, place, sequence_parallel=self.base.sequence_parallel)
+        composition = self.base.composition(self.request.base)
+        return composed_assignment(self.model, place, layout, self.planner.itemsize, composition).groups
+
+    # --- the answers
+
+    def peak(self) -> Answer:
+        size = self.at_peak.bytes
+        where = f"rank {self.evaluation.peak_rank}, at {self.evaluation.peak_moment}"
+        lines = [f"{readable_bytes(size)} on {where}", f"memory of a rank: {readable_bytes(self.memory)}"]
+        return lines, {"bytes": size}
+
+    def contents(self) -> Answer:
+        kinds = sorted(self.at_peak.bytes_by_kind.items(), key=lambda entry: -entry[1])
+        lines = [f"{readable_bytes(size):>12}  {kind}" for kind, size in kinds if size]
+        lines += [f"{readable_bytes(size):>12}  of which {kind}, {what}" for kind, what, size in self.at_peak.holds[:4]]
+        return lines, dict(kinds)
+
+    def batch(self) -> Answer:
+        parts = self.base.batch_ranks * self.base.micro_batches
+        best = self._largest(lambda n: self._fits(self._estimate(batch_size=n * parts)), 1, MOST_BATCH) * parts
+        one = self._estimate(batch_size=parts)
+        needs = f"; that needs {readable_bytes(one.memory)}" if one is not None else ""
+        text = f"{best} samples a step" if best else f"none: one sample per rank does not fit{needs}"
+        return [f"{text}, in {readable_bytes(self.memory)} per rank"], best
+
+    def sequence(self) -> Answer:
+        most = self.model.context
+        if "s" not in self.model.inputs.split() or not most:
+            return ["the model has no sequence"], None
+
+        def fits(length: int) -> bool:
+            return self._fits(self._estimate(self.request.planner(length)))
+
+        if fits(most):
+            return [f"{most} tokens: the whole context fits"], most
+        best = self._largest(fits, 16, most)
+        return [f"{best} tokens of {most}" if best else "not even 16 tokens fit"], best
+
+    def data_ranks(self) -> Answer:
+        rest = {axis: size for axis, size in self.base.axes if axis != "data"}
+        most = min(self.planner.machine.ranks // prod(rest.values()), self.base.batch_size // self.base.micro_batches)
+        changes = {}
+        for n in (1 << power for power in range(MOST_DOUBLINGS) if 1 << power <= most):
+            axes = {"data": n} | rest if n > 1 or not rest else rest
+            changes[n] = f"data={n}", {"axes": tuple(axes.items())}
+        lines, data = self._compare(changes)
+        fewest = next((n for n, numbers in data.items() if numbers and numbers["bytes"] <= self.memory), None)
+        return [*lines, f"the fewest that fit: {fewest}" if fewest else "none of these fits"], data
+
+    def micro_batches(self) -> Answer:
+        batch, ranks = self.base.batch_size, self.base.batch_ranks
+        possible = [n for n in range(1, max(batch // ranks, 1) + 1) if batch % n == 0 and batch // n >= ranks]
+        lines, data = self.vary("micro_batches", possible[:10])
+        return [*lines, *(self._quickest(data) or ["none of these fits"])], data
+
+    def largest_group(self) -> Answer:
+        groups = sorted(self._groups(), key=lambda group: -group.size)[:5]
+        sizes = {_members(group): group.size * self.planner.itemsize for group in groups}
+        return [f"{readable_bytes(size):>12}  {name}" for name, size in sizes.items()], sizes
+
+    def module(self) -> Answer:
+        costs = zip(self.planner.profiles.costs(self.base)[0], self.model.layers, strict=True)
+        sizes = [(self._layer_bytes(cost), name, cost) for cost, (name, _) in costs]
+        largest = sorted(sizes, key=lambda entry: entry[0], reverse=True)[:4]
+        lines = [
+            f"{name}: {readable_bytes(size)} with gradient and state, including {readable_bytes(cost.saved)} saved for "
+            f"the backward, {readable_bytes(cost.above_backward)} during it"
+            for size, name, cost in largest
+        ]
+        axes = {**{axis: size for axis, size in self.base.axes if axis != "data"}, "model": self.ranks}
+        if self.ranks > 1 and prod(axes.values()) == self.ranks:
+            name = f"all sharded by tensor parallelism, model={self.ranks}"
+            lines += self._compare({"model": (name, {"axes": tuple(axes.items())})})[0]
+        return lines, {name: int(size) for size, name, _ in largest}
+
+    def _layer_bytes(self, cost: LayerCosts) -> float:
+        return cost.parameters * self.planner.itemsize * 4 + cost.saved + cost.above_backward
+
+    def hybrid(self) -> Answer:
+        if self.ranks < 4 or set(self.base.mesh) - {"data", "replicate", "shard"}:
+            return ["from four data-parallel ranks on"], None
+        changes = {}
+        for shard in (1 << power for power in range(self.ranks.bit_length())):
+            if self.ranks % shard == 0:
+                axes = [(axis, n) for axis, n in (("replicate", self.ranks // shard), ("shard", shard)) if n > 1]
+                name = ",".join(f"{axis}={n}" for axis, n in axes)
+                changes[name] = name, {"axes": tuple(axes), "zero": 3 if shard > 1 else 0}
+        lines, data = self._compare(changes)
+        return [*lines, *self._quickest(data)], data
+
+    def sixteen_bits(self) -> Answer:
+        totals = self.evaluation.analysis.totals()
+        sent = sum(sent for (name, _), (_, sent) in totals.items() if name in ("all_reduce", "reduce_scatter"))
+        text = f"reductions send {readable_bytes(sent)} per step over all ranks; --compress bfloat16 halves the part of"
+        return [f"{text} gradients"], sent
+
+    def offload(self) -> Answer:
+        state = self.at_peak.bytes_by_kind.get("optimizer state", 0)
+        now, sharded = self._estimate(), self._estimate(zero=1)
+        saved = now.memory - sharded.memory if sharded and now else 0
+        lines = [
+            f"optimizer state is {readable_bytes(state)} of the peak; the engine does not offload",
+            f"ZeRO-1 saves {readable_bytes(max(saved, 0))} of it without offloading",
+        ]
+        return lines, state
+
+    def not_sharded(self) -> Answer:
+        groups = self._groups()
+        whole = [group for group in groups if not group.summed.cut]
+        size = sum(group.size for group in whole) * self.planner.itemsize
+        lines = [
+            f"{len(whole)} of {len(groups)} parameter groups, {readable_bytes(size)}, are stored whole on each "
+            f"rank that uses them, of {self.base.ranks} ranks"
+        ]
+        names = [member.name for group in whole for member in group.members][:6]
+        return lines + ([f"for example {', '.join(names)}"] if names else []), size
+
+
+def _members(group: ParameterGroup) -> str:
+    """The content of a parameter group, by its largest parameter."""
+    largest = max(group.members, key=lambda member: member.size)
+    others = len(group.members) - 1
+    return f"{group.name}: {largest.name}" + (f" and {others} more" if others else "")

@@ -1,0 +1,242 @@
+"""The input of ``plan`` and its result: the plan with its evaluation, or why there is none; as data and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from spmd_engine.configuration import Configuration, setting
+from spmd_engine.engine.optimizers import OPTIMIZERS
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.errors import UsageError
+from spmd_engine.foreign import json_at
+from spmd_engine.models import Model
+from spmd_engine.models.lora import LoRAOptions
+from spmd_engine.models.names import MODELS, has_weights
+from spmd_engine.planning.machine.machine import Machine
+from spmd_engine.planning.search.estimate import Estimate
+from spmd_engine.planning.search.plan_evaluation import PlanEvaluation
+from spmd_engine.planning.search.relaxation import MORE, Conflict
+from spmd_engine.planning.search.search import GOALS, Constraints, Limits, Planner, SearchResult
+from spmd_engine.planning.search.search_space import axes_that_shard
+from spmd_engine.units import readable_bytes
+
+
+@dataclass(frozen=True)
+class Request:
+    """The input of ``plan``."""
+
+    model: Model
+    machine: Machine
+    ranks: Sequence[int]
+    batch_sizes: Sequence[int]
+    goal: str = "latency"
+    limits: Limits = Limits()
+    fixed: Mapping[str, Any] = field(default_factory=dict)  #: of ``search_space.FIXABLE``
+    axes: Sequence[str] | None = None
+    sequence: int | None = None
+    dtype: Any = np.float32
+    optimizer: str = "adamw"
+    base: ParallelConfig = ParallelConfig()  #: options that are not searched
+    seconds: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.goal not in GOALS:
+            raise UsageError(f"goal {self.goal!r}: choose {', '.join(GOALS)}")
+        for node in self.machine.nodes:
+            self.machine.curve(node, str(np.dtype(self.dtype)))
+        model, context = self.model.name, self.model.context
+        if self.sequence is not None and 0 < context < self.sequence:
+            raise UsageError(f"--sequence {self.sequence}: the context of {model} is {context}; give at most that")
+        known = axes_that_shard(self.model)
+        for axis in self.axes or ():
+            if axis not in known:
+                raise UsageError(f"--axes: {axis} shards nothing of {model}; choose from {', '.join(known)}")
+        if not self.seconds >= 0:
+            raise UsageError(f"--seconds {self.seconds:g}: it must be at least 0")
+        chunks, schedule = self.fixed.get("chunks"), self.fixed.get("schedule")
+        if chunks is not None and chunks < (2 if schedule == "interleaved" else 1):
+            least = "2, with interleaved" if schedule == "interleaved" else "1"
+            raise UsageError(f"--chunks {chunks}: it must be at least {least}")
+        if self.optimizer not in OPTIMIZERS:
+            raise UsageError(f"optimizer {self.optimizer!r}: choose {', '.join(OPTIMIZERS)}")
+
+    @property
+    def analyze_options(self) -> dict[str, Any]:
+        """The options of ``analyze``."""
+        return {"dtype": self.dtype, "sequence": self.sequence, "optimizer": OPTIMIZERS[self.optimizer]()}
+
+    @property
+    def most_ranks(self) -> int:
+        """The most ranks that a relaxation of the request may use."""
+        most = max(self.ranks) * MORE[-1]
+        return min(most, self.machine.ranks or most)
+
+    def planner(self, sequence: int | None = None) -> Planner:
+        """The planner of this request, or of another length of sequences."""
+        options = {**self.analyze_options, "sequence": sequence or self.sequence}
+        return Planner(self.model, self.machine.with_ranks(self.most_ranks), base=self.base, **options)
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """The plan with its evaluation, or the conflict."""
+
+    request: Request
+    search: SearchResult
+    plan: Estimate | None = None  #: None if nothing fits, and for a given composition
+    evaluation: PlanEvaluation | None = None  #: None if the step is too large to be simulated
+    reasons: Sequence[str] = ()
+    conflict: Conflict | None = None
+    nearest_evaluation: PlanEvaluation | None = None  #: of the closest plan
+    took: float = 0.0  #: seconds of planning
+    composition: ParallelConfig | None = None  #: of the plan, or the given one
+    micro_batches: int = 1
+    batch_size: int = 0  #: samples per step
+
+    @property
+    def limits(self) -> Limits:
+        """The limits, with the memory of the machine."""
+        return self.request.limits.with_memory_of(self.request.machine.with_ranks(max(self.request.ranks)))
+
+    @property
+    def why_not(self) -> str:
+        """Why nothing fits, in one line."""
+        conflict, certificate = self.conflict, self.search.certificate
+        assert conflict is not None
+        kept = " and ".join(map(self._constraint_text, conflict.constraints))
+        if not conflict.decided:
+            text = (
+                f"time ran out (--seconds {self.request.seconds:g}): of {certificate.candidates:,} candidates "
+                f"{certificate.excluded:,} break a constraint by their bounds, {certificate.estimated:,} were "
+                f"estimated, and none of these keeps {kept}; whether another does is unknown"
+            )
+        elif len(conflict.constraints) > 1:
+            text = f"nothing fits: {kept} cannot be kept together"
+        else:
+            text = f"{kept} cannot be kept"
+        if (nearest := self.nearest_evaluation) is not None:
+            closest = f"the closest plan ({conflict.nearest.candidate}) needs" if conflict.nearest else "it needs"
+            size = readable_bytes(nearest.analysis.peak_bytes)
+            text += f"; {closest} {size} on rank {nearest.peak_rank} at {nearest.peak_moment}"
+        if conflict.relaxations:
+            text += f". It would fit with {conflict.relaxations[0].text}"
+        return text
+
+    def _constraint_text(self, name: str) -> str:
+        if name == "ranks":
+            return f"{max(self.request.ranks)} ranks"
+        if name == "batch_size":
+            return f"a batch of {min(self.request.batch_sizes)}"
+        return Constraints(self.limits, self.request.fixed).shown(name)
+
+    def as_json(self) -> dict[str, Any]:
+        """The result as JSON."""
+        if self.conflict is not None:
+            ways = [
+                {"gives_up": relaxation.gives_up, "with": relaxation.text, **relaxation.plan.as_json()}
+                for relaxation in self.conflict.relaxations
+            ]
+            content: dict[str, Any] = {"fits": False if self.conflict.decided else None}
+            content |= {"conflict": list(self.conflict.constraints), "reason": self.why_not, "ways": ways}
+            return content | ({"nearest": self.nearest_evaluation.as_json()} if self.nearest_evaluation else {})
+        request = self.request
+        content = {"fits": True, "model": request.model.name, "machine": request.machine.name, "goal": request.goal}
+        if self.plan is not None:
+            content |= self.plan.as_json()
+        if self.composition is not None:
+            content |= {
+                "composition": self.composition.as_json(),
+                "micro_batches": self.micro_batches,
+                "batch_size": self.batch_size,
+            }
+        if self.plan is not None:
+            content |= {
+                "reasons": list(self.reasons),
+                "front": [plan.as_json() for plan in self.search.front],
+                "certificate": self.search.certificate.as_json(),
+            }
+        return content | (self.evaluation.as_json() if self.evaluation is not None else {})
+
+    def plan_file(self, model: str, lora: LoRAOptions | None = None) -> PlanFile:
+        """The plan file of this result, for the model of this name or path, with these adapters.
+
+        Raises UsageError for a model that cannot be trained by name.
+        """
+        if model not in MODELS and not has_weights(model):
+            raise UsageError(f"--output: {model} cannot be trained by name, so a plan file for it could not be used")
+        request, evaluation, plan, composition = self.request, self.evaluation, self.plan, self.composition
+        assert composition is not None and composition.mesh is not None
+        if evaluation is not None:
+            needs = evaluation.seconds, evaluation.bytes_sent, evaluation.analysis.peak_bytes
+        else:
+            assert plan is not None
+            needs = plan.seconds, plan.sent, plan.memory
+        return PlanFile(
+            ranks=prod(composition.mesh.values()),
+            model=ModelConfig(name=model, dtype=str(np.dtype(request.dtype)), lora=lora),
+            batch_size=self.batch_size,
+            micro_batches=self.micro_batches,
+            composition=composition,
+            optimizer=request.optimizer,
+            machine=request.machine.name,
+            goal=request.goal,
+            seconds=float(needs[0]),
+            bytes_sent=int(needs[1]),
+            peak_bytes=int(needs[2]),
+        )
+
+
+# --- Plan files: a composition and micro-batches for a model on a number of ranks, and the predicted step
+
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class PlanFile(Configuration):
+    """The file that ``plan --output`` writes and ``train --plan`` runs."""
+
+    ranks: int = setting(1, least=1)
+    version: int = VERSION
+    model: ModelConfig = ModelConfig()
+    batch_size: int = setting(16, least=1)  #: samples per step
+    micro_batches: int = setting(1, least=1)
+    composition: ParallelConfig = ParallelConfig()
+    optimizer: str = "adamw"
+    machine: str = ""  #: that the plan is for
+    goal: str = ""
+    seconds: float = 0.0  #: of a step, as predicted
+    bytes_sent: int = 0  #: of a step, by all ranks
+    peak_bytes: int = 0  #: of the rank that holds most
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """The plan of a file; raises UsageError if it cannot be read or is invalid."""
+        content = json_at(path)
+        if not isinstance(content, Mapping) or content.get("version") != VERSION or "ranks" not in content:
+            raise UsageError(f"{path}: not a plan file; 'plan --output FILE' writes one")
+        return cls.from_json(content, str(path))
+
+    def write(self, path: str | Path) -> None:
+        """Write the file; raises UsageError if that fails."""
+        try:
+            Path(path).write_text(json.dumps(self.as_json(), indent=2) + "\n")
+        except OSError as error:
+            raise UsageError(f"--output {path}: {error.strerror or error}") from error
+
+    def check(self, ranks: int, model: str | None, where: str) -> None:
+        """Raise UsageError if the plan is for another number of ranks, or another model."""
+        if ranks != self.ranks:
+            raise UsageError(
+                f"{where} was made for {self.ranks} ranks, and there are {ranks}: start {self.ranks} ranks, or plan "
+                "for the ranks that there are"
+            )
+        if model is not None and model != self.model.name:
+            raise UsageError(f"{where} was made for {self.model.name}, not for {model}: plan --model {model}")

@@ -1,0 +1,505 @@
+"""``plan``: the best way to train a model on a machine, and why; or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.axes import MeshPosition
+from spmd_engine.engine.batch import check_batch
+from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
+from spmd_engine.errors import UsageError
+from spmd_engine.garbage import uncollected
+from spmd_engine.models import Model
+from spmd_engine.planning.dry_run.layer_cache import PassCache
+from spmd_engine.planning.machine.files import default_machine
+from spmd_engine.planning.machine.machine import Machine
+from spmd_engine.planning.model_file import planned_model
+from spmd_engine.planning.plan_result import PlanResult, Request
+from spmd_engine.planning.search.estimate import Estimate
+from spmd_engine.planning.search.plan_evaluation import (
+    PlanEvaluation,
+    evaluate_plan,
+    evaluate_step,
+    peak_memory,
+    state_shares,
+    work_shares,
+)
+from spmd_engine.planning.search.profile import with_even_vocabulary
+from spmd_engine.planning.search.relaxation import Conflict, Question, Relaxation, closest, conflict_of, instead
+from spmd_engine.planning.search.search import (
+    LIMITS,
+    SHOWN_PLANS,
+    Certificate,
+    Constraints,
+    Limits,
+    Planner,
+    SearchResult,
+    objective,
+    pareto,
+    thinned,
+)
+from spmd_engine.planning.search.search_space import FIXABLE, Candidate, SearchSpace, axes_that_shard, candidates
+
+NOTHING_FITS = 1  #: the exit code
+MOST_TO_SIMULATE = 20_000  #: layers times micro-batches that fill the pipeline; larger steps are only estimated
+EVALUATION_SHARE = 0.25  #: of the seconds for the search, the share for simulating more than one plan
+MOST_ROUNDS = 4  #: rounds at most in which a plan is chosen and its alternatives are simulated
+MOST_SEARCHES = 4  #: searches at most, with limits that make up for the errors of the estimates of the one before
+
+
+def plan(
+    model: str | Model,
+    *,
+    ranks: int | Sequence[int] | None = None,
+    machine: str | Path | Machine | None = None,
+    goal: str = "latency",
+    batch_size: int | Sequence[int] = 16,
+    memory: float | str | None = None,
+    latency: float | str | None = None,
+    bandwidth: float | str | None = None,
+    compute: float | str | None = None,
+    mesh: Mapping[str, int] | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    axes: Sequence[str] | None = None,
+    sequence: int | None = None,
+    dtype: Any = np.float32,
+    optimizer: str = "adamw",
+    base: ParallelConfig = ParallelConfig(),  # noqa: B008 (immutable)
+    seconds: float = 20.0,
+) -> PlanResult:
+    """The best way to train a model on a machine, as the command ``plan`` finds it; or why nothing fits.
+
+    ``model`` is a model, the name of one, or a file that describes one. ``machine`` is a machine, a packaged name such
+    as "a100", or a machine file; None: the calibrated one. With several ``ranks`` or batch sizes the best is chosen.
+    ``goal`` is "latency", "throughput", "memory" or "balance". Limits: ``memory`` of a rank in bytes ("24GiB"),
+    ``latency`` of a step and ``compute`` of a rank in seconds ("100ms"), ``bandwidth`` in bytes a second of a rank.
+
+    ``mesh`` evaluates this mesh only; ``fixed`` has other choices that are not searched: micro_batches, zero,
+    sequence_parallel, schedule, chunks, recompute, stages. ``axes`` are the mesh axes to consider, ``sequence`` the
+    tokens of a sample (None: the model's context), ``base`` the options that are not searched, and ``seconds`` the
+    processor time of the search. In the result ``plan`` is None if nothing fits; then ``why_not`` gives the reason.
+
+    Raises UsageError for an unknown model or machine, and for options that contradict each other.
+    """
+    if ranks is None:
+        if mesh is None:
+            raise UsageError("plan needs ranks, or a mesh")
+        ranks = prod(mesh.values())
+    request = Request(
+        planned_model(model, base=base) if isinstance(model, str) else model,
+        machine if isinstance(machine, Machine) else default_machine(machine),
+        [ranks] if isinstance(ranks, int) else ranks,
+        [batch_size] if isinstance(batch_size, int) else batch_size,
+        goal,
+        Limits.from_json({"memory": memory, "latency": latency, "bandwidth": bandwidth, "compute": compute}, "plan"),
+        {**(fixed or {}), **({"mesh": dict(mesh)} if mesh else {})},
+        axes,
+        sequence,
+        dtype,
+        optimizer,
+        base,
+        seconds,
+    )
+    return fixed_plan(request) if mesh else find_plan(request)
+
+
+@uncollected()  # costs of layers live as long as the search, and their traversal took a third of its time
+def find_plan(request: Request) -> PlanResult:
+    """The best plan, or why there is none."""
+    return _PlanSearch(request).run()
+
+
+@dataclass(frozen=True)
+class EvaluatedPlan:
+    """A plan with its estimate and its evaluation."""
+
+    estimate: Estimate
+    evaluation: PlanEvaluation | None  #: None if its step is too large to be simulated
+    memory_limits: Sequence[float] = ()  #: bytes that each rank may hold, if ranks are unequal
+
+    @property
+    def refined(self) -> Estimate:
+        """The estimate with seconds, memory, bytes sent and work of the simulated step, if there is one."""
+        evaluation = self.evaluation
+        if evaluation is None:
+            return self.estimate
+        return replace(
+            self.estimate,
+            seconds=evaluation.seconds,
+            memory=peak_memory(evaluation.analysis, self.memory_limits),
+            sent=evaluation.bytes_sent,
+            work=max(evaluation.prediction.working.values(), default=0.0) if evaluation.whole else self.estimate.work,
+            simulated=True,
+        )
+
+
+class PlanEvaluator:
+    """Evaluates estimated plans, each once."""
+
+    def __init__(self, request: Request, cache: PassCache) -> None:
+        self.request = request
+        self._known: dict[tuple[Candidate, bool], PlanEvaluation | None] = {}
+        self._seconds_left = EVALUATION_SHARE * request.seconds
+        self._cache = cache  # similar plans have the same layers
+        machine = request.machine.with_ranks(max(request.ranks))
+        self.memory_limits = request.limits.memory_by_rank(machine) if machine.heterogeneous else ()
+
+    def evaluate(self, estimate: Estimate, *, even: bool = False) -> EvaluatedPlan:
+        """Evaluate a plan, if its step is small enough.
+
+        ``even``: with a vocabulary that the mesh shards evenly, into shards of the size of the largest. Then ranks are
+        equal, and the dry run is much faster.
+        """
+        request, candidate = self.request, estimate.candidate
+        model = request.model
+        if even:
+            model = with_even_vocabulary(model, candidate.mesh, candidate.composition(request.base))
+        key = candidate, model.vocabulary != request.model.vocabulary
+        if key not in self._known:
+            self._known[key] = None
+            if self._is_small_enough(candidate):
+                machine, options = request.machine.with_ranks(candidate.ranks), request.analyze_options
+                self._known[key] = evaluate_plan(model, machine, candidate, request.base, cache=self._cache, **options)
+        return EvaluatedPlan(estimate, self._known[key], self.memory_limits[: candidate.ranks])
+
+    def evaluate_all(self, estimates: Sequence[Estimate]) -> list[EvaluatedPlan]:
+        """Evaluate plans while there is time left, and the first in any case."""
+        plans = []
+        for estimate in {estimate.candidate: estimate for estimate in estimates}.values():
+            began = process_time()
+            if plans and self._seconds_left <= 0:
+                break
+            plans += self._with_shares(estimate)
+            self._seconds_left -= process_time() - began
+        return plans
+
+    def _with_shares(self, estimate: Estimate) -> list[EvaluatedPlan]:
+        """A plan and, if ranks are unequal, the same with shares of work, and then of state, that suit them."""
+        plans = [self.evaluate(estimate, even=True)]
+        if not self.memory_limits:
+            return plans
+        request, ranks = self.request, estimate.candidate.ranks
+        machine, limits = request.machine.with_ranks(ranks), self.memory_limits[:ranks]
+        for name, find_shares in (("shares", work_shares), ("state_shares", state_shares)):
+            estimate, evaluation = plans[-1].estimate, plans[-1].evaluation
+            if evaluation is None or getattr(request.base, name):
+                continue
+            if shares := find_shares(estimate.candidate, evaluation, machine, limits):
+                candidate = replace(estimate.candidate, **{name: shares})
+                plans.append(self.evaluate(replace(estimate, candidate=candidate), even=True))
+        return plans
+
+    def _is_small_enough(self, candidate: Candidate) -> bool:
+        filled = min(candidate.micro_batches, 3 * candidate.pipe)
+        return len(self.request.model.layers) * filled <= MOST_TO_SIMULATE // max(candidate.pipe // 4, 1)
+
+
+class _PlanSearch:
+    """The search for the plan of a request, and the simulation of the plans that it finds."""
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.began = request, perf_counter()
+        self.limits = request.limits.with_memory_of(request.machine.with_ranks(max(request.ranks)))
+        self.space = SearchSpace(
+            request.model,
+            request.ranks,
+            request.batch_sizes,
+            request.machine.nodes[0].ranks,
+            axes=request.axes,
+            **request.fixed,
+        )
+        self.planner = request.planner()
+        self.evaluator = PlanEvaluator(request, self.planner.profiles.cache)
+
+    def run(self) -> PlanResult:
+        """The best plan, or why there is none."""
+        request, tightened = self.request, self.limits
+        for _ in range(MOST_SEARCHES):
+            constraints = Constraints(tightened, request.fixed)
+            search = self.planner.search(self.space, constraints, request.goal, seconds=request.seconds)
+            if not search.best:
+                self._check_space(search)
+                break
+            plans = self.evaluator.evaluate_all(search.best)
+            if self._keeps_limits(plans):
+                return self._choose(search, plans)
+            tightened = _tightened(tightened, self.limits, plans)
+        question = Question(self.space, Constraints(tightened, request.fixed), request.goal, request.most_ranks)
+        plans = self.evaluator.evaluate_all(closest(self.planner, question, request.seconds))
+        if self._keeps_limits(plans):  # though their estimates do not
+            return self._choose(replace(search, best=[]), plans)
+        return self._explain_conflict(search, question, plans)
+
+    def _keeps_limits(self, plans: Sequence[EvaluatedPlan]) -> bool:
+        return any(not self.limits.broken(plan.refined) for plan in plans)
+
+    def _check_space(self, search: SearchResult) -> None:
+        if not search.certificate.candidates:
+            ranks, batches = ", ".join(map(str, self.space.ranks)), ", ".join(map(str, self.space.batch_sizes))
+            raise UsageError(
+                f"{self.space.model.name} cannot be distributed over {ranks} ranks with a batch of {batches} and the "
+                "fixed options: use fewer ranks, or a larger --batch-size"
+            )
+
+    def _explain_conflict(self, search: SearchResult, question: Question, plans: Sequence[EvaluatedPlan]) -> PlanResult:
+        """Why there is no plan; ``plans`` are the evaluated ones that need least memory."""
+        if search.certificate.complete:
+            conflict = conflict_of(self.planner, question, self.request.seconds)
+        else:
+            conflict = Conflict(question.constraints.names, [], decided=False)
+        question = replace(question, constraints=Constraints(self.limits, self.request.fixed))
+        relaxations = [self._with_simulated_need(each, question, plans) for each in conflict.relaxations]
+        nearest = min(plans, key=lambda plan: objective("memory", plan.refined), default=None)
+        if nearest is not None:
+            nearest = self.evaluator.evaluate(nearest.estimate)
+            conflict = replace(conflict, nearest=nearest.refined)
+        return PlanResult(
+            self.request,
+            search,
+            conflict=replace(conflict, relaxations=relaxations),
+            nearest_evaluation=nearest.evaluation if nearest is not None else None,
+            took=perf_counter() - self.began,
+        )
+
+    def _with_simulated_need(
+        self, relaxation: Relaxation, question: Question, plans: Sequence[EvaluatedPlan]
+    ) -> Relaxation:
+        """A relaxation of a limit by what the simulated step needs; or a smaller one, by one of ``plans``."""
+        name, limits = relaxation.gives_up, self.limits
+        if name not in LIMITS:
+            return relaxation
+        refined = [self.evaluator.evaluate(relaxation.plan, even=True).refined, *(plan.refined for plan in plans)]
+        keep_others = [plan for plan in refined if limits.broken(plan) <= {name}]
+        best = min(keep_others or refined[:1], key=lambda plan: limits.measured(plan)[name])
+        return Relaxation(name, instead(name, best, question), best)
+
+    def _choose(self, search: SearchResult, plans: Sequence[EvaluatedPlan]) -> PlanResult:
+        """The best of the evaluated plans that keep the limits, among them those that differ from it in one choice."""
+        request, certificate = self.request, search.certificate
+        constraints = Constraints(self.limits, request.fixed)
+
+        def goal_of(plan: EvaluatedPlan) -> tuple[float, ...]:
+            return objective(request.goal, plan.refined)
+
+        def fitting() -> list[EvaluatedPlan]:
+            kept = (plan for plan in plans if not constraints.broken(plan.estimate.candidate, plan.refined))
+            return sorted(kept, key=goal_of)
+
+        best, others = fitting()[0], []
+        for _ in range(MOST_ROUNDS):
+            best = fitting()[0]
+            others = list(alternatives(self.planner, self.space, self.limits, best.estimate, request.goal))
+            known = {plan.estimate.candidate for plan in plans}
+            more = [*(other.estimate for other in others if other.estimate), *thinned(search.front)]
+            plans = [*plans, *self.evaluator.evaluate_all([each for each in more if each.candidate not in known])]
+            if fitting()[0] is best:
+                break
+        chosen = self.evaluator.evaluate(best.estimate)
+        if not search.best:  # no estimate keeps the limits, so none that does is better
+            reached = objective(request.goal, chosen.estimate)[0]
+            bound = reached if certificate.complete else min(reached, certificate.bound)
+            certificate = replace(certificate, best=reached, bound=bound)
+        shown = [chosen.refined, *(plan.refined for plan in fitting() if plan is not best)]
+        simulated: dict[Candidate, Estimate] = {}
+        for plan in sorted(plans, key=goal_of):
+            simulated.setdefault(without_shares(plan.estimate.candidate), plan.refined)
+        candidate = chosen.estimate.candidate
+        return PlanResult(
+            request,
+            replace(search, best=shown[:SHOWN_PLANS], front=pareto(shown), certificate=certificate),
+            chosen.estimate,
+            chosen.evaluation,
+            [*_gains_of_shares(chosen, plans), *reasons(self.limits, chosen.refined, others, simulated)],
+            took=perf_counter() - self.began,
+            composition=candidate.composition(request.base),
+            micro_batches=candidate.micro_batches,
+            batch_size=candidate.batch_size,
+        )
+
+
+def _gains_of_shares(chosen: EvaluatedPlan, plans: Sequence[EvaluatedPlan]) -> Iterator[str]:
+    """What uneven shares gain over even ones."""
+    candidate, mine = chosen.estimate.candidate, chosen.refined
+    for name in ("shares", "state_shares"):
+        without = replace(candidate, **{name: None, "state_shares": None})
+        other = next((plan.refined for plan in plans if plan.estimate.candidate == without), None)
+        if getattr(candidate, name) and other is not None:
+            slower, larger = other.seconds / mine.seconds - 1, other.memory / mine.memory - 1
+            what = f"{name.replace('_', ' ')} {getattr(candidate, name)}, not even"
+            yield f"{what}: that would take {slower:+.1%} time, and {larger:+.1%} of the memory that ranks have"
+
+
+def _tightened(tightened: Limits, limits: Limits, plans: Sequence[EvaluatedPlan]) -> Limits:
+    """Tighter limits for estimates, if all evaluated plans break the limits that their estimates keep: by the smallest
+    error of an estimate."""
+    tighter = {}
+    for name in LIMITS:
+        ratios = [
+            limits.measured(plan.estimate)[name] / limits.measured(plan.refined)[name]
+            for plan in plans
+            if name in limits.broken(plan.refined)
+        ]
+        if ratios:
+            tighter[name] = min(getattr(tightened, name), getattr(limits, name) * max(ratios)) * 0.998
+    return replace(tightened, **tighter)
+
+
+def fixed_plan(request: Request) -> PlanResult:
+    """The evaluation of a given composition; the constraints that it breaks are the conflict."""
+    began = perf_counter()
+    fixed = {"zero": None, "schedule": None, "chunks": None, "recompute": "none", **request.fixed}
+    axes, micro_batches = dict(fixed.pop("mesh")), fixed.pop("micro_batches", 1)
+    stages, parallel = fixed.pop("stages", None), bool(fixed.pop("sequence_parallel", False))
+    stages = stages if isinstance(stages, str | None) else ",".join(map(str, stages))
+    composition = request.base.changed(mesh=axes, sequence_parallel=parallel, stages=stages, **fixed)
+    ranks, batch_size = max(request.ranks), request.batch_sizes[0]
+    machine = request.machine.with_ranks(ranks)
+    position = MeshPosition(axes, dict.fromkeys(axes, 0))
+    layout = composed_layout(request.model, position, composition)
+    check_batch(batch_size, micro_batches, layout.spec("b"), position)
+    options = request.analyze_options
+    evaluation = evaluate_step(request.model, machine, axes, composition, batch_size, micro_batches, **options)
+    unequal = request.limits.memory_by_rank(machine) if machine.heterogeneous else ()
+    needs = {
+        "memory": peak_memory(evaluation.analysis, unequal),
+        "latency": evaluation.seconds,
+        "bandwidth": evaluation.bytes_sent / ranks / evaluation.seconds,
+        "compute": max(evaluation.prediction.working.values(), default=0.0),
+    }
+    limits = request.limits.with_memory_of(machine)
+    broken = [name for name, need in needs.items() if (getattr(limits, name) or float("inf")) < need]
+    return PlanResult(
+        request,
+        SearchResult([], [], Certificate(0.0, 0.0, 1, 0, 1)),
+        evaluation=evaluation,
+        conflict=Conflict([*broken, "mesh"], []) if broken else None,
+        nearest_evaluation=evaluation if broken else None,
+        took=perf_counter() - began,
+        composition=composition,
+        micro_batches=micro_batches,
+        batch_size=batch_size,
+    )
+
+
+# --- Reasons: what each choice of a plan gains over the nearest alternatives
+
+
+#: Strategies of a single kind: name, mesh axis, and ZeRO stages (None: any).
+SINGLE_STRATEGIES = (
+    ("data parallelism", "data", (0,)),
+    ("ZeRO", "data", (1, 2, 3)),
+    ("tensor parallelism", "model", None),
+    ("a pipeline", "pipe", None),
+)
+SEARCH_SECONDS = 0.5  #: for the best plan of each of these
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A plan that differs in one choice."""
+
+    what: str  #: the choice of the plan, and that of the alternative
+    estimate: Estimate | None  #: None: the alternative is impossible
+
+
+def alternatives(
+    planner: Planner, space: SearchSpace, limits: Limits, chosen: Estimate, goal: str
+) -> Iterator[Alternative]:
+    """The best plans, by their estimates, that differ in one choice."""
+    candidate = chosen.candidate
+    mine = ",".join(f"{axis}={size}" for axis, size in candidate.axes)
+    for name, axis, zeros in SINGLE_STRATEGIES:
+        mesh = {axis: candidate.ranks}
+        usable = axis in axes_that_shard(planner.model) and axis in (space.axes or [axis])
+        if space.zero is not None:
+            zeros = [space.zero] if zeros is None or space.zero in zeros else []
+        if candidate.ranks == 1 or mesh == candidate.mesh or not usable or zeros == []:
+            continue
+        best = _best_on(planner, replace(space, mesh=mesh, ranks=[candidate.ranks]), zeros or [None], limits, goal)
+        shown = best.candidate if best is not None else f"{axis}={candidate.ranks}"
+        yield Alternative(f"mesh {mine}, not {shown} ({name})", best)
+    free = {name: None for name in FIXABLE} | {"mesh": candidate.mesh, "batch_sizes": [candidate.batch_size]}
+    possible = set(candidates(replace(space, **free)))
+    for name, options in _options(candidate):
+        others = []
+        for option in options:
+            changed = {name: option, "stages": None} | ({"chunks": 1} if name == "schedule" else {})
+            other = replace(without_shares(candidate), **changed)
+            estimator = planner.estimator(other) if other in possible else None
+            estimate = estimator.estimate() if estimator is not None else None
+            if estimate is not None:
+                others.append((option, estimate))
+        if others:
+            option, other = min(others, key=lambda pair: objective(goal, pair[1]))
+            yield Alternative(f"{name.replace('_', ' ')} {getattr(candidate, name)}, not {option}", other)
+
+
+def _best_on(
+    planner: Planner, space: SearchSpace, zeros: Sequence[int | None], limits: Limits, goal: str
+) -> Estimate | None:
+    """The best plan on a mesh with one of these ZeRO stages; if none keeps the limits, the one with least memory."""
+    plans = []
+    for zero in zeros:
+        for kept, wanted in ((limits, goal), (Limits(), "memory")):
+            seconds = SEARCH_SECONDS / len(zeros)
+            search = planner.search(
+                replace(space, zero=zero), Constraints(kept), wanted, seconds=seconds, front=False, keep=1
+            )
+            if search.best:
+                plans.append(search.best[0])
+                break
+    fitting = [plan for plan in plans if not limits.broken(plan)]
+    return min(fitting or plans, key=lambda plan: objective(goal if fitting else "memory", plan), default=None)
+
+
+def without_shares(candidate: Candidate) -> Candidate:
+    """The candidate with even shares of samples and state."""
+    return replace(candidate, shares=None, state_shares=None)
+
+
+def reasons(
+    limits: Limits, chosen: Estimate, others: Sequence[Alternative], simulated: Mapping[Candidate, Estimate]
+) -> Iterator[str]:
+    """What the plan gains over its alternatives, each as ``simulated`` (by candidate without shares) or estimated."""
+    for alternative in others:
+        if alternative.estimate is None:
+            yield f"{alternative.what}: the model or the batch cannot be sharded so"
+            continue
+        other = simulated.get(without_shares(alternative.estimate.candidate), alternative.estimate)
+        yield _reason(alternative.what, chosen, other, limits) + ("" if other.simulated else " (an estimate)")
+
+
+def _options(candidate: Candidate) -> Iterator[tuple[str, Sequence[Any]]]:
+    stored = candidate.batch_ranks * candidate.mesh.get("context", 1)
+    if stored > 1:
+        yield "zero", [zero for zero in range(4) if zero != candidate.zero]
+    batch_ranks, m = candidate.batch_ranks, candidate.micro_batches
+    sizes = [n for n in (m // 2, 2 * m) if n >= 1 and candidate.batch_size // max(n, 1) >= batch_ranks]
+    if candidate.schedule == "interleaved":
+        sizes = [n for n in sizes if n % candidate.pipe == 0]
+    if sizes:
+        yield "micro_batches", sizes
+    yield "recompute", [again for again in ("none", "attention", "block") if again != candidate.recompute][:2]
+    if candidate.mesh.get("model", 1) > 1:
+        yield "sequence_parallel", [not candidate.sequence_parallel]
+    if candidate.pipe > 1:
+        yield "schedule", [name for name in ("1f1b", "zero-bubble", "gpipe") if name != candidate.schedule]
+
+
+def _reason(what: str, chosen: Estimate, other: Estimate, limits: Limits) -> str:
+    if broken := limits.broken(other):
+        needs = limits.measured(other)
+        shown = " and ".join(f"{limits.shown(name, needs[name])} of {name}" for name in sorted(broken))
+        return f"{what}: that would need {shown}"
+    slower, larger = other.seconds / chosen.seconds - 1, other.memory / chosen.memory - 1
+    gains = {part: other.parts[part] - chosen.parts[part] for part in other.parts}
+    why = max(gains, key=lambda part: gains[part])
+    because = f", most of it {why}" if slower > 0.002 and gains[why] > 0 else ""
+    return f"{what}: that would take {slower:+.1%} time{because}, and {larger:+.1%} memory"

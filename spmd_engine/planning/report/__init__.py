@@ -1,1 +1,0 @@
-"""What planning tells: results, explanations, and files of plans."""
