@@ -12,7 +12,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from spmd_engine import units
-from spmd_engine.cli.bench.measuring import launch
+from spmd_engine.cli.bench.measuring import start_ranks
 from spmd_engine.cli.options import Quantity
 from spmd_engine.cli.output_file import check_ending, output_file
 from spmd_engine.comm.mesh import Mesh
@@ -82,7 +82,7 @@ def _of_two(seconds: float, fit: bool) -> Machine:
         temporary = Path(folder) / "machine.toml"
         try:
             arguments = ["--fit" if fit else "--no-fit", "--seconds", str(seconds), "--output", str(temporary)]
-            launch(2, ["spmd_engine", "calibrate", *arguments])
+            start_ranks(2, ["-m", "spmd_engine", "calibrate", *arguments])
             return read_machine(temporary)
         except (UsageError, OSError) as error:
             click.echo(f"spmd_engine: note: no links were measured ({str(error).splitlines()[0]})", err=True)
