@@ -14,11 +14,11 @@ from threadpoolctl import threadpool_limits
 from spmd_engine import units
 from spmd_engine.cli.bench.measuring import start_ranks
 from spmd_engine.cli.options import Quantity
-from spmd_engine.cli.output_file import check_ending, output_file
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import solo, world
 from spmd_engine.engine.optimizers import AdamW
 from spmd_engine.errors import UsageError
+from spmd_engine.files import check_ending, output_file
 from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.machine.files import calibrated_file, read_machine, toml_of
 from spmd_engine.planning.machine.machine import Fitted, Machine

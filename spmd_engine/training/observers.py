@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from spmd_engine.checkpoints.format.folder import replace_file
 from spmd_engine.errors import UsageError
-from spmd_engine.regular_file import open_regular
+from spmd_engine.files import open_regular
 from spmd_engine.training.trainer import StepReport
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from command_line import QUIET, TEXT
-from spmd_engine.cli.output_file import output_file
 from spmd_engine.errors import UsageError
+from spmd_engine.files import output_file
 from spmd_engine.tokens import ByteTokenizer
 
 

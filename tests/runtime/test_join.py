@@ -28,8 +28,8 @@ def test_a_rank_that_never_joins_does_not_hang_the_others_in_silence(mpi_run, tm
     told = [line for line in result.stderr.splitlines() if "for all ranks to join MPI" in line]
     assert told or "--oversubscribe" in find_mpiexec()  # Open MPI's may find out by itself
     assert set(told) <= {
-        f"rank {rank} has waited 0 s for all ranks to join MPI. One has not come so far, or has ended before: "
-        "see what it said. The job ends after 1 s"
+        f"rank {rank} has waited 0 s for all ranks to join MPI. At least one is missing or has ended: "
+        "see its output. The job ends after 1 s"
         for rank in {0, 1} - {missing}
     }
 

@@ -2,12 +2,13 @@
 
 import click
 
-from spmd_engine.cli.lazy import LazyGroup, modules_of
+from spmd_engine.cli import LazyGroup
 
 
 @click.group(
     cls=LazyGroup,
-    modules=modules_of(__name__, "train", "collectives", layers="train"),
+    package=__name__,
+    modules={"train": "train", "layers": "train", "collectives": "collectives"},
     short_help="Measure speed, bytes and memory.",
 )
 def bench() -> None:

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
-from spmd_engine.cli.output_file import check_ending
 from spmd_engine.errors import UsageError
+from spmd_engine.files import check_ending
 from spmd_engine.runtime.mpi_job import find_mpiexec
 
 Option = Callable[[Callable], Callable]
@@ -86,7 +86,7 @@ def spread(values: Sequence[float], scale: float = 1.0, unit: str = "") -> str:
 TIMEOUT = 1200.0  # seconds
 
 
-def measure(ranks: int, worker: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def measure(ranks: int, worker: str, config: Mapping[str, Any]) -> Any:
     """What ``python -m spmd_engine.cli.bench.WORKER`` prints as its last line, on so many ranks."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # a core for each rank, as the share of the peak has it
     output = start_ranks(ranks, ["-m", f"spmd_engine.cli.bench.{worker}", json.dumps(config)], environment)

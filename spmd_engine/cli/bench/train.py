@@ -30,6 +30,7 @@ from spmd_engine.cli.bench.measuring import (
     spread,
     steps_option,
 )
+from spmd_engine.cli.options import open_mesh
 from spmd_engine.cli.train import job_of
 from spmd_engine.cli.train import train as train_command
 from spmd_engine.comm.communicators.threads import solo
@@ -50,7 +51,7 @@ from spmd_engine.training.workload import Workload, make_trainer, open_workload
 @output_option()
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def train(ranks: int, steps: int, rounds: int, output: Path | None, options: tuple[str, ...]) -> None:
-    """Time training steps; further options go to 'train'.
+    """Time training steps; further options are those of 'train'.
 
     The share of the peak counts 6 operations per token for each parameter in a product, and attention where it is not
     masked; the peak is that of this machine's own matrix products on as many cores as ranks.
@@ -90,15 +91,14 @@ REST = "loss, optimizer and data"
 
 
 @click.command(
-    short_help="Time of each layer's forward and backward.",
-    context_settings={"ignore_unknown_options": True},
+    short_help="Time of each layer's forward and backward.", context_settings={"ignore_unknown_options": True}
 )
 @steps_option(5)
 @rounds_option()
 @output_option()
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def layers(steps: int, rounds: int, output: Path | None, options: tuple[str, ...]) -> None:
-    """Train on one core and print the milliseconds of a step by layer; further options go to 'train'.
+    """Train on one core and print the milliseconds of a step by layer; further options are those of 'train'.
 
     Layers that differ only in the number of their block are summed. The share of the peak compares their
     multiplications, three times those of a forward, with this machine's own matrix products.
@@ -123,13 +123,14 @@ def layers(steps: int, rounds: int, output: Path | None, options: tuple[str, ...
                 for _ in range(steps):
                     trainer.step()
             seconds = perf_counter() - began
-            of_round = _by_layer(json.loads(trace.json())["traceEvents"])
+            of_round = _by_layer(json.loads(trace.json() or "{}")["traceEvents"])
             of_round[REST] = [seconds - sum(map(sum, of_round.values())), 0.0, 0.0]
             for name, parts in of_round.items():
                 found[name].append([part / steps for part in parts])
-    model, costs = workload.engine.model, Counter()
+    model, costs = workload.engine.model, dict[str, float]()
     for name, layer in model.layers:
-        costs[_without_number(name)] += 3 * 2 * tokens * layer.cost(model.context)
+        own = _without_number(name)
+        costs[own] = costs.get(own, 0.0) + 3 * 2 * tokens * layer.cost(model.context)
     numbers = Counter(_without_number(name) for name, _ in model.layers)
     whole = [sum(sum(of_round[i]) for of_round in found.values()) for i in range(rounds)]
     rows = [_row(name, numbers[name], of_name, costs[name], whole, peaks) for name, of_name in found.items()]
@@ -176,7 +177,7 @@ def main() -> None:
     config = json.loads(sys.argv[1])
     job = job_of(train_command.make_context("train", config["options"]))
     steps = config["time"]
-    with Mesh(check=job.check, **(job.composition.mesh or {})) as mesh:
+    with open_mesh(job) as mesh:
         mesh.barrier()
         before = held_bytes()
         workload = open_workload(job, mesh)

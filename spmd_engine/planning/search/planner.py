@@ -11,7 +11,7 @@ from spmd_engine.axes import MeshPosition
 from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.parallel_config import composed_layout
 from spmd_engine.errors import UsageError
-from spmd_engine.garbage import uncollected
+from spmd_engine.importing import uncollected
 from spmd_engine.planning.dry_run.layer_cache import PassCache
 from spmd_engine.planning.report.plan_result import PlanResult, Request, memory_limits, with_machine_memory
 from spmd_engine.planning.search.estimate import Estimate
