@@ -18,11 +18,10 @@ import click
 
 from spmd_engine.cli.bench.measuring import (
     as_arguments,
+    count_option,
     mpiexec,
     output_option,
-    ranks_option,
     report,
-    rounds_option,
     spread,
     start_ranks,
 )
@@ -33,8 +32,8 @@ ONE_STEP = {"steps": 1, "eval_every": 0, "eval_samples": 1, "sample": 0}
 
 
 @click.command()
-@ranks_option(8)
-@rounds_option()
+@count_option("ranks", 8)
+@count_option("rounds", 3)
 @output_option()
 def start(ranks: int, rounds: int, output: Path | None) -> None:
     """Time the whole of 'train --steps 1', with the reading of its data and the writing of its checkpoint.

@@ -12,16 +12,7 @@ from statistics import median
 
 import click
 
-from spmd_engine.cli.bench.measuring import (
-    as_arguments,
-    measure,
-    output_option,
-    ranks_option,
-    report,
-    rounds_option,
-    spread,
-    steps_option,
-)
+from spmd_engine.cli.bench.measuring import as_arguments, count_option, measure, output_option, report, spread
 from spmd_engine.comm.shared_memory.cores import cores_here
 
 
@@ -75,8 +66,8 @@ STRATEGIES = {
 @click.option("--model", default="gpt-nano", show_default=True)
 @click.option("--ranks", type=click.Choice(["2", "8"]), default="8", show_default=True)
 @click.option("--batch-size", type=click.IntRange(min=8), default=32, show_default=True)
-@steps_option(5)
-@rounds_option()
+@count_option("steps", 5)
+@count_option("rounds", 3)
 @click.option("--only", metavar="TEXT", help="Strategies whose names contain this; the first is always run.")
 @output_option()
 def strategies(
@@ -121,9 +112,9 @@ def strategies(
     short_help="More ranks than cores against as many as cores.",
     context_settings={"ignore_unknown_options": True},
 )
-@ranks_option(8, least=2)
-@steps_option(12)
-@rounds_option()
+@count_option("ranks", 8, least=2)
+@count_option("steps", 12)
+@count_option("rounds", 3)
 @output_option()
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def oversubscribed(ranks: int, steps: int, rounds: int, output: Path | None, options: tuple[str, ...]) -> None:

@@ -161,12 +161,10 @@ def _jobs() -> list[TrainConfig]:
 
 
 def _positive(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The least squares solution without negative numbers, by trying all subsets of the columns."""
-    best, least = np.zeros(matrix.shape[1]), np.inf
-    columns = matrix.shape[1]
-    for subset in range(1, 1 << columns):
-        chosen = [c for c in range(columns) if subset >> c & 1]
-        solution = np.zeros(columns)
+    """The least squares solution without negative numbers for a matrix of two columns, by trying all their subsets."""
+    best, least = np.zeros(2), np.inf
+    for chosen in [0], [1], [0, 1]:
+        solution = np.zeros(2)
         solution[chosen] = np.linalg.lstsq(matrix[:, chosen], wanted, rcond=None)[0]
         error = float(((matrix @ solution - wanted) ** 2).sum())
         if (solution >= 0).all() and error < least:

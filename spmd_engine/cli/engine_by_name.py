@@ -34,7 +34,7 @@ def engine_by_name(name: str, option: str) -> Callable[..., Any]:
             if not isinstance(parsed, ast.Call):
                 raise SyntaxError("write NAME(ARGUMENTS)")
             arguments = [ast.literal_eval(argument) for argument in parsed.args]
-            keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in parsed.keywords}
+            keywords = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in parsed.keywords}
         return partial(getattr(_imported(module), attribute), *arguments, **keywords)
     except (ImportError, AttributeError, TypeError, ValueError, SyntaxError) as error:
         raise UsageError(f"{option} {name}: {error}") from error

@@ -64,23 +64,12 @@ class GenerationConfig:
 
 #: Unsupported fields, with the values that have no effect.
 _WITHOUT_EFFECT = {
-    "num_beams": (None, 1),
-    "num_beam_groups": (None, 1),
-    "typical_p": (None, 1.0),
-    "epsilon_cutoff": (None, 0.0),
-    "eta_cutoff": (None, 0.0),
-    "no_repeat_ngram_size": (None, 0),
-    "encoder_repetition_penalty": (None, 1.0),
-    "diversity_penalty": (None, 0.0),
-    "penalty_alpha": (None, 0.0),
-    "min_length": (None, 0),
-    "min_new_tokens": (None, 0),
-    "bad_words_ids": (None, []),
-    "suppress_tokens": (None, []),
-    "begin_suppress_tokens": (None, []),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-    "guidance_scale": (None, 1.0),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "typical_p"), (None, 1)),
+    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale"), (None, 1)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "diversity_penalty"), (None, 0)),
+    **dict.fromkeys(("penalty_alpha", "min_length", "min_new_tokens"), (None, 0)),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"), (None, [])),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), (None,)),
     "sequence_bias": (None, {}),
 }
 _USUAL_TOP_K = 50  # the default of transformers for models that sample

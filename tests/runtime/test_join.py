@@ -13,7 +13,7 @@ from spmd_engine.runtime import join
 from spmd_engine.comm.world import world
 from spmd_engine.runtime.launchers import launcher_rank
 
-join.TOLD, join.MOST = 0.5, 1.0
+join.NOTE_AFTER, join.MOST = 0.5, 1.0
 if launcher_rank() != {missing}:
     world()
     print("joined")

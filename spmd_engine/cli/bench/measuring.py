@@ -25,20 +25,9 @@ from spmd_engine.runtime.mpi_job import find_mpiexec
 Option = Callable[[Callable], Callable]
 
 
-def ranks_option(default: int, least: int = 1) -> Option:
-    """``--ranks``"""
-    return click.option("--ranks", type=click.IntRange(min=least), default=default, show_default=True)
-
-
-def steps_option(default: int) -> Option:
-    """``--steps``"""
-    steps = click.IntRange(min=1)
-    return click.option("--steps", type=steps, default=default, show_default=True, help="Timed, in each round.")
-
-
-def rounds_option(default: int = 3) -> Option:
-    """``--rounds``"""
-    return click.option("--rounds", type=click.IntRange(min=1), default=default, show_default=True)
+def count_option(name: str, default: int, least: int = 1) -> Option:
+    """An option that is a whole number, such as ``--ranks``, ``--steps`` in each round, or ``--rounds``."""
+    return click.option(f"--{name}", type=click.IntRange(min=least), default=default, show_default=True)
 
 
 def output_option() -> Option:

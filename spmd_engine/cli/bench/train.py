@@ -20,16 +20,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.fused import kernels_for
-from spmd_engine.cli.bench.measuring import (
-    measure,
-    output_option,
-    ranks_option,
-    report,
-    rounds_option,
-    sgemm_peak,
-    spread,
-    steps_option,
-)
+from spmd_engine.cli.bench.measuring import count_option, measure, output_option, report, sgemm_peak, spread
 from spmd_engine.cli.options import open_mesh
 from spmd_engine.cli.train import job_of
 from spmd_engine.cli.train import train as train_command
@@ -45,9 +36,9 @@ from spmd_engine.training.workload import Workload, make_trainer, open_workload
     short_help="Tokens a second, and the share of the machine's peak.",
     context_settings={"ignore_unknown_options": True},
 )
-@ranks_option(2)
-@steps_option(10)
-@rounds_option()
+@count_option("ranks", 2)
+@count_option("steps", 10)
+@count_option("rounds", 3)
 @output_option()
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def train(ranks: int, steps: int, rounds: int, output: Path | None, options: tuple[str, ...]) -> None:
@@ -93,8 +84,8 @@ REST = "loss, optimizer and data"
 @click.command(
     short_help="Time of each layer's forward and backward.", context_settings={"ignore_unknown_options": True}
 )
-@steps_option(5)
-@rounds_option()
+@count_option("steps", 5)
+@count_option("rounds", 3)
 @output_option()
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def layers(steps: int, rounds: int, output: Path | None, options: tuple[str, ...]) -> None:
