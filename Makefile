@@ -41,7 +41,7 @@ lint: $(VENV)/installed-mpich-test-lint  ## check rules and format (ruff) and ty
 lines:  ## count code lines and files of each package against lines.toml
 	@$(PYTHON) scripts/count_lines.py
 
-bench: $(VENV)/installed-mpich-fast  ## measure speed: ARGS=train, layers, strategies, collectives, oversubscribed or start
+bench: $(VENV)/installed-mpich-fast  ## measure speed: ARGS=train, layers or collectives
 	$(BIN)/python -m spmd_engine bench $(ARGS)
 
 clean:  ## remove what was built and cached; keep runs/ and the virtual environment

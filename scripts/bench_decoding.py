@@ -57,7 +57,7 @@ def write_model(folder):
 def result_of(worker, rows, folder, python=sys.executable, ranks=1):
     """The result of a worker."""
     command = [python, str(HERE / f"{worker}.py"), str(folder), ",".join(rows)]
-    command = [*([mpiexec(), "-n", str(ranks)] if ranks > 1 else []), *command]
+    command = [*(mpiexec(ranks) if ranks > 1 else []), *command]
     environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     if python != sys.executable:
         environment.pop("PYTHONPATH", None)

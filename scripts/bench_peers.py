@@ -118,7 +118,7 @@ class Side:
             return [peer_python, *starter, *arguments]
         if self.package:
             return [peer_python, *arguments]
-        return [*([mpiexec(), "-n", str(ranks)] if ranks > 1 else []), sys.executable, *arguments]
+        return [*(mpiexec(ranks) if ranks > 1 else []), sys.executable, *arguments]
 
 
 @dataclass(frozen=True)

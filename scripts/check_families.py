@@ -81,7 +81,7 @@ def tokenizer():
 def call(here, ranks, *arguments):
     """Run a command of the package on so many ranks."""
     command = [sys.executable, "-m", "spmd_engine", *map(str, arguments)]
-    command = [*([mpiexec(), "-n", str(ranks)] if ranks > 1 else []), *command]
+    command = [*(mpiexec(ranks) if ranks > 1 else []), *command]
     done = subprocess.run(
         command, cwd=here, capture_output=True, text=True, check=False, timeout=600, env=os.environ | {"SPMD_FAST": "0"}
     )

@@ -12,8 +12,8 @@ from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.serving import StoppingCriteria, generate
-from spmd_engine.serving.next_tokens import NextTokens, call
-from spmd_engine.serving.options import SamplingOptions
+from spmd_engine.serving.generation import NextTokens, call
+from spmd_engine.serving.sampling import SamplingOptions
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 from spmd_engine import Mesh
-from spmd_engine.cli.bench.steps import held_bytes
+from spmd_engine.cli.bench.train import held_bytes
 from spmd_engine.comm.world import world
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout

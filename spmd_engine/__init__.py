@@ -42,39 +42,18 @@ __all__ = [
 ]
 
 _PUBLIC = {
-    "checkpoints": (
-        "load_checkpoint",
-        "load_pretrained",
-        "save_checkpoint",
-    ),
-    "comm": (
-        "Ledger",
-        "Mesh",
-        "run_threads",
-        "world",
-    ),
-    "engine": (
-        "LayeredEngine",
-        "ParallelConfig",
-        "ShardedEngine",
-        "as_distributed",
-        "batch_of",
-    ),
+    "checkpoints": ("load_checkpoint", "load_pretrained", "save_checkpoint"),
+    "comm": ("Ledger", "Mesh", "run_threads", "world"),
+    "engine": ("LayeredEngine", "ParallelConfig", "ShardedEngine", "as_distributed", "batch_of"),
     "layers": (),
     "losses": (),
     "optim": (),
     "planning": ("plan",),
     "serving": ("generate",),
-    "training": (
-        "ArrayData",
-        "Run",
-        "TrainConfig",
-        "Trainer",
-        "train",
-    ),
+    "training": ("ArrayData", "Run", "TrainConfig", "Trainer", "train"),
     "verification": ("verify",),
 }
 
-#: Floors are imported when something of theirs is first asked for: a command begins, and can be interrupted in good
-#: order, before NumPy is loaded.
+#: Packages are imported when a name of theirs is first used: a command starts, and can be interrupted cleanly, before
+#: NumPy is loaded.
 __getattr__ = imported_when_asked(__name__, _PUBLIC)

@@ -5,8 +5,8 @@ import sys
 
 
 def main() -> None:
-    """Load the command line and run it; a signal that comes meanwhile ends it in one line, on whatever rank."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until there is what handles them
+    """Load the command line and run it; a signal meanwhile ends it with one line, on any rank."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until there are handlers
     from spmd_engine.importing import many_imports
     from spmd_engine.runtime.launchers import one_blas_thread
     from spmd_engine.runtime.signals import StopFlag, exit_code, raise_interrupted
@@ -15,7 +15,7 @@ def main() -> None:
         with raise_interrupted():
             signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
             with StopFlag(), many_imports(), one_blas_thread():
-                # A signal while modules load is heard once they are: a half-loaded program cannot end well.
+                # A signal is handled after the import: a half-loaded program cannot end well.
                 from spmd_engine.cli import main as run_command_line
             run_command_line()
     except KeyboardInterrupt as error:

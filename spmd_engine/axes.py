@@ -1,4 +1,4 @@
-"""Named axes of ranks, and a place on them: of a mesh that need not exist, what shardings are planned and drawn on."""
+"""Named axes of ranks and positions on them; the mesh need not exist, so that shardings can be planned and drawn."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from spmd_engine.errors import MeshError, one_of
 
 Over = str | Iterable[str] | None  #: one axis, several, or None for all
 
-MOST = 1 << 16  # ranks: beyond, listing them all takes longer than anybody waits
+MOST = 1 << 16  # ranks that are listed
 
 
 class MeshPosition:
-    """The axes of a mesh, and one rank's coordinates on them: enough to cut arrays by. A Mesh is one, with ranks."""
+    """The axes of a mesh, and one rank's coordinates on them: enough to shard arrays. A Mesh is one, with ranks."""
 
     axes: Mapping[str, int]
     coordinates: Mapping[str, int]
@@ -63,7 +63,7 @@ class MeshPosition:
 def all_positions(axes: Mapping[str, int]) -> list[MeshPosition]:
     """Every rank of a mesh with these axes, in rank order: the last axis varies fastest.
 
-    Raises MeshError for an axis of size 0, and for more ranks than anybody wants to see listed.
+    Raises MeshError for an axis of size 0, and for more than MOST ranks.
 
     >>> [place.coordinates["model"] for place in all_positions({"data": 2, "model": 2})]
     [0, 1, 0, 1]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
-LIKE = 0.65  #: from this likeness on, as difflib counts it, one name may be meant by another
+LIKE = 0.65  #: the similarity of difflib from which a name is suggested
 
 
 def one_of(given: object, names: Iterable[str]) -> str:
-    """For errors about a name that is unknown: the names there are, those nearest to the one ``given`` first.
+    """For errors about an unknown name: the known names, those most similar to the one ``given`` first.
 
     >>> one_of("mpl", ["gpt", "mlp", "convnet"])
     "did you mean 'mlp'? There are: mlp, gpt, convnet"
@@ -32,7 +32,7 @@ class SpmdError(Exception):
 
 
 class UsageError(SpmdError):
-    """What the user asked for cannot be done. A message that quotes a long value is shortened in its middle."""
+    """The user requested something impossible. A message that quotes a long value is shortened in its middle."""
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -40,7 +40,7 @@ class UsageError(SpmdError):
 
 
 class PlanError(UsageError):
-    """A step did other than was foretold: a plan that is wrong, or an engine that does what it should not."""
+    """A step differs from its analysis: the analysis or the engine is wrong."""
 
 
 class NotFiniteError(UsageError):

@@ -1,4 +1,4 @@
-"""Files that others wrote: read within bounds on size, depth and digits, and whatever is wrong is one line."""
+"""Reading files of other programs, with limits on size, depth and digits, and errors in one line."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ _DOTTED = re.compile(rf"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){{{DEPTH}}}")
 
 @contextmanager
 def reading(what: str, hint: str = "", kind: type[SpmdError] = UsageError) -> Iterator[None]:
-    """Turn any error of what reads a foreign file into one line, ``WHAT: REASON HINT``, of this kind.
+    """Turn any error of code that reads a foreign file into one of this kind, in one line: ``WHAT: REASON HINT``.
 
-    Errors of this package pass as they are. Libraries raise anything on damaged content, and one that panics does not
-    even raise an Exception.
+    Errors of this package pass unchanged. Libraries raise any error on damaged content, even a BaseException.
     """
     try:
         yield
@@ -40,7 +39,7 @@ def reading(what: str, hint: str = "", kind: type[SpmdError] = UsageError) -> It
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, in one line of bounded length; with its type where the text alone says too little."""
+    """The message of an error, in one line of bounded length; with its type if the message alone is unclear."""
     if isinstance(error, RecursionError):
         return "it is nested too deep"
     if isinstance(error, OSError) and error.strerror:
@@ -61,19 +60,19 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
 
 
 def parse_json(text: str | bytes, pairs: Callable[[list], Any] | None = None) -> Any:
-    """What a JSON text says, within the bounds; raises ValueError or RecursionError. ``pairs`` makes its objects."""
+    """The content of a JSON text; raises ValueError or RecursionError. ``pairs`` makes its objects."""
     return _bounded(json.loads(text, object_pairs_hook=pairs))
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """What a TOML text says, within the bounds; raises ValueError or RecursionError."""
-    if _DOTTED.search(text):  # tomllib takes the square of its length for such a key
+    """The content of a TOML text, within the limits; raises ValueError or RecursionError."""
+    if _DOTTED.search(text):  # tomllib takes quadratic time for such a key
         raise RecursionError
     return _bounded(tomllib.loads(text))
 
 
 def json_at(path: str | Path, kind: type[SpmdError] = UsageError) -> Any:
-    """What a JSON file says, within the bounds; whatever is wrong with it is an error of this kind."""
+    """The content of a JSON file, within the limits; any error is of this kind."""
     with reading(f"{path} cannot be read as JSON", kind=kind):
         text = read_text(path)
         content = parse_json(text)
@@ -83,14 +82,14 @@ def json_at(path: str | Path, kind: type[SpmdError] = UsageError) -> Any:
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """``pairs`` of ``parse_json`` for formats that name everything once: raises ValueError for a name that is given
-    twice, or that would not print in one line."""
-    found = dict(pairs)
-    if odd := [name for name in found if not name.isprintable()]:
+    """``pairs`` of ``parse_json`` for formats with unique names: raises ValueError for a name that is given twice or
+    is not printable."""
+    content = dict(pairs)
+    if odd := [name for name in content if not name.isprintable()]:
         raise ValueError(f"{odd[0]!r:.60} is no name")
-    if len(found) < len(pairs):
+    if len(content) < len(pairs):
         raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is given twice")
-    return found
+    return content
 
 
 def _bounded(content: Any) -> Any:

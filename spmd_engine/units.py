@@ -1,4 +1,4 @@
-"""Bytes and seconds as people write and read them."""
+"""Bytes and seconds as texts."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ FILES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py")
 
 #: From the ground up; those of one line are neighbours, and do not import each other.
 FLOORS = [
-    {"errors", "garbage"},
+    {"errors"},
     {"importing", "units"},
-    {"axes", "configuration", "foreign", "regular_file"},
+    {"axes", "configuration", "files", "foreign"},
     {"runtime"},
     {"arrays", "formats", "tokens"},
     {"comm"},
@@ -54,6 +54,8 @@ STATE = {
     "checkpoints/format/dtypes.py: DTYPES": "a table; some dtypes are made when they are asked for",
     "strategies/names.py: STRATEGIES": "a table; a page is imported when it is asked for",
     "configuration.py: settings_of": "the cache of a pure function",
+    "configuration.py: _types": "the cache of a pure function",
+    "configuration.py: _type": "the cache of a pure function",
     "checkpoints/format/manifest.py: _wrong_with": "the cache of a pure function",
     "sharding/placement.py: _placed": "the cache of a pure function",
     "sharding/placement.py: _first_holders": "the cache of a pure function",

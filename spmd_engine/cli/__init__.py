@@ -5,28 +5,62 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
 
 import click
 
 from spmd_engine import __version__
-from spmd_engine.cli.lazy import LazyGroup, modules_of
 from spmd_engine.comm.world import fail
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
+from spmd_engine.importing import many_imports
 from spmd_engine.runtime.ending import end_at_once
 from spmd_engine.runtime.launchers import launcher_rank, let_rank_zero_speak
-from spmd_engine.runtime.signals import exit_code, raise_interrupted
+from spmd_engine.runtime.signals import StopFlag, exit_code, raise_interrupted
 
-INSTALLED = "spmd-engine"  #: the command that an installed package brings (``console_scripts`` in setup.cfg)
+INSTALLED = "spmd-engine"  #: the command of an installed package (``console_scripts`` in setup.cfg)
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command when it is used, so that a rank loads only what its command needs.
+
+    ``modules`` maps the name of each command to the module of the ``package`` that defines it. The help of the group
+    imports them all.
+    """
+
+    def __init__(self, *args: Any, package: str, modules: Mapping[str, str], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.package, self.modules = package, modules
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(self.modules)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self.modules and not args[0].startswith("-"):
+            ctx.fail(f"no command {args[0]!r}; {one_of(args[0], self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.modules:
+            return None
+        with StopFlag(), many_imports():
+            # A signal is handled after the import: a half-loaded program cannot end well.
+            return getattr(import_module(f"{self.package}.{self.modules[cmd_name]}"), cmd_name)
+
+
+COMMANDS = (
+    *("train", "generate", "eval", "data", "infer", "inspect", "show", "verify", "checkpoint", "launch"),
+    *("plan", "analyze", "calibrate", "bench"),
+)
 
 
 @click.group(
     cls=LazyGroup,
-    modules=modules_of(
-        __name__,
-        *("train", "generate", "eval", "data", "infer", "inspect", "show", "verify", "checkpoint", "launch"),
-        *("plan", "analyze", "calibrate", "bench"),
-    ),
+    package=__name__,
+    modules={name: name for name in COMMANDS},
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 @click.version_option(__version__, prog_name="spmd_engine")

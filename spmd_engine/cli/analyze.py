@@ -45,7 +45,7 @@ from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import readable_bytes
 
-WIDTH = 240  # columns of a table at most, however narrow the terminal is, so that no number is cut off
+WIDTH = 240  # columns of tables, so that no number is truncated on narrow terminals
 
 
 @click.command(short_help="Compute, bytes and memory of a step, rank by rank, before one is started.")
@@ -142,7 +142,7 @@ def _at(step: RankStep) -> str:
 
 
 def _layers(step: RankStep) -> Table:
-    """A line a layer, neighbours that are alike together."""
+    """A row for each layer, or for layers with equal numbers."""
     flops: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     sent: dict[str, float] = defaultdict(float)
     moved: dict[str, int] = defaultdict(int)
@@ -211,7 +211,7 @@ _COLUMNS, _LINES = 96, 16
 
 
 def draw_memory_of_step(analysis: StepAnalysis, rank: int) -> Picture:
-    """Each column is the moment, of those it stands for, at which most is held."""
+    """Memory over the step: a column shows the moment with the largest total among those that it covers."""
     step = analysis.of_rank(rank)
     moments = list(step.timeline)
     columns = min(_COLUMNS, len(moments))

@@ -12,13 +12,13 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from spmd_engine import units
-from spmd_engine.cli.bench.measuring import launch
+from spmd_engine.cli.bench.measuring import start_ranks
 from spmd_engine.cli.options import Quantity
-from spmd_engine.cli.output_file import check_ending, output_file
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import solo, world
 from spmd_engine.engine.optimizers import AdamW
 from spmd_engine.errors import UsageError
+from spmd_engine.files import check_ending, output_file
 from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.machine.files import calibrated_file, read_machine, toml_of
 from spmd_engine.planning.machine.machine import Fitted, Machine
@@ -82,7 +82,7 @@ def _of_two(seconds: float, fit: bool) -> Machine:
         temporary = Path(folder) / "machine.toml"
         try:
             arguments = ["--fit" if fit else "--no-fit", "--seconds", str(seconds), "--output", str(temporary)]
-            launch(2, ["spmd_engine", "calibrate", *arguments])
+            start_ranks(2, ["-m", "spmd_engine", "calibrate", *arguments])
             return read_machine(temporary)
         except (UsageError, OSError) as error:
             click.echo(f"spmd_engine: note: no links were measured ({str(error).splitlines()[0]})", err=True)
@@ -161,12 +161,10 @@ def _jobs() -> list[TrainConfig]:
 
 
 def _positive(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The least squares solution without negative numbers, by trying all subsets of the columns."""
-    best, least = np.zeros(matrix.shape[1]), np.inf
-    columns = matrix.shape[1]
-    for subset in range(1, 1 << columns):
-        chosen = [c for c in range(columns) if subset >> c & 1]
-        solution = np.zeros(columns)
+    """The least squares solution without negative numbers for a matrix of two columns, by trying all their subsets."""
+    best, least = np.zeros(2), np.inf
+    for chosen in [0], [1], [0, 1]:
+        solution = np.zeros(2)
         solution[chosen] = np.linalg.lstsq(matrix[:, chosen], wanted, rcond=None)[0]
         error = float(((matrix @ solution - wanted) ** 2).sum())
         if (solution >= 0).all() and error < least:

@@ -5,27 +5,27 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import click
 
 from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.checkpoints.digest import differences, digest_of_checkpoint, digest_text
-from spmd_engine.checkpoints.format.manifest import MODEL, OPTIMIZER
+from spmd_engine.checkpoints.format.manifest import MODEL, OPTIMIZER, Manifest
 from spmd_engine.checkpoints.hf.export import NAMES, export_adapters, export_huggingface
 from spmd_engine.checkpoints.hf.peft import Merged
 from spmd_engine.checkpoints.rewrite import export_checkpoint, problems, reshard_checkpoint
-from spmd_engine.cli.output_file import check_ending
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.errors import UsageError
+from spmd_engine.files import check_ending
+from spmd_engine.foreign import reading
 from spmd_engine.models.names import shape_named
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.run_job import run_folder
 from spmd_engine.training.train_config import TrainConfig
 
-MOST_FILES = 4096  #: of each kind, that a checkpoint is rewritten in
+MOST_FILES = 4096  #: most files of each kind in a rewritten checkpoint
 
 
 @click.group(short_help="Inspect, verify and rewrite checkpoints.")
@@ -46,8 +46,7 @@ def checkpoint() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(path: str, arrays: bool, as_json: bool) -> None:
     """Print the contents of a checkpoint, without reading its arrays."""
-    found = _open(path)
-    manifest = found.manifest
+    found, manifest = _open(path)
     sizes = {section: sum(each.nbytes for each in held.values()) for section, held in manifest.sections.items()}
     facts = {
         "path": str(found.path),
@@ -79,35 +78,35 @@ def inspect(path: str, arrays: bool, as_json: bool) -> None:
 @click.argument("path")
 def verify(path: str) -> None:
     """Check all of a checkpoint: hashes, headers, finite values. Exit code 1, and a line each, for problems."""
-    found = _open(path)
+    found, manifest = _open(path)
     wrong = 0
     for problem in problems(found):
         click.echo(problem, err=True)
         wrong += 1
     if wrong:
         sys.exit(1)
-    blocks = sum(len(each.blocks) for held in found.manifest.sections.values() for each in held.values())
-    size = f"{blocks} blocks, {found.manifest.nbytes / 1e6:.1f} MB"
-    click.echo(f"{found.path}: sound; {size}, step {found.manifest.step}")
+    blocks = sum(len(each.blocks) for held in manifest.sections.values() for each in held.values())
+    size = f"{blocks} blocks, {manifest.nbytes / 1e6:.1f} MB"
+    click.echo(f"{found.path}: sound; {size}, step {manifest.step}")
 
 
 @checkpoint.command()
 @click.argument("path")
 @click.argument("other", required=False)
-@click.option("--arrays", is_flag=True, help="Print a line for every array, too.")
+@click.option("--arrays", is_flag=True, help="Also print a line for every array.")
 def digest(path: str, other: str | None, arrays: bool) -> None:
     """Print a digest of all arrays, which does not depend on how they are sharded: it is equal across meshes.
 
     With OTHER, compare the two: the exit code is 1, with a line for each array and range of rows, if they differ.
     """
-    digests = digest_of_checkpoint(_open(path))
+    digests = digest_of_checkpoint(_open(path)[0])
     if arrays:
         for name, each in digests.items():
             click.echo(f"{each.text()}  {name}")
     click.echo(f"{digest_text(digests)}  {path}")
     if other is None:
         return
-    others = digest_of_checkpoint(_open(other))
+    others = digest_of_checkpoint(_open(other)[0])
     click.echo(f"{digest_text(others)}  {other}")
     found = differences(digests, others)
     for each in found:
@@ -125,8 +124,8 @@ def reshard(path: str, folder: str, files: int) -> None:
 
     Any mesh loads any checkpoint without this; but file systems may prefer few large files, or many small ones.
     """
-    with _writing(folder):
-        click.echo(str(reshard_checkpoint(_open(path), folder, files)))
+    with reading(f"{folder} cannot be written"):
+        click.echo(str(reshard_checkpoint(_open(path)[0], folder, files)))
 
 
 @checkpoint.command()
@@ -153,30 +152,21 @@ def export(path: str, target: str, optimizer: bool, kind: str, dtype: str) -> No
     it has the adapters only.
     """
     if kind != "safetensors" and optimizer:
-        raise UsageError(f"--format {kind} has parameters alone; leave --optimizer out")
+        raise UsageError(f"--format {kind} has only parameters; omit --optimizer")
     check_ending("export", target, *([".safetensors"] if kind == "safetensors" else []))
-    found = _open(path)
-    with Mesh() as mesh, _writing(target):
+    found, manifest = _open(path)
+    with Mesh() as mesh, reading(f"{target} cannot be written"):
         group = mesh.group() if mesh.size > 1 else None
         if kind != "safetensors":
-            _export_folder(found, target, kind, dtype, group)
+            _export_folder(found, manifest.config, target, kind, dtype, group)
         else:
             export_checkpoint(found, OPTIMIZER if optimizer else MODEL, target, group)
     if launcher_rank() == 0:
         click.echo(target)
 
 
-@contextmanager
-def _writing(path: str) -> Iterator[None]:
-    """Turn errors of the file system into UsageErrors."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error}") from error
-
-
-def _export_folder(found: Checkpoint, target: str, kind: str, dtype: str, group: Group | None) -> None:
-    model = TrainConfig.from_json(found.manifest.config, f"{found.path}: config").model
+def _export_folder(found: Checkpoint, config: Any, target: str, kind: str, dtype: str, group: Group | None) -> None:
+    model = TrainConfig.from_json(config, f"{found.path}: config").model
     shape = model.shape or shape_named(model.name)
     shape = shape.changed(mixture=model.mixture or shape.mixture, vocabulary=model.vocabulary or shape.vocabulary)
     if kind == "peft":
@@ -188,9 +178,9 @@ def _export_folder(found: Checkpoint, target: str, kind: str, dtype: str, group:
     export_huggingface(arrays, shape, target, group, dtype=dtype, beside=model.path)
 
 
-def _open(path: str) -> Checkpoint:
+def _open(path: str) -> tuple[Checkpoint, Manifest]:
     folder = run_folder(path)
     found = Checkpoint(folder if os.path.exists(folder) else path)
     if found.manifest is None:
         raise UsageError(f"{path} is a plain safetensors file; this is for checkpoints, which are folders")
-    return found
+    return found, found.manifest

@@ -8,8 +8,8 @@ from dataclasses import asdict
 import click
 
 from spmd_engine.cli.options import open_mesh, takes_job
-from spmd_engine.cli.output_file import check_ending
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
+from spmd_engine.files import check_ending
 from spmd_engine.formats.token_file import TokenFile, open_token_file
 from spmd_engine.models.load_config import tokenizer_at
 from spmd_engine.runtime.launchers import launcher_rank
@@ -57,7 +57,7 @@ def prepare(paths, output, tokenizer, job) -> None:
 @click.option("--verify", is_flag=True, help="Read all tokens and compare their digest.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(path: str, verify: bool, as_json: bool) -> None:
-    """Print what a file of tokens holds."""
+    """Print the counts and digests of a file of tokens."""
     file = open_token_file(path)
     if verify:
         check_digests(file, file.digests(0, file.facts.documents))

@@ -31,8 +31,10 @@ def engine_by_name(name: str, option: str) -> Callable[..., Any]:
     try:
         if parenthesis:
             parsed = ast.parse(call.strip(), mode="eval").body
+            if not isinstance(parsed, ast.Call):
+                raise SyntaxError("write NAME(ARGUMENTS)")
             arguments = [ast.literal_eval(argument) for argument in parsed.args]
-            keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in parsed.keywords}
+            keywords = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in parsed.keywords}
         return partial(getattr(_imported(module), attribute), *arguments, **keywords)
     except (ImportError, AttributeError, TypeError, ValueError, SyntaxError) as error:
         raise UsageError(f"{option} {name}: {error}") from error
@@ -41,6 +43,7 @@ def engine_by_name(name: str, option: str) -> Callable[..., Any]:
 def _imported(module: str) -> ModuleType:
     """A module by name or by the path of its file; it may import modules of its folder."""
     folder, _, file = module.rpartition("/")
+    path = None
     if file.endswith(".py"):
         path = Path(module).resolve()
         if not path.is_file():
@@ -50,10 +53,10 @@ def _imported(module: str) -> ModuleType:
         raise ImportError(f"{module} is not a module; write the path of a file with its ending .py")
     if (folder := folder or str(Path.cwd())) not in sys.path:
         sys.path.insert(0, folder)
-    found = importlib.import_module(module)
-    if file.endswith(".py") and Path(found.__file__ or "").resolve() != path:
-        raise ImportError(f"{path} has the name of another module, {found.__file__}; give the file another name")
-    return found
+    imported = importlib.import_module(module)
+    if path and Path(imported.__file__ or "").resolve() != path:
+        raise ImportError(f"{path} has the name of another module, {imported.__file__}; give the file another name")
+    return imported
 
 
 def check_mesh(name: str, engine: ShardedEngine, mesh: Mesh, axes: Mapping[str, int] | None) -> None:

@@ -43,8 +43,8 @@ def eval(run, texts, files, stride, batch_size, as_json, job) -> None:
 
 
 def _read(served: TextModel, texts: tuple[str, ...], files: tuple[str, ...]) -> list[tuple[str, list[int]]]:
-    """Names and tokens of texts."""
-    found = [(text if len(text) < 40 else text[:37] + "...", served.tokenizer.encode(text)) for text in texts]
+    """Names and tokens of the texts and files."""
+    named = [(text if len(text) < 40 else text[:37] + "...", served.tokenizer.encode(text)) for text in texts]
     for file in files:
         if is_token_file(file):
             tokens = open_token_file(file)
@@ -52,7 +52,7 @@ def _read(served: TextModel, texts: tuple[str, ...], files: tuple[str, ...]) -> 
             held_out = tokens.tokens[tokens.facts.train_tokens :].tolist()
             if not held_out:
                 raise UsageError(f"{file} holds out no documents: score a file of text instead")
-            found.append((file, held_out))
+            named.append((file, held_out))
             continue
         try:
             with open(file, "rb") as opened:
@@ -60,13 +60,13 @@ def _read(served: TextModel, texts: tuple[str, ...], files: tuple[str, ...]) -> 
                 text = opened.read().decode(errors="surrogateescape")
         except OSError as error:
             raise UsageError(f"--file {file} cannot be read: {error}") from None
-        found.append((file, served.tokenizer.encode(text)))
-    if not found:
+        named.append((file, served.tokenizer.encode(text)))
+    if not named:
         raise UsageError("eval needs a text: give --text TEXT or --file FILE")
-    for name, tokens in found:
+    for name, tokens in named:
         if len(tokens) < 2:
             raise UsageError(f"{name!r} has {len(tokens)} token(s); at least two are needed to score one")
-    return found
+    return named
 
 
 def _line(name: str, found: Score) -> str:

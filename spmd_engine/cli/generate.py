@@ -18,11 +18,11 @@ from spmd_engine.foreign import parse_json, read_text, reading
 from spmd_engine.serving import Completion, StoppingCriteria
 from spmd_engine.serving import generate as generate_texts
 from spmd_engine.serving.generation import BATCH, OnText
-from spmd_engine.serving.options import LARGEST
+from spmd_engine.serving.sampling import LARGEST
 from spmd_engine.tokens.chat import chat_text
 from spmd_engine.training.train_config import TrainConfig
 
-TOKENS = 240  #: new ones, unless the model says how many
+TOKENS = 240  #: most new tokens, without a limit of the model
 
 _POSITIVE = click.IntRange(min=1)
 _SHARE = click.FloatRange(0, 1)
@@ -70,7 +70,7 @@ def generate(run: str | None, job: TrainConfig, **options: Any) -> None:
     with open_mesh(job) as opened:
         read = text_from_rank_zero(opened.group(), lambda: json.dumps(_prompts(options["prompts"], options["file"])))
         served = open_text_model(run, job, opened)
-        texts = [_written(served, each, options) for each in json.loads(read) for _ in range(options["samples"])]
+        texts = [_text_of(served, each, options) for each in json.loads(read) for _ in range(options["samples"])]
         tokens = [served.tokenizer.encode(text, special=special) for text, special in texts]
         defaults = served.generation
         for name in defaults.unknown if opened.rank == 0 else ():
@@ -95,7 +95,7 @@ def generate(run: str | None, job: TrainConfig, **options: Any) -> None:
             tokenizer=served.tokenizer,
             log_probs=options["log_probs"],
             batch_size=options["batch_size"],
-            on_text=printing.as_it_comes(),
+            on_text=printing.on_text(),
         )
         if opened.rank == 0:
             printing.finish(written)
@@ -103,29 +103,29 @@ def generate(run: str | None, job: TrainConfig, **options: Any) -> None:
 
 def _prompts(given: Sequence[str], file: str | None) -> list[Any]:
     """Texts, or lists of messages."""
-    found: list[Any] = list(given)
+    prompts: list[Any] = list(given)
     if file is not None:
         with reading(f"--prompts {file} cannot be read"):
             lines = read_text(file).splitlines()
-        found += [
+        prompts += [
             _object(line, file, n) if file.endswith(".jsonl") else line for n, line in enumerate(lines, 1) if line
         ]
-    if not found:
+    if not prompts:
         raise UsageError("generate needs a prompt: give --prompt TEXT or --prompts FILE")
-    return found
+    return prompts
 
 
 def _object(line: str, file: str, number: int) -> Any:
     with reading(f"{file}, line {number} cannot be read as JSON"):
         content = parse_json(line)
-    found = content.get("prompt", content.get("messages")) if isinstance(content, dict) else None
-    if not isinstance(found, str) and not (isinstance(found, list) and all(isinstance(each, dict) for each in found)):
+    prompt = content.get("prompt", content.get("messages")) if isinstance(content, dict) else None
+    if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt)):
         raise UsageError(f'{file}, line {number}: it must be {{"prompt": TEXT}} or {{"messages": [{{"role": ...}}]}}')
-    return found
+    return prompt
 
 
-def _written(served: TextModel, prompt: str | list, options: dict[str, Any]) -> tuple[str, bool]:
-    """The text of a prompt, and whether what belongs before every text is still to be added."""
+def _text_of(served: TextModel, prompt: str | list, options: dict[str, Any]) -> tuple[str, bool]:
+    """The text of a prompt, and whether the tokenizer is to add its special tokens."""
     if isinstance(prompt, str) and not options["chat"]:
         if options["system"] is not None:
             raise UsageError("--system goes with --chat, or with prompts that are messages")
@@ -137,30 +137,30 @@ def _written(served: TextModel, prompt: str | list, options: dict[str, Any]) -> 
 
 
 class _Printing:
-    """Texts on standard output: one as it comes, several when they are done."""
+    """Texts on standard output: a single one while it is generated, several at the end."""
 
     def __init__(self, prompts: Sequence[str], echoed: Sequence[bool], as_json: bool) -> None:
-        """``echoed``: which prompts are printed before what continues them."""
+        """``echoed``: which prompts are printed before their continuations."""
         self._prompts, self._as_json = prompts, as_json
         self._before = [prompt if echo else "" for prompt, echo in zip(prompts, echoed, strict=True)]
-        self._streams, self._begun = len(prompts) == 1 and not as_json, False
+        self._streams, self._started = len(prompts) == 1 and not as_json, False
 
-    def as_it_comes(self) -> OnText | None:
+    def on_text(self) -> OnText | None:
         if not self._streams:
             return None
 
-        def tell(number: int, text: str) -> None:
+        def echo(number: int, text: str) -> None:
             self._begin()
             click.echo(text, nl=False)
             sys.stdout.flush()
 
-        return tell
+        return echo
 
     def _begin(self) -> None:
-        """With the prompt, which has been found to be one that can be continued."""
-        if not self._begun:
+        """Print the prompt, once, after it has been checked."""
+        if not self._started:
             click.echo(self._before[0], nl=False)
-        self._begun = True
+        self._started = True
 
     def finish(self, written: Sequence[Completion]) -> None:
         if self._streams:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import click
 import numpy as np
@@ -13,7 +14,6 @@ from spmd_engine.checkpoints import Checkpoint, load_checkpoint
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.cli.engine_by_name import check_mesh, engine_by_name
 from spmd_engine.cli.options import open_mesh, served_model, takes_job
-from spmd_engine.cli.output_file import check_ending, output_file
 from spmd_engine.cli.text_model import HELP, SERVED, check_weights, run_option
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
@@ -22,6 +22,7 @@ from spmd_engine.engine.distributed import make_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import build_engine
 from spmd_engine.errors import NotationError, SpmdError, UsageError
+from spmd_engine.files import check_ending, output_file
 from spmd_engine.foreign import reading
 from spmd_engine.models.names import IMAGES
 from spmd_engine.sharding.notation import Spec
@@ -61,25 +62,22 @@ def infer(source, target, run, engine, checkpoint, batch_size, job) -> None:
                 serving.load_checkpoint(Checkpoint(checkpoint))
         else:
             serving, _ = open_pretrained(job.model, opened, device=job.device)
-        on_rank_zero(opened.group(), lambda: _check_shape(inputs, source, serving))
+        on_rank_zero(opened.group(), lambda: _check_shape(cast(np.ndarray, inputs), source, serving))
         outputs = _Outputs()
         with _naming_shapes(inputs, source, serving):
             serving.inference_loop(_pieces(inputs, batch_size, serving) if inputs is not None else None, outputs)
-        on_rank_zero(opened.group(), lambda: outputs.save(target))
+        on_rank_zero(opened.group(), lambda: _save(target, outputs))
 
 
-class _Outputs:
-    """A list of arrays with ``write``, to be saved as one array."""
+class _Outputs(list[np.ndarray]):
+    """The arrays that ``inference_loop`` writes."""
 
-    def __init__(self) -> None:
-        self.arrays: list[np.ndarray] = []
+    write = list.append
 
-    def write(self, array: np.ndarray) -> None:
-        self.arrays.append(array)
 
-    def save(self, target: str) -> None:
-        with output_file(target) as file:  # np.save would add .npy to another ending
-            np.save(file, np.concatenate(self.arrays))
+def _save(target: str, outputs: list[np.ndarray]) -> None:
+    with output_file(target) as file:  # np.save would add .npy to another ending
+        np.save(file, np.concatenate(outputs))
 
 
 def _read(source: str, target: str) -> np.ndarray:
@@ -105,11 +103,11 @@ def read_inputs(source: str) -> np.ndarray:
 
 
 def _pieces(inputs: np.ndarray, size: int | None, engine: ShardedEngine) -> Iterator[np.ndarray]:
-    """Some inputs at a time; pixels as a run's model was trained on them."""
+    """Batches of ``size`` inputs; pixels scaled as for training."""
     step = size or len(inputs)
     for start in range(0, len(inputs), step):
         piece = inputs[start : start + step]
-        yield as_floats(piece, engine.dtype) if _takes_images(engine) else piece
+        yield as_floats(piece, engine.dtype) if isinstance(engine, LayeredEngine) and _takes_images(engine) else piece
 
 
 def _takes_images(engine: ShardedEngine) -> bool:
@@ -146,8 +144,8 @@ def _check_shape(inputs: np.ndarray, source: str, engine: ShardedEngine) -> None
 
 @contextmanager
 def _naming_shapes(inputs: np.ndarray | None, source: str, engine: ShardedEngine) -> Iterator[None]:
-    """Add the shapes to errors of the user's engine, whose forward may be the first to find that inputs do not fit."""
-    letters = " ".join(Spec.parse(engine.input_sharding).letters) or "whatever its forward takes"
+    """Add the shapes to errors of a user's engine, whose forward may be the first to check them."""
+    letters = " ".join(Spec.parse(engine.input_sharding).letters) or "any inputs"
     try:
         yield
     except Exception as error:

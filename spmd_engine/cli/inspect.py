@@ -26,7 +26,7 @@ from spmd_engine.sharding.groups import Home
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.training.train_config import TrainConfig
 
-WIDTH = 120  # columns of a line at least, however narrow the terminal is, so that no name is cut off
+WIDTH = 120  # least columns of a line, so that no name is truncated on narrow terminals
 
 
 @click.command(short_help="Show how a model is sharded, and bytes per rank.")
@@ -59,8 +59,8 @@ def inspect(job: TrainConfig) -> None:
     console = Console(highlight=False, width=max(WIDTH, Console().width))
     frozen = {name: each for name, each in built.buffers() if each[0].frozen}
     count = sum(prod(shape) for _, shape in frozen.values())
-    beside = f" of adapters beside {count:,} that are frozen" if frozen else ""
-    console.print(f"{name}: {built.parameter_count:,} parameters{beside}, {dtype}", soft_wrap=True)
+    adapters = f" of adapters, and {count:,} frozen ones" if frozen else ""
+    console.print(f"{name}: {built.parameter_count:,} parameters{adapters}, {dtype}", soft_wrap=True)
     console.print(f"mesh {places[0]}: {len(places)} ranks")
     console.print(f"inputs {layout.spec(built.inputs)}, outputs {layout.spec(built.outputs)}\n")
     if pretrained is not None:
@@ -133,7 +133,7 @@ def _stages_of(model: Model, assignments: Sequence[Assignment]) -> dict[str, tup
 
 
 def _of_all(name: str, array: Parameter | Buffer) -> str:
-    """The name under which what an expert has is listed, with that of all others."""
+    """The name under which the arrays of all experts are listed."""
     return name.replace(f"/expert{array.element[1]}/", "/expert*/") if array.element else name
 
 

@@ -36,10 +36,10 @@ def launch(ranks: int, hosts: str, max_restarts: int, min_ranks: int | None, arg
       python -m spmd_engine launch -n 8 --max-restarts 10 --min-ranks 6 -- train --run mine
       python -m spmd_engine launch -n 4 -- my_script.py --its-own options
 
-    A restart waits until all ranks of the old job are gone, and removes their files in /dev/shm. The first comes after
-    a second; the next without progress (a new checkpoint) after twice as long, up to a minute. 'train' continues with
-    --resume once there is a checkpoint; a script of your own finds the number of restarts in SPMD_RESTARTS. If the job
-    dies twice without a save in between, it continues with one rank less, if --min-ranks permits.
+    A restart waits until all ranks of the old job are gone, and removes their files in /dev/shm. The first follows
+    after a second; each next without progress (a new checkpoint) after twice as long, up to a minute. 'train' continues
+    with --resume once there is a checkpoint; a script of your own finds the number of restarts in SPMD_RESTARTS. If the
+    job dies twice without a save in between, it continues with one rank less, if --min-ranks permits.
 
     SIGINT, SIGTERM, SIGUSR1 and SIGHUP are forwarded to the ranks, which save and end; then, and after an error in the
     command (exit code 2), there is no restart. scripts/slurm.sh and scripts/pbs.sh are jobs for batch systems.

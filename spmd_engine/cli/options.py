@@ -148,9 +148,7 @@ def takes_job(
 
 
 _CONFIG = click.option(
-    "--config",
-    metavar="FILE",
-    help="A job in JSON, such as the config.json of a run; options override its values.",
+    "--config", metavar="FILE", help="A job in JSON, such as the config.json of a run; options override its values."
 )
 
 
@@ -209,9 +207,10 @@ def model_on(axes: Mapping[str, int], job: TrainConfig) -> tuple[Model, Parallel
     return model, composition
 
 
-def open_mesh(job: TrainConfig) -> Mesh:
-    """The mesh of a job, over all ranks."""
-    return Mesh(check=job.check, **(job.composition.mesh or {}))
+def open_mesh(job: TrainConfig, axes: Mapping[str, int] | None = None) -> Mesh:
+    """The mesh of a job, over all ranks; ``axes`` if the job names none."""
+    named = job.composition.mesh or axes or {}
+    return Mesh(check=job.check, **named)  # pyright: ignore[reportArgumentType]  (no axis is called "ledger")
 
 
 def served_model(job: TrainConfig) -> ModelConfig:

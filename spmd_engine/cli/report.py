@@ -1,4 +1,4 @@
-"""The progress of a run, as it is printed."""
+"""The progress of a run, printed on standard error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Reporter(Observer):
-    """Prints the progress of a run on standard error: a bar on a terminal, else a line now and then.
+    """Prints the progress of a run on standard error: a bar on a terminal, else a line every twentieth of the steps.
 
     The modules that print are imported on rank 0 only, when there is something to print.
     """
@@ -56,7 +56,7 @@ class Reporter(Observer):
         self.run, self.folder, self.stop, done = run, run.folder, stop, run.steps_done
         if done >= stop:
             self._print(f"nothing to do: {done} steps are done, and --steps or --stop-at ends at {stop}")
-        if self.console.is_terminal:
+        if not isinstance(self.console, Pipe):
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
             columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
@@ -70,7 +70,7 @@ class Reporter(Observer):
     def stepped(self, report: StepReport) -> None:
         if report.skipped:
             self._print(f"spmd_engine: step {report.step} updated nothing: {report.skipped}")
-        self._look_at_experts(report)
+        self._note_experts(report)
         metrics = "".join(f"  {name} {100 * value:.1f}%" for name, value in (report.metrics or {}).items())
         text = f"loss {report.loss:.4f}{metrics}  {report.tokens_per_second:,.0f} {self.each}/s"
         if self.bar:
@@ -79,9 +79,9 @@ class Reporter(Observer):
             self._print(f"step {report.step:>5}  {text}")
 
     def not_saved(self, step: int, why: str) -> None:
-        self._print(f"spmd_engine: {why}; training goes on after step {step}")
+        self._print(f"spmd_engine: {why}; training continues after step {step}")
 
-    def _look_at_experts(self, report: StepReport) -> None:
+    def _note_experts(self, report: StepReport) -> None:
         from spmd_engine.training.expert_load import ExpertLoad
 
         self.experts = ExpertLoad.of(report.side_outputs)
@@ -89,12 +89,12 @@ class Reporter(Observer):
             self.warned = True
             self._print(
                 f"spmd_engine: warning: step {report.step}: {self.experts.dropped:,} of {self.experts.pairs:,} choices "
-                "of experts were dropped, more than half; raise --capacity-factor, or leave it out"
+                "of experts were dropped, more than half; raise --capacity-factor, or omit it"
             )
 
     def stopped(self, step: int, signal: int) -> None:
         self._print(
-            f"spmd_engine: {Signals(signal).name}: saved after step {step} in {self.folder}; go on with: "
+            f"spmd_engine: {Signals(signal).name}: saved after step {step} in {self.folder}; continue with: "
             f"python -m spmd_engine train --resume --run {self.folder}"
         )
 
@@ -111,17 +111,19 @@ class Reporter(Observer):
 
     def _metrics(self) -> str:
         """``, accuracy 97.8% (352 of 360 held out)``, if the model has such metrics."""
-        found = self.run.evaluation
+        if (evaluation := self.run.evaluation) is None:
+            return ""
+        count = evaluation.count
         return "".join(
-            f", {name} {100 * value:.1f}% ({round(value * found.count)} of {round(found.count)} held out)"
-            for name, value in (found.metrics.items() if found else ())
+            f", {name} {100 * value:.1f}% ({round(value * count)} of {round(count)} held out)"
+            for name, value in evaluation.metrics.items()
         )
 
     def _print(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
 
-# --- Whether there is a terminal: under mpiexec a rank's own output is always a pipe
+# --- The terminal: under mpiexec a rank's own output is always a pipe
 
 
 def launcher_has_terminal(levels: int = 4) -> bool:
@@ -143,8 +145,6 @@ def launcher_has_terminal(levels: int = 4) -> bool:
 
 class Pipe:
     """A console without a terminal: lines on standard error."""
-
-    is_terminal = False
 
     def print(self, text: str, **_: object) -> None:
         """A line, as it is."""

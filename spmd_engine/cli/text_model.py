@@ -1,4 +1,4 @@
-"""A model of text with its tokenizer, from a run or from a folder in Hugging Face's format."""
+"""Models of text with their tokenizers: of a run, a folder in Hugging Face's format or a GGUF file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import build_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.models.load_config import ends_at, located, tokenizer_at
-from spmd_engine.serving.options import GenerationConfig, read_generation_config
+from spmd_engine.serving.sampling import GenerationConfig, read_generation_config
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.tokens.hugging_face import read_tokenizer
 from spmd_engine.training.run_job import read_run, run_folder
@@ -24,7 +24,7 @@ from spmd_engine.training.train_config import TrainConfig
 
 @dataclass(frozen=True)
 class TextModel:
-    """What a command that reads or writes text needs."""
+    """A model with its tokenizer and its configuration of generation."""
 
     engine: LayeredEngine
     tokenizer: Tokenizer
@@ -49,7 +49,7 @@ run_option = click.option("--run", metavar="DIR", help="Folder of a run of 'trai
 
 
 def check_weights(*others: Any) -> None:
-    """Raise UsageError unless this command was given ``--model`` alone, or one of ``others`` and nothing about it."""
+    """Raise UsageError unless the command has exactly one of ``--model`` and ``others``, and options that suit it."""
     given = click.get_current_context().params
     if sum(map(bool, (given["model"], *others))) != 1:
         names = "--run DIR, --model PATH or --engine MODULE:NAME" if len(others) > 1 else "--run DIR or --model PATH"
@@ -74,7 +74,7 @@ def _of_run(run: str, mesh: Mesh, device: str) -> TextModel:
     folder = run_folder(run)
     engine = build_engine(served_model(read_run(run)), mesh, device=device, drawn=False)
     if not engine.model.vocabulary:
-        raise UsageError(f"{engine.model.name} is no model of text: it takes no tokens")
+        raise UsageError(f"{engine.model.name} is not a model of text: it takes no tokens")
     load_checkpoint(folder, engine)
     own = (folder / "tokenizer.json").is_file()
     return TextModel(engine, read_tokenizer(folder) if own else ByteTokenizer(), read_generation_config(folder))

@@ -40,6 +40,7 @@ from spmd_engine.verification.report import HEADING
 
 POSITIVE = click.IntRange(min=1)
 MOST_PARTS = 4096  #: micro-batches
+LENGTH = 32  #: positions of a sample, by default
 #: Options of the job that do not go with a page of strategies/ or an engine of the user.
 OF_MODELS = ("model", "images", "dropout", "device", "mixture", "lora", "composition")
 OF_OWN = ("input_shape", "tokens", "classes")  # go with an engine of the user only
@@ -69,7 +70,7 @@ WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 @takes_job(
     *OF_MODELS,
     *("batch_size", "micro_batches", "length", "optimizer", "learning_rate", "seed", "strategy", "check"),
-    defaults={"batch_size": 16, "length": 32, "learning_rate": 1e-3},
+    defaults={"batch_size": 16, "length": LENGTH, "learning_rate": 1e-3},
     help={"strategy": f"Verify a page of strategies/ instead: {', '.join(STRATEGIES)}."},
 )
 @click.pass_context
@@ -152,7 +153,7 @@ def _composition(job: TrainConfig, mesh: Mesh) -> ParallelConfig:
 def _open_mesh(job: TrainConfig) -> Mesh:
     """The job's mesh; for a page of strategies, by default one with its axes."""
     if job.strategy and not job.composition.mesh:
-        return Mesh(check=job.check, **default_axes(strategy_named(job.strategy), world().size))
+        return open_mesh(job, default_axes(strategy_named(job.strategy), world().size))
     return open_mesh(job)
 
 
@@ -173,7 +174,7 @@ def _verify_model(case: _Case) -> Report:
     batches = batches_for_model(
         engine.model,
         job.data.batch_size,
-        length=job.data.length,
+        length=job.data.length or LENGTH,
         micro_batches=job.data.micro_batches,
         seed=job.model.seed,
     )
@@ -199,8 +200,9 @@ def _verify_page(name: str, case: _Case) -> Report:
 def _verify_made(name: str, make: Callable[..., Any], shape: tuple[int, ...], case: _Case) -> Report:
     engine, reference = engine_and_reference(make, case.mesh)
     check_mesh(name, engine, case.mesh, case.job.composition.mesh)
-    started = compare(engine, reference, lambda engine, step: None, steps=0)
-    if not started.agrees:  # before the same values everywhere would hide it
+    no_batch: Any = None  # no step is made
+    started = compare(engine, reference, no_batch, steps=0)
+    if not started.agrees:  # checked before equal values are filled in, which would hide it
         return started
     fill_zeros(engine, reference, case.job.model.seed)
     batches = batches_of_shape(
@@ -229,7 +231,7 @@ def _compare(
         echo(f"{HEADING}\n{distances}" if distances.step == 1 else distances)
 
     training, options = case.job.training, case.options
-    echo(f"{name} on mesh {engine.mesh}, beside one device\n")
+    echo(f"{name} on mesh {engine.mesh}, compared with one device\n")
     return compare(
         engine,
         reference,
@@ -270,7 +272,7 @@ def verify_import(
     first = next((each for each in distances if each.place is not None), None)
     if mesh.rank > 0:
         return first is None
-    click.echo(f"{path} on mesh {mesh}, beside {reference}\n")
+    click.echo(f"{path} on mesh {mesh}, compared with {reference}\n")
     width = max(len(each.layer) for each in distances)
     for each in distances:
         where = "" if each.place is None else f"  off, first at sample {each.place[0]}, position {each.place[1]}"

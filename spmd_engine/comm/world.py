@@ -21,8 +21,8 @@ from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import Progress
 from spmd_engine.comm.shared_memory.cores import cores_here, cores_of, quota_here
 from spmd_engine.errors import SpmdError, UsageError
-from spmd_engine.runtime.activity import SIZE, Activity, Memory
-from spmd_engine.runtime.ending import FAILED, end_all_ranks_on_error, leave_at_exit, speaks, stay_at_exit
+from spmd_engine.runtime.activity import SIZE, Activity, Memory, Record
+from spmd_engine.runtime.ending import FAILED, end_all_ranks_on_error, leave_at_exit, prints_error, stay_at_exit
 from spmd_engine.runtime.join import join_mpi
 from spmd_engine.runtime.launchers import (
     THREAD_VARIABLES,
@@ -31,7 +31,6 @@ from spmd_engine.runtime.launchers import (
     launcher_size,
     let_rank_zero_speak,
 )
-from spmd_engine.runtime.records import Record
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.runtime.watchdog import Watchdog
 
@@ -140,7 +139,7 @@ def fail(message: str) -> None:
         let_rank_zero_speak()
         return
     stay_at_exit()
-    if speaks(comm._comm):
+    if prints_error(comm._comm):
         sys.stderr.write(f"{message}\n" if comm.rank == 0 else f"rank {comm.rank} of {comm.size}: {message}\n")
         sys.stderr.flush()
     world = Group(comm, "world", Ledger(), timeout=2.0)

@@ -1,6 +1,8 @@
-"""GGUF files, as llama.cpp writes them: facts by name, and tensors, plain or packed in blocks.
+"""GGUF files of llama.cpp: metadata by name, and tensors, plain or packed in blocks. Versions 2 and 3, little-endian.
 
-After https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
+After https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. In a block, a few bits of each number share a scale and
+often an offset, after https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h: in each unpacking function ``b``
+are the bytes of n blocks, uint8[n bytes]; the result is float32[n numbers], computed as ggml does, product by product.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,8 +20,140 @@ import numpy as np
 
 from spmd_engine.errors import CheckpointError
 from spmd_engine.foreign import DEPTH, distinct, reading
-from spmd_engine.formats.gguf_blocks import BY_NAME, KINDS
 from spmd_engine.formats.tensor import FileTensor, Index, PlainTensor
+
+#: The values of the 4 bits of an IQ4 number.
+_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """A kind of block: how many numbers are packed into how many bytes."""
+
+    name: str
+    numbers: int
+    nbytes: int
+    unpack: Callable[[np.ndarray], np.ndarray]
+
+
+def _half(b: np.ndarray, at: int) -> np.ndarray:
+    """float32[n 1] of the float16 that begins at that byte."""
+    return b[:, at : at + 2].copy().view(np.float16).astype(np.float32)
+
+
+def _nibbles(b: np.ndarray) -> np.ndarray:
+    """uint8[... 2 bytes]: the low four bits of all bytes, then the high ones."""
+    return np.stack((b & 15, b >> 4), axis=-2)
+
+
+def _bits(b: np.ndarray, shifts: range, mask: int) -> np.ndarray:
+    """uint8[... shifts bytes]: of all bytes the bits from each shift on."""
+    return b[..., None, :] >> np.array(shifts, np.uint8)[:, None] & np.uint8(mask)
+
+
+def _q4_0(b: np.ndarray) -> np.ndarray:
+    return (_nibbles(b[:, 2:]).reshape(-1, 32).astype(np.int8) - 8) * _half(b, 0)
+
+
+def _q4_1(b: np.ndarray) -> np.ndarray:
+    return _nibbles(b[:, 4:]).reshape(-1, 32) * _half(b, 0) + _half(b, 2)
+
+
+def _fifth_bit(b: np.ndarray) -> np.ndarray:
+    """uint8[n 32] of four bytes: a bit a number, as the 16."""
+    return np.unpackbits(b, axis=1, bitorder="little") << 4
+
+
+def _q5_0(b: np.ndarray) -> np.ndarray:
+    small = _nibbles(b[:, 6:]).reshape(-1, 32) | _fifth_bit(b[:, 2:6])
+    return (small.astype(np.int8) - 16) * _half(b, 0)
+
+
+def _q5_1(b: np.ndarray) -> np.ndarray:
+    small = _nibbles(b[:, 8:]).reshape(-1, 32) | _fifth_bit(b[:, 4:8])
+    return small * _half(b, 0) + _half(b, 2)
+
+
+def _q8_0(b: np.ndarray) -> np.ndarray:
+    return b[:, 2:].view(np.int8) * _half(b, 0)
+
+
+def _q2_k(b: np.ndarray) -> np.ndarray:
+    """16 scales and offsets of 4 bits; 2 bits a number, four neighbouring runs of 32 of which share 32 bytes."""
+    small = _bits(b[:, 16:80].reshape(-1, 2, 32), range(0, 8, 2), 3).reshape(-1, 16, 16)
+    scale, offset = _half(b, 80) * (b[:, :16] & 15), _half(b, 82) * (b[:, :16] >> 4)
+    return (scale[:, :, None] * small - offset[:, :, None]).reshape(-1, 256)
+
+
+def _q3_k(b: np.ndarray) -> np.ndarray:
+    """16 scales of 6 bits, about 32; 2 bits a number as in Q2_K, a third one in the first 32 bytes, about 4."""
+    high = _bits(b[:, :32], range(8), 1).reshape(-1, 16, 16)
+    small = _bits(b[:, 32:96].reshape(-1, 2, 32), range(0, 8, 2), 3).reshape(-1, 16, 16)
+    low, upper = _nibbles(b[:, 96:104]).reshape(-1, 16), _bits(b[:, 104:108], range(0, 8, 2), 3).reshape(-1, 16)
+    scale = _half(b, 108) * ((low | upper << 4).astype(np.int8) - 32)
+    return (scale[:, :, None] * ((small | high << 2).astype(np.int8) - 4)).reshape(-1, 256)
+
+
+def _scales_and_offsets(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float32[n 8 1] each, 6 bits in twelve bytes that follow the two float16 by which all are multiplied."""
+    first, second, third = (b[:, at : at + 4] for at in (4, 8, 12))
+    scale = np.concatenate((first & 63, third & 15 | first >> 6 << 4), axis=1)
+    offset = np.concatenate((second & 63, third >> 4 | second >> 6 << 4), axis=1)
+    return (_half(b, 0) * scale)[:, :, None], (_half(b, 2) * offset)[:, :, None]
+
+
+def _q4_k(b: np.ndarray) -> np.ndarray:
+    scale, offset = _scales_and_offsets(b)
+    small = _nibbles(b[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    return (scale * small - offset).reshape(-1, 256)
+
+
+def _q5_k(b: np.ndarray) -> np.ndarray:
+    scale, offset = _scales_and_offsets(b)
+    small = _nibbles(b[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32) | _bits(b[:, 16:48], range(8), 1) << 4
+    return (scale * small - offset).reshape(-1, 256)
+
+
+def _q6_k(b: np.ndarray) -> np.ndarray:
+    """16 scales of 8 bits; 4 bits a number, and two more, about 32; each half of the 256 by itself."""
+    low = _nibbles(b[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 128)
+    high = _bits(b[:, 128:192].reshape(-1, 2, 32), range(0, 8, 2), 3).reshape(-1, 2, 128)
+    small = ((low | high << 4).astype(np.int8) - 32).reshape(-1, 16, 16)
+    return ((_half(b, 208) * b[:, 192:208].view(np.int8))[:, :, None] * small).reshape(-1, 256)
+
+
+def _iq4_nl(b: np.ndarray) -> np.ndarray:
+    return _LEVELS[_nibbles(b[:, 2:]).reshape(-1, 32)] * _half(b, 0)
+
+
+def _iq4_xs(b: np.ndarray) -> np.ndarray:
+    """8 scales of 6 bits, about 32: four bits of each in bytes 4 to 8, the upper two in bytes 2 and 3."""
+    low = np.stack((b[:, 4:8] & 15, b[:, 4:8] >> 4), axis=2).reshape(-1, 8)
+    high = (b[:, 2:4, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3).reshape(-1, 8)
+    scale = _half(b, 0) * ((low | high << 4).astype(np.int8) - 32)
+    return (scale[:, :, None] * _LEVELS[_nibbles(b[:, 8:].reshape(-1, 8, 16))].reshape(-1, 8, 32)).reshape(-1, 256)
+
+
+#: By the type number in a file.
+KINDS = {
+    2: BlockKind("Q4_0", 32, 18, _q4_0),
+    3: BlockKind("Q4_1", 32, 20, _q4_1),
+    6: BlockKind("Q5_0", 32, 22, _q5_0),
+    7: BlockKind("Q5_1", 32, 24, _q5_1),
+    8: BlockKind("Q8_0", 32, 34, _q8_0),
+    10: BlockKind("Q2_K", 256, 84, _q2_k),
+    11: BlockKind("Q3_K", 256, 110, _q3_k),
+    12: BlockKind("Q4_K", 256, 144, _q4_k),
+    13: BlockKind("Q5_K", 256, 176, _q5_k),
+    14: BlockKind("Q6_K", 256, 210, _q6_k),
+    20: BlockKind("IQ4_NL", 32, 18, _iq4_nl),
+    23: BlockKind("IQ4_XS", 256, 136, _iq4_xs),
+}
+BY_NAME = {kind.name: kind for kind in KINDS.values()}
+
+
+# --- Files
+
 
 _MAGIC = b"GGUF"
 _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")  # of a model in several files
@@ -33,7 +167,7 @@ ELEMENTS = 1 << 22  #: unpacked at a time
 
 @dataclass(frozen=True)
 class GGUF:
-    """What a file says of itself, and its tensors."""
+    """The metadata and the tensors of a file."""
 
     facts: dict[str, Any]
     tensors: dict[str, FileTensor]
@@ -41,7 +175,7 @@ class GGUF:
 
 @dataclass(frozen=True)
 class BlockedTensor(FileTensor):
-    """One in blocks of neighbours of its last dim, each with a scale and a few bits a number."""
+    """A tensor in blocks of neighbours along its last dim, each with a scale and a few bits a number."""
 
     def read(self, split: Sequence[Sequence[int]], index: Index) -> np.ndarray:
         outer = [size for sizes in split[:-1] for size in sizes]
@@ -52,7 +186,7 @@ class BlockedTensor(FileTensor):
         probe = np.empty(split[-1], bool)[inner]
         out = np.empty((len(rows), *probe.shape), np.float32)
         step = max(1, ELEMENTS // self.shape[-1])
-        for first in range(0, len(rows), step):  # whole rows, but few of them at a time
+        for first in range(0, len(rows), step):  # whole rows, a few at a time
             some = self._unpacked(rows[first : first + step])
             out[first : first + step] = some.reshape(-1, *split[-1])[(slice(None), *inner)]
         return out.reshape(*raw.shape[:-1], *probe.shape)
@@ -60,7 +194,7 @@ class BlockedTensor(FileTensor):
     def _unpacked(self, rows: np.ndarray) -> np.ndarray:
         """float32[n last] of rows[n bytes]."""
         kind = BY_NAME[self.dtype]
-        with np.errstate(invalid="ignore", over="ignore"):  # who reads it refuses what is not finite
+        with np.errstate(invalid="ignore", over="ignore"):  # the reader refuses numbers that are not finite
             return kind.unpack(rows.reshape(-1, kind.nbytes)).reshape(len(rows), -1)
 
     @property
@@ -69,7 +203,7 @@ class BlockedTensor(FileTensor):
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether there is a file that begins as these do."""
+    """Whether the path is a file with GGUF's magic number."""
     try:
         with Path(path).open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
@@ -78,11 +212,10 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def read_gguf(path: str | Path) -> GGUF:
-    """The facts and the tensors of a file, of which no number is read. Dims come outermost first, as elsewhere.
+    """The metadata and the tensors of a file, from its header alone. Shapes have the outermost dim first.
 
-    Of a model in several files any of them may be given; the first has the facts. Raises CheckpointError, naming the
-    tensor, for a file that is missing, is none, is cut short, or has tensors of types that are not known here, or that
-    do not lie side by side in the header's order.
+    ``path`` may be any file of a model in several files; the first has the metadata. Raises CheckpointError, naming the
+    tensor, for a file that is missing, truncated or no GGUF file, and for tensors of unsupported types or out of order.
     """
     path = Path(path)
     file = _read_file(path)
@@ -91,7 +224,7 @@ def read_gguf(path: str | Path) -> GGUF:
 
 
 def _parts(path: Path, count: int) -> list[Path]:
-    """The files of a model in so many, of which this is one."""
+    """The ``count`` files of a model, of which ``path`` is one."""
     found = _PART.fullmatch(path.name)
     if found is None or int(found[2]) != count:
         raise CheckpointError(f"{path} is one of {count} files of a model; call them NAME-00001-of-00003.gguf, ...")
@@ -135,7 +268,7 @@ def _read(path: Path, cursor: _Cursor) -> GGUF:
         if dims > MOST_DIMS:
             raise CheckpointError(f"{path}: {name} has {dims} dims; fetch it again")
         shape = tuple(cursor.number("Q") for _ in range(dims))[::-1]
-        while len(shape) > 1 and shape[0] == 1:  # some programs write these, and some do not
+        while len(shape) > 1 and shape[0] == 1:  # some programs write leading dims of size 1
             shape = shape[1:]
         described.append((name, shape, cursor.number("I"), cursor.number("Q")))
     alignment = facts.get("general.alignment", 32)
@@ -182,7 +315,7 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: in
 
 
 class _Cursor:
-    """Where one is in a file."""
+    """A position in a file."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self.content, self.at = content, 0
@@ -224,7 +357,7 @@ class _Cursor:
         return [byte == 1 for byte in content]
 
     def _texts(self, count: int) -> list[str]:
-        """As so many times ``text``, in a loop of its own: a vocabulary has a quarter of a million."""
+        """Reads ``count`` texts, in a loop without calls: a vocabulary has a quarter of a million."""
         found, at, content, length = [], self.at, self.content, struct.Struct("<Q").unpack_from
         try:
             for _ in range(count):

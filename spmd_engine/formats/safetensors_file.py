@@ -1,7 +1,8 @@
-"""Safetensors files as anybody writes them: the header is believed only as far as the file bears it out.
+"""Safetensors files, and folders in Hugging Face's format: ``config.json``, and weights in one file or several.
 
-Eight bytes say how long the header is; the header, JSON, says of each tensor dtype, shape, and where it lies behind
-the header. Read here and not by its library, which reads BF16 tensors whole, and maps nothing for others to slice.
+A safetensors file is the length of its header (eight bytes), the header, and the numbers. The header is JSON: dtype,
+shape and place of each tensor. It is checked against the file. The format's own library is not used: it reads BF16
+tensors whole, and cannot map a tensor to be sliced.
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from spmd_engine.errors import CheckpointError
-from spmd_engine.foreign import distinct, parse_json, reading
-from spmd_engine.formats.tensor import PlainTensor
+from spmd_engine.foreign import distinct, json_at, parse_json, reading
+from spmd_engine.formats.tensor import FileTensor, PlainTensor
 
-#: What the format calls dtypes of numbers that weights have, and what NumPy does.
+#: dtypes of weights in the format, and in NumPy.
 NUMPY = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-#: The same of what else lies beside weights, masks and the like, which nobody reads; of small floats, bytes.
+#: dtypes of other tensors, such as masks, whose sizes are checked and which are not read.
 OTHERS = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
     "U64": "uint64", "I64": "int64", "F8_E4M3": "uint8", "F8_E5M2": "uint8", "F8_E8M0": "uint8", "C64": "complex64",
 }  # fmt: skip
-LARGEST_HEADER = 100_000_000  #: bytes, as its library has it
+LARGEST_HEADER = 100_000_000  #: bytes; the limit of the format's library
 
 
 def read_safetensors(path: str | Path) -> dict[str, PlainTensor]:
-    """The tensors of a file by name; nothing but the header is read.
+    """The tensors of a file by name, from its header alone.
 
-    Raises CheckpointError, naming the tensor, for a header that cannot be: one that is cut short or no JSON, tensors
-    of unknown dtypes, or that do not lie in the file side by side.
+    Raises CheckpointError, naming the tensor, for a header that is truncated or no JSON, and for tensors that have
+    unknown dtypes or do not fill the file without gaps.
     """
     described, after, size = read_header(path)
     described.pop("__metadata__", None)
@@ -38,14 +39,14 @@ def read_safetensors(path: str | Path) -> dict[str, PlainTensor]:
 
 
 def tensors_of(path: Path, described: dict[str, Any], after: int, size: int) -> dict[str, PlainTensor]:
-    """The tensors that a header describes, in the order in which they lie; as ``read_safetensors``."""
+    """The tensors that a header describes, in the order of their places; raises as ``read_safetensors``."""
     tensors, end = {}, 0
-    for name, each in sorted(described.items(), key=lambda item: _begin(path, *item)):
-        tensor = _tensor(path, name, each, after)
+    unsorted = [_tensor(path, name, each, after) for name, each in described.items()]
+    for tensor in sorted(unsorted, key=lambda tensor: (tensor.offset, tensor.nbytes)):
         if tensor.offset - after != end:
-            raise CheckpointError(f"{path}: {name} begins at byte {tensor.offset - after}, not where others end")
+            raise CheckpointError(f"{path}: {tensor.name} begins at byte {tensor.offset - after}, not where others end")
         end += tensor.nbytes
-        tensors[name] = tensor
+        tensors[tensor.name] = tensor
     if after + end != size:
         raise CheckpointError(
             f"{path}: its tensors need {after + end} bytes, the file has {size}: it is truncated or damaged"
@@ -54,10 +55,10 @@ def tensors_of(path: Path, described: dict[str, Any], after: int, size: int) -> 
 
 
 def read_header(path: str | Path, largest: int = LARGEST_HEADER) -> tuple[dict[str, Any], int, int]:
-    """What a file's header says by name, at which byte what follows it begins, and the file's size.
+    """The content of a file's header, the byte after the header, and the file's size.
 
-    Raises CheckpointError for a header that is cut short, has more bytes than the ``largest``, is no JSON object, or
-    gives a name twice.
+    Raises CheckpointError for a header that is truncated, has more bytes than the ``largest``, is no JSON object, or
+    has a name twice.
     """
     path = Path(path)
     with reading(f"{path} cannot be read as a safetensors file: its header", "", CheckpointError):
@@ -74,21 +75,13 @@ def read_header(path: str | Path, largest: int = LARGEST_HEADER) -> tuple[dict[s
     return described, 8 + length, size
 
 
-def _begin(path: Path, name: str, described: object) -> int:
-    try:
-        begin = described["data_offsets"][0]  # type: ignore[index]
-    except (TypeError, KeyError, IndexError):
-        begin = None
-    if type(begin) is not int:
-        raise CheckpointError(f"{path}: the header does not say where {name} lies")
-    return begin
-
-
 def _are_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
-def _tensor(path: Path, name: str, described: dict, after: int) -> PlainTensor:
+def _tensor(path: Path, name: str, described: Any, after: int) -> PlainTensor:
+    if not isinstance(described, dict):
+        raise CheckpointError(f"{path}: the header does not describe {name}")
     dtype, shape, offsets = described.get("dtype"), described.get("shape"), described.get("data_offsets")
     numpy = (NUMPY | OTHERS).get(dtype) if isinstance(dtype, str) else None
     if not isinstance(dtype, str) or numpy is None:
@@ -97,6 +90,62 @@ def _tensor(path: Path, name: str, described: dict, after: int) -> PlainTensor:
         raise CheckpointError(f"{path}: the header says of {name} shape {shape} at {offsets}")
     needed = prod(shape) * (2 if numpy == "bfloat16" else np.dtype(numpy).itemsize)
     if offsets[1] - offsets[0] != needed:
-        said = f"{offsets[1] - offsets[0]} bytes for {name}, {dtype}{shape}, which needs {needed}"
-        raise CheckpointError(f"{path}: the header has {said}")
+        size = offsets[1] - offsets[0]
+        raise CheckpointError(f"{path}: the header has {size} bytes for {name}, {dtype}{shape}, which needs {needed}")
     return PlainTensor(name, str(path), tuple(shape), dtype, after + offsets[0], numpy)
+
+
+# --- Folders in Hugging Face's format
+
+
+CONFIG = "config.json"
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pth", "*.pt", "*.ckpt")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object of a file; raises CheckpointError if it is none."""
+    content = json_at(path, CheckpointError)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is no JSON object")
+    return content
+
+
+def folder_tensors(folder: Path) -> dict[str, FileTensor]:
+    """The tensors of a folder by name: of ``model.safetensors`` or, without it, of all files in the index.
+
+    Raises CheckpointError for a missing file, an index that contradicts its files, and pickled weights.
+    """
+    if (folder / ONE_FILE).is_file():  # even beside an index: transformers takes it first
+        return dict(read_safetensors(folder / ONE_FILE))
+    if (folder / INDEX).is_file():
+        return _indexed(folder)
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{folder / pickles[0]} is pickled: reading it would run the code that it holds. Convert it where "
+            "you trust it: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) of transformers "
+            f"writes {ONE_FILE}"
+        )
+    raise CheckpointError(f"{folder}: there is neither {ONE_FILE} nor {INDEX}")
+
+
+def _indexed(folder: Path) -> dict[str, FileTensor]:
+    index = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+        raise CheckpointError(f"{folder / INDEX}: it has no weight_map of tensors to files")
+    found: dict[str, FileTensor] = {}
+    for file in sorted(set(index.values())):
+        if Path(file).name != file:
+            raise CheckpointError(f"{folder / INDEX}: {file!r} is not a file of the folder")
+        if not (folder / file).is_file():
+            tensors = sum(each == file for each in index.values())
+            raise CheckpointError(f"{folder / file} is missing: {tensors} tensors of the index are in it. Fetch it")
+        held = read_safetensors(folder / file)
+        expected = {name for name, where in index.items() if where == file}
+        if odd := sorted(expected ^ set(held)):
+            where = "is in the index, but not in the file" if odd[0] in expected else "is not in the index for it"
+            raise CheckpointError(f"{folder / file}: {odd[0]} {where}")
+        found |= held
+    return found

@@ -1,4 +1,4 @@
-"""A tensor in somebody's file: its sizes are known, and any rectangle of it can be read without the rest."""
+"""Tensors in files: their shapes are known, and any rectangle can be read without the rest."""
 
 from __future__ import annotations
 
@@ -17,36 +17,37 @@ Index = Sequence[slice | int]
 
 @dataclass(frozen=True)
 class FileTensor(ABC):
-    """Where a tensor lies, and as what; plain values."""
+    """The place and format of a tensor in a file; plain values."""
 
     name: str
     path: str  #: of the file
     shape: tuple[int, ...]
-    dtype: str  #: as its format calls it: BF16, Q8_0, ...
+    dtype: str  #: the file format's name for it: BF16, Q8_0, ...
     offset: int  #: bytes from the file's beginning
 
     @abstractmethod
     def read(self, split: Sequence[Sequence[int]], index: Index) -> np.ndarray:
-        """A rectangle: each dim seen as several (``split``, of which it is the product), with an ``index`` for each.
+        """A rectangle. ``split`` has for each dim the sizes of the dims that it is reshaped into, and ``index`` an
+        index for each of these.
 
-        Plain ones come in their own dtype, packed ones as float32. It may be a view of the file, not to be written to.
+        Plain tensors keep their dtype; packed ones become float32. The result may be a read-only view of the file.
         """
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """In the file."""
+        """Its size in the file."""
 
     def check_weights(self) -> None:
-        """Raise CheckpointError if its dtype is not one of weights."""
+        """Raise CheckpointError if its dtype is not supported for weights."""
 
     def rows(self, begin: int, end: int) -> FileTensor:
-        """These of its rows, as a tensor of its own."""
+        """Some of its rows, as a tensor."""
         length = self.nbytes // max(1, self.shape[0])
         return replace(self, shape=(end - begin, *self.shape[1:]), offset=self.offset + begin * length)
 
-    def of_sizes(self, split: Sequence[Sequence[int]]) -> None:
-        """Raise CheckpointError unless each dim is as large as its parts say."""
+    def check_sizes(self, split: Sequence[Sequence[int]]) -> None:
+        """Raise CheckpointError unless each dim has the size that ``split`` expects."""
         expected = tuple(prod(sizes) for sizes in split)
         if expected != self.shape:
             raise CheckpointError(
@@ -56,7 +57,7 @@ class FileTensor(ABC):
 
 @dataclass(frozen=True)
 class PlainTensor(FileTensor):
-    """One that is stored as it is, in C order; ``numpy`` is its dtype's name there."""
+    """A tensor that is stored unpacked, in C order; ``numpy`` is the name of its dtype in NumPy."""
 
     numpy: str
 
@@ -75,18 +76,18 @@ class PlainTensor(FileTensor):
 
 
 def _known(name: str) -> str:
-    """A dtype's name that NumPy knows; bfloat16 it learns from ml_dtypes, which takes longer to load than all here."""
+    """The name, after ml_dtypes has registered bfloat16 with NumPy; its import is slow, so it waits until here."""
     if name == "bfloat16":
         import ml_dtypes  # noqa: F401
     return name
 
 
-# --- An array that lies in a file as it is, so that it can be mapped instead of read
+# --- Arrays that can be mapped instead of read
 
 
 @dataclass(frozen=True)
 class MappedArray:
-    """Where an array in C order lies in a file. Plain values: another rank can open it by them."""
+    """The place of an array in C order in a file. Plain values, so that another rank can open it."""
 
     path: str
     dtype: str  #: as NumPy writes it, byte order included: ">f4"
@@ -94,8 +95,8 @@ class MappedArray:
     shape: tuple[int, ...]
 
     def open(self) -> np.ndarray:
-        """The array, mapped: only what is looked at is read. Raises UsageError if the file cannot be opened."""
-        if 0 in self.shape:  # nothing cannot be mapped
+        """The array, mapped: only what is used is read. Raises UsageError if the file cannot be opened."""
+        if 0 in self.shape:  # an empty array cannot be mapped
             return np.empty(self.shape, self.dtype)
         with reading(f"{self.path} cannot be opened", "; every rank must see it by this name"):
             return np.memmap(self.path, self.dtype, "r", self.offset, tuple(self.shape))

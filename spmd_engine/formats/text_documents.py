@@ -1,4 +1,4 @@
-"""Documents of text, from files and lines of JSON: a part of them each, so that ranks share the reading."""
+"""Documents of text in files and in lines of JSON, by spans of bytes, so that ranks share the reading."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any, BinaryIO
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import parse_json, reading
 
-CHUNK = 1 << 20  #: bytes of a large file that are read at once
-LINES = ".jsonl"  #: files of this ending hold a document a line, as an object; any other file is a document
+CHUNK = 1 << 20  #: bytes of a large file to read at once
+LINES = ".jsonl"  #: files with a document a line, as a JSON object; any other file is one document
 
 _UNPACK, _CONVERT = "unpack it first", "convert it to text first"
 _IMAGES = "models of images learn from these (--model convnet)"
-#: How files begin that are no text; what they are, and what to do.
+#: First bytes of files that are no text; what they are, and what to do.
 _SIGNATURES = {
     b"PK\3\4": ("a zip archive, as .npz and .docx files are", f"{_UNPACK}; of arrays of images, {_IMAGES}"),
     b"PK\5\6": ("an empty zip archive", "name a file of text"),
@@ -40,8 +40,8 @@ _SIGNATURES = {
     b"\xff\xfe": ("text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"),
     b"\xfe\xff": ("text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"),
 }
-_SAMPLE = 1 << 12  #: bytes of a file's beginning, middle and end that are looked at
-_MOST_ODD = 0.3  #: of these, the part that may be no characters: Western text in Latin-1 has a tenth, packed data half
+_SAMPLE = 1 << 12  #: bytes of the beginning, the middle and the end of a file to check
+_MOST_ODD = 0.3  #: largest fraction that is no UTF-8: Western text in Latin-1 has a tenth, packed data half
 _CONTROLS = bytes({*range(32), 127} - {*b"\t\n\v\f\r\b\x1b"})
 
 Message = Mapping[str, Any]
@@ -49,12 +49,12 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Document:
-    """One document: a text; or a prompt and what is to be learnt after it; or a conversation."""
+    """A document: a text; or a prompt and its completion; or a conversation."""
 
     text: str = ""
-    prompt: str | None = None  #: comes before the text, and is not learnt
+    prompt: str | None = None  #: before the text; its tokens are no targets
     messages: Sequence[Message] | None = None  #: instead of both
-    file: str | None = None  #: instead of a text: the name of a file that is too large to be read at once
+    file: str | None = None  #: instead of a text: the name of a large file
 
     def chunks(self) -> Iterator[bytes]:
         """The text in parts, UTF-8."""
@@ -67,9 +67,9 @@ class Document:
 
 
 def find_files(paths: Sequence[str]) -> list[tuple[str, int]]:
-    """The files that some paths name, and their sizes; of folders all files, but hidden and compiled ones, in order.
+    """The files at ``paths``, with their sizes; of folders all files except hidden and compiled ones, in order.
 
-    Raises UsageError for a path where nothing is.
+    Raises UsageError for a path that does not exist.
     """
     found = []
     for path in map(Path, paths):
@@ -83,15 +83,15 @@ def find_files(paths: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def count_documents(files: Sequence[tuple[str, int]], begin: int, end: int) -> int:
-    """How many ``documents`` there are of the same arguments; lines are not looked into."""
+    """The number of ``documents`` for the same arguments, without parsing lines."""
     return sum(1 if content is None else bool(content.strip()) for _, _, content in _pieces(files, begin, end))
 
 
 def documents(files: Sequence[tuple[str, int]], begin: int, end: int, large: int) -> Iterator[Document]:
-    """The documents that begin at these bytes of all files, one behind the other, up to and without ``end``.
+    """The documents that begin from byte ``begin`` to before byte ``end`` of all files concatenated.
 
-    Whoever reads consecutive spans reads every document once. Of files of more than ``large`` bytes the names are
-    told. Raises UsageError, naming file and line, for a line that describes no document, and for what is no text.
+    Consecutive spans give each document once. A file of more than ``large`` bytes is given by name. Raises UsageError,
+    naming file and line, for a line that describes no document, and for a file that is no text.
     """
     for name, at, line in _pieces(files, begin, end):
         if line is None:
@@ -101,12 +101,12 @@ def documents(files: Sequence[tuple[str, int]], begin: int, end: int, large: int
 
 
 def _pieces(files: Sequence[tuple[str, int]], begin: int, end: int) -> Iterator[tuple[str, int, bytes | None]]:
-    """Names of files that are a document, and lines of the others with the byte that they begin at."""
+    """Names of files that are one document, and lines of the others with their first byte."""
     before = 0
     for name, size in files:
         if name.endswith(LINES) and before < end and begin < before + size:
             with _opened(name) as file:
-                if begin > before:  # a line that began before is another's
+                if begin > before:  # a line that began before belongs to the span before
                     file.seek(begin - before - 1)
                     file.readline()
                 at = file.tell()
@@ -119,7 +119,7 @@ def _pieces(files: Sequence[tuple[str, int]], begin: int, end: int) -> Iterator[
 
 
 def check_text(file: BinaryIO, name: str) -> None:
-    """Raise UsageError, naming the file, if it is no text, to go by samples of it; then it stands at its beginning."""
+    """Raise UsageError, naming the file, if samples of it are no text; else return with the file at its beginning."""
     size = file.seek(0, os.SEEK_END)
     samples = []
     for place in dict.fromkeys((0, max(0, size // 2 - _SAMPLE // 2), max(0, size - _SAMPLE))):
@@ -137,7 +137,7 @@ def check_text(file: BinaryIO, name: str) -> None:
 
 
 def _odd_bytes(sample: bytes) -> int:
-    """How many bytes are control characters, or no characters."""
+    """The number of bytes that are control characters or no UTF-8."""
     controls = len(sample) - len(sample.translate(None, _CONTROLS))
     try:
         sample.decode()
@@ -167,7 +167,7 @@ def _whole_file(name: str, large: int) -> Document:
 def _document(line: bytes, where: str) -> Document:
     with reading(f"{where}: this line cannot be read as JSON"):
         content = parse_json(line)
-        if rb"\ud" in line.lower():  # perhaps half a pair, which is no character
+        if rb"\ud" in line.lower():  # perhaps a lone surrogate, which is no character
             text = json.dumps(content, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
             content = parse_json(text.decode("utf-16-le", "replace"))
     if isinstance(content, Mapping):

@@ -1,8 +1,8 @@
-"""A corpus as tokens in one file: encoded once, mapped by whoever learns from it.
+"""Files of tokens: a corpus that is encoded once and mapped by each rank that trains on it.
 
-It is a safetensors file. ``tokens`` has those of all documents, one behind the other, first those to learn from, then
-those to validate on; ``ends`` where each document ends; ``learnt``, if there is one, which tokens are to be foretold;
-``tokenizer`` the files of the tokenizer, as JSON. The metadata say how many there are of each, and their digest.
+A file of tokens is a safetensors file. ``tokens`` has the tokens of all documents, first those for training, then those
+for validation; ``ends`` the end of each document; ``learnt``, which is optional, the tokens that are targets;
+``tokenizer`` the files of the tokenizer, as JSON. The metadata has counts and digests.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "I64": "<i8"}
 
 @dataclass(frozen=True)
 class TokenFacts(Configuration):
-    """What a file of tokens holds."""
+    """Counts and digests of a file of tokens."""
 
     tokens: int = setting(MISSING, least=0)
-    train_tokens: int = setting(MISSING, least=0)  #: to learn from; the others are to validate on
+    train_tokens: int = setting(MISSING, least=0)  #: the others are for validation
     documents: int = setting(MISSING, least=0)
     train_documents: int = setting(MISSING, least=0)
-    learnt: int = setting(MISSING, least=0)  #: tokens that are to be foretold
+    learnt: int = setting(MISSING, least=0)  #: tokens that are targets
     vocabulary: int = setting(MISSING, least=1)
     tokenizer_sha256: str = setting(MISSING)
-    sha256: str = setting(MISSING)  #: of all documents' own digests
-    files: int = setting(MISSING, least=0)  #: that they were read from
+    sha256: str = setting(MISSING)  #: of the digests of all documents
+    files: int = setting(MISSING, least=0)  #: source files
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,7 +50,7 @@ class TokenFacts(Configuration):
 
     @property
     def dtype(self) -> str:
-        """Of tokens: the smallest that holds them."""
+        """The smallest dtype that holds all tokens."""
         return "U16" if self.vocabulary <= 1 << 16 else "U32"
 
 
@@ -76,7 +76,7 @@ class TokenFile:
 
     @property
     def tokenizer(self) -> dict[str, str]:
-        """The tokenizer's files, texts by name; none of bytes."""
+        """The tokenizer's files, texts by name; empty for bytes."""
         with reading(f"{self.path} is a damaged file of tokens: its tokenizer", "; prepare it again"):
             files = parse_json(self.arrays["tokenizer"].open().tobytes() or b"{}")
             if not isinstance(files, dict) or not all(isinstance(text, str) for text in files.values()):
@@ -84,38 +84,38 @@ class TokenFile:
             return files
 
     def digest(self) -> str:
-        """SHA-256 of all documents, read anew: equal to that of ``facts``, unless the file was damaged."""
+        """SHA-256 of all documents in the file; it differs from that of ``facts`` if the file was damaged."""
         return sha256(self.digests(0, self.facts.documents)).hexdigest()
 
     def digests(self, first: int, last: int) -> bytes:
-        """SHA-256 of each of the documents ``first`` up to and without ``last``, one behind the other."""
+        """SHA-256 of the documents from ``first`` to before ``last``, concatenated."""
         tokens, learnt = np.asarray(self.tokens), None if self.learnt is None else np.asarray(self.learnt)
-        begin, found = int(self.ends[first - 1]) if first else 0, bytearray()
+        begin, digests = int(self.ends[first - 1]) if first else 0, bytearray()
         for end in self.ends[first:last].tolist():
             digest = sha256()
             add_to_digest(digest, tokens[begin:end], "<u4")
             if learnt is not None:
                 add_to_digest(digest, learnt[begin:end], "<u1")
-            found += digest.digest()
+            digests += digest.digest()
             begin = end
-        return bytes(found)
+        return bytes(digests)
 
 
 def add_to_digest(digest: Any, values: np.ndarray, dtype: str) -> None:
-    """Hash numbers as this dtype, a part at a time: a document may be as large as the file."""
+    """Hash numbers as this dtype, in pieces: a document may be as large as the file."""
     for first in range(0, len(values), _HASHED):
         digest.update(np.ascontiguousarray(values[first : first + _HASHED], dtype))
 
 
 def shapes_of(facts: TokenFacts, with_learnt: bool, tokenizer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The dtype and the shape of each array in a file, with so many bytes of the ``tokenizer``."""
+    """The dtype and the shape of each array in a file; ``tokenizer`` is the size of that array in bytes."""
     shapes = {"tokens": (facts.dtype, (facts.tokens,)), "ends": ("I64", (facts.documents,))}
     shapes |= {"learnt": ("U8", (facts.tokens,))} if with_learnt else {}
     return shapes | {"tokenizer": ("U8", (tokenizer,))}
 
 
 def layout(facts: TokenFacts, with_learnt: bool, tokenizer: bytes) -> tuple[bytes, dict[str, int]]:
-    """The beginning of a file, and at which byte each array begins; after the last, at which it ends (``end``)."""
+    """The header of a file, and the first byte of each array; ``end`` is the end of the file."""
     shapes = shapes_of(facts, with_learnt, len(tokenizer))
     described: dict[str, Any] = {}
     at, offsets = 0, {}
@@ -134,9 +134,9 @@ def layout(facts: TokenFacts, with_learnt: bool, tokenizer: bytes) -> tuple[byte
 
 
 def is_token_file(path: str | Path) -> bool:
-    """Whether this is a file of tokens, to go by its beginning."""
+    """Whether the path is a file of tokens, by its first bytes."""
     try:
-        if not Path(path).is_file():  # of a pipe nothing may come
+        if not Path(path).is_file():  # reading a pipe may block
             return False
         with open(path, "rb") as file:
             return FORMAT.encode() in file.read(200)
@@ -145,7 +145,7 @@ def is_token_file(path: str | Path) -> bool:
 
 
 def open_token_file(path: str | Path) -> TokenFile:
-    """A file of tokens, of which only the header is read. Raises UsageError for one that is missing or damaged."""
+    """A file of tokens, from its header alone. Raises UsageError if it is missing or damaged."""
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file")
     try:
@@ -155,7 +155,7 @@ def open_token_file(path: str | Path) -> TokenFile:
             tensors = tensors_of(Path(path), described, begin, size)
             expected = shapes_of(facts, "learnt" in tensors, prod(tensors["tokenizer"].shape))
             if {name: (each.dtype, each.shape) for name, each in tensors.items()} != expected:
-                raise ValueError("its arrays are others than its facts say")
+                raise ValueError("its arrays are not those of its facts")
             arrays = {
                 name: MappedArray(str(path), _DTYPES[each.dtype], each.offset, each.shape)
                 for name, each in tensors.items()

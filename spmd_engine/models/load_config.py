@@ -82,7 +82,7 @@ def is_description(name: str) -> bool:
 def load_config(path: str | Path) -> DecoderConfig:
     """The configuration of a folder with ``config.json``, or of a GGUF file. Raises CheckpointError."""
     from spmd_engine.formats.gguf import read_gguf
-    from spmd_engine.formats.huggingface import CONFIG, read_json
+    from spmd_engine.formats.safetensors_file import CONFIG, read_json
     from spmd_engine.models.gguf.config import shape_of_gguf
     from spmd_engine.models.hf.read_config import shape_of_config
 
@@ -109,7 +109,7 @@ def warn_unknown_fields(where: str, fields: list[str]) -> None:
 
 def unknown_fields(path: str | Path) -> list[str]:
     """Unknown fields of the ``config.json`` there, which are ignored."""
-    from spmd_engine.formats.huggingface import CONFIG, read_json
+    from spmd_engine.formats.safetensors_file import CONFIG, read_json
     from spmd_engine.models.hf.read_config import read_config
 
     path = located(path) / CONFIG

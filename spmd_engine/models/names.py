@@ -68,7 +68,7 @@ def other_meaning(name: str) -> str | None:
     if name not in MODELS:
         return None
     from spmd_engine.formats.gguf import is_gguf
-    from spmd_engine.formats.huggingface import CONFIG
+    from spmd_engine.formats.safetensors_file import CONFIG
 
     if is_gguf(name) or Path(name, CONFIG).is_file():
         return f"./{name}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import parse_toml, read_text, reading
-from spmd_engine.formats.huggingface import read_json
+from spmd_engine.formats.safetensors_file import read_json
 from spmd_engine.models import GPTSize, Model, build_model, gpt
 from spmd_engine.models.decoder import decoder
 from spmd_engine.models.hf.read_config import read_config

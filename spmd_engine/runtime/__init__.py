@@ -1,1 +1,1 @@
-"""The processes of a job: how they join, hear signals and end, a watchdog that reports hangs, and a supervisor."""
+"""The processes of a job: how they join, handle signals and end, a watchdog that reports hangs, and a supervisor."""

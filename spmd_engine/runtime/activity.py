@@ -1,13 +1,14 @@
-"""What a rank is doing, in memory that others can read, also while it is stopped or has been killed.
+"""Records of what each rank does, in memory that other processes can read even if the rank is stopped or killed.
 
-Each rank writes its own record and nobody else's, so there is nothing to lock. A call costs it two stores: which call
-of its communicator it began last, and the number of a text that says what that is. Only who waits for long says more:
-for whom, since when, and from which line. Times are nanoseconds of the clock that all processes of a node share.
+Each rank writes only its own record, so there are no locks. A call takes two stores: its number in its communicator,
+and the number of a text that describes it. Only a rank that waits for long writes more: the ranks for which it waits,
+since when, and the line that called. Times are nanoseconds of a clock that all processes of a node share.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
@@ -16,30 +17,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 from zlib import crc32
 
 SIZE = 1 << 16  #: bytes of a record
-WARN_AFTER = 60.0  #: seconds of waiting after which it is told who waits for whom; at most half of the timeout
+WARN_AFTER = 60.0  #: seconds of waiting after which a hang is reported; at most half of the timeout
 
-WORDS = 64  # where the words begin, behind what marks the memory; see ``node``
-BEAT, SINCE, PATIENCE, LINE, NUMBER, TEXT, PHASE, PHASE_NUMBER, PHASE_SINCE, TOLD, PROCESS = range(11)
-LINES, MOST_LINES, LINE_WORDS = 16, 128, 4  # of words: where lines begin; a line is number, text, members, which
+WORDS = 64  # where the words begin, after the mark of the memory; see ``node``
+BEAT, SINCE, PATIENCE, LINE, NUMBER, TEXT, PHASE, PHASE_NUMBER, PHASE_SINCE, REPORTED, PROCESS = range(11)
+LINES, MOST_LINES, LINE_WORDS = 16, 128, 4  # in words: the first line; a line is number, text, members, which
 TEXTS = WORDS + 8 * (LINES + MOST_LINES * LINE_WORDS)
-NOTE, STACK = 24 << 10, 32 << 10  # where there is room for what a wait tells, and for stacks
+NOTE, STACK = 24 << 10, 32 << 10  # the first bytes of the note of a long wait, and of the stacks
 _LONGEST = 2000  # bytes of a text
 
-Memory = memoryview | bytearray  # or anything else that can be written to and sliced
+Memory = memoryview | bytearray  # or another writable buffer
 
 
 class Line:
-    """Where the calls of one communicator are counted: ``words[0]`` is the last one's number, ``words[1]`` its text."""
+    """The call counter of a communicator: ``words[0]`` is the number of its last call, ``words[1]`` its text's."""
 
     def __init__(self, words: list[int] | memoryview, place: int, members: tuple[int, ...]) -> None:
         self.words, self.place, self.members = words, place, members
 
 
 class Activity:
-    """The record of this rank. ``memory`` of SIZE bytes, zero at first, is shared with the others that watch."""
+    """The record of this rank. ``memory`` of SIZE bytes, initially zero, is shared with other ranks' watchdogs."""
 
     def __init__(self, memory: Memory | None = None) -> None:
         self.memory = memoryview(memory if memory is not None else bytearray(SIZE))
@@ -50,12 +52,12 @@ class Activity:
         self._end = TEXTS + 8  # texts have numbers other than 0
         self._free = list(range(MOST_LINES))[::-1]
         self._made: dict[tuple[int, ...], int] = {}
-        self.folder: Path | None = None  #: for reports, beside what is logged
-        self.explain: Callable[[], str] = lambda: ""  #: why a wait has no end, as far as others can be seen
-        self.on_long_wait: Callable[[], None] | None = None  #: starts whoever watches, if nobody does before
+        self.folder: Path | None = None  #: of the run: reports are also written there
+        self.explain: Callable[[], str] = lambda: ""  #: why a wait does not end, from the records of other ranks
+        self.on_long_wait: Callable[[], None] | None = None  #: starts a watchdog that is not running yet
 
     def text(self, text: str) -> int:
-        """The number by which a short text is known from now on; 0 if there is no room for more."""
+        """The number that stands for a short text from now on; 0 if there is no room."""
         number = self._texts.get(text)
         if number is None:
             data = text.encode(errors="replace")
@@ -68,7 +70,7 @@ class Activity:
         return number
 
     def called(self, operation: str, axes: str, label: str) -> int:
-        """The number of the text for such calls."""
+        """The number of the text of such a call."""
         return self.text(f"{operation}\t{axes}\t{label[:100]}")
 
     def line(self, members: Sequence[int]) -> Line:
@@ -77,23 +79,23 @@ class Activity:
         self._made[members] = which = self._made.get(members, 0) + 1
         text = self.text(ranges(members))
         if not self._free or not text:
-            return Line([0] * LINE_WORDS, -1, members)  # for nobody to read
+            return Line([0] * LINE_WORDS, -1, members)  # is in no record
         place = self._free.pop()
         begin = LINES + place * LINE_WORDS
         words = self._words[begin : begin + LINE_WORDS]
         words[0], words[1], words[3] = 0, 0, which
-        words[2] = text  # last: now there is such a line
+        words[2] = text  # last: it makes the line visible
         return Line(words, place, members)
 
     def close(self, line: Line) -> None:
-        """The communicator is used no more."""
+        """Remove the line of a communicator that is no longer used."""
         if line.place >= 0:
             line.words[2] = 0
             self._free.append(line.place)
 
     @contextmanager
     def phase(self, text: str, number: int = -1) -> Iterator[None]:
-        """Say what is done meanwhile, beside collectives: ``with activity.phase("saving, step", 40)``."""
+        """Record what the rank does between collectives: ``with activity.phase("saving, step", 40)``."""
         words = self._words
         before = words[PHASE], words[PHASE_NUMBER], words[PHASE_SINCE]
         words[PHASE], words[PHASE_NUMBER], words[PHASE_SINCE] = self.text(text), number + 1, time.monotonic_ns()
@@ -105,18 +107,18 @@ class Activity:
     # --- waiting
 
     def waits(self, line: Line | None, number: int, text: int, timeout: float | None) -> None:
-        """A wait begins, for that call, for at most ``timeout`` seconds."""
+        """Record the begin of a wait for a call, of at most ``timeout`` seconds."""
         words = self._words
         words[LINE], words[NUMBER], words[TEXT] = line.place if line is not None else -1, number, text
         if timeout != self._timeout:
             self._timeout = timeout
             words[PATIENCE] = int(1e9 * min(WARN_AFTER, (timeout or 2 * WARN_AFTER) / 2))
-        words[SINCE] = time.monotonic_ns()  # last: now it waits
+        words[SINCE] = time.monotonic_ns()  # last: it makes the wait visible
 
     def waits_long(self, what: str, missing: Sequence[int], at: str) -> None:
-        """Say more of this wait: for what, for which ranks of the world, and from which line it was called."""
-        told = {"since": self._words[SINCE], "what": what, "missing": list(missing)[:512], "at": at}
-        _write(self.memory, NOTE, STACK, told)
+        """Add to the wait: for what, for which ranks of the world, and the line that called."""
+        note = {"since": self._words[SINCE], "what": what, "missing": list(missing)[:512], "at": at}
+        _write(self.memory, NOTE, STACK, note)
         if self.on_long_wait:
             self.on_long_wait()
 
@@ -125,28 +127,23 @@ class Activity:
         self._words[SINCE] = 0
 
     def gives_up(self) -> None:
-        """The wait is over, for nobody came: to others that still wait this rank is where it was."""
+        """Record that the wait timed out. For other waiting ranks this rank is still inside its call."""
         self._words[PATIENCE], self._timeout = 1 << 62, 0.0
 
-    # --- for who watches
+    # --- for the watchdog
 
-    @property
-    def told(self) -> int:
-        """When this rank has told of a hang, last."""
-        return self._words[TOLD]
-
-    @told.setter
-    def told(self, when: int) -> None:
-        self._words[TOLD] = when
+    def reported(self) -> None:
+        """Record that this rank has reported a hang now."""
+        self._words[REPORTED] = time.monotonic_ns()
 
     def beat(self, stack: str) -> None:
-        """Whoever watches in this process lives, and sees its threads there."""
+        """Record that the watchdog of this process is alive, and the stacks that it sees."""
         _write(self.memory, STACK, SIZE, stack)
         self._words[BEAT] = time.monotonic_ns()
 
 
 def _write(memory: memoryview, begin: int, end: int, content: object) -> None:
-    """Write something, so that who reads it meanwhile sees that it is not whole."""
+    """Write content such that a reader detects an incomplete write."""
     data = json.dumps(content).encode()
     if len(data) > end - begin - 8:
         return
@@ -165,18 +162,18 @@ def stack_of(frame: FrameType | None) -> str:
 
 
 def frames_of_others() -> dict[int, FrameType]:
-    """Where all threads but this one are, by number. This one's own frame, which would hold the others', and so what
-    they compute with, until garbage is looked for, is left out."""
+    """The frames of all other threads, by number. This thread's own frame is left out: it would be part of a reference
+    cycle that keeps the other frames, and their arrays, alive."""
     frames = sys._current_frames()
     del frames[threading.get_ident()]
     return frames
 
 
 def stacks_here(names: Mapping[int, str]) -> str:
-    """Those of this process's other threads, which have these names by number; the main thread's last."""
+    """The stacks of this process's other threads, whose ``names`` are given by number; the main thread's last."""
     frames = sorted(frames_of_others().items(), key=lambda item: names.get(item[0]) == "MainThread")
-    told = [f"{names.get(number, 'thread')}:\n{stack_of(frame)}" for number, frame in frames]
-    return "\n".join(told)[-(SIZE - STACK) // 2 :]
+    stacks = [f"{names.get(number, 'thread')}:\n{stack_of(frame)}" for number, frame in frames]
+    return "\n".join(stacks)[-(SIZE - STACK) // 2 :]
 
 
 def ranges(ranks: Sequence[int]) -> str:
@@ -188,3 +185,135 @@ def ranges(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank, rank])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+# --- Reading the records
+
+
+class CallRecord(NamedTuple):
+    """A call, numbered as the ranks of its communicator count them."""
+
+    members: tuple[int, ...]  #: the communicator's ranks, as ranks of the world
+    which: int  #: the number of the communicator among those with these members, in order of creation
+    number: int  #: from 1; 0: a message; these are not counted
+    operation: str = ""
+    axes: str = ""
+    label: str = ""
+
+    @property
+    def communicator(self) -> tuple[tuple[int, ...], int]:
+        return self.members, self.which
+
+
+class WaitRecord(NamedTuple):
+    """A wait of a rank."""
+
+    call: CallRecord
+    seconds: float
+    overdue: bool  #: whether it is to be reported
+    what: str = ""  #: for what it waits; known after half a second
+    missing: tuple[int, ...] = ()  #: ranks of the world for which it waits, by its own account
+    at: str = ""  #: the line that called
+
+
+class State(NamedTuple):
+    """What a rank does, by its record."""
+
+    rank: int
+    process: int
+    begun: tuple[CallRecord, ...]  #: the last call begun, of each communicator
+    wait: WaitRecord | None
+    phase: str  #: "saving, step 40", or empty
+    phase_seconds: float
+    stack: str  #: of all its threads, innermost line last
+    stack_seconds: float  #: its age
+    condition: str = ""  #: of its process, by the operating system: "stopped", "gone"
+    reported_seconds: float = math.inf  #: since it reported a hang
+
+
+class Record:
+    """A reader of the record of a rank."""
+
+    def __init__(self, rank: int, memory: Memory) -> None:
+        self.rank, self._memory = rank, memoryview(memory)
+        self._words = self._memory[WORDS:TEXTS].cast("q")
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether it has waited for so long that this should be reported."""
+        since = self._words[SINCE]
+        return bool(since) and since + self._words[PATIENCE] < time.monotonic_ns()
+
+    @property
+    def process(self) -> int:
+        return self._words[PROCESS]
+
+    @property
+    def beat(self) -> int:
+        """When the watchdog of that process last recorded that it is alive."""
+        return self._words[BEAT]
+
+    @property
+    def reported(self) -> int:
+        """When the rank last reported a hang."""
+        return self._words[REPORTED]
+
+    def state(self, condition: str = "", stack: str | None = None) -> State:
+        """The content of the record. ``stack`` replaces the recorded one."""
+        words, now = list(self._words), time.monotonic_ns()
+        lines = [words[LINES + i * LINE_WORDS :][:LINE_WORDS] for i in range(MOST_LINES)]
+        begun = tuple(self._call(line, line[0], line[1]) for line in lines if line[2] and line[0])
+        wait = None
+        if words[SINCE]:
+            line = lines[words[LINE]] if words[LINE] >= 0 else [0, 0, 0, 0]
+            call = self._call(line, words[NUMBER], words[TEXT])
+            note = _read(self._memory, NOTE) or {}
+            note = note if note.get("since") == words[SINCE] else {}  # else it belongs to an earlier wait
+            seconds, overdue = (now - words[SINCE]) / 1e9, words[SINCE] + words[PATIENCE] < now
+            missing = tuple(note.get("missing", ()))
+            wait = WaitRecord(call, seconds, overdue, note.get("what", ""), missing, note.get("at", ""))
+        phase = self._text(words[PHASE])
+        if words[PHASE_NUMBER]:
+            phase += f" {words[PHASE_NUMBER] - 1}"
+        return State(
+            self.rank,
+            words[PROCESS],
+            begun,
+            wait,
+            phase,
+            (now - words[PHASE_SINCE]) / 1e9 if phase else 0.0,
+            _read(self._memory, STACK) or "" if stack is None else stack,
+            (now - words[BEAT]) / 1e9 if stack is None and words[BEAT] else 0.0,
+            condition,
+            (now - words[REPORTED]) / 1e9 if words[REPORTED] else math.inf,
+        )
+
+    def _call(self, line: Sequence[int], number: int, text: int) -> CallRecord:
+        members = _of_ranges(self._text(line[2]))
+        operation, axes, label = (self._text(text).split("\t") + [""] * 3)[:3]
+        return CallRecord(members, line[3], number, operation, axes, label)
+
+    def _text(self, number: int) -> str:
+        length = int.from_bytes(self._memory[number : number + 2], "little") if number else 0
+        return bytes(self._memory[number + 2 : number + 2 + length]).decode(errors="replace")
+
+
+def _read(memory: memoryview, begin: int):
+    """The content that begins there; None if it is empty or incomplete."""
+    for _ in range(3):
+        head = bytes(memory[begin : begin + 8])
+        length = int.from_bytes(head[:4], "little")
+        data = bytes(memory[begin + 8 : begin + 8 + length])
+        if not length:
+            return None
+        if crc32(data).to_bytes(4, "little") == head[4:]:
+            return json.loads(data)
+    return None
+
+
+def _of_ranges(text: str) -> tuple[int, ...]:
+    ranks: list[int] = []
+    for run in filter(None, text.split(",")):
+        first, _, last = run.partition("-")
+        ranks += range(int(first), int(last or first) + 1)
+    return tuple(ranks)

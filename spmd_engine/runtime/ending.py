@@ -1,4 +1,4 @@
-"""How ranks end together: in good order all meet once more, and in an error one of them says why and ends the job."""
+"""How ranks end together: in a collective if all succeed; after an error, one of them prints it and ends the job."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from spmd_engine.runtime.join import join_mpi
 from spmd_engine.runtime.launchers import is_launched, launcher_rank
 from spmd_engine.runtime.signals import ENDING, exit_code, raise_interrupted
 
-JOIN = 10  #: seconds within which other ranks should come, too, when one joins MPI only to leave
-FINALIZE = 120  #: seconds that the end of MPI may take after all ranks have come to the end of their programs
-FAILED = 32767  #: the tag by which ranks hear that one has failed, the largest that every MPI allows
+JOIN = 10  #: seconds to wait for other ranks in MPI_Init, for a rank that joins only to abort
+FINALIZE = 120  #: seconds that MPI_Finalize may take after all ranks have ended their programs
+FAILED = 32767  #: the tag of messages that a rank has failed, the largest that every MPI allows
 
 
 def leave_at_exit(leave: Callable[[], None], settle: Callable[[], None]) -> None:
-    """When this program ends in good order, ``leave`` meets the others, and raises SpmdError if they are elsewhere.
+    """When this program ends without an error, call ``leave``, a collective, which raises SpmdError if ranks differ.
 
-    Then all ranks ``settle``: they receive what is still on its way to them.
+    Then all ranks ``settle``: they receive the messages that are still under way.
     """
     atexit.register(_leave, leave, settle)
 
 
 def stay_at_exit() -> None:
-    """Meet nobody: this end is not in good order."""
+    """Do not call ``leave``: this program ends with an error."""
     atexit.unregister(_leave)
 
 
 def _leave(leave: Callable[[], None], settle: Callable[[], None]) -> None:
-    """Meet once more before MPI ends, so that a rank still inside a collective is told instead of hanging."""
+    """A last collective before MPI ends: a rank that is still inside another one gets an error instead of a hang."""
     try:
         with raise_interrupted():
             leave()
     except (SpmdError, KeyboardInterrupt) as error:
         # atexit would print it and continue to MPI_Finalize, which would hang.
         sys.excepthook(type(error), error, error.__traceback__)
-    # All have come to their end. Should MPI_Finalize hang (a rank is stopped there, a link is down), no Python runs any
-    # more that could tell: the system then ends this process, and the launcher says so and ends the job. Whoever asks
-    # the job to end now gets what was asked for, without the exit code of a job that was killed.
+    # All ranks have ended their programs. If MPI_Finalize hangs (a rank is stopped, a link is down), no Python code can
+    # report it: the alarm ends this process, and the launcher the job. Signals that end the job are ignored now, so
+    # that its exit code is not that of a killed job.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(FINALIZE)
     for number in ENDING:
@@ -53,30 +53,30 @@ def _leave(leave: Callable[[], None], settle: Callable[[], None]) -> None:
 
 
 def end_all_ranks_on_error(comm) -> None:
-    """An uncaught exception on one rank ends the job: the others would wait for it for ever.
+    """End the job after an uncaught exception on one rank: the others would wait for it forever.
 
-    Of ranks that fail together (a mismatch is the same error everywhere) only the lowest speaks, so that
-    there is one traceback. ``comm``: MPI's, of all ranks.
+    If several ranks fail together (a mismatch is the same error on all), only the lowest prints its traceback.
+    ``comm``: MPI's communicator of all ranks.
     """
 
     def hook(kind, error, trace):
         if issubclass(kind, RankAborted):
-            time.sleep(5)  # the rank that failed says why, and ends the job
-        who = f"rank {comm.rank} of {comm.size}"
+            time.sleep(5)  # the rank that failed prints its error and ends the job
+        rank = f"rank {comm.rank} of {comm.size}"
         if issubclass(kind, KeyboardInterrupt):
-            _end_job(comm, f"{who}: {str(error) or 'interrupted'}; it ends the job\n", exit_code(error), patience=1.0)
+            _end_job(comm, f"{rank}: {str(error) or 'interrupted'}; it ends the job\n", exit_code(error), patience=1.0)
         text = "".join(traceback.format_exception(kind, error, trace))
-        _end_job(comm, f"{who} failed and ends the job:\n{text}", 1)
+        _end_job(comm, f"{rank} failed and ends the job:\n{text}", 1)
 
     sys.excepthook = hook
 
 
 def end_at_once(message: str, code: int) -> None:
-    """Say why in one line and end the program, all its ranks, without waiting for any of them."""
+    """Print the message and end all ranks of the program, without waiting for any of them."""
     comm = None
     if is_launched():
-        # A rank that leaves before it has joined MPI has the others wait for it there for ever. So it joins; should
-        # they never come, the alarm ends this process, and the launcher then the job.
+        # If a rank exits before it has joined MPI, the others wait for it in MPI_Init forever. So it joins; if they do
+        # not, the alarm ends this process, and the launcher the job.
         signal.alarm(JOIN)
         with suppress(ImportError, RuntimeError):
             join_mpi()
@@ -88,27 +88,27 @@ def end_at_once(message: str, code: int) -> None:
         if launcher_rank() == 0:
             sys.stderr.write(f"{message}\n")
         sys.exit(code)
-    who = f"rank {comm.rank} of {comm.size}: " if comm.rank else ""
-    _end_job(comm, f"{who}{message}\n", code, patience=1.0)
+    rank = f"rank {comm.rank} of {comm.size}: " if comm.rank else ""
+    _end_job(comm, f"{rank}{message}\n", code, patience=1.0)
 
 
 def _end_job(comm, text: str, code: int, patience: float = 0.3) -> None:
-    """End all ranks with exit code ``code``; of ranks that come here together, only the lowest prints its text."""
-    stay_at_exit()  # Abort may return: then this must not look like an end in good order
-    if speaks(comm, patience):
+    """End all ranks with exit code ``code``; of ranks that do so together, only the lowest prints its text."""
+    stay_at_exit()  # Abort may return: then this must not look like an end without an error
+    if prints_error(comm, patience):
         sys.stderr.write(text)
         sys.stderr.flush()
         sys.stdout.flush()
-        time.sleep(0.1)  # the launcher passes on what was printed before it hears of the end
+        time.sleep(0.1)  # the launcher forwards the output before it sees the exit
     else:
-        time.sleep(5)  # the rank that speaks ends the job meanwhile
+        time.sleep(5)  # the rank that prints ends the job meanwhile
     comm.Abort(code)
-    time.sleep(5)  # Abort may return: the launcher ends this process, and there is no more to say
+    time.sleep(5)  # Abort may return, and the launcher ends this process
     os._exit(code)
 
 
-def speaks(comm, patience: float = 0.3) -> bool:
-    """Tell all others that this rank failed; whether no lower rank says so in the next ``patience`` seconds."""
+def prints_error(comm, patience: float = 0.3) -> bool:
+    """Send all others that this rank failed; whether no lower rank sends it within ``patience`` seconds."""
     for to in set(range(comm.size)) - {comm.rank}:
         comm.Isend(b"", to, FAILED)
     deadline = time.monotonic() + patience

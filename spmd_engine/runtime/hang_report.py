@@ -1,6 +1,6 @@
-"""Who waits for whom, in words: one list for all ranks, made of what each of them says it is doing.
+"""The report of a hang: which ranks wait for which, in one list for all ranks.
 
-Pure functions of the states of ranks, wherever these come from.
+Pure functions of the states of ranks, however these were obtained.
 """
 
 from __future__ import annotations
@@ -10,29 +10,28 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from spmd_engine.runtime.activity import ranges
-from spmd_engine.runtime.records import CallRecord, State
+from spmd_engine.runtime.activity import CallRecord, State, ranges
 
 _STANDARD = os.path.dirname(os.__file__)
-HELD = 5.0  #: seconds without a sign of life from a process that runs, after which this is told
+HELD = 5.0  #: seconds without a sign of life from a running process, after which the report mentions it
 
 
 class Hang(NamedTuple):
-    """What came of looking at all ranks' states."""
+    """A hang: what all ranks do."""
 
-    summary: str  #: in one line: how many wait, and for whom
-    lines: tuple[str, ...]  #: all ranks, in groups that do the same, those for whom the others wait first
-    stuck: tuple[int, ...]  #: the ranks for whom the others wait
-    why: str  #: in one line: what these do, or who wait for each other
+    summary: str  #: in one line: how many ranks wait, and for which
+    lines: tuple[str, ...]  #: all ranks, in groups that do the same; first those for which others wait
+    stuck: tuple[int, ...]  #: the ranks for which the others wait
+    why: str  #: in one line: what these do, or which ranks wait for each other
 
     def __str__(self) -> str:
         return "\n".join([self.summary, *(f"  {line}" for line in self.lines)])
 
 
 def look_at(states: Sequence[State], size: int) -> Hang | None:
-    """What keeps ranks waiting for too long; None if nobody waits so. ``size``: how many ranks there are in all."""
+    """The hang that the states show; None if no wait is overdue. ``size``: the number of ranks of the job."""
     by_rank = {state.rank: state for state in states}
-    waiters = [state for state in states if state.wait and not state.condition]  # who is stopped waits for nobody
+    waiters = [state for state in states if state.wait and not state.condition]  # a stopped rank does not wait
     late = [state for state in waiters if state.wait and state.wait.overdue]
     if not late:
         return None
@@ -61,9 +60,9 @@ def look_at(states: Sequence[State], size: int) -> Hang | None:
 
 
 def awaited(state: State, by_rank: Mapping[int, State]) -> list[int]:
-    """The ranks for whom a rank waits: of a collective, the members that have not begun it; else those it names.
+    """The ranks for which a rank waits: the members that have not begun its collective; else those it names.
 
-    If all have begun it, some have their part still to do: those that cannot go on, or else do not wait for it.
+    If all have begun it, the ranks that cannot continue, or else those that do not wait.
     """
     wait = state.wait
     assert wait
@@ -79,14 +78,14 @@ def awaited(state: State, by_rank: Mapping[int, State]) -> list[int]:
 
 
 def last_begun(state: State, of: CallRecord) -> int:
-    """The number of the last call that a rank has begun of a call's communicator."""
+    """The number of the last call that a rank has begun in the communicator of a call."""
     return next((call.number for call in state.begun if call.communicator == of.communicator), 0)
 
 
 def _grouped(
     ranks: Sequence[int], by_rank: Mapping[int, State], waits_for: Mapping[int, Sequence[int]] | None = None
 ) -> dict[str, list[int]]:
-    """Ranks by what is said of them."""
+    """Ranks by their description."""
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for rank in ranks:
         state = by_rank.get(rank)
@@ -99,7 +98,7 @@ def _grouped(
     return groups
 
 
-def _waiting(state: State, for_whom: Sequence[int]) -> str:
+def _waiting(state: State, waited_for: Sequence[int]) -> str:
     wait = state.wait
     assert wait
     call = wait.call
@@ -111,33 +110,33 @@ def _waiting(state: State, for_whom: Sequence[int]) -> str:
         what = f"in {call.operation}{counted}{label} over {call.axes!r}"
     else:
         what = f"waiting {wait.what}".rstrip()
-    others = f", for {_named(for_whom)}" if for_whom else ""
+    others = f", for {_named(waited_for)}" if waited_for else ""
     at = f", at {wait.at}" if wait.at else ""
     return f"{what}{others}, since {wait.seconds:.0f} s{at}{_phase(state)}{_condition(state)}"
 
 
 def _busy(state: State, by_rank: Mapping[int, State]) -> str:
-    """What is said of a rank that waits for nobody: what it finished, and what it did not join."""
+    """The description of a rank that does not wait: its last call, and the calls that it has not begun."""
     called = {
         other.wait.call.communicator: other.wait.call
         for other in by_rank.values()
         if other.wait and other.wait.overdue and other.wait.call.number and state.rank in other.wait.call.members
     }
-    told = []
+    parts = []
     for call in called.values():
         begun = next((each for each in state.begun if each.communicator == call.communicator), None)
         if begun is None:
-            told.append(f"has not come to #{call.number} over {call.axes!r}, nor to one before")
+            parts.append(f"has not come to #{call.number} over {call.axes!r}, nor to one before")
         elif begun.number < call.number:
             label = f" ({begun.label})" if begun.label else ""
-            told.append(
+            parts.append(
                 f"came to {begun.operation} #{begun.number}{label} over {begun.axes!r} and not to #{call.number}"
             )
     lines = [line.strip() for line in state.stack.split("\n") if " in " in line]
-    own = [line for line in lines if not line.startswith(_STANDARD) or "site-packages" in line]  # not threading.py, say
+    own = [line for line in lines if not line.startswith(_STANDARD) or "site-packages" in line]  # not threading.py
     at = f", at {(own or lines)[-1].rpartition('/')[2]}" if lines else ""
     at += f" {state.stack_seconds:.0f} s ago" if at and state.stack_seconds > 1.5 else ""
-    return f"{'; '.join(told) or 'waiting for no rank'}{_phase(state)}{at}{_condition(state)}"
+    return f"{'; '.join(parts) or 'waiting for no rank'}{_phase(state)}{at}{_condition(state)}"
 
 
 def _phase(state: State) -> str:

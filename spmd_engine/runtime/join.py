@@ -1,4 +1,4 @@
-"""Joining MPI: where ranks wait for each other for the first time, before any of them can tell another that it ends."""
+"""Joining MPI: room in shared memory, files left there by dead jobs, and a time limit for missing ranks."""
 
 from __future__ import annotations
 
@@ -9,32 +9,112 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 
 from spmd_engine.errors import UsageError
 from spmd_engine.runtime.launchers import launcher_rank, launcher_size, local_rank, local_size
-from spmd_engine.runtime.leftover_files import check_room, files_in_shared_memory, held_files, remove_unused, siblings
 
-TOLD = 30.0  #: seconds of waiting after which it is told
+FOLDER = Path("/dev/shm")
+PATTERNS = ("mpich_shm_*", "sm_segment.*")  # of MPICH and Open MPI; they stay after a rank is killed
+#: Bytes of MPICH's file, measured with 5.0.2 on 2 to 64 ranks. MPICH writes all of it at the start; without room the
+#: system ends it with SIGBUS.
+MPICH_BYTES_PER_RANK, MPICH_BYTES = 1_057_344, 4096
+
+
+def files_in_shared_memory() -> set[Path]:
+    """Files of MPI libraries in /dev/shm that belong to this user."""
+    found = set()
+    for path in (path for pattern in PATTERNS for path in FOLDER.glob(pattern)):
+        with suppress(OSError):
+            if path.stat().st_uid == os.getuid():
+                found.add(path)
+    return found
+
+
+def remove_unused(files: Iterable[Path]) -> None:
+    """Remove the files that no process has open or mapped.
+
+    A running job keeps its file mapped. A job in another container, whose processes are invisible, may lose its file's
+    name: it needs that only while its ranks start.
+    """
+    if files := list(files):
+        held = held_files(_processes())
+        for path in files:
+            if path not in held:
+                with suppress(OSError):
+                    path.unlink()
+
+
+def check_room(ranks: int, made: Iterable[Path] = ()) -> None:
+    """Raise UsageError if /dev/shm has no room for MPICH's file for this many ranks of this node.
+
+    ``made``: files that this job has made already; the first rank of a node makes one after its own check.
+    """
+    needed = MPICH_BYTES + MPICH_BYTES_PER_RANK * ranks
+    with suppress(FileNotFoundError):
+        room = os.statvfs(FOLDER)
+        free = room.f_bavail * room.f_frsize + sum(path.stat().st_size for path in made)
+        if room.f_blocks and free < needed:  # no blocks: no limit
+            raise UsageError(
+                f"{FOLDER} has {free / 2**20:.2f} MiB free, and MPICH needs {needed / 2**20:.2f} for {ranks} rank(s): "
+                "remove files there, or enlarge it "
+                f"(of a container: --shm-size; else: mount -o remount,size=1g {FOLDER})"
+            )
+
+
+def siblings() -> list[int]:
+    """The other processes of this one's parent: ranks of the same job on this node."""
+    parent = os.getppid()
+    try:
+        return [int(each) for each in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def held_files(processes: Iterable[int]) -> set[Path]:
+    """Files in /dev/shm that these processes have open or mapped, as far as this user can see."""
+    held = set()
+    for process in processes:
+        with suppress(OSError):
+            # In this order: a file that is being made is open until it is mapped.
+            for each in Path(f"/proc/{process}/fd").iterdir():
+                with suppress(OSError):  # closed meanwhile
+                    held.add(os.readlink(each))
+            lines = Path(f"/proc/{process}/maps").read_text(errors="replace").splitlines()
+            held |= {line[line.index("/") :] for line in lines if "/" in line}
+    return {Path(each) for each in held if each.startswith(f"{FOLDER}/")}
+
+
+def _processes() -> list[int]:
+    return [int(each.name) for each in Path("/proc").glob("[0-9]*")]
+
+
+# --- MPI_Init
+
+
+NOTE_AFTER = 30.0  #: seconds of waiting after which a note is printed
 MOST = 600.0  #: seconds of waiting after which a rank ends its job
-LEAST_FILE = 4 << 20  #: bytes: with smaller files neither MPI nor checkpoints can do
+LEAST_FILE = 4 << 20  #: bytes; MPI and checkpoints need files of this size
 
 _USUAL = {"initialize": True, "threads": True, "thread_level": "multiple", "finalize": None, "errors": "exception"}
-_NOT_YET = False, True  # rc.initialize and rc.finalize of one who is about to join, or was interrupted in it
+_NOT_YET = False, True  # rc.initialize and rc.finalize before, or after an interrupted, join
 
 
 def join_mpi() -> None:
-    """Initialize MPI as mpi4py does when it is imported, but not in silence; nothing if somebody has done so.
+    """Initialize MPI as mpi4py does at its import, but with a time limit; nothing if it is initialized already.
 
-    A rank that ends before it has joined (a package is missing on its node, it is out of memory) has all others wait
-    inside of MPI_Init, and MPICH's launcher thinks nothing of it. mpi4py keeps Python's lock meanwhile, so that no
-    thread could tell; a call by ctypes does not. The first rank of a node removes what dead jobs of this user have left
-    in shared memory. Raises UsageError where MPI would find no room for its own.
+    If a rank ends before it has joined (a package is missing on its node, it is out of memory), all others wait in
+    MPI_Init, and MPICH's launcher does not end the job. mpi4py holds Python's lock meanwhile, so that no thread could
+    report it; a call by ctypes releases it. The first rank of a node removes files that dead jobs of this user have
+    left in shared memory. Raises UsageError if there is no room for MPI's own.
     """
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules and all(getattr(mpi4py.rc, name) == _USUAL[name] for name in _USUAL):
         mpi4py.rc.initialize, mpi4py.rc.finalize = _NOT_YET
-    from mpi4py import MPI  # which initializes MPI, if the program has it so
+    from mpi4py import MPI  # which initializes MPI, if the program's rc says so
 
     if MPI.Is_initialized() or (mpi4py.rc.initialize, mpi4py.rc.finalize) != _NOT_YET:
         return
@@ -55,11 +135,11 @@ def join_mpi() -> None:
     if error:
         raise RuntimeError(f"MPI_Init_thread returned {error}")
     for comm in MPI.COMM_WORLD, MPI.COMM_SELF:
-        comm.Set_errhandler(MPI.ERRORS_RETURN)  # of which mpi4py makes exceptions
+        comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py makes exceptions of the codes
 
 
 def _check_room() -> None:
-    """Raise UsageError on all ranks of a node that has no room; where there are other nodes, end the job."""
+    """Raise UsageError on all ranks of a node without room; with several nodes, end the job."""
     try:
         made = held_files(siblings()) & files_in_shared_memory() if local_rank() else ()
         check_room(local_size(), made)
@@ -74,17 +154,17 @@ def _check_room() -> None:
 
 
 def _watch(joined: threading.Event) -> None:
-    """Say that others do not come, on one or two ranks: who does not come may be the first. Then end the process.
+    """Print that ranks are missing, on ranks 0 and 1, since one of them may be missing. Later, end the process.
 
-    By a signal, since a launcher that does not mind a rank's exit code ends its job for that.
+    A signal ends it, because some launchers ignore a rank's exit code before MPI_Init.
     """
-    if joined.wait(TOLD):
+    if joined.wait(NOTE_AFTER):
         return
     if launcher_rank() < 2:
         sys.stderr.write(
-            f"rank {launcher_rank()} has waited {TOLD:.0f} s for all ranks to join MPI. One has not come so far, or "
-            f"has ended before: see what it said. The job ends after {MOST:.0f} s\n"
+            f"rank {launcher_rank()} has waited {NOTE_AFTER:.0f} s for all ranks to join MPI. At least one is "
+            f"missing or has ended: see its output. The job ends after {MOST:.0f} s\n"
         )
         sys.stderr.flush()
-    if not joined.wait(MOST - TOLD):
+    if not joined.wait(MOST - NOTE_AFTER):
         os.kill(os.getpid(), signal.SIGALRM)

@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
+from spmd_engine.runtime.join import files_in_shared_memory, remove_unused
 from spmd_engine.runtime.launchers import RANK_VARIABLES
-from spmd_engine.runtime.leftover_files import files_in_shared_memory, remove_unused
 
 LAUNCHER_VARIABLES = ("PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "OMPI_COMM_WORLD_")
 
@@ -48,8 +48,8 @@ def clean_environment() -> dict[str, str]:
 class MPIJob:
     """A command with its launcher, as in ``mpiexec -n 4 python x.py``; ``stop()`` it, or use ``with``, in any case.
 
-    ``popen`` are further arguments of ``subprocess.Popen``. What is said here of processes and shared memory is of this
-    host alone: ranks elsewhere are the launcher's to end.
+    ``popen`` are further arguments of ``subprocess.Popen``. Processes and shared memory are those of this host: the
+    launcher ends ranks on other hosts.
     """
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **popen: Any) -> None:
@@ -78,11 +78,11 @@ class MPIJob:
 
     def ranks(self) -> list[int]:
         """Numbers of the processes here that are ranks, in no order."""
-        marked, told = _processes_with(self._mark), [f"{name}=".encode() for name in RANK_VARIABLES]
-        return [pid for pid, environment in marked if any(each in environment for each in told)]
+        marked, variables = _processes_with(self._mark), [f"{name}=".encode() for name in RANK_VARIABLES]
+        return [pid for pid, environment in marked if any(each in environment for each in variables)]
 
     def signal(self, number: int, anyhow: bool = True) -> bool:
-        """Send a signal to a rank here that has a handler for it, since Open MPI's launcher hands on none.
+        """Send a signal to a rank here that has a handler for it, since Open MPI's launcher forwards none.
 
         While Python starts, no rank has; then ``anyhow`` sends it to the launcher. Returns whether it was sent.
         """

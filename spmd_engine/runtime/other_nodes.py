@@ -1,8 +1,8 @@
-"""Messages between nodes beside the calls of a program: reports of a hang, and questions whether a rank has ended.
+"""Messages between nodes outside the calls of a program: reports of a hang, and queries whether a rank has ended.
 
-No receive is posted for them, and a rank may end before it has looked for the last one. With a message that was sent
-and never received MPICH does not end in good order: its launcher takes a rank's exit for a crash, and kills the others.
-So they are counted: at the end all ranks add up how many each was sent, and receive the rest.
+No receive is posted for them, and a rank may end before it has checked for the last one. If a message was sent and
+never received, MPICH's launcher takes a rank's exit for a crash and kills the others. So messages are counted: at the
+end all ranks add up how many were sent to each, and receive the rest.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from threading import Lock
 import numpy as np
 from mpi4py import MPI
 
-from spmd_engine.runtime.records import State
+from spmd_engine.runtime.activity import State
 from spmd_engine.runtime.watchdog import FRESH
 
 ENDED, ASK, REPORT = range(32764, 32767)  #: tags; no larger ones are allowed by every MPI
 
 
 class SideMessages:
-    """Of one rank, over MPI's ``comm``, for all its threads."""
+    """The side messages of one rank, over MPI's ``comm``, for all its threads."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm, self._lock = comm, Lock()
@@ -39,24 +39,24 @@ class SideMessages:
                 np.add.at(self._sent, list(ranks), 1)
 
     def receive(self, tag: int = MPI.ANY_TAG) -> list[tuple[int, bytes]]:
-        """The messages of this tag that are here: from which rank, and the data."""
-        came, status = [], MPI.Status()
+        """The messages of this tag that have arrived: source and data."""
+        messages, status = [], MPI.Status()
         with self._lock:
             while self._comm.Iprobe(MPI.ANY_SOURCE, tag, status):
                 data = bytearray(status.Get_count(MPI.BYTE))
-                self._comm.Recv([data, MPI.BYTE], status.source, status.tag)  # it is here: no wait
-                came.append((status.source, bytes(data)))
-            self._received += len(came)
-        return came
+                self._comm.Recv([data, MPI.BYTE], status.source, status.tag)  # it has arrived: no wait
+                messages.append((status.source, bytes(data)))
+            self._received += len(messages)
+        return messages
 
     def close(self) -> np.ndarray:
-        """Send no more; how many messages this rank has sent to each."""
+        """Stop sending; returns how many messages this rank has sent to each."""
         with self._lock:
             self._closed = True
         return self._sent
 
     def receive_rest(self, sent_here: int) -> None:
-        """Return when all ``sent_here``, by all ranks to this one, have been received, and all that it sent has left.
+        """Receive until all ``sent_here`` messages to this rank have arrived, and its own sends are complete.
 
         Every rank calls this after all are closed.
         """
@@ -66,7 +66,7 @@ class SideMessages:
 
 
 class OtherNodes:
-    """The ranks of other nodes, as one rank's watchdog hears of them. ``here`` are those that it sees itself."""
+    """The states of ranks of other nodes, for a watchdog. ``here`` are the ranks of its own node."""
 
     def __init__(self, messages: SideMessages, size: int, here: Sequence[int]) -> None:
         self._messages = messages
@@ -75,11 +75,11 @@ class OtherNodes:
         self.reported = 0.0  #: when one of them last reported a hang, by this process's clock
 
     def tell(self, states: Sequence[State]) -> None:
-        """Tell every rank of other nodes: nobody knows which of them still listens."""
+        """Send the states to every rank of other nodes, since any of them may have stopped listening."""
         self._messages.send(pickle.dumps(list(states)), self._others, REPORT)
 
     def heard(self) -> list[State]:
-        """What was told in the last seconds, the newest of each rank."""
+        """The newest state of each rank that was received in the last FRESH seconds."""
         now = time.monotonic()
         for _, data in self._messages.receive(REPORT):
             states: list[State] = pickle.loads(data)

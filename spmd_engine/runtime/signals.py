@@ -1,4 +1,4 @@
-"""Signals that end a program: a flag while there is something to save first, otherwise an exception."""
+"""Signals that end a program: a flag while there is something to save, otherwise an exception."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from time import monotonic
 from types import FrameType, TracebackType
 from typing import Any
 
-AGAIN = 1.0  #: seconds within which a second signal is the first one's echo: launchers and shells may both send it
+AGAIN = 1.0  #: seconds within which a second signal repeats the first: launchers and shells may both send it
 
-#: Ctrl-C, kill, what batch systems send some time before they take the machine away, and a terminal that is closed.
+#: Ctrl-C, kill, the warning of batch systems before a time limit, and a closed terminal.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-REQUEUE = 75  #: exit code of a job that is to be queued again; EX_TEMPFAIL of sysexits.h
+REQUEUE = 75  #: exit code that asks for requeueing; EX_TEMPFAIL of sysexits.h
 
 
 class Interrupted(KeyboardInterrupt):
@@ -27,9 +27,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 def exit_code(error: KeyboardInterrupt, arguments: Sequence[str] = ()) -> int:
-    """That of a program which a signal ended: 128 + its number (130 for SIGINT, 143 for SIGTERM).
+    """The exit code after a signal: 128 + its number (130 for SIGINT, 143 for SIGTERM).
 
-    With --requeue among the program's ``arguments`` it is REQUEUE, but for SIGINT, which a user sends.
+    With --requeue among the program's ``arguments`` it is REQUEUE, except for SIGINT, which a user sends.
     """
     number = getattr(error, "number", signal.SIGINT)
     return REQUEUE if "--requeue" in arguments and number != signal.SIGINT else 128 + number
@@ -72,7 +72,7 @@ class Handlers:
 
 
 def raise_interrupted() -> Handlers:
-    """Meanwhile the ENDING signals raise Interrupted."""
+    """Handlers with which the ENDING signals raise Interrupted."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         raise Interrupted(number)
@@ -84,7 +84,7 @@ class StopFlag:
     """While open, the ENDING signals are only noted in ``received``, so that work in steps can end after one of them.
 
     A second signal, unless it follows within AGAIN seconds, raises Interrupted at once. So does the first one while
-    there is nothing ``to_save``, and closing the flag, if a signal has come of which nobody took notice with ``take``.
+    there is nothing ``to_save``, and closing the flag after a signal without a call of ``take``.
     ``but_defaults``: see ``Handlers``.
     """
 

@@ -1,4 +1,4 @@
-"""A supervisor: starts a job, and when a rank has died starts it again, from its last checkpoint."""
+"""The supervisor: starts a job, and restarts it from its last checkpoint when a rank has died."""
 
 from __future__ import annotations
 
@@ -15,37 +15,34 @@ from spmd_engine.errors import UsageError
 from spmd_engine.runtime.mpi_job import MPIJob, find_mpiexec, is_open_mpi
 from spmd_engine.runtime.signals import ENDING, REQUEUE, Handlers, Interrupted, exit_code
 
-USAGE_ERROR = 2  #: exit code of what would fail again in the same way
-SIGNALLED = (*(128 + number for number in ENDING), REQUEUE)  #: of a job that was asked to end, and has saved
-KILLED = (signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGKILL)  #: of one whose rank was: launchers differ
-RESTARTS = "SPMD_RESTARTS"  #: environment variable: how often the job was started again
-LONGEST = 60.0  #: seconds between two starts at most
-LONG = 600.0  #: seconds after which a script, of whose progress nothing is known, has made some
-UNHANDLED = 10.0  #: seconds that a signal is kept back, at most, because no rank has a handler for it yet
+USAGE_ERROR = 2  #: exit code of a command that would fail again
+SIGNALLED = (*(128 + number for number in ENDING), REQUEUE)  #: of a job that a signal ended after a save
+KILLED = (signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGKILL)  #: of a job with a killed rank: launchers differ
+RESTARTS = "SPMD_RESTARTS"  #: environment variable: the number of restarts
+LONGEST = 60.0  #: most seconds between two starts
+LONG = 600.0  #: seconds after which a script counts as having made progress
+UNHANDLED = 10.0  #: most seconds to hold a signal back while no rank has a handler for it
 
 
 @dataclass
 class Supervisor:
-    """``mpiexec -n RANKS`` of a command of this program (``train ...``) or of a script, until it has ended well.
+    """Runs ``mpiexec -n RANKS`` of a command of this program (``train ...``) or of a script, and restarts it.
 
-    A job ends well with exit code 0, for a signal (``SIGNALLED``), or for what was asked in a wrong way (2). After
-    anything else it is started again when all its ranks are gone: 'train' with --resume, once there is a checkpoint; a
-    script with the number of restarts in the environment (SPMD_RESTARTS). It is started up to ``max_restarts`` times in
-    a row without progress, which is a new checkpoint, or of a script ten minutes; the first time after ``pause``
-    seconds, then after twice as many as the time before, a minute at most. If it dies twice without progress, it goes
-    on with one rank less, down to ``min_ranks``, on a mesh of its own choice.
+    Exit code 0, a signal (``SIGNALLED``) and a usage error (2) end the job. After any other exit it is restarted when
+    all its ranks are gone: 'train' with --resume, once there is a checkpoint; a script with the number of restarts in
+    SPMD_RESTARTS. There are at most ``max_restarts`` in a row without progress, which is a new checkpoint, or ten
+    minutes of a script; the first after ``pause`` seconds, each next after twice as long, a minute at most. After two
+    exits without progress, the job continues with one rank less, down to ``min_ranks``, on the default mesh.
     """
 
     ranks: int
     arguments: Sequence[str]  #: as in ["train", "--run", "x"], or ["my_script.py", ...]
     max_restarts: int = 3
-    min_ranks: int | None = None  #: None: as many as at the start
-    hosts: str = ""  #: as mpiexec takes them, with commas; "": this one, or the allocation's
-    newest: Callable[[], Path | None] | None = (
-        None  #: the run's newest checkpoint; None: a script, of which none is known
-    )
+    min_ranks: int | None = None  #: None: ``ranks``
+    hosts: str = ""  #: separated by commas, for mpiexec; "": its default
+    newest: Callable[[], Path | None] | None = None  #: the run's newest checkpoint; None: a script without one
     pause: float = 1.0  #: seconds before the first restart
-    say: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr, flush=True))
+    report: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr, flush=True))
 
     def __post_init__(self) -> None:
         if not self.arguments:
@@ -62,41 +59,41 @@ class Supervisor:
         return self.arguments[0] == "train"
 
     def run(self) -> int:
-        """Start the job as often as need be; the exit code of the last one."""
-        asked: list[int] = []  # signals that this process was sent
-        with Handlers(lambda number, frame: asked.append(number)):
-            return self._run(asked)
+        """Start and restart the job; returns its last exit code."""
+        signals: list[int] = []  # that this process received
+        with Handlers(lambda number, frame: signals.append(number)):
+            return self._run(signals)
 
-    def _run(self, asked: list[int]) -> int:
+    def _run(self, signals: list[int]) -> int:
         ranks, restarts, in_a_row, fruitless = self.ranks, 0, 0, 0
         while True:
             saved, began = self._checkpoint(), time.monotonic()
-            code = self._once(ranks, restarts, asked)
-            if asked or code in (0, USAGE_ERROR, *SIGNALLED):
+            code = self._once(ranks, restarts, signals)
+            if signals or code in (0, USAGE_ERROR, *SIGNALLED):
                 return code
             found = self._checkpoint()
             progress = found != saved if self.newest else time.monotonic() - began > LONG
             in_a_row, fruitless = (0, 0) if progress else (in_a_row, fruitless + 1)
             if in_a_row == self.max_restarts:
-                self.say(f"launch: {_ended(code)}, after {in_a_row} restart(s) without progress: no more")
+                self.report(f"launch: {_ended(code)}, after {in_a_row} restart(s) without progress: no more")
                 return code
             restarts, in_a_row = restarts + 1, in_a_row + 1
             if fruitless >= 2 and ranks > (self.min_ranks or self.ranks):
                 ranks, fruitless = ranks - 1, 0
-            goes_on = f"continues from {found.name}" if found and self._is_training else "begins again"
+            action = f"continues from {found.name}" if found and self._is_training else "begins again"
             pause = min(LONGEST, self.pause * 2 ** (in_a_row - 1))
-            self.say(
-                f"launch: {_ended(code)}; {goes_on} on {ranks} ranks in {pause:g} s, "
+            self.report(
+                f"launch: {_ended(code)}; {action} on {ranks} ranks in {pause:g} s, "
                 f"restart {in_a_row} of {self.max_restarts}"
             )
             deadline = time.monotonic() + pause
-            while time.monotonic() < deadline and not asked:
+            while time.monotonic() < deadline and not signals:
                 time.sleep(min(0.1, pause))
-            if asked:
-                return exit_code(Interrupted(asked[0]), self.arguments)
+            if signals:
+                return exit_code(Interrupted(signals[0]), self.arguments)
 
     def command(self, ranks: int) -> list[str]:
-        """What is started next on so many ranks: a run with a checkpoint goes on from it."""
+        """The next command, on so many ranks: a run with a checkpoint resumes from it."""
         mpiexec = find_mpiexec()
         assert mpiexec
         launcher = [*mpiexec, "-n", str(ranks)]
@@ -106,7 +103,7 @@ class Supervisor:
             return [*launcher, sys.executable, *self.arguments]
         arguments = list(self.arguments)
         if self._checkpoint() is not None and "--resume" not in arguments:
-            arguments = [*_without(arguments, "--config"), "--resume"]  # the run's own job is what goes on
+            arguments = [*_without(arguments, "--config"), "--resume"]  # the run's own job is resumed
         if ranks != self.ranks:
             arguments = _without(arguments, "--mesh")
         return [*launcher, sys.executable, "-m", "spmd_engine", *arguments]
@@ -114,25 +111,25 @@ class Supervisor:
     def _checkpoint(self) -> Path | None:
         return self.newest() if self.newest else None
 
-    def _once(self, ranks: int, restarts: int, asked: Sequence[int]) -> int:
-        """Start it once, and see all of it end; its exit code. Signals that were ``asked`` for are handed on to it."""
-        job, handed_on, since = MPIJob(self.command(ranks), env={RESTARTS: str(restarts)}), 0, 0.0
+    def _once(self, ranks: int, restarts: int, signals: Sequence[int]) -> int:
+        """Run the job once, until all its processes have ended; returns its exit code. Forwards ``signals`` to it."""
+        job, forwarded, since = MPIJob(self.command(ranks), env={RESTARTS: str(restarts)}), 0, 0.0
         try:
             while (code := job.process.poll()) is None:
-                if handed_on < len(asked):
+                if forwarded < len(signals):
                     since = since or time.monotonic()
                     anyhow = bool(self.hosts) or time.monotonic() - since > UNHANDLED
-                    if job.signal(asked[handed_on], anyhow):
-                        handed_on, since = handed_on + 1, 0.0
+                    if job.signal(signals[forwarded], anyhow):
+                        forwarded, since = forwarded + 1, 0.0
                 with suppress(TimeoutExpired):
                     job.process.wait(0.2)
         finally:
             began = time.monotonic()
             left = job.stop(patience=30)
             if left:
-                self.say(f"launch: processes {left} are still there after {time.monotonic() - began:.0f} s")
-        if asked and code not in (0, *SIGNALLED):
-            code = exit_code(Interrupted(asked[0]), self.arguments)
+                self.report(f"launch: processes {left} are still there after {time.monotonic() - began:.0f} s")
+        if signals and code not in (0, *SIGNALLED):
+            code = exit_code(Interrupted(signals[0]), self.arguments)
         return code if code >= 0 else 128 - code
 
 

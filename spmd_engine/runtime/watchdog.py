@@ -1,9 +1,9 @@
-"""A thread that tells who waits for whom when a rank has waited for too long.
+"""A thread that reports which ranks wait for which when a rank has waited for too long.
 
-Every process has one. It sees the records of all ranks of its node (``activity``), also of those that are stopped or
-were killed, and writes the stacks of its own threads into its own. When a wait is overdue, the lowest rank of the node
-whose watchdog lives tells it, once for all; where there are several nodes, these first tell each other what they see.
-Ending the job is not its business: who waits raises CommunicationTimeout in the end.
+Every process has one. It reads the records of all ranks of its node (``activity``), also of ranks that are stopped or
+killed, and writes the stacks of its own threads into its own record. When a wait is overdue, the lowest rank of the
+node with a live watchdog reports it once for all; with several nodes, these first exchange what they see. The watchdog
+does not end the job: the waiting ranks raise CommunicationTimeout in the end.
 """
 
 from __future__ import annotations
@@ -18,26 +18,25 @@ from pathlib import Path
 from typing import Protocol
 
 from spmd_engine.errors import UsageError
-from spmd_engine.regular_file import open_regular
-from spmd_engine.runtime.activity import Activity, frames_of_others, stack_of, stacks_here
+from spmd_engine.files import open_regular
+from spmd_engine.runtime.activity import Activity, Record, State, frames_of_others, stack_of, stacks_here
 from spmd_engine.runtime.hang_report import Hang, look_at
-from spmd_engine.runtime.records import Record, State
 
 PERIOD = 0.5  # seconds between looks
-FRESH = 10.0  # seconds after which what nodes have told each other is asked for anew
-ANSWERS = 3 * PERIOD  # seconds that other nodes get for theirs
-ALIVE = 4.0  # seconds: a watchdog that was seen within these lives
-AGAIN = 4  # a hang that lasts is told again when it has lasted so many times as long
-FILE = "hang.txt"  #: in the folder of a run: the list, and all stacks
+FRESH = 10.0  # seconds after which nodes exchange their states again
+ANSWERS = 3 * PERIOD  # seconds to wait for the states of other nodes
+ALIVE = 4.0  # seconds: a watchdog is alive if its record is no older
+AGAIN = 4  # a hang is reported again when it has lasted this many times as long
+FILE = "hang.txt"  #: in the folder of a run: the report, and all stacks
 
 logger = logging.getLogger(__name__)
 
 
-class Elsewhere(Protocol):
+class RemoteStates(Protocol):
     """The other nodes."""
 
     def tell(self, states: Sequence[State]) -> None:
-        """Tell them what this node's ranks are doing."""
+        """Send them the states of this node's ranks."""
 
     def heard(self) -> list[State]:
         """The latest states of the ranks of other nodes."""
@@ -53,12 +52,17 @@ class Watchdog:
     """Watches the ranks of a node from one of them: ``activity`` is its own, ``records`` are all."""
 
     def __init__(
-        self, activity: Activity, records: Sequence[Record], rank: int, size: int, elsewhere: Elsewhere | None = None
+        self,
+        activity: Activity,
+        records: Sequence[Record],
+        rank: int,
+        size: int,
+        elsewhere: RemoteStates | None = None,
     ) -> None:
         self._activity, self._records, self._rank, self._size = activity, list(records), rank, size
         self._elsewhere = elsewhere
         self._ends = threading.Event()
-        self._told_others, self._heard = -FRESH, list[State]()
+        self._sent_at, self._heard = -FRESH, list[State]()
         activity.explain = self.explain
         self._thread = threading.Thread(target=self._run, name="spmd_engine watchdog", daemon=True)
         self._thread.start()
@@ -77,18 +81,18 @@ class Watchdog:
                 self._heard = self._elsewhere.heard() if self._elsewhere else []
                 if self._leads and (self._heard or any(record.is_overdue for record in self._records)):
                     self._look(self._heard)
-            except Exception:  # noqa: BLE001 (whatever it is, the job it watches is more important)
+            except Exception:  # noqa: BLE001 (no error here may end the job)
                 logger.warning("the watchdog could not look this time", exc_info=True)
 
     def explain(self) -> str:
-        """What those do for whom others wait: of the ranks that are seen from here, or have been heard from."""
+        """What the ranks do for which others wait, from the records of this node and the states of other nodes."""
         states = [record.state(condition_of(record.process)) for record in self._records]
         hang = look_at([*states, *self._heard], self._size)
         return hang.why if hang else ""
 
     @property
     def _leads(self) -> bool:
-        """Whether no lower rank of this node has a watchdog that lives."""
+        """Whether no lower rank of this node has a live watchdog."""
         now = time.monotonic_ns()
         lower = [record for record in self._records if record.rank < self._rank]
         return not any(now - record.beat < 1e9 * ALIVE for record in lower)
@@ -97,24 +101,24 @@ class Watchdog:
         states = [record.state(condition_of(record.process)) for record in self._records]
         if self._elsewhere:
             now = time.monotonic()
-            if now - self._told_others > FRESH:
-                self._told_others = now
+            if now - self._sent_at > FRESH:
+                self._sent_at = now
                 self._elsewhere.tell(states)
-            if now - self._told_others < ANSWERS:
-                return  # they are on their way
+            if now - self._sent_at < ANSWERS:
+                return  # their states may still arrive
             if any(state.rank < states[0].rank for state in heard):
-                return  # a node with lower ranks lives, and tells it
-        everyone = sorted([*states, *heard], key=lambda state: state.rank)
-        hang = look_at(everyone, self._size)
+                return  # a live node with lower ranks reports it
+        all_states = sorted([*states, *heard], key=lambda state: state.rank)
+        hang = look_at(all_states, self._size)
         if hang is not None and self._is_news(states):
-            self._activity.told = time.monotonic_ns()
-            tell(hang, everyone, self._activity.folder)
+            self._activity.reported()
+            report_hang(hang, all_states, self._activity.folder)
             if self._elsewhere:  # a node that has not answered in time reads that this hang is reported
                 self._elsewhere.tell([record.state() for record in self._records])
 
     def _is_news(self, states: Sequence[State]) -> bool:
-        """Whether no node has reported this hang, or it has lasted ``AGAIN`` times as long since then."""
-        reported = max(record.told for record in self._records) / 1e9
+        """Whether no node has reported this hang, or it has lasted AGAIN times as long as at that time."""
+        reported = max(record.reported for record in self._records) / 1e9
         if self._elsewhere:
             reported = max(reported, self._elsewhere.reported)
         longest = max((state.wait.seconds for state in states if state.wait and state.wait.overdue), default=0.0)
@@ -123,9 +127,9 @@ class Watchdog:
 
 
 def watch_threads(ranks: Sequence[Activity], threads: Callable[[], Mapping[int, int]]) -> Callable[[], None]:
-    """Watch virtual ranks, from when one of them waits for long; returns what ends it. ``threads``: theirs, by rank."""
-    ends, begun = threading.Event(), threading.Lock()
-    told = [0.0, 0.0]  # when, and how long it had lasted then
+    """Watch ranks that are threads (numbers by rank) once one waits for long; returns a function that stops it."""
+    ends, started = threading.Event(), threading.Lock()
+    reported = [0.0, 0.0]  # when, and how long the hang had lasted
     records = [Record(rank, each.memory) for rank, each in enumerate(ranks)]
 
     def look() -> list[State]:
@@ -142,14 +146,14 @@ def watch_threads(ranks: Sequence[Activity], threads: Callable[[], Mapping[int, 
                 continue
             states = look()
             longest = max((state.wait.seconds for state in states if state.wait), default=0.0)
-            lasts_on = longest > time.monotonic() - told[0]
+            lasts_on = longest > time.monotonic() - reported[0]
             hang = look_at(states, len(records))
-            if hang and not (lasts_on and longest < AGAIN * told[1]):
-                told[:] = time.monotonic(), longest
-                tell(hang, states, ranks[0].folder)
+            if hang and not (lasts_on and longest < AGAIN * reported[1]):
+                reported[:] = time.monotonic(), longest
+                report_hang(hang, states, ranks[0].folder)
 
     def begin() -> None:
-        if begun.acquire(blocking=False):
+        if started.acquire(blocking=False):
             threading.Thread(target=run, name="spmd_engine watchdog", daemon=True).start()
 
     for each in ranks:
@@ -157,8 +161,8 @@ def watch_threads(ranks: Sequence[Activity], threads: Callable[[], Mapping[int, 
     return ends.set
 
 
-def tell(hang: Hang, states: Sequence[State], folder: Path | None) -> None:
-    """Log the list, with the stacks of those who keep others waiting; all stacks go into the folder."""
+def report_hang(hang: Hang, states: Sequence[State], folder: Path | None) -> None:
+    """Log the report, with the stacks of ranks for which others wait; write all stacks into the folder."""
     everything = "\n\n".join(
         f"rank {state.rank}, process {state.process}{_ago(state)}:\n{state.stack}" for state in states
     )
@@ -174,7 +178,7 @@ def tell(hang: Hang, states: Sequence[State], folder: Path | None) -> None:
 
 
 def condition_of(process: int) -> str:
-    """What the system says of a process that keeps it from going on: that it is stopped, or gone."""
+    """Why a process cannot continue, by the operating system: it is stopped, or gone; else empty."""
     try:
         letter = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

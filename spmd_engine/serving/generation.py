@@ -1,26 +1,132 @@
-"""Texts that go on: many prompts at once, each until it ends."""
+"""Generation: the next token of each sequence as an engine, and the loop that continues many prompts at once."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
+from typing import Any
 from zlib import crc32
 
 import numpy as np
 
+from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import key_of
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
+from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.decode_inputs import grow
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.errors import UsageError
-from spmd_engine.serving.next_tokens import LOG_PROB, MARGIN, TOKEN, NextTokens, call
-from spmd_engine.serving.options import SamplingOptions
+from spmd_engine.errors import NotFiniteError, UsageError
+from spmd_engine.layers.attention.kv_cache import Cache
+from spmd_engine.serving.sampling import SamplingOptions, Vocabulary, choose
+from spmd_engine.sharding.shards import Shards
 from spmd_engine.tokens import TextStream, Tokenizer
 
+#: Columns of the input before its tokens: the sequence's number, the key of its noise, how many of its positions in
+#: the cache are kept, how many of its tokens come before these, and how many tokens these are.
+SEQUENCE, KEY, KEPT, BEFORE, COUNT, TOKENS = range(6)
+TOKEN, LOG_PROB, MARGIN = range(3)  # columns of the output
+
+
+def call(rows: Sequence[tuple[int, int, int, int, Sequence[int]]]) -> np.ndarray:
+    """The input of ``NextTokens`` for rows of sequence, key, kept, before and tokens."""
+    x = np.zeros((len(rows), TOKENS + max(len(row[-1]) for row in rows)), np.int64)
+    for line, (*head, tokens) in zip(x, rows, strict=True):
+        line[:COUNT], line[COUNT], line[TOKENS : TOKENS + len(tokens)] = head, len(tokens), tokens
+    return x
+
+
+class NextTokens(ShardedEngine):
+    """The next token of sequences, from their last tokens and the cache of the others.
+
+    Inputs are whole on every rank, and so are outputs[b 3]: token, log-probability and margin (see ``Chosen``). A call
+    continues the sequences that it lists and removes the others from the cache. New sequences are sharded as a batch
+    is, and stay on their ranks.
+    """
+
+    outputs_everywhere = True
+
+    def __init__(self, engine: LayeredEngine, options: SamplingOptions, *, log_probs: bool = False) -> None:
+        if not engine.model.vocabulary:
+            raise UsageError(f"generate: {engine.model.name} is no model of text, it takes no tokens")
+        self.engine, self.options, self.log_probs = engine, options, log_probs
+        self.mesh = engine.mesh
+        self.vocabulary = _vocabulary(engine)
+        self._cache = Cache()
+        self._rows: list[int] = []  # sequences in the cache, in its order: this rank's
+        self._texts: dict[int, list[int]] = {}  # of all sequences
+        self._known: set[int] = set()  # sequences of the last call
+
+    def load_checkpoint(self, params: Mapping[str, Any]) -> None:
+        self.engine.load_checkpoint(params)
+
+    def backward(self, grads: Array | None) -> dict[str, Array]:
+        raise UsageError("tokens have no gradient; train the model itself")
+
+    def forward(self, x: np.ndarray) -> np.ndarray:
+        """x[b TOKENS+s], as ``call`` makes it -> [b 3]. Collective."""
+        x = np.asarray(x)
+        here = self._sequences_here(x)
+        mine = x[here]
+        self._cache.truncate(mine[:, KEPT].tolist())
+        found = np.full((len(x), 3), -np.inf)
+        with self.engine.inference():
+            growth = grow(self.engine, mine[:, TOKENS:], self._cache, mine[:, COUNT].tolist(), last=True)
+            scores = self.engine.forward(growth.inputs, growth.ctx)
+        if scores is not None:
+            rows = [here[row] for row in growth.rows]
+            found[rows] = self._choose(backend_of(scores).to_host(scores)[:, 0], x[rows])
+        if self.num_devices > 1:
+            found = self.all_reduce(found, "max", label="next tokens")
+        if (found[:, TOKEN] == np.inf).any():
+            raise NotFiniteError(f"{self.engine.model.name}: its scores are not finite; are its parameters?")
+        return found
+
+    def _sequences_here(self, x: np.ndarray) -> list[int]:
+        """The rows of this rank, in the order of the cache, from which all others are removed."""
+        sequences = x[:, SEQUENCE].tolist()
+        for sequence, line in zip(sequences, x, strict=True):
+            text = self._texts.setdefault(sequence, [])
+            text[line[BEFORE] :] = line[TOKENS : TOKENS + line[COUNT]].tolist()
+        if set(sequences) == self._known:
+            at = {sequence: row for row, sequence in enumerate(sequences)}
+            return [at[sequence] for sequence in self._rows]
+        new = [sequence for sequence in sequences if sequence not in self._known]
+        self._texts = {sequence: self._texts[sequence] for sequence in sequences}
+        self._known = set(sequences)
+        at = {sequence: row for row, sequence in enumerate(sequences)}
+        if self._cache.lengths or self._rows:
+            self._cache.select([row for row, sequence in enumerate(self._rows) if sequence in at])
+        self._rows = [sequence for sequence in self._rows if sequence in at]
+        mine = new[self.engine.batch_span(len(new))]
+        if mine:
+            self._cache.add_empty(len(mine))
+            self._rows += mine
+        return [at[sequence] for sequence in self._rows]
+
+    def _choose(self, scores: np.ndarray, x: np.ndarray) -> np.ndarray:
+        texts = [self._texts[sequence] for sequence in x[:, SEQUENCE].tolist()]
+        keys = [key_of(int(line[KEY]), len(text)) for line, text in zip(x, texts, strict=True)]
+        chosen = choose(
+            scores, self.options, seen=texts, keys=keys, vocabulary=self.vocabulary, log_probs=self.log_probs
+        )
+        likely = np.where(np.isnan(chosen.log_probs), -np.inf, chosen.log_probs)
+        tokens = np.where(np.isnan(chosen.margins), np.inf, chosen.tokens)
+        return np.stack((tokens, likely, np.nan_to_num(chosen.margins, nan=0, posinf=np.inf)), axis=1)
+
+
+def _vocabulary(engine: LayeredEngine) -> Vocabulary:
+    shards = Shards(engine.mesh, engine.layout, "sampling")
+    return Vocabulary(shards.span("v", engine.model.vocabulary).start, shards.group_of("v"))
+
+
+# --- The loop: many prompts at once, each until it ends
+
+
 BATCH = 32  #: sequences at a time
-#: Scores nearer than this may change places by rounding, by the number of bytes of a score.
+#: Differences of logits within rounding, by bytes of a number.
 ROUNDING = {4: 1e-4, 8: 1e-12}
 
 
@@ -28,10 +134,10 @@ ROUNDING = {4: 1e-4, 8: 1e-12}
 class StoppingCriteria:
     """When a text ends."""
 
-    tokens: int = 240  #: at most so many new ones
+    tokens: int = 240  #: most new tokens
     ends: tuple[int, ...] = ()  #: tokens that end it
-    stop: tuple[str, ...] = ()  #: texts that end it, and are left out
-    #: Whether a text that fills the model's context goes on: its last half is then read anew, the rest forgotten.
+    stop: tuple[str, ...] = ()  #: strings that end it, and are left out
+    #: Whether a text that fills the model's context continues: from a cache of its last half alone.
     slide: bool = False
 
 
@@ -45,7 +151,7 @@ class Completion:
     text: str | None = None  #: of the tokens, without an end's token or a stop string; None without a tokenizer
     stop: str | None = None  #: that stop string
     log_probs: list[float] | None = None  #: of the tokens, by the model alone
-    near_ties: int = 0  #: tokens whose score was so near the second best's that rounding may decide between them
+    near_ties: int = 0  #: tokens whose margin is within rounding: another mesh may choose the second best
 
 
 @dataclass
@@ -85,21 +191,20 @@ def generate(
 ) -> list[Completion]:
     """What follows each prompt, the same on every rank. Collective.
 
-    A text is a function of its prompt, of the options and of the seed: neither the mesh nor the other prompts change
-    it. Where a prompt is given several times, each of them is drawn anew. ``on_text(number, text)`` is told, on rank
-    0, what is certain of a text as soon as it is. Raises UsageError for a prompt that is empty or has tokens that the
-    model does not know, for one that leaves no room in the context, and for a model that takes no tokens.
+    A text is a function of its prompt, of the options and of the seed; it depends neither on the mesh nor on the other
+    prompts. A prompt that is given several times is sampled anew each time. ``on_text(number, text)`` is called on
+    rank 0 with each piece of text as soon as later tokens cannot change it. Raises UsageError for a prompt that is
+    empty, has unknown tokens or leaves no room in the context, and for a model that takes no tokens.
     """
     _check(engine, prompts, stopping, tokenizer)
     model = NextTokens(engine, sampling, log_probs=log_probs)
     writing = _Writing(engine, prompts, stopping, tokenizer, sampling, on_text, batch_size)
     model.inference_loop(writing.calls(), writing)
-    done = text_from_rank_zero(engine.group(), lambda: json.dumps(_as_json(writing.sequences, log_probs)))
-    return [Completion(**each) for each in json.loads(done)]
 
+    def as_json() -> str:
+        return json.dumps([asdict(sequence.completion(log_probs)) for sequence in writing.sequences])
 
-def _as_json(sequences: Sequence[_Sequence], log_probs: bool) -> list[dict]:
-    return [asdict(sequence.completion(log_probs)) for sequence in sequences]
+    return [Completion(**each) for each in json.loads(text_from_rank_zero(engine.group(), as_json))]
 
 
 def _check(
@@ -127,7 +232,7 @@ def _check(
 
 
 class _Writing:
-    """Rank 0's part: which tokens are read next, and what comes of those that were chosen."""
+    """The state of all texts, on rank 0: makes the inputs of ``NextTokens`` and appends its outputs."""
 
     def __init__(
         self,
@@ -153,7 +258,7 @@ class _Writing:
         self._under_way: list[_Sequence] = []
 
     def calls(self) -> Iterator[np.ndarray]:
-        """Inputs of ``NextTokens`` until all texts have ended; ``write`` is told what came of each."""
+        """Inputs of ``NextTokens`` until all texts have ended; ``write`` gets the output of each."""
         waiting = iter(self.sequences)
         while True:
             room = self._batch_size if not self._under_way else 0
@@ -174,7 +279,7 @@ class _Writing:
         return row
 
     def write(self, found: np.ndarray) -> None:
-        """The tokens that were chosen: the outputs of the last call."""
+        """Append the chosen tokens, which are the outputs of the last call."""
         for sequence, line in zip(self._under_way, found, strict=True):
             token = int(line[TOKEN])
             sequence.tokens.append(token)
@@ -182,7 +287,7 @@ class _Writing:
             sequence.near_ties += bool(line[MARGIN] < self._rounding)
             ended = token in self._stopping.ends
             if sequence.stream and not ended:
-                self._tell(sequence, sequence.stream.feed(token))
+                self._emit(sequence, sequence.stream.feed(token))
             length = len(sequence.prompt) + len(sequence.tokens)
             if ended:
                 sequence.finish = "end"
@@ -193,10 +298,10 @@ class _Writing:
             elif 0 < self._context < length and not self._stopping.slide:
                 sequence.finish = "context"
             if sequence.finish and sequence.stream:
-                self._tell(sequence, sequence.stream.finish())
+                self._emit(sequence, sequence.stream.finish())
                 if sequence.stream.stopped is not None:
                     sequence.finish = "stop"
 
-    def _tell(self, sequence: _Sequence, text: str) -> None:
+    def _emit(self, sequence: _Sequence, text: str) -> None:
         if text and self._on_text:
             self._on_text(sequence.number, text)

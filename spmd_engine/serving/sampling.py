@@ -1,32 +1,133 @@
-"""Which token comes next, chosen from scores that are cut over the vocabulary: ranks exchange candidates, never scores.
+"""The next token: options of sampling, and the choice where the vocabulary may be sharded.
 
-Order and meaning are those of transformers: repetition penalty, temperature, top-k, top-p, min-p. What is drawn is the
-token with the highest score + Gumbel noise, which has the distribution of the softmax (Gumbel, 1954). Its noise is a
-function of a key of the sequence and its position, and of the token: no rank needs another's, and neither the mesh nor
-the other sequences of a batch can change it.
+Order and meaning of the options are those of transformers: repetition penalty, temperature, top-k, top-p, min-p. The
+token with the highest logit + Gumbel noise is chosen, which samples from the softmax (Gumbel, 1954). The noise is a
+function of a key of the sequence, of the position and of the token: it depends neither on the mesh nor on the other
+sequences of a batch. Ranks exchange candidates, never logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from spmd_engine.arrays.random import gumbel_at
 from spmd_engine.comm.group import Group
-from spmd_engine.serving.options import SamplingOptions
+from spmd_engine.configuration import Configuration, setting
+from spmd_engine.errors import UsageError
+from spmd_engine.foreign import json_at
 
-_FIRST_CANDIDATES = 64  # of each rank, when the likeliest tokens that reach a probability are looked for
+LARGEST = 1e6  #: of temperatures and penalties
+#: Options of sampling; giving one of them turns sampling on.
+AT_RANDOM = ("temperature", "top_k", "top_p", "min_p")
+
+
+@dataclass(frozen=True)
+class SamplingOptions(Configuration):
+    """What is done to logits, in the order of the fields, before the best token is taken or one is sampled."""
+
+    sample: bool = False  #: whether tokens are sampled; else the likeliest is taken
+    repetition_penalty: float = setting(1.0, least=1e-6, most=LARGEST)  #: divides positive logits of earlier tokens
+    temperature: float = setting(1.0, least=0, most=LARGEST)  #: divides all logits; 0: the likeliest is taken
+    top_k: int = setting(0, least=0)  #: keep this many of the likeliest tokens, and ties; 0: all
+    top_p: float = setting(1.0, least=0, most=1)  #: keep the likeliest that together reach this probability
+    min_p: float = setting(0.0, least=0, most=1)  #: keep tokens with this fraction of the largest probability
+    seed: int = 0  #: of the noise
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are chosen at random."""
+        return self.sample and self.temperature > 0
+
+    def with_given(self, **given: Any) -> SamplingOptions:
+        """These options with the values that are not None; one of ``AT_RANDOM`` turns sampling on."""
+        given = {name: value for name, value in given.items() if value is not None}
+        if any(name in given for name in AT_RANDOM):
+            given.setdefault("sample", True)
+        return self.changed(**given)
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """The content of a model's ``generation_config.json``."""
+
+    sampling: SamplingOptions = SamplingOptions()
+    ends: tuple[int, ...] = ()  #: tokens that end a text
+    tokens: int | None = None  #: most new tokens
+    unknown: tuple[str, ...] = ()  #: unsupported fields that would change the text
+
+
+#: Unsupported fields, with the values that have no effect.
+_WITHOUT_EFFECT = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "typical_p"), (None, 1)),
+    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale"), (None, 1)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "diversity_penalty"), (None, 0)),
+    **dict.fromkeys(("penalty_alpha", "min_length", "min_new_tokens"), (None, 0)),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"), (None, [])),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), (None,)),
+    "sequence_bias": (None, {}),
+}
+_USUAL_TOP_K = 50  # the default of transformers for models that sample
+
+
+def read_generation_config(folder: str | Path) -> GenerationConfig:
+    """The configuration of a model's folder; without the file, only the end tokens of its ``config.json``.
+
+    Raises UsageError for a damaged file.
+    """
+    file = Path(folder, "generation_config.json")
+    if file.is_file():
+        content = json_at(file)
+        if not isinstance(content, Mapping):
+            raise UsageError(f"{file} must hold an object, {{...}}")
+        return generation_config(content, str(file))
+    file = file.with_name("config.json")  # a run's has no such field
+    content = None
+    with suppress(UsageError):
+        content = json_at(file)
+    ends = content.get("eos_token_id") if isinstance(content, Mapping) else None
+    return generation_config({"eos_token_id": ends}, str(file))
+
+
+def generation_config(content: Mapping[str, Any], where: str = "generation_config.json") -> GenerationConfig:
+    """The configuration in a JSON object; raises UsageError, naming ``where``, for values that a field cannot have."""
+    known = {each.name for each in fields(SamplingOptions)} - {"sample", "seed"}
+    given = {name: value for name, value in content.items() if name in known and value is not None}
+    if content.get("do_sample"):
+        given = {"top_k": _USUAL_TOP_K, **given, "sample": True}
+    try:
+        sampling = SamplingOptions(**given)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+    ends = content.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(type(token) is int for token in ends):
+        raise UsageError(
+            f"{where}: eos_token_id is {content['eos_token_id']!r}: it must be a number, or a list of them"
+        )
+    unknown = [name for name, usual in _WITHOUT_EFFECT.items() if content.get(name) not in usual]
+    tokens = content.get("max_new_tokens")
+    return GenerationConfig(sampling, tuple(ends), tokens if type(tokens) is int else None, tuple(unknown))
+
+
+# --- The choice
+
+
+_FIRST_CANDIDATES = 64  # of each rank, in the search for the tokens of top-p
 _NONE = -np.inf
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """This rank's part of the tokens, and the ranks that have the others."""
+    """This rank's shard of the vocabulary, and the group of ranks that have the others."""
 
     start: int = 0  #: its first token
-    over: Group | None = None  #: None: it has all
+    over: Group | None = None  #: None: this rank has all
 
     def gather(self, x: np.ndarray) -> np.ndarray:
         """x[n c] of all ranks, as [n ranks c]."""
@@ -44,8 +145,8 @@ class Chosen:
     """One token for each row."""
 
     tokens: np.ndarray  #: [n]
-    margins: np.ndarray  #: [n]: by how much its score, with the noise, was above that of the second best
-    log_probs: np.ndarray  #: [n]: log of the model's own probability of it, before any option; NaN if not asked for
+    margins: np.ndarray  #: [n]: its logit, with the noise, minus the second best
+    log_probs: np.ndarray  #: [n]: by the model alone, before any option; NaN without ``log_probs``
 
 
 def choose(
@@ -57,10 +158,9 @@ def choose(
     vocabulary: Vocabulary = Vocabulary(),  # noqa: B008 (immutable)
     log_probs: bool = False,
 ) -> Chosen:
-    """The next token of each row of scores[n v], where v is this rank's part. Collective over the vocabulary's group.
+    """The next token of each row of scores[n v], where v is this rank's shard. Collective over the vocabulary's group.
 
-    ``seen`` are the tokens that each row has so far, ``keys`` of what its noise is a function. Of equal scores, the
-    lower token's counts as the higher.
+    ``seen`` are the earlier tokens of each row, ``keys`` the keys of its noise. Of equal scores, the lower token wins.
     """
     if not len(scores):
         return Chosen(np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
@@ -84,8 +184,8 @@ def choose(
 def allowed_scores(
     scores: np.ndarray, options: SamplingOptions, seen: Sequence[Sequence[int]], vocabulary: Vocabulary
 ) -> np.ndarray:
-    """What the options make of scores[n v], with -inf where a token is not to be drawn: what noise is added to.
-    Collective over the vocabulary's group."""
+    """scores[n v] after all options, -inf for excluded tokens: what noise is added to. Collective over the
+    vocabulary's group."""
     if options.repetition_penalty != 1.0:
         scores = _penalised(scores.copy(), seen, options.repetition_penalty, vocabulary.start)
     if options.draws:
@@ -102,7 +202,7 @@ def _penalised(scores: np.ndarray, seen: Sequence[Sequence[int]], penalty: float
 
 
 def _allowed(scores: np.ndarray, options: SamplingOptions, vocabulary: Vocabulary) -> np.ndarray:
-    """Scores, -inf where a token is not to be drawn."""
+    """Scores after top-k, top-p and min-p, -inf for excluded tokens."""
     if options.top_k:
         at_least = _kth_highest(scores, options.top_k, vocabulary)
         scores[scores < at_least[:, None]] = _NONE
@@ -125,7 +225,7 @@ def _kth_highest(scores: np.ndarray, k: int, vocabulary: Vocabulary) -> np.ndarr
 
 
 def _highest(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The k highest scores of each row, filled up with -inf, and where they are; of equal ones the first."""
+    """The k highest scores of each row, padded with -inf, and their indices; of equal ones the first."""
     have = min(k, scores.shape[1])
     values, places = np.full((len(scores), k), _NONE), np.zeros((len(scores), k), np.int64)
     for row, line in enumerate(scores):
@@ -139,17 +239,17 @@ def _highest(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
 def _last_of_nucleus(scores: np.ndarray, p: float, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
     """[n], [n]: score and token of the last of the likeliest tokens that together reach probability ``p``.
 
-    Every rank tells its highest scores. Down to the lowest that is told by a rank with more, the order of all is
-    certain; if the probability is not reached by then, they tell more.
+    Every rank sends its highest scores. The order of all is certain down to the largest of the ranks' lowest scores
+    sent; if the probability is not reached by then, they send more.
     """
     top = vocabulary.reduce(scores.max(axis=1, initial=_NONE), "max")
     total = vocabulary.reduce(np.exp(scores - top[:, None]).sum(axis=1), "sum")
     count = _FIRST_CANDIDATES
     while True:
         values, places = _highest(scores, count)
-        told = np.stack((values, places + vocabulary.start), axis=1).reshape(len(scores), -1)
-        of_ranks = vocabulary.gather(told).reshape(len(scores), -1, 2, count)
-        certain = of_ranks[:, :, 0, -1].max(axis=1)  # -inf: every rank has told all
+        sent = np.stack((values, places + vocabulary.start), axis=1).reshape(len(scores), -1)
+        of_ranks = vocabulary.gather(sent).reshape(len(scores), -1, 2, count)
+        certain = of_ranks[:, :, 0, -1].max(axis=1)  # -inf: every rank has sent all
         candidates = of_ranks[:, :, 0].reshape(len(scores), -1), of_ranks[:, :, 1].reshape(len(scores), -1)
         order = np.lexsort((candidates[1], -candidates[0]), axis=1)
         value, token = (np.take_along_axis(each, order, axis=1) for each in candidates)

@@ -1,4 +1,4 @@
-"""How likely a model finds texts: the log-probability of each of their tokens."""
+"""Scores of texts: the log-probability that a model gives to each token."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from spmd_engine.sharding.shards import Shards
 
 @dataclass(frozen=True)
 class Score:
-    """A text's log-probabilities: of all its tokens but the first, before which nothing is."""
+    """Log-probabilities of all tokens of a text except the first."""
 
     log_probs: np.ndarray
 
     @property
     def nats(self) -> float:
-        """The mean of what each token costs."""
+        """The mean negative log-probability of a token."""
         return float(-self.log_probs.mean())
 
     @property
@@ -36,8 +36,8 @@ def score(
     """The scores of texts as tokens, the same on every rank and every mesh. Collective.
 
     A text that is longer than the model's context is read in windows that begin ``stride`` tokens (half a context)
-    after each other, and every token is scored by the first window that has it: with context - stride tokens before it
-    at least. Raises UsageError for texts of less than two tokens, and for tokens that the model does not know.
+    after each other, and the first window with a token scores it, given at least context - stride tokens before it.
+    Raises UsageError for texts of less than two tokens, and for tokens that the model does not know.
     """
     context = engine.model.context or max(map(len, texts), default=1)
     stride = stride or max(1, context // 2)
@@ -55,22 +55,22 @@ def score(
             end = min(begin + context + 1, len(text))
             windows.append((number, begin, end, scored))
             begin, scored = begin + stride, end
-    found = [np.zeros(len(text) - 1) for text in texts]
+    log_probs = [np.zeros(len(text) - 1) for text in texts]
     with engine.inference():
         for first in range(0, len(windows), batch_size):
             some = windows[first : first + batch_size]
             likely = _of_windows(engine, [texts[number][begin:end] for number, begin, end, _ in some])
             for line, (number, begin, end, scored) in zip(likely, some, strict=True):
-                found[number][scored - 1 : end - 1] = line[scored - 1 - begin : end - 1 - begin]
-    if not all(np.isfinite(each).all() for each in found):
+                log_probs[number][scored - 1 : end - 1] = line[scored - 1 - begin : end - 1 - begin]
+    if not all(np.isfinite(each).all() for each in log_probs):
         raise NotFiniteError(f"{engine.model.name}: its scores are not finite; are its parameters?")
-    return [Score(each) for each in found]
+    return [Score(each) for each in log_probs]
 
 
 def _of_windows(engine: LayeredEngine, windows: Sequence[Sequence[int]]) -> np.ndarray:
     """[b s]: the log-probability of each token but the first of each window, on every rank. Collective."""
     length = max(map(len, windows)) - 1
-    whole = np.zeros((len(windows), length + 1), np.int64)  # what comes behind a window is not looked at
+    whole = np.zeros((len(windows), length + 1), np.int64)  # what follows a window is ignored
     for line, window in zip(whole, windows, strict=True):
         line[: len(window)] = window
     part = engine.batch_span(len(whole))
@@ -84,7 +84,7 @@ def _of_windows(engine: LayeredEngine, windows: Sequence[Sequence[int]]) -> np.n
 
 
 def _log_probs(engine: LayeredEngine, scores: Array, targets: Array) -> Array:
-    """log softmax(scores[b s v]) at targets[b s], where v may be cut; in float64."""
+    """log softmax(scores[b s v]) at targets[b s], where v may be sharded; in float64."""
     sh, xp = Shards(engine.mesh, engine.layout, "score"), backend_of(scores).xp
     top = scores.max(axis=-1, initial=-xp.inf).astype(xp.float64)
     top = sh.all_reduce(top, over="v", op="max")

@@ -1,6 +1,5 @@
-"""Text as tokens and back: bytes, tokenizers of others' files, chat templates, text that is written bit by bit."""
+"""Text as tokens and back: bytes, tokenizers in files of models, chat templates, and decoding while tokens arrive."""
 
-from spmd_engine.tokens.stream import TextStream
-from spmd_engine.tokens.tokenizer import ByteTokenizer, Tokenizer
+from spmd_engine.tokens.tokenizer import ByteTokenizer, TextStream, Tokenizer
 
 __all__ = ["ByteTokenizer", "TextStream", "Tokenizer"]

@@ -1,4 +1,4 @@
-"""Conversations as the text that a model was taught them as, by its chat template."""
+"""Conversations as text in the format of a model's training, by its chat template."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spmd_engine.foreign import reading
 from spmd_engine.tokens.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]  #: {"role": "user", "content": "Hello"}
-SECONDS = 5.0  #: of a processor, that a template may take for a conversation
+SECONDS = 5.0  #: of CPU time that a template may take for a conversation
 _FAILED = "the chat template cannot write this conversation"
 _one_at_a_time = Lock()
 
@@ -27,12 +27,12 @@ _one_at_a_time = Lock()
 def chat_text(tokenizer: Tokenizer, messages: Sequence[Message], *, answer: bool = True) -> str:
     """A conversation as text; with the beginning of the assistant's next turn, if an ``answer`` is to follow.
 
-    Templates are programs of strangers: they run in jinja's sandbox, in a process of their own whose time and memory
-    are bounded. Raises UsageError for a tokenizer without a template, for one that is damaged or takes too much, and
+    Templates are untrusted programs: they run in jinja's sandbox, in a process with limits on time and memory.
+    Raises UsageError for a tokenizer without a template, for one that is damaged or takes too much, and
     for messages that it refuses.
     """
     if not tokenizer.chat_template:
-        raise UsageError("this model has no chat template; write the prompt as it was taught, without --chat")
+        raise UsageError("this model has no chat template; write the prompt in its format, without --chat")
     if find_spec("jinja2") is None:
         raise UsageError("a chat template needs jinja2: pip install 'spmd_engine[hf]'")
     given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": answer}
@@ -40,14 +40,14 @@ def chat_text(tokenizer: Tokenizer, messages: Sequence[Message], *, answer: bool
     with reading(_FAILED):
         text = json.dumps(request, default=dict)
     with _one_at_a_time:
-        found = _asked(text.encode())
-    if "error" in found:
-        raise UsageError(f"{_FAILED}: {found['error']}")
-    return found["text"]
+        reply = _answer(text.encode())
+    if "error" in reply:
+        raise UsageError(f"{_FAILED}: {reply['error']}")
+    return reply["text"]
 
 
-def _asked(request: bytes) -> dict[str, str]:
-    """What the process answers, or how it ended; then the next request starts another."""
+def _answer(request: bytes) -> dict[str, str]:
+    """The answer of the process, or how it ended; the next request then starts another."""
     process = _process()
     assert process.stdin is not None and process.stdout is not None
     try:

@@ -1,6 +1,6 @@
-"""Run as a process of its own: writes conversations by chat templates, which are programs of strangers.
+"""A separate process that writes conversations by chat templates, which are untrusted programs.
 
-A template can loop for ever, ask for all memory, or overflow the stack of its process. ``tokens.chat`` starts this file
+A template can loop forever, ask for all memory, or overflow the stack of its process. ``tokens.chat`` starts this file
 by its path, so it imports nothing of the package; a request is a line of JSON, and so is its answer.
 """
 
@@ -32,8 +32,8 @@ def serve() -> None:
         except MemoryError:
             answer = json.dumps({"error": f"it needs more than {MEMORY:,} bytes of memory"})
         except Exception as error:
-            said = " ".join(str(error).split())[:500]
-            answer = json.dumps({"error": said or type(error).__name__})
+            reason = " ".join(str(error).split())[:500]
+            answer = json.dumps({"error": reason or type(error).__name__})
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(answer + "\n")
         sys.stdout.flush()

@@ -11,7 +11,7 @@ from spmd_engine.foreign import reading
 from spmd_engine.tokens.hugging_face import JsonTokenizer, tokenizers_library
 
 CONTROL, USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
-#: What chat models call the end of a turn or of a text: of many files no fact says so.
+#: Names of tokens that end a turn or a text; the metadata of many files lacks them.
 _ENDS = frozenset((
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>",
 ))  # fmt: skip
@@ -64,15 +64,15 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str = "the GGUF file") ->
 
 
 def gguf_ends(metadata: Mapping[str, Any], where: str = "the GGUF file") -> tuple[int, ...]:
-    """The tokens that end what is generated: those that facts say end a text, a turn or a message, and control tokens
-    that are called so. Raises UsageError for a number that is none of a token."""
+    """The tokens that end a generation: the ends of a text, a turn or a message by the metadata, and control tokens
+    with names of ends. Raises UsageError for a number that is no token."""
     with reading(f"{where} describes no tokenizer", "; download the file again"):
         tokens = _field(metadata, "tokens", where)
         types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
-        said = [_token(metadata, f"{name}_token_id", len(tokens), where) for name in ("eos", "eot", "eom")]
+        listed = [_token(metadata, f"{name}_token_id", len(tokens), where) for name in ("eos", "eot", "eom")]
         both = enumerate(zip(tokens, types, strict=False))
-        called = [number for number, (token, kind) in both if token in _ENDS and kind == CONTROL]
-        return tuple(dict.fromkeys(number for number in (*said, *called) if number is not None))
+        named = [number for number, (token, kind) in both if token in _ENDS and kind == CONTROL]
+        return tuple(dict.fromkeys(number for number in (*listed, *named) if number is not None))
 
 
 def _byte_level(library: Any, metadata: Mapping[str, Any], vocabulary: Mapping[str, int], where: str) -> Any:
@@ -119,7 +119,7 @@ def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> Iterator[
 
 
 def _token(metadata: Mapping[str, Any], field: str, count: int, where: str) -> int | None:
-    """The number of a token that the file says, if it does."""
+    """The number of a token in the metadata, if it is there."""
     number = metadata.get(f"tokenizer.ggml.{field}")
     if number is not None and not 0 <= number < count:
         raise UsageError(f"{where}: tokenizer.ggml.{field} is {number}, of {count} tokens")
@@ -135,17 +135,17 @@ def _field(metadata: Mapping[str, Any], name: str, where: str) -> Sequence[Any]:
 
 # --- How the byte-level vocabulary of a GGUF file splits a text before pairs are merged, by ``tokenizer.ggml.pre``
 #
-# Each name says what the ``tokenizer.json`` of the models says that such files are made from.
+# Each split is that of the ``tokenizer.json`` from which such files are made.
 
 
 @dataclass(frozen=True)
 class TextSplit:
-    """Patterns, of which each takes apart what those before it left; and what else depends on that name."""
+    """Patterns that split a text one after the other, and other properties of that name."""
 
     patterns: tuple[str, ...] = ()
-    is_gpt2: bool = True  #: at last by GPT-2's own pattern
-    whole_words: bool = False  #: a piece that is a token is that token, whatever its merges make of it
-    begins: bool = False  #: a text begins with the beginning's mark, unless the file says otherwise
+    is_gpt2: bool = True  #: finally by GPT-2's own pattern
+    whole_words: bool = False  #: a piece that is a token is not merged
+    begins: bool = False  #: a text begins with the begin token, unless the file says otherwise
 
     def pre_tokenizer(self, library: Any) -> Any:
         """The ``tokenizers`` library's."""

@@ -1,4 +1,4 @@
-"""``tokenizer.json``, as Hugging Face's models bring it, by the ``tokenizers`` library (extra ``[hf]``)."""
+"""Tokenizers of Hugging Face's models, by the ``tokenizers`` library (extra ``[hf]``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spmd_engine.tokens.long_text import encode_long
 from spmd_engine.tokens.tokenizer import Tokenizer
 
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-#: What tokenizer_config.json says of tokens before and after every text, and what it calls those.
+#: Fields of tokenizer_config.json: whether a token belongs before or after every text, and which.
 AROUND = {"add_bos_token": "bos_token", "add_eos_token": "eos_token"}
 
 
@@ -34,9 +34,8 @@ class JsonTokenizer(Tokenizer):
         special: Mapping[str, str] | None = None,
         around: Mapping[str, bool] | None = None,
     ) -> None:
-        """``end`` is the token after a text; ``around`` says by ``add_bos_token`` and ``add_eos_token`` what else than
-        the file says belongs before and after every text. Raises UsageError, naming ``where``, for a text that
-        describes none.
+        """``end`` is the token after a text. ``around`` has ``add_bos_token`` and ``add_eos_token``, where they differ
+        from the file. Raises UsageError, naming ``where``, for a text that describes no tokenizer.
         """
         with reading(f"{where} describes no tokenizer", "; download the file again"):
             self._inner = _described(text, where)
@@ -59,15 +58,14 @@ class JsonTokenizer(Tokenizer):
                 raise UsageError(f"{where} has no token {end!r}, which ends a text; download the files again")
 
     def _put_around(self, around: Mapping[str, bool]) -> None:
-        """As transformers' tokenizers do where their configuration says so, in the place of what the file says; of a
-        token of which the configuration says nothing, the file does."""
-        found, said = [], self._inner.encode("").ids
+        """Add tokens before and after every text as the configuration says; the file decides where it is silent."""
+        around_text, by_file = [], self._inner.encode("").ids
         for (name, token), at in zip(AROUND.items(), (0, -1), strict=True):
             text = self.special.get(token)
             number = self._inner.token_to_id(text) if text is not None else None
-            wanted = around[name] if name in around else bool(said) and said[at] == number
-            found.append([(text, number)] if wanted and number is not None else [])
-        before, after = found
+            wanted = around[name] if name in around else bool(by_file) and by_file[at] == number
+            around_text.append([(text, number)] if wanted and number is not None else [])
+        before, after = around_text
         single = " ".join([*(text for text, _ in before), "$A", *(text for text, _ in after)])
         self._inner.post_processor = tokenizers_library().processors.TemplateProcessing(
             single=single, special_tokens=list(dict.fromkeys(before + after))
@@ -89,15 +87,15 @@ class JsonTokenizer(Tokenizer):
 
 
 def _described(text: str, where: str) -> Any:
-    """The library's tokenizer of that text."""
+    """The library's tokenizer."""
     library = tokenizers_library()
     _check_merges(parse_json(text))
     return library.Tokenizer.from_str(text)
 
 
 def _check_merges(described: Any) -> None:
-    """Refuse what makes the library end the whole process: it cuts the prefix of what continues a word off the second
-    part of every merge, unseen, also in the middle of a character."""
+    """Raise ValueError for merges that make the library abort the process: it removes the prefix of continued words
+    from the second part of every merge without a check, even in the middle of a character."""
     model = described.get("model") if isinstance(described, Mapping) else None
     if not isinstance(model, Mapping):
         return
@@ -112,7 +110,7 @@ def _check_merges(described: Any) -> None:
 
 
 def _plain(text: str) -> str:
-    """With a replacement mark for each byte that was no text."""
+    """The text with a replacement mark for each byte that is no UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -130,35 +128,35 @@ def tokenizers_library() -> Any:
 
 
 def read_tokenizer(path: str | Path) -> JsonTokenizer:
-    """The tokenizer of a model's folder, or of one ``tokenizer.json``, with what is in ``tokenizer_config.json`` and
-    ``chat_template.jinja`` beside it; of GPT-2's class without one, that of ``vocab.json`` and ``merges.txt``. Raises
-    UsageError for files that are missing or damaged."""
+    """The tokenizer of a model's folder or of a ``tokenizer.json``, with ``tokenizer_config.json`` and
+    ``chat_template.jinja`` of the same folder; for GPT-2's class without it, that of ``vocab.json`` and ``merges.txt``.
+    Raises UsageError for files that are missing or damaged."""
     path = Path(path)
     file = path / TOKENIZER if path.is_dir() else path
-    found = {name: _text(file.with_name(name)) for name in (CONFIG, TEMPLATE) if file.with_name(name).is_file()}
+    texts = {name: _text(file.with_name(name)) for name in (CONFIG, TEMPLATE) if file.with_name(name).is_file()}
     if file.is_file():
-        return tokenizer_of(found | {TOKENIZER: _text(file)}, str(file))
-    parts, config = [file.with_name(name) for name in (VOCABULARY, MERGES)], _config(found, str(file))
+        return tokenizer_of(texts | {TOKENIZER: _text(file)}, str(file))
+    parts, config = [file.with_name(name) for name in (VOCABULARY, MERGES)], _config(texts, str(file))
     if config.get("tokenizer_class") not in CLASSES or not all(part.is_file() for part in parts):
         raise UsageError(f"{file}: no such file; a model's folder has its tokenizer there{remedy(file.parent)}")
     text = byte_level_json(_text(parts[0]), _text(parts[1]), config, tokenizers_library(), str(file.parent))
-    return tokenizer_of(found | {TOKENIZER: text}, str(file.parent))
+    return tokenizer_of(texts | {TOKENIZER: text}, str(file.parent))
 
 
 def tokenizer_of(files: Mapping[str, str], where: str) -> JsonTokenizer:
-    """The tokenizer of such files, texts by name. Raises UsageError, naming ``where``, if they are damaged."""
+    """The tokenizer of these files, texts by name. Raises UsageError, naming ``where``, if they are damaged."""
     config = _config(files, where)
     with reading(f"{where}: {CONFIG} beside it cannot be read", "; download the file again"):
-        chat, special, around = _said(files, config)
+        chat, special, around = _settings(files, config)
     return JsonTokenizer(
         files[TOKENIZER], where, end=special.get("eos_token"), chat_template=chat, special=special, around=around
     )
 
 
-def _said(files: Mapping[str, str], config: Mapping[str, Any]) -> tuple[Any, dict[str, str], dict[str, bool]]:
+def _settings(files: Mapping[str, str], config: Mapping[str, Any]) -> tuple[Any, dict[str, str], dict[str, bool]]:
     """The chat template, the special tokens, and which of them belong around every text."""
     chat = files.get(TEMPLATE, config.get("chat_template"))
-    if isinstance(chat, list):  # several by name, of which one is the usual
+    if isinstance(chat, list):  # several by name
         named = {each.get("name"): each.get("template") for each in chat if isinstance(each, Mapping)}
         chat = named.get("default") or next(iter(named.values()), None)
     special = {name: _content(value) for name, value in config.items() if name.endswith("_token") and _content(value)}
@@ -175,7 +173,7 @@ def _config(files: Mapping[str, str], where: str) -> Mapping[str, Any]:
 
 
 def _content(value: Any) -> str:
-    """A token, which may stand there with how it is to be treated."""
+    """The text of a token, which may be described by an object."""
     value = value.get("content") if isinstance(value, Mapping) else value
     return value if isinstance(value, str) else ""
 
@@ -185,17 +183,17 @@ def _text(file: Path) -> str:
         return read_text(file)
 
 
-# --- The tokenizer of GPT-2 and its kin as they first came: ``vocab.json`` and ``merges.txt``, no tokenizer.json
+# --- Older tokenizers of GPT-2's class: ``vocab.json`` and ``merges.txt``, without a tokenizer.json
 
 
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
-#: Classes, as ``tokenizer_config.json`` names them, whose texts are cut as GPT-2's before pairs are merged.
+#: Classes, as ``tokenizer_config.json`` names them, whose texts are split as GPT-2's before pairs are merged.
 CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 
 
 def byte_level_json(vocabulary: str, merges: str, config: Mapping[str, Any], library: Any, where: str) -> str:
-    """What a ``tokenizer.json`` would say of the content of the two files and of ``tokenizer_config.json``; ``library``
-    is ``tokenizers``. Raises UsageError, naming ``where``, for files that are damaged."""
+    """The ``tokenizer.json`` that is equivalent to the two files and ``tokenizer_config.json``; ``library`` is
+    ``tokenizers``. Raises UsageError, naming ``where``, for damaged files."""
     with reading(f"{where}: {VOCABULARY} and {MERGES} make no tokenizer", "; download them again"):
         pairs = [tuple(line.split(" ")) for line in merges.splitlines() if line and not line.startswith("#version")]
         made = library.Tokenizer(library.models.BPE(parse_json(vocabulary), pairs))
@@ -211,7 +209,7 @@ def byte_level_json(vocabulary: str, merges: str, config: Mapping[str, Any], lib
 
 
 def remedy(folder: Path) -> str:
-    """What to say of a folder that has a tokenizer of another format; nothing if it has none."""
+    """A hint for a folder that has a tokenizer of another format; empty if it has none."""
     others = ("tokenizer.model", "spiece.model", "vocab.txt", VOCABULARY)
     for name in others:
         if (folder / name).is_file():

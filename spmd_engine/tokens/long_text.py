@@ -1,16 +1,15 @@
-"""A long text as tokens, in bounded memory: the tokens that it has when it is encoded at once.
+"""Encoding a long text in bounded memory, with the tokens that it has when it is encoded at once.
 
-The text is encoded in windows that overlap, and two neighbours are joined at a cut: a place in their overlap where
-tokens of the text before it cannot depend on the text behind it, nor the other way round. There are two kinds:
+The text is encoded in overlapping windows. Two neighbours are joined at a border in their overlap across which no token
+depends on the text of the other side. There are two kinds:
 
-- of a tokenizer that splits a text into words before it looks for tokens, a border of words. Patterns that split read
-  from left to right, so from a border on they find the same words, wherever the text began. Both windows must have it,
-  and have the same tokens for a while on both sides of it: the end of a window can change its last words, and its
-  beginning the first ones;
-- of one to which all of a text is one word, a border of tokens whose two characters stand beside each other in no token
+- for a tokenizer that splits a text into words, a border of words. Patterns that split read from left to right, so
+  after a border they find the same words, wherever the text began. Both windows must have it, with the same tokens for
+  a while on both sides: the end of a window can change its last words, and its beginning the first ones;
+- for a tokenizer to which a whole text is one word, a border of tokens whose two characters are neighbours in no token
   of the vocabulary. No merge can cross it.
 
-Where there is no cut (a word that is longer than the overlap), the two windows are encoded as one.
+Without a border (a word that is longer than the overlap), the two windows are encoded as one.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-WINDOW = 1 << 17  #: characters that are encoded at once
+WINDOW = 1 << 17  #: characters of a window
 OVERLAP = 1 << 12  #: characters that two neighbours share
 TOGETHER = 8  #: windows that the library encodes in parallel
-ALIKE = 16  #: tokens on each side of a cut that both windows must have
+ALIKE = 16  #: tokens on each side of a border that both windows must have
 _SAMPLE = "Some words, and 1234 numbers.\n\nA line;\t\u65e5\u672c."
 
 #: Whether no token can hold the end of the first token and the beginning of the second.
@@ -42,17 +41,17 @@ class _Encoded:
 
 
 def encode_long(inner: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:
-    """The tokens of one text that comes in parts; ``inner`` is a tokenizer of the ``tokenizers`` library."""
+    """The tokens of one text that arrives in pieces; ``inner`` is a tokenizer of the ``tokenizers`` library."""
     separates = _separates(inner)
     windows = _windows(inner, texts)
-    left, first = next(windows, None), 0  # and its first token that is not yet told
+    left, first = next(windows, None), 0  # and its first token that is not yet emitted
     for right in windows:
         assert left is not None
-        if cut := _cut(left, right, separates):
-            yield left.ids[first : cut[0]]
-            left, first = right, cut[1]
+        if border := _border(left, right, separates):
+            yield left.ids[first : border[0]]
+            left, first = right, border[1]
             continue
-        # At least as much again: to encode a word of n characters anew with each window takes n^2 steps.
+        # At least double the text: adding one window at a time to a word of n characters takes n^2 steps.
         more = islice(windows, len(left.text) // WINDOW)
         text = "".join([left.text, *(each.text[OVERLAP:] for each in (right, *more))])
         left = _encoded(inner, [(left.begin, text)])[0]
@@ -61,8 +60,8 @@ def encode_long(inner: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:
 
 
 def _windows(inner: Any, texts: Iterable[str]) -> Iterator[_Encoded]:
-    found = _overlapping(texts)
-    while some := list(islice(found, TOGETHER)):
+    windows = _overlapping(texts)
+    while some := list(islice(windows, TOGETHER)):
         yield from _encoded(inner, some)
 
 
@@ -79,20 +78,20 @@ def _overlapping(texts: Iterable[str]) -> Iterator[tuple[int, str]]:
 
 
 def _encoded(inner: Any, some: Sequence[tuple[int, str]]) -> list[_Encoded]:
-    found = []
+    windows = []
     encodings = inner.encode_batch([text for _, text in some], add_special_tokens=False)
     for (begin, text), encoding in zip(some, encodings, strict=True):
         places = np.array([place for place, _ in encoding.offsets], np.int64) + begin
         words = np.array([-1 if word is None else word for word in encoding.word_ids], np.int64)
-        found.append(_Encoded(begin, text, np.array(encoding.ids, np.uint32), places, words))
-    return found
+        windows.append(_Encoded(begin, text, np.array(encoding.ids, np.uint32), places, words))
+    return windows
 
 
-def _cut(left: _Encoded, right: _Encoded, separates: Separates) -> tuple[int, int] | None:
-    """The numbers, in both windows, of the token behind a cut; None if there is no cut."""
+def _border(left: _Encoded, right: _Encoded, separates: Separates) -> tuple[int, int] | None:
+    """The index, in both windows, of the first token after a border; None without one."""
     for middle in (right.begin + OVERLAP * part // 4 for part in (2, 1, 3)):
         i, j = (int(np.searchsorted(each.places, middle)) for each in (left, right))
-        # From here on, i and j being the same token: the cut is the first place where both agree.
+        # i and j are the same token; the border is the first place from here on where both windows agree.
         count = min(len(left.ids) - i, len(right.ids) - j) - ALIKE
         before = min(i, j, ALIKE)
         if before < ALIKE or count < 1:
@@ -109,7 +108,10 @@ def _cut(left: _Encoded, right: _Encoded, separates: Separates) -> tuple[int, in
 
 def _separates(inner: Any) -> Separates:
     model = inner.model
-    marks = ("continuing_subword_prefix", "end_of_word_suffix")  # with these a token's text is not what stands there
+    marks = (
+        "continuing_subword_prefix",
+        "end_of_word_suffix",
+    )  # these change a token's characters
     if (
         _splits(inner)
         or type(model).__name__ not in ("BPE", "Unigram")

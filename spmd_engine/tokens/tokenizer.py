@@ -1,4 +1,4 @@
-"""What turns text into tokens and back."""
+"""Tokenizers, bytes as tokens, and text that is decoded while its tokens arrive."""
 
 from __future__ import annotations
 
@@ -16,38 +16,37 @@ class Tokenizer(ABC):
     vocabulary: int  #: tokens are 0 to vocabulary - 1
     end: int | None = None  #: the token that ends a text, if there is one
     separator: int | None = None  #: the token after each document of a corpus; usually the same
-    files: Mapping[str, str] = MappingProxyType({})  #: texts by name: files from which it can be read anew
-    sha256: str = ""  #: of what decides how text is encoded, in hexadecimal digits
-    chat_template: str | None = None  #: a jinja text that writes a conversation as the model was taught
-    special: Mapping[str, str] = MappingProxyType({})  #: what templates call special tokens: {"bos_token": "<s>"}
+    files: Mapping[str, str] = MappingProxyType({})  #: texts by name: the files that describe it
+    sha256: str = ""  #: of everything that determines how text is encoded, in hexadecimal digits
+    chat_template: str | None = None  #: a jinja template that writes a conversation as text
+    special: Mapping[str, str] = MappingProxyType({})  #: special tokens by name: {"bos_token": "<s>"}
 
     @abstractmethod
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Tokens of a text; with what belongs before or after every text (a beginning's mark), if ``special``."""
+        """Tokens of a text; with those that belong before or after every text (a begin token), if ``special``."""
 
     @abstractmethod
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens, without special ones; a broken character becomes a replacement mark."""
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Many texts, without what belongs before or after each; in parallel where that is possible."""
+        """Many texts, without special tokens before or after each; in parallel if possible."""
         return [self.encode(text, special=False) for text in texts]
 
     def encode_long(self, chunks: Iterable[bytes]) -> Iterator[np.ndarray]:
-        """One text that comes in parts, UTF-8: its tokens in parts, those of ``encode_all`` for the whole text."""
+        """The tokens, in pieces, of a text in pieces of UTF-8: those of ``encode_all`` for the whole text."""
         (tokens,) = self.encode_all([b"".join(chunks).decode(errors="surrogateescape")])
         yield np.array(tokens, np.int64)
 
 
-# --- Bytes as tokens: what the models that are trained here by default read and write
+# --- Bytes as tokens: the default of models that are trained here
 
 
 END_OF_FILE = 256  #: the token after each file; the others are bytes
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes, and one token more after each file. Its mark does not end a generation: models go on with another
-    file."""
+    """UTF-8 bytes, and a separator after each file, which does not end a generation: models continue with a file."""
 
     vocabulary = 257
     separator = END_OF_FILE
@@ -69,3 +68,69 @@ class ByteTokenizer(Tokenizer):
                 pieces.append(current.decode(errors="replace") + "\n-----\n")
                 current = bytearray()
         return "".join(pieces) + current.decode(errors="replace")
+
+
+# --- Text that is decoded while its tokens arrive
+
+
+BROKEN = "\ufffd"
+CONTEXT = 6  #: earlier tokens that are decoded with new ones, because the text of a token may depend on them
+
+
+class TextStream:
+    """Decodes tokens one by one, and returns text once later tokens cannot change it.
+
+    Incomplete characters, and text that may begin one of the ``stop`` strings, are held back. When a stop string is
+    complete, ``stopped`` is that string, and the text ends before it. Decoding follows the window of vLLM's
+    detokenizer: the text of some tokens, minus that of all but the new ones.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, [text for text in stop if text]
+        self._tokens = list(prompt[-CONTEXT:])
+        self._begin, self._known = 0, len(self._tokens)
+        self._held = ""
+        self.text = ""  #: all that was returned so far
+        self.stopped: str | None = None
+
+    def feed(self, token: int) -> str:
+        """The text that becomes certain with one more token; empty after a stop string."""
+        if self.stopped is not None:
+            return ""
+        self._tokens.append(token)
+        before = self._tokenizer.decode(self._tokens[self._begin : self._known])
+        now = self._tokenizer.decode(self._tokens[self._begin :])
+        if now.endswith(BROKEN) or len(now) <= len(before):
+            return ""
+        self._begin, self._known = self._known, len(self._tokens)
+        return self._release(now[len(before) :])
+
+    def finish(self) -> str:
+        """The text that was held back, when there are no more tokens."""
+        if self.stopped is not None:
+            return ""
+        before = self._tokenizer.decode(self._tokens[self._begin : self._known])
+        self._held += self._tokenizer.decode(self._tokens[self._begin :])[len(before) :]
+        self._begin = self._known = len(self._tokens)
+        certain = self._release("")
+        rest, self._held = self._held, ""  # perhaps the beginning of a stop string
+        self.text += rest
+        return certain + rest
+
+    def _release(self, new: str) -> str:
+        """The part of the held and the new text that is certain."""
+        self._held += new
+        found = [(at, text) for text in self._stop if (at := self._held.find(text)) >= 0]
+        if found:
+            at, self.stopped = min(found)
+            certain, self._held = self._held[:at], ""
+        else:
+            keep = max((_overlap(self._held, text) for text in self._stop), default=0)
+            certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        self.text += certain
+        return certain
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The number of last characters of ``text`` that may be the beginning of ``stop``."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -16,7 +16,7 @@ from spmd_engine.checkpoints.hf.export import export_huggingface
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.errors import UsageError
-from spmd_engine.formats.huggingface import folder_tensors
+from spmd_engine.formats.safetensors_file import folder_tensors
 from spmd_engine.layers import RotaryOptions
 from spmd_engine.models import DecoderConfig
 from spmd_engine.models.load_config import load_config

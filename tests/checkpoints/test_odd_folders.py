@@ -13,7 +13,7 @@ from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.load_config import load_config
-from spmd_engine.serving.options import read_generation_config
+from spmd_engine.serving.sampling import read_generation_config
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

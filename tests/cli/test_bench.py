@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from script_module import script
 from spmd_engine.cli import main
 
 SHORT = ["--rounds", "1"]
@@ -14,9 +15,13 @@ NANO = ["--model", "gpt-nano", "--batch-size", "2"]
 def bench(capsys, tmp_path):
     """The table's lines, and what is in the file, if there is one."""
 
-    def run(name, *options, file=True):
+    def run(name, *options, file=True, command=None):
         path = tmp_path / "figures.json"
-        main(["bench", name, *SHORT, *(["--output", str(path)] if file else []), *options])
+        arguments = [*SHORT, *(["--output", str(path)] if file else []), *options]
+        if command is None:
+            main(["bench", name, *arguments])
+        else:
+            command.main([*filter(None, [name]), *arguments], standalone_mode=False)
         lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
         return [line for line in lines if line], json.loads(path.read_text()) if file else None
 
@@ -51,7 +56,9 @@ def test_collectives(bench, ranks, only):
 
 @pytest.mark.soak
 def test_strategies(bench):
-    lines, figures = bench("strategies", "--ranks", "2", "--steps", "1", "--only", "ZeRO-3")
+    lines, figures = bench(
+        "strategies", "--ranks", "2", "--steps", "1", "--only", "ZeRO-3", command=script("bench_strategies").bench
+    )
     assert [line.split()[0] for line in lines[1:]] == ["data", "ZeRO-3"]
     data, zero = (figures[name][0]["bytes_sent"] for name in ("data", "ZeRO-3"))
     assert 1.5 * data < zero < 1.7 * data  # two gathers and a reduce_scatter, and the tied table once more
@@ -59,13 +66,14 @@ def test_strategies(bench):
 
 @pytest.mark.soak
 def test_oversubscribed(bench):
-    lines, figures = bench("oversubscribed", "--ranks", "3", "--steps", "1", "--model", "gpt-nano")
+    command = script("bench_strategies").bench
+    lines, figures = bench("oversubscribed", "--ranks", "3", "--steps", "1", "--model", "gpt-nano", command=command)
     assert "3" in figures and lines[-1].startswith("ratio")
 
 
 @pytest.mark.soak
 def test_start(bench):
-    lines, figures = bench("start", "--ranks", "2")
+    lines, figures = bench("", "--ranks", "2", command=script("bench_start").start)
     assert lines[0].startswith("2 ranks") and "imports alone" in lines[1]
     parts = ["Python", "NumPy and MPI", "this package", "ranks meet", "model and data", "first step", "save"]
     assert list(figures["cpu_seconds"]["NumPy"]) == parts

@@ -24,7 +24,7 @@ def test_runs_that_cannot_answer_say_why(here, tmp_path):
     here("train", "--strategy", "data-parallel", "--run", "page", *few)
     np.save(tmp_path / "x.npy", np.zeros((2, 64)))
     for run, why, command in (
-        ("scores", "mlp is no model of text", ["generate", "--prompt", "def "]),
+        ("scores", "mlp is not a model of text", ["generate", "--prompt", "def "]),
         ("page", "a run of --strategy data-parallel", ["generate", "--prompt", "def "]),
         ("page", "a run of --strategy data-parallel", ["infer", "--input", "x.npy", "--output", "y.npy"]),
     ):

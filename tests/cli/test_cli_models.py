@@ -36,7 +36,7 @@ def test_inspect_lists_adapters_and_frozen_weights(here):
     adapters = "--lora-rank", "2", "--lora-targets", "q_proj"
     code, out, _ = here("inspect", "--model", str(LLAMA), "--mesh", "pipe=2,model=2", *adapters)
     lines = [line.split() for line in out.splitlines()]
-    assert code == 0 and f"{2 * 2 * (12 + 24)} parameters of adapters beside " in out
+    assert code == 0 and f"{2 * 2 * (12 + 24)} parameters of adapters, and " in out
     assert ["block1/attention/query_lora_b", "q", "h/model", "r", "k", "2x2x3x4", "2x1x3x4", "0"] in lines
     assert ["block1/mlp/down", "f/model", "d", "14x12", "7x12", "1"] in lines
     assert next(line for line in lines if line[:2] == ["frozen", "weights"])[2] != "0"

@@ -14,7 +14,7 @@ from spmd_engine.cli.show import show
 def test_every_name_is_that_of_its_command(group):
     context = group.make_context(group.name, ["--help"], resilient_parsing=True)
     names = group.list_commands(context)
-    assert len(names) >= 6
+    assert len(names) >= 3
     assert [group.get_command(context, name).name for name in names] == names
     assert group.get_command(context, "no-such-command") is None
 

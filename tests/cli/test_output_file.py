@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from command_line import QUIET, TEXT
-from spmd_engine.cli.output_file import output_file
 from spmd_engine.errors import UsageError
+from spmd_engine.files import output_file
 from spmd_engine.tokens import ByteTokenizer
 
 
@@ -98,7 +98,7 @@ def test_a_checkpoint_s_sizes_are_told_in_words_and_as_json(here, tmp_path):
         ("data prepare x.npy --output x.npz", "--output x.npz: a .tokens file is written here, no .npz file"),
         ("plan --ranks 2 --output plan.toml", "--output plan.toml: a .json file is written here, no .toml file"),
         ("calibrate --output m.json", "--output m.json: a .toml file is written here, no .json file"),
-        ("bench start --output b.png", "--output b.png: a .json file is written here, no .png file"),
+        ("bench train --output b.png", "--output b.png: a .json file is written here, no .png file"),
     ],
 )
 def test_the_ending_of_another_format_is_refused(command, said, here, r, tmp_path):

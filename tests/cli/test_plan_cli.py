@@ -59,7 +59,7 @@ def test_adapters_are_planned_for_and_the_plan_is_run(here, tmp_path):
     assert code == 0, error
     assert TrainConfig.read("runs/a/config.json").model.lora.rank == 2
     code, _, error = here("train", "--plan", "plan.json", "--lora-rank", "4", "--steps", "1", *data)
-    assert code == 2 and "--lora-rank 4 with --plan plan.json, which says 2" in error
+    assert code == 2 and "--lora-rank 4 with --plan plan.json, which has 2" in error
 
 
 def test_where_it_does_not_fit_the_reason_comes_last(capsys):

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 
 from spmd_engine import Mesh
-from spmd_engine.cli.bench.steps import held_bytes
+from spmd_engine.cli.bench.train import held_bytes
 from spmd_engine.cli.show.memory import bytes_per_rank
 from spmd_engine.engine import AdamW, LayeredEngine, ZeroConfig
 from spmd_engine.engine.batch import batch_of

@@ -32,7 +32,7 @@ from spmd_engine.models.load_config import ends_at, load_config, tokenizer_at
 from spmd_engine.planning.machine.files import read_machine
 from spmd_engine.planning.model_file import planned_model
 from spmd_engine.planning.plan_result import PlanFile
-from spmd_engine.serving.options import read_generation_config
+from spmd_engine.serving.sampling import read_generation_config
 from spmd_engine.training.data.images import ImageRows, find_images
 from spmd_engine.training.train_config import TrainConfig
 

@@ -11,8 +11,7 @@ from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import CheckpointError
-from spmd_engine.formats.gguf import BlockedTensor, read_gguf
-from spmd_engine.formats.gguf_blocks import BY_NAME
+from spmd_engine.formats.gguf import BY_NAME, BlockedTensor, read_gguf
 
 FOLDER = Path(__file__).parents[1] / "golden" / "gguf"
 

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from spmd_engine.errors import UsageError
-from spmd_engine.runtime import leftover_files
-from spmd_engine.runtime.leftover_files import check_room, files_in_shared_memory, held_files, remove_unused, siblings
+from spmd_engine.runtime import join
+from spmd_engine.runtime.join import check_room, files_in_shared_memory, held_files, remove_unused, siblings
 from spmd_engine.runtime.mpi_job import find_mpiexec
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(leftover_files, "FOLDER", tmp_path)
+    monkeypatch.setattr(join, "FOLDER", tmp_path)
     for name in ("mpich_shm_1_0", "mpich_shm_2_0", "sm_segment.host.0", "another's"):
         (tmp_path / name).write_bytes(bytes(4096))
     return tmp_path
@@ -42,7 +42,7 @@ def test_what_no_process_holds_is_removed(folder):
 
 def test_room_that_mpi_does_not_have_is_an_error(folder, monkeypatch):
     room = SimpleNamespace(f_bavail=1000, f_frsize=4096, f_blocks=2000)
-    monkeypatch.setattr(leftover_files.os, "statvfs", lambda path: room)
+    monkeypatch.setattr(join.os, "statvfs", lambda path: room)
     check_room(3)
     with pytest.raises(UsageError, match=r"has 3.91 MiB free, and MPICH needs 4.04 for 4 rank\(s\)"):
         check_room(4)

@@ -13,7 +13,7 @@ from spmd_engine.runtime import join
 from spmd_engine.comm.world import world
 from spmd_engine.runtime.launchers import launcher_rank
 
-join.TOLD, join.MOST = 0.5, 1.0
+join.NOTE_AFTER, join.MOST = 0.5, 1.0
 if launcher_rank() != {missing}:
     world()
     print("joined")
@@ -28,8 +28,8 @@ def test_a_rank_that_never_joins_does_not_hang_the_others_in_silence(mpi_run, tm
     told = [line for line in result.stderr.splitlines() if "for all ranks to join MPI" in line]
     assert told or "--oversubscribe" in find_mpiexec()  # Open MPI's may find out by itself
     assert set(told) <= {
-        f"rank {rank} has waited 0 s for all ranks to join MPI. One has not come so far, or has ended before: "
-        "see what it said. The job ends after 1 s"
+        f"rank {rank} has waited 0 s for all ranks to join MPI. At least one is missing or has ended: "
+        "see its output. The job ends after 1 s"
         for rank in {0, 1} - {missing}
     }
 

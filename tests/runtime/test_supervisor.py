@@ -23,7 +23,7 @@ JOB += ["--eval-every", "0", "--eval-samples", "2", "--dtype", "float64"]
 
 def supervisor(*arguments, ranks=2, **options):
     told, options = [], {"pause": 0.0, "newest": newest_checkpoint(arguments), **options}
-    return Supervisor(ranks, list(arguments), say=told.append, **options), told
+    return Supervisor(ranks, list(arguments), report=told.append, **options), told
 
 
 @pytest.fixture

@@ -11,10 +11,9 @@ import pytest
 from mpi_harness.launch import mpiexec
 from spmd_engine import Mesh, run_threads
 from spmd_engine.errors import CommunicationTimeout
-from spmd_engine.runtime.activity import SIZE, Activity
+from spmd_engine.runtime.activity import SIZE, Activity, CallRecord, Record, State, WaitRecord
 from spmd_engine.runtime.hang_report import look_at
-from spmd_engine.runtime.records import CallRecord, Record, State, WaitRecord
-from spmd_engine.runtime.watchdog import ANSWERS, PERIOD, Watchdog, tell
+from spmd_engine.runtime.watchdog import ANSWERS, PERIOD, Watchdog, report_hang
 
 ALL = (0, 1, 2, 3)
 
@@ -93,7 +92,7 @@ def test_stacks_are_not_written_through_what_is_put_in_their_place(make, tmp_pat
     states = [state(0, [(ALL, 4)], waiting(ALL, 4)), state(1, [(ALL, 3)])]
     (tmp_path / "victim").write_text("theirs")
     make(*((tmp_path / "victim",) if make is os.symlink else ()), tmp_path / "hang.txt")
-    tell(look_at(states, 4), states, tmp_path)
+    report_hang(look_at(states, 4), states, tmp_path)
     assert (tmp_path / "victim").read_text() == "theirs"
     assert "rank" in caplog.text and "hang.txt" not in caplog.text
 

@@ -6,8 +6,7 @@ import pytest
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.random import gumbel_at
 from spmd_engine.errors import UsageError
-from spmd_engine.serving.options import SamplingOptions, generation_config, read_generation_config
-from spmd_engine.serving.sampling import Vocabulary, choose
+from spmd_engine.serving.sampling import SamplingOptions, Vocabulary, choose, generation_config, read_generation_config
 
 V = 300
 RNG = np.random.default_rng(0)

@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from spmd_engine import Mesh, run_threads
-from spmd_engine.serving.options import SamplingOptions
-from spmd_engine.serving.sampling import Vocabulary, allowed_scores
+from spmd_engine.serving.sampling import SamplingOptions, Vocabulary, allowed_scores
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "sampling.npz")
 

@@ -24,7 +24,7 @@ import numpy as np
 from llvmlite import binding
 
 from spmd_engine.errors import UsageError
-from spmd_engine.regular_file import open_regular
+from spmd_engine.files import open_regular
 
 _FASTCALL = 0x0080  # METH_FASTCALL of Python's methodobject.h
 

@@ -15,7 +15,7 @@ from typing import Self
 
 from spmd_engine.checkpoints.format.folder import make_folder
 from spmd_engine.errors import UsageError
-from spmd_engine.regular_file import open_regular
+from spmd_engine.files import open_regular
 
 logger = logging.getLogger(__name__)
 LOCK = ".lock"

@@ -17,7 +17,7 @@ from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.formats.gguf import is_gguf, read_gguf
-from spmd_engine.formats.huggingface import CONFIG, INDEX, ONE_FILE, read_json
+from spmd_engine.formats.safetensors_file import CONFIG, INDEX, ONE_FILE, read_json
 from spmd_engine.models.decoder import DecoderConfig, decoder
 from spmd_engine.models.hf.write_config import config_of_shape
 from spmd_engine.models.load_config import tokenizer_at

@@ -12,8 +12,7 @@ from spmd_engine.checkpoints.hf.weights import Filled, fill
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.errors import CheckpointError
 from spmd_engine.foreign import reading
-from spmd_engine.formats.huggingface import read_json
-from spmd_engine.formats.safetensors_file import read_safetensors
+from spmd_engine.formats.safetensors_file import read_json, read_safetensors
 from spmd_engine.layers.low_rank import sides
 from spmd_engine.models.decoder import DecoderConfig, decoder
 from spmd_engine.models.lora import LoRAOptions, adapter_names, options_of_config, with_adapters

@@ -14,7 +14,7 @@ from spmd_engine.checkpoints.hf.tensor_view import StoredView
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.gguf import read_gguf
-from spmd_engine.formats.huggingface import CONFIG, folder_tensors, read_json
+from spmd_engine.formats.safetensors_file import CONFIG, folder_tensors, read_json
 from spmd_engine.formats.tensor import FileTensor
 from spmd_engine.models.decoder import DecoderConfig, decoder
 from spmd_engine.models.gguf.config import IGNORED as OF_GGUF
@@ -134,9 +134,9 @@ def fill(where: str, model: Model, tensors: Mapping[str, FileTensor], names: Wei
         view, tensor = StoredView(parameter.dims, sizes[name], found), tensors[found.tensor]
         tensor.check_weights()
         if found.rows is not None:
-            tensor.of_sizes([[found.rows[2]], *view.split[1:]])
+            tensor.check_sizes([[found.rows[2]], *view.split[1:]])
             tensor = tensor.rows(*found.rows[:2])
-        tensor.of_sizes(view.split)
+        tensor.check_sizes(view.split)
         filled[name] = Filled(name, view, tensor)
     if unfilled:
         name, tensor = unfilled[0]

@@ -2,18 +2,17 @@
 
 import click
 
-from spmd_engine.cli.lazy import LazyGroup, modules_of
+from spmd_engine.cli import LazyGroup
 
 
 @click.group(
     cls=LazyGroup,
-    modules=modules_of(
-        __name__, "train", "collectives", "start", layers="train", strategies="train", oversubscribed="train"
-    ),
+    package=__name__,
+    modules={"train": "train", "layers": "train", "collectives": "collectives"},
     short_help="Measure speed, bytes and memory.",
 )
 def bench() -> None:
-    """Measure training, layers, strategies and collectives on this machine.
+    """Measure training, layers and collectives on this machine.
 
     These commands start ranks themselves: run them without mpiexec. Comparisons alternate within one run, so that
     changes of the machine's speed affect all alike; figures are medians, with the range over rounds.
@@ -21,6 +20,5 @@ def bench() -> None:
     \b
       python -m spmd_engine bench train --model gpt-mini --ranks 2
       python -m spmd_engine bench layers --model gpt-mini
-      python -m spmd_engine bench strategies --model gpt-nano --ranks 8
       python -m spmd_engine bench collectives --ranks 2
     """

@@ -16,15 +16,15 @@ from time import perf_counter
 import click
 import numpy as np
 
-from spmd_engine.cli.bench.measuring import measure, output_option, ranks_option, report, rounds_option
+from spmd_engine.cli.bench.measuring import count_option, measure, output_option, report
 from spmd_engine.comm.mesh import Mesh
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 
 
 @click.command(short_help="Collectives, compared with the MPI library's own.")
-@ranks_option(2, least=2)
-@rounds_option(15)
+@count_option("ranks", 2, least=2)
+@count_option("rounds", 15)
 @click.option("--only", type=click.Choice(OPERATIONS), multiple=True, help="Only this operation; may be repeated.")
 @click.option("--largest", type=click.IntRange(min=1), default=64, show_default=True, help="MiB of the largest arrays.")
 @output_option()
@@ -92,17 +92,14 @@ def ours(mesh: Mesh, operation: str, size: int, empty: Callable) -> Call:
     ranks, length = mesh.size, max(size // 4 // mesh.size, 1) * mesh.size
     whole, part = empty(length, np.float32), empty(length // ranks, np.float32)
     whole[...] = part[...] = 0
-    match operation:
-        case "all_reduce":
-            return lambda: mesh.all_reduce(whole, out=whole)
-        case "reduce_scatter":
-            return lambda: mesh.reduce_scatter(whole, out=part)
-        case "all_gather":
-            return lambda: mesh.all_gather(part, out=whole)
-        case "broadcast":
-            return lambda: mesh.broadcast(whole)
-        case _:
-            return lambda: mesh.all_to_all(whole)
+    calls: dict[str, Call] = {
+        "all_reduce": lambda: mesh.all_reduce(whole, out=whole),
+        "reduce_scatter": lambda: mesh.reduce_scatter(whole, out=part),
+        "all_gather": lambda: mesh.all_gather(part, out=whole),
+        "broadcast": lambda: mesh.broadcast(whole),
+        "all_to_all": lambda: mesh.all_to_all(whole),
+    }
+    return calls[operation]
 
 
 def library(operation: str, size: int) -> Call:
@@ -112,17 +109,14 @@ def library(operation: str, size: int) -> Call:
     comm = MPI.COMM_WORLD
     ranks, length = comm.size, max(size // 4 // comm.size, 1) * comm.size
     whole, other, part = (np.ones(size, np.float32) for size in (length, length, length // ranks))
-    match operation:
-        case "all_reduce":
-            return lambda: comm.Allreduce(MPI.IN_PLACE, whole)
-        case "reduce_scatter":
-            return lambda: comm.Reduce_scatter_block(whole, part)
-        case "all_gather":
-            return lambda: comm.Allgather(part, whole)
-        case "broadcast":
-            return lambda: comm.Bcast(whole)
-        case _:
-            return lambda: comm.Alltoall(whole, other)
+    calls: dict[str, Call] = {
+        "all_reduce": lambda: comm.Allreduce(MPI.IN_PLACE, whole),
+        "reduce_scatter": lambda: comm.Reduce_scatter_block(whole, part),
+        "all_gather": lambda: comm.Allgather(part, whole),
+        "broadcast": lambda: comm.Bcast(whole),
+        "all_to_all": lambda: comm.Alltoall(whole, other),
+    }
+    return calls[operation]
 
 
 def repetitions(mesh: Mesh, call: Call) -> int:

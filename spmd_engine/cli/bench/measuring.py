@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from shutil import which
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -19,26 +18,16 @@ from rich.console import Console
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
-from spmd_engine.cli.output_file import check_ending
 from spmd_engine.errors import UsageError
+from spmd_engine.files import check_ending
+from spmd_engine.runtime.mpi_job import find_mpiexec
 
 Option = Callable[[Callable], Callable]
 
 
-def ranks_option(default: int, least: int = 1) -> Option:
-    """``--ranks``"""
-    return click.option("--ranks", type=click.IntRange(min=least), default=default, show_default=True)
-
-
-def steps_option(default: int) -> Option:
-    """``--steps``"""
-    steps = click.IntRange(min=1)
-    return click.option("--steps", type=steps, default=default, show_default=True, help="Timed, in each round.")
-
-
-def rounds_option(default: int = 3) -> Option:
-    """``--rounds``"""
-    return click.option("--rounds", type=click.IntRange(min=1), default=default, show_default=True)
+def count_option(name: str, default: int, least: int = 1) -> Option:
+    """An option that is a whole number, such as ``--ranks``, ``--steps`` in each round, or ``--rounds``."""
+    return click.option(f"--{name}", type=click.IntRange(min=least), default=default, show_default=True)
 
 
 def output_option() -> Option:
@@ -86,24 +75,19 @@ def spread(values: Sequence[float], scale: float = 1.0, unit: str = "") -> str:
 TIMEOUT = 1200.0  # seconds
 
 
-def measure(ranks: int, worker: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def measure(ranks: int, worker: str, config: Mapping[str, Any]) -> Any:
     """What ``python -m spmd_engine.cli.bench.WORKER`` prints as its last line, on so many ranks."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # a core for each rank, as the share of the peak has it
-    output = launch(ranks, [f"spmd_engine.cli.bench.{worker}", json.dumps(config)], environment)
+    output = start_ranks(ranks, ["-m", f"spmd_engine.cli.bench.{worker}", json.dumps(config)], environment)
     return json.loads(output.splitlines()[-1])
 
 
-def launch(ranks: int, module: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """What ``python -m MODULE``, with its arguments, prints on so many ranks.
-
-    Raises UsageError, with the end of what it wrote, if it fails or takes too long.
-    """
-    return start_ranks(ranks, ["-m", *module], environment)
-
-
 def start_ranks(ranks: int, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """As ``launch``, with the arguments of Python."""
-    command, what = [mpiexec(), "-n", str(ranks), sys.executable, *arguments], " ".join(arguments)
+    """What Python, with these arguments, prints on so many ranks.
+
+    Raises UsageError, with the end of its standard error, if it fails or takes too long.
+    """
+    command, what = [*mpiexec(ranks), sys.executable, *arguments], " ".join(arguments)
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL, env=environment
@@ -124,13 +108,11 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
     return arguments
 
 
-def mpiexec() -> str:
-    """The mpiexec next to this Python, else the one on the PATH; raises UsageError if there is none."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else which("mpiexec")
-    if not found:
-        raise UsageError("bench starts ranks with mpiexec, and there is none: pip install 'spmd_engine[mpich]'")
-    return found
+def mpiexec(ranks: int) -> list[str]:
+    """The beginning of a command that starts so many ranks; raises UsageError if there is no mpiexec."""
+    if not (launcher := find_mpiexec()):
+        raise UsageError("mpiexec is missing, which starts ranks: pip install 'spmd_engine[mpich]'")
+    return [*launcher, "-n", str(ranks)]
 
 
 # --- How fast this machine multiplies matrices: the peak

@@ -1,10 +1,15 @@
-"""``bench train``, ``layers``, ``strategies`` and ``oversubscribed``: how fast training steps are."""
+"""``bench train`` and ``bench layers``: how fast training steps are.
+
+This module is also the worker: its ``argv[1]`` is a JSON object, ``options`` of ``train`` as on its command line, and
+the numbers of steps to ``warm`` up and to ``time``. Rank 0 prints a JSON object.
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
+import resource
+import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from statistics import median
@@ -14,37 +19,30 @@ import click
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from spmd_engine.cli.bench.measuring import (
-    as_arguments,
-    measure,
-    output_option,
-    ranks_option,
-    report,
-    rounds_option,
-    sgemm_peak,
-    spread,
-    steps_option,
-)
+from spmd_engine.arrays.fused import kernels_for
+from spmd_engine.cli.bench.measuring import count_option, measure, output_option, report, sgemm_peak, spread
+from spmd_engine.cli.options import open_mesh
+from spmd_engine.cli.train import job_of
+from spmd_engine.cli.train import train as train_command
 from spmd_engine.comm.communicators.threads import solo
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.shared_memory.cores import cores_here
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.training.trace import Trace
-from spmd_engine.training.workload import make_trainer, open_workload
+from spmd_engine.training.workload import Workload, make_trainer, open_workload
 
 
 @click.command(
     short_help="Tokens a second, and the share of the machine's peak.",
     context_settings={"ignore_unknown_options": True},
 )
-@ranks_option(2)
-@steps_option(10)
-@rounds_option()
+@count_option("ranks", 2)
+@count_option("steps", 10)
+@count_option("rounds", 3)
 @output_option()
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def train(ranks: int, steps: int, rounds: int, output: Path | None, options: tuple[str, ...]) -> None:
-    """Time training steps; further options go to 'train'.
+    """Time training steps; further options are those of 'train'.
 
     The share of the peak counts 6 operations per token for each parameter in a product, and attention where it is not
     masked; the peak is that of this machine's own matrix products on as many cores as ranks.
@@ -56,7 +54,7 @@ def train(ranks: int, steps: int, rounds: int, output: Path | None, options: tup
     results, peaks = [], []
     for _ in range(rounds):
         peaks.append(sgemm_peak())
-        results.append(measure(ranks, "steps", {"options": list(options), "warm": 2, "time": steps}))
+        results.append(measure(ranks, "train", {"options": list(options), "warm": 2, "time": steps}))
     tokens = [result["tokens"] / median(result["seconds"]) for result in results]
     done = [result["multiplications"] / median(result["seconds"]) for result in results]
     shares = [each / (peak * ranks) for each, peak in zip(done, peaks, strict=True)]
@@ -84,15 +82,14 @@ REST = "loss, optimizer and data"
 
 
 @click.command(
-    short_help="Time of each layer's forward and backward.",
-    context_settings={"ignore_unknown_options": True},
+    short_help="Time of each layer's forward and backward.", context_settings={"ignore_unknown_options": True}
 )
-@steps_option(5)
-@rounds_option()
+@count_option("steps", 5)
+@count_option("rounds", 3)
 @output_option()
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def layers(steps: int, rounds: int, output: Path | None, options: tuple[str, ...]) -> None:
-    """Train on one core and print the milliseconds of a step by layer; further options go to 'train'.
+    """Train on one core and print the milliseconds of a step by layer; further options are those of 'train'.
 
     Layers that differ only in the number of their block are summed. The share of the peak compares their
     multiplications, three times those of a forward, with this machine's own matrix products.
@@ -100,9 +97,7 @@ def layers(steps: int, rounds: int, output: Path | None, options: tuple[str, ...
     \b
       python -m spmd_engine bench layers --model gpt-mini --batch-size 8
     """
-    from spmd_engine.cli.train import job_of, train
-
-    chosen = job_of(train.make_context("train", list(options)))
+    chosen = job_of(train_command.make_context("train", list(options)))
     found: dict[str, list[list[float]]] = defaultdict(list)  # seconds of a step by kind, a list a round
     peaks = []
     with threadpool_limits(1, "blas"), Mesh(solo()) as mesh:
@@ -119,13 +114,14 @@ def layers(steps: int, rounds: int, output: Path | None, options: tuple[str, ...
                 for _ in range(steps):
                     trainer.step()
             seconds = perf_counter() - began
-            of_round = _by_layer(json.loads(trace.json())["traceEvents"])
+            of_round = _by_layer(json.loads(trace.json() or "{}")["traceEvents"])
             of_round[REST] = [seconds - sum(map(sum, of_round.values())), 0.0, 0.0]
             for name, parts in of_round.items():
                 found[name].append([part / steps for part in parts])
-    model, costs = workload.engine.model, Counter()
+    model, costs = workload.engine.model, dict[str, float]()
     for name, layer in model.layers:
-        costs[_without_number(name)] += 3 * 2 * tokens * layer.cost(model.context)
+        own = _without_number(name)
+        costs[own] = costs.get(own, 0.0) + 3 * 2 * tokens * layer.cost(model.context)
     numbers = Counter(_without_number(name) for name, _ in model.layers)
     whole = [sum(sum(of_round[i]) for of_round in found.values()) for i in range(rounds)]
     rows = [_row(name, numbers[name], of_name, costs[name], whole, peaks) for name, of_name in found.items()]
@@ -164,115 +160,66 @@ def _share(cost: float, seconds: list[float], peaks: list[float]) -> str:
     return f"{median(cost / s / peak for s, peak in zip(seconds, peaks, strict=True)):.0%}"
 
 
-# --- ``bench strategies``: bytes, calls, memory and time of each strategy, on the same ranks and the same batch
+# --- The worker: times training steps as ``train`` makes them
 
 
-_TEXT = argparse.__file__  # something small to learn: the memory of the usual data would hide that of a strategy
+def main() -> None:
+    """Build, warm up, time."""
+    config = json.loads(sys.argv[1])
+    job = job_of(train_command.make_context("train", config["options"]))
+    steps = config["time"]
+    with open_mesh(job) as mesh:
+        mesh.barrier()
+        before = held_bytes()
+        workload = open_workload(job, mesh)
+        trainer = make_trainer(workload)
+        for _ in range(config["warm"]):
+            trainer.step()
+        mesh.ledger.clear()
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        seconds, tokens = [], 0
+        for _ in range(steps):
+            mesh.barrier()
+            began = perf_counter()
+            tokens = trainer.step().tokens
+            mesh.barrier()
+            seconds.append(perf_counter() - began)
+        faults = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults) / steps
+        total = mesh.ledger.total()
+        facts = [total.sent, total.calls, total.seconds, faults, held_bytes() - before]
+        by_rank = mesh.all_gather(np.array([facts], np.float64))
+    if mesh.rank == 0:
+        result = {
+            "seconds": seconds,
+            "tokens": tokens,
+            "multiplications": tokens * multiplications(workload),
+            "bytes_sent": by_rank[:, 0].sum() / steps,  # by all ranks, a step
+            "calls": by_rank[:, 1].max() / steps,  # of one rank, a step
+            "waiting": by_rank[:, 2].mean() / steps,  # seconds of a rank in collectives, a step
+            "page_faults": by_rank[:, 3].max(),
+            "memory": by_rank[:, 4].max(),  # bytes of one rank
+            "compiled": kernels_for(next(iter(workload.engine.owned.values()))) is not None,
+        }
+        print(json.dumps(result))
 
-#: Options of ``train`` by the number of ranks that they are for.
-STRATEGIES = {
-    8: {
-        "data": {"mesh": "data=8"},
-        "ZeRO-1": {"mesh": "data=8", "zero": 1},
-        "ZeRO-2": {"mesh": "data=8", "zero": 2},
-        "ZeRO-3": {"mesh": "data=8", "zero": 3},
-        "hybrid sharded": {"mesh": "replicate=2,shard=4"},
-        "data x tensor": {"mesh": "data=4,model=2"},
-        "data x tensor, sequence parallel": {"mesh": "data=4,model=2", "sequence_parallel": True},
-        "context, ring": {"mesh": "data=2,context=4", "context_method": "ring"},
-        "context, Ulysses": {"mesh": "data=2,context=4", "context_method": "ulysses"},
-        "pipeline, 1F1B": {"mesh": "pipe=4,data=2", "micro_batches": 4},
-        "pipeline, interleaved": {"mesh": "pipe=4,data=2", "micro_batches": 4, "schedule": "interleaved"},
-        "pipeline, zero-bubble": {"mesh": "pipe=4,data=2", "micro_batches": 4, "schedule": "zero-bubble"},
-        "pipe x data x tensor, ZeRO-1": {"mesh": "pipe=2,data=2,model=2", "micro_batches": 4, "zero": 1},
-        "pipe x context x tensor, ZeRO-3, recompute": {
-            "mesh": "pipe=2,context=2,model=2",
-            "micro_batches": 4,
-            "zero": 3,
-            "recompute": "block",
-        },
-    },
-    2: {
-        "data": {"mesh": "data=2"},
-        "ZeRO-1": {"mesh": "data=2", "zero": 1},
-        "ZeRO-2": {"mesh": "data=2", "zero": 2},
-        "ZeRO-3": {"mesh": "data=2", "zero": 3},
-        "tensor": {"mesh": "model=2"},
-        "tensor, sequence parallel": {"mesh": "model=2", "sequence_parallel": True},
-        "context, ring": {"mesh": "context=2", "context_method": "ring"},
-        "context, Ulysses": {"mesh": "context=2", "context_method": "ulysses"},
-        "pipeline, 1F1B": {"mesh": "pipe=2", "micro_batches": 8, "stages": "cost"},
-        "pipeline, interleaved": {"mesh": "pipe=2", "micro_batches": 8, "schedule": "interleaved"},
-        "pipeline, zero-bubble": {"mesh": "pipe=2", "micro_batches": 8, "schedule": "zero-bubble", "stages": "cost"},
-    },
-}
+
+def multiplications(workload: Workload) -> float:
+    """Multiplications and additions of a training step for each token: three times those of a forward."""
+    if not isinstance(workload.engine, LayeredEngine):
+        return 0.0
+    model = workload.engine.model
+    return 3 * 2 * sum(layer.cost(model.context) for _, layer in model.layers)
 
 
-@click.command(short_help="Bytes, calls, memory and time of each strategy.")
-@click.option("--model", default="gpt-nano", show_default=True)
-@click.option("--ranks", type=click.Choice(["2", "8"]), default="8", show_default=True)
-@click.option("--batch-size", type=click.IntRange(min=8), default=32, show_default=True)
-@steps_option(5)
-@rounds_option()
-@click.option("--only", metavar="TEXT", help="Strategies whose names contain this; the first is always run.")
-@output_option()
-def strategies(
-    model: str, ranks: str, batch_size: int, steps: int, rounds: int, only: str | None, output: Path | None
-) -> None:
-    """Train some steps by every strategy in turn and compare them with plain data parallel.
+def held_bytes() -> int:
+    """This process's memory in bytes, without mapped files; a page that several ranks share counts by its part (PSS).
 
-    Bytes are sent by all ranks together in a step, calls are those of one rank. Memory is what one rank holds at the
-    end in addition to what it held before the engine was made (PSS); freed memory is kept, so this is a peak.
+    Freed memory is kept, so this is a peak. The part of a mapped library depends on how many unrelated processes use it
+    at the moment.
     """
-    chosen = dict(STRATEGIES[int(ranks)])
-    first = next(iter(chosen))
-    chosen = {name: options for name, options in chosen.items() if not only or only in name or name == first}
-    results: dict[str, list[dict]] = {name: [] for name in chosen}
-    for _ in range(rounds):
-        for name, options in chosen.items():
-            arguments = as_arguments({"model": model, "batch_size": batch_size, "data": _TEXT, **options})
-            results[name].append(measure(int(ranks), "steps", {"options": arguments, "warm": 2, "time": steps}))
-    rows = []
-    times = {name: [median(result["seconds"]) for result in of_name] for name, of_name in results.items()}
-    for name, of_name in results.items():
-        last = of_name[-1]
-        ratios = [ours / base for ours, base in zip(times[name], times[first], strict=True)]
-        rows.append(
-            (
-                name,
-                f"{last['bytes_sent'] / 1e6:,.1f} MB",
-                f"{last['calls']:,.0f}",
-                f"{median(result['memory'] for result in of_name) / 1e6:,.0f} MB",
-                spread(times[name], 1e3, " ms"),
-                f"{median(ratios):.2f}",
-            )
-        )
-    columns = ("strategy", "sent a step", "calls", "memory a rank", "step", f"times {first}")
-    report(columns, rows, results, output)
+    fields = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    return 1024 * sum(int(fields.get(name, 0)) for name in ("Pss_Anon:", "Pss_Shmem:"))
 
 
-# --- ``bench oversubscribed``: what it costs to run more ranks than there are cores
-
-
-@click.command(
-    short_help="More ranks than cores against as many as cores.",
-    context_settings={"ignore_unknown_options": True},
-)
-@ranks_option(8, least=2)
-@steps_option(12)
-@rounds_option()
-@output_option()
-@click.argument("options", nargs=-1, type=click.UNPROCESSED)
-def oversubscribed(ranks: int, steps: int, rounds: int, output: Path | None, options: tuple[str, ...]) -> None:
-    """Compare tokens a second on one rank a core with more ranks than cores; further options go to 'train'."""
-    cores = max(1, int(cores_here()))
-    arguments = {"options": ["--batch-size", "32", *options], "warm": 3, "time": steps}
-    speeds: dict[int, list[float]] = {cores: [], ranks: []}
-    for _ in range(rounds):
-        for number, values in speeds.items():
-            result = measure(number, "steps", arguments)
-            values.append(result["tokens"] / median(result["seconds"]))
-    ratios = [many / few for few, many in zip(*speeds.values(), strict=True)]
-    rows = [(f"{number} ranks, targets a second", spread(values)) for number, values in speeds.items()]
-    rows.append(("ratio", spread(ratios)))
-    report((f"on {cores} cores", "median (range)"), rows, speeds, output)
+if __name__ == "__main__":
+    main()

@@ -13,12 +13,12 @@ import click
 import numpy as np
 
 from spmd_engine.cli.options import Quantity, options_of, values_given
-from spmd_engine.cli.output_file import check_ending, output_file
 from spmd_engine.cli.plan.compare import compare_run
 from spmd_engine.cli.plan.page import print_comparison, print_fixed, print_plan
-from spmd_engine.cli.planned_job import LORA, unplanned
+from spmd_engine.cli.train import LORA, unplanned
 from spmd_engine.engine.state.assignment import parse_division
 from spmd_engine.errors import UsageError
+from spmd_engine.files import check_ending, output_file
 from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.models.names import IMAGES
 from spmd_engine.planning.machine.files import default_machine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import click
 from rich.console import Console
@@ -15,7 +16,7 @@ from spmd_engine.planning.plan_result import PlanResult
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.plan_evaluation import PlanEvaluation
 from spmd_engine.planning.search.search import Constraints, thinned
-from spmd_engine.planning.search.search_space import across_nodes
+from spmd_engine.planning.search.search_space import Candidate, across_nodes
 from spmd_engine.planning.simulator.check_prediction import PARTS, TraceComparison
 from spmd_engine.planning.simulator.simulation import COMMUNICATION
 from spmd_engine.units import readable_bytes, readable_seconds
@@ -44,7 +45,7 @@ def print_plan(result: PlanResult) -> None:
         return
     console.print(f"plan: {result.plan.candidate}")
     console.print(f"  {command_of(result)}")
-    _print_nodes(console, result)
+    _print_nodes(console, result.plan.candidate, request.machine.nodes[0].ranks)
     if result.evaluation is not None:
         _print_evaluation(console, result.evaluation, result.request.batch_sizes[0])
     else:
@@ -73,9 +74,8 @@ def print_plan(result: PlanResult) -> None:
     _print_certificate(console, result)
 
 
-def _print_nodes(console: Console, result: PlanResult) -> None:
+def _print_nodes(console: Console, candidate: Candidate, node_ranks: int) -> None:
     """Print which axes stay inside a node, if there are several: ranks fill nodes in order."""
-    candidate, node_ranks = result.plan.candidate, result.request.machine.nodes[0].ranks
     if candidate.ranks > node_ranks:
         inside, across = across_nodes(candidate.mesh, node_ranks)
         shown = [
@@ -250,7 +250,7 @@ def draw_step(evaluation: PlanEvaluation) -> Picture:
     rows = list(prediction.ranks)[:MOST_ROWS]
     left = max(len(f"rank {rank}") for rank in rows) + 1
     scale = COLUMNS / prediction.seconds
-    filled: dict[int, list[Counter]] = {rank: [Counter() for _ in range(COLUMNS)] for rank in rows}
+    filled: dict[int, list[Any]] = {rank: [Counter() for _ in range(COLUMNS)] for rank in rows}
     for span in prediction.spans:
         if span.rank not in filled:
             continue

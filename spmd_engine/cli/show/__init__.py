@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import click
 
-from spmd_engine.cli.lazy import LazyGroup, modules_of
+from spmd_engine.cli import LazyGroup
 from spmd_engine.runtime.launchers import launcher_rank
 
 
 @click.group(
     cls=LazyGroup,
-    modules=modules_of(
-        __name__,
-        "sharding",
-        "schedule",
-        "memory",
-        "collective",
-        mesh="sharding",
-        experts="sharding",
-        communication="schedule",
-    ),
+    package=__name__,
+    modules={
+        **{name: "sharding" for name in ("mesh", "sharding", "experts")},
+        **{name: "schedule" for name in ("schedule", "communication")},
+        **{"memory": "memory", "collective": "collective"},
+    },
     short_help="Draw a mesh, a sharding, a schedule, communication, memory, a collective or experts.",
 )
 @click.pass_context

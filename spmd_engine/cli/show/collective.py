@@ -25,18 +25,14 @@ MOST = 12  # ranks that fit into a picture
 
 @dataclass(frozen=True)
 class Example:
-    """A collective run on small vectors: ``program(mesh, x)`` with ``x = before(rank, ranks)``."""
+    """A collective on small vectors, ``before(rank, ranks)`` on each rank."""
 
-    code: str
-    program: Callable[[Mesh, np.ndarray], np.ndarray]
     before: Callable[[int, int], list]
-    moves: bool  #: whether values are moved unchanged, so that each comes from one rank
-    notes: tuple[str, ...]
-
-
-def _ring_shift(mesh: Mesh, x: np.ndarray) -> np.ndarray:
-    mesh.send((mesh.rank + 1) % mesh.size, x)
-    return mesh.receive((mesh.rank - 1) % mesh.size)
+    use: str
+    cost: str
+    adjoint: str
+    moves: bool = True  #: whether values are moved unchanged, so that each comes from one rank
+    code: str = "y = mesh.{name}(x)"
 
 
 def _letter(rank: int) -> str:
@@ -45,70 +41,44 @@ def _letter(rank: int) -> str:
 
 EXAMPLES = {
     "all_reduce": Example(
-        "y = mesh.all_reduce(x)",
-        lambda mesh, x: mesh.all_reduce(x),
         lambda rank, ranks: [rank + 1],
-        False,
-        (
-            "The sum over ranks, on every rank: gradients in data parallel, partial products in tensor parallel.",
-            "The same as reduce_scatter, then all_gather. Each of n ranks sends 2 S (n-1)/n for S bytes of x.",
-            "Adjoint, for gradients: all_reduce.",
-        ),
+        "The sum over ranks, on every rank: gradients in data parallel, partial products in tensor parallel.",
+        "The same as reduce_scatter, then all_gather. Each of n ranks sends 2 S (n-1)/n for S bytes of x.",
+        "all_reduce",
+        moves=False,
     ),
     "all_gather": Example(
-        "y = mesh.all_gather(x)",
-        lambda mesh, x: mesh.all_gather(x),
         lambda rank, ranks: [_letter(rank)],
-        True,
-        (
-            "The shards of all ranks, joined in rank order, on every rank: parameters that are stored in shards.",
-            "Each of n ranks sends S (n-1)/n for S bytes of y.",
-            "Adjoint, for gradients: reduce_scatter.",
-        ),
+        "The shards of all ranks, joined in rank order, on every rank: parameters that are stored in shards.",
+        "Each of n ranks sends S (n-1)/n for S bytes of y.",
+        "reduce_scatter",
     ),
     "reduce_scatter": Example(
-        "y = mesh.reduce_scatter(x)",
-        lambda mesh, x: mesh.reduce_scatter(x),
         lambda rank, ranks: list(range(1, ranks + 1)),
-        False,
-        (
-            "The sum over ranks, sharded: gradients that are stored in shards.",
-            "Each of n ranks sends S (n-1)/n for S bytes of x.",
-            "Adjoint, for gradients: all_gather.",
-        ),
+        "The sum over ranks, sharded: gradients that are stored in shards.",
+        "Each of n ranks sends S (n-1)/n for S bytes of x.",
+        "all_gather",
+        moves=False,
     ),
     "all_to_all": Example(
-        "y = mesh.all_to_all(x)",
-        lambda mesh, x: mesh.all_to_all(x),
         lambda rank, ranks: [f"{_letter(rank)}{part}" for part in range(ranks)],
-        True,
-        (
-            "Part r of each rank's x goes to rank r: tokens to their experts, a shard of another dim.",
-            "Each of n ranks sends S (n-1)/n for S bytes of x.",
-            "Adjoint, for gradients: all_to_all.",
-        ),
+        "Part r of each rank's x goes to rank r: tokens to their experts, a shard of another dim.",
+        "Each of n ranks sends S (n-1)/n for S bytes of x.",
+        "all_to_all",
     ),
     "broadcast": Example(
-        "y = mesh.broadcast(x, root=0)",
-        lambda mesh, x: mesh.broadcast(x, root=0),
         lambda rank, ranks: ["A" if rank == 0 else ""],
-        True,
-        (
-            "The root's x on every rank; the others' x is ignored: tokens that rank 0 has read.",
-            "The root scatters parts, then all gather them: it sends 2 S (n-1)/n, others S (n-2)/n.",
-            "Adjoint, for gradients: the sum over ranks, on the root.",
-        ),
+        "The root's x on every rank; the others' x is ignored: tokens that rank 0 has read.",
+        "The root scatters parts, then all gather them: it sends 2 S (n-1)/n, others S (n-2)/n.",
+        "the sum over ranks, on the root",
+        code="y = mesh.broadcast(x, root=0)",
     ),
     "send_receive": Example(
-        "mesh.send(next, x); y = mesh.receive(previous)",
-        _ring_shift,
         lambda rank, ranks: [_letter(rank)],
-        True,
-        (
-            "Each rank sends to the next, the last to the first: keys in ring attention; stages of a pipeline.",
-            "Each rank sends S bytes, all of x.",
-            "Adjoint, for gradients: the shift in the other direction.",
-        ),
+        "Each rank sends to the next, the last to the first: keys in ring attention; stages of a pipeline.",
+        "Each rank sends S bytes, all of x.",
+        "the shift in the other direction",
+        code="mesh.send(next, x); y = mesh.receive(previous)",
     ),
 }
 
@@ -140,15 +110,18 @@ def collective(name: str, ranks: int, mesh: str | None, nodes: int, output: Path
 
 def run_example(name: str, ranks: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Each rank's vector before a collective, and after it."""
-    example = EXAMPLES[name]
-    before = [np.array(example.before(rank, ranks)) for rank in range(ranks)]
-    return before, _run(example, before)
+    before = [np.array(EXAMPLES[name].before(rank, ranks)) for rank in range(ranks)]
+    return before, _run(name, before)
 
 
-def _run(example: Example, before: list[np.ndarray]) -> list[np.ndarray]:
+def _run(name: str, before: list[np.ndarray]) -> list[np.ndarray]:
     def program() -> np.ndarray:
         with Mesh() as mesh:
-            return example.program(mesh, before[mesh.rank])
+            x = before[mesh.rank]
+            if name != "send_receive":
+                return getattr(mesh, name)(x)
+            mesh.send((mesh.rank + 1) % mesh.size, x)
+            return mesh.receive((mesh.rank - 1) % mesh.size)
 
     return run_threads(program, len(before))
 
@@ -158,7 +131,7 @@ def draw_collective(name: str, ranks: int) -> Picture:
     example = EXAMPLES[name]
     before, after = run_example(name, ranks)
     owners = [np.full(len(x), rank) for rank, x in enumerate(before)]
-    came_from = _run(example, owners) if example.moves else [np.full(len(y), -1) for y in after]
+    came_from = _run(name, owners) if example.moves else [np.full(len(y), -1) for y in after]
     width = max(len(str(value)) for vector in (*before, *after) for value in vector) + 3
     longest = max(len(vector) for vector in (*before, *after))
     column = max(longest * width, len(f"rank {ranks}")) + 3
@@ -169,8 +142,9 @@ def draw_collective(name: str, ranks: int) -> Picture:
         cells.append(text(x + 1, 0, f"rank {rank}"))
         cells += _vector(x, 1, width, before[rank], owners[rank])
         cells += _vector(x, 7, width, after[rank], came_from[rank])
-    cells += [text(0, 2, "before"), text(left + 1, 5, example.code), text(0, 8, "after")]
-    return Picture(f"{name} on {ranks} ranks", cells, notes=example.notes, fold=(left, column))
+    cells += [text(0, 2, "before"), text(left + 1, 5, example.code.format(name=name)), text(0, 8, "after")]
+    notes = [example.use, example.cost, f"Adjoint, for gradients: {example.adjoint}."]
+    return Picture(f"{name} on {ranks} ranks", cells, notes=notes, fold=(left, column))
 
 
 def _vector(x: int, y: int, width: int, values: np.ndarray, owners: np.ndarray) -> list[Cell]:

@@ -1,4 +1,4 @@
-"""``show memory``: bytes on each rank, by what they are for, under the stages of ZeRO."""
+"""``show memory``: bytes on each rank by kind, under the stages of ZeRO."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _together(held: Held) -> int:
 
 
 def _by_holding(ranks: Sequence[Held]) -> list[tuple[str, Held]]:
-    """Ranks that hold the same, together, in the order of the first of each."""
+    """Ranks that hold the same, grouped, in the order of the first of each group."""
     alike: dict[Held, list[int]] = defaultdict(list)
     for rank, held in enumerate(ranks):
         alike[held].append(rank)
@@ -125,16 +125,14 @@ def _numbers(bars: Sequence[tuple[str, Held]]) -> list[Cell]:
     return table(rows, "lrrrrr")
 
 
-# --- What each rank would hold of a model's parameters, gradients and optimizer state, by the engine's own assignment,
-#
-# and how much of it a step makes whole for a while, by its analysis.
+# --- Bytes of each rank by the engine's own assignment, and of its unsharded groups by the analysis of a step
 
 
 CLASSES = ("parameters", "gradients", "optimizer state", "largest groups")
 FROZEN = "frozen weights"  #: one more class, of models with adapters
-#: What the analysis of a step calls the groups that are whole for a while, though stored in parts.
+#: Kinds of memory of unsharded groups in the analysis of a step.
 _WHOLE = ("gathered groups", "whole gradients")
-_Parts = tuple[tuple[str, ...], list[int]]  # of a group: the axes that cut what is stored of it, and each part's size
+_Parts = tuple[tuple[str, ...], list[int]]  # of a group: the axes that shard its storage, and the size of each part
 
 
 def bytes_per_rank(
@@ -146,12 +144,12 @@ def bytes_per_rank(
     optimizer: Optimizer | None = None,
     cache: PassCache | None = None,
 ) -> list[tuple[tuple[str, int], ...]]:
-    """Pairs of a class (of CLASSES, and FROZEN where there are some) and bytes, for every rank of a mesh with these
+    """Pairs of a class (of CLASSES, and FROZEN if there are any) and bytes, for every rank of a mesh with these
     axes, in order.
 
-    ``optimizer`` by default is AdamW. "largest groups" is what is whole only for a while of what is stored in parts,
-    at the worst moment of a step. Activations are not counted. A ``cache`` makes the next call for the same model and
-    axes quick. Raises UsageError for what makes no sense there, as too few layers for the stages.
+    ``optimizer`` by default is AdamW. "largest groups" are the parameter groups that are unsharded at the worst
+    moment of a step. Activations are not counted. A ``cache`` speeds up the next call for the same model and axes.
+    Raises UsageError for an impossible composition, such as fewer layers than stages.
     """
     optimizer = optimizer or AdamW()
     places = all_positions(dict(axes))
@@ -173,7 +171,7 @@ def bytes_per_rank(
             shares[where] = _share(model, place, layout, itemsize, composition)
         share = shares[where]
         owned, of_frozen = (
-            sum(parts[place.index(cut)] for cut, parts in groups) for groups in (share.owned, share.frozen)
+            sum(parts[place.index(axes)] for axes, parts in groups) for groups in (share.owned, share.frozen)
         )
         held = (
             (owned if zero >= 3 else share.whole) * itemsize,
@@ -181,14 +179,14 @@ def bytes_per_rank(
             len(optimizer.kinds) * (owned if zero >= 1 else share.whole) * itemsize,
             passing,
         )
-        beside = ((FROZEN, (share.frozen_whole + of_frozen) * itemsize),) if frozen else ()
-        ranks.append((*zip(CLASSES, held, strict=True), *beside))
+        of_frozen_weights = ((FROZEN, (share.frozen_whole + of_frozen) * itemsize),) if frozen else ()
+        ranks.append((*zip(CLASSES, held, strict=True), *of_frozen_weights))
     return ranks
 
 
 @dataclass(frozen=True)
 class _Share:
-    """What the ranks of a stage that hold the same blocks have, in elements."""
+    """Elements on the ranks of a stage that hold the same blocks."""
 
     whole: int  #: of all parameters
     owned: list[_Parts]  #: of each group of parameters
@@ -200,9 +198,12 @@ def _share(model: Model, place: MeshPosition, layout: Layout, itemsize: int, com
     assignment = composed_assignment(model, place, layout, itemsize, composition)
 
     def parts_of(groups: Sequence[ParameterGroup]) -> list[_Parts]:
-        cut = [(group, group.summed.cut) for group in groups]
-        sizes = ([each.stop - each.start for each in group.intervals(place.axis_size(over))] for group, over in cut)
-        return [(over, parts) for (_, over), parts in zip(cut, sizes, strict=True)]
+        over = [group.summed.cut for group in groups]
+        sizes = [place.axis_size(axes) for axes in over]
+        return [
+            (axes, [part.stop - part.start for part in group.intervals(size)])
+            for group, axes, size in zip(groups, over, sizes, strict=True)
+        ]
 
     in_parts = {name for group in assignment.frozen for name in group.spans}
     whole = 0
@@ -219,14 +220,16 @@ def _share(model: Model, place: MeshPosition, layout: Layout, itemsize: int, com
 def _whole_for_a_while(
     model: Model, axes: Mapping[str, int], composition: ParallelConfig, dtype: str, cache: PassCache | None
 ) -> list[int]:
-    """The most bytes of groups that are whole at a time in a step though stored in parts, on each rank.
+    """The most bytes of unsharded groups at one time in a step, on each rank.
 
-    Groups are the same for any batch: this one has a sample for each rank in each micro-batch, and a micro-batch for
+    They do not depend on the batch: this one has a sample for each rank in each micro-batch, and a micro-batch for
     each stage.
     """
     micro_batches = axes.get(PIPE, 1)
-    sizes = {"batch_size": micro_batches * prod(axes.values()), "micro_batches": micro_batches}
-    analysis = analyze(model, axes, composition, dtype=dtype, cache=cache, **sizes)
+    batch_size = micro_batches * prod(axes.values())
+    analysis = analyze(
+        model, axes, composition, batch_size=batch_size, micro_batches=micro_batches, dtype=dtype, cache=cache
+    )
     ranks = [0] * analysis.ranks
     for alike in analysis:
         most = max(sum(moment.bytes_by_kind.get(kind, 0) for kind in _WHOLE) for moment in alike.step.timeline)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from io import BytesIO
 from itertools import accumulate, groupby
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from spmd_engine.cli.output_file import output_file
 from spmd_engine.errors import UsageError
+from spmd_engine.files import output_file
 
 #: Colours that colour-blind people tell apart (Okabe and Ito, 2008); labels say the same in words.
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
@@ -59,7 +60,7 @@ class Cell:
 class Picture:
     """A title, the drawing, and below it a table and notes.
 
-    ``fold`` (columns of a heading, columns of a unit) lets a wide drawing, as text, go on below under the same
+    ``fold`` (columns of a heading, columns of a unit) lets a wide drawing, as text, continue below under the same
     heading, broken between units.
     """
 
@@ -70,7 +71,7 @@ class Picture:
     fold: tuple[int, int] | None = None
 
     def placed(self) -> list[Cell]:
-        """All there is as cells, one below the other."""
+        """All parts as cells, one below the other."""
         notes = [text(0, line, note) for line, note in enumerate(self.notes)]
         cells, line = [], 0
         for part in ([text(0, 0, self.title)], self.drawing, self.table, notes):
@@ -108,7 +109,7 @@ def grid(
     labels: Sequence[Sequence[str]],
     fills: Sequence[Sequence[str | None]],
 ) -> list[Cell]:
-    """Outlined cells in rows and columns, named on the left and above. What is too wide goes on below."""
+    """Outlined cells in rows and columns, named on the left and above. Columns that do not fit continue below."""
     left = max(map(len, row_names)) + 1 if any(row_names) else 0
     top = 1 if any(column_names) else 0
     lines = [line for row in labels for label in row for line in label.split("\n")]
@@ -131,7 +132,7 @@ def grid(
 
 
 def ink(fill: str) -> str:
-    """Black or white, whichever is easier to read on ``fill`` (contrast as WCAG 2.2 defines it)."""
+    """Black or white: the one with the higher contrast on ``fill`` (WCAG 2.2)."""
     red, green, blue = (_linear(channel / 255) for channel in rgb(fill))
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     return "#000000" if (luminance + 0.05) / 0.05 >= 1.05 / (luminance + 0.05) else "#FFFFFF"
@@ -252,7 +253,7 @@ def _outline(directions: list[list[int]], cell: Cell) -> None:
 
 
 def _write(canvas: list[Row], cell: Cell) -> None:
-    """A label in the middle of its cell's lines; what does not fit is cut off."""
+    """A label in the middle of its cell's lines, truncated to its columns."""
     if not cell.label:
         return
     labels = cell.label.split("\n")
@@ -280,7 +281,7 @@ def _folded(canvas: list[Row], fold: tuple[int, int] | None, widest: int) -> Ite
             yield row[:head] + row[start : start + step]
 
 
-# --- A picture as SVG, by our own few lines, or as PNG, by Pillow
+# --- A picture as SVG, or as PNG by Pillow
 
 
 COLUMN, LINE, FONT, MARGIN = 8, 18, 13, 12  # pixels: a column's width, a line's height, letters, all around
@@ -288,21 +289,17 @@ BORDER, BETWEEN, PAPER = "#333333", "#FFFFFF", "#FFFFFF"
 
 
 def write_image(picture: Picture, path: Path) -> None:
-    """Write it as the ending of ``path`` says; raises UsageError for an ending that is neither .svg nor .png."""
-    writers = {".svg": write_svg, ".png": write_png}
+    """Write it in the format of the ending of ``path``; raises UsageError unless that is .svg or .png."""
+    writers = {".svg": svg, ".png": png}
     if path.suffix.lower() not in writers:
         raise UsageError(f"--output {path}: write a picture as .svg or .png")
-    writers[path.suffix.lower()](picture, path)
-
-
-def write_svg(picture: Picture, path: Path) -> None:
-    """A ``rect`` for each cell that is not plain text, a ``text`` for each line of a label."""
+    content = writers[path.suffix.lower()](picture)
     with output_file(path) as file:
-        file.write(svg(picture).encode())
+        file.write(content)
 
 
-def svg(picture: Picture) -> str:
-    """The picture as a document of its own."""
+def svg(picture: Picture) -> bytes:
+    """The picture as an SVG document: a ``rect`` for each cell with a border or fill, a ``text`` for each label."""
     width, height = _pixels(picture)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
@@ -324,19 +321,20 @@ def svg(picture: Picture) -> str:
                 f'<text x="{x}" y="{y}" text-anchor="{anchor}" dominant-baseline="central" fill="{colour}">'
                 f"{escape(label, quote=False)}</text>"
             )
-    return "\n".join([*parts, "</svg>\n"])
+    return "\n".join([*parts, "</svg>\n"]).encode()
 
 
-def write_png(picture: Picture, path: Path) -> None:
-    """Drawn at twice the size, for the screens of today. Needs Pillow; raises UsageError where it is missing."""
+def png(picture: Picture) -> bytes:
+    """The picture as PNG, at twice the size. Raises UsageError if Pillow is missing."""
     try:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError as error:
         raise UsageError(
-            f"--output {path}: PNG needs Pillow. Install it with: pip install 'spmd_engine[png]', or write .svg"
+            "--output: PNG needs Pillow. Install it with: pip install 'spmd_engine[png]', or write .svg"
         ) from error
     scale = 2
-    image = Image.new("RGB", tuple(scale * side for side in _pixels(picture)), PAPER)
+    width, height = _pixels(picture)
+    image = Image.new("RGB", (scale * width, scale * height), PAPER)
     draw = ImageDraw.Draw(image)
     font = ImageFont.load_default(scale * FONT)
     for cell in picture.placed():
@@ -348,8 +346,9 @@ def write_png(picture: Picture, path: Path) -> None:
             anchor = {"left": "lm", "center": "mm", "right": "rm"}[cell.align]
             colour = ink(cell.fill) if cell.fill else BORDER
             draw.text((scale * x, scale * y), label, fill=colour, font=font, anchor=anchor)
-    with output_file(path) as file:
-        image.save(file, "PNG")
+    content = BytesIO()
+    image.save(content, "PNG")
+    return content.getvalue()
 
 
 def _pixels(picture: Picture) -> tuple[int, int]:

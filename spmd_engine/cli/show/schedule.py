@@ -127,7 +127,7 @@ def _slot(x: int, y: int, width: int, label: str, fill: str) -> Cell:
 
 def _stages(slots: Sequence[Slot]) -> list[tuple[str, ...]]:
     """A line a stage, under headings."""
-    rows = [("", "busy", "idle", "idle inside", "activations held")]
+    rows: list[tuple[str, ...]] = [("", "busy", "idle", "idle inside", "activations held")]
     whole = makespan(slots)
     for stage, (inside, peak) in enumerate(zip(idle_inside(slots), peak_activations(slots), strict=True)):
         busy = sum(slot.end - slot.start for slot in slots if slot.stage == stage)
@@ -190,13 +190,15 @@ def communication(job: TrainConfig, rank: int, output: Path | None) -> None:
     if job.data.micro_batches > MOST_PARTS:
         raise UsageError(f"--micro-batches {job.data.micro_batches}: at most {MOST_PARTS} can be drawn")
     model, composition = model_on(axes, job)
-    sizes = {"batch_size": job.data.batch_size, "micro_batches": job.data.micro_batches}
-    analysis = analyze(model, axes, composition, dtype=job.model.dtype, **sizes)
+    data, dtype = job.data, job.model.dtype
+    analysis = analyze(
+        model, axes, composition, batch_size=data.batch_size, micro_batches=data.micro_batches, dtype=dtype
+    )
     title = f"{job.model.name}, mesh {mesh[0]}: a step of rank {rank}"
     present(draw_communication(analysis.of_rank(rank), title, analysis.approximate), output)
 
 
-def draw_communication(step: RankStep, title: str, assumed: tuple[str, ...] = ()) -> Picture:
+def draw_communication(step: RankStep, title: str, assumed: Sequence[str] = ()) -> Picture:
     """Columns are computations, numbered from 0; the table below names those where a transfer begins and ends."""
     if len(step.communications) > MOST_TRANSFERS:
         count = len(step.communications)

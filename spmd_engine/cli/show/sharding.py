@@ -49,7 +49,7 @@ MOST_RANKS = 1024  # ranks
 def mesh(axes: str, output: Path | None) -> None:
     """Draw the ranks of a mesh by their coordinates, and list the groups along each axis.
 
-    The last axis varies fastest, so that its ranks, which talk most, are neighbours, on one node where they fit.
+    The last axis varies fastest, so that its ranks, which communicate most, are neighbours, on one node where they fit.
     A collective over an axis joins the ranks that differ along that axis alone. Ranks of one group of the last
     axis have one colour.
 
@@ -137,13 +137,13 @@ def sharding(spec: str | None, shape: str | None, param: str | None, job: TrainC
         if spec or shape:
             raise UsageError("show sharding: give either SHARDING and --shape, or --param and --model")
         name = f"{job.model.name} {param} "
-        cut, sizes, places = parameter_sharding(job, param, places)
+        parsed, sizes, places = parameter_sharding(job, param, places)
     elif spec is None or shape is None:
         raise UsageError('show sharding: give SHARDING and --shape, as in: show sharding "b/data d" --shape 8,6')
     else:
         name = ""
-        cut, sizes = with_shares(Spec.parse(spec), job.composition.shares, places[0]), parse_shape(shape)
-    present(draw_sharding(cut, sizes, places, name), output)
+        parsed, sizes = with_shares(Spec.parse(spec), job.composition.shares, places[0]), parse_shape(shape)
+    present(draw_sharding(parsed, sizes, places, name), output)
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -185,7 +185,8 @@ def draw_sharding(spec: Spec, shape: Sequence[int], places: Sequence[MeshPositio
     blocks = [spec.block(shape, place) for place in places]
     if (count := mesh.axis_size(spec.axes)) > MOST_BLOCKS:
         raise UsageError(f'sharding "{spec}" on mesh {mesh} has {count} blocks; at most {MOST_BLOCKS} can be drawn')
-    down, across, *others = _drawn([dim for dim, (_, axes) in enumerate(spec) if axes], len(shape))
+    sharded = [dim for dim, (_, axes) in enumerate(spec) if axes]
+    (down, across), others = _drawn(sharded, len(shape)), sharded[2:]
     ranks: dict[tuple[int, int], list[int]] = defaultdict(list)
     first: dict[tuple[int, int], tuple[slice, ...]] = {}
     for place, block in zip(places, blocks, strict=True):
@@ -220,11 +221,11 @@ def _rank(place: MeshPosition) -> int:
     return place.index(place.axes)
 
 
-def _drawn(cut: Sequence[int], dims: int) -> tuple[int | None, ...]:
-    """The dim drawn from top to bottom, the one from left to right, and others that are split but not drawn."""
-    if len(cut) == 1:  # the last dim from left to right, like a vector and the columns of a matrix
-        return (None, cut[0]) if cut[0] == dims - 1 else (cut[0], None)
-    return tuple(cut) if cut else (None, None)
+def _drawn(sharded: Sequence[int], dims: int) -> tuple[int | None, int | None]:
+    """The sharded dim drawn from top to bottom, and the one drawn from left to right."""
+    if len(sharded) == 1:  # the last dim from left to right, like a vector and the columns of a matrix
+        return (None, sharded[0]) if sharded[0] == dims - 1 else (sharded[0], None)
+    return (sharded[0], sharded[1]) if sharded else (None, None)
 
 
 def _part(spec: Spec, dim: int | None, place: MeshPosition) -> int:

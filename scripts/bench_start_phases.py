@@ -1,4 +1,4 @@
-"""The worker of ``bench start``: what a rank does until its first step is saved, and the CPU time of each part."""
+"""The worker of ``bench_start.py``: what a rank does until its first step is saved, and the CPU time of each part."""
 
 from __future__ import annotations
 

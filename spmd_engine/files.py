@@ -1,8 +1,10 @@
-"""Files that commands write to the path of an option, whole or not at all."""
+"""Files that this program writes: only regular ones, and those of a command's option whole or not at all."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +19,28 @@ KNOWN = {
 }
 
 
+def open_regular(path: str | os.PathLike, flags: int, mode: int = 0o666) -> int:
+    """As ``os.open``, but only for regular files: no link redirects the write, and no pipe blocks this process.
+
+    Raises UsageError for links, pipes, folders and devices; OSError for other errors.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR):
+            raise
+    else:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+    raise UsageError(f"{os.fspath(path)} is no file: move it away; a link, a pipe or a folder is not written to")
+
+
 def check_ending(what: str, path: str | Path, *endings: str) -> None:
-    """Raise UsageError if a name has the ending of another format than the one that is written, which has these
-    ``endings``; a folder has none."""
+    """Raise UsageError if the name has the ending of another format than the one that is written.
+
+    ``endings`` are those of the format that is written; a folder has none.
+    """
     ending = Path(path).suffix.lower()
     if ending in KNOWN and ending not in endings:
         written = f"a {endings[0]} file" if endings else "a folder"
@@ -38,13 +59,13 @@ def output_file(path: str | Path, option: str = "--output") -> Iterator[BinaryIO
             with path.open("wb") as file:
                 yield file
             return
-        target = path.resolve()  # through links, which stay
-        fresh = target.with_name(f".{target.name}.{os.urandom(16).hex()}")  # a new name, at which there is no link
+        target = path.resolve()  # links stay
+        temporary = target.with_name(f".{target.name}.{os.urandom(16).hex()}")  # no link can be waiting at this name
         try:
-            with fresh.open("xb") as file:
+            with temporary.open("xb") as file:
                 yield file
-            fresh.replace(target)
+            temporary.replace(target)
         finally:
-            fresh.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"{option} {path}: cannot be written ({error.strerror or error})") from error

@@ -1,4 +1,7 @@
-"""``bench start``: from the launcher to the end of a run of one step, and the start of Python and MPI alone."""
+"""From the launcher to the end of a run of one step, and the start of Python and MPI alone.
+
+python scripts/bench_start.py --ranks 8
+"""
 
 from __future__ import annotations
 
@@ -15,24 +18,22 @@ import click
 
 from spmd_engine.cli.bench.measuring import (
     as_arguments,
-    launch,
+    count_option,
     mpiexec,
     output_option,
-    ranks_option,
     report,
-    rounds_option,
     spread,
     start_ranks,
 )
 
 IMPORTS = "import numpy, spmd_engine, mpi4py.MPI"
-WORKER = ["-P", str(Path(__file__).with_name("phases.py")), "{}"]  # not -m, which imports what is measured
+WORKER = ["-P", str(Path(__file__).with_name("bench_start_phases.py")), "{}"]  # not -m, which imports what is measured
 ONE_STEP = {"steps": 1, "eval_every": 0, "eval_samples": 1, "sample": 0}
 
 
-@click.command(short_help="Seconds from the launch of ranks to the end of a run of one step.")
-@ranks_option(8)
-@rounds_option()
+@click.command()
+@count_option("ranks", 8)
+@count_option("rounds", 3)
 @output_option()
 def start(ranks: int, rounds: int, output: Path | None) -> None:
     """Time the whole of 'train --steps 1', with the reading of its data and the writing of its checkpoint.
@@ -40,7 +41,7 @@ def start(ranks: int, rounds: int, output: Path | None) -> None:
     It alternates, and is compared, with ranks that only import NumPy, this package and MPI. The CPU time of each part
     is the mean over all ranks. Everything is started once before, so that compiled files exist.
     """
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     shell = {**os.environ, "PYTHONPATH": path}
     shell.pop("PYTHONDONTWRITEBYTECODE", None)
     kinds = ["NumPy", *(["compiled loops"] if find_spec("numba") else [])]
@@ -60,7 +61,7 @@ def start(ranks: int, rounds: int, output: Path | None) -> None:
         [name, spread(each, unit=" s"), spread([a / b for a, b in zip(each, alone, strict=True)])]
         for name, each in seconds.items()
     ]
-    figures = {"seconds": seconds, "cpu_seconds": phases, "python": sys.version, "mpiexec": mpiexec()}
+    figures = {"seconds": seconds, "cpu_seconds": phases, "python": sys.version, "mpiexec": mpiexec(ranks)[0]}
     report([f"{ranks} ranks", "from the launch to the end", "times imports alone"], rows, figures, output)
     names = dict.fromkeys(phase for kind in kinds for phase in phases[kind])
     lines = [[name, *(spread(phases[kind][name], 1000, " ms") for kind in kinds)] for name in names]
@@ -76,4 +77,8 @@ def _time(do: Callable[[], object]) -> float:
 def _train(ranks: int, environment: dict[str, str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         options = as_arguments({**ONE_STEP, "batch_size": ranks, "run": f"{folder}/run"})
-        launch(ranks, ["spmd_engine", "train", *options], environment)
+        start_ranks(ranks, ["-m", "spmd_engine", "train", *options], environment)
+
+
+if __name__ == "__main__":
+    start()

@@ -1,0 +1,184 @@
+"""Arrays and images in files of other programs: IDX, .npz, and folders of images."""
+
+from __future__ import annotations
+
+import gzip
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from spmd_engine.errors import UsageError
+from spmd_engine.foreign import distinct, reading
+from spmd_engine.formats.tensor import MappedArray
+
+# --- IDX, the format of MNIST: four bytes with the dtype and the number of dims, the sizes, the numbers
+
+_DTYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
+_GZIP = b"\x1f\x8b"
+_LONGEST_HEADER = 4 + 4 * 255
+
+
+def read_idx(path: str | Path) -> MappedArray | np.ndarray:
+    """The array of an IDX file: its place in the file or, if the file is compressed (.gz), the array itself.
+
+    Raises UsageError for another file, a damaged one, and one that is longer or shorter than its header says.
+    """
+    with open(path, "rb") as file:
+        content, length = file.read(_LONGEST_HEADER), Path(path).stat().st_size
+    if is_compressed := content[:2] == _GZIP:
+        with reading(f"{path} is damaged", ". Fetch it again"), gzip.open(path) as file:
+            content = file.read()
+        length = len(content)
+    if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _DTYPES:
+        raise UsageError(f"{path} is no IDX file: it begins with {content[:4].hex(' ') or 'nothing'}. Fetch it again")
+    dtype, offset = _DTYPES[content[2]], 4 + 4 * content[3]
+    if len(content) < offset:
+        raise UsageError(f"{path} ends within its header: it is truncated. Fetch it again")
+    shape = tuple(np.frombuffer(content[4:offset], ">u4").tolist())
+    expected = prod(shape) * np.dtype(dtype).itemsize
+    if length - offset != expected:
+        raise UsageError(
+            f"{path}: its header says {' x '.join(map(str, shape))}, {expected} bytes, but {length - offset} follow: "
+            "it was cut short, or is another file. Fetch it again"
+        )
+    if is_compressed:
+        return np.frombuffer(content, dtype, offset=offset).reshape(shape)
+    return MappedArray(str(Path(path).resolve()), dtype, offset, shape)
+
+
+# --- .npz: NumPy arrays in a zip file; those that are not compressed are mapped
+
+_LOCAL_HEADER = 30  # bytes of a zip member's own header, before its name and its extra field
+
+
+def npz_names(path: str | Path) -> tuple[str, ...]:
+    """The names of the arrays; raises UsageError for a file that is damaged or no .npz."""
+    with _opened(path) as archive:
+        return tuple(distinct([(name.removesuffix(".npy"), None) for name in archive.namelist()]))
+
+
+def read_npz(path: str | Path, name: str) -> MappedArray | np.ndarray:
+    """An array: its place in the file or, if it is compressed (``savez_compressed``), the array itself.
+
+    Its checksum is compared in both cases. Raises UsageError for damaged arrays, and for arrays of Python's objects.
+    """
+    with _opened(path, name) as archive:
+        info = archive.getinfo(f"{name}.npy")
+        with archive.open(info) as member:
+            version = np.lib.format.read_magic(member)
+            if version not in ((1, 0), (2, 0)):
+                raise ValueError(f"{name} is in version {version} of NumPy's format")
+            read_header = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
+            shape, fortran_order, dtype = read_header(member)
+            header_bytes, expected = member.tell(), prod(shape) * dtype.itemsize
+            stored = info.file_size - header_bytes
+            if dtype.hasobject:
+                raise ValueError(f"{name} holds Python's objects")
+            if min(shape, default=0) < 0 or stored != expected:
+                raise ValueError(f"{name} is {shape} of {dtype}, {expected} bytes, but has {stored}")
+            if info.compress_type != zipfile.ZIP_STORED or fortran_order:
+                member.seek(0)
+                return np.lib.format.read_array(member, allow_pickle=False)
+            while member.read(1 << 20):  # to its end, where the checksum is compared
+                pass
+    with open(path, "rb") as file:
+        file.seek(info.header_offset + _LOCAL_HEADER - 4)
+        lengths = np.frombuffer(file.read(4), "<u2")
+    offset = info.header_offset + _LOCAL_HEADER + int(lengths.sum()) + header_bytes
+    return MappedArray(str(Path(path).resolve()), dtype.str, offset, shape)
+
+
+@contextmanager
+def _opened(path: str | Path, name: str = "") -> Iterator[zipfile.ZipFile]:
+    what = f"{path}: array {name!r}" if name else str(path)
+    hint = ". Write or fetch it again"
+    with reading(f"{what} is damaged or cannot be read", hint), zipfile.ZipFile(path) as archive:
+        yield archive
+
+
+# --- A folder of images, with a subfolder for each class. Needs Pillow
+
+_GREY = {"1", "L", "I;16", "LA"}  # Pillow's modes of one channel; all others become three
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """Images[n h w c] of bytes, a file each. Rows, by numbers or slices, are read from the files each time.
+
+    Plain values, like a MappedArray. Raises UsageError, naming the file, for one that is damaged or has changed size.
+    """
+
+    paths: Sequence[str]
+    shape: tuple[int, ...]  #: n h w c
+    dtype = np.dtype(np.uint8)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, numbers: slice | np.ndarray) -> np.ndarray:
+        chosen = np.arange(len(self))[numbers] if isinstance(numbers, slice) else numbers
+        rows = np.empty((len(chosen), *self.shape[1:]), self.dtype)
+        for row, number in zip(rows, chosen, strict=True):
+            row[...] = self._read(self.paths[int(number)])
+        return rows
+
+    def open(self) -> ImageFiles:
+        """An object to take rows from, as of a MappedArray."""
+        return self
+
+    def _read(self, path: str) -> np.ndarray:
+        hint = ". Replace or remove it"
+        with reading(f"{path} is damaged or cannot be read", hint), _pillow().open(path) as image:
+            pixels = np.asarray(image.convert("L" if self.shape[3] == 1 else "RGB"))
+        _check_size(path, pixels.shape[:2], self.shape[1:3])
+        return pixels.reshape(self.shape[1:])
+
+
+def image_files(folder: str | Path) -> tuple[ImageFiles, np.ndarray, list[str]]:
+    """The images of a folder, the class of each (int64[n]), and the names of the classes: of its subfolders.
+
+    Only the beginnings of files are read, for their sizes and channels. Raises UsageError for a folder without
+    such subfolders, for files that are no images, and for images of several sizes.
+    """
+    open_image = _pillow().open
+    names = sorted(each.name for each in Path(folder).iterdir() if each.is_dir() and not each.name.startswith("."))
+    paths, labels, modes, size = [], [], set(), None
+    for label, name in enumerate(names):
+        for path in sorted(Path(folder, name).iterdir()):
+            if path.name.startswith(".") or not path.is_file():
+                continue
+            with reading(f"{path} is no image that Pillow reads", ". Replace or remove it"), open_image(path) as image:
+                modes.add(image.mode)
+                here = image.height, image.width
+            size = size or here
+            _check_size(str(path), here, size)
+            paths.append(str(path.resolve()))
+            labels.append(label)
+    if size is None:
+        raise UsageError(f"{folder}: no images in subfolders, one a class, as in {Path(folder, 'cats', '1.png')}")
+    if empty := sorted(set(range(len(names))) - set(labels)):
+        raise UsageError(f"{Path(folder, names[empty[0]])}: a class without images. Add some, or remove the folder")
+    channels = 1 if modes <= _GREY else 3
+    return ImageFiles(tuple(paths), (len(paths), *size, channels)), np.array(labels, np.int64), names
+
+
+def _check_size(path: str, size: Sequence[int], expected: Sequence[int]) -> None:
+    if tuple(size) != tuple(expected):
+        raise UsageError(
+            f"{path}: {size[1]} x {size[0]} pixels, but those before have {expected[1]} x {expected[0]}. All must be "
+            "of one size: scale or crop them first"
+        )
+
+
+def _pillow() -> ModuleType:
+    try:
+        return import_module("PIL.Image")
+    except ImportError as error:
+        raise UsageError("a folder of images needs Pillow: pip install 'spmd_engine[images]'") from error

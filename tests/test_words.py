@@ -1,0 +1,74 @@
+"""Words of the package's former dialect do not come back; docs/glossary.md has the terms that replace them."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import spmd_engine
+from spmd_engine.cli.options import chosen_settings
+from spmd_engine.training.train_config import TrainConfig
+
+PACKAGE = Path(spmd_engine.__file__).parent
+DOCS = PACKAGE.parent / "docs"
+FORMER = {
+    *("foretell", "foretells", "tells", "asks"),  # predict; return; need
+    *("whom", "whoever", "somebody", "anybody", "everybody"),  # a rank, any rank, all ranks
+    *("meets", "meeting"),  # a collective
+}
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
+
+def former_words(text):
+    """The former words in a text, or in an identifier."""
+    return {word.lower() for word in WORD.findall(text)} & FORMER
+
+
+@cache
+def trees():
+    return [(path.relative_to(PACKAGE), ast.parse(path.read_text())) for path in sorted(PACKAGE.rglob("*.py"))]
+
+
+def identifiers(tree):
+    """Names that a file defines."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.ClassDef():
+                yield node.name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
+                yield name
+
+
+def texts_of_errors(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            strings = (each.value for each in ast.walk(node.exc) if isinstance(each, ast.Constant))
+            yield from (text for text in strings if isinstance(text, str))
+
+
+def test_the_words_of_an_identifier():
+    assert former_words("meetingOfRanks") == {"meeting"} and former_words("_FOR_WHOM") == {"whom"}
+    assert not former_words("tellsign") and not former_words("tasks")
+
+
+@pytest.mark.parametrize("texts", [identifiers, texts_of_errors], ids=["identifiers", "errors"])
+def test_code_has_no_former_words(texts):
+    found = [
+        (str(path), text, words) for path, tree in trees() for text in texts(tree) if (words := former_words(text))
+    ]
+    assert not found
+
+
+def test_files_have_no_former_words():
+    assert not [path for path, _ in trees() if former_words(str(path))]
+
+
+def test_options_have_no_former_words():
+    assert not [name for name in chosen_settings(TrainConfig) if former_words(name)]
+
+
+def test_headings_of_the_documentation_have_no_former_words():
+    headings = [line for path in DOCS.glob("*.md") for line in path.read_text().splitlines() if line.startswith("#")]
+    assert len(headings) > 50 and not [line for line in headings if former_words(line)]
