@@ -6,9 +6,9 @@ terms at hand. The value is this rank's share of the mean: gradients and values 
 
 from __future__ import annotations
 
+from spmd_engine.arrays.activations import cross_entropy_gradient, exponentiate, scores_of_targets
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.fused import chunks
-from spmd_engine.arrays.softmax import cross_entropy_gradient, exponentiate, scores_of_targets
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
 
@@ -39,7 +39,7 @@ def cross_entropy(
 ) -> tuple[float, Array]:
     """Mean over tokens of -log softmax(outputs)[target], and its gradient (written over ``outputs``).
 
-    outputs[... v], targets[...] of global indices into v, mask[...]: 0 hides a token. Where v is cut, ``over``
+    outputs[... v], targets[...] of global indices into v, mask[...]: 0 hides a token. Where v is sharded, ``over``
     is the group of ranks that hold it and ``start`` the first v of this rank: maxima, sums and the targets'
     scores are reduced over it; the outputs are never gathered. After Shoeybi et al., "Megatron-LM" (2019).
     """
@@ -92,7 +92,7 @@ def right_classes(
 ) -> float:
     """How many targets[...] are the class of the largest score in outputs[... c]; of equal ones, the lowest class.
 
-    Targets are global numbers of classes, mask[...] is 0 where one does not count. Where c is cut, ``over`` is the
+    Targets are global numbers of classes, mask[...] is 0 where one does not count. Where c is sharded, ``over`` is the
     group of ranks that hold it and ``start`` the first c of this rank: largest scores and their classes are reduced
     over it, and all of them get the same result.
     """
