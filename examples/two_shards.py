@@ -8,9 +8,8 @@ import tracemalloc
 import numpy as np
 
 from spmd_engine import Mesh
-from spmd_engine.arrays.images.convolution import conv2d
-from spmd_engine.arrays.images.pooling import max_pool
-from spmd_engine.arrays.images.window import Window
+from spmd_engine.arrays.images import conv2d, max_pool
+from spmd_engine.arrays.windows import Window
 
 RIDGE = np.array([[-1, 2, -1]] * 3, np.float32)  # the middle column against its neighbours
 KERNELS = np.stack([RIDGE, RIDGE.T], axis=-1)[:, :, None]  # [k l i f]: one input channel, two features

@@ -7,9 +7,9 @@ from bench_worker_ours import version
 from peers_convolution import make_arrays
 from peers_protocol import print_result, read_config, time_steps
 
-from spmd_engine.arrays.images.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
-from spmd_engine.arrays.images.window import Window
+from spmd_engine.arrays.images import conv2d, conv2d_input_gradient, conv2d_weight_gradient
 from spmd_engine.arrays.memory import keep_freed_memory
+from spmd_engine.arrays.windows import Window
 
 
 def main() -> None:

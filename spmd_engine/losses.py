@@ -6,9 +6,9 @@ terms at hand. The value is this rank's share of the mean: gradients and values 
 
 from __future__ import annotations
 
+from spmd_engine.arrays.activations import cross_entropy_gradient, exponentiate, scores_of_targets
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.fused import chunks
-from spmd_engine.arrays.softmax import cross_entropy_gradient, exponentiate, scores_of_targets
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
 

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmd_engine.arrays.backend import Backend
-from spmd_engine.arrays.cuda.functions import CudaFunctions
-from spmd_engine.arrays.cuda.kernels import ELEMENTWISE, REDUCTIONS
+from spmd_engine.arrays.cuda import ELEMENTWISE, REDUCTIONS, CudaFunctions
 
 C_TYPES = {"float32": "float", "float64": "double", "int64": "int64_t", "bool": "bool"}
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")

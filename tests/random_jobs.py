@@ -19,7 +19,7 @@ from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.engine.parallel_config import PIPELINES, RECOMPUTE, composed_layout
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import RouterOptions
-from spmd_engine.layers.attention.methods import CONTEXT_METHODS
+from spmd_engine.layers.attention.context import CONTEXT_METHODS
 from spmd_engine.models import Mixture
 from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.strategies import STRATEGIES, default_axes

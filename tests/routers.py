@@ -3,8 +3,7 @@
 import numpy as np
 
 from numerics import normals
-from spmd_engine.layers.moe.router_options import RouterOptions
-from spmd_engine.layers.moe.routing import Choices, Tokens, choose
+from spmd_engine.layers.moe.routing import Choices, RouterOptions, Tokens, choose
 
 EXPERTS = 8
 ROUTERS = {

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
+from spmd_engine.arrays.activations import exponentiate, soft_cap, soft_cap_slope, softmax_backward
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.factors import hide, unseen
 from spmd_engine.arrays.fused import alike
-from spmd_engine.arrays.softmax import exponentiate, soft_cap, soft_cap_slope, softmax_backward
 
 ROWS = 64  # queries of a block: fewer make thin matrix products, more compute scores that the mask hides
 BLOCK_ELEMENTS = 1 << 17  # scores held at a time, of as many heads as that allows: 512 KiB of float32

@@ -39,7 +39,7 @@ class Backend:
     def owns(self, x: Array) -> bool:
         return isinstance(x, np.ndarray)
 
-    def errstate(self, **kinds: str) -> AbstractContextManager:
+    def errstate(self, **kinds: Any) -> AbstractContextManager:
         """``with backend.errstate(over="ignore"): ...``, as NumPy's; devices never warn."""
         return np.errstate(**kinds)
 
@@ -85,14 +85,14 @@ class CudaBackend(Backend):
     def __init__(self, index: int = 0) -> None:
         """``index``: the rank's number on its node; ranks take the node's devices in turn."""
         try:
-            import cupy
+            import cupy  # pyright: ignore[reportMissingImports]  # installed by the extra "cuda"
         except ImportError as error:
             raise UsageError("device 'cuda' needs CuPy: pip install 'spmd_engine[cuda]'") from error
         try:
             cupy.cuda.Device(index % cupy.cuda.runtime.getDeviceCount()).use()
         except cupy.cuda.runtime.CUDARuntimeError as error:
             raise UsageError(f"device 'cuda': {error}. Is there a GPU, and its driver?") from error
-        from spmd_engine.arrays.cuda.functions import CudaFunctions
+        from spmd_engine.arrays.cuda import CudaFunctions
 
         self.xp = cupy
         self.kernels = CudaFunctions(cupy)
@@ -103,7 +103,7 @@ class CudaBackend(Backend):
     def owns(self, x: Array) -> bool:
         return isinstance(x, self.xp.ndarray)
 
-    def errstate(self, **kinds: str) -> AbstractContextManager:
+    def errstate(self, **kinds: Any) -> AbstractContextManager:
         return nullcontext()
 
     def asarray(self, x: Array) -> Array:
@@ -116,7 +116,7 @@ class CudaBackend(Backend):
         x.get(out=host)
 
     def pinned_empty(self, shape, dtype) -> np.ndarray:
-        import cupyx
+        import cupyx  # pyright: ignore[reportMissingImports]  # a part of CuPy
 
         return cupyx.empty_pinned(shape, dtype)
 

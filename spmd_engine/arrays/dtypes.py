@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 
@@ -28,8 +29,8 @@ def describe(dtype: np.dtype) -> str:
         raise UsageError(f"dtype {dtype} cannot be described to other ranks; send arrays of plain numbers")
     if len(text) > LONGEST:
         raise UsageError(
-            f"a dtype of {len(dtype.names)} fields that takes {len(text):,} letters is too long to describe to other "
-            f"ranks, {LONGEST:,} at most; send its fields one by one"
+            f"a dtype of {len(dtype.names or ())} fields that takes {len(text):,} letters is too long to describe to "
+            f"other ranks, {LONGEST:,} at most; send its fields one by one"
         )
     return text
 
@@ -46,7 +47,8 @@ def _plain(dtype: np.dtype) -> _Plain:
         return [_plain(base), *shape]
     if dtype.names is None:
         return dtype.name if dtype.isbuiltin == 2 else dtype.str  # 2: ml_dtypes', whose str says too little
-    fields = [dtype.fields[name] for name in dtype.names]  # (dtype, offset), and perhaps a title
+    by_name: Any = dtype.fields
+    fields = [by_name[name] for name in dtype.names]  # (dtype, offset), and perhaps a title
     plain = {
         "names": dtype.names,
         "formats": [_plain(field[0]) for field in fields],
@@ -59,11 +61,12 @@ def _plain(dtype: np.dtype) -> _Plain:
     return plain
 
 
-def _dtype(plain: _Plain) -> np.dtype:
+def _dtype(plain: Any) -> np.dtype:
     if isinstance(plain, list):
         return np.dtype((_dtype(plain[0]), tuple(plain[1:])))
     if isinstance(plain, dict):
-        return np.dtype({**plain, "formats": [_dtype(each) for each in plain["formats"]]})
+        fields: Any = {**plain, "formats": [_dtype(each) for each in plain["formats"]]}
+        return np.dtype(fields)
     try:
         return np.dtype(plain)
     except TypeError:

@@ -4,45 +4,43 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
-from spmd_engine.arrays.backend import Array, Backend, backend_of
+from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.meter import meter
 
 
-def kernels_for(x: Array):
-    """The kernels that take ``x``; None if NumPy's calls, or CuPy's, compute with it."""
-    return _taking(x, backend_of(x).kernels)
+def kernels_for(x: Array, kind: str = "kernels") -> Any:
+    """The kernels of the backend of ``x``, if there are any and they take ``x``; else None: NumPy or CuPy computes."""
+    kernels = getattr(backend_of(x), kind)
+    return kernels if kernels is not None and kernels.takes(x) else None
 
 
 def fused(function: Callable) -> Callable:
-    """Where the first argument's backend has ``kernels`` that take it, theirs of this name runs, else ``function``.
+    """Call the kernel of this name that the first argument's backend has, or ``function`` if there is none.
 
-    The body below the decorator is what is computed, whoever computes it, and a backend's kernels have all the
-    functions that are so marked, with the same signatures.
+    ``function`` defines what is computed. A backend's ``kernels`` have all functions with this decorator, with the
+    same signatures; one may return NotImplemented for arguments that it does not take.
     """
-    return _fused(function, lambda backend: backend.kernels)
+    return _fused(function, "kernels")
 
 
 def fused_of_images(function: Callable) -> Callable:
-    """``fused`` for functions of images: a backend has kernels for all of these or for none, ``image_kernels``."""
-    return _fused(function, lambda backend: backend.image_kernels)
+    """``fused`` for functions of images, which a backend's ``image_kernels`` have."""
+    return _fused(function, "image_kernels")
 
 
-def _fused(function: Callable, kernels_of: Callable[[Backend], Any]) -> Callable:
+def _fused(function: Callable, kind: str) -> Callable:
     name = function.__name__
 
     @wraps(function)
     def run(x: Array, *others, **options):
-        kernels = _taking(x, kernels_of(backend_of(x)))
-        chosen = function if kernels is None else getattr(kernels, name)
-        return chosen(x, *others, **options)
+        if (kernels := kernels_for(x, kind)) is not None:
+            result = getattr(kernels, name)(x, *others, **options)
+            if result is not NotImplemented:
+                return result
+        return function(x, *others, **options)
 
     return run
-
-
-def _taking(x: Array, kernels: Any) -> Any:
-    """``kernels`` if there are any and they take ``x``."""
-    return kernels if kernels is not None and kernels.takes(x) else None
 
 
 # --- Walking over long arrays in pieces that stay in cache, so that a chain of elementwise steps is cheap

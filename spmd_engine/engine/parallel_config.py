@@ -31,7 +31,7 @@ from spmd_engine.engine.state.assignment import (
 )
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.attention.methods import CONTEXT_METHODS
+from spmd_engine.layers.attention.context import CONTEXT_METHODS
 from spmd_engine.models import DecoderConfig, ImageShape, Mixture, Model, layout_for
 from spmd_engine.models.layouts import attends, note_of_shared_keys
 from spmd_engine.models.lora import LoRAOptions, with_adapters

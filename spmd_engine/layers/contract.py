@@ -85,7 +85,7 @@ def check_declarations(layer: Layer) -> None:
     """Raise UsageError for a user's layer, or one inside of a layer, whose declarations cannot be read."""
     for each in vars(layer).values():
         for part in each if isinstance(each, (list, tuple)) else (each,):
-            inner = part[1] if isinstance(part, tuple) and len(part) == 2 else part
+            inner: Any = part[1] if isinstance(part, tuple) and len(part) == 2 else part
             if hasattr(inner, "backward_input"):
                 check_declarations(inner)
     kind = type(layer)
@@ -138,13 +138,13 @@ def check_forward(layer: Layer, returned: Any, sh: Shards, p: Any, x: Any, ctx: 
     extra = returned[2] if len(returned) == 3 else None
     if extra is not None and not hasattr(extra, "decided"):
         raise UsageError(f"{name} returned {described(extra)} as the third value; return an Extra, or two values")
-    told = {} if extra is None else extra.outputs
-    _check_extra(name, "outputs", told, layer, layer.side_outputs, "side_outputs", sh)
+    outputs = {} if extra is None else extra.outputs
+    _check_extra(name, "outputs", outputs, layer, layer.side_outputs, "side_outputs", sh)
     _check_extra(name, "updates", {} if extra is None else extra.updates, layer, layer.buffers, "buffers", sh)
-    silent = [own for own, each in layer.side_outputs.items() if each.loss and own not in told] if ctx.training else ()
-    if silent:
+    losses = [own for own, each in layer.side_outputs.items() if each.loss] if ctx.training else []
+    if missing := [own for own in losses if own not in outputs]:
         raise UsageError(
-            f"{name}: the loss {silent[0]!r} of side_outputs is missing; return Extra(outputs={{{silent[0]!r}: ...}})"
+            f"{name}: the loss {missing[0]!r} of side_outputs is missing; return Extra(outputs={{{missing[0]!r}: ...}})"
         )
 
 
@@ -177,7 +177,7 @@ def check_backward_weight(layer: Layer, returned: Any, sh: Shards, rest: Any, g:
         )
 
 
-def _key(layer: Layer, method: str, x: Any, y: Any, *more: Any) -> tuple | None:
+def _key(layer: Layer, method: str, x: Any, y: Any, *more: Any) -> Any:
     """What stands for arrays of these shapes among what was checked; None for what is no array."""
     return (id(layer), method, x.shape, x.dtype, y.shape, y.dtype, *more) if is_array(x) else None
 

@@ -1,4 +1,4 @@
-"""What a layer declares, by letters: parameters, buffers, what goes in and comes out, and what it tells beside that."""
+"""What a layer declares, by letters: parameters, buffers, inputs, outputs and side outputs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Parameter:
     """A parameter of a layer, described by its letters; its shape comes from the layer's ``sizes``.
 
     ``std`` is the standard deviation of its normal initial values; with 0 they are all ``mean``.
-    ``summed`` are the letters over which the einsum of its gradient sums, as they are cut ``where`` the layer
+    ``summed`` are the letters over which the einsum of its gradient sums, as they are sharded ``where`` the layer
     uses it: inside, or on the residual stream. The gradient stays unreduced over the axes of those letters.
     A ``shape`` is given by layers made of layers, in which one letter may have several sizes.
 
-    ``element=("e", 3)`` says that this is number 3 of the letter e: an expert's own parameter. Only those ranks have
-    it to whom the layout gives that element, and on the others it is missing in ``p`` and ``g``. Whatever it is used
-    with has come to them from all ranks along the axes of e, so its gradient is summed over the other axes alone.
+    ``element=("e", 3)`` says that this is number 3 of the letter e: an expert's own parameter. Only the
+    ranks to which the layout gives that element have it; on the others it is missing in ``p`` and ``g``. Its inputs
+    come from all ranks along the axes of e, so its gradient is summed over the other axes alone.
     """
 
     dims: str
@@ -46,8 +46,8 @@ class Parameter:
 class Activation:
     """What goes into a layer or comes out of it, described by its letters: ``Activation("b h w c")``.
 
-    Its letters are cut as they are ``where`` it is: on the residual stream between layers, or inside them, as
-    tokens and logits are. Those that are ``whole`` are not cut, whatever the layout says of them.
+    Its letters are sharded as they are ``where`` it is: on the residual stream between layers, or inside them, as
+    tokens and logits are. Those that are ``whole`` are not sharded, whatever the layout says of them.
     """
 
     dims: str = "b s d"
@@ -60,11 +60,11 @@ class Buffer:
     """State of a layer that no gradient changes: running statistics, the load of experts.
 
     A forward finds it beside the parameters, as it was when the step began. In training a forward returns updates
-    (``Extra.updates``), and with the optimizer's update the engine makes each buffer ``fold(buffer, update)``: once
-    for every micro-batch, in their order, or, ``per_step``, once with the sum over all micro-batches. An update that
-    is unreduced over the axes of the letters ``summed``, as they are cut ``where``, is first summed over them. A step
-    that is skipped, a recomputation and an evaluation change nothing. A buffer is saved with the parameters; it has
-    no gradient and no weight decay, and is in parts only where its letters are cut. An ``element`` is as a
+    (``Extra.updates``), and with the optimizer's update the engine makes each buffer ``fold(buffer, update)``: once for
+    every micro-batch, in their order, or, ``per_step``, once with the sum over all micro-batches. An update that is
+    unreduced over the axes of the letters ``summed``, as they are sharded ``where``, is first summed over them. A step
+    that is skipped, a recomputation and an evaluation change nothing. A buffer is saved with the parameters; it has no
+    gradient and no weight decay, and is in parts only where its letters are sharded. An ``element`` is as a
     Parameter's. What is ``frozen`` was a parameter and has no updates: fully sharded, it is in parts as parameters are,
     over the axes of ``summed``, along which ranks would hold copies, and is gathered for use.
     """
@@ -89,8 +89,8 @@ class Buffer:
 class SideOutput:
     """Something that a layer computes beside its output: an auxiliary loss, or counts that people want to see.
 
-    Forwards return it (``Extra.outputs``), unreduced over the axes of the letters ``summed``, as they are cut
-    ``where``, and equal on the ranks of all other axes but those that cut ``dims``. Of a ``loss`` the mean over the
+    Forwards return it (``Extra.outputs``), unreduced over the axes of the letters ``summed``, as they are sharded
+    ``where``, and equal on the ranks of all other axes but those that shard ``dims``. Of a ``loss`` the mean over the
     micro-batches of a step is added to the training loss, and ``backward_input`` is given its gradient; what is no
     loss is added up.
     """

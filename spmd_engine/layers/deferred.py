@@ -20,7 +20,7 @@ class Deferred:
 
     def __init__(self, pending: Pending | Transferred | Deferred, then: Callable[[Any], Any]) -> None:
         self._pending: Pending | Transferred | Deferred | None = pending
-        self._then: Callable[[Any], Any] | None = then
+        self._then: Any = then
         self._value: Any = None
 
     def finish(self) -> None:

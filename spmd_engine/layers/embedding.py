@@ -1,18 +1,18 @@
 """Tokens to vectors: the table of the vocabulary, and the table of positions."""
 
 from spmd_engine.arrays import einsum
+from spmd_engine.arrays.activations import soft_cap, soft_cap_slope
 from spmd_engine.arrays.backend import backend_of
 from spmd_engine.arrays.scatter import add_rows
-from spmd_engine.arrays.softmax import soft_cap, soft_cap_slope
+from spmd_engine.layers.containers import Dropout
 from spmd_engine.layers.declarations import Activation, Parameter
-from spmd_engine.layers.dropout import Dropout
 from spmd_engine.layers.layer import Layer
 
 
 class Embedding(Layer):
     """y[b s d] = table[v d] at v = tokens[b s], times ``scale``
 
-    With v cut, each rank looks up the tokens of its part and contributes zeros for the others; the sum over v
+    With v sharded, each rank looks up the tokens of its part and contributes zeros for the others; the sum over v
     is a reduction. There is no gradient of the input.
     """
 
@@ -57,7 +57,7 @@ class Embedding(Layer):
 class Positions(Layer):
     """y[b s d] = dropout(x[b s d] + table[p d] at p = the position of s in its sample)
 
-    With ``unused`` rows, which nobody looks up, before that of the first position.
+    ``unused`` rows before that of the first position are never looked up.
     """
 
     def __init__(self, context: int, width: int, *, unused: int = 0, dropout: float = 0.0, std: float = 0.02):
@@ -96,7 +96,7 @@ class Positions(Layer):
 class Head(Layer):
     """logits[b s v] = scale · x[b s d] · table[v d], + bias[v] if there is one, capped if there is a cap
 
-    With v cut, logits stay cut: the loss reduces maxima and sums, and nobody ever holds all of them. ``tied``
+    With v sharded, logits stay sharded: the loss reduces maxima and sums, and no rank ever holds all of them. ``tied``
     is the full name of the embedding's table, which then serves here too. When serving, scores are made of the
     positions alone that are ``wanted``. With a ``cap`` they are cap · tanh(logits / cap).
     """

@@ -33,7 +33,7 @@ class ForwardContext:
     seed: int = 0
     training: bool = False  #: whether dropout applies and a backward will follow
     saving: bool = True  #: in training, whether that backward will use what this very forward saves
-    length: int = 0  #: of the whole sequence, over all ranks that cut s; only who meets their keys needs it
+    length: int = 0  #: of the whole sequence, over all ranks that shard s; only attention over several ranks needs it
     micro_batch: int = 0  #: number in its step
     share: float = 1.0  #: the weight of this micro-batch's auxiliary losses in the loss of the step
     mask: Array | None = None  #: like the targets; 0 where one does not count
@@ -55,7 +55,7 @@ class Extra:
 
 
 class Layer(ABC):
-    """One text that is a single device's layer where nothing is cut, and a shard of it where something is.
+    """One text that is a single device's layer where nothing is sharded, and a shard of it where something is.
 
     ``parameters``, ``buffers`` and ``side_outputs`` map names to their descriptions, ``sizes`` letters to whole
     sizes. In all methods ``p[name]`` is this rank's block of a parameter or buffer, ``sh`` the collectives in letters,
@@ -70,10 +70,10 @@ class Layer(ABC):
     outputs: Activation = Activation()
     sizes: Mapping[str, int] = MappingProxyType({})
     tied: Mapping[str, str] = MappingProxyType({})  #: own names of parameters that are another layer's, by full name
-    may_cut = "bs"  #: letters that a layout may cut inside this layer
+    may_cut = "bs"  #: letters that a layout may shard inside this layer
     across = ""  #: the letter over whose axes it gathers from, and reduces onto, the residual stream
     costs_only = False  #: it computes nothing, but spends on shapes what another program would: it is not checked
-    attends = False  #: whether queries meet keys in it: what ``--recompute attention`` repeats
+    attends = False  #: whether it is attention: ``--recompute attention`` repeats it
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -84,7 +84,7 @@ class Layer(ABC):
 
     @property
     def side_by_side(self) -> tuple[Layer, ...]:
-        """What it consists of, if a layout's axes may cut other letters in each: itself, as a rule."""
+        """What it consists of, if a layout's axes may shard other letters in each: itself, as a rule."""
         return (self,)
 
     def cost(self, length: int) -> float:
@@ -108,8 +108,8 @@ class Layer(ABC):
         """
 
     def backward_weight(self, sh: Shards, rest: Any, g: GradientSums) -> None:
-        """Add the gradients to ``g``, unreduced over the axes that cut the batch or the sequence."""
-        if is_checked(type(self)):  # of its own parameters it has forgotten all
+        """Add the gradients to ``g``, unreduced over the axes that shard the batch or the sequence."""
+        if is_checked(type(self)):  # its class has parameters of its own and does not override this method
             check_backward_weight(self, None, sh, rest, g)
 
 
@@ -191,7 +191,7 @@ DOCUMENTS = ("joined", "apart", "restarted")
 
 @dataclass(frozen=True)
 class Documents:
-    """Which document each position of this rank's samples belongs to; of whole sequences, however they are cut."""
+    """Which document each position of this rank's samples belongs to; of whole sequences, however they are sharded."""
 
     numbers: Array  #: [b t], ascending in each sample
     starts: Array | None = None  #: [b t]: where its document begins, if learned positions begin anew there; None: not

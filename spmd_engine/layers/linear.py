@@ -1,4 +1,4 @@
-"""A dense layer whose letters its caller chooses, so that any of its dims can be cut by its letter."""
+"""A dense layer whose letters its caller chooses, so that any of its dims can be sharded by its letter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spmd_engine.layers.mlp import ACTIVATIONS
 class Linear(Layer):
     """y[b o] = activation(x[b i] · weights[i o] + bias[o]), the letters i and o being the caller's
 
-    With i cut over the mesh axes R and o over C (rows and columns of a mesh that the weights lie on):
+    With i sharded over the mesh axes R and o over C (rows and columns of a mesh that the weights lie on):
 
     Forward
         1. z[b o/C] {U_R} = x[b i/R] · weights[i/R o/C],      z[b o/C] = AllReduce_R(...)
@@ -26,7 +26,7 @@ class Linear(Layer):
         4. dx[b i/R] {U_C} = dz[b o/C] · weights[i/R o/C],    dx[b i/R] = AllReduce_C(...)
         5. dweights[i/R o/C] = x[b i/R] · dz[b o/C],          dbias[o/C] = sum over b of dz[b o/C]
 
-    Without R this is column-parallel, without C row-parallel, with both a 2-D mesh of weights. y is cut as the
+    Without R this is column-parallel, without C row-parallel, with both a 2-D mesh of weights. y is sharded as the
     next layer's input is, if that has the letter o: layers d -> f, f -> d, ... take turns in R and C and need
     nothing between them. The two options, each the other's adjoint, join layers whose letters differ:
 

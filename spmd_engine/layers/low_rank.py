@@ -34,10 +34,10 @@ class LowRank(Layer):
     a b, as if they were one with the inputs of all. What is ``doubled`` has twice the rank. Those of experts are
     adapted expert by expert, each where it is.
 
-    The weights are frozen buffers: they have no gradient and no optimizer's state. a is cut as w's inputs are, b as its
-    outputs. Weights are those of products with d, first or last: the other letters are the
-    outputs, or the inputs. The gradient of w is never made: with x and dz of a product, and t = dz · bᵀ, da is xᵀ · t.
-    t is unreduced over the outputs' letters, and x · a, of which db is made, over the inputs'.
+    The weights are frozen buffers: they have no gradient and no optimizer's state. a is sharded as the inputs of w, b
+    as its outputs. Weights are those of products with d, first or last: the other letters are the outputs, or the
+    inputs. The gradient of w is never made: with x and dz of a product, and t = dz · bᵀ, da is xᵀ · t. t is unreduced
+    over the outputs' letters, and x · a, of which db is made, over the inputs'.
 
     b begins as zeros, so that nothing is changed at first. Hu et al., "LoRA" (2021).
     """
@@ -85,7 +85,7 @@ class LowRank(Layer):
 
 
 class _AdaptedArrays(Mapping):
-    """A layer's arrays, of which those that are adapted are made when they are asked for: one at a time is there."""
+    """A layer's arrays; an adapted weight is computed on access, so that one exists at a time."""
 
     def __init__(self, layer: LowRank, p: Mapping[str, Any], folder: str = "") -> None:
         self._layer, self._p, self._folder = layer, p, folder
@@ -172,17 +172,8 @@ def sides(dims: str) -> tuple[str, str]:
 
 
 def _frozen(parameter: Parameter) -> Buffer:
-    return Buffer(
-        parameter.dims,
-        _keep,
-        initial=parameter.mean,
-        where=parameter.where,
-        shape=parameter.shape,
-        element=parameter.element,
-        summed=parameter.summed,
-        frozen=True,
-        std=parameter.std,
-    )
+    same = {name: getattr(parameter, name) for name in ("where", "shape", "element", "summed", "std")}
+    return Buffer(parameter.dims, _keep, initial=parameter.mean, frozen=True, **same)
 
 
 def _keep(before: Array, update: Array) -> Array:

@@ -5,22 +5,8 @@ from __future__ import annotations
 from functools import partial
 from math import prod
 
+from spmd_engine.arrays import normalization
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.images.channels import (
-    channel_gradients,
-    channel_squares,
-    channel_sums,
-    normalized_gradient,
-    scale_channels,
-)
-from spmd_engine.arrays.normalization import (
-    layer_norm,
-    layer_norm_backward,
-    layer_norm_backward_parameters,
-    rms_norm,
-    rms_norm_backward,
-    rms_norm_backward_scale,
-)
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.declarations import Activation, Buffer, Parameter
 from spmd_engine.layers.layer import Extra, Layer
@@ -44,7 +30,7 @@ class LayerNorm(Layer):
 
     def forward(self, sh, p, x, ctx):
         shift = p["shift"] if "shift" in self.parameters else backend_of(x).xp.zeros(x.shape[-1], x.dtype)
-        y, normal, inverse = layer_norm(x, self._scale(p, x), shift, self.epsilon)
+        y, normal, inverse = normalization.layer_norm(x, self._scale(p, x), shift, self.epsilon)
         return y, (normal, inverse)
 
     def _scale(self, p, like):
@@ -52,11 +38,13 @@ class LayerNorm(Layer):
 
     def backward_input(self, sh, p, saved, dy):
         normal, inverse = saved
-        return layer_norm_backward(dy, normal, inverse, self._scale(p, dy)), (dy, normal)
+        return normalization.layer_norm_backward(dy, normal, inverse, self._scale(p, dy)), (dy, normal)
 
     def backward_weight(self, sh, rest, g):
         if self.parameters:
-            for name, gradient in zip(("scale", "shift"), layer_norm_backward_parameters(*rest), strict=True):
+            for name, gradient in zip(
+                ("scale", "shift"), normalization.layer_norm_backward_parameters(*rest), strict=True
+            ):
                 if name in self.parameters:
                     g.add(name, gradient)
 
@@ -73,15 +61,15 @@ class RMSNorm(Layer):
         self.parameters = {"scale": Parameter("d", mean=1.0, decay=False, where="residual")}
 
     def forward(self, sh, p, x, ctx):
-        y, normal, inverse = rms_norm(x, p["scale"], self.epsilon)
+        y, normal, inverse = normalization.rms_norm(x, p["scale"], self.epsilon)
         return y, (normal, inverse)
 
     def backward_input(self, sh, p, saved, dy):
         normal, inverse = saved
-        return rms_norm_backward(dy, normal, inverse, p["scale"]), (dy, normal)
+        return normalization.rms_norm_backward(dy, normal, inverse, p["scale"]), (dy, normal)
 
     def backward_weight(self, sh, rest, g):
-        g.add("scale", rms_norm_backward_scale(*rest))
+        g.add("scale", normalization.rms_norm_backward_scale(*rest))
 
 
 # --- Group normalisation: within each image, and each group of its channels
@@ -90,7 +78,7 @@ class RMSNorm(Layer):
 class GroupNorm(Layer):
     """y[b h w c] = (x - mean[b g]) / sqrt(variance[b g] + epsilon) · scale[c] + shift[c], g being the group of c
 
-    Mean and variance are over h, w and the channels of a group, of one image each; with h or w cut, or channels so
+    Mean and variance are over h, w and the channels of a group, of one image each; with h or w sharded, or channels so
     that a group lies on several ranks, sums are reduced over these: twice forward, about a mean that all share, and
     once backward. Samples need nothing of each other. After Wu and He, "Group normalization" (2018).
 
@@ -170,7 +158,7 @@ class BatchNorm(Layer):
         3. dscale[c] {U_BHW} = sum of dy · x̂,   dshift[c] {U_BHW} = sum of dy
         4. dx = scale / sqrt(variance + epsilon) · (dy - AllReduce_BHW(dshift) / n - x̂ · AllReduce_BHW(dscale) / n)
 
-    Channels may be cut over other axes: each rank normalises its own. The running mean and the running variance are
+    Channels may be sharded over other axes: each rank normalises its own. The running mean and the running variance are
     buffers: a micro-batch makes each 1 - ``momentum`` of what it was and ``momentum`` of its own, its variance there
     with n - 1 in place of n; in evaluation they take the places of mean and variance. After Ioffe and Szegedy, "Batch
     normalization" (2015); with momentum and variances as PyTorch has them.
@@ -202,25 +190,25 @@ class BatchNorm(Layer):
         xp = backend_of(x).xp
         if not ctx.training:
             inverse = 1 / xp.sqrt(p["variance"] + self.epsilon)
-            return scale_channels(x, p["mean"], inverse * p["scale"], p["shift"]), None
+            return normalization.scale_channels(x, p["mean"], inverse * p["scale"], p["shift"]), None
         channels = x.shape[3]
         sums = xp.empty(channels + 1, x.dtype)
-        sums[:channels] = channel_sums(x)
+        sums[:channels] = normalization.channel_sums(x)
         sums[channels] = prod(x.shape[:3])
         sums = sh.all_reduce(sums, over=self.over)
         count = float(sums[channels])
         mean = sums[:channels] / max(count, 1.0)
-        squares = sh.all_reduce(channel_squares(x, mean), over=self.over)
+        squares = sh.all_reduce(normalization.channel_squares(x, mean), over=self.over)
         inverse = 1 / xp.sqrt(squares / max(count, 1.0) + self.epsilon)
-        y = scale_channels(x, mean, inverse * p["scale"], p["shift"])
-        told = Extra({"mean": mean, "variance": squares / max(count - 1, 1.0)})
-        return y, (x, mean, inverse, count), told
+        y = normalization.scale_channels(x, mean, inverse * p["scale"], p["shift"])
+        extra = Extra({"mean": mean, "variance": squares / max(count - 1, 1.0)})
+        return y, (x, mean, inverse, count), extra
 
     def backward_input(self, sh, p, saved, dy):
         x, mean, inverse, count = saved
-        sums = backend_of(dy).xp.stack(channel_gradients(dy, x, mean, inverse))
+        sums = backend_of(dy).xp.stack(normalization.channel_gradients(dy, x, mean, inverse))
         means = sh.all_reduce(sums.copy(), over=self.over) / max(count, 1.0)
-        dx = normalized_gradient(dy, x, mean, inverse, p["scale"], means[0], means[1])
+        dx = normalization.normalized_gradient(dy, x, mean, inverse, p["scale"], means[0], means[1])
         return dx, sums
 
     def backward_weight(self, sh, rest, g):

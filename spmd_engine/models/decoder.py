@@ -23,11 +23,10 @@ from spmd_engine.layers import (
     Rotary,
     RotaryOptions,
 )
-from spmd_engine.layers.attention.methods import context_method as method_called
-from spmd_engine.layers.gated_mlp import GATES
+from spmd_engine.layers.attention.context import context_method as method_called
 from spmd_engine.layers.layer import Layer
-from spmd_engine.layers.mlp import ACTIVATIONS
-from spmd_engine.layers.moe.router_options import RouterOptions
+from spmd_engine.layers.mlp import ACTIVATIONS, GATES
+from spmd_engine.layers.moe.routing import RouterOptions
 from spmd_engine.models.block_numbers import block_numbers
 from spmd_engine.models.families import FAMILIES
 from spmd_engine.models.gpt import BYTES, GPTSize, gpt, token_loss

@@ -8,7 +8,7 @@ from math import sqrt
 
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import MLP, Attention, Embedding, Head, LayerNorm, Positions, Residual
-from spmd_engine.layers.attention.methods import context_method as method_called
+from spmd_engine.layers.attention.context import context_method as method_called
 from spmd_engine.losses import cross_entropy
 from spmd_engine.models.mixture import Mixture
 from spmd_engine.models.model import Model

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from spmd_engine.axes import MeshPosition, all_positions
-from spmd_engine.layers.chain import Chain
-from spmd_engine.layers.images.residual_block import ResidualBlock
-from spmd_engine.layers.images.windows import ImageWindows
+from spmd_engine.layers.containers import Chain, ResidualBlock
+from spmd_engine.layers.images import ImageWindows
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.halos import Reach

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.moe.router_options import RouterOptions
+from spmd_engine.layers.moe.routing import RouterOptions
 from spmd_engine.models.block_numbers import block_numbers
 
 if TYPE_CHECKING:

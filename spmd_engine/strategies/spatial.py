@@ -1,6 +1,6 @@
 """Spatial parallel: each rank has some rows of every image, and fetches the rows around them: a halo."""
 
-from spmd_engine.arrays.images.window import Window
+from spmd_engine.arrays.windows import Window
 from spmd_engine.sharding import ArrayPlacement, Placement, Spec, plan_transfer
 from spmd_engine.strategies.two_convolutions import IMAGE, TwoConvolutions, conv, conv_input, conv_weight
 from spmd_engine.strategies.two_layers import relu

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.arrays.images.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
-from spmd_engine.arrays.images.window import Window
+from spmd_engine.arrays.images import conv2d, conv2d_input_gradient, conv2d_weight_gradient
+from spmd_engine.arrays.windows import Window
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.strategies.page import Page, Weight
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from numerics import assert_gradient, normals
-from spmd_engine.arrays.images.channels import (
+from spmd_engine.arrays.normalization import (
     channel_gradients,
     channel_squares,
     channel_sums,

@@ -6,9 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numerics import normals
-from spmd_engine.arrays.images.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
-from spmd_engine.arrays.images.pooling import average_pool, average_pool_gradient, max_pool, max_pool_gradient
-from spmd_engine.arrays.images.window import Window
+from spmd_engine.arrays.images import (
+    average_pool,
+    average_pool_gradient,
+    conv2d,
+    conv2d_input_gradient,
+    conv2d_weight_gradient,
+    max_pool,
+    max_pool_gradient,
+)
+from spmd_engine.arrays.windows import Window
 
 windows = st.builds(
     Window,

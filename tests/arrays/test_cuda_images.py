@@ -4,10 +4,17 @@ import numpy as np
 import pytest
 
 from numerics import normals
-from spmd_engine.arrays.images import channels, convolution
-from spmd_engine.arrays.images.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
-from spmd_engine.arrays.images.pooling import average_pool, average_pool_gradient, max_pool, max_pool_gradient
-from spmd_engine.arrays.images.window import Window
+from spmd_engine.arrays import images, normalization
+from spmd_engine.arrays.images import (
+    average_pool,
+    average_pool_gradient,
+    conv2d,
+    conv2d_input_gradient,
+    conv2d_weight_gradient,
+    max_pool,
+    max_pool_gradient,
+)
+from spmd_engine.arrays.windows import Window
 from test_cuda_kernels import both_dtypes, compare, device, gpu  # noqa: F401 (fixtures)
 
 ROWS, COLUMNS = Window(3, 2, 1, 1, 2), Window(2, 1, 2, 0, 1)
@@ -17,7 +24,7 @@ ROWS, COLUMNS = Window(3, 2, 1, 1, 2), Window(2, 1, 2, 0, 1)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("batch", [3, 0])
 def test_convolution(device, monkeypatch, dtype, groups, batch):  # noqa: F811
-    monkeypatch.setattr(convolution, "DEVICE_PANEL_ELEMENTS", 200)  # several panels
+    monkeypatch.setattr(images, "DEVICE_PANEL_ELEMENTS", 200)  # several panels
     x, w = normals(batch, 7, 6, 4, dtype=dtype), normals(3, 2, 4 // groups, 8, dtype=dtype, seed=1)
     y = compare(device, conv2d, x, w, ROWS, COLUMNS, groups)
     dy = normals(*y.shape, dtype=dtype, seed=2)
@@ -39,8 +46,8 @@ def test_pooling(device, dtype):  # noqa: F811
 @both_dtypes
 def test_channels(device, dtype):  # noqa: F811
     x, dy, row = normals(2, 5, 7, 3, dtype=dtype), normals(2, 5, 7, 3, dtype=dtype, seed=1), normals(3, dtype=dtype)
-    compare(device, channels.channel_sums, x)
-    compare(device, channels.channel_squares, x, row)
-    compare(device, channels.scale_channels, x, row, row, row)
-    compare(device, channels.channel_gradients, dy, x, row, row)
-    compare(device, channels.normalized_gradient, dy, x, row, row, row, row, row)
+    compare(device, normalization.channel_sums, x)
+    compare(device, normalization.channel_squares, x, row)
+    compare(device, normalization.scale_channels, x, row, row, row)
+    compare(device, normalization.channel_gradients, dy, x, row, row)
+    compare(device, normalization.normalized_gradient, dy, x, row, row, row, row, row)

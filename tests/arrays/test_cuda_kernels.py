@@ -8,7 +8,7 @@ from spmd_engine.arrays import get_backend
 from spmd_engine.arrays.activations import gelu, relu, silu_gate
 from spmd_engine.arrays.attention import causal_attention, causal_attention_backward
 from spmd_engine.arrays.backend import backend_of, unregister_backend
-from spmd_engine.arrays.cuda.functions import CudaFunctions
+from spmd_engine.arrays.cuda import CudaFunctions
 from spmd_engine.arrays.normalization import (
     layer_norm,
     layer_norm_backward,

@@ -8,14 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numerics import normals
+from spmd_engine.arrays import images, normalization
 from spmd_engine.arrays.backend import CPU
-from spmd_engine.arrays.images import channels, convolution, pooling
-from spmd_engine.arrays.images.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
-from spmd_engine.arrays.images.pooling import max_pool, max_pool_gradient, window_sums, window_sums_gradient
-from spmd_engine.arrays.images.window import Window
+from spmd_engine.arrays.images import (
+    conv2d,
+    conv2d_input_gradient,
+    conv2d_weight_gradient,
+    max_pool,
+    max_pool_gradient,
+    window_sums,
+    window_sums_gradient,
+)
 from spmd_engine.arrays.meta.backend import on_shapes
 from spmd_engine.arrays.meta.meter import Meter, metered
+from spmd_engine.arrays.numba.functions import FastFunctions
 from spmd_engine.arrays.numba.images import FastImages, fast_images
+from spmd_engine.arrays.windows import Window
 from test_convolution import lengths, windows
 
 pytest.importorskip("numba")
@@ -94,8 +102,8 @@ def test_on_shapes_they_have_the_same_results(name):
 
 @settings(deadline=None, max_examples=60)
 @given(windows, windows, lengths, lengths, st.integers(0, 2), st.integers(0, 3))
-def test_pooling(loops, rows, columns, height, width, batch, channels):
-    x = np.round(normals(batch, height, width, channels)).astype(np.float32)  # few values: many are equal
+def test_pooling(loops, rows, columns, height, width, batch, normalization):
+    x = np.round(normals(batch, height, width, normalization)).astype(np.float32)  # few values: many are equal
     y, chosen = max_pool(x.astype(np.float64), rows, columns)
     for found, expected in zip(loops.max_pool(x, rows, columns), (y.astype(np.float32), chosen), strict=True):
         assert found.dtype == expected.dtype
@@ -123,7 +131,7 @@ OF_CHANNELS = {
 @pytest.mark.parametrize("name", OF_CHANNELS)
 def test_channels(loops, name, shape):
     arguments = OF_CHANNELS[name](normals(*shape), normals(*shape, seed=1))
-    expected = getattr(channels, name)(*arguments)
+    expected = getattr(normalization, name)(*arguments)
     found = getattr(loops, name)(*(each.astype(np.float32) for each in arguments))
     for pair in zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]:
         close(*pair)
@@ -143,9 +151,10 @@ def test_sums_over_a_million_rows_keep_their_digits(loops):
     np.testing.assert_allclose(loops.channel_sums(rows), 1e6 * rows[0].astype(np.float64), rtol=1e-4)
 
 
-def test_windows_of_many_taps(loops):
+def test_windows_of_many_taps_are_left_to_numpy(loops, monkeypatch):
+    monkeypatch.setitem(CPU.__dict__, "image_kernels", loops)
     x, window = normals(1, 20, 20, 3, dtype=np.float32), Window(17)
-    for found, expected in zip(loops.max_pool(x, window, window), max_pool.__wrapped__(x, window, window), strict=True):
+    for found, expected in zip(max_pool(x, window, window), max_pool.__wrapped__(x, window, window), strict=True):
         np.testing.assert_array_equal(found, expected)
 
 
@@ -175,8 +184,8 @@ def test_shapes_that_disagree_are_refused(loops):
 
 
 def of_images():
-    functions = [f for module in (channels, convolution, pooling) for f in vars(module).values()]
-    return {f.__name__: f for f in functions if hasattr(f, "__wrapped__")}
+    functions = [f for module in (normalization, images) for f in vars(module).values() if hasattr(f, "__wrapped__")]
+    return {f.__name__: f for f in functions if not hasattr(FastFunctions, f.__name__)}
 
 
 def test_arrays_of_the_host_go_there(loops, monkeypatch):

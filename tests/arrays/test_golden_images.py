@@ -5,9 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmd_engine.arrays.images.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
-from spmd_engine.arrays.images.pooling import average_pool, average_pool_gradient, max_pool, max_pool_gradient
-from spmd_engine.arrays.images.window import Window
+from spmd_engine.arrays.images import (
+    average_pool,
+    average_pool_gradient,
+    conv2d,
+    conv2d_input_gradient,
+    conv2d_weight_gradient,
+    max_pool,
+    max_pool_gradient,
+)
+from spmd_engine.arrays.windows import Window
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "golden" / "convolution.npz"))
 

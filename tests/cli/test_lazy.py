@@ -28,7 +28,7 @@ def test_a_rank_that_trains_loads_no_other_command():
         "spmd_engine.planning",
         "spmd_engine.serving",
         "spmd_engine.layers.moe.moe",
-        "spmd_engine.layers.images.convolution",
+        "spmd_engine.layers.convolution",
     )
     others += "spmd_engine.formats", "spmd_engine.training.data.token_data", "spmd_engine.strategies.page", "shutil"
     others += "spmd_engine.checkpoints.read", "spmd_engine.checkpoints.hf.weights", "spmd_engine.models.hf"

@@ -9,7 +9,7 @@ import parts
 import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays import einsum
-from spmd_engine.arrays.images.window import Window
+from spmd_engine.arrays.windows import Window
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import AdamW, LayeredEngine, schedules
 from spmd_engine.engine.batch import batch_of

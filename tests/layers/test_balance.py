@@ -6,8 +6,7 @@ import pytest
 from numerics import assert_gradient, normals
 from routers import CUTS, EXPERTS, LOGITS, ROUTERS, WHOLE, assembled, block, on_ranks
 from spmd_engine.layers.moe.router import balance_gradient, balance_loss, bias_fold, entropy, z_gradient, z_loss
-from spmd_engine.layers.moe.router_options import RouterOptions
-from spmd_engine.layers.moe.routing import choose, expert_counts
+from spmd_engine.layers.moe.routing import RouterOptions, choose, expert_counts
 
 FLAT = LOGITS.reshape(-1, EXPERTS)
 KINDS = "mixtral", "after", "plain", "deepseek"  # with another softmax, or sigmoid, or k

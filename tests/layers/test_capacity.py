@@ -7,8 +7,8 @@ import pytest
 
 from pairwise import every_pair
 from routers import CUTS, EXPERTS, LOGITS, WHOLE, assembled, chosen, collectively, on_ranks, tokens_of
-from spmd_engine.layers.moe.capacity import capacity_of, keep
-from spmd_engine.layers.moe.router_options import RouterOptions
+from spmd_engine.layers.moe.dispatch import capacity_of, keep
+from spmd_engine.layers.moe.routing import RouterOptions
 
 BY = ("position", "probability")
 OPTIONS = {

@@ -14,8 +14,8 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.attention import causal_attention
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Attention, LayerNorm, Residual
-from spmd_engine.layers.attention import ring_attention
-from spmd_engine.layers.attention.methods import CONTEXT_METHODS, context_method
+from spmd_engine.layers.attention import context
+from spmd_engine.layers.attention.context import CONTEXT_METHODS, context_method
 from spmd_engine.layers.deferred import wait_for
 from spmd_engine.sharding import Layout
 
@@ -250,16 +250,16 @@ def part(length, n, r):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_only_queries_that_see_a_key_are_compared(monkeypatch, ranks):
-    """Consecutive parts: rank i meets i + 1 blocks. Balanced: all meet all, and have as much to do in every step."""
+    """Consecutive parts: rank i attends to i + 1 blocks. Zigzag: all attend to all, with equal work in every step."""
     calls = {}
 
-    def counting(q, k, v, positions, key_positions, *rest):
+    def counting(q, k, v, positions, key_positions, **options):
         assert q.shape[1] == len(positions) and key_positions[0] <= positions[0]
         seen = int((key_positions[None, :] <= positions[:, None]).sum())
         calls.setdefault(get_ident(), []).append(seen)
-        return causal_attention(q, k, v, positions, key_positions, *rest)
+        return causal_attention(q, k, v, positions, key_positions, **options)
 
-    monkeypatch.setattr(ring_attention, "causal_attention", counting)
+    monkeypatch.setattr(context, "causal_attention", counting)
     problem = problem_of(attention("ring"), length=24)
 
     def work(zigzag):

@@ -10,7 +10,7 @@ import pytest
 from layer_harness import BATCH, LENGTH, MESHES, ONE, every_layer, problem_of, single, solve, where_and_when
 from numerics import frozen, normals
 from spmd_engine import Mesh, run_threads
-from spmd_engine.layers.dropout import Dropout
+from spmd_engine.layers.containers import Dropout
 from spmd_engine.sharding import Layout, Shards
 
 

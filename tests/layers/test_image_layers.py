@@ -9,7 +9,7 @@ from image_layers import BATCH, IMAGE, ONE, Problem, assert_as_one_device, asser
 from numerics import normals
 from pairwise import in_turn
 from spmd_engine import Mesh
-from spmd_engine.arrays.images.window import Window
+from spmd_engine.arrays.windows import Window
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import (
     AveragePool,
@@ -23,9 +23,9 @@ from spmd_engine.layers import (
     ReLU,
     Reshard,
     ResidualBlock,
+    convolution,
 )
-from spmd_engine.layers.images import convolution
-from spmd_engine.layers.images.windows import inner_outputs, part_of
+from spmd_engine.layers.images import inner_outputs, part_of
 from spmd_engine.sharding import Layout, Shards
 
 CONVOLUTIONS = {

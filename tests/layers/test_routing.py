@@ -8,8 +8,7 @@ import pytest
 from numerics import assert_gradient, normals
 from routers import CUTS, EXPERTS, LOGITS, ROUTERS, WHOLE, assembled, on_ranks, tokens_of
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.moe.router_options import RouterOptions
-from spmd_engine.layers.moe.routing import choose, expert_counts, weights_gradient
+from spmd_engine.layers.moe.routing import RouterOptions, choose, expert_counts, weights_gradient
 
 every_router = pytest.mark.parametrize("router", ROUTERS)
 FLAT = LOGITS.reshape(-1, EXPERTS)

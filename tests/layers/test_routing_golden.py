@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from spmd_engine.layers.moe.router import balance_gradient, balance_loss, z_gradient, z_loss
-from spmd_engine.layers.moe.router_options import RouterOptions
-from spmd_engine.layers.moe.routing import choose, expert_counts, weights_gradient
+from spmd_engine.layers.moe.routing import RouterOptions, choose, expert_counts, weights_gradient
 
 GOLDEN = dict(np.load(Path(__file__).parent.parent / "golden" / "routing.npz"))
 LOGITS = GOLDEN["logits"]

@@ -27,7 +27,7 @@ from spmd_engine.engine.parallel_config import (
     composed_layout,
 )
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.moe.router_options import RouterOptions
+from spmd_engine.layers.moe.routing import RouterOptions
 from spmd_engine.models import DecoderConfig, Mixture
 from spmd_engine.models.lora import LoRAOptions
 

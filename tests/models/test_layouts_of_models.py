@@ -7,7 +7,7 @@ import pytest
 from spmd_engine.axes import MeshPosition
 from spmd_engine.errors import MeshError, UsageError
 from spmd_engine.layers import LayerNorm, Residual
-from spmd_engine.layers.attention.ring_attention import RingAttention
+from spmd_engine.layers.attention.context import RingAttention
 from spmd_engine.models import GPTSize, Model, gpt, mlp
 from spmd_engine.models.layouts import layout_for, note_of_shared_keys, with_queries_apart
 from spmd_engine.sharding import Layout

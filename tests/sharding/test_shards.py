@@ -7,7 +7,7 @@ import pytest
 
 from numerics import normals
 from spmd_engine import Mesh, run_threads
-from spmd_engine.arrays.images.window import Window
+from spmd_engine.arrays.windows import Window
 from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.layers.deferred import wait_for
 from spmd_engine.sharding import Layout, Shards

@@ -13,7 +13,7 @@ from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.layers import low_rank
-from spmd_engine.layers.moe.router_options import RouterOptions
+from spmd_engine.layers.moe.routing import RouterOptions
 from spmd_engine.models import DecoderConfig, Mixture
 from spmd_engine.models.load_config import load_config
 from spmd_engine.models.lora import LoRAOptions

@@ -1,8 +1,8 @@
 """Arrays without memory: a shape, strides and a dtype, on which code for arrays can be run to see what it does.
 
 ``ShapedArray`` takes part in NumPy's functions and operators in the place of an array: views, reshapes and
-transpositions are NumPy's own, of an array whose elements nobody touches; results have the shapes and dtypes that
-NumPy's would have; the meter of this thread is told of the memory and of the work.
+transpositions are NumPy's own, of an array whose elements are never read; results have the shapes and dtypes that
+NumPy's would have; the meter of this thread counts memory and work.
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ class ShapedArray(NDArrayOperatorsMixin):
 
     # --- views, as NumPy makes them ----------------------------------------------------------------------
 
-    @property
-    def T(self) -> ShapedArray:
-        return self._view(self._like.T)
+    T = property(lambda self: self._view(self._like.T))
 
     def transpose(self, *axes: Any) -> ShapedArray:
         return self._view(self._like.transpose(*axes))
@@ -79,16 +77,16 @@ class ShapedArray(NDArrayOperatorsMixin):
         return self._view(self._like.view(dtype))
 
     def reshape(self, *shape: Any) -> ShapedArray:
-        shape = shape[0] if len(shape) == 1 else shape
+        sizes: Any = shape[0] if len(shape) == 1 else shape
         try:
-            return self._view(np.reshape(self._like, shape, copy=False))
+            return self._view(np.reshape(self._like, sizes, copy=False))
         except ValueError:
-            known = [shape] if isinstance(shape, int) else list(shape)
+            known = [sizes] if isinstance(sizes, int) else list(sizes)
             if -1 in known:
                 known[known.index(-1)] = self.size // max(1, -prod(known))
             if prod(known) != self.size:
                 raise
-            return self._copied(tuple(known))
+            return self._copied(known, self.dtype)
 
     def ravel(self) -> ShapedArray:
         return self.reshape(-1)
@@ -108,20 +106,18 @@ class ShapedArray(NDArrayOperatorsMixin):
 
     # --- copies ------------------------------------------------------------------------------------------
 
-    def _copied(self, shape: tuple[int, ...]) -> ShapedArray:
-        result = ShapedArray.new(shape, self.dtype)
+    def _copied(self, shape: Sequence[int], dtype: Any) -> ShapedArray:
+        result = ShapedArray.new(shape, dtype)
         count(self.size, (self,), (result,))
         return result
 
     def copy(self, order: str = "C") -> ShapedArray:
-        return self._copied(self.shape)
+        return self._copied(self.shape, self.dtype)
 
     def astype(self, dtype: Any, order: str = "K", copy: bool = True) -> ShapedArray:
         if not copy and np.dtype(dtype) == self.dtype and (order == "K" or self.flags.c_contiguous):
             return self
-        result = ShapedArray.new(self.shape, dtype)
-        count(self.size, (self,), (result,))
-        return result
+        return self._copied(self.shape, dtype)
 
     def fill(self, value: Any) -> None:
         self[...] = value
@@ -129,12 +125,12 @@ class ShapedArray(NDArrayOperatorsMixin):
     # --- the functions of NumPy, as methods --------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        if name in METHODS:
-            function = getattr(np, name)
+        function = getattr(np, name, None)
+        if function is not None and callable(getattr(np.ndarray, name, None)):
             return lambda *args, **options: function(self, *args, **options)
         raise AttributeError(f"an array that is only a shape has no {name!r}")
 
-    #: What NumPy's operators and functions make of such arrays: ``functions`` says it.
+    #: Set by ``functions``: the results of NumPy's operators and functions.
     apply_ufunc: ClassVar[Callable]
     apply_function: ClassVar[Callable]
 
@@ -171,34 +167,6 @@ class ShapedArray(NDArrayOperatorsMixin):
         raise _no_values(self, "what is done depends on its value")
 
     __index__ = __int__
-
-
-#: Functions of NumPy that arrays have as methods, too.
-METHODS = frozenset(
-    [
-        "sum",
-        "max",
-        "min",
-        "mean",
-        "prod",
-        "any",
-        "all",
-        "take",
-        "argsort",
-        "argmax",
-        "argmin",
-        "cumsum",
-        "repeat",
-        "clip",
-        "dot",
-        "nonzero",
-        "searchsorted",
-        "sort",
-        "round",
-        "std",
-        "var",
-    ]
-)
 
 
 def count(elements: int, read: Sequence[Any], written: Sequence[Any]) -> None:

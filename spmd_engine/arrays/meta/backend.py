@@ -32,14 +32,18 @@ class ShapedModule:
         return ShapedArray.new(shape, dtype) if _is_data(dtype) else np.empty(shape, dtype)
 
     def zeros(self, shape: Any, dtype: Any = np.float64) -> Array:
-        return _written(shape, dtype) if _is_data(dtype) else np.zeros(shape, dtype)
+        return self.full(shape, 0, dtype)
 
     def ones(self, shape: Any, dtype: Any = np.float64) -> Array:
-        return _written(shape, dtype) if _is_data(dtype) else np.ones(shape, dtype)
+        return self.full(shape, 1, dtype)
 
     def full(self, shape: Any, value: Any, dtype: Any = None) -> Array:
-        kind = np.asarray(value).dtype if dtype is None else dtype
-        return _written(shape, kind) if _is_data(kind) else np.full(shape, value, kind)
+        dtype = np.asarray(value).dtype if dtype is None else dtype
+        if not _is_data(dtype):
+            return np.full(shape, value, dtype)
+        array = ShapedArray.new(shape, dtype)
+        count(array.size, (), (array,))
+        return array
 
     def asarray(self, x: Any, dtype: Any = None, **options: Any) -> Array:
         if isinstance(x, ShapedArray):
@@ -59,12 +63,6 @@ def _is_data(dtype: Any) -> bool:
     """Whether arrays of it hold data, and not indices, of which values are needed and known."""
     dtype = np.dtype(dtype)
     return dtype.kind in "fcV" or dtype == np.uint8
-
-
-def _written(shape: Any, dtype: Any) -> ShapedArray:
-    array = ShapedArray.new(shape, dtype)
-    count(array.size, (), (array,))
-    return array
 
 
 class Shapes(Backend):

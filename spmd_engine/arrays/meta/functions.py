@@ -146,21 +146,14 @@ def _where(condition: Any, a: Any, b: Any) -> ShapedArray:
     return _result(shape, np.result_type(*(getattr(x, "dtype", x) for x in (a, b))), prod(shape), arrays)
 
 
-def _broadcast_to(x: Any, shape: Any, subok: bool = False) -> ShapedArray:
-    return x._view(np.broadcast_to(x._like, shape)) if isinstance(x, ShapedArray) else np.broadcast_to(x, shape)
-
-
-def _split(x: ShapedArray, places: Any, axis: int = 0) -> list[ShapedArray]:
-    return [x._view(part) for part in np.split(x._like, places, axis)]
-
-
-def _array_split(x: ShapedArray, places: Any, axis: int = 0) -> list[ShapedArray]:
-    return [x._view(part) for part in np.array_split(x._like, places, axis)]
-
-
 def _viewed(function: Callable) -> Callable:
-    """What a function of NumPy makes of an array's shape and strides alone."""
-    return lambda x, *args, **options: x._view(function(x._like, *args, **options))
+    """What a function of NumPy makes of an array's shape and strides alone: one view, or a list of them."""
+
+    def view(x: ShapedArray, *args: Any, **options: Any) -> Any:
+        like = function(x._like, *args, **options)
+        return [x._view(part) for part in like] if isinstance(like, list) else x._view(like)
+
+    return view
 
 
 def _pad(x: Any, pad_width: Any, mode: Any = "constant", **_: Any) -> ShapedArray:
@@ -172,8 +165,9 @@ def _pad(x: Any, pad_width: Any, mode: Any = "constant", **_: Any) -> ShapedArra
     return _result(shape, x.dtype, prod(shape), (x,))
 
 
-def _copy_of(x: Any, *_: Any, **__: Any) -> ShapedArray:
-    return _result(x.shape, x.dtype, x.size, (x,))
+def _unchanged(x: Any, *_: Any, out: Any = None, **__: Any) -> Any:
+    """An array with the shape and dtype of ``x``, made in one pass over it."""
+    return _result(x.shape, x.dtype, x.size, (x,), out)
 
 
 def _tile(x: Any, reps: Any) -> ShapedArray:
@@ -191,7 +185,7 @@ def _diff(x: Any, n: int = 1, axis: int = -1, **_: Any) -> ShapedArray:
 
 
 def _outer(a: Any, b: Any, out: Any = None) -> Any:
-    return np.multiply(a.reshape(-1, 1), b.reshape(1, -1), **({} if out is None else {"out": out}))
+    return np.multiply(a.reshape(-1, 1), b.reshape(1, -1), out=out)
 
 
 def _tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
@@ -261,14 +255,6 @@ def _argmax(x: Any, axis: Any = None, out: Any = None, **_: Any) -> np.ndarray:
     return ((rows + turn) % max(1, width)).reshape(shape)
 
 
-def _sorted(x: Any, axis: int = -1, **_: Any) -> ShapedArray:
-    return _result(x.shape, x.dtype, x.size, (x,))
-
-
-def _clip(x: Any, low: Any = None, high: Any = None, out: Any = None, **_: Any) -> Any:
-    return _result(x.shape, x.dtype, x.size, (x,), out)
-
-
 def _repeat(x: Any, repeats: int, axis: Any = None) -> ShapedArray:
     shape = [x.size * repeats] if axis is None else list(x.shape)
     if axis is not None:
@@ -284,7 +270,7 @@ def _qr(x: Any, mode: str = "reduced") -> tuple[ShapedArray, ShapedArray]:
 
 def _argpartition(x: Any, kth: int, axis: int = -1, **_: Any) -> np.ndarray:
     """Some order; which elements come last is not looked at, but how many."""
-    meter().assume("the largest entries are some or other: how many there are is all that is asked")
+    meter().assume("only the number of the largest entries matters, not which they are")
     count(x.size, (x,), ())
     return np.arange(x.shape[axis])
 
@@ -293,57 +279,41 @@ def _memory(x: Any) -> Any:
     return getattr(x, "memory", None)
 
 
+VIEWS = (
+    np.array_split, np.broadcast_to, np.diagonal, np.expand_dims, np.flip, np.moveaxis, np.split, np.squeeze,
+    np.swapaxes, np.transpose, np.lib.stride_tricks.sliding_window_view,
+)  # fmt: skip
+REDUCTIONS = {
+    np.sum: np.add, np.prod: np.multiply, np.max: np.maximum, np.min: np.minimum, np.any: np.logical_or,
+    np.all: np.logical_and,
+}  # fmt: skip
+
 FUNCTIONS: dict[Callable, Callable] = {
+    **{function: _viewed(function) for function in VIEWS},
+    **{function: _summing(ufunc) for function, ufunc in REDUCTIONS.items()},
+    **dict.fromkeys((np.roll, np.tril, np.triu, np.sort, np.clip, np.round), _unchanged),
+    **dict.fromkeys((np.zeros_like, np.ones_like, np.full_like), _filled_like),
+    **dict.fromkeys((np.mean, np.var, np.std), _mean),
+    **dict.fromkeys((np.argmax, np.argmin), _argmax),
     np.dot: _dot,
     np.einsum: _einsum,
     np.empty_like: _like,
-    np.zeros_like: _filled_like,
-    np.ones_like: _filled_like,
-    np.full_like: _filled_like,
     np.concatenate: _concatenate,
     np.stack: _stack,
     np.where: _where,
-    np.broadcast_to: _broadcast_to,
     np.ravel: lambda x, order="C": x.reshape(-1),
     np.reshape: lambda x, shape, *_, **__: x.reshape(shape),
-    np.transpose: lambda x, axes=None: x.transpose(*([axes] if axes is not None else [])),
-    np.moveaxis: lambda x, source, to: x._view(np.moveaxis(x._like, source, to)),
-    np.swapaxes: lambda x, one, other: x.swapaxes(one, other),
-    np.expand_dims: lambda x, axis: x._view(np.expand_dims(x._like, axis)),
-    np.split: _split,
-    np.array_split: _array_split,
-    np.squeeze: lambda x, axis=None: x.squeeze(axis),
-    np.flip: _viewed(np.flip),
-    np.diagonal: _viewed(np.diagonal),
-    np.lib.stride_tricks.sliding_window_view: _viewed(np.lib.stride_tricks.sliding_window_view),
     np.hstack: lambda arrays, **_: _concatenate(arrays, min(1, arrays[0].ndim - 1)),
     np.vstack: lambda arrays, **_: _concatenate([x.reshape(1, -1) if x.ndim == 1 else x for x in arrays]),
     np.pad: _pad,
-    np.roll: _copy_of,
-    np.tril: _copy_of,
-    np.triu: _copy_of,
     np.tile: _tile,
     np.diff: _diff,
     np.outer: _outer,
     np.tensordot: _tensordot,
     np.copyto: _copyto,
-    np.sum: _summing(np.add),
-    np.prod: _summing(np.multiply),
-    np.max: _summing(np.maximum),
-    np.min: _summing(np.minimum),
-    np.any: _summing(np.logical_or),
-    np.all: _summing(np.logical_and),
-    np.mean: _mean,
-    np.var: _mean,
-    np.std: _mean,
     np.cumsum: _cumsum,
     np.take: _take,
     np.take_along_axis: _take_along_axis,
-    np.argmax: _argmax,
-    np.argmin: _argmax,
-    np.sort: _sorted,
-    np.clip: _clip,
-    np.round: _clip,
     np.repeat: _repeat,
     np.linalg.norm: _norm,
     np.linalg.qr: _qr,
@@ -352,13 +322,12 @@ FUNCTIONS: dict[Callable, Callable] = {
     np.ndim: lambda x: x.ndim,
     np.size: lambda x, axis=None: x.size if axis is None else x.shape[axis],
     np.copy: lambda x, *_, **__: x.copy(),
-    np.isfinite: lambda x: x,
     np.may_share_memory: lambda x, y, *_: _memory(x) is not None and _memory(x) is _memory(y),
 }
 
 
 def apply_function(function: Callable, args: Sequence[Any], options: dict[str, Any]) -> Any:
-    """``function(*args, **options)``; raises UsageError for one whose result only values tell."""
+    """``function(*args, **options)``; raises UsageError if the shape of the result depends on values."""
     known = FUNCTIONS.get(function)
     if known is None:
         raise UsageError(

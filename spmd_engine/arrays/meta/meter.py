@@ -1,6 +1,6 @@
 """The account of what is done with arrays that have shapes alone: memory held, and work, moment by moment.
 
-Every rank whose step is run on shapes has a ``Meter`` of its own; ``metered`` says which one counts in this thread.
+Every rank whose step is run on shapes has a ``Meter`` of its own; ``metered`` sets the one that counts in this thread.
 Arrays take their memory from it and give it back with their last view, as real ones do, so that what it holds at a
 moment is what a rank would hold.
 """
@@ -62,7 +62,7 @@ class Held:
 
 
 class Meter:
-    """Counts for one rank. ``choose`` says how choices fall that data would decide: "balanced" or "worst".
+    """Counts for one rank. ``choose``: the outcome of choices that depend on data, "balanced" or "worst".
 
     ``lenient``: where code writes shapes into arrays that it made itself, these are taken to be zeros.
     """
@@ -78,7 +78,7 @@ class Meter:
         self.work = Work()
         self.constants: dict[Hashable, int] = {}  #: bytes that loops find once, and keep beside all arrays, by what for
         self.times = 1  #: how often the work counts that is done now
-        #: what the phase under way has taken; held by nobody here, or it would not be given back before its end
+        #: what the phase under way has taken; by weak references, so that it can be freed before the end
         self._young: WeakValueDictionary[int, Memory] = WeakValueDictionary()
         self._turn = 0
         self._count = 0
@@ -108,7 +108,7 @@ class Meter:
             self.events.append((-memory.bytes, memory.number, memory.kind, memory.what))
             self._young.pop(memory.number, None)
 
-    def be(self, memory: Memory, kind: str, what: str | None = None) -> None:
+    def relabel(self, memory: Memory, kind: str, what: str | None = None) -> None:
         """Count memory as of another kind from now on."""
         if memory.bytes and memory.kind != kind:
             self.held[memory.kind] -= memory.bytes
@@ -121,11 +121,11 @@ class Meter:
     def keep_young(self, kind: str) -> None:
         """A phase ends: what it leaves behind is of this kind, and no longer temporary."""
         for memory in tuple(self._young.values()):
-            self.be(memory, kind)
+            self.relabel(memory, kind)
         self._young.clear()
 
     def take_top(self) -> Held:
-        """The most that was held since this was asked last."""
+        """The most that was held since the last call."""
         top, self._top = self._top, Held(self.total, dict(self.held), len(self.events))
         return top
 
@@ -141,7 +141,7 @@ class Meter:
     # --- work --------------------------------------------------------------------------------------------
 
     def take_work(self) -> Work:
-        """What was computed since this was asked last."""
+        """The work since the last call."""
         work, self.work = self.work, Work()
         return work
 
@@ -172,7 +172,7 @@ class Meter:
         finally:
             self.times = before
 
-    # --- values that nobody knows ------------------------------------------------------------------------
+    # --- unknown values ------------------------------------------------------------------------
 
     def assume(self, what: str) -> None:
         """Note what is taken to be so, since there are no values to look at."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable
 from importlib import import_module
+from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir
@@ -29,39 +30,40 @@ CONTIGUOUS_AND_ALIGNED = 0x0001 | 0x0100
 BYTE, WORD, LONG = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
 
-def compile_loops(modules: Iterable[str]) -> tuple[list[str], bytes]:
-    """The names of all loops in modules of this package, and their object code.
+def compile_loops(module: str) -> tuple[list[str], bytes]:
+    """The names of all loops in a module of this package, and their object code.
 
-    Raises RuntimeError where array objects are not laid out as it is thought here.
+    Raises RuntimeError if array objects have another layout than ``_array`` reads.
     """
     _check_layout()
     names, programs = [], []
-    for module in modules:
-        for name, loop in vars(import_module(f"spmd_engine.arrays.numba.{module}")).items():
-            if isinstance(loop, Loop):
-                result = _compile(loop)
-                names.append(name)
-                programs += [result.library.get_llvm_str(), str(_entry(name, result))]
+    for name, loop in vars(import_module(f"spmd_engine.arrays.numba.{module}")).items():
+        if isinstance(loop, Loop):
+            result = _compile(loop)
+            names.append(name)
+            programs += [result.library.get_llvm_str(), str(_entry(name, result))]
     return names, _object_code(programs)
 
 
 def _compile(loop: Loop) -> compiler.CompileResult:
     """Numba's machinery for ``loop`` and the types of its annotations, without the wrappers that Python calls."""
-    flags = compiler.Flags()
+    flags: Any = compiler.Flags()
     flags.error_model = "numpy"
     flags.fastmath = FastMathOptions(set(loop.fastmath))
     flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
-    cpu_target.typing_context.refresh()
-    cpu_target.target_context.refresh()
+    target: Any = cpu_target
+    target.typing_context.refresh()
+    target.target_context.refresh()
     arguments = tuple(loop.function.__annotations__.values())
     return compiler.compile_extra(
-        cpu_target.typing_context, cpu_target.target_context, loop.function, arguments, types.none, flags, {}
+        target.typing_context, target.target_context, loop.function, arguments, types.none, flags, {}
     )
 
 
 def _object_code(programs: Iterable[str]) -> bytes:
     """LLVM's for this processor, which may lie anywhere in memory."""
-    _, cpu, features = cpu_target.target_context.codegen().magic_tuple()
+    target: Any = cpu_target.target_context
+    _, cpu, features = target.codegen().magic_tuple()
     machine = binding.Target.from_default_triple().create_target_machine(cpu, features, 3, reloc="pic")
     whole = None
     for program in programs:
@@ -135,7 +137,7 @@ def _array(context, builder: ir.IRBuilder, kind: types.Array, given: ir.Value, u
         builder.store(builder.mul(builder.load(first), size), first)
     shape = [builder.load(first)]
     shape += [builder.load(builder.gep(sizes, [builder.add(merged, LONG(k))])) for k in range(kind.ndim - 1)]
-    strides = [LONG(dtype.itemsize)]
+    strides: list[Any] = [LONG(dtype.itemsize)]
     for size in reversed(shape[1:]):
         strides.insert(0, builder.mul(strides[0], size))
     data = builder.bitcast(field(given, DATA, pointer), context.get_data_type(kind.dtype).as_pointer())
@@ -145,9 +147,9 @@ def _array(context, builder: ir.IRBuilder, kind: types.Array, given: ir.Value, u
 
 
 def _check_layout() -> None:
-    """Raise RuntimeError unless an array object has what is read where it is read."""
+    """Raise RuntimeError unless the fields of an array object lie at the offsets above."""
 
-    def word(address: int, type_=ctypes.c_int64) -> int:
+    def word(address: int, type_: type[ctypes.c_int32 | ctypes.c_int64] = ctypes.c_int64) -> int:
         return type_.from_address(address).value
 
     x = np.zeros((2, 3, 4), np.float32)

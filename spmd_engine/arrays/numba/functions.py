@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 def fast_functions() -> FastFunctions | None:
     """The compiled functions, where Numba is installed and SPMD_FAST is not 0; else None, and NumPy does it."""
-    loops = compiled_loops("functions", "kernels", "decoder_kernels")
+    loops = compiled_loops("kernels")
     return FastFunctions(loops) if loops else None
 
 
@@ -28,14 +28,14 @@ def loops_are_there() -> bool:
     return os.environ.get("SPMD_FAST", "1") != "0" and find_spec("numba") is not None
 
 
-def compiled_loops(name: str, *modules: str) -> Any:
-    """The loops of these modules, as functions; None without Numba, and with SPMD_FAST=0."""
+def compiled_loops(module: str) -> Any:
+    """The loops of a module of this package, as functions; None without Numba, and with SPMD_FAST=0."""
     if not loops_are_there():
         return None
     try:
         from spmd_engine.arrays.numba.object_code import linked
 
-        return linked(name, modules)
+        return linked(module)
     except (ImportError, SystemError, RuntimeError) as error:  # its releases follow NumPy's with a delay
         logger.warning("Numba is installed, but cannot be used (%s): NumPy computes instead", error)
         return None
@@ -54,23 +54,19 @@ class FastFunctions:
     # Activations
 
     def relu(self, z, want_slope=True):
-        z = _contiguous(z)
-        y = np.empty_like(z)
-        if not want_slope:
-            self._loops.relu_value(z, y)
-            return y, None
-        slope = np.empty_like(z, np.bool_)
-        self._loops.relu(z, y, slope)
-        return y, slope
+        return self._activation("relu", z, np.bool_ if want_slope else None)
 
     def gelu(self, z, want_slope=True):
+        return self._activation("gelu", z, np.float32 if want_slope else None)
+
+    def _activation(self, name, z, slope_dtype):
         z = _contiguous(z)
         y = np.empty_like(z)
-        if not want_slope:
-            self._loops.gelu_value(z, y)
+        if slope_dtype is None:
+            getattr(self._loops, f"{name}_value")(z, y)
             return y, None
-        slope = np.empty_like(z)
-        self._loops.gelu(z, y, slope)
+        slope = np.empty_like(z, slope_dtype)
+        getattr(self._loops, name)(z, y, slope)
         return y, slope
 
     def silu_gate(self, z, u, want_slopes=True):
@@ -99,11 +95,7 @@ class FastFunctions:
     # Norms
 
     def layer_norm(self, x, scale, shift, epsilon):
-        x = _contiguous(x)
-        y, normal, inverse = np.empty_like(x), np.empty_like(x), np.empty_like(x, shape=x.shape[:-1])
-        scale, shift = _spread(scale, x.shape[-1:]), _spread(shift, x.shape[-1:])
-        self._loops.layer_norm(x, scale, shift, epsilon, y, normal, inverse)
-        return y, normal, inverse
+        return _norm(self._loops.layer_norm, x, epsilon, scale, shift)
 
     def layer_norm_backward(self, dy, normal, inverse, scale):
         return _norm_backward(self._loops.layer_norm_backward, dy, normal, inverse, scale)
@@ -113,10 +105,7 @@ class FastFunctions:
         return sums[0], sums[1]
 
     def rms_norm(self, x, scale, epsilon):
-        x = _contiguous(x)
-        y, normal, inverse = np.empty_like(x), np.empty_like(x), np.empty_like(x, shape=x.shape[:-1])
-        self._loops.rms_norm(x, _spread(scale, x.shape[-1:]), epsilon, y, normal, inverse)
-        return y, normal, inverse
+        return _norm(self._loops.rms_norm, x, epsilon, scale)
 
     def rms_norm_backward(self, dy, normal, inverse, scale):
         return _norm_backward(self._loops.rms_norm_backward, dy, normal, inverse, scale)
@@ -180,6 +169,13 @@ def _indices(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 def _of_columns(x: np.ndarray, scores: np.ndarray) -> np.ndarray:
     """x[h 1 s] of scores[h t s]."""
     return _spread(x, (len(scores), 1, scores.shape[2]))
+
+
+def _norm(loop, x: np.ndarray, epsilon: float, *parameters: np.ndarray) -> tuple[np.ndarray, ...]:
+    x = _contiguous(x)
+    results = np.empty_like(x), np.empty_like(x), np.empty_like(x, shape=x.shape[:-1])
+    loop(x, *(_spread(parameter, x.shape[-1:]) for parameter in parameters), epsilon, *results)
+    return results
 
 
 def _norm_backward(loop, dy: np.ndarray, normal: np.ndarray, inverse: np.ndarray, scale: np.ndarray) -> np.ndarray:

@@ -1,8 +1,238 @@
-"""Loops of batch normalisation, pooling and depthwise convolutions over float32 images."""
+"""Loops over float32 images that Numba compiles."""
 
+# pyright: reportInvalidTypeForm=false, reportCallIssue=false
+# The annotations of a loop are types of Numba, which adds the first argument of an intrinsic.
+
+from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
-from spmd_engine.arrays.numba.kernels import Blocks, Four, Images, Rows, Vector, compiled, f32
+from spmd_engine.arrays.numba.kernels import Blocks, Four, Images, Indices, Integer, Rows, Vector, compiled, f32
+from spmd_engine.arrays.numba.places import LANES, ROWS, WIDE
+
+
+def _tile_product(vectors: int):
+    """The product of which a tile is ``ROWS`` rows of so many vectors each."""
+    wide = vectors * LANES
+
+    @intrinsic
+    def multiply(typing, a, rows, row, runs, length, step, b, place, y, places, first, start):
+        """y[start + places[first + r] + j] = the sum over steps s = (run t) of
+
+            a[rows[row + r] + runs[run] + t * step] * b[place + s * wide + j].
+
+        All arrays are flat, r < ROWS, j < wide, t < length. No bounds are looked at.
+        """
+        number = types.intp
+        signature = types.void(a, rows, number, runs, number, number, b, number, y, places, number, number)
+
+        def generate(context, builder, signature, values):
+            given = [
+                context.make_array(kind)(context, builder, value) if isinstance(kind, types.Array) else value
+                for kind, value in zip(signature.args, values, strict=True)
+            ]
+            a, rows, row, runs, length, step, b, place, y, places, first, start = given
+            single, integer, vector = ir.FloatType(), ir.IntType(64), ir.VectorType(ir.FloatType(), LANES)
+            columns = range(0, wide, LANES)  # where the vectors of a row begin
+
+            def vector_at(pointer, j):
+                return builder.bitcast(builder.gep(pointer, [integer(j)]), vector.as_pointer())
+
+            def variable(value):
+                pointer = cgutils.alloca_once(builder, value.type)  # LLVM keeps it in a register
+                builder.store(value, pointer)
+                return pointer
+
+            def advance(pointer, numbers):
+                builder.store(builder.gep(builder.load(pointer), [numbers]), pointer)
+
+            def spread(value):
+                one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, integer(0))
+                return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+
+            sums = [[variable(ir.Constant(vector, [single(0)] * LANES)) for _ in columns] for _ in range(ROWS)]
+            first_row = builder.gep(rows.data, [row])
+            offsets = [builder.load(builder.gep(first_row, [integer(r)])) for r in range(ROWS)]
+            left, right = variable(a.data), variable(builder.gep(b.data, [place]))
+            (count,) = cgutils.unpack_tuple(builder, runs.shape, 1)
+            with cgutils.for_range(builder, count) as run:
+                begin = builder.load(builder.gep(runs.data, [run.index]))
+                builder.store(builder.gep(a.data, [begin]), left)
+                with cgutils.for_range(builder, length):
+                    factors = [builder.load(vector_at(builder.load(right), j), align=4) for j in columns]
+                    for r in range(ROWS):
+                        value = spread(builder.load(builder.gep(builder.load(left), [offsets[r]])))
+                        for total, factor in zip(sums[r], factors, strict=True):
+                            product = builder.fmul(value, factor, flags=["contract"])
+                            builder.store(builder.fadd(builder.load(total), product, flags=["contract"]), total)
+                    advance(left, step)
+                    advance(right, integer(wide))
+            at, onto = builder.gep(places.data, [first]), builder.gep(y.data, [start])
+            for r in range(ROWS):
+                to = builder.gep(onto, [builder.load(builder.gep(at, [integer(r)]))])
+                for j, total in zip(columns, sums[r], strict=True):
+                    builder.store(builder.load(total), vector_at(to, j), align=4)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return multiply
+
+
+_multiply_wide, _multiply_narrow = _tile_product(2), _tile_product(1)
+
+
+@intrinsic
+def _flat(typing, x):
+    """The numbers of ``x`` in a row. Numba's own ``reshape`` is a call of its library."""
+    row = types.Array(x.dtype, 1, "C")
+
+    def generate(context, builder, signature, values):
+        given, flat = context.make_array(x)(context, builder, values[0]), context.make_array(row)(context, builder)
+        shape, strides = [given.nitems], [given.itemsize]
+        populate_array(flat, data=given.data, shape=shape, strides=strides, itemsize=given.itemsize, meminfo=None)
+        return flat._getvalue()
+
+    return row(x), generate
+
+
+@njit
+def _multiply_tile(wide, a, rows, row, runs, length, step, b, place, y, places, first, start):
+    """The product of a tile so wide."""
+    if wide == WIDE:
+        _multiply_wide(a, rows, row, runs, length, step, b, place, y, places, first, start)
+    else:
+        _multiply_narrow(a, rows, row, runs, length, step, b, place, y, places, first, start)
+
+
+@njit
+def _copy_padded(x, samples, row, column, panel):
+    """panel[b h w c] = x[samples + b, row + h, column + w, c], and 0 outside of x."""
+    count, height, width, channels = panel.shape
+    left = min(max(0, -column), width)
+    right = max(left, min(width, x.shape[2] - column))
+    source, target = _flat(x), _flat(panel)
+    for b in range(count):
+        for h in range(height):
+            line = (b * height + h) * width
+            begin, end = line + left, line + right
+            if not 0 <= row + h < x.shape[1]:
+                end = begin = line + width
+            for i in range(line * channels, begin * channels):
+                target[i] = f32(0)
+            of = (((samples + b) * x.shape[1] + row + h) * x.shape[2] + column + left) * channels
+            for i in range((end - begin) * channels):
+                target[begin * channels + i] = source[of + i]
+            for i in range(end * channels, (line + width) * channels):
+                target[i] = f32(0)
+
+
+@njit
+def _copy_some(source, of, target, to, count):
+    """target[to + j] = source[of + j], j < count: of a number that is known a few vectors."""
+    if count == WIDE:
+        for j in range(WIDE):
+            target[to + j] = source[of + j]
+    elif count == LANES:
+        for j in range(LANES):
+            target[to + j] = source[of + j]
+    else:
+        for j in range(count):
+            target[to + j] = source[of + j]
+
+
+@compiled
+def correlate(
+    x: Images,
+    w: Images,
+    y: Vector,
+    outputs: Four,
+    strides: Four,
+    rows: Four,
+    columns: Four,
+    panel: Images,
+    tile: Vector,
+    lines: Integer,
+    reads: Indices,
+    runs: Indices,
+    length: Integer,
+    writes: Indices,
+    in_tile: Indices,
+):
+    """y[b p q (g o)] = sum over k, l, i of x[b h w (g i)] * w[g t (k l i) j], where o = (t j), j in a tile's width.
+
+    ``y`` is flat memory; ``outputs`` are b, p, q, o; ``strides`` those of b, p, q in ``y``, and where it begins. Panel
+    and tile are memory to work in; from ``lines`` on it is what ``places_of_outputs`` has found.
+    """
+    groups, tiles, inside, wide = w.shape
+    channels, (b, p, q, o), samples = x.shape[3], outputs, panel.shape[0]
+    of_panel, right = _flat(panel), _flat(w)
+    for first in range(0, b, samples):
+        for line in range(0, p, lines):
+            patches = min(samples, b - first) * min(lines, p - line) * q
+            place = first * strides[0] + line * strides[1]
+            _copy_padded(x, first, line * rows[1] - rows[3], -columns[3], panel)
+            for g in range(groups):
+                left = of_panel[g * (channels // groups) :]
+                for t in range(tiles):
+                    weights, to, filled = (g * tiles + t) * inside * wide, place + g * o + t * wide, o - t * wide
+                    for m in range(0, patches, ROWS):
+                        if filled >= wide and m + ROWS <= patches:
+                            _multiply_tile(wide, left, reads, m, runs, length, 1, right, weights, y, writes, m, to)
+                            continue
+                        _multiply_tile(wide, left, reads, m, runs, length, 1, right, weights, tile, in_tile, 0, 0)
+                        for r in range(min(ROWS, patches - m)):
+                            _copy_some(tile, r * wide, y, to + writes[m + r], min(wide, filled))
+
+
+@compiled
+def correlate_weights(
+    x: Images,
+    dy: Images,
+    dw: Images,
+    rows: Four,
+    columns: Four,
+    panel: Images,
+    tile: Vector,
+    right: Vector,
+    lines: Integer,
+    reads: Indices,
+    runs: Indices,
+    length: Integer,
+    writes: Indices,
+    in_tile: Indices,
+):
+    """Add to dw[g t (k l i) j] the sums over b, p, q of x[b h w (g i)] * dy[b p q (g o)], where o = (t j) as above.
+
+    With ``places_of_taps``. ``right`` is memory, too, for columns of dy side by side, and holds 0.
+    """
+    groups, tiles, inside, wide = dw.shape
+    channels, o, (b, p, q, f), samples = x.shape[3], dy.shape[3] // groups, dy.shape, panel.shape[0]
+    of_panel, of_dy, step = _flat(panel), _flat(dy), columns[1] * channels
+    for first in range(0, b, samples):
+        for line in range(0, p, lines):
+            count, height = min(samples, b - first), min(lines, p - line)
+            of_block = runs[: count * height]
+            _copy_padded(x, first, line * rows[1] - rows[3], -columns[3], panel)
+            for g in range(groups):
+                left = of_panel[g * (channels // groups) :]
+                for t in range(tiles):
+                    filled = min(wide, o - t * wide)
+                    for n in range(count):
+                        for v in range(height * q):
+                            of = ((first + n) * p + line) * q + v
+                            _copy_some(of_dy, of * f + g * o + t * wide, right, (n * height * q + v) * wide, filled)
+                    for m in range(0, inside, ROWS):
+                        _multiply_tile(wide, left, reads, m, of_block, length, step, right, 0, tile, in_tile, 0, 0)
+                        for r in range(min(ROWS, inside - m)):
+                            for j in range(wide):
+                                dw[g, t, m + r, j] += tile[r * wide + j]
+
+
+# --- Loops of batch normalisation, pooling and depthwise convolutions over float32 images
+
 
 SUMMED = 1024
 

@@ -7,13 +7,13 @@ from math import gcd, prod
 
 import numpy as np
 
-from spmd_engine.arrays.images.window import Window, check_convolution, check_gradient, outputs_of
 from spmd_engine.arrays.numba.functions import compiled_loops
+from spmd_engine.arrays.windows import Window, check_convolution, check_gradient, outputs_of
 
 
 def fast_images() -> FastImages | None:
     """The compiled functions of images, as ``functions``."""
-    loops = compiled_loops("images", "convolution_kernels", "image_kernels")
+    loops = compiled_loops("image_kernels")
     return FastImages(loops, import_module("spmd_engine.arrays.numba.places")) if loops else None
 
 
@@ -138,9 +138,7 @@ class FastImages:
 
     def max_pool(self, x, rows, columns):
         if rows.size * columns.size > 256:  # more taps than a byte counts
-            from spmd_engine.arrays.images import pooling
-
-            return pooling.max_pool.__wrapped__(x, rows, columns)
+            return NotImplemented
         y = np.full_like(x, -np.inf, np.float32, shape=outputs_of(x.shape, rows, columns, x.shape[3]))
         chosen = np.zeros_like(y, np.uint8)
         self._loops.max_pool(_contiguous(x), *_numbers(rows), *_numbers(columns), y, chosen)
@@ -148,9 +146,7 @@ class FastImages:
 
     def max_pool_gradient(self, dy, chosen, rows, columns, lengths):
         if rows.size * columns.size > 256:
-            from spmd_engine.arrays.images import pooling
-
-            return pooling.max_pool_gradient.__wrapped__(dy, chosen, rows, columns, lengths)
+            return NotImplemented
         dx = np.zeros_like(dy, np.float32, shape=(dy.shape[0], *lengths, dy.shape[3]))
         check_gradient(dy.shape, dx.shape, rows, columns, dy.shape[3])
         chosen = np.broadcast_to(chosen, dy.shape).astype(chosen.dtype, order="C", copy=False)

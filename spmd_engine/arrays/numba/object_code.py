@@ -40,16 +40,16 @@ class _MethodDef(ctypes.Structure):
     ]
 
 
-def linked(name: str, modules: Sequence[str]) -> Loops:
-    """The loops of some modules of this package, whose object code is kept under a name."""
+def linked(module: str) -> Loops:
+    """The loops of a module of this package; their object code is kept on disk under its name."""
 
-    def compile_them() -> bytes:
+    def compile_module() -> bytes:
         from spmd_engine.arrays.numba.compile import compile_loops
 
-        names, code = compile_loops(modules)
+        names, code = compile_loops(module)
         return json.dumps(names).encode() + b"\n" + code
 
-    names, _, code = kept(name, compile_them).partition(b"\n")
+    names, _, code = kept(module, compile_module).partition(b"\n")
     return Loops(json.loads(names), code)
 
 
@@ -78,11 +78,11 @@ class Loops:
 
 # --- Object code of loops is kept on disk: one process compiles what is not there, and the others wait to find it
 #
-# The lock lies in the folder of what is kept, so only those wait for each other who share it, and nobody else can
-# make it before them. Who finds the code takes no lock.
+# The lock lies in the folder of the files, so only processes that share the folder wait for each other, and no other
+# user can make it first. A process that finds the code takes no lock.
 
 
-WARN_AFTER = 10.0  # seconds of waiting after which a process says what it waits for
+WARN_AFTER = 10.0  # seconds of waiting after which a process logs what it waits for
 LIMIT = 180.0  # seconds of waiting after which it compiles beside the one that holds the lock
 PERIOD = 0.1  # seconds between looks whether the lock is free
 
@@ -93,8 +93,8 @@ def kept(name: str, make: Callable[[], bytes]) -> bytes:
     """What ``make`` returns, made by one process of those that share a folder, and kept there under this name.
 
     Other sources, versions and processors have files of their own: machines may share a home. A file that is damaged
-    or another user's is made again. Who has waited for too long, or cannot have the lock, makes it by itself, and so
-    does who can keep nothing: ranks of one job must compute with the same kernels.
+    or another user's is made again. A process that has waited for too long, cannot have the lock or can write nothing
+    makes it for itself: ranks of one job must compute with the same kernels.
     """
     folder = _folder()
     if folder is None:
@@ -168,7 +168,7 @@ def _alone(path: Path) -> Iterator[None]:
     """Hold the lock, if it is to be had in time."""
     try:
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except (OSError, UsageError):  # a file that somebody else made
+    except (OSError, UsageError):  # a file of another user
         yield
         return
     try:
@@ -182,9 +182,12 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _wait(descriptor: int, path: Path) -> None:
-    """Wait for the lock, and take it; or give up, and say so."""
+    """Wait for the lock and take it; after ``LIMIT``, log a warning and go on without it."""
     began, warned = time.monotonic(), False
-    while not _is_free(descriptor):
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
         waited = time.monotonic() - began
         holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
         if waited > LIMIT:
@@ -196,12 +199,3 @@ def _wait(descriptor: int, path: Path) -> None:
         time.sleep(PERIOD)
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
-
-
-def _is_free(descriptor: int) -> bool:
-    """Take the lock, if nobody has it."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

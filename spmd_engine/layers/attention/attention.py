@@ -1,32 +1,35 @@
-"""Causal multi-head self-attention: heads are cut, so each rank attends with its own."""
+"""Causal multi-head self-attention: heads are sharded, so each rank attends with its own."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
 from functools import reduce
-from math import sqrt
+from math import ceil, log2, prod, sqrt
 from operator import iadd
 
 from spmd_engine.arrays import einsum
+from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.attention.alibi import Alibi
 from spmd_engine.layers.attention.context import ContextMethod, GatherKeys
 from spmd_engine.layers.attention.kv_cache import cached_attention
-from spmd_engine.layers.attention.qk_norm_rope import QueriesAndKeys
-from spmd_engine.layers.attention.rotary import Rotary
+from spmd_engine.layers.attention.qk_norm_rope import QueriesAndKeys, Rotary
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import Layer
+from spmd_engine.sharding.shards import Shards
 
-PROJECTIONS = ("query", "key", "value")
+PROJECTIONS: tuple[str, ...] = ("query", "key", "value")
 
 
 class Attention(Layer):
     """q, k, v[b s h k] = x[b s d] · w[d h k] + bias[h k]
     y[b s d] = softmax(mask(q · k / sqrt(k))) · v · output[h k d] + bias[d]
 
-    With h cut, the projections are column-parallel and the output is row-parallel, as in the MLP. A cut s on
-    the residual stream is gathered first; s cut inside is the business of ``context``, which brings queries
-    and keys together.
+    With h sharded, the projections are column-parallel and the output is row-parallel, as in the MLP. A sharded s on
+    the residual stream is gathered first; ``context`` handles an s that is sharded inside: it brings queries and
+    keys together.
 
     With fewer ``key_value_heads`` than ``heads``, r queries share each key head (Ainslie et al., "GQA", 2023):
-    queries are q[b s h r k], and their weights have r besides h. A layout may then cut r instead of h. Keys and
+    queries are q[b s h r k], and their weights have r besides h. A layout may then shard r instead of h. Keys and
     values are computed alike on all its ranks, but each rank's queries give only a part of their gradients,
     which are unreduced over r: for x as those of the queries are, for the weights as over b and s.
 
@@ -72,11 +75,22 @@ class Attention(Layer):
             self.sizes["r"] = heads // shared
         self.across = "hr" if shared < heads else "h"
         self.may_cut = "bs" + self.across
-        self.heads = {"query": self.across, "key": "h", "value": "h"}  # letters of each projection's heads
+        self.heads: dict[str, str] = {
+            "query": self.across,
+            "key": "h",
+            "value": "h",
+        }  # letters of each projection's heads
         factor = 1.0 if scale is None else scale * sqrt(self.sizes["k"])
-        how = norm_epsilon, norm_together, factor, turned_first
         self.alibi = Alibi(self.across, self.sizes, alibi) if alibi else None
-        self.ready = QueriesAndKeys(self.heads, self.sizes, rotary, *how)
+        self.ready = QueriesAndKeys(
+            self.heads,
+            self.sizes,
+            rotary,
+            norm_epsilon,
+            together=norm_together,
+            factor=factor,
+            turned_first=turned_first,
+        )
         weights, biases = {}, {}
         for name, heads_of in self.heads.items():
             summed = "bs" + self.across.removeprefix(heads_of)  # r over keys and values: queries that share them
@@ -128,7 +142,7 @@ class Attention(Layer):
         dmixed = einsum(f"bsd,{self.across}kd->bs{self.across}k", dy_whole, p["output"])
         if self.alibi is not None:
             dmixed = self.alibi.with_zeros(dmixed)
-        gradients = dict(zip(PROJECTIONS, self.context.backward(sh, attended, dmixed), strict=True))
+        gradients: dict[str, Array] = dict(zip(PROJECTIONS, self.context.backward(sh, attended, dmixed), strict=True))
         if self.alibi is not None:
             self.alibi.narrow(gradients)
         of_scales = self.ready.backward(sh, p, made_ready, gradients)
@@ -153,3 +167,62 @@ class Attention(Layer):
 def _dims(*letters: str) -> str:
     """Letters as a parameter's dims: "d h r k"."""
     return " ".join("".join(letters))
+
+
+# --- Attention whose scores fall with the distance of the key: ALiBi
+
+
+class Alibi:
+    """Scores q · k / sqrt(k) + slope[h] · t, for keys at position t: as one more number in queries and keys
+
+    A softmax is the same if all its scores are less by slope · s, the query's position: so this is a penalty on the
+    distance s - t. A key that has its position with it may be cached, and travel to other ranks, as any other. Queries
+    get their head's slope, values a 0, which is removed from the mixed values. Press et al., "Train short, test
+    long" (2022), whose slopes are 2^(-8 i / n) for heads i from 1 to n; of n that is no power of 2, those of the next
+    one, first every other of them.
+    """
+
+    def __init__(self, heads: str, sizes: Mapping[str, int], steepest: float) -> None:
+        """``heads`` are the letters of queries' heads; slopes are from 2^(-``steepest`` / n) to 2^-``steepest``."""
+        self.heads, self.sizes = heads, sizes
+        self.slopes = _slopes(prod(sizes[letter] for letter in heads), steepest)
+
+    def widen(self, sh: Shards, q: Array, k: Array, v: Array, positions: Array) -> tuple[Array, Array, Array]:
+        """q, k and v with one more number each; ``positions`` are [s], or [b s]."""
+        xp, width = backend_of(q).xp, q.shape[-1]
+        slopes = xp.asarray(self.slopes, dtype=q.dtype).reshape([self.sizes[letter] for letter in self.heads])
+        slopes = slopes[tuple(sh.span(letter, self.sizes[letter]) for letter in self.heads)]
+        at = xp.asarray(positions, dtype=q.dtype)
+        at = at.reshape(*([1] * (2 - at.ndim)), *at.shape, 1)
+        scale = sqrt(width + 1)  # by which the scores are divided
+        return (
+            _with_last(q * (scale / sqrt(width)), slopes * scale),
+            _with_last(k, at),
+            _with_last(v, 0),
+        )
+
+    @staticmethod
+    def with_zeros(dmixed: Array) -> Array:
+        """The gradient of the mixed values with a 0 for the number that the forward removed."""
+        return _with_last(dmixed, 0)
+
+    @staticmethod
+    def narrow(gradients: dict[str, Array]) -> None:
+        """Make the gradients of queries, keys and values those of what was before one number more."""
+        for name, gradient in gradients.items():
+            width = gradient.shape[-1] - 1
+            narrow = gradient[..., :-1]
+            gradients[name] = narrow * sqrt((width + 1) / width) if name == "query" else narrow.copy()
+
+
+def _with_last(x: Array, last: Array | int) -> Array:
+    """x[... k] with one number more behind k."""
+    y = backend_of(x).xp.empty((*x.shape[:-1], x.shape[-1] + 1), x.dtype)
+    y[..., :-1], y[..., -1] = x, last
+    return y
+
+
+def _slopes(heads: int, steepest: float) -> list[float]:
+    full = 2 ** ceil(log2(heads))
+    all_of_them = [2.0 ** (-steepest * i / full) for i in range(1, full + 1)]
+    return all_of_them if full == heads else [*all_of_them[1::2], *all_of_them[::2]][:heads]

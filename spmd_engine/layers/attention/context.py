@@ -1,15 +1,16 @@
-"""Context parallelism: what the ways in which queries meet the keys of other ranks have in common."""
+"""Context parallelism: attention to keys that other ranks hold, by gathered keys, Ulysses or a ring."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from spmd_engine.arrays.attention import causal_attention, causal_attention_backward
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.group import Group
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
 from spmd_engine.layers.layer import Documents, ForwardContext
 from spmd_engine.sharding.shards import Shards
 
@@ -32,38 +33,44 @@ class ContextMethod(ABC):
         window: int | None = None,
         cap: float | None = None,
     ) -> tuple[Array, Any]:
-        """The mixed values, shaped as q, and what the backward needs. Collective over the axes that cut s.
+        """The mixed values, shaped as q, and what the backward needs. Collective over the axes that shard s.
 
-        Raises UsageError if s is cut and ``ctx.length`` does not fit this rank's part of it.
+        Raises UsageError if s is sharded and ``ctx.length`` does not fit this rank's part of it.
         """
         if not sh.is_cut("s"):
-            apart = None if ctx.documents is None else (ctx.documents.numbers, ctx.documents.numbers)
-            seen = ctx.positions, ctx.positions, apart, window, cap
-            mixed, log_sums = causal_attention(q, k, v, *seen)
-            return mixed, (None, (q, k, v, mixed, log_sums, *seen))
-        cut = CutSequence.of(sh, ctx, q, window, cap)
-        mixed, saved = self.attend(cut, q, k, v)
-        return mixed, (cut, saved)
+            visible = _visible(ctx.positions, ctx.documents, window, cap)
+            mixed, log_sums = causal_attention(q, k, v, **visible)
+            return mixed, (None, ((q, k, v, mixed, log_sums), visible))
+        sequence = ShardedSequence.of(sh, ctx, q, window, cap)
+        mixed, saved = self.attend(sequence, q, k, v)
+        return mixed, (sequence, saved)
 
     def backward(self, sh: Shards, saved: Any, dmixed: Array) -> tuple[Array, Array, Array]:
         """dq, dk and dv at this rank's positions. Collective as the forward."""
-        cut, saved = saved
-        if cut is None:
-            return causal_attention_backward(dmixed, *saved)
-        return self.attend_backward(cut, saved, dmixed)
+        sequence, saved = saved
+        if sequence is None:
+            arrays, visible = saved
+            return causal_attention_backward(dmixed, *arrays, **visible)
+        return self.attend_backward(sequence, saved, dmixed)
 
     @abstractmethod
-    def attend(self, cut: CutSequence, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        """``forward`` of a sequence that is cut."""
+    def attend(self, sequence: ShardedSequence, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        """``forward`` of a sharded sequence."""
 
     @abstractmethod
-    def attend_backward(self, cut: CutSequence, saved: Any, dmixed: Array) -> tuple[Array, Array, Array]:
-        """``backward`` of a sequence that is cut."""
+    def attend_backward(self, sequence: ShardedSequence, saved: Any, dmixed: Array) -> tuple[Array, Array, Array]:
+        """``backward`` of a sharded sequence."""
+
+
+def _visible(positions: Array, documents: Documents | None, window: int | None, cap: float | None) -> dict[str, Any]:
+    """Keyword arguments of ``causal_attention`` for queries and keys at the same positions."""
+    apart = None if documents is None else (documents.numbers, documents.numbers)
+    return {"positions": positions, "key_positions": positions, "apart": apart, "window": window, "cap": cap}
 
 
 @dataclass(frozen=True)
-class CutSequence:
-    """A sequence, and the ranks among which it is cut."""
+class ShardedSequence:
+    """A sequence, and the group of ranks that hold its shards."""
 
     group: Group
     label: str  #: in the ledger
@@ -76,9 +83,10 @@ class CutSequence:
     @classmethod
     def of(
         cls, sh: Shards, ctx: ForwardContext, q: Array, window: int | None = None, cap: float | None = None
-    ) -> CutSequence:
+    ) -> ShardedSequence:
+        """Raises UsageError if ``ctx.length`` does not fit this rank's shard."""
         rank_positions = sh.layout.positions_by_rank(ctx.length, sh.mesh)
-        group = sh.group_of("s")
+        group: Any = sh.group_of("s")  # which exists, since s is sharded
         if len(rank_positions[group.rank]) != q.shape[1]:
             raise UsageError(
                 f"{sh.label}: s is sharded over {group.axes}: of a sequence of {ctx.length} (ForwardContext.length) "
@@ -100,14 +108,20 @@ class CutSequence:
         """0, 1, ... up to the sequence's length, where ``like`` lives."""
         return backend_of(like).xp.arange(sum(self.lengths))
 
-    def apart(self, rows: slice = slice(None), owner: int | None = None) -> tuple[Array, Array] | None:
-        """The documents of some of this rank's queries, and of the keys of a rank; of all ranks, if none is named."""
-        if self.documents is None:
-            return None
-        queries = self.documents.at(self.positions(self.documents.numbers)[rows])
-        if owner is None:
-            return queries, self.documents.numbers
-        return queries, self.documents.at(self.positions(self.documents.numbers, owner))
+    def visible(self, like: Array, rows: slice = slice(None), owner: int | None = None) -> dict[str, Any]:
+        """Keyword arguments of ``causal_attention`` for some of this rank's queries and the keys of the rank ``owner``;
+        None: of all ranks. Positions lie where ``like`` lives."""
+        positions, apart = self.positions(like)[rows], None
+        keys = self.all_positions(like) if owner is None else self.positions(like, owner)
+        if self.documents is not None:
+            numbers = self.documents.numbers
+            queries = self.documents.at(self.positions(numbers)[rows])
+            apart = queries, numbers if owner is None else self.documents.at(self.positions(numbers, owner))
+        return {"positions": positions, "key_positions": keys, "apart": apart, "window": self.window, "cap": self.cap}
+
+    def all_visible(self, like: Array) -> dict[str, Any]:
+        """The same for the queries and keys of all ranks."""
+        return _visible(self.all_positions(like), self.documents, self.window, self.cap)
 
     def ascending(self, x: Array, axis: int) -> Array:
         """All ranks' parts of ``x``, joined along ``axis`` in rank order, put in the order of positions."""
@@ -126,31 +140,29 @@ class CutSequence:
 
 
 class GatherKeys(ContextMethod):
-    """Every rank's queries meet all keys at once.
+    """Every rank attends with its queries to all keys at once.
 
     Forward:
         1. k, v[b t h k] = all_gather of k, v[b s/context h k]
         2. mixed[b s/context h k] = causal attention to them
     Backward:
-        1. dq[b s/context h k], and dk, dv[b t h k] unreduced over context: what its queries ask of all keys
+        1. dq[b s/context h k], and dk, dv[b t h k] unreduced over context: from its queries
         2. dk, dv[b s/context h k] = reduce_scatter of them
 
     With S bytes of keys and values in all, n ranks: S(n-1)/n sent by a rank forward, as much backward; S kept.
     """
 
-    def attend(self, cut, q, k, v):
-        packed = cut.group.all_gather(_pack(k, v), sizes=cut.lengths, label=cut.label)
-        k, v = _unpack(cut.ascending(packed, axis=0))
-        seen = cut.positions(q), cut.all_positions(q), cut.apart(), cut.window, cut.cap
-        mixed, log_sums = causal_attention(q, k, v, *seen)
+    def attend(self, sequence, q, k, v):
+        packed = sequence.group.all_gather(_pack(k, v), sizes=sequence.lengths, label=sequence.label)
+        k, v = _unpack(sequence.ascending(packed, axis=0))
+        mixed, log_sums = causal_attention(q, k, v, **sequence.visible(q))
         return mixed, (q, k, v, mixed, log_sums)
 
-    def attend_backward(self, cut, saved, dmixed):
+    def attend_backward(self, sequence, saved, dmixed):
         q, k, v, mixed, log_sums = saved
-        seen = cut.positions(q), cut.all_positions(q), cut.apart(), cut.window, cut.cap
-        dq, dk, dv = causal_attention_backward(dmixed, q, k, v, mixed, log_sums, *seen)
-        packed = cut.by_rank(_pack(dk, dv), axis=0)
-        return dq, *_unpack(cut.group.reduce_scatter(packed, sizes=cut.lengths, label=cut.label))
+        dq, dk, dv = causal_attention_backward(dmixed, q, k, v, mixed, log_sums, **sequence.visible(q))
+        packed = sequence.by_rank(_pack(dk, dv), axis=0)
+        return dq, *_unpack(sequence.group.reduce_scatter(packed, sizes=sequence.lengths, label=sequence.label))
 
 
 def _pack(k: Array, v: Array) -> Array:
@@ -161,3 +173,169 @@ def _pack(k: Array, v: Array) -> Array:
 def _unpack(packed: Array) -> tuple[Array, Array]:
     """Views k[b t h k] and v[b t h k]."""
     return packed[:, 0].swapaxes(0, 1), packed[:, 1].swapaxes(0, 1)
+
+
+# --- Ulysses: for the attention alone, heads are sharded instead of the sequence
+
+
+SEQUENCE, HEAD = 1, 2  # of [b s h k] and [b s h r k]
+
+
+class Ulysses(ContextMethod):
+    """Every rank attends with some heads, over the whole sequence.
+
+    Forward:
+        1. q, k, v[b s h/context k] = all_to_all of q, k, v[b s/context h k]
+        2. mixed = causal attention, as on one device
+        3. mixed[b s/context h k] = all_to_all of mixed[b s h/context k]
+    Backward: the same with dmixed before, and dq, dk, dv after.
+
+    With S bytes of queries in all and as many of keys: 4 S/n (n-1)/n sent by a rank forward, as much backward.
+    Heads need not divide; ranks beyond their number have nothing to attend with.
+    Jacobs et al., "DeepSpeed Ulysses" (2023).
+    """
+
+    def attend(self, sequence, q, k, v):
+        q, k, v = _heads_for_positions(sequence, q, k, v)
+        mixed, log_sums = causal_attention(q, k, v, **sequence.all_visible(q))
+        (own,) = _positions_for_heads(sequence, mixed)
+        return own, (q, k, v, mixed, log_sums)
+
+    def attend_backward(self, sequence, saved, dmixed):
+        q, k, v, mixed, log_sums = saved
+        (dmixed,) = _heads_for_positions(sequence, dmixed)
+        gradients = causal_attention_backward(dmixed, q, k, v, mixed, log_sums, **sequence.all_visible(q))
+        return _positions_for_heads(sequence, *gradients)
+
+
+def _heads_for_positions(sequence: ShardedSequence, *arrays: Array) -> tuple[Array, ...]:
+    """[b s/context h k] as [b s h/context k], positions ascending."""
+    moves = [sequence.group.start_all_to_all(x, HEAD, SEQUENCE, label=sequence.label) for x in arrays]
+    return tuple(sequence.ascending(move.wait(), SEQUENCE) for move in moves)
+
+
+def _positions_for_heads(sequence: ShardedSequence, *arrays: Array) -> tuple[Array, ...]:
+    """[b s h/context k] as [b s/context h k]."""
+    moves = [
+        sequence.group.start_all_to_all(
+            sequence.by_rank(x, SEQUENCE), SEQUENCE, HEAD, splits=sequence.lengths, label=sequence.label
+        )
+        for x in arrays
+    ]
+    return tuple(move.wait()[0] for move in moves)
+
+
+# --- Ring attention: keys and values go round, and every rank attends to each block as it passes
+
+
+class RingAttention(ContextMethod):
+    """No rank ever has more than two blocks of keys and values, and blocks travel while others are computed.
+
+    Forward, n steps; the first block is the rank's own k, v[b s/context h k]:
+        1. start to send the block to the next rank, and to receive the previous rank's
+        2. attend to the block; merge with what the blocks before gave, weighted by their sums of exponentials
+        3. what has come is the next block
+    Backward, n steps with the final output and sums:
+        1. start to send and to receive blocks as above
+        2. dq += the block's part; the block's dk, dv = what the previous rank sent + this rank's part
+        3. start to send those to the next rank: they follow their block, and after n steps are home
+
+    Queries that see nothing of a block are left out of it; if the sequence is sharded in a ``zigzag``, that leaves
+    every rank as much to do in every step. With S bytes of keys and values in all, a rank sends S(n-1)/n
+    forward and 2S(n-1)/n + S/n backward, and keeps S/n.
+
+    After Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers" (2023); the merging is the
+    online softmax of Milakov and Gimelshein (2018).
+    """
+
+    def attend(self, sequence, q, k, v):
+        own = backend_of(k).xp.stack((k, v))
+        own_block = sequence.visible(q, owner=sequence.group.rank)
+        mixed, log_sums = causal_attention(q, k, v, **own_block)  # every query sees at least itself
+        for owner, block in _passing(sequence, own):
+            rows = _rows_that_see(sequence, owner)
+            if rows is not None and owner != sequence.group.rank:
+                part = causal_attention(q[:, rows], *block, **sequence.visible(q, rows, owner))
+                _merge(mixed[:, rows], log_sums[..., rows], *part)
+        return mixed, (q, own, mixed, log_sums)
+
+    def attend_backward(self, sequence, saved, dmixed):
+        q, own, mixed, log_sums = saved
+        dq = backend_of(q).xp.zeros(q.shape, q.dtype)
+        dblock = backend_of(q).xp.zeros(own.shape, own.dtype)
+        arriving: Any = None
+        for owner, block in _passing(sequence, own):
+            rows, parts = _rows_that_see(sequence, owner), ()
+            if rows is not None:
+                queries, output = (dmixed[:, rows], q[:, rows]), (mixed[:, rows], log_sums[..., rows])
+                visible = sequence.visible(q, rows, owner)
+                dq_part, *parts = causal_attention_backward(*queries, block[0], block[1], *output, **visible)
+                dq[:, rows] += dq_part
+            if arriving:  # no rank has added to a rank's own block yet
+                dblock = arriving()
+            for total, part in zip(dblock, parts, strict=False):
+                total += part
+            arriving = _pass_on(sequence, dblock)
+        return dq, *arriving()
+
+
+def _passing(sequence: ShardedSequence, own: Array) -> Iterator[tuple[int, Array]]:
+    """Each rank and its block, this rank's own first; the next is on its way meanwhile."""
+    block, ranks = own, sequence.group.size
+    for step in range(ranks):
+        next_block = _pass_on(sequence, block) if step < ranks - 1 else None
+        yield (sequence.group.rank - step) % ranks, block
+        if next_block:
+            block = next_block()
+
+
+def _pass_on(sequence: ShardedSequence, x: Array) -> Callable[[], Array]:
+    """Start to send ``x`` to the next rank; the function returned waits for what the previous one sends.
+
+    All ranks start the same messages in the same order and wait only then, so none waits for another's wait.
+    """
+    group = sequence.group
+    sending = group.start_send((group.rank + 1) % group.size, x, label=sequence.label)
+    receiving = group.start_receive((group.rank - 1) % group.size, like=backend_of(x), label=sequence.label)
+
+    def received() -> Array:
+        y = receiving.wait()
+        sending.wait()
+        return y
+
+    return received
+
+
+def _rows_that_see(sequence: ShardedSequence, owner: int) -> slice | None:
+    """This rank's queries that see a key of that rank at least: the last ones, or None."""
+    queries, keys = sequence.rank_positions[sequence.group.rank], sequence.rank_positions[owner]
+    first = int(queries.searchsorted(keys[0])) if len(keys) else len(queries)
+    return slice(first, None) if first < len(queries) else None
+
+
+def _merge(y: Array, log_sums: Array, part: Array, part_log_sums: Array) -> None:
+    """Make y[b s h k] and log_sums[b h s], attention to some keys, attention to those of ``part`` too."""
+    xp = backend_of(y).xp
+    both = xp.logaddexp(log_sums, part_log_sums)
+    y *= _by_query(xp.exp(log_sums - both), xp)
+    part *= _by_query(xp.exp(part_log_sums - both), xp)
+    y += part
+    log_sums[...] = both
+
+
+def _by_query(weights: Array, xp) -> Array:
+    """[b h s], or [b h r s], as a factor of [b s h k], or [b s h r k]."""
+    return xp.moveaxis(weights, -1, 1)[..., None]
+
+
+# --- Context methods by name, as the command line knows them
+
+
+CONTEXT_METHODS = {"gather": GatherKeys, "ring": RingAttention, "ulysses": Ulysses}
+
+
+def context_method(name: str) -> ContextMethod:
+    """The method called ``name``; raises UsageError naming those there are."""
+    if name not in CONTEXT_METHODS:
+        raise UsageError(f"unknown context method {name!r}; {one_of(name, CONTEXT_METHODS)}")
+    return CONTEXT_METHODS[name]()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from spmd_engine.arrays.attention import HIDDEN, attend_to_all, attend_to_keys, causal_attention, merge_parts
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.rotary import Turn
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.attention.rotary import Rotary
+from spmd_engine.layers.attention.qk_norm_rope import Rotary
 from spmd_engine.sharding.shards import Shards
 
 
@@ -163,7 +164,7 @@ class Columns:
     def __init__(self, window: int | None = None) -> None:
         self.window = window
         self._room: dict[str, list[Array]] = {}  # by layer: arrays[b t ...], of which the first columns are used
-        self._places: Array | None = None  # [b t]: which position of its sequence each column has; HIDDEN: none
+        self._places: Any = None  # [b t]: which position of its sequence each column has; HIDDEN: none
         self._dropped: list[int] = []  # by sequence: so many of its first positions are here no more
         self.used = 0  #: columns, with those of the call that is under way
         self._first = 0  # position of the first column, if these are
@@ -186,7 +187,7 @@ class Columns:
             self._first, self.consecutive = int(places[0, 0]) if places.size else 0, True
         before, self.used = self.used, self.used + new
         if self._places.shape[1] < self.used:
-            self._places = _grown(self._places, max(self.used, int(self._places.shape[1] * GROWTH)))
+            self._places = _enlarged(self._places, len(places), max(self.used, int(self._places.shape[1] * GROWTH)))
         self._places[:, before : self.used] = places
         expected = xp.arange(self._first + before, self._first + self.used)
         self.consecutive = self.consecutive and bool((places == expected).all())
@@ -196,10 +197,10 @@ class Columns:
         used, new = self.used, arrays[0].shape[1]
         room = self._room.get(layer)
         if room is None:
-            room = self._room[layer] = [_empty(x, used) for x in arrays]
+            room = self._room[layer] = [backend_of(x).xp.empty((len(x), used, *x.shape[2:]), x.dtype) for x in arrays]
         for number, x in enumerate(arrays):
             if room[number].shape[1] < used:
-                room[number] = _grown(room[number], max(used, int(room[number].shape[1] * GROWTH)))
+                room[number] = _enlarged(room[number], len(x), max(used, int(room[number].shape[1] * GROWTH)))
             room[number][:, used - new : used] = x
         return [each[:, :used] for each in room]
 
@@ -208,10 +209,10 @@ class Columns:
         if self._places is None:
             return
         rows, self.consecutive = len(self._places) + sequences, False
-        self._places = _taller(self._places, rows, HIDDEN)
+        self._places = _enlarged(self._places, rows, self._places.shape[1], HIDDEN)
         self._dropped += [0] * sequences
         for layer, arrays in self._room.items():
-            self._room[layer] = [_taller(each, rows, 0) for each in arrays]
+            self._room[layer] = [_enlarged(x, rows, x.shape[1], 0) for x in arrays]  # hidden values must be finite
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these of the sequences, by their numbers, in this order."""
@@ -225,7 +226,7 @@ class Columns:
     def check_cut(self, limits: Sequence[int]) -> None:
         """Raise UsageError if a sequence that is cut to its limit would need positions that are here no more."""
         for limit, dropped in zip(limits, self._dropped, strict=True):
-            if dropped and 0 < limit < dropped + self.window - 1:
+            if self.window and dropped and 0 < limit < dropped + self.window - 1:
                 raise UsageError(
                     f"a cached sequence cannot be cut to {limit} positions: of its first {dropped}, beyond a window of "
                     f"{self.window}, nothing is left; cut it to none, and read it again"
@@ -266,34 +267,24 @@ class Columns:
         """The sequences of all of these, one behind the other."""
         made, most = cls(several[0].window), max(each.used for each in several)
         xp = backend_of(several[0]._places).xp
-        made._places = xp.concatenate([_grown(each.places, most, HIDDEN) for each in several])
+        made._places = xp.concatenate([_enlarged(each.places, len(each.places), most, HIDDEN) for each in several])
         made._dropped = [dropped for each in several for dropped in each._dropped]
         made.used, made._first = most, several[0]._first
         alike = {(each.used, each._first, each.consecutive) for each in several}
         made.consecutive = alike == {(most, made._first, True)}
         for layer in several[0]._room:
             arrays = [[each[:, : columns.used] for each in columns._room[layer]] for columns in several]
-            parts = ([_grown(each, most, 0) for each in of_one] for of_one in arrays)  # hidden, but finite
+            parts = ([_enlarged(x, len(x), most, 0) for x in of_one] for of_one in arrays)  # hidden, but finite
             made._room[layer] = [xp.concatenate(of_one) for of_one in zip(*parts, strict=True)]
         return made
 
 
-def _empty(like: Array, length: int) -> Array:
-    return backend_of(like).xp.empty((like.shape[0], length, *like.shape[2:]), like.dtype)
-
-
-def _taller(array: Array, rows: int, fill: int) -> Array:
-    """With more rows, that hold ``fill``: what is hidden must be finite."""
-    taller = backend_of(array).xp.full((rows, *array.shape[1:]), fill, array.dtype)
-    taller[: len(array)] = array
-    return taller
-
-
-def _grown(array: Array, length: int, fill: int | None = None) -> Array:
-    if array.shape[1] == length:
-        return array
-    grown = _empty(array, length)
-    grown[:, : array.shape[1]] = array
+def _enlarged(x: Array, rows: int, columns: int, fill: int | None = None) -> Array:
+    """x[b t ...] with more rows or columns, which hold ``fill``; None: anything."""
+    if x.shape[:2] == (rows, columns):
+        return x
+    y = backend_of(x).xp.empty((rows, columns, *x.shape[2:]), x.dtype)
     if fill is not None:
-        grown[:, array.shape[1] :] = fill
-    return grown
+        y[...] = fill
+    y[: x.shape[0], : x.shape[1]] = x
+    return y

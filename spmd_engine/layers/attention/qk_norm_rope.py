@@ -1,17 +1,114 @@
-"""What is done to queries and keys before they meet: normalised, then turned by their positions."""
+"""Rotary positions of a model: by which angles the pairs of a head are turned."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
+from dataclasses import dataclass
+from math import ceil, floor, log, pi, prod
 from typing import Any
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.normalization import rms_norm, rms_norm_backward, rms_norm_backward_scale
-from spmd_engine.arrays.rotary import Turn, rotate
-from spmd_engine.layers.attention.rotary import Rotary
+from spmd_engine.arrays.rotary import Turn, rotate, turn_at
+from spmd_engine.configuration import Configuration, setting
+from spmd_engine.errors import UsageError
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.sharding.shards import Shards
+
+
+@dataclass(frozen=True)
+class RotaryOptions(Configuration):
+    """How queries and keys are turned: pair number i of n by position · theta^(-i/n), unless there is a ``scaling``.
+
+    ``linear`` divides all frequencies by ``factor``. ``llama3`` divides those whose wavelength, in positions, is
+    longer than ``original_context / low_frequency_factor``, leaves those alone that are shorter than
+    ``original_context / high_frequency_factor``, and blends between (Llama 3.1). ``yarn`` blends by the number of the
+    pair, between those that make ``fast_turns`` and ``slow_turns`` turns in ``original_context`` positions (Peng et
+    al., "YaRN", 2023). ``divided`` divides each by its own of the ``divisors``. All in float64.
+    """
+
+    theta: float = setting(10_000.0, least=1)
+    pairs: str = setting("halves", choices=("halves", "neighbours"))  #: i and i + n, or 2i and 2i + 1
+    part: float = setting(1.0, least=0, most=1)  #: of each head that is turned: its first numbers
+    scaling: str = setting("none", choices=("none", "linear", "llama3", "yarn", "divided"))
+    factor: float = setting(1.0, least=1)
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_context: int = setting(8192, least=1)  #: positions that a model with ``scaling`` had learnt before
+    fast_turns: float = setting(32.0, least=0)
+    slow_turns: float = setting(1.0, least=0)
+    whole_pairs: bool = True  #: whether those two limits of ``yarn`` are rounded outwards to whole numbers of pairs
+    divisors: str = ""  #: numbers with commas, one a pair
+    magnitude: float = setting(1.0, least=0)  #: by which queries and keys are multiplied as they are turned
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.low_frequency_factor < self.high_frequency_factor:
+            raise UsageError(
+                f"rotary: low_frequency_factor {self.low_frequency_factor} must be positive and below "
+                f"high_frequency_factor {self.high_frequency_factor}"
+            )
+        if self.scaling == "yarn" and not 0 < self.slow_turns <= self.fast_turns:
+            raise UsageError(f"rotary: slow_turns {self.slow_turns} must be positive and at most {self.fast_turns}")
+
+    def frequencies(self, pairs: int) -> list[float]:
+        """The frequency of each pair, in radians a position."""
+        plain = [self.theta ** (-pair / pairs) for pair in range(pairs)]
+        if self.scaling == "none":
+            return plain
+        if self.scaling == "linear":
+            return [frequency / self.factor for frequency in plain]
+        if self.scaling == "yarn":
+            return self._as_yarn(plain)
+        if self.scaling == "divided":
+            return [frequency / divisor for frequency, divisor in zip(plain, self._divisors(pairs), strict=True)]
+        return [self._as_llama3(frequency) for frequency in plain]
+
+    def _as_llama3(self, frequency: float) -> float:
+        periods = self.original_context * frequency / (2 * pi)  # in what was learnt before
+        span = self.high_frequency_factor - self.low_frequency_factor
+        kept = min(1.0, max(0.0, (periods - self.low_frequency_factor) / span))
+        return frequency * (kept + (1 - kept) / self.factor)
+
+    def _as_yarn(self, plain: list[float]) -> list[float]:
+        def pair_with(turns: float) -> float:
+            return len(plain) * log(self.original_context / (turns * 2 * pi)) / log(self.theta)
+
+        first, last = pair_with(self.fast_turns), pair_with(self.slow_turns)
+        if self.whole_pairs:
+            first, last = floor(first), ceil(last)
+        first, last = max(first, 0), min(last, 2 * len(plain) - 1)
+        span = last - first or 0.001
+        shares = (min(1.0, max(0.0, (pair - first) / span)) for pair in range(len(plain)))
+        return [each * (1 - share + share / self.factor) for each, share in zip(plain, shares, strict=True)]
+
+    def _divisors(self, pairs: int) -> list[float]:
+        try:
+            found = [float(each) for each in self.divisors.split(",")]
+        except ValueError:
+            raise UsageError(f"rotary: divisors is {self.divisors!r}: it is numbers with commas") from None
+        if len(found) != pairs or min(found) <= 0:
+            raise UsageError(f"rotary: {len(found)} divisors for {pairs} pairs; there is a positive one for each")
+        return found
+
+
+class Rotary:
+    """``options`` for heads of a width: shared by all layers of a model, and nothing of a micro-batch is kept."""
+
+    def __init__(self, width: int, options: RotaryOptions) -> None:
+        turned = int(width * options.part)
+        if turned % 2:
+            raise UsageError(f"rotary positions turn pairs: {turned} of heads of width {width} have one left over")
+        self.neighbours = options.pairs == "neighbours"
+        self.frequencies, self.magnitude = options.frequencies(turned // 2), options.magnitude
+
+    def turn(self, positions: Array, like: Array) -> Turn:
+        """The turns of all pairs at these positions[s], or [b s], where ``like`` lives and in its dtype."""
+        cosines, sines = turn_at(positions, backend_of(like).xp.asarray(self.frequencies), like)
+        return (cosines, sines) if self.magnitude == 1 else (cosines * self.magnitude, sines * self.magnitude)
+
+
+# --- Queries and keys before their products: normalized, then rotated by their positions
 
 
 class QueriesAndKeys:
@@ -21,7 +118,7 @@ class QueriesAndKeys:
 
     ``heads`` are the letters of the heads of queries and of keys, ``sizes`` theirs and that of k. Norms are of each
     head, with query_norm[k], or, ``together``, of all heads of a token, with query_norm[h k]. A scale that all heads
-    share gets only a part of its gradient from a rank's heads, if any of them are cut: it is summed over them, too.
+    share gets only a part of its gradient from a rank's heads, if any of them are sharded: it is summed over them, too.
     Keys' gradients are unreduced over r, queries that share them, and so is that of their norm. With ``turned_first``
     it is norm(rotate(q)).
     """
@@ -52,7 +149,7 @@ class QueriesAndKeys:
     def forward(
         self, sh: Shards, p: Any, q: Array, k: Array, positions: Array, turns: dict[Rotary, Turn] | None = None
     ) -> tuple[Array, Array, Any]:
-        """q and k, ready to meet, and what the backward needs; ``positions`` are [s], or [b s].
+        """q and k, normalized and rotated, and what the backward needs; ``positions`` are [s], or [b s].
 
         ``turns`` are those of these positions that other layers have made already, and are added to.
         """
@@ -61,33 +158,34 @@ class QueriesAndKeys:
             turn = self.rotary.turn(positions, q)
             if turns is not None:
                 turns[self.rotary] = turn
-        ready, normals = [], {}
+        results, normals = {}, {}
         for (name, norm), x in zip(self.norms.items(), (q, k), strict=True):
-            if turn is not None and self.turned_first:
-                x = rotate(x, turn, self.rotary.neighbours)
+            x = self._rotated(x, turn, self.turned_first)
             if norm is not None:
                 x, normals[name] = norm.forward(sh, x, p[f"{name}_norm"])
-            if turn is not None and not self.turned_first:
-                x = rotate(x, turn, self.rotary.neighbours)
-            ready.append(x)
+            results[name] = self._rotated(x, turn, not self.turned_first)
         if self.factor != 1:
-            ready[0] = ready[0] * self.factor
-        return *ready, (turn, normals)
+            results["query"] = results["query"] * self.factor
+        return results["query"], results["key"], (turn, normals)
+
+    def _rotated(self, x: Array, turn: Turn | None, now: bool, *, back: bool = False) -> Array:
+        """x[b s h k] with its pairs rotated, if there is a ``turn`` and it is applied ``now``."""
+        return (
+            x if self.rotary is None or turn is None or not now else rotate(x, turn, self.rotary.neighbours, back=back)
+        )
 
     def backward(self, sh: Shards, p: Any, saved: Any, gradients: dict[str, Array]) -> dict[str, Array]:
-        """Make ``gradients`` of what met those of q and k as they were; returns the gradients of the norms' scales."""
+        """Replace ``gradients`` of the results by those of q and k; returns the gradients of the norms' scales."""
         turn, normals = saved
         of_scales = {}
         if self.factor != 1:
             gradients["query"] = gradients["query"] * self.factor
         for name, norm in self.norms.items():
-            if turn is not None and not self.turned_first:
-                gradients[name] = rotate(gradients[name], turn, self.rotary.neighbours, back=True)
+            dx = self._rotated(gradients[name], turn, not self.turned_first, back=True)
             if norm is not None:
                 scale = f"{name}_norm"
-                gradients[name], of_scales[scale] = norm.backward(sh, normals[name], p[scale], gradients[name])
-            if turn is not None and self.turned_first:
-                gradients[name] = rotate(gradients[name], turn, self.rotary.neighbours, back=True)
+                dx, of_scales[scale] = norm.backward(sh, normals[name], p[scale], dx)
+            gradients[name] = self._rotated(dx, turn, self.turned_first, back=True)
         return of_scales
 
 
@@ -114,7 +212,7 @@ class NormOfHead:
 class NormOfAllHeads:
     """y[b s h k] = x / sqrt(mean(x²) + epsilon) · scale[h k], the mean over h and k, which are so ``many`` numbers
 
-    ``heads`` are the letters h of the heads, which may be cut:
+    ``heads`` are the letters h of the heads, which may be sharded:
 
         1. squares[b s] {U_h} = sum of x² over this rank's heads,    squares[b s] = AllReduce_h(...)
         2. n = x / sqrt(squares / many + epsilon),                   y = n · scale

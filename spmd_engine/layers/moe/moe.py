@@ -1,23 +1,156 @@
-"""A mixture of experts: of many perceptrons each token goes through a few, which a router chooses."""
+"""A mixture of experts: a router chooses a few perceptrons for each token."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from spmd_engine.arrays import einsum
-from spmd_engine.arrays.backend import Array
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.deferred import then, wait_for
-from spmd_engine.layers.layer import Layer
+from spmd_engine.layers.layer import GradientSums, Layer
+from spmd_engine.layers.mlp import ACTIVATIONS, GATES
 from spmd_engine.layers.moe.dispatch import Dispatch
-from spmd_engine.layers.moe.experts import GatedPerceptron, Perceptron, SharedExperts
 from spmd_engine.layers.moe.router import Router
-from spmd_engine.layers.moe.router_options import RouterOptions
+from spmd_engine.layers.moe.routing import RouterOptions
+
+#: Of each expert: its parameters, and which of all rows are its own.
+Experts = Sequence[tuple[Mapping[str, Array], slice]]
+
+
+class Perceptron:
+    """y[t d] = activation(x[t d] · w0[d f]) · w1[f d], of every expert for its own rows t: without biases
+
+    ``gated``: y[t d] = (silu(x[t d] · gate[d f]) · (x · up[d f])) · down[f d]. With f sharded, y and dx are unreduced
+    over f, as are those of an MLP before its reduction. There is one product for each expert; elementwise steps are
+    made for the rows of all experts at once.
+    """
+
+    def __init__(self, activation: str = "gelu", *, gated: bool = False, std: float = 0.02, out_std: float = 0.02):
+        self.activation = GATES["silu"] if gated else ACTIVATIONS[activation]
+        self.first, self.last = (("gate", "up"), "down") if gated else (("w0",), "w1")
+        self.parameters = {name: Parameter("d f", std=std) for name in self.first}
+        self.parameters[self.last] = Parameter("f d", std=out_std)
+
+    def forward(self, experts: Experts, x: Array, hidden: int, want_slopes: bool) -> tuple[Array, Any]:
+        """y[t d] of x[t d], and what the backward needs; ``hidden`` is the size of f on this rank."""
+        xp = backend_of(x).xp
+        projections = [xp.empty((len(x), hidden), x.dtype) for _ in self.first]
+        y = xp.empty_like(x)
+        for p, rows in experts:
+            for name, z in zip(self.first, projections, strict=True):
+                einsum("td,df->tf", x[rows], p[name], out=z[rows])
+        h, slopes = self.activation(*projections, want_slopes)
+        for p, rows in experts:
+            einsum("tf,fd->td", h[rows], p[self.last], out=y[rows])
+        return y, (x, h, slopes)
+
+    def backward_input(self, experts: Experts, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """dx[t d], and what the weights' gradients need."""
+        x, h, slopes = saved
+        xp = backend_of(dy).xp
+        dh, dx = xp.empty_like(h), xp.empty_like(x)
+        for p, rows in experts:
+            einsum("td,fd->tf", dy[rows], p[self.last], out=dh[rows])
+        if isinstance(slopes, tuple):
+            gradients = [dh * slope for slope in slopes]
+        else:
+            dh *= slopes
+            gradients = [dh]
+        for p, rows in experts:
+            for name, dz in zip(self.first, gradients, strict=True):
+                einsum("tf,df->td", dz[rows], p[name], out=dx[rows], accumulate=dz is not gradients[0])
+        return dx, (x, h, gradients, dy)
+
+    def backward_weight(self, rest: Any, gradient_sums: Sequence[tuple[GradientSums, slice]]) -> None:
+        """Add the gradients of each expert's parameters, from its rows alone."""
+        x, h, gradients, dy = rest
+        for g, rows in gradient_sums:
+            for name, dz in zip(self.first, gradients, strict=True):
+                g.einsum(name, "td,tf->df", x[rows], dz[rows])
+            g.einsum(self.last, "tf,td->fd", h[rows], dy[rows])
+
+
+# --- Experts that every token goes through, beside those that a router chooses
+
+
+_GATE = "shared_gate"
+
+
+class SharedExperts:
+    """y[t d] = Σ_i shared_i(x[t d]), times sigmoid(x · shared_gate[d]) if they are ``weighted``: so ``many`` of a kind
+
+    One of m times the width is m of them, whose hidden numbers lie side by side. With f sharded, y and dx are unreduced
+    over f. The weight is whole on all ranks along f, but its gradient, like all that follows, is linear in the parts
+    of y, and so stays unreduced: that of shared_gate is summed over f as well.
+    """
+
+    def __init__(self, perceptron: Perceptron, many: int, weighted: bool, std: float) -> None:
+        self.perceptron, self.many, self.weighted = perceptron, many, weighted
+        self.parameters: dict[str, Parameter] = {}
+        for number in range(many):
+            self.parameters |= {f"shared{number}/{own}": each for own, each in perceptron.parameters.items()}
+        if weighted:
+            self.parameters[_GATE] = Parameter("d", std=std, summed="bsf")
+
+    def forward(self, p: Mapping[str, Any], x: Array, hidden: int, keep: bool) -> tuple[Array | None, Any]:
+        """y of x, and what the backward needs; None: there are none. ``hidden`` is how much of f is here."""
+        y, saved = None, []
+        for number in range(self.many):
+            own, of_own = self.perceptron.forward([(p[f"shared{number}"], slice(0, len(x)))], x, hidden, keep)
+            if y is not None:
+                own += y
+            y = own
+            saved.append(of_own)
+        if not self.weighted:
+            return y, (saved, None)
+        weights = _sigmoid(einsum("td,d->t", x, p[_GATE]))
+        return y * weights[:, None], (saved, (x, y, weights))
+
+    def backward_input(self, p: Mapping[str, Any], saved: Any, dy: Array) -> tuple[Array | None, Any]:
+        """dx, and what the weights' gradients need."""
+        saved, of_gate = saved
+        dx, of_logits = None, None
+        if of_gate is not None:
+            x, y, weights = of_gate
+            dlogits = (dy * y).sum(axis=1) * (weights * (1.0 - weights))
+            dx, of_logits = dlogits[:, None] * p[_GATE], (x, dlogits)
+            dy = dy * weights[:, None]
+        rests = []
+        for number, of_own in enumerate(saved):
+            own, rest = self.perceptron.backward_input([(p[f"shared{number}"], slice(0, len(dy)))], of_own, dy)
+            if dx is not None:
+                own += dx
+            dx = own
+            rests.append(rest)
+        return dx, (rests, of_logits, slice(0, len(dy)))
+
+    def backward_weight(self, rest: Any, g: GradientSums) -> None:
+        """Add the gradients of all of them."""
+        rests, of_logits, rows = rest
+        for number, each in enumerate(rests):
+            self.perceptron.backward_weight(each, [(g[f"shared{number}"], rows)])
+        if of_logits is not None:
+            x, dlogits = of_logits
+            g.einsum(_GATE, "td,t->d", x, dlogits)
+
+
+def _sigmoid(z: Array) -> Array:
+    """1 / (1 + exp(-z)), where nothing overflows."""
+    xp = backend_of(z).xp
+    small = xp.exp(-xp.abs(z))
+    return xp.where(z < 0, small, 1.0) / (1.0 + small)
+
+
+# --- A mixture of experts: of many perceptrons each token goes through a few, which a router chooses
 
 
 class MoE(Layer):
     """y[b s d] = Σ_j weight_j · expert_j(x[b s d]) over the k experts that a token chose + Σ_i shared_i(x)
 
-    E experts, of which a rank has those of its part of e, each with f cut inside as in an MLP. Tokens travel to their
+    E experts, of which a rank has those of its part of e, each with f sharded as in an MLP. Tokens travel to their
     experts by all_to_all along the axes of e and back, so an expert sees the tokens of all ranks along them and its
     gradient is summed over the other axes alone. What comes back is unreduced over f and is combined at the source,
     then reduced together with what the shared experts, which every token goes through, make of it meanwhile.
@@ -26,8 +159,8 @@ class MoE(Layer):
     in it, and so it stays: one reduction of dx serves experts and router, and the router's gradient is summed over f
     as well. Auxiliary losses, which are whole on every rank along f, count on the first of these.
 
-    Experts are ``Perceptron``s with that ``activation`` or, ``gated``, ``GatedPerceptron``s. With a ``shared_gate``,
-    what the shared ones make is weighted by a sigmoid: see ``SharedExperts``.
+    ``activation`` and ``gated`` are those of each ``Perceptron``. With a ``shared_gate``, the result of the shared
+    experts is weighted by a sigmoid: see ``SharedExperts``.
     """
 
     may_cut, across = "bsfe", "f"
@@ -48,7 +181,7 @@ class MoE(Layer):
     ) -> None:
         self.router = Router(width, experts, router or RouterOptions(), std)
         self.sizes = {"d": width, "f": hidden, "e": experts, "E": experts}
-        self.perceptron = GatedPerceptron(std, out_std) if gated else Perceptron(activation, std, out_std)
+        self.perceptron = Perceptron(activation, gated=gated, std=std, out_std=out_std)
         self.shared = SharedExperts(self.perceptron, shared, shared_gate, std)
         self.parameters = {**self.router.parameters, **self.shared.parameters}
         for number in range(experts):
@@ -78,7 +211,7 @@ class MoE(Layer):
         y = _sum(dispatch.gathered(rows, shape[2], routed.choices.weights), y)
         y = sh.reduce_scatter(y.reshape(shape), "b s d", over="f", onto="s")
         saved = shape, x, routed, dispatch, rows, of_shared, of_experts
-        return y, saved, *([self.router.told(routed, ctx)] if ctx.training and ctx.decided is None else [])
+        return y, saved, *([self.router.extra(routed, ctx)] if ctx.training and ctx.decided is None else [])
 
     def backward_input(self, sh, p, saved, dy, *side):
         shape, x, routed, dispatch, rows, of_shared, of_experts = saved

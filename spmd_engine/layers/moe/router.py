@@ -1,7 +1,7 @@
 """The router of a mixture of experts in a layer: what is global of its choices is summed here, the rest is ``routing``.
 
 Capacity and balance are defined over the whole micro-batch: how many tokens it has, and how many of them chose each
-expert, is one small all_reduce over the axes that cut tokens, under way while these travel.
+expert, is one small all_reduce over the axes that shard tokens, under way while these travel.
 """
 
 from __future__ import annotations
@@ -16,9 +16,16 @@ from spmd_engine.arrays.random import key_of
 from spmd_engine.layers.declarations import Buffer, Parameter, SideOutput
 from spmd_engine.layers.deferred import wait_for
 from spmd_engine.layers.layer import Extra, ForwardContext
-from spmd_engine.layers.moe.capacity import capacity_of, keep
-from spmd_engine.layers.moe.router_options import RouterOptions
-from spmd_engine.layers.moe.routing import Choices, Tokens, choose, expert_counts, highest, weights_gradient
+from spmd_engine.layers.moe.dispatch import capacity_of, keep
+from spmd_engine.layers.moe.routing import (
+    Choices,
+    RouterOptions,
+    Tokens,
+    choose,
+    expert_counts,
+    highest,
+    weights_gradient,
+)
 from spmd_engine.sharding.shards import Shards
 
 
@@ -30,7 +37,7 @@ class Routed:
     choices: Choices
     kept: Array  #: bool[t k]: the pairs (token, choice) that travel; others are left out or dropped
     own_counts: Array  #: int64[1 E]: of this rank's pairs
-    _sums: Any  #: 1 + E, or on its way: all tokens of the micro-batch, then its pairs by expert; None: nobody asks
+    _sums: Any  #: 1 + E, or on its way: all tokens of the micro-batch, then its pairs by expert; None: not needed
     sequence_counts: Array | None  #: int64[b E], if there is a loss for each sequence
 
     @property
@@ -41,7 +48,7 @@ class Routed:
 
     @property
     def tokens(self) -> int:
-        """Of the whole micro-batch."""
+        """Number of tokens of the whole micro-batch."""
         return int(self.sums[0])
 
     @property
@@ -51,7 +58,7 @@ class Routed:
 
     @property
     def decided(self) -> tuple:
-        """What a recomputation takes over."""
+        """Choices that a recomputation uses again."""
         return self.choices.decided, self.kept, self.own_counts, self.sums, self.sequence_counts
 
 
@@ -61,8 +68,8 @@ class Router:
     Its losses and counts are side outputs: ``balance``, ``sequence_balance`` and ``z`` as far as ``options`` have
     them; ``load``, pairs (token, choice) by expert, before any is dropped; how many were ``dropped`` for want of
     capacity; and the mean ``entropy`` of a token's scores, in nats. Outside of training nothing is left to chance: a
-    second choice is always used. Who answers with a cache, a few tokens at a time, has no capacity, and routes as it
-    has learned.
+    second choice is always used. With a KV cache, a few tokens at a time, there is no capacity, and
+    routing is learned.
     """
 
     def __init__(self, width: int, experts: int, options: RouterOptions, std: float) -> None:
@@ -87,7 +94,7 @@ class Router:
         }
 
     def forward(self, sh: Shards, p: Any, x: Array, samples: int, ctx: ForwardContext) -> Routed:
-        """What the tokens x[t d], of so many samples, choose. Collective over the axes that cut b and s."""
+        """What the tokens x[t d], of so many samples, choose. Collective over the axes that shard b and s."""
         xp = backend_of(x).xp
         logits = einsum("td,dE->tE", x, p["router"])
         options = self._options(ctx)
@@ -112,18 +119,9 @@ class Router:
             routed.kept = keep(choices, capacity, tokens, gather)
         return routed
 
-    def told(self, routed: Routed, ctx: ForwardContext) -> Extra:
-        """Losses, counts and the bias' update, of a forward in training."""
-        values = {
-            "balance": balance_loss,
-            "sequence_balance": balance_loss,
-        }
-        outputs = {
-            name: values[name](routed.choices, self._counts(routed, name), routed.tokens, coefficient)
-            if name in values
-            else z_loss(routed.logits, routed.tokens, coefficient)
-            for name, coefficient in self.losses.items()
-        }
+    def extra(self, routed: Routed, ctx: ForwardContext) -> Extra:
+        """Losses, counts and the update of the bias, for a forward in training."""
+        outputs = {name: self._loss(routed, name, coefficient) for name, coefficient in self.losses.items()}
         outputs["load"] = routed.own_counts[0]
         outputs["dropped"] = float((routed.choices.used & ~routed.kept).sum())
         outputs["entropy"] = ctx.share * entropy(routed.choices, routed.tokens)
@@ -137,6 +135,11 @@ class Router:
             for name, coefficient in self.losses.items():
                 dlogits += self._loss_gradient(routed, name, coefficient * side[name])
         return dlogits
+
+    def _loss(self, routed: Routed, name: str, coefficient: float) -> Any:
+        if name == "z":
+            return z_loss(routed.logits, routed.tokens, coefficient)
+        return balance_loss(routed.choices, self._counts(routed, name), routed.tokens, coefficient)
 
     def _loss_gradient(self, routed: Routed, name: str, coefficient: float) -> Array:
         if name == "z":
@@ -156,8 +159,8 @@ class Router:
             options = replace(options, routing="learned", capacity_factor=None)
         return options
 
-    def _tokens(self, sh: Shards, samples: int, ctx: ForwardContext) -> Tokens | None:
-        """Which tokens these are, for whom it matters."""
+    def _tokens(self, sh: Shards, samples: int, ctx: ForwardContext) -> Any:
+        """The numbers of these tokens, if the options need them."""
         options = self.options
         if (
             ctx.cache is not None
@@ -167,7 +170,7 @@ class Router:
         ):
             return None
         numbers = ctx.samples
-        if numbers is None:  # outside of training nobody has counted them
+        if numbers is None:  # only training numbers them
             xp = backend_of(ctx.positions).xp
             there = sh.gather_rows(xp.array([samples]), over="b")
             numbers = xp.arange(samples) + int(there[: sh.part("b")].sum())
@@ -178,17 +181,17 @@ class Router:
 #
 # Letters as in ``routing``: t tokens of this rank, E experts. T is the number of tokens of the *whole* micro-batch,
 # and every loss here is this rank's share of one that is defined over the whole micro-batch: shares are summed over
-# the ranks that cut the tokens, gradients are those of the rank's own tokens, with no further factor.
+# the ranks that shard the tokens, gradients are those of the rank's own tokens, with no further factor.
 
 
 def balance_loss(choices: Choices, counts: Array, tokens: int, coefficient: float) -> float:
     """This rank's share of coefficient · E · Σ_i f_i P_i, the loss of Switch and GShard.
 
     f_i is the part of all pairs (token, choice) that went to expert i, from counts[1 E] (``expert_counts``, summed
-    over the ranks that cut the tokens), so that f sums to 1 for any k. P_i is the mean over T ``tokens`` of expert i's
-    share of a token's scores, over all experts. Perfect balance gives 1 (times the coefficient).
+    over the ranks that shard the tokens), so that f sums to 1 for any k. P_i is the mean over T ``tokens`` of expert
+    i's share of a token's scores, over all experts. Perfect balance gives 1 (times the coefficient).
 
-    With counts[b E] of b sequences (tokens in b equal runs; summed over the ranks that cut a sequence) it is the mean
+    With counts[b E] of b sequences (tokens in b equal runs; summed over the ranks that shard a sequence) it is the mean
     of that loss of each sequence (DeepSeek-V3, eq. 17-20). With a rank's own counts (scope "shard") it is the mean of
     the ranks' own losses, weighted by their tokens.
     """

@@ -1,18 +1,128 @@
-"""Which experts a token goes to, and with what weights: functions of arrays, of any cut of the tokens.
-
-Letters: t tokens of this rank (samples times positions, row by row), E experts, k choices of a token.
-All scores are handled as a softmax over *log scores* l[t E]: the logits z themselves, or log sigmoid(z). So a softmax
-and a sigmoid, renormalised or not, share one backward, and no sum of tiny scores is ever divided by.
-"""
+"""What a router of experts does, as one frozen, checked, JSON-able record."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import hash_bits, key_of, uniform_at
 from spmd_engine.arrays.scatter import count_each
-from spmd_engine.layers.moe.router_options import RouterOptions
+from spmd_engine.configuration import Configuration, setting
+from spmd_engine.errors import UsageError
+
+
+@dataclass(frozen=True)
+class RouterOptions(Configuration):
+    """How tokens choose among E experts. Raises UsageError for values that do not go together.
+
+    With z[E] a token's logits, a score is p = softmax(z) or sigmoid(z). The ``top_k`` experts of the highest score (of
+    the highest logit where the softmax comes ``after``), plus the bias if there is one, are chosen, best first, a tie
+    going to the lower expert. The outputs of the chosen are weighted by their scores, without the bias: divided by
+    their sum if ``renormalise``, and times ``scale``. A softmax after the choice is one over the chosen alone: what
+    ``renormalise`` makes of one before it.
+
+    With ``groups``, a token chooses only among its ``top_groups`` best groups of E / ``groups`` neighbouring experts;
+    a group is as good as the sum of its ``group_best`` best scores (DeepSeek-V3: 2).
+    """
+
+    top_k: int = setting(2, least=1, fixed=True, help="Experts that each token chooses.")
+    score: str = setting(
+        "softmax", choices=("softmax", "sigmoid"), option=None, help="Function that turns logits into scores."
+    )
+    when: str = setting(
+        "before",
+        choices=("before", "after"),
+        option=None,
+        help="The softmax comes before the choice, or after it, over the chosen experts alone.",
+    )
+    renormalise: bool = setting(True, option=None, help="Divide a token's weights by their sum, before `scale`.")
+    scale: float = setting(1.0, option=None, help="Factor of a token's weights; positive.")
+    groups: int = setting(1, least=1, option=None, help="Groups of experts.")
+    top_groups: int = setting(1, least=1, option=None, help="Best groups, in which a token chooses its experts.")
+    group_best: int = setting(2, least=1, option=None, help="Best scores whose sum is the score of a group.")
+    second_choice: str = setting(
+        "always",
+        choices=("always", "random"),
+        option=None,
+        help="`random`: a token uses its second choice with `second_probability` (GShard).",
+    )
+    second_probability: float | None = setting(
+        None,
+        least=0,
+        most=1,
+        option=None,
+        unset="min(1, 2 x the second expert's part of the two weights)",
+        help="Probability that a token uses its second choice.",
+    )
+    routing: str = setting(
+        "learned",
+        choices=("learned", "balanced", "random"),
+        help="For benchmarks, `balanced` takes experts in turn and `random` draws them.",
+    )
+    capacity_factor: float | None = setting(
+        None,
+        unset="no limit",
+        help="Capacity of an expert, as a multiple of its even share of a micro-batch's tokens; further tokens are "
+        "dropped and pass by the residual.",
+    )
+    minimum_capacity: int = setting(1, least=0, option=None, help="Smallest capacity, in tokens.")
+    drop_by: str = setting(
+        "position",
+        choices=("position", "probability"),
+        option=None,
+        help="Which tokens a full expert keeps: the first ones, or those of the highest weight.",
+    )
+    balance_loss: float = setting(0.0, least=0, help="Coefficient of the loss that balances experts.")
+    sequence_balance_loss: float = setting(
+        0.0, least=0, option=None, help="Coefficient of the same loss for each sequence, averaged."
+    )
+    z_loss: float = setting(0.0, least=0, help="Coefficient of mean(logsumexp(logits)^2), which keeps logits small.")
+    bias_rate: float = setting(0.0, least=0, help="Step of the bias that balances experts without a loss; 0: no bias.")
+    scope: str = setting(
+        "micro-batch",
+        choices=("micro-batch", "shard"),
+        option=None,
+        help="Tokens over which capacity and balance are defined: `shard` is cheaper, but results depend on the mesh.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.score == "sigmoid" and self.when == "after":
+            raise UsageError("when='after' is about a softmax; a sigmoid is the same before and after the choice")
+        if self.scale <= 0:
+            raise UsageError(f"scale is {self.scale}: it must be positive")
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
+            raise UsageError(f"capacity_factor is {self.capacity_factor}: it must be positive, or None for no limit")
+        if self.top_groups > self.groups:
+            raise UsageError(f"top_groups is {self.top_groups}, but groups is {self.groups}")
+        if self.second_choice == "random" and self.top_k != 2:
+            raise UsageError(f"second_choice='random' needs top_k=2, not {self.top_k}")
+        if self.second_choice != "random" and self.second_probability is not None:
+            raise UsageError("second_probability needs second_choice='random'")
+
+    def check(self, experts: int) -> None:
+        """Raise UsageError unless a router over so many experts can do this."""
+        if experts < 1:
+            raise UsageError(f"a router needs at least one expert, not {experts}")
+        if self.top_k > experts:
+            raise UsageError(f"top_k is {self.top_k}, but there are {experts} experts: choose at most {experts}")
+        if experts % self.groups:
+            raise UsageError(f"{experts} experts do not fall into {self.groups} groups of one size")
+        within = experts // self.groups * self.top_groups
+        if self.routing == "learned" and self.top_k > within:
+            raise UsageError(
+                f"top_k is {self.top_k}, but {self.top_groups} of {self.groups} groups of {experts} experts hold only "
+                f"{within}: raise top_groups, or lower top_k"
+            )
+
+
+# --- Which experts a token goes to, and with what weights: functions of arrays, of any sharding of the tokens
+#
+# Letters: t tokens of this rank (samples times positions, row by row), E experts, k choices of a token. All scores
+# are handled as a softmax over *log scores* l[t E]: the logits z themselves, or log sigmoid(z). So a softmax and a
+# sigmoid, renormalised or not, share one backward, and no sum of tiny scores is ever divided by.
+
 
 POSITIONS = 1 << 24  # more than any sequence has: a token's number must not depend on the sequence's length
 
@@ -22,7 +132,7 @@ class Tokens:
     """Which tokens of the micro-batch a rank has: some positions of some samples, both by their global numbers."""
 
     samples: Array  #: int[b], increasing
-    positions: Array  #: int[s]: of a sequence that is cut, any runs of it
+    positions: Array  #: int[s]: of a sequence that is sharded, any runs of it
 
     def numbers(self) -> Array:
         """int64[b s]: one number for each token, in the order (sample, position), the same on every mesh."""
@@ -67,21 +177,22 @@ def choose(
 ) -> Choices:
     """The choice for each row of logits[t E]; ``bias[E]`` is added to the scores for the choice alone.
 
-    ``tokens`` says which tokens these are, and ``key`` (of seed, step and layer) seeds what is drawn by chance: both
-    are looked at only where ``options`` leave something to chance or to turns. With ``decided`` (``Choices.decided``
+    ``tokens`` says which tokens these are, and ``key`` (of seed, step and layer) seeds random draws: both are
+    used only if ``options`` draw at random or take turns. With ``decided`` (``Choices.decided``
     of the first forward) only the weights are computed.
     """
     xp = backend_of(logits).xp
     rows, width = logits.shape
     options.check(width)
     scores, shares, slope = _scores(logits, options)
+    given: Any = tokens  # not None where it is used
     if decided is not None:
         experts, used = decided
     elif options.routing == "balanced":
-        turn = (tokens.samples[:, None] + tokens.positions[None, :]).reshape(-1, 1) * options.top_k
+        turn = (given.samples[:, None] + given.positions[None, :]).reshape(-1, 1) * options.top_k
         experts = (turn + xp.arange(options.top_k)) % width
     elif options.routing == "random":
-        cells = tokens.numbers().reshape(-1, 1) * width + xp.arange(width)
+        cells = given.numbers().reshape(-1, 1) * width + xp.arange(width)
         experts = top(hash_bits(key_of(key, "experts"), cells, xp).astype(xp.float64), options.top_k)
     else:
         basis = logits if options.when == "after" else scores
@@ -91,9 +202,9 @@ def choose(
     if decided is None:
         used = xp.ones(experts.shape, bool)
         if options.second_choice == "random" and rows:
-            chance = uniform_at(key_of(key, "second choice"), tokens.numbers().reshape(-1))
-            given = options.second_probability
-            used[:, 1] = 2 * weights[:, 1] > chance * weights.sum(axis=1) if given is None else chance < given
+            chance = uniform_at(key_of(key, "second choice"), given.numbers().reshape(-1))
+            limit = options.second_probability
+            used[:, 1] = 2 * weights[:, 1] > chance * weights.sum(axis=1) if limit is None else chance < limit
     return Choices(experts, weights, used, shares, slope, options)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from spmd_engine.errors import UsageError
 
 if TYPE_CHECKING:
-    from spmd_engine.layers.attention.rotary import RotaryOptions
+    from spmd_engine.layers.attention.qk_norm_rope import RotaryOptions
     from spmd_engine.models.decoder import DecoderConfig
 
 Config = Mapping[str, Any]  #: the content of a ``config.json``, or the metadata of a GGUF file

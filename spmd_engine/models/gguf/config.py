@@ -14,8 +14,8 @@ from typing import Any
 from spmd_engine.errors import CheckpointError, UsageError, one_of
 from spmd_engine.formats.gguf import GGUF
 from spmd_engine.formats.tensor import FileTensor
-from spmd_engine.layers.attention.rotary import RotaryOptions
-from spmd_engine.layers.moe.router_options import RouterOptions
+from spmd_engine.layers.attention.qk_norm_rope import RotaryOptions
+from spmd_engine.layers.moe.routing import RouterOptions
 from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.families import FAMILIES
 from spmd_engine.models.families.family import Config, Family, SlidingWindow, check_required

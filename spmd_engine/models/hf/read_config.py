@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd_engine.errors import CheckpointError, UsageError, one_of
-from spmd_engine.layers.moe.router_options import RouterOptions
+from spmd_engine.layers.moe.routing import RouterOptions
 from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.families import FAMILIES

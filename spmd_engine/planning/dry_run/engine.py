@@ -201,7 +201,7 @@ def watch_storage(engine: LayeredEngine, recorder: Recorder) -> None:
             (storage.own_gradients, "gradients"),
         ):
             if array is not None:
-                meter.be(array.memory, kind, name)
+                meter.relabel(array.memory, kind, name)
         storage._empty = _taking(meter, storage._empty, None, name)
     unsharder, reducer = engine._placed.unsharder, engine._placed.reducer
     unsharder.unshard = _taking(meter, unsharder.unshard, "gathered groups")

@@ -15,9 +15,9 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.backend import CPU
-from spmd_engine.arrays.images.convolution import conv2d, conv2d_weight_gradient
-from spmd_engine.arrays.images.window import Window
+from spmd_engine.arrays.images import conv2d, conv2d_weight_gradient
 from spmd_engine.arrays.meta.meter import CONVOLUTION, KERNELS
+from spmd_engine.arrays.windows import Window
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.shared_memory.cores import cores_here
 from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind

@@ -1,17 +1,21 @@
-"""Windows over an image's rows and columns, whole and as a rank has them that has some of both."""
+"""Images: windows over rows and columns that may be sharded, pooling, and changes of sharding."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from spmd_engine.arrays.images.window import Window
+from spmd_engine.arrays.backend import backend_of
+from spmd_engine.arrays.images import average_pool, average_pool_gradient, max_pool, max_pool_gradient
+from spmd_engine.arrays.windows import Window
 from spmd_engine.errors import UsageError
+from spmd_engine.layers.declarations import Activation
+from spmd_engine.layers.layer import Layer
 from spmd_engine.sharding.placement import Interval
 
 if TYPE_CHECKING:
-    from spmd_engine.sharding.shards import Reading, Shards
+    from spmd_engine.sharding.shards import Shards
 
 Pair = int | tuple[int, int]  #: of rows and of columns; a number stands for both
 
@@ -64,7 +68,7 @@ class ImageWindows:
         return self.rows.outputs(self.image[0]), self.columns.outputs(self.image[1])
 
     @property
-    def reads(self) -> Mapping[str, Reading]:
+    def reads(self) -> Mapping[str, tuple[int, Window]]:
         """As ``Shards.with_halo`` wants them."""
         return {self.y: (self.image[0], self.rows), self.x: (self.image[1], self.columns)}
 
@@ -155,3 +159,136 @@ def inner_outputs(window: Window, length: int, own: Interval, outputs: Interval)
     if own[1] < length:
         stop = min(stop, (own[1] + window.before - window.span) // window.stride + 1)
     return (first, stop) if first < stop and own[0] < own[1] else (outputs[0], outputs[0])
+
+
+# --- Pooling of images whose rows, columns and channels may be sharded: maxima, averages, and the average of all
+
+
+class _Pool(Layer):
+    """A layer without parameters that makes of each channel, and each window of it, a number.
+
+    Inputs and outputs are [b h w c], with the ``letters`` of batch, rows, columns and channels that its caller has.
+    ``image`` is the whole height and width; ``stride`` is the ``kernel`` if not given; ``padding``: see ``Padding``.
+    """
+
+    def __init__(
+        self,
+        image: tuple[int, int],
+        kernel: Pair,
+        *,
+        stride: Pair | None = None,
+        dilation: Pair = 1,
+        padding: Padding = 0,
+        letters: str = "bhwc",
+    ) -> None:
+        sizes = {"stride": kernel if stride is None else stride, "dilation": dilation, "padding": padding}
+        self.windows = ImageWindows.of(image, kernel, letters=letters[1:3], **sizes)
+        self.inputs = self.outputs = Activation(" ".join(letters), where="inside")
+        self.may_cut = letters
+
+
+class MaxPool(_Pool):
+    """y[b h w c] = the greatest x of the window; of equals the first, row by row, also where ranks have parts of it
+
+    Each window is seen whole by the rank whose output it makes, so that the sharding decides no tie. Padding is
+    never the greatest.
+    """
+
+    def forward(self, sh, p, x, ctx):
+        wide = sh.with_halo(x, self.inputs.dims, self.windows.reads)
+        return max_pool(wide, *self.windows.here(sh).local)
+
+    def backward_input(self, sh, p, chosen, dy):
+        here = self.windows.here(sh)
+        dx = max_pool_gradient(dy, chosen, *here.local, here.lengths)
+        return sh.start_add_halo(dx, self.inputs.dims, self.windows.reads), None
+
+
+class AveragePool(_Pool):
+    """y[b h w c] = the mean of x over the window
+
+    Beyond the image there are zeros with ``count_include_pad``, as PyTorch has it by default; else nothing, and the
+    mean is of fewer, as TensorFlow has it.
+    """
+
+    def __init__(self, image: tuple[int, int], kernel: Pair, *, count_include_pad: bool, **windows: Any) -> None:
+        super().__init__(image, kernel, **windows)
+        self.count_include_pad = count_include_pad
+
+    def forward(self, sh, p, x, ctx):
+        wide = sh.with_halo(x, self.inputs.dims, self.windows.reads)
+        return average_pool(wide, *self.windows.here(sh).local, self.count_include_pad), None
+
+    def backward_input(self, sh, p, saved, dy):
+        here = self.windows.here(sh)
+        dx = average_pool_gradient(dy, *here.local, self.count_include_pad, here.lengths)
+        return sh.start_add_halo(dx, self.inputs.dims, self.windows.reads), None
+
+
+class GlobalPool(Layer):
+    """y[b c] = the mean of x[b h w c] over h and w; with these sharded, each rank adds its sums to the others'
+
+    y and its gradient are whole on every rank along the axes of h and w.
+    """
+
+    def __init__(self, image: tuple[int, int], letters: str = "bhwc") -> None:
+        b, h, w, c = letters
+        self.image, self.over = image, h + w
+        self.inputs, self.outputs = Activation(f"{b} {h} {w} {c}", "inside"), Activation(f"{b} {c}", "inside")
+        self.may_cut = letters
+
+    def forward(self, sh, p, x, ctx):
+        y = sh.all_reduce(x.sum((1, 2)), over=self.over)
+        y /= self.image[0] * self.image[1]
+        return y, x.shape
+
+    def backward_input(self, sh, p, shape, dy):
+        xp, share = backend_of(dy).xp, dy / (self.image[0] * self.image[1])
+        return xp.array(xp.broadcast_to(share[:, None, None], shape)), None
+
+
+# --- Where a model changes from one sharding to another: image rows for samples, or for copies; and parts for the whole
+
+
+class Reshard(Layer):
+    """y = x[b h w c] with other letters, such as [n y x c], which other mesh axes may shard
+
+    With h and w sharded over the mesh axes H and W:
+
+    y, x whole, and n sharded over those of b, then H and W    an all-to-all: each rank sends its rows of most samples,
+                                                               and receives all rows of some
+    y, x whole, and n sharded as b                             an all-gather of rows: all samples on each rank of H, W
+
+    An element that a rank has already stays where it is. The backward goes the same ways back; of copies, which have
+    equal gradients, each rank takes its own part. ``image`` is the whole height and width.
+    """
+
+    def __init__(self, image: tuple[int, int], before: str = "bhwc", after: str = "nyxc") -> None:
+        self.image = image
+        self.inputs, self.outputs = (Activation(" ".join(each), where="inside") for each in (before, after))
+        self.may_cut = "".join(dict.fromkeys(before + after))
+
+    def forward(self, sh, p, x, ctx):
+        shape = len(x), *self.image, x.shape[3]
+        return sh.recut(x, self.inputs.dims, self.outputs.dims, shape), shape
+
+    def backward_input(self, sh, p, shape, dy):
+        return sh.recut(dy, self.outputs.dims, self.inputs.dims, shape), None
+
+
+class Gather(Layer):
+    """y[b k] = x[n k], or any letters: an all-gather along the axes that shard n and not b
+
+    All of these ranks compute what follows alike; in the backward, each takes its part of dy. This restores the samples
+    that a Reshard split (n k -> b k), and all channels where each rank computed some (b h w f -> b h w c).
+    """
+
+    def __init__(self, before: str, after: str) -> None:
+        self.inputs, self.outputs = (Activation(" ".join(each), where="inside") for each in (before, after))
+        self.may_cut = "".join(dict.fromkeys(before + after))
+
+    def forward(self, sh, p, x, ctx):
+        return sh.gather_further(x, self.inputs.dims, self.outputs.dims), None
+
+    def backward_input(self, sh, p, saved, dy):
+        return sh.cut_further(dy, self.outputs.dims, self.inputs.dims), None

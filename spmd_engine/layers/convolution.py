@@ -1,4 +1,4 @@
-"""A convolution of images whose rows, columns and channels may be cut."""
+"""A convolution of images whose rows, columns and channels may be sharded."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from math import prod, sqrt
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.images.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
-from spmd_engine.arrays.images.window import Window
+from spmd_engine.arrays.images import conv2d, conv2d_input_gradient, conv2d_weight_gradient
+from spmd_engine.arrays.windows import Window
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.declarations import Activation, Parameter
 from spmd_engine.layers.deferred import then, wait_for
-from spmd_engine.layers.images.windows import ImageWindows, Padding, Pair
+from spmd_engine.layers.images import ImageWindows, Padding, Pair
 from spmd_engine.layers.layer import Layer
 from spmd_engine.sharding.placement import Interval
 
@@ -25,7 +25,7 @@ class Conv2d(Layer):
     """y[b h w o] = sum over taps k, l and inputs i of x[b h' w' i] · weights[k l i o] (+ bias[o])
 
     where h', w' is what output h, w reads by tap k, l of its window; beyond the image there are zeros. With rows and
-    columns cut over the mesh axes H and W, and channels i over R and o over C:
+    columns sharded over the mesh axes H and W, and channels i over R and o over C:
 
     Forward
         1. x[b h'/H w'/W i/R] = Halo_HW(x[b h/H w/W i/R])              what outputs read; inner ones meanwhile
@@ -33,20 +33,20 @@ class Conv2d(Layer):
     Backward
         3. dx[b h'/H w'/W i/R] {U_C} = sum over k, l, o of dy[b h/H w/W o/C] · weights[k l i/R o/C]
         4. dx[b h/H w/W i/R] = AllReduce_C(AddHalo_HW(dx))             travels while dweights is made
-        5. dweights[k l i/R o/C] = sum over b, h, w of x · dy          left unreduced over what cuts b, h and w
+        5. dweights[k l i/R o/C] = sum over b, h, w of x · dy          unreduced over the axes that shard b, h, w
 
     ``inputs`` and ``outputs`` are a letter and the number of channels each. Different letters, c -> f -> c -> ...: with
-    f cut over a mesh axis, convolutions split their output channels and their input channels in turn, as the two
+    f sharded over a mesh axis, convolutions split their output channels and their input channels in turn, as the two
     products of an MLP do. One letter, f -> f: each rank makes its part of the outputs and needs all inputs that these
     read. In ``groups``, those are the channels of its outputs' groups (the i of ``weights`` counts within a group);
     in a depthwise convolution they are its own. In one group they are all channels: step 1 gathers them with the halo,
-    and step 4 reduces and scatters. Any number of channels and groups may be cut over any number of ranks.
+    and step 4 reduces and scatters. Any number of channels and groups may be sharded over any number of ranks.
 
     ``image`` is the whole height and width. ``kernel``, ``stride``, ``dilation``: a number, or one for rows and one
     for columns; ``padding``: see ``Padding``. ``letters`` are those of batch, rows and columns. ``std`` is the initial
     weights' deviation, by default sqrt(2 / (k l i)) (He et al., 2015). With ``input_gradient=False`` steps 3 and 4
     are left out: for a first layer, of which the inputs are data. With ``reduced=False`` dx is left unreduced over o in
-    step 4, for somebody to add it to others and to reduce them at once. Raises UsageError for groups that do not divide
+    step 4: the caller adds it to others and reduces the sum. Raises UsageError for groups that do not divide
     the channels, or have different letters, and for windows that do not fit.
 
     After Dryden et al., "Improving strong-scaling of CNN training by exploiting finer-grained parallelism" (2019),
@@ -159,7 +159,7 @@ class ChannelGroups:
     number: int = 1
 
     def outputs(self, length: int) -> int:
-        """How many there are, as ``Shards.with_halo`` asks."""
+        """Their number, as ``Shards.with_halo`` needs it."""
         return self.all_outputs
 
     def needs(self, first: int, stop: int, length: int) -> Interval:

@@ -1,0 +1,304 @@
+"""The functions marked ``@fused`` as CUDA kernels.
+
+First the kernels as text: parameters and operation, as cupy.ElementwiseKernel and cupy.ReductionKernel take them.
+
+T is float or double, the same for all of a kernel's T. An input may be an array, broadcast with the others, or a
+number. An output that an operation reads is updated in place. Literals are integers or in T(...): a bare 0.5 would
+turn a float's arithmetic into double's. Text needs neither CuPy nor a GPU, so that any C++ compiler can check it.
+"""
+
+from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
+
+from spmd_engine.arrays.factors import GELU_A, GELU_C, adamw_factors, halves, over_heads
+
+
+class Elementwise(NamedTuple):
+    """``operation`` is done for every element of the broadcast arrays; ``i`` counts them in C order."""
+
+    in_params: str
+    out_params: str
+    operation: str
+
+
+class Reduction(NamedTuple):
+    """``map_expr`` of every element, joined two by two as ``a`` and ``b``, then ``post_map_expr`` of the last ``a``."""
+
+    in_params: str
+    out_params: str
+    map_expr: str
+    reduce_expr: str
+    post_map_expr: str
+    identity: str  # what the constructor of reduce_type is given for none at all
+    reduce_type: str
+    preamble: str
+
+
+# --- activations
+
+_GELU = f"""
+    const T square = z * z;
+    const T gate = 1 / (1 + exp(z * (square * T({-2.0 * GELU_C * GELU_A!r}) - T({2.0 * GELU_C!r}))));
+    const T value = z * gate;
+    y = value;
+"""
+_GELU_SLOPE = f"""
+    slope = gate + (1 - gate) * value * (square * T({6.0 * GELU_C * GELU_A!r}) + T({2.0 * GELU_C!r}));
+"""
+
+_SILU = """
+    const T sigmoid = 1 / (1 + exp(-z));
+    const T silu = z * sigmoid;
+    h = silu * u;
+"""
+_SILU_SLOPES = """
+    of_gate = (sigmoid + silu * (1 - sigmoid)) * u;
+    of_value = silu;
+"""
+
+# --- norms
+
+_MOMENTS = """
+    struct Moments {  // of some numbers: how many, their mean, and the sum of squares of what they differ from it
+        T count, mean, squares;
+        __device__ Moments(T count, T mean, T squares) : count(count), mean(mean), squares(squares) {}
+    };
+    __device__ Moments together(const Moments &a, const Moments &b) {
+        const T count = a.count + b.count;
+        if (count == 0) return a;
+        const T apart = b.mean - a.mean, share = b.count / count;
+        return Moments(count, a.mean + apart * share, a.squares + b.squares + apart * apart * a.count * share);
+    }
+"""
+
+_PAIR = """
+    struct Pair {
+        T first, second;
+        __device__ Pair(T first, T second) : first(first), second(second) {}
+    };
+    __device__ Pair operator+(const Pair &a, const Pair &b) {
+        return Pair(a.first + b.first, a.second + b.second);
+    }
+"""
+
+# --- the kernels
+
+ELEMENTWISE = {
+    "relu": Elementwise("T z", "T y, bool slope", "y = z <= 0 ? T(0) : z; slope = z > 0"),  # a NaN stays one
+    "relu_value": Elementwise("T z", "T y", "y = z <= 0 ? T(0) : z"),
+    "gelu": Elementwise("T z", "T y, T slope", _GELU + _GELU_SLOPE),
+    "gelu_value": Elementwise("T z", "T y", _GELU),
+    "normalize": Elementwise(
+        "T x, T mean, T inverse, T scale, T shift",
+        "T y, T normal",
+        "const T n = (x - mean) * inverse; normal = n; y = n * scale + shift",
+    ),
+    "normalize_backward": Elementwise(
+        "T dy, T normal, T inverse, T scale, T total, T projection, T share",
+        "T dx",
+        "dx = (dy * scale - share * total - normal * (share * projection)) * inverse",
+    ),
+    "silu_gate": Elementwise("T z, T u", "T h, T of_gate, T of_value", _SILU + _SILU_SLOPES),
+    "silu_gate_value": Elementwise("T z, T u", "T h", _SILU),
+    "rotate": Elementwise(
+        "T first, T second, T cosine, T sine, T way",
+        "T turned_first, T turned_second",
+        """
+        turned_first = first * cosine - second * (way * sine);
+        turned_second = second * cosine + first * (way * sine);
+        """,
+    ),
+    "scale_rows": Elementwise(
+        "T x, T inverse, T scale", "T y, T normal", "const T n = x * inverse; normal = n; y = n * scale"
+    ),
+    "scale_rows_backward": Elementwise(
+        "T dy, T normal, T inverse, T scale, T projection, T share",
+        "T dx",
+        "dx = (dy * scale - normal * (share * projection)) * inverse",
+    ),
+    "adamw": Elementwise(
+        "T g, T fresh, T beta1, T weight, T beta2, T epsilon, T size, T kept",
+        "T p, T mean, T square",
+        """
+        const T part = g * fresh;
+        const T m = mean * beta1 + part;
+        const T v = square * beta2 + part * part * weight;
+        mean = m;
+        square = v;
+        p = p * kept - m / (sqrt(v) + epsilon) * size;
+        """,
+    ),
+    "sgd": Elementwise("T g, T size, T kept", "T p", "p = p * kept - g * size"),
+    "momentum_sgd": Elementwise(
+        "T g, T scale, T momentum, T rate, T kept",
+        "T p, T velocity",
+        "const T v = velocity * momentum + g * scale; velocity = v; p = p * kept - v * rate",
+    ),
+    "exponentiate": Elementwise("T shift", "T score", "score = exp(score - shift)"),
+    "hide_and_exponentiate": Elementwise("T shift, T hidden", "T score", "score = exp(score + hidden - shift)"),
+    "softmax_backward": Elementwise("T p, T projection", "T ds", "ds = (ds - projection) * p"),
+    "scores_of_targets": Elementwise(
+        "raw T scores, T top, int64 target, int64 width",
+        "T score",
+        "score = 0 <= target && target < width ? scores[i * width + target] - top : T(0)",
+    ),
+    "cross_entropy_gradient": Elementwise(
+        "T total, T weight, int64 target, int64 width",
+        "T p",
+        "p = p * (weight / total) - (i % width == target ? weight : T(0))",
+    ),
+}
+
+
+def _sums(in_params: str, out_params: str, pair: str, post_map_expr: str) -> Reduction:
+    """Two sums at once, ``a.first`` and ``a.second``, of the ``pair`` of each element."""
+    return Reduction(in_params, out_params, f"Pair({pair})", "a + b", post_map_expr, "0, 0", "Pair", _PAIR)
+
+
+REDUCTIONS = {
+    "moments": Reduction(  # Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm" (1979)
+        in_params="T x, T epsilon",
+        out_params="T mean, T inverse",
+        map_expr="Moments(1, x, 0)",
+        reduce_expr="together(a, b)",
+        post_map_expr="mean = a.mean, inverse = 1 / sqrt(a.squares / a.count + epsilon)",
+        identity="0, 0, 0",
+        reduce_type="Moments",
+        preamble=_MOMENTS,
+    ),
+    "root_mean_square": _sums(
+        "T x, T epsilon", "T inverse", "x * x, 1", "inverse = 1 / sqrt(a.first / a.second + epsilon)"
+    ),
+    "row_sums": _sums(
+        "T dy, T scale, T normal",
+        "T total, T projection",
+        "dy * scale, dy * scale * normal",
+        "total = a.first, projection = a.second",
+    ),
+    "column_sums": _sums(
+        "T dy, T normal", "T dscale, T dshift", "dy * normal, dy", "dscale = a.first, dshift = a.second"
+    ),
+}
+
+
+# --- The functions marked ``@fused`` as launches of CUDA kernels: every chain of elementwise steps is one launch
+#
+# Each has the name, signature and result of its NumPy text, where both are documented. Not here, since a library's
+# single call serves them: matrix products, sums and maxima of rows, and ``sum_of_squares``, a dot product. Nor are
+# those of images, ``@fused_of_images``, whose text is a few large matrix products and additions of slices.
+
+
+class CudaFunctions:
+    """Kernels for ``xp``, CuPy. CuPy compiles each for the dtypes and the device at hand when it is first launched."""
+
+    def __init__(self, xp: ModuleType) -> None:
+        self._xp = xp
+        kernels = {name: xp.ElementwiseKernel(*text, name=name) for name, text in ELEMENTWISE.items()}
+        kernels |= {name: xp.ReductionKernel(**text._asdict(), name=name) for name, text in REDUCTIONS.items()}
+        self._launch = SimpleNamespace(**kernels)
+
+    def takes(self, x):
+        return x.dtype.char in "fd"
+
+    # Activations
+
+    def relu(self, z, want_slope=True):
+        return self._launch.relu(z) if want_slope else (self._launch.relu_value(z), None)
+
+    def gelu(self, z, want_slope=True):
+        return self._launch.gelu(z) if want_slope else (self._launch.gelu_value(z), None)
+
+    def silu_gate(self, z, u, want_slopes=True):
+        if not want_slopes:
+            return self._launch.silu_gate_value(z, u), None
+        h, *slopes = self._launch.silu_gate(z, u)
+        return h, tuple(slopes)
+
+    # Rotary positions
+
+    def rotate(self, x, turn, neighbours, *, back=False):
+        y, width = self._xp.empty(x.shape, x.dtype), 2 * turn[0].shape[-1]
+        pair, turned = (halves(each[..., :width], neighbours) for each in (x, y))
+        self._launch.rotate(*pair, *(over_heads(each, x.ndim) for each in turn), -1 if back else 1, *turned)
+        y[..., width:] = x[..., width:]
+        return y
+
+    # Norms: a row's sums in one kernel, what is done with them in another.
+
+    def layer_norm(self, x, scale, shift, epsilon):
+        rows = x.reshape(-1, x.shape[-1])
+        mean, inverse = self._two(rows.shape[0], rows.dtype)
+        self._launch.moments(rows, epsilon, mean, inverse, axis=1)
+        y, normal = self._launch.normalize(rows, mean[:, None], inverse[:, None], scale, shift)
+        return y.reshape(x.shape), normal.reshape(x.shape), inverse.reshape(x.shape[:-1])
+
+    def layer_norm_backward(self, dy, normal, inverse, scale):
+        by_rows, total, projection, share = self._sums_of_rows(dy, normal, inverse, scale)
+        return self._launch.normalize_backward(*by_rows, scale, total, projection, share).reshape(dy.shape)
+
+    def layer_norm_backward_parameters(self, dy, normal):
+        width = dy.shape[-1]
+        dscale, dshift = self._two(width, dy.dtype)
+        self._launch.column_sums(dy.reshape(-1, width), normal.reshape(-1, width), dscale, dshift, axis=0)
+        return dscale, dshift
+
+    def rms_norm(self, x, scale, epsilon):
+        rows = x.reshape(-1, x.shape[-1])
+        inverse = self._xp.empty(rows.shape[0], rows.dtype)
+        self._launch.root_mean_square(rows, epsilon, inverse, axis=1)
+        y, normal = self._launch.scale_rows(rows, inverse[:, None], scale)
+        return y.reshape(x.shape), normal.reshape(x.shape), inverse.reshape(x.shape[:-1])
+
+    def rms_norm_backward(self, dy, normal, inverse, scale):
+        by_rows, _, projection, share = self._sums_of_rows(dy, normal, inverse, scale)
+        return self._launch.scale_rows_backward(*by_rows, scale, projection, share).reshape(dy.shape)
+
+    def rms_norm_backward_scale(self, dy, normal):
+        return self.layer_norm_backward_parameters(dy, normal)[0]
+
+    def _sums_of_rows(self, dy, normal, inverse, scale):
+        """dy, normal and inverse as rows; of each row the sums of g = dy · scale and of g · normal; and 1/d."""
+        width = dy.shape[-1]
+        rows, normal_rows, inverse_rows = dy.reshape(-1, width), normal.reshape(-1, width), inverse.reshape(-1, 1)
+        total, projection = self._two(rows.shape[0], rows.dtype)
+        self._launch.row_sums(rows, scale, normal_rows, total, projection, axis=1)
+        share = 1.0 / width if width else 0.0
+        return (rows, normal_rows, inverse_rows), total[:, None], projection[:, None], share
+
+    def _two(self, length, dtype):
+        return self._xp.empty(length, dtype), self._xp.empty(length, dtype)
+
+    # Optimizers
+
+    def adamw(self, p, g, mean, square, *, step, rate, betas, epsilon, decay, scale=1.0):
+        factors = adamw_factors(step=step, rate=rate, betas=betas, epsilon=epsilon, decay=decay, scale=scale)
+        self._launch.adamw(g, *factors, p, mean, square)
+
+    def momentum_sgd(self, p, g, velocity, *, rate, momentum, decay, scale=1.0):
+        kept = 1.0 - rate * decay
+        if velocity is None:
+            self._launch.sgd(g, scale * rate, kept, p)
+        else:
+            self._launch.momentum_sgd(g, scale, momentum, rate, kept, p, velocity)
+
+    # Softmax
+
+    def exponentiate(self, scores, shift, mask=None):
+        if mask is None:
+            self._launch.exponentiate(shift, scores)
+            return
+        first, hide = mask
+        rows = scores.reshape(*scores.shape[:2], -1, hide.shape[1])
+        shift = shift.reshape(len(rows), 1, *rows.shape[2:])
+        self._launch.exponentiate(shift, rows[:, :first])
+        self._launch.hide_and_exponentiate(shift, hide[:, None], rows[:, first:])
+
+    def softmax_backward(self, ds, p, projection):
+        self._launch.softmax_backward(p, projection, ds)
+
+    def scores_of_targets(self, scores, targets, top):
+        return self._launch.scores_of_targets(scores, top, targets, scores.shape[1])
+
+    def cross_entropy_gradient(self, p, sums, weights, targets):
+        rows = sums[:, None], weights[:, None], targets[:, None]
+        self._launch.cross_entropy_gradient(*rows, p.shape[1], p)

@@ -1,1 +1,0 @@
-"""CUDA kernels, under the names of the NumPy functions that they replace."""

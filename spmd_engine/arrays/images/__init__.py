@@ -1,1 +1,0 @@
-"""Operations on images: convolution, pooling, and the statistics of channels."""

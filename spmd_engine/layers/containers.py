@@ -1,0 +1,395 @@
+"""Layers made of layers: chains, residual branches and blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.random import bernoulli, key_of
+from spmd_engine.errors import UsageError
+from spmd_engine.layers.contract import check_declarations
+from spmd_engine.layers.deferred import UNDER_WAY, Deferred, then, wait_for
+from spmd_engine.layers.layer import Extra, Layer, Parameters
+from spmd_engine.layers.linear import Linear
+from spmd_engine.sharding.shards import Shards
+
+
+class Dropout:
+    """y = x · mask / (1 - rate): the mask is a function of seed, step, name and global index alone."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def forward(self, sh, x, ctx):
+        if not (self.rate and ctx.training):
+            return x, None
+        backend = backend_of(x)
+        # A row's number must be the same on every mesh, so it may not depend on this micro-batch's length.
+        rows = ctx.samples[:, None] * (1 << 24) + ctx.residual_positions[None, :]
+        key = key_of(ctx.seed, "dropout", ctx.step, sh.label)
+        mask = bernoulli(key, 1.0 - self.rate, rows, x.shape[-1], backend)
+        return self.backward(mask, x), mask
+
+    def backward(self, mask, dy):
+        if mask is None:
+            return dy
+        dx = dy * mask
+        dx *= dy.dtype.type(1.0 / (1.0 - self.rate))
+        return dx
+
+
+# --- Layers one after the other, as one layer: what a block consists of
+
+
+class Chain(Layer):
+    """y = last(... second(first(x))), of layers with names, under which their parameters and buffers stand
+
+    While an input gradient travels within it, the gradients of the weights behind it are made.
+
+    Raises UsageError where the letters of one's outputs are not those of the next one's inputs, and for side outputs,
+    which are not passed on.
+    """
+
+    def __init__(self, *layers: tuple[str, Layer]) -> None:
+        self.layers = layers
+        for (before, left), (after, right) in zip(layers, layers[1:], strict=False):
+            if left.outputs.dims != right.inputs.dims:
+                raise UsageError(f"{before} makes [{left.outputs.dims}], and {after} takes [{right.inputs.dims}]")
+        if any(layer.side_outputs or layer.tied for _, layer in layers):
+            raise UsageError("a Chain passes no side outputs and no tied parameters on")
+        self.inputs, self.outputs = layers[0][1].inputs, layers[-1][1].outputs
+        self.parameters, self.buffers, self.sizes, self.may_cut = joined(layers)
+
+    def cost(self, length):
+        return sum(layer.cost(length) for _, layer in self.layers)
+
+    def forward(self, sh, p, x, ctx):
+        saved, updates, decided = [], {}, {}
+        for name, layer in self.layers:
+            earlier = replace(ctx, decided=ctx.decided[name]) if ctx.decided and name in ctx.decided else ctx
+            x, of_layer, *extra = layer.forward(sh, p.get(name, {}), x, earlier)
+            saved.append(of_layer)
+            for result in extra:
+                updates |= {f"{name}/{own}": update for own, update in result.updates.items()}
+                decided |= {} if result.decided is None else {name: result.decided}
+        return x, saved, Extra(updates, decided=decided or None)
+
+    def backward_input(self, sh, p, saved, dy):
+        steps = []
+        for name, layer in reversed(self.layers):
+            step = _BackwardStep(name, layer, saved.pop())
+            dy = step.start(sh, p.get(name, {}), dy)
+            steps.append(step)
+        return dy, steps
+
+    def backward_weight(self, sh, steps, g):
+        while steps:
+            step = steps.pop(0)
+            step.finish()
+            step.layer.backward_weight(sh, step.rest, g[step.name])
+
+
+class _BackwardStep:
+    """One layer's part in the backward of a chain: done at once, or when the gradient comes that it begins with."""
+
+    def __init__(self, name: str, layer: Layer, saved: Any) -> None:
+        self.name, self.layer, self.rest, self._saved = name, layer, None, saved
+        self._under_way: Deferred | None = None
+
+    def start(self, sh: Shards, p: Parameters, dy: Array | Deferred) -> Array | Deferred:
+        """The layer's input gradient, or what it will be once ``dy`` is there."""
+
+        def back(dy: Array) -> Array | Deferred:
+            saved, self._saved = self._saved, None
+            dx, self.rest = self.layer.backward_input(sh, p, saved, dy)
+            return dx
+
+        dx = then(dy, back)
+        if isinstance(dy, UNDER_WAY):
+            self._under_way = dx
+        return dx
+
+    def finish(self) -> None:
+        """Wait for ``dy`` if that has not come, not for what this layer sent: its weights' gradients come first."""
+        if self._under_way is not None:
+            self._under_way.finish()
+
+
+def joined(layers: Iterable[tuple[str, Layer]]) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, int], str]:
+    """What layers with names declare together: parameters and buffers, which say their own shapes; sizes; and the
+    letters that may be sharded in each layer that has them."""
+    parameters, buffers, sizes, may_cut, never = {}, {}, {}, "", ""
+    for name, layer in layers:
+        check_declarations(layer)
+        for what, found in ((layer.parameters, parameters), (layer.buffers, buffers)):
+            for own, described in what.items():
+                found[f"{name}/{own}"] = replace(described, shape=described.whole(layer.sizes))
+        sizes |= layer.sizes
+        may_cut += layer.may_cut
+        letters = {*layer.inputs.dims.split(), *layer.outputs.dims.split(), *layer.sizes}
+        never += "".join(letters.difference(layer.may_cut))
+    return parameters, buffers, sizes, "".join(letter for letter in dict.fromkeys(may_cut) if letter not in never)
+
+
+# --- A branch of the residual stream: inner(norm(x)), whose result may be normalized and scaled; added to the stream,
+# alone or side by side with others
+
+
+class Branch(Layer):
+    """y = scale · after(inner(norm(x))), x and y being [b s d]; each of the two norms only if it is given
+
+    The inner layer's parameters, buffers and side outputs keep their names, the norms' parameters stand under
+    ``norm/`` and ``norm_after/``, if it has any.
+    """
+
+    def __init__(self, norm: Layer | None, inner: Layer, *, after: Layer | None = None, scale: float = 1.0):
+        check_declarations(inner)
+        self.norm, self.inner, self.after, self.scale = norm, inner, after, scale
+        self.may_cut, self.across, self.attends = inner.may_cut, inner.across, inner.attends
+        self.sizes, self.parameters = {}, {}
+        if norm is not None:
+            self.sizes |= norm.sizes
+            self.parameters |= {f"norm/{name}": parameter for name, parameter in norm.parameters.items()}
+        self.sizes |= inner.sizes
+        self.parameters |= inner.parameters
+        if after is not None:
+            self.parameters |= {f"norm_after/{name}": parameter for name, parameter in after.parameters.items()}
+        self.buffers, self.side_outputs = dict(inner.buffers), dict(inner.side_outputs)
+
+    def cost(self, length):
+        return self.inner.cost(length)
+
+    def forward(self, sh, p, x, ctx):
+        from_norm = from_after = None
+        if self.norm is not None:
+            x, from_norm = self.norm.forward(sh, p.get("norm", {}), x, ctx)
+        y, from_inner, *extra = self.inner.forward(sh, p, x, ctx)
+        if self.after is not None:
+            y, from_after = self.after.forward(sh, p.get("norm_after", {}), y, ctx)
+        if self.scale != 1:
+            y = y * self.scale
+        return y, (from_norm, from_inner, from_after), *extra
+
+    def backward_input(self, sh, p, saved, dy, *side):
+        from_norm, from_inner, from_after = saved
+        after_rest, norm_rest = None, []
+        if self.scale != 1:
+            dy = dy * self.scale
+        if self.after is not None:
+            dy, after_rest = self.after.backward_input(sh, p.get("norm_after", {}), from_after, dy)
+        dx, inner_rest = self.inner.backward_input(sh, p, from_inner, dy, *side)
+
+        if (norm := self.norm) is not None:
+
+            def through_norm(dx):
+                dx, rest = norm.backward_input(sh, p.get("norm", {}), from_norm, dx)
+                norm_rest.append(rest)
+                return dx
+
+            dx = then(dx, through_norm)  # while it travels, the inner layer's weights get their gradients
+        return dx, (inner_rest, norm_rest, after_rest, dx if isinstance(dx, Deferred) else None)
+
+    def backward_weight(self, sh, rest, g):
+        inner_rest, norm_rest, after_rest, under_way = rest
+        self.inner.backward_weight(sh, inner_rest, g)
+        if self.after is not None:
+            self.after.backward_weight(sh, after_rest, g["norm_after"])
+        if under_way is not None:
+            under_way.finish()
+        if self.norm is not None:
+            self.norm.backward_weight(sh, norm_rest[0], g["norm"])
+
+
+class Residual(Branch):
+    """y = x + dropout(scale · after(inner(norm(x)))), x and y being [b s d]: see ``Branch``, whose names it keeps"""
+
+    def __init__(
+        self, norm: Layer | None, inner: Layer, dropout: float = 0.0, *, after: Layer | None = None, scale: float = 1.0
+    ):
+        super().__init__(norm, inner, after=after, scale=scale)
+        self.dropout = Dropout(dropout)
+
+    def forward(self, sh, p, x, ctx):
+        y, saved, *extra = super().forward(sh, p, x, ctx)
+        y, mask = self.dropout.forward(sh, y, ctx)
+        return x + y, (saved, mask), *extra
+
+    def backward_input(self, sh, p, saved, dy, *side):
+        saved, mask = saved
+        dx, rest = super().backward_input(sh, p, saved, self.dropout.backward(mask, dy), *side)
+        dx = then(dx, lambda dx: _plus(dx, dy))
+        return dx, (rest, dx if isinstance(dx, Deferred) else None)
+
+    def backward_weight(self, sh, rest, g):
+        rest, under_way = rest
+        super().backward_weight(sh, rest, g)
+        if under_way is not None:
+            under_way.finish()  # it has arrived for the norm: dy need not be kept any longer
+
+
+class Parallel(Layer):
+    """y = x + dropout(Σ_i branch_i(z)), x and y being [b s d], with z = x or, if there is a ``norm`` for all, norm(x)
+
+    The branches see the same input, not each other's results (Wang and Komatsuzaki, "GPT-J-6B", 2021). Parameters stand
+    under the names of their branches, those of the norm under ``norm/``. While one branch's input gradient travels, the
+    next one's is made. Raises UsageError for side outputs, which are not passed on.
+    """
+
+    def __init__(self, *branches: tuple[str, Layer], norm: Layer | None = None, dropout: float = 0.0) -> None:
+        if any(branch.side_outputs for _, branch in branches):
+            raise UsageError("a Parallel passes no side outputs on")
+        self.branches, self.norm, self.dropout = branches, norm, Dropout(dropout)
+        self.attends = any(branch.attends for _, branch in branches)
+        everything = [*branches, *([("norm", norm)] if norm is not None else [])]
+        self.parameters, self.buffers, self.sizes, _ = joined(everything)
+        self.may_cut = "".join(dict.fromkeys("".join(branch.may_cut for _, branch in branches)))
+
+    @property
+    def side_by_side(self):
+        return tuple(branch for _, branch in self.branches)
+
+    def changed(self, do: Callable[[Layer], Layer]) -> Parallel:
+        """The same of what ``do`` makes of each branch and of the norm."""
+        norm = None if self.norm is None else do(self.norm)
+        return Parallel(*((name, do(each)) for name, each in self.branches), norm=norm, dropout=self.dropout.rate)
+
+    def cost(self, length):
+        return sum(branch.cost(length) for _, branch in self.branches)
+
+    def forward(self, sh, p, x, ctx):
+        z, from_norm = (x, None) if self.norm is None else self.norm.forward(sh, p.get("norm", {}), x, ctx)
+        total, saved = None, []
+        for name, branch in self.branches:
+            y, of_branch = branch.forward(sh, p[name], z, ctx)
+            total = y if total is None else _plus(total, y)
+            saved.append(of_branch)
+        total, mask = self.dropout.forward(sh, total, ctx)
+        return x + total, (from_norm, saved, mask)
+
+    def backward_input(self, sh, p, saved, dy):
+        from_norm, saved, mask = saved
+        dbranch = self.dropout.backward(mask, dy)
+        parts, rests, norm_rest = [], [], []
+        for (name, branch), of_branch in zip(self.branches, saved, strict=True):
+            part, rest = branch.backward_input(sh, p[name], of_branch, dbranch)
+            parts.append(part)
+            rests.append(rest)
+
+        def together(dx):
+            for part in parts[:-1]:
+                dx = _plus(dx, wait_for(part))
+            if self.norm is not None:
+                dx, rest = self.norm.backward_input(sh, p.get("norm", {}), from_norm, dx)
+                norm_rest.append(rest)
+            return _plus(dx, dy)
+
+        dx = then(parts[-1], together)
+        return dx, (rests, norm_rest, dx if isinstance(dx, Deferred) else None)
+
+    def backward_weight(self, sh, rest, g):
+        rests, norm_rest, under_way = rest
+        for (name, branch), of_branch in zip(self.branches, rests, strict=True):
+            branch.backward_weight(sh, of_branch, g[name])
+        if under_way is not None:
+            under_way.finish()
+        if self.norm is not None:
+            self.norm.backward_weight(sh, norm_rest[0], g["norm"])
+
+
+def _plus(x, y):
+    """x with y added to it, in its memory."""
+    x += y
+    return x
+
+
+# --- The block of a residual network: a branch of convolutions, and a way around it
+
+
+class ResidualBlock(Layer):
+    """y = max(branch(x) + shortcut(x), 0); without a shortcut, x itself is added
+
+    The parameters stand under ``branch/`` and ``shortcut/``. If channels are sharded inside the two, both end with
+    whole ones, so that the sum needs no communication. ``over`` is the letter of the output channels of their first
+    layers: if it is sharded, these leave their input gradients unreduced over it (``reduced=False``), and the sum of
+    the gradients is reduced at once. Raises UsageError if the two do not end with the same letters. After He et al.,
+    "Deep residual learning for image recognition" (2016).
+    """
+
+    def __init__(self, branch: Chain, shortcut: Chain | None = None, *, over: str = "") -> None:
+        self.ways = {"branch": branch} | ({"shortcut": shortcut} if shortcut else {})
+        left, right = branch.outputs, shortcut.outputs if shortcut else branch.inputs
+        if left != right:
+            raise UsageError(f"ResidualBlock: the branch ends in [{left.dims}], the way around it in [{right.dims}]")
+        self.inputs, self.outputs, self.over = branch.inputs, branch.outputs, over
+        self.parameters, self.buffers, self.sizes, self.may_cut = joined(self.ways.items())
+
+    def cost(self, length):
+        return sum(way.cost(length) for way in self.ways.values())
+
+    def forward(self, sh, p, x, ctx):
+        saved, updates = {}, {}
+        total: Any = None if "shortcut" in self.ways else x
+        for name, way in self.ways.items():
+            y, saved[name], extra = way.forward(sh, p[name], x, ctx)
+            updates |= {f"{name}/{own}": update for own, update in extra.updates.items()}
+            total = y if total is None else total + y
+        positive = total > 0 if ctx.training and ctx.saving else None
+        return backend_of(total).xp.maximum(total, 0), (saved, positive), Extra(updates)
+
+    def backward_input(self, sh, p, saved, dy):
+        saved, positive = saved
+        dy, rests, ways = dy * positive, {}, []
+        for name, way in self.ways.items():
+            dx, rests[name] = way.backward_input(sh, p[name], saved[name], dy)
+            ways.append(dx)
+
+        def reduced(dx):
+            for other in ways[1:]:
+                dx = dx + wait_for(other)
+            return sh.start_all_reduce(dx, over=self.over)
+
+        dx = then(ways[0], reduced)
+        if "shortcut" not in self.ways:
+            dx = then(dx, lambda dx: dx + dy)
+        return dx, (rests, dx if isinstance(dx, Deferred) else None)
+
+    def backward_weight(self, sh, rest, g):
+        rests, under_way = rest
+        for name, way in self.ways.items():
+            way.backward_weight(sh, rests[name], g[name])
+            if under_way is not None:
+                under_way.finish()  # what it reduces travels while the weights of the other way get their gradients
+
+
+# --- Two dense layers beside a connection that skips them: what makes a thousand layers trainable
+
+
+class Skip(Chain):
+    """y[b d] = x[b d] + down(up(x[b d])), with up: d -> f and down: f -> d in the layers' own letters
+
+    Inputs and outputs are sharded alike, so their sum needs no communication. The parameters stand under ``up/`` and
+    ``down/``. Raises UsageError for two layers that do not fit. After He et al., "Identity mappings in deep residual
+    networks" (2016).
+    """
+
+    def __init__(self, up: Linear, down: Linear) -> None:
+        for before, after in ((up, down), (down, up)):
+            out, into = before.letters[1], after.letters[0]
+            left = out, before.sizes[out], before.gather_output
+            right = into, after.sizes[into], after.slice_input
+            if left != right:
+                raise UsageError(
+                    f"Skip: output (letter, size, gathered) {left} does not fit input (letter, size, sliced) {right}"
+                )
+        self.up, self.down = up, down
+        super().__init__(("up", up), ("down", down))
+
+    def forward(self, sh, p, x, ctx):
+        y, saved, _ = super().forward(sh, p, x, ctx)
+        return x + y, saved
+
+    def backward_input(self, sh, p, saved, dy):
+        dx, steps = super().backward_input(sh, p, saved, dy)
+        return then(dx, lambda dx: dx + dy), steps

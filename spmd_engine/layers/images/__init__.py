@@ -1,1 +1,0 @@
-"""Layers of images, whose rows, columns and channels may be sharded."""
