@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from spmd_engine.checkpoints.hf.peft import adapter_options, read_adapters
-from spmd_engine.checkpoints.hf.weights import Filled, Pretrained
+from spmd_engine.checkpoints.hf.weights import Filled, Pretrained, adapter_options, read_adapters
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero, text_from_rank_zero
 from spmd_engine.comm.group import Group

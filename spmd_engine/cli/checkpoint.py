@@ -14,7 +14,7 @@ from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.checkpoints.digest import differences, digest_of_checkpoint, digest_text
 from spmd_engine.checkpoints.format.manifest import MODEL, OPTIMIZER
 from spmd_engine.checkpoints.hf.export import NAMES, export_adapters, export_huggingface
-from spmd_engine.checkpoints.hf.peft import Merged
+from spmd_engine.checkpoints.hf.weights import Merged
 from spmd_engine.checkpoints.rewrite import export_checkpoint, problems, reshard_checkpoint
 from spmd_engine.cli.output_file import check_ending
 from spmd_engine.comm.group import Group

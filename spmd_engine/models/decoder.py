@@ -28,10 +28,9 @@ from spmd_engine.layers.gated_mlp import GATES
 from spmd_engine.layers.layer import Layer
 from spmd_engine.layers.mlp import ACTIVATIONS
 from spmd_engine.layers.moe.router_options import RouterOptions
-from spmd_engine.models.block_numbers import block_numbers
 from spmd_engine.models.families import FAMILIES
 from spmd_engine.models.gpt import BYTES, GPTSize, gpt, token_loss
-from spmd_engine.models.mixture import Mixture
+from spmd_engine.models.mixture import Mixture, block_numbers
 from spmd_engine.models.model import Model
 
 

@@ -83,7 +83,7 @@ def load_config(path: str | Path) -> DecoderConfig:
     """The configuration of a folder with ``config.json``, or of a GGUF file. Raises CheckpointError."""
     from spmd_engine.formats.gguf import read_gguf
     from spmd_engine.formats.huggingface import CONFIG, read_json
-    from spmd_engine.models.gguf.config import shape_of_gguf
+    from spmd_engine.models.gguf import shape_of_gguf
     from spmd_engine.models.hf.read_config import shape_of_config
 
     path = located(path)

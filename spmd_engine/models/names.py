@@ -5,11 +5,10 @@ from functools import partial
 from pathlib import Path
 
 from spmd_engine.errors import UsageError, one_of
-from spmd_engine.models.convnet import convnet, resnet
+from spmd_engine.models.convnet import ImageShape, convnet, resnet
 from spmd_engine.models.decoder import DECODERS, DecoderConfig, decoder
 from spmd_engine.models.families import FAMILIES
 from spmd_engine.models.gpt import GPT_SIZES, gpt
-from spmd_engine.models.images import ImageShape
 from spmd_engine.models.load_config import is_description, is_path, load_config, read_shape, snapshot_of
 from spmd_engine.models.mixture import Mixture
 from spmd_engine.models.mlp import deep_mlp, mlp, two_layers

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.checkpoints import CheckpointFolder, Save
-from spmd_engine.checkpoints.format.folder import make_folder, replace_file
-from spmd_engine.checkpoints.format.lock import RunLock
+from spmd_engine.checkpoints.format.folder import RunLock, make_folder, replace_file
 from spmd_engine.checkpoints.save import KEEP, mesh_name
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.engine.base import ShardedEngine
@@ -266,7 +265,7 @@ class Run:
             self.evaluation = found if found.count else None  # of no targets there is no loss
 
     def _compare_replicas(self, step: int) -> None:
-        from spmd_engine.checkpoints.replicas import compare_replicas
+        from spmd_engine.checkpoints.digest import compare_replicas
 
         with self._phase("comparing replicas, step", step):
             compare_replicas(self.engine, self.trainer.optimizer)

@@ -1,4 +1,4 @@
-"""The single device to compare with: a mesh of one rank and, of an engine of one's own, another on that mesh."""
+"""The engine to verify and the single device to compare it with: a mesh of one rank, and the same engine on it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import key_of, normal
+from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.comm.communicators.threads import run_threads, solo
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, batch_of
+from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.engine.user_engine import make_engine, name_of
 from spmd_engine.errors import UsageError, WrongNumberOfRanks
 from spmd_engine.losses import mean_squared_error
@@ -207,3 +210,33 @@ def _check_targets(engine: ShardedEngine, classes: int | None) -> None:
             f"--classes {classes}: the engine's loss is the mean squared error, of no classes. Say in the engine, for "
             "instance, loss = staticmethod(cross_entropy), from spmd_engine.layers"
         )
+
+
+# --- The engine of a model by name, with values in which mistakes show
+
+
+def engine_of_model(
+    model: ModelConfig, mesh: Mesh, composition: ParallelConfig, *, device: str = "cpu"
+) -> LayeredEngine:
+    """A model on a mesh, with random parameters. Collective.
+
+    What adapters leave frozen is read, if the model is one by path, and else random; they themselves are not the zeros
+    with which half of them begin, behind which the others would have no gradients.
+    """
+    if model.lora is None or model.path is None:
+        engine = build_engine(model, mesh, composition, device=device)
+    else:
+        engine, _ = open_pretrained(model, mesh, composition, device=device)
+    if model.lora is not None:
+        _draw_zeros(engine)
+    return engine
+
+
+def _draw_zeros(engine: LayeredEngine) -> None:
+    """Give it random values in place of parameters that begin as zeros."""
+    for name, target in engine.parameters.items():
+        parameter, shape = engine.store.described[name]
+        if parameter.mean == parameter.std == 0 and target.size:
+            key = key_of(engine.seed, "verify", name)
+            target += DEVIATION * normal(key, shape, engine.dtype, engine.index(name), engine.backend)
+    engine.filled()

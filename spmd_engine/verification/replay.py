@@ -22,9 +22,8 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.verification.bindings import Bindings, Name, ObservedReduction, place
-from spmd_engine.verification.blocks import ComparedBlock, difference
 from spmd_engine.verification.comparison import SMALLEST_SCALE, from_first, to_first
-from spmd_engine.verification.diagnosis import VARIABLE, base_in_sum, diagnose, missing_sum
+from spmd_engine.verification.diagnosis import VARIABLE, ComparedBlock, base_in_sum, diagnose, difference, missing_sum
 from spmd_engine.verification.report import Cause, Finding
 
 Axes = tuple[str, ...]

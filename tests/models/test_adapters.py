@@ -14,7 +14,7 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import all_positions
 from spmd_engine.checkpoints import Checkpoint, save_checkpoint
 from spmd_engine.checkpoints.hf.export import export_adapters, export_huggingface
-from spmd_engine.checkpoints.hf.peft import Merged, adapter_options
+from spmd_engine.checkpoints.hf.weights import Merged, adapter_options
 from spmd_engine.checkpoints.pretrained import open_pretrained, with_shape
 from spmd_engine.cli.show.memory import bytes_per_rank
 from spmd_engine.engine import AdamW

@@ -12,7 +12,7 @@ from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.gguf import GGUF, read_gguf
-from spmd_engine.models.gguf.config import ARCHITECTURES, shape_of_gguf
+from spmd_engine.models.gguf import ARCHITECTURES, shape_of_gguf
 
 FOLDER = Path(__file__).parents[1] / "golden" / "gguf_families"
 FAMILIES = sorted(path.stem for path in FOLDER.glob("*.npz"))

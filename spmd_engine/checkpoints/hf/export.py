@@ -10,9 +10,7 @@ from math import prod
 from pathlib import Path
 
 from spmd_engine.checkpoints.hf.exported_tensors import TensorToWrite, write_tensors
-from spmd_engine.checkpoints.hf.peft import CONFIG as ADAPTER_CONFIG
-from spmd_engine.checkpoints.hf.peft import WEIGHTS
-from spmd_engine.checkpoints.hf.tensor_view import StoredView
+from spmd_engine.checkpoints.hf.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, StoredView
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError, UsageError
@@ -92,7 +90,7 @@ def export_adapters(
     def describe() -> dict[str, bytes]:
         return {ADAPTER_CONFIG: _as_json(config_of_options(options, shape.family, base))}
 
-    _write(arrays, {WEIGHTS: tensors}, Path(folder), group, describe)
+    _write(arrays, {ADAPTER_WEIGHTS: tensors}, Path(folder), group, describe)
 
 
 def _write(

@@ -4,10 +4,10 @@ from typing import Any
 
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.rotary import RotaryOptions
-from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.families import family
 from spmd_engine.models.families.family import Config, Family, Gguf, Rope
 from spmd_engine.models.families.gpt2 import GPT2_FIELDS, GPT2_MODULES
+from spmd_engine.models.mixture import as_text
 
 
 def _read_neo(config: Config, shape: Any) -> Any:

@@ -3,9 +3,9 @@
 from typing import Any
 
 from spmd_engine.errors import UsageError
-from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.families import family
 from spmd_engine.models.families.family import Config, Experts, Family, Gguf
+from spmd_engine.models.mixture import as_text
 
 _FIELDS = family.RMS | family.ATTENTION_BIAS | {
     "epsilon": ("rms_norm_eps", 1e-6), "embedding_scale": ("embedding_multiplier", 1.0),

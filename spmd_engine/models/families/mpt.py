@@ -10,7 +10,7 @@ _ATTENTION = ("alibi", "alibi_bias_max", "softmax_scale", "attn_pdrop", "attn_im
 
 
 def _read(config: Config, shape: Any) -> Any:
-    from spmd_engine.models.hf.unknown_fields import HARMLESS
+    from spmd_engine.models.hf.read_config import HARMLESS
 
     attention = config.get("attn_config") or {}
     for name, value in attention.items():

@@ -3,9 +3,9 @@
 from typing import Any
 
 from spmd_engine.errors import UsageError
-from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.families import family
 from spmd_engine.models.families.family import Config, Family, Gguf, Rope, SlidingWindow
+from spmd_engine.models.mixture import as_text
 
 
 def _read(config: Config, shape: Any) -> Any:

@@ -7,12 +7,12 @@ from dataclasses import fields
 from typing import Any
 
 from spmd_engine.errors import UsageError
-from spmd_engine.models.block_numbers import block_numbers
 from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.families import FAMILIES
 from spmd_engine.models.families.family import Experts, SlidingWindow
 from spmd_engine.models.hf.read_config import ACTIVATIONS
 from spmd_engine.models.hf.rope import rope_fields
+from spmd_engine.models.mixture import block_numbers
 
 #: Fields of a DecoderConfig that are checked by themselves.
 _APART = ("family", "rotary", "mixture", "window", "windowed")

@@ -19,8 +19,7 @@ from spmd_engine.layers.moe.router_options import RouterOptions
 from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.families import FAMILIES
 from spmd_engine.models.families.family import Config, Family, SlidingWindow, check_required
-from spmd_engine.models.hf.read_config import with_windows_in
-from spmd_engine.models.hf.unknown_fields import Fields
+from spmd_engine.models.hf.read_config import Fields, with_windows_in
 from spmd_engine.models.mixture import Mixture
 
 #: Families of GGUF files, first those that are of an architecture under a condition.
