@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from spmd_engine.errors import UsageError
-from spmd_engine.models.gpt import GPT_SIZES
+from spmd_engine.models.decoder import GPT_SIZES
 from spmd_engine.planning.machine.files import read_machine
 
 #: What is used, and how columns are called that tell it.

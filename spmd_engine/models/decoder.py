@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any
 
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
@@ -29,9 +30,11 @@ from spmd_engine.layers.layer import Layer
 from spmd_engine.layers.mlp import ACTIVATIONS
 from spmd_engine.layers.moe.router_options import RouterOptions
 from spmd_engine.models.families import FAMILIES
-from spmd_engine.models.gpt import BYTES, GPTSize, gpt, token_loss
 from spmd_engine.models.mixture import Mixture, block_numbers
+from spmd_engine.models.mlp import class_loss
 from spmd_engine.models.model import Model
+
+BYTES = 257  # every byte, and the end of a file
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ class DecoderConfig(Configuration):
             raise UsageError(f"a perceptron without a gate has no activation {self.activation!r} here")
         if self.parallel != "none" and (self.mixture is not None or self.norms != "before"):
             raise UsageError("parallel branches have norms before them, and no experts")
-        if self.mixture is not None and (self.activation != "silu" or not self.gated or self.perceptron_bias):
+        gated = self.activation == "silu" and self.gated and not self.perceptron_bias
+        if self.mixture is not None and self.family != "gpt2" and not gated:
             raise UsageError("experts are gated perceptrons with silu here, without biases; so are those beside them")
 
     def has_window(self, block: int) -> bool:
@@ -131,7 +135,7 @@ class DecoderConfig(Configuration):
         return {each: Rotary(width, each) for each in map(self.rotary_of, range(self.layers)) if each is not None}
 
 
-NANO = {"layers": 8, "width": 96, "heads": 6, "key_value_heads": 2}
+NANO: dict[str, Any] = {"layers": 8, "width": 96, "heads": 6, "key_value_heads": 2}
 #: Small ones, to be trained from nothing, on bytes.
 DECODERS = {
     "llama-nano": DecoderConfig(**NANO),
@@ -154,8 +158,9 @@ def decoder(shape: DecoderConfig, name: str = "decoder", dropout: float = 0.0, c
     Initial weights are normal with deviation 0.02, those that end a branch with 0.02 / sqrt(2 layers). How queries
     meet keys where a layout cuts s is the ``context_method``: gather, ring or ulysses.
     """
-    if shape.family == "gpt2":
-        return gpt(_as_gpt(shape), name, dropout, context_method)
+    if not 0.0 <= dropout < 1.0:
+        raise UsageError(f"dropout {dropout} must be at least 0 and below 1")
+    shape = shape.changed(**FAMILIES[shape.family].implied)
     d, v = shape.width, shape.vocabulary
     layers: list[tuple[str, Layer]] = [("embedding", Embedding(v, d, scale=shape.embedding_scale))]
     if shape.learned:
@@ -167,6 +172,11 @@ def decoder(shape: DecoderConfig, name: str = "decoder", dropout: float = 0.0, c
     tied, scale = "embedding/table" if shape.tied else None, 1 / shape.logits_divisor
     layers.append(("head", Head(v, d, tied=tied, bias=shape.head_bias, scale=scale, cap=shape.logits_cap)))
     return Model(name, tuple(layers), "b s", "b s v", "b s", token_loss(v), shape.context, v)
+
+
+def token_loss(vocabulary: int) -> Callable:
+    """Cross-entropy of logits[b s v], which may be sharded over v."""
+    return class_loss("v", vocabulary, check=False)
 
 
 def _norm(shape: DecoderConfig) -> Layer:
@@ -210,7 +220,7 @@ def _blocks(shape: DecoderConfig, dropout: float, context_method: str) -> Iterat
             continue
         yield f"block{i}/attention", residual(attention)
         if shape.mixture is not None and shape.mixture.is_routed(i, shape.layers):
-            yield f"block{i}/moe", residual(shape.mixture.layer(d, shape.hidden, out_std, gated=True))
+            yield f"block{i}/moe", residual(shape.mixture.layer(d, shape.hidden, out_std, gated=shape.gated))
         else:
             yield f"block{i}/mlp", residual(_perceptron(shape, out_std))
 
@@ -227,14 +237,51 @@ def _side_by_side(shape: DecoderConfig, attention: Layer, mlp: Layer, dropout: f
     return Parallel(("attention", own[0]), ("mlp", own[1]), dropout=dropout)
 
 
-def _as_gpt(shape: DecoderConfig) -> GPTSize:
-    return GPTSize(
-        layers=shape.layers,
-        width=shape.width,
-        heads=shape.heads,
-        context=shape.context,
-        vocabulary=shape.vocabulary,
-        hidden=shape.hidden,
-        tied=shape.tied,
-        epsilon=shape.epsilon,
-    )
+# --- GPT: pre-norm blocks with learned positions, layer norms and GELU, after GPT-2 (Radford et al., 2019)
+
+
+@dataclass(frozen=True)
+class GPTSize:
+    """The shape of a GPT."""
+
+    layers: int
+    width: int  #: d
+    heads: int  #: h
+    context: int  #: longest s
+    vocabulary: int = BYTES  #: v
+    hidden: int | None = None  #: f; None: 4 d
+    tied: bool = True  #: whether the head uses the embedding's table
+    key_value_heads: int | None = None  #: heads of keys and values, each shared by as many queries; None: all
+    mixture: Mixture | None = None  #: experts in the place of MLPs; None: all are dense
+    epsilon: float = 1e-5  #: of layer norms
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The same as a DecoderConfig."""
+        return DecoderConfig(**{"family": "gpt2", **vars(self), "hidden": self.hidden or 4 * self.width})
+
+
+GPT_SIZES = {
+    "gpt-nano": GPTSize(layers=8, width=96, heads=6, context=128),
+    "gpt-mini": GPTSize(layers=6, width=384, heads=6, context=256),
+    "gpt2": GPTSize(layers=12, width=768, heads=12, context=1024, vocabulary=50257),
+    # as much work for each token as those of their names
+    "gpt-moe-nano": GPTSize(layers=8, width=96, heads=6, context=128, mixture=Mixture()),
+    "gpt-moe-mini": GPTSize(layers=6, width=384, heads=6, context=256, mixture=Mixture()),
+    # as published: GPT-2 (Radford et al., 2019) and GPT-3 (Brown et al., 2020); Megatron's of arXiv 2205.05198
+    "gpt2-xl": GPTSize(48, 1600, 25, 1024, 50257),
+    "gpt-1b": GPTSize(80, 1024, 16, 128),
+    "megatron-22b": GPTSize(48, 6144, 64, 2048, 51200),
+    "gpt3-175b": GPTSize(96, 12288, 96, 2048, 51200),
+    "turing-530b": GPTSize(105, 20480, 128, 2048, 51200),
+    "megatron-1t": GPTSize(128, 25600, 160, 2048, 51200),
+}
+
+
+def gpt(size: GPTSize, name: str = "gpt", dropout: float = 0.0, context_method: str = "gather") -> Model:
+    """``decoder`` for a GPT. Raises UsageError for sizes that do not go together."""
+    try:
+        config = size.config
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from None
+    return decoder(config, name, dropout, context_method)

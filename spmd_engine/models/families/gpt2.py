@@ -12,6 +12,9 @@ GPT2_MODULES = {
     "": "transformer.", "embedding": "wte", "positions": "wpe", "norm": "ln_f", "block": "h.",
     "attention/norm": "ln_1", "output": "attn.c_proj", "mlp/norm": "ln_2", "w0": "mlp.c_fc", "w1": "mlp.c_proj"
 }  # fmt: skip
+GPT_NEO_ATTENTION = {name: f"attn.attention.{name[0]}_proj" for name in ("query", "key", "value")} | {
+    "output": "attn.attention.out_proj"
+}  # fmt: skip
 
 
 def _write(shape: Any) -> dict[str, Any]:
@@ -20,10 +23,10 @@ def _write(shape: Any) -> dict[str, Any]:
 
 GPT2 = Family(
     "gpt2",
-    "GPT2LMHeadModel",
     "learned positions, layer norms, GELU, biases",
     GPT2_FIELDS,
     GPT2_MODULES | {"stacked": "attn.c_attn"},
+    architecture="GPT2LMHeadModel",
     implied=GPT_CONSTANTS | {"learned": True, "bias": True, "output_bias": True},
     transposed=True,
     rope=None,

@@ -19,7 +19,6 @@ _GGUF_VALUES = {
 _GRANITE3 = {"rope.scaling.finetuned": True}  # Granite 4 has no positions
 GRANITE = Family(
     "granite",
-    "GraniteForCausalLM",
     "a Llama with `embedding_multiplier`, `residual_multiplier`, `attention_multiplier`, `logits_scaling`",
     _FIELDS | family.MLP_BIAS,
     family.LLAMA_MODULES,
@@ -27,7 +26,6 @@ GRANITE = Family(
 )
 GRANITEMOE = Family(
     "granitemoe",
-    "GraniteMoeForCausalLM",
     "a Granite with experts, of which each layer keeps all in two tensors",
     _FIELDS,
     family.LLAMA_ATTENTION
@@ -36,6 +34,7 @@ GRANITEMOE = Family(
         "experts/gate_up": ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
         "experts/down": ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
     },
+    architecture="GraniteMoeForCausalLM",
     experts=Experts(8, 2, "num_local_experts", normalised=True, gguf_normalised=True),
     gguf=Gguf("granitemoe", reordered=True, values=_GGUF_VALUES, required=_GRANITE3),
 )
@@ -70,10 +69,10 @@ def _write_hybrid(shape: Any) -> dict[str, Any]:
 
 GRANITEMOEHYBRID = Family(
     "granitemoehybrid",
-    "GraniteMoeHybridForCausalLM",
     "Granite 4 without Mamba and experts (`micro`, `350m`, `1b`)",
     _FIELDS | {"hidden": ("shared_intermediate_size", 1024)},
     family.LLAMA_ATTENTION | {"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
+    architecture="GraniteMoeHybridForCausalLM",
     also_read=("unturned",),
     required={"normalization_function": "rmsnorm"},
     ignored=("layers_block_type", "intermediate_size", "num_experts_per_tok", "init_method"),

@@ -29,10 +29,10 @@ def _read_gguf(facts: Config, tensors: Any, shape: Any) -> Any:
 
 SMOLLM3 = Family(
     "smollm3",
-    "SmolLM3ForCausalLM",
     "a Llama with layers without rotary positions (`no_rope_layers`)",
     family.RMS | family.TIED | family.ATTENTION_BIAS | family.defaults(context=32768, epsilon=1e-6),
     family.LLAMA_MODULES,
+    architecture="SmolLM3ForCausalLM",
     also_read=("unturned",),
     rope=Rope(2e6),
     windows=SlidingWindow(switch=True, has_window=lambda config, shape, layer: not shape.is_turned(layer)),

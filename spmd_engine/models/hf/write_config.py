@@ -21,10 +21,10 @@ _APART = ("family", "rotary", "mixture", "window", "windowed")
 def config_of_shape(shape: DecoderConfig, dtype: str = "float32") -> dict[str, Any]:
     """The content of the file, for weights of this ``dtype``; raises UsageError for what it cannot represent."""
     family = FAMILIES[shape.family]
-    for name in () if family.implied else unrepresentable(shape):
+    for name in unrepresentable(shape):
         raise _refusal(shape, name)
     config: dict[str, Any] = {
-        "architectures": [family.architecture],
+        "architectures": [family.class_name],
         "model_type": family.model_type,
         "dtype": dtype,
         "torch_dtype": dtype,
