@@ -17,7 +17,7 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.errors import CheckpointError, UsageError
-from spmd_engine.models.load_config import located, read_shape
+from spmd_engine.models.load_config import load_config, located
 from spmd_engine.models.names import other_meaning
 
 
@@ -30,7 +30,7 @@ def with_shape(model: ModelConfig, group: Group) -> ModelConfig:
     def read() -> str:
         found = model
         if model.path is not None and model.shape is None:
-            found = found.changed(name=str(located(model.name).absolute()), shape=read_shape(model.name))
+            found = found.changed(name=str(located(model.name).absolute()), shape=load_config(model.name, warn=True))
         if model.adapter is not None and model.lora is None:
             folder = located(model.adapter, "adapter").absolute()
             found = found.changed(adapter=str(folder), lora=adapter_options(folder))

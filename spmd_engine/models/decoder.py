@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any
+from typing import Any, ClassVar
 
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
@@ -60,23 +60,24 @@ class DecoderConfig(Configuration):
     rotary: RotaryOptions = RotaryOptions()
     bias: bool = False  #: whether queries, keys and values have biases
     output_bias: bool = False  #: whether the attention's output has one
-    query_key_norm: bool = False  #: whether queries and keys are normalised
-    norm_together: bool = False  #: these two over all heads of a token, not head by head
+    qk_norm: bool = False  #: whether queries and keys are normalised
+    qk_norm_all_heads: bool = False  #: these two over all heads of a token, not head by head
     mixture: Mixture | None = None  #: experts in the place of dense perceptrons; None: there are none
     window: int | None = setting(None, least=1)  #: positions that a query sees, up to its own; None: all before it
-    windowed: str = ""  #: blocks for which the window is, if not for all
-    rotary_in_window: RotaryOptions | None = None  #: of those blocks; None: as of the others
-    unturned: str = ""  #: blocks without rotary positions
-    learned: bool = False  #: whether positions are learned and added to the embedding, in the place of rotary ones
+    window_layers: str = ""  #: blocks that have the window; "": all
+    window_rotary: RotaryOptions | None = None  #: rotary positions of those blocks; None: as of the others
+    no_rope_layers: str = ""  #: blocks without rotary positions
+    learned_positions: bool = False  #: whether positions are learned and added to the embedding, instead of rotary ones
     unused_positions: int = setting(0, least=0)  #: rows of their table before that of the first
     #: RMSNorm, or LayerNorm, with a shift, with a scale alone, or with neither.
     norm: str = setting("rms", choices=("rms", "layer", "layer-scale", "layer-plain"))
-    norms: str = setting("before", choices=("before", "after", "both"))  #: where a branch has one
+    #: Where a branch has a norm.
+    norm_position: str = setting("before", choices=("before", "after", "both"))
     #: Whether attention and perceptron see the same input, side by side, and if so how many norms are before them.
     parallel: str = setting("none", choices=("none", "one-norm", "two-norms"))
     gated: bool = True  #: whether dense perceptrons have a gate: three products, not two
     activation: str = setting("silu", choices=tuple(GATES))  #: of dense perceptrons, or of their gate
-    perceptron_bias: bool = False  #: whether they have biases
+    mlp_bias: bool = False  #: whether they have biases
     embedding_scale: float = 1.0  #: factor of what is looked up in the embedding
     residual_scale: float = 1.0  #: factor of what every branch adds
     attention_scale: float | None = None  #: factor of queries times keys; None: 1 / sqrt(k)
@@ -84,10 +85,16 @@ class DecoderConfig(Configuration):
     logits_divisor: float = 1.0  #: by what logits are divided
     logits_cap: float | None = None  #: they are cap · tanh(logits / cap); None: there is no cap
     head_bias: bool = False  #: whether logits have one
-    turned_first: bool = False  #: whether queries and keys are turned before they are normalised
+    rope_before_norm: bool = False  #: whether queries and keys rotate before they are normalised
     #: In the place of rotary positions, scores fall with the distance of the key: the last head's with 2^-this (ALiBi).
     alibi: float | None = setting(None, least=0)
     embedding_norm: bool = False  #: whether there is a norm behind the embedding
+
+    OLD_NAMES: ClassVar[Mapping[str, str]] = {
+        "query_key_norm": "qk_norm", "norm_together": "qk_norm_all_heads", "windowed": "window_layers",
+        "rotary_in_window": "window_rotary", "unturned": "no_rope_layers", "learned": "learned_positions",
+        "norms": "norm_position", "perceptron_bias": "mlp_bias", "turned_first": "rope_before_norm",
+    }  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,7 +104,7 @@ class DecoderConfig(Configuration):
             raise UsageError(f"{self.heads} heads cannot share {self.key_value_heads} heads of keys and values")
         if self.mixture is not None:
             self.mixture.is_routed(0, self.layers)  # raises if there are no such layers
-        for what in ("windowed", "unturned"):
+        for what in ("window_layers", "no_rope_layers"):
             block_numbers(getattr(self, what), what, self.layers)
         if self.logits_divisor == 0:
             raise UsageError("logits_divisor is 0")
@@ -106,28 +113,28 @@ class DecoderConfig(Configuration):
                 raise UsageError(f"{what} is {cap}: it must be positive, or None for no cap")
         if not self.gated and self.activation not in ACTIVATIONS:
             raise UsageError(f"a perceptron without a gate has no activation {self.activation!r} here")
-        if self.parallel != "none" and (self.mixture is not None or self.norms != "before"):
+        if self.parallel != "none" and (self.mixture is not None or self.norm_position != "before"):
             raise UsageError("parallel branches have norms before them, and no experts")
-        gated = self.activation == "silu" and self.gated and not self.perceptron_bias
+        gated = self.activation == "silu" and self.gated and not self.mlp_bias
         if self.mixture is not None and self.family != "gpt2" and not gated:
             raise UsageError("experts are gated perceptrons with silu here, without biases; so are those beside them")
 
     def has_window(self, block: int) -> bool:
         """Whether queries of this block see the window alone."""
-        windowed = block_numbers(self.windowed, "windowed")
+        windowed = block_numbers(self.window_layers, "window_layers")
         return self.window is not None and (not windowed or block in windowed)
 
-    def is_turned(self, block: int) -> bool:
+    def has_rope(self, block: int) -> bool:
         """Whether this block has rotary positions."""
-        if self.family == "gpt2" or self.learned or self.alibi:
+        if self.family == "gpt2" or self.learned_positions or self.alibi:
             return False
-        return block not in block_numbers(self.unturned, "unturned")
+        return block not in block_numbers(self.no_rope_layers, "no_rope_layers")
 
     def rotary_of(self, block: int) -> RotaryOptions | None:
         """The rotary positions of this block; None if it has none."""
-        if not self.is_turned(block):
+        if not self.has_rope(block):
             return None
-        return (self.has_window(block) and self.rotary_in_window) or self.rotary
+        return (self.has_window(block) and self.window_rotary) or self.rotary
 
     def rotaries(self) -> dict[RotaryOptions, Rotary]:
         """The rotary positions that blocks have, for heads of this width; raises UsageError for one that cannot be."""
@@ -141,11 +148,11 @@ DECODERS = {
     "llama-nano": DecoderConfig(**NANO),
     "llama-mini": DecoderConfig(layers=6, width=384, heads=6, key_value_heads=2, hidden=1024, context=256),
     "qwen2-nano": DecoderConfig(family="qwen2", bias=True, **NANO),
-    "qwen3-nano": DecoderConfig(family="qwen3", query_key_norm=True, head_width=24, **NANO),
+    "qwen3-nano": DecoderConfig(family="qwen3", qk_norm=True, head_width=24, **NANO),
     "mixtral-nano": DecoderConfig(family="mixtral", mixture=Mixture(hidden=128), **NANO),
     "qwen3-moe-nano": DecoderConfig(
         family="qwen3-moe",
-        query_key_norm=True,
+        qk_norm=True,
         mixture=Mixture(hidden=64, router=RouterOptions(top_k=4, balance_loss=0.01, z_loss=0.001)),
         **NANO,
     ),
@@ -163,7 +170,7 @@ def decoder(shape: DecoderConfig, name: str = "decoder", dropout: float = 0.0, c
     shape = shape.changed(**FAMILIES[shape.family].implied)
     d, v = shape.width, shape.vocabulary
     layers: list[tuple[str, Layer]] = [("embedding", Embedding(v, d, scale=shape.embedding_scale))]
-    if shape.learned:
+    if shape.learned_positions:
         layers.append(("positions", Positions(shape.context, d, unused=shape.unused_positions, dropout=dropout)))
     if shape.embedding_norm:
         layers.append(("embedding_norm", _norm(shape)))
@@ -191,8 +198,8 @@ def _blocks(shape: DecoderConfig, dropout: float, context_method: str) -> Iterat
     context = method_called(context_method)
 
     def residual(inner: Layer) -> Residual:
-        before = _norm(shape) if shape.norms != "after" else None
-        after = _norm(shape) if shape.norms != "before" else None
+        before = _norm(shape) if shape.norm_position != "after" else None
+        after = _norm(shape) if shape.norm_position != "before" else None
         return Residual(before, inner, dropout, after=after, scale=shape.residual_scale)
 
     for i in range(shape.layers):
@@ -209,9 +216,9 @@ def _blocks(shape: DecoderConfig, dropout: float, context_method: str) -> Iterat
             cap=shape.attention_cap,
             alibi=shape.alibi,
             window=shape.window if shape.has_window(i) else None,
-            norm_epsilon=shape.epsilon if shape.query_key_norm else None,
-            norm_together=shape.norm_together,
-            turned_first=shape.turned_first,
+            norm_epsilon=shape.epsilon if shape.qk_norm else None,
+            norm_together=shape.qk_norm_all_heads,
+            turned_first=shape.rope_before_norm,
             context=context,
             out_std=out_std,
         )
@@ -227,7 +234,7 @@ def _blocks(shape: DecoderConfig, dropout: float, context_method: str) -> Iterat
 
 def _perceptron(shape: DecoderConfig, out_std: float) -> Layer:
     kind = GatedMLP if shape.gated else MLP
-    return kind(shape.width, shape.hidden, activation=shape.activation, bias=shape.perceptron_bias, out_std=out_std)
+    return kind(shape.width, shape.hidden, activation=shape.activation, bias=shape.mlp_bias, out_std=out_std)
 
 
 def _side_by_side(shape: DecoderConfig, attention: Layer, mlp: Layer, dropout: float) -> Parallel:

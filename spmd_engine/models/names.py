@@ -7,7 +7,7 @@ from spmd_engine.errors import UsageError, one_of
 from spmd_engine.models.convnet import ImageShape, convnet, resnet
 from spmd_engine.models.decoder import DECODERS, GPT_SIZES, DecoderConfig, decoder
 from spmd_engine.models.families import FAMILIES
-from spmd_engine.models.load_config import is_description, is_path, load_config, read_shape, snapshot_of
+from spmd_engine.models.load_config import is_description, is_path, load_config, snapshot_of
 from spmd_engine.models.mixture import Mixture
 from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
 from spmd_engine.models.model import Model
@@ -83,7 +83,7 @@ def build_model(
     if shape is None and name not in MODELS:
         if not is_path(name):
             raise unknown_model(name)
-        shape = read_shape(name)
+        shape = load_config(name, warn=True)
     if recut_after is not None and name not in IMAGES:
         raise UsageError(f"--recut-after {recut_after}: {name} is no model of images; choose {' or '.join(IMAGES)}")
     if vocabulary is not None and (shape is not None or name not in (*GPT_SIZES, *DECODERS)):

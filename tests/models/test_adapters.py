@@ -33,20 +33,20 @@ from spmd_engine.models.lora import LoRAOptions
 
 SHAPE = DecoderConfig(
     family="qwen3", layers=2, width=12, heads=6, key_value_heads=2, head_width=4, hidden=10, vocabulary=13,
-    query_key_norm=True, context=16,
+    qk_norm=True, context=16,
 )  # fmt: skip
 GPT2 = DecoderConfig(family="gpt2", layers=2, width=12, heads=3, hidden=10, vocabulary=13, context=16)
 EXPERTS = DecoderConfig(
-    family="qwen3-moe", layers=2, width=12, heads=6, key_value_heads=2, hidden=10, vocabulary=13, query_key_norm=True,
+    family="qwen3-moe", layers=2, width=12, heads=6, key_value_heads=2, hidden=10, vocabulary=13, qk_norm=True,
     context=16, mixture=Mixture(experts=5, hidden=7, dense="1", router=RouterOptions(top_k=2)),
 )  # fmt: skip
 SHARED = EXPERTS.changed(
-    family="qwen2-moe", query_key_norm=False, bias=True,
+    family="qwen2-moe", qk_norm=False, bias=True,
     mixture=Mixture(experts=3, hidden=5, shared=2, shared_gate=True, router=RouterOptions(top_k=2)),
 )  # fmt: skip
 NEOX = DecoderConfig(
     family="gpt-neox", layers=2, width=12, heads=3, hidden=10, vocabulary=13, context=16, norm="layer", bias=True,
-    output_bias=True, parallel="two-norms", gated=False, activation="gelu-erf", perceptron_bias=True,
+    output_bias=True, parallel="two-norms", gated=False, activation="gelu-erf", mlp_bias=True,
 )  # fmt: skip
 OPTIONS = LoRAOptions(rank=3, alpha=4.5)
 TOKENS = np.random.default_rng(0).integers(0, 13, (2, 4, 16))

@@ -17,7 +17,7 @@ from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.formats.gguf import is_gguf, read_gguf
 from spmd_engine.formats.huggingface import CONFIG, INDEX, ONE_FILE, read_json
 from spmd_engine.models.decoder import DecoderConfig, decoder
-from spmd_engine.models.hf.write_config import config_of_shape
+from spmd_engine.models.hf.write_config import config_json
 from spmd_engine.models.load_config import tokenizer_at
 from spmd_engine.models.lora import LoRAOptions, adapter_names, config_of_options, with_adapters
 from spmd_engine.models.model import Model
@@ -65,7 +65,7 @@ def export_huggingface(
             total = sum(each.nbytes for each in tensors)
             weight_map = {each.name: file for file, held in files.items() for each in held}
             texts[INDEX] = _as_json({"metadata": {"total_size": total}, "weight_map": weight_map})
-        return texts | {CONFIG: _as_json(config_of_shape(shape, dtype) | _special_tokens(beside))}
+        return texts | {CONFIG: _as_json(config_json(shape, dtype) | _special_tokens(beside))}
 
     _write(arrays, files, Path(folder), group, describe)
 

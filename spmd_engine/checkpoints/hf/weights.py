@@ -22,7 +22,7 @@ from spmd_engine.formats.tensor import FileTensor
 from spmd_engine.layers.low_rank import sides
 from spmd_engine.models.decoder import DecoderConfig, decoder
 from spmd_engine.models.gguf import IGNORED as OF_GGUF
-from spmd_engine.models.gguf import shape_of_gguf
+from spmd_engine.models.gguf import config_of_gguf
 from spmd_engine.models.hf.read_config import MULTIMODAL, text_tensors
 from spmd_engine.models.load_config import load_config, located
 from spmd_engine.models.lora import LoRAOptions, adapter_names, options_of_config, with_adapters
@@ -213,7 +213,7 @@ class Pretrained(Mapping[str, Sliceable]):
 def _opened(path: Path) -> tuple[DecoderConfig, dict[str, FileTensor], WeightMap]:
     if path.is_file():
         file = read_gguf(path)
-        shape = shape_of_gguf(file, str(path))
+        shape = config_of_gguf(file, str(path))
         return shape, file.tensors, gguf_weight_map(shape)
     shape, tensors = load_config(path), folder_tensors(path)
     if read_json(path / CONFIG).get("model_type") in MULTIMODAL:

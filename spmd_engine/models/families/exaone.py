@@ -30,7 +30,7 @@ EXAONE4 = Family(
     "have one",
     RMS | defaults(key_value_heads=32),
     LLAMA_MODULES | NORMS_AFTER,
-    {"query_key_norm": True, "norms": "after"},
+    {"qk_norm": True, "norm_position": "after"},
     windows=SlidingWindow(4096, every=4, pattern=True, rotary_only="models with windows"),
     gguf=Gguf("exaone4", window=0),
 )

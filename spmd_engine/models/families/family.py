@@ -171,7 +171,7 @@ SILU: ConfigFields = {"activation": ("hidden_act", "silu")}
 GROUPED: ConfigFields = {"key_value_heads": ("num_key_value_heads", 0)}
 RMS: ConfigFields = SIZES | SILU | GROUPED | {"epsilon": ("rms_norm_eps", 1e-5), "head_width": ("head_dim", 0)}
 ATTENTION_BIAS = same("attention_bias", "bias", "output_bias")
-MLP_BIAS = same("mlp_bias", "perceptron_bias")
+MLP_BIAS = same("mlp_bias", "mlp_bias")
 
 ATTENTION: Modules = {
     "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj", "output": "self_attn.o_proj",
@@ -195,4 +195,4 @@ NORMS_AFTER: Modules = {
     "attention/norm_after": "post_attention_layernorm", "mlp/norm": "pre_feedforward_layernorm",
     "mlp/norm_after": "post_feedforward_layernorm"
 }  # fmt: skip
-GPT_CONSTANTS = {"norm": "layer", "gated": False, "activation": "gelu", "perceptron_bias": True}  #: layer norms, GELU
+GPT_CONSTANTS = {"norm": "layer", "gated": False, "activation": "gelu", "mlp_bias": True}  #: layer norms, GELU

@@ -19,7 +19,7 @@ GLM4 = Family(
     "a GLM with norms after branches, too",
     _FIELDS,
     _MODULES | {"attention/norm_after": "post_self_attn_layernorm", "mlp/norm_after": "post_mlp_layernorm"},
-    {"norms": "both"},
+    {"norm_position": "both"},
     rope=_ROPE,
     gguf=Gguf("glm4"),
 )

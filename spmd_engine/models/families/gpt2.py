@@ -27,7 +27,7 @@ GPT2 = Family(
     GPT2_FIELDS,
     GPT2_MODULES | {"stacked": "attn.c_attn"},
     architecture="GPT2LMHeadModel",
-    implied=GPT_CONSTANTS | {"learned": True, "bias": True, "output_bias": True},
+    implied=GPT_CONSTANTS | {"learned_positions": True, "bias": True, "output_bias": True},
     transposed=True,
     rope=None,
     read=lambda config, shape: shape.changed(key_value_heads=None),

@@ -21,7 +21,7 @@ def _read_neo(config: Config, shape: Any) -> Any:
     local = [number for number, kind in enumerate(kinds) if kind == "local"]
     if not local:
         return shape
-    return shape.changed(window=window, windowed="" if len(local) == shape.layers else as_text(local))
+    return shape.changed(window=window, window_layers="" if len(local) == shape.layers else as_text(local))
 
 
 def _write_neo(shape: Any) -> dict[str, Any]:
@@ -40,9 +40,9 @@ GPT_NEO = Family(
         "epsilon": ("layer_norm_epsilon", 1e-5), "activation": ("activation_function", "gelu_new")
     },
     GPT2_MODULES | GPT_NEO_ATTENTION,
-    family.GPT_CONSTANTS | {"output_bias": True, "learned": True, "attention_scale": 1.0},
+    family.GPT_CONSTANTS | {"output_bias": True, "learned_positions": True, "attention_scale": 1.0},
     architecture="GPTNeoForCausalLM",
-    also_read=("window", "windowed"),
+    also_read=("window", "window_layers"),
     rope=None,
     read=_read_neo,
     write=_write_neo

@@ -53,11 +53,11 @@ def _read_hybrid(config: Config, shape: Any) -> Any:
     if positions == "rope":
         return shape
     family.check_required("position_embedding_type", positions, "nope")
-    return shape.changed(unturned=as_text(range(shape.layers)))
+    return shape.changed(no_rope_layers=as_text(range(shape.layers)))
 
 
 def _write_hybrid(shape: Any) -> dict[str, Any]:
-    rotates = [shape.is_turned(layer) for layer in range(shape.layers)]
+    rotates = [shape.has_rope(layer) for layer in range(shape.layers)]
     if any(rotates) and not all(rotates):
         raise UsageError("a granitemoehybrid has rotary positions in all blocks, or in none")
     return {
@@ -73,7 +73,7 @@ GRANITEMOEHYBRID = Family(
     _FIELDS | {"hidden": ("shared_intermediate_size", 1024)},
     family.LLAMA_ATTENTION | {"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
     architecture="GraniteMoeHybridForCausalLM",
-    also_read=("unturned",),
+    also_read=("no_rope_layers",),
     required={"normalization_function": "rmsnorm"},
     ignored=("layers_block_type", "intermediate_size", "num_experts_per_tok", "init_method"),
     read=_read_hybrid,

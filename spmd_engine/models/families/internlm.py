@@ -23,14 +23,14 @@ def _read3(config: Config, shape: Any) -> Any:
     """Biases everywhere or nowhere, by its own fields or those of a Llama, which transformers reads."""
     bias = config.get("attention_bias", shape.bias)
     check_required("bias", config.get("mlp_bias", config.get("bias", False)), bias)
-    return shape.changed(bias=bias, output_bias=bias, perceptron_bias=bias)
+    return shape.changed(bias=bias, output_bias=bias, mlp_bias=bias)
 
 
 INTERNLM3 = Family(
     "internlm3",
     "a Llama with biases everywhere or nowhere",
     RMS
-    | same("qkv_bias", "bias", "output_bias", "perceptron_bias")
+    | same("qkv_bias", "bias", "output_bias", "mlp_bias")
     | family.defaults(context=32768, key_value_heads=2, head_width=128),
     LLAMA_MODULES,
     architecture="InternLM3ForCausalLM",

@@ -31,7 +31,7 @@ ERNIE4_5 = Family(
     "a Llama that rotates neighbours; `use_bias`",
     family.RMS
     | family.TIED
-    | family.same("use_bias", "bias", "output_bias", "perceptron_bias")
+    | family.same("use_bias", "bias", "output_bias", "mlp_bias")
     | family.defaults(context=131072, key_value_heads=2, head_width=128),
     family.LLAMA_MODULES,
     architecture="Ernie4_5ForCausalLM",

@@ -28,7 +28,7 @@ JAIS2 = Family(
     "layer norms, biases, perceptrons with max(z, 0)² and no gate",
     RMS
     | same("attention_bias", "bias", "output_bias", default=True)
-    | same("mlp_bias", "perceptron_bias", default=True)
+    | same("mlp_bias", "mlp_bias", default=True)
     | defaults(context=8192, activation="relu2")
     | {"epsilon": ("layer_norm_eps", 1e-5)},
     UNGATED_MODULES,

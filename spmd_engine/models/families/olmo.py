@@ -4,9 +4,9 @@ from spmd_engine.models.families import family
 from spmd_engine.models.families.family import Experts, Family, Gguf, Rope, SlidingWindow
 
 _FIELDS = family.RMS | family.ATTENTION_BIAS
-_NORMALISED = {"query_key_norm": True, "norm_together": True}
+_NORMALISED = {"qk_norm": True, "qk_norm_all_heads": True}
 _NORMS_AFTER = family.LLAMA_MODULES | family.NORMS_AFTER
-_OLMO2_CONSTANTS = _NORMALISED | {"norms": "after"}
+_OLMO2_CONSTANTS = _NORMALISED | {"norm_position": "after"}
 OLMO = Family(
     "olmo",
     "a Llama whose norms have neither scale nor shift; `clip_qkv` is refused",

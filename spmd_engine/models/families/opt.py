@@ -28,7 +28,8 @@ OPT = Family(
         "norm": "decoder.final_layer_norm", "block": "decoder.layers.", "attention/norm": "self_attn_layer_norm",
         "output": "self_attn.out_proj", "mlp/norm": "final_layer_norm", "w0": "fc1", "w1": "fc2"
     },
-    GPT_CONSTANTS | {"bias": True, "output_bias": True, "learned": True, "unused_positions": 2, "epsilon": 1e-5},
+    GPT_CONSTANTS
+    | {"bias": True, "output_bias": True, "learned_positions": True, "unused_positions": 2, "epsilon": 1e-5},
     architecture="OPTForCausalLM",
     rope=None,
     read=_read,

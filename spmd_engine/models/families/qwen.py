@@ -30,7 +30,7 @@ QWEN3 = Family(
     "a Llama with norms of queries and keys, and `head_dim` apart from the width",
     _QWEN3_FIELDS,
     family.LLAMA_MODULES,
-    {"query_key_norm": True},
+    {"qk_norm": True},
     windows=SlidingWindow(switch=True, has_window=_from_layer),
     gguf=Gguf("qwen3"),
 )
@@ -52,7 +52,7 @@ QWEN3_MOE = Family(
     "a Qwen 3 with experts; `norm_topk_prob`, `mlp_only_layers`, `decoder_sparse_step`",
     _QWEN3_FIELDS,
     family.LLAMA_MODULES | family.EXPERTS,
-    {"query_key_norm": True},
+    {"qk_norm": True},
     windows=SlidingWindow(switch=True, listed=False),
     experts=Experts(128, 8, hidden=768, gguf_normalised=True),
     gguf=Gguf("qwen3moe"),

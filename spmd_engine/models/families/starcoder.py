@@ -26,7 +26,7 @@ GPT_BIGCODE = Family(
     "a GPT-2 with one key head for all queries (SantaCoder, StarCoder)",
     GPT2_FIELDS | {"activation": ("activation_function", "gelu_pytorch_tanh")},
     GPT2_MODULES | {"grouped": "attn.c_attn"},
-    family.GPT_CONSTANTS | {"learned": True, "bias": True, "output_bias": True},
+    family.GPT_CONSTANTS | {"learned_positions": True, "bias": True, "output_bias": True},
     architecture="GPTBigCodeForCausalLM",
     also_read=("key_value_heads",),
     required={"add_cross_attention": False},
@@ -41,7 +41,7 @@ STARCODER2 = Family(
     family.SIZES
     | family.TIED
     | family.GROUPED
-    | family.same("use_bias", "bias", "output_bias", "perceptron_bias", default=True)
+    | family.same("use_bias", "bias", "output_bias", "mlp_bias", default=True)
     | family.defaults(key_value_heads=2, context=4096)
     | {"epsilon": ("norm_epsilon", 1e-5), "activation": ("hidden_act", "gelu_pytorch_tanh")},
     family.LLAMA_ATTENTION | {"w0": "mlp.c_fc", "w1": "mlp.c_proj"},

@@ -177,7 +177,7 @@ ACTIVATIONS = {
     "gelu": "gelu-erf", "relu": "relu", "relu2": "relu-squared"
 }  # fmt: skip
 _WINDOW, _FULL = "sliding_attention", ("full_attention", "attention")
-_BOOLEANS, _FACTORS = ("bias", "output_bias", "perceptron_bias"), (
+_BOOLEANS, _FACTORS = ("bias", "output_bias", "mlp_bias"), (
     "embedding_scale", "residual_scale", "attention_scale", "logits_divisor"
 )  # fmt: skip
 #: What fields that hold more than one value must be.
@@ -187,17 +187,13 @@ _KINDS = dict.fromkeys(("rope_parameters", "rope_scaling", "attn_config"), (Mapp
 )
 
 
-def shape_of_config(config: Config, where: str) -> DecoderConfig:
-    """The decoder that a config describes; ``where`` it is appears in errors.
+def read_config(config: Config, where: str) -> tuple[DecoderConfig, list[str]]:
+    """The decoder that a config describes, and the names of unknown fields that do not look as if they changed what is
+    computed; errors name ``where`` the config is.
 
     Raises CheckpointError, naming the field, for a model type or a feature that is not supported, and for fields that
     are missing or have impossible values.
     """
-    return read_config(config, where)[0]
-
-
-def read_config(config: Config, where: str) -> tuple[DecoderConfig, list[str]]:
-    """The same, and the names of unknown fields that do not look as if they changed what is computed."""
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in MULTIMODAL:
         text, ignored = text_config(config, where)
@@ -324,7 +320,7 @@ def with_windows_in(
     """With this window in the blocks ``near``, and rotary positions where the family then has them."""
     far = as_text(set(range(shape.layers)) - set(near))
     if windows is not None and (windows.rotary_only == "always" or windows.rotary_only and window):
-        shape = shape.changed(unturned=far)
+        shape = shape.changed(no_rope_layers=far)
     if not near:
-        return shape.changed(rotary_in_window=None)
-    return shape.changed(window=window, windowed=as_text(near) if far else "")
+        return shape.changed(window_rotary=None)
+    return shape.changed(window=window, window_layers=as_text(near) if far else "")

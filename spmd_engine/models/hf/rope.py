@@ -45,7 +45,7 @@ def with_rotary(config: Config, shape: DecoderConfig, rope: Rope) -> DecoderConf
         window_theta = theta if rope.window_theta is None else config.get(rope.window_theta_field) or rope.window_theta
         shape = shape.changed(
             rotary=_rotary(everywhere, theta, config, shape.context),
-            rotary_in_window=_rotary(near, window_theta, config, shape.context),
+            window_rotary=_rotary(near, window_theta, config, shape.context),
         )
     else:
         shape = shape.changed(rotary=rotary_of_config(config, shape, rope).changed(pairs=rope.pairs))

@@ -15,10 +15,10 @@ from spmd_engine.models.hf.rope import rope_fields
 from spmd_engine.models.mixture import block_numbers
 
 #: Fields of a DecoderConfig that are checked by themselves.
-_APART = ("family", "rotary", "mixture", "window", "windowed")
+_APART = ("family", "rotary", "mixture", "window", "window_layers")
 
 
-def config_of_shape(shape: DecoderConfig, dtype: str = "float32") -> dict[str, Any]:
+def config_json(shape: DecoderConfig, dtype: str = "float32") -> dict[str, Any]:
     """The content of the file, for weights of this ``dtype``; raises UsageError for what it cannot represent."""
     family = FAMILIES[shape.family]
     for name in unrepresentable(shape):
@@ -50,14 +50,14 @@ def unrepresentable(shape: DecoderConfig) -> Iterator[str]:
     usual = DecoderConfig(family=shape.family).changed(**family.usual(shape.width))
     read = {*family.fields, *family.also_read, *_APART}
     for name in (each.name for each in fields(shape)):
-        if name in read or name == "rotary_in_window" and family.rope is not None and family.rope.in_windows:
+        if name in read or name == "window_rotary" and family.rope is not None and family.rope.in_windows:
             continue
         expected = getattr(usual, name)
         if name == "key_value_heads":
             expected = shape.heads
         elif name == "head_width":
             expected = shape.width / shape.heads
-        elif name == "unturned" and family.windows is not None and family.windows.rotary_only:
+        elif name == "no_rope_layers" and family.windows is not None and family.windows.rotary_only:
             expected = _unturned(shape, family.windows)
         if _explicit(shape, name) != expected:
             yield name
@@ -100,7 +100,7 @@ def _rope(shape: DecoderConfig) -> dict[str, Any]:
         config[family_rope.part_field] = rope["partial_rotary_factor"] = shape.rotary.part
     config |= {"rope_parameters": rope, "rope_scaling": None if rope["rope_type"] == "default" else rope}
     if family_rope.in_windows:
-        near = rope_fields(shape.rotary_in_window or shape.rotary)
+        near = rope_fields(shape.window_rotary or shape.rotary)
         config["rope_parameters"] = {"full_attention": rope, "sliding_attention": near}
         if family_rope.window_theta_field:
             config[family_rope.window_theta_field] = near["rope_theta"]
@@ -115,7 +115,7 @@ def _windows(shape: DecoderConfig, windows: SlidingWindow) -> dict[str, Any]:
     if windows.listed:
         config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in near]
     elif any(near) and not all(near):
-        raise _refusal(shape, "windowed")
+        raise _refusal(shape, "window_layers")
     return config
 
 
