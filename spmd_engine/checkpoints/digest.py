@@ -19,7 +19,7 @@ from zlib import crc32
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.checkpoints.format.blocks import DTYPES, dtype_name, read_block
+from spmd_engine.checkpoints.format.blocks import dtype_name
 from spmd_engine.checkpoints.format.manifest import MODEL, OPTIMIZER
 from spmd_engine.checkpoints.read import Checkpoint
 from spmd_engine.checkpoints.save import shares_of
@@ -84,9 +84,7 @@ def digest_of_checkpoint(checkpoint: Checkpoint) -> Digests:
         for name, array in checkpoint.manifest.sections.get(section, {}).items():
             key, sums = f"{section}/{name}", np.zeros(chunks_of(array.shape), np.uint64)
             for block in array.blocks:
-                shape, dtype = block.rectangle.shape, DTYPES[array.dtype]
-                data = read_block(checkpoint.path / block.file, block.offset, shape, dtype, block.sha256, name)
-                _add(sums, key, data, block.rectangle, array.shape)
+                _add(sums, key, checkpoint.read_block(name, array, block), block.rectangle, array.shape)
             digests[key] = ArrayDigest(array.shape, array.dtype, sums)
     return digests
 

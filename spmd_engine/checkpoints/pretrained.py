@@ -76,36 +76,27 @@ def load_pretrained(engine: LayeredEngine, path: str | Path, adapter: str | Path
     found, adapters = on_all_ranks(engine.group(), read)
     if not {*engine.names} <= found.keys() | adapters.keys():
         engine.initialize(frozen=False)
-    on_all_ranks(engine.group(), lambda: engine.load_checkpoint(_Weights(engine, found, adapters)))
+    on_all_ranks(engine.group(), lambda: engine.load_checkpoint(_weights(engine, found, adapters)))
     on_rank_zero(engine.group(), found.check_copies)
     engine.after_update()
     return found
 
 
-class _Weights(Mapping[str, Sliceable]):
+def _weights(
+    engine: LayeredEngine, weights: Mapping[str, Sliceable], adapters: Mapping[str, Sliceable]
+) -> dict[str, Sliceable]:
     """Weights and adapters; what neither has is as the engine has it. A frozen head has the table it is tied to."""
 
-    def __init__(
-        self, engine: LayeredEngine, weights: Mapping[str, Sliceable], adapters: Mapping[str, Sliceable]
-    ) -> None:
-        self._engine, self._arrays = engine, {**weights, **adapters}
-        if "head/table" in engine.buffer_names and "head/table" not in self._arrays:
-            self._arrays["head/table"] = self._arrays["embedding/table"]
+    def here(name: str) -> Sliceable:
+        def read(spans: tuple[slice, ...]) -> np.ndarray:
+            return engine.backend.to_host(engine.parameters[name]).copy()
 
-    def __getitem__(self, name: str) -> Sliceable:
-        if name in self._arrays:
-            return self._arrays[name]
+        return Sliceable(engine.global_shape(name), engine.dtype, read)
 
-        def here(spans: tuple[slice, ...]) -> np.ndarray:
-            return self._engine.backend.to_host(self._engine.parameters[name]).copy()
-
-        return Sliceable(self._engine.global_shape(name), self._engine.dtype, here)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*self._engine.names, *self._engine.buffer_names))
-
-    def __len__(self) -> int:
-        return len(self._engine.names) + len(self._engine.buffer_names)
+    arrays = {**weights, **adapters}
+    if "head/table" in engine.buffer_names:
+        arrays.setdefault("head/table", arrays["embedding/table"])
+    return {name: arrays[name] if name in arrays else here(name) for name in (*engine.names, *engine.buffer_names)}
 
 
 # --- What went where when weights were loaded, as a table: a line for what all blocks have

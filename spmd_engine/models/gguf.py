@@ -23,7 +23,8 @@ from spmd_engine.models.hf.read_config import Fields, with_windows_in
 from spmd_engine.models.mixture import Mixture
 
 #: Families of GGUF files, first those that are of an architecture under a condition.
-_FAMILIES = sorted((family for family in FAMILIES.values() if family.gguf), key=lambda family: family.gguf.when is None)
+_FAMILIES = [family for family in FAMILIES.values() if family.gguf.architecture]
+_FAMILIES.sort(key=lambda family: family.gguf.when is None)
 ARCHITECTURES = tuple(dict.fromkeys(family.gguf.architecture for family in _FAMILIES))
 #: Metadata that repeat others, or change nothing up to the context; a value is the one that does not.
 _WITHOUT_EFFECT: Mapping[str, Any] = {

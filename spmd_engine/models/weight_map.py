@@ -91,7 +91,7 @@ def _tensors(
         """In the modules of this name, if there are any: with the prefix of all names or without it."""
         found = modules.get(name, ())
         tensors = [f"{block}{module}{kind}" for module in ((found,) if isinstance(found, str) else found)]
-        return tuple(TensorSlice(prefix + each, dims, **place) for each in tensors for prefix in prefixes)
+        return tuple(TensorSlice(f"{prefix}{each}", dims, **place) for each in tensors for prefix in prefixes)
 
     def weight(block: str, name: str, dims: str, **place: Any) -> tuple[TensorSlice, ...]:
         return at(block, name, " ".join(dims.split()[::-1]) if transposed else dims, **place)
@@ -140,7 +140,9 @@ def _tensors(
 
     def experts(own: str, block: str) -> WeightMap:
         """Each in tensors of its own, or all of a layer in one, perhaps gate and up side by side."""
-        count, shared = shape.mixture.experts, shape.mixture.shared
+        mixture = shape.mixture
+        assert mixture is not None
+        count, shared = mixture.experts, mixture.shared
         yield f"{own}/router", at(block, "router", "E d", "")
         for e in range(count):
             for name, dims, _ in _GATED:
@@ -155,7 +157,7 @@ def _tensors(
             for name, dims, _ in _GATED:
                 place = {"n": (number, shared)}
                 yield f"{own}/shared{number}/{name}", at(block, f"shared/{name}", dims.replace("f", "nf"), "", at=place)
-        if shape.mixture.shared_gate:
+        if mixture.shared_gate:
             row = at(block, "shared_gate_row", "n d", "", at={"n": (0, 1)})
             yield f"{own}/shared_gate", at(block, "shared_gate", "d", "") + row
 

@@ -92,7 +92,8 @@ def examine(
             tuple(np.arange(n)[places] for n, places in zip(whole.shape, part.index, strict=True)),
             _host(part.found),
             _block(whole, part.index),
-            *(None if array is None else _host(array) for array in (part.before, part.base)),
+            None if part.before is None else _host(part.before),
+            None if part.base is None else _host(part.base),
         )
     limit = tolerance * measured.scale
     summed = micro_batches if tensor.micro_batch is None else 1

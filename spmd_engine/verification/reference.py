@@ -31,7 +31,8 @@ DEVIATION = 0.1  #: of the values that take the place of zeros
 
 def mesh_of_one(axes: Iterable[str] = ("data",)) -> Mesh:
     """A mesh of this rank alone, on which each of the axes has size 1."""
-    return Mesh(solo(), **dict.fromkeys(axes, 1))
+    sizes: dict[str, Any] = dict.fromkeys(axes, 1)
+    return Mesh(solo(), **sizes)
 
 
 def engine_and_reference(make: Callable[..., Any], mesh: Mesh) -> tuple[ShardedEngine, ShardedEngine | None]:
@@ -78,12 +79,12 @@ def fill_zeros(engine: ShardedEngine, reference: ShardedEngine | None, seed: int
 def put_back(engine: ShardedEngine) -> Iterator[None]:
     """Afterwards the engine's attributes are those that it had, and its random generators where they were."""
     generators = np.random.Generator, np.random.RandomState
-    before = {name: deepcopy(x) if isinstance(x, generators) else x for name, x in engine.__dict__.items()}
+    before = {name: deepcopy(x) if isinstance(x, generators) else x for name, x in vars(engine).items()}
     try:
         yield
     finally:
-        engine.__dict__.clear()
-        engine.__dict__.update(before)
+        vars(engine).clear()
+        vars(engine).update(before)
 
 
 def _load(engine: ShardedEngine, whole: dict[str, Array]) -> None:
@@ -160,10 +161,11 @@ def batches_of_shape(
     """
     _check_targets(engine, classes)
 
-    def ask() -> tuple[tuple[int, ...], str]:
+    def find_shape() -> tuple[tuple[int, ...], str]:
+        assert reference is not None, "rank 0 has one"
         dtype = np.result_type(*(parameter.dtype for parameter in reference.parameters.values()))
         with put_back(reference), reference.inference():
-            outputs = reference.forward(reference.backend.asarray(inputs(0, dtype)))
+            outputs: Array = reference.forward(reference.backend.asarray(inputs(0, dtype)))
         if not outputs.ndim or len(outputs) != shape[0]:
             raise UsageError(
                 f"inputs of shape {tuple(shape)} give outputs of {outputs.shape}; both must begin with the batch"
@@ -178,7 +180,7 @@ def batches_of_shape(
         draw = np.random.default_rng([seed, step])
         return draw.standard_normal(shape).astype(dtype) if below is None else draw.integers(0, below, shape)
 
-    target_shape, dtype = from_first(engine.group(), on_rank_zero(engine.group(), ask))
+    target_shape, dtype = from_first(engine.group(), on_rank_zero(engine.group(), find_shape))
 
     def batch(engine: ShardedEngine, step: int) -> Batch:
         draw = np.random.default_rng([seed, step, 1])

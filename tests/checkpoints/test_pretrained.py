@@ -266,7 +266,7 @@ def test_a_config_written_is_the_one_that_was_read(family):
         ("llama", {"attention_cap": 2.0}, "config.json of a llama cannot represent attention_cap 2.0"),
         ("gpt_neox", {"parallel": "one-norm"}, "config.json of a gpt-neox cannot represent parallel 'one-norm'"),
         ("gpt_neox", {"key_value_heads": 2}, "config.json of a gpt-neox cannot represent key_value_heads 2"),
-        ("starcoder2", {"mlp_bias": False}, "config.json of a starcoder2 cannot represent perceptron_bias"),
+        ("starcoder2", {"mlp_bias": False}, "config.json of a starcoder2 cannot represent mlp_bias"),
         ("opt", {"epsilon": 1e-6}, "config.json of a opt cannot represent epsilon 1e-06"),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",

@@ -14,7 +14,7 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import all_positions
 from spmd_engine.checkpoints import Checkpoint, save_checkpoint
 from spmd_engine.checkpoints.hf.export import export_adapters, export_huggingface
-from spmd_engine.checkpoints.hf.weights import Merged, adapter_options
+from spmd_engine.checkpoints.hf.weights import adapter_options, merged
 from spmd_engine.checkpoints.pretrained import open_pretrained, with_shape
 from spmd_engine.cli.show.memory import bytes_per_rank
 from spmd_engine.engine import AdamW
@@ -261,8 +261,8 @@ def test_what_peft_wrote_and_what_is_written_for_it(family, axes, composition, t
             save_checkpoint(tmp_path / "run", engine)
             arrays, group = Checkpoint(tmp_path / "run"), mesh.group()
             export_adapters(arrays, config.shape, config.lora, tmp_path / "peft", group, base=config.path)
-            merged = Merged(arrays, config.shape, config.lora)
-            export_huggingface(merged, config.shape, tmp_path / "merged", group, dtype="float64")
+            whole = merged(arrays, config.shape, config.lora)
+            export_huggingface(whole, config.shape, tmp_path / "merged", group, dtype="float64")
             return None if y is None else engine.join_outputs(y)
 
     for logits in run_threads(program, tiny.ranks_of(axes)):

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from spmd_engine.checkpoints.hf.exported_tensors import TensorToWrite, write_tensors
 from spmd_engine.checkpoints.hf.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, StoredView
@@ -45,7 +46,7 @@ def export_huggingface(
     group: Group | None = None,
     *,
     dtype: str = "float32",
-    beside: str | os.PathLike | None = None,
+    beside: str | Path | None = None,
     largest: int = LARGEST_FILE,
 ) -> None:
     """Write the parameters of a decoder as ``config.json`` and safetensors files that transformers reads.
@@ -139,7 +140,7 @@ def _lay_out(tensors: Sequence[TensorToWrite], largest: int) -> dict[str, list[T
     return {f"model-{n:05}-of-{len(files):05}.safetensors": held for n, held in enumerate(files, 1)}
 
 
-def _handed_on(source: str | os.PathLike | None) -> dict[str, bytes]:
+def _handed_on(source: str | Path | None) -> dict[str, bytes]:
     """By name, the files that belong to a model beside its weights: of its folder, or as its GGUF file says them."""
     if source is not None and is_gguf(source):
         try:
@@ -153,7 +154,7 @@ def _handed_on(source: str | os.PathLike | None) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in found if path.is_file()}
 
 
-def _special_tokens(source: str | os.PathLike | None) -> Mapping[str, object]:
+def _special_tokens(source: str | Path | None) -> dict[str, Any]:
     if source is None:
         return {}
     if is_gguf(source):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -63,6 +63,7 @@ class StoredView:
         wanted |= {letter: number for letter, (number, _) in self.stored.at.items()}
         for letter, (first, _) in self.stored.among.items():
             span = wanted[letter]
+            assert isinstance(span, slice)
             wanted[letter] = slice(first + span.start, first + span.stop)
         if self.stored.pairs:
             wanted["k"] = slice(0, self.sizes["k"])
@@ -250,7 +251,7 @@ def fill(where: str, model: Model, tensors: Mapping[str, FileTensor], names: Wei
 
 
 def _check_used(
-    where: str, shape: DecoderConfig, tensors: Mapping[str, FileTensor], filled: Sequence[Filled]
+    where: str, shape: DecoderConfig, tensors: Mapping[str, FileTensor], filled: Collection[Filled]
 ) -> FileTensor | None:
     """Raise CheckpointError unless all of every tensor is used once; returns a stored copy of a tied head, if any."""
     used: dict[str, list[Filled]] = {}
@@ -305,35 +306,22 @@ def read_adapters(folder: str | Path, shape: DecoderConfig) -> Mapping[str, Fill
     return filled
 
 
-class Merged(Mapping[str, Sliceable]):
-    """Arrays by name, those that have adapters as w + scale · a · b: what is sliced is read and multiplied."""
+def merged(arrays: Mapping[str, Sliceable], shape: DecoderConfig, options: LoRAOptions) -> dict[str, Sliceable]:
+    """Arrays by name, those that have adapters as w + scale · a · b: only what is sliced is read and multiplied."""
+    adapters = {name for name, _ in adapter_names(shape, options)}
+    dims = {name: parameter.dims for name, (parameter, _) in decoder(shape).parameters()}
+    result = {name: array for name, array in arrays.items() if name not in adapters}
+    for name, (a, b) in options.names(shape.family, dims).items():
+        into, out = sides(dims[name])
+        pattern = f"{into}q,q{out}->{into}{out}"
+        read = partial(_sum_of_product, arrays[name], arrays[a], arrays[b], pattern, options.scale)
+        result[name] = Sliceable(arrays[name].shape, arrays[name].dtype, read, blocks=arrays[name].blocks)
+    return result
 
-    def __init__(self, arrays: Mapping[str, Sliceable], shape: DecoderConfig, options: LoRAOptions) -> None:
-        self._arrays, self._scale = arrays, options.scale
-        names = {name for name, _ in adapter_names(shape, options)}
-        dims = {name: parameter.dims for name, (parameter, _) in decoder(shape).parameters()}
-        self._products = {}
-        for name, (a, b) in options.names(shape.family, dims).items():
-            into, out = sides(dims[name])
-            self._products[name] = a, b, f"{into}q,q{out}->{into}{out}"
-        self._left_out = names
 
-    def __getitem__(self, name: str) -> Sliceable:
-        array = self._arrays[name]
-        if name not in self._products:
-            return array
-        of_a, of_b, pattern = self._products[name]
-        inputs = pattern.index("q,")
-
-        def read(spans: tuple[slice, ...]) -> np.ndarray:
-            a = self._arrays[of_a][(*spans[:inputs], slice(None))]
-            b = self._arrays[of_b][(slice(None), *spans[inputs:])]
-            return array[spans] + array.dtype.type(self._scale) * einsum(pattern, a, b)
-
-        return Sliceable(array.shape, array.dtype, read, blocks=array.blocks)
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._arrays if name not in self._left_out)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+def _sum_of_product(
+    w: Sliceable, a: Sliceable, b: Sliceable, pattern: str, scale: float, spans: tuple[slice, ...]
+) -> np.ndarray:
+    inputs = pattern.index("q,")
+    product = einsum(pattern, a[(*spans[:inputs], slice(None))], b[(slice(None), *spans[inputs:])])
+    return w[spans] + w.dtype.type(scale) * product

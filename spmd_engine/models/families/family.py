@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Config = Mapping[str, Any]  #: the content of a ``config.json``, or the metadata of a GGUF file
 #: By field of a DecoderConfig: the field of ``config.json``, and its default; one whose default is None is required.
-ConfigFields = Mapping[str, tuple[str, Any]]
+ConfigFields = dict[str, tuple[str, Any]]
 #: By name in a block: a module, or several that programs have used for it, the first of which is written.
-Modules = Mapping[str, "str | tuple[str, ...]"]
+Modules = dict[str, str | tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Family:
     about: str  #: one line of docs/models.md
     fields: ConfigFields
     modules: Modules
-    constants: Mapping[str, Any] = field(default_factory=dict)  #: what all its models have unlike a DecoderConfig
+    constants: dict[str, Any] = field(default_factory=dict)  #: what all its models have unlike a DecoderConfig
     architecture: str = ""  #: the class of transformers; by default as in "Qwen2MoeForCausalLM" for "qwen2_moe"
     implied: Mapping[str, Any] = field(default_factory=dict)  #: the same, where a DecoderConfig does not record it
     scaled_embedding: bool = False  #: whether embeddings are multiplied by sqrt(width)
@@ -112,7 +112,7 @@ class Family:
     #: ``model_type`` of models of text and images whose text model is of this family, and what ``text_config`` means
     #: where it is silent.
     multimodal: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    gguf: Gguf | None = None
+    gguf: Gguf = Gguf("")  #: without an architecture, there are no GGUF files
 
     @property
     def class_name(self) -> str:
@@ -139,7 +139,7 @@ def check_required(name: str, value: Any, supported: Any) -> None:
         raise UsageError(f"{name} is {value!r}, which is not supported; {supported!r} is")
 
 
-def same(name: str, *own: str, default: Any = False) -> dict[str, tuple[str, Any]]:
+def same(name: str, *own: str, default: Any = False) -> ConfigFields:
     """Several fields of a DecoderConfig that one field of ``config.json`` decides."""
     return dict.fromkeys(own, (name, default))
 
@@ -195,4 +195,5 @@ NORMS_AFTER: Modules = {
     "attention/norm_after": "post_attention_layernorm", "mlp/norm": "pre_feedforward_layernorm",
     "mlp/norm_after": "post_feedforward_layernorm"
 }  # fmt: skip
-GPT_CONSTANTS = {"norm": "layer", "gated": False, "activation": "gelu", "mlp_bias": True}  #: layer norms, GELU
+#: Layer norms, GELU.
+GPT_CONSTANTS: dict[str, Any] = {"norm": "layer", "gated": False, "activation": "gelu", "mlp_bias": True}

@@ -2,17 +2,18 @@
 
 from typing import Any
 
-from spmd_engine.models.families.family import GPT_CONSTANTS, TIED, Family, Gguf
+from spmd_engine.models.families.family import GPT_CONSTANTS, TIED, Family, Gguf, Modules
 
 GPT2_FIELDS = TIED | {
     "layers": ("n_layer", None), "width": ("n_embd", None), "heads": ("n_head", None), "hidden": ("n_inner", 0),
     "vocabulary": ("vocab_size", None), "context": ("n_positions", 1024), "epsilon": ("layer_norm_epsilon", 1e-5)
 }  # fmt: skip
-GPT2_MODULES = {
+GPT2_MODULES: Modules = {
     "": "transformer.", "embedding": "wte", "positions": "wpe", "norm": "ln_f", "block": "h.",
     "attention/norm": "ln_1", "output": "attn.c_proj", "mlp/norm": "ln_2", "w0": "mlp.c_fc", "w1": "mlp.c_proj"
 }  # fmt: skip
-GPT_NEO_ATTENTION = {name: f"attn.attention.{name[0]}_proj" for name in ("query", "key", "value")} | {
+GPT_NEO_ATTENTION: Modules = {
+    "query": "attn.attention.q_proj", "key": "attn.attention.k_proj", "value": "attn.attention.v_proj",
     "output": "attn.attention.out_proj"
 }  # fmt: skip
 

@@ -290,7 +290,7 @@ def _with_windows(config: Config, shape: DecoderConfig, windows: SlidingWindow |
         if windows.switch and not config.get("use_sliding_window"):
             window = None
     if kinds is None:
-        near = _usual_windows(config, shape, windows) if window else []
+        near = _usual_windows(config, shape, windows) if windows is not None and window else []
     else:
         if len(kinds) != shape.layers:
             raise UsageError(f"layer_types has {len(kinds)} values, but there are {shape.layers} layers")

@@ -71,7 +71,7 @@ def rotary_of_config(config: Config, shape: DecoderConfig, rope: Rope) -> Rotary
     for fields in [fields for fields in (old, new) if fields] or [{}]:
         if fields.get("partial_rotary_factor") is None:
             fields = {**fields, "partial_rotary_factor": rope.part if part is None else part}
-        kind = fields.get("rope_type") or fields.get("type")
+        kind = str(fields.get("rope_type") or fields.get("type"))
         if kind in rope.kinds:
             fields = {**fields, "rope_type": rope.kinds[kind]}
         options.append(_rotary(fields, theta, config, shape.context))

@@ -9,7 +9,7 @@ from typing import Any
 from spmd_engine.errors import UsageError
 from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.families import FAMILIES
-from spmd_engine.models.families.family import Experts, SlidingWindow
+from spmd_engine.models.families.family import Experts, Rope, SlidingWindow
 from spmd_engine.models.hf.read_config import ACTIVATIONS
 from spmd_engine.models.hf.rope import rope_fields
 from spmd_engine.models.mixture import block_numbers
@@ -36,7 +36,7 @@ def config_json(shape: DecoderConfig, dtype: str = "float32") -> dict[str, Any]:
         if config.setdefault(name, value) != value:
             raise _refusal(shape, own)
     if family.rope is not None and family.rope.described:
-        config |= _rope(shape)
+        config |= _rope(shape, family.rope)
     if family.windows is not None:
         config |= _windows(shape, family.windows)
     if family.experts is not None:
@@ -93,8 +93,8 @@ def _explicit(shape: DecoderConfig, name: str) -> Any:
     return defaults.get(name) if value is None else value
 
 
-def _rope(shape: DecoderConfig) -> dict[str, Any]:
-    family_rope, rope = FAMILIES[shape.family].rope, rope_fields(shape.rotary)
+def _rope(shape: DecoderConfig, family_rope: Rope) -> dict[str, Any]:
+    rope = rope_fields(shape.rotary)
     config: dict[str, Any] = {family_rope.theta_field: shape.rotary.theta}
     if family_rope.part is not None:
         config[family_rope.part_field] = rope["partial_rotary_factor"] = shape.rotary.part
@@ -120,7 +120,9 @@ def _windows(shape: DecoderConfig, windows: SlidingWindow) -> dict[str, Any]:
 
 
 def _experts(shape: DecoderConfig, experts: Experts) -> dict[str, Any]:
-    mixture, router = shape.mixture, shape.mixture.router
+    mixture = shape.mixture
+    assert mixture is not None, "unrepresentable() refuses it"
+    router = mixture.router
     hidden = mixture.hidden or max(1, shape.hidden // router.top_k)
     shared = mixture.shared and not (experts.shared_hidden is not None and mixture.shared_gate)
     if shared or router.score != "softmax" or router.groups > 1 or router.scale != 1:
