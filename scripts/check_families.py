@@ -26,7 +26,7 @@ from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.cli.bench.measuring import mpiexec
 from spmd_engine.engine.parallel_config import ModelConfig, build_engine
 from spmd_engine.models.families import FAMILIES as RECORDS
-from spmd_engine.models.hf.read_config import shape_of_config
+from spmd_engine.models.hf.read_config import read_config
 
 FOLDERS = Path(__file__).resolve().parent.parent / "tests" / "golden" / "decoders"
 FAMILIES = sorted(path.name for path in FOLDERS.iterdir())
@@ -50,7 +50,7 @@ for folder in sys.argv[2:]:
 def write_model(family, folder, tokens):
     """Write a folder with the family's configuration and random weights, and a file with its logits."""
     config = json.loads((FOLDERS / family / "config.json").read_text()) | {"vocab_size": VOCABULARY}
-    shape = shape_of_config({name: each for name, each in config.items() if not name.endswith("_token_id")}, family)
+    shape = read_config({name: each for name, each in config.items() if not name.endswith("_token_id")}, family)[0]
     random = np.random.default_rng(0)
     with Mesh() as mesh:
         engine = build_engine(ModelConfig(family, shape=shape), mesh)

@@ -19,8 +19,8 @@ def model_types():
 def architectures():
     """One line per architecture of GGUF files."""
     types = {}
-    for family in sorted(FAMILIES.values(), key=lambda family: family.gguf is None or family.gguf.when is not None):
-        if family.gguf is not None:
+    for family in sorted(FAMILIES.values(), key=lambda family: family.gguf.when is not None):
+        if family.gguf.architecture:
             types.setdefault(family.gguf.architecture, []).append(f"`{family.model_type}`")
     yield "| `general.architecture` | `model_type` |"
     yield "|---|---|"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from spmd_engine.errors import UsageError
-from spmd_engine.models.gpt import GPT_SIZES
+from spmd_engine.models.decoder import GPT_SIZES
 from spmd_engine.planning.machine.files import read_machine
 
 #: The quantities used, and the names of their columns.

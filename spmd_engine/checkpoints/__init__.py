@@ -24,22 +24,10 @@ __all__ = [
 ]
 
 _PUBLIC = {
-    "format.folder": (
-        "CheckpointFolder",
-        "find_checkpoint",
-    ),
+    "format.folder": ("CheckpointFolder", "find_checkpoint"),
     "format.manifest": ("Manifest",),
-    "pretrained": (
-        "load_pretrained",
-        "open_pretrained",
-    ),
-    "read": (
-        "Checkpoint",
-        "load_checkpoint",
-    ),
-    "save": (
-        "Save",
-        "save_checkpoint",
-    ),
+    "pretrained": ("load_pretrained", "open_pretrained"),
+    "read": ("Checkpoint", "load_checkpoint"),
+    "save": ("Save", "save_checkpoint"),
 }
 __getattr__ = imported_when_asked(__name__, _PUBLIC)

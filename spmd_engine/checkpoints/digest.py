@@ -1,16 +1,17 @@
-"""A digest of arrays that does not depend on how they are cut: equal across meshes, found without moving them.
+"""A digest of arrays that does not depend on their sharding: equal across meshes, computed without moving them.
 
 Every element counts by its bits times an odd number that follows from its name and place in the whole array; sums are
-modulo 2^64, and so of any order. An array is summed in chunks of whole rows, so that an element that differs is found
-to within a chunk: a flipped bit always changes its chunk's sum, since what it adds is a power of two times an odd
-number. It is no seal against people who mean harm; the SHA-256 in the manifest are for that.
+modulo 2^64, so their order does not matter. An array is summed in chunks of whole rows, so that a difference is located
+to within a chunk: a flipped bit always changes its chunk's sum, since it adds a power of two times an odd number. The
+digest does not protect against intent; the SHA-256 in the manifest do.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from zlib import crc32
@@ -18,13 +19,14 @@ from zlib import crc32
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.checkpoints.format.blocks import read_block
-from spmd_engine.checkpoints.format.dtypes import DTYPES, dtype_name
+from spmd_engine.checkpoints.format.blocks import dtype_name
 from spmd_engine.checkpoints.format.manifest import MODEL, OPTIMIZER
 from spmd_engine.checkpoints.read import Checkpoint
 from spmd_engine.checkpoints.save import shares_of
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
+from spmd_engine.errors import ReplicasDifferError
+from spmd_engine.sharding.placement import Placement
 from spmd_engine.sharding.rectangles import Rectangle
 
 CHUNK = 1 << 18  #: elements, about
@@ -82,9 +84,7 @@ def digest_of_checkpoint(checkpoint: Checkpoint) -> Digests:
         for name, array in checkpoint.manifest.sections.get(section, {}).items():
             key, sums = f"{section}/{name}", np.zeros(chunks_of(array.shape), np.uint64)
             for block in array.blocks:
-                shape, dtype = block.rectangle.shape, DTYPES[array.dtype]
-                data = read_block(checkpoint.path / block.file, block.offset, shape, dtype, block.sha256, name)
-                _add(sums, key, data, block.rectangle, array.shape)
+                _add(sums, key, checkpoint.read_block(name, array, block), block.rectangle, array.shape)
             digests[key] = ArrayDigest(array.shape, array.dtype, sums)
     return digests
 
@@ -150,3 +150,65 @@ def _odd(x: np.ndarray) -> np.ndarray:
     x ^= x >> np.uint64(31)
     x |= np.uint64(1)
     return x
+
+
+# --- Replicas must be equal to the bit
+
+
+def compare_replicas(engine: ShardedEngine, optimizer: Optimizer | None = None) -> None:
+    """Raise ReplicasDifferError, on every rank, unless all who hold a block of an array have the same bits of it.
+
+    Of parameters, buffers and the optimizer's state. By the CRC-32 of each block, in one all_gather, so that any one
+    flipped bit is found. Ranks whose processors or libraries round differently may differ in last bits. Collective.
+    """
+    kinds: list[tuple[str, Placement, Mapping[str, Array]]] = [
+        ("", engine.placement(), {**engine.parameters, **engine.buffers})
+    ]
+    if optimizer is not None and optimizer.state:
+        owned = engine.placement(owned=True)
+        kinds += [(f"{kind} of ", owned, engine.named(state)) for kind, state in sorted(optimizer.state.items())]
+    group = engine.group()
+    mine = [
+        _checksum(arrays[name])
+        for _, placement, arrays in kinds
+        for name, each in placement.items()
+        if each.held[group.rank]
+    ]
+    told = iter(group.all_gather(np.array(mine, np.int64), label="replicas").tolist())
+    by_rank = [list(_held(kinds, rank, told)) for rank in range(group.size)]
+    found: dict[tuple[str, Rectangle], dict[int, int]] = {}
+    for rank, held in enumerate(by_rank):
+        for block, checksum in held:
+            found.setdefault(block, {})[rank] = checksum
+    differ = {block: sums for block, sums in found.items() if len(set(sums.values())) > 1}
+    if differ:
+        (name, rectangle), sums = next(iter(differ.items()))
+        more = f" (and {len(differ) - 1} more blocks)" if len(differ) > 1 else ""
+        raise ReplicasDifferError(
+            f"{name}{rectangle} is not the same on the ranks that hold it{more}: {_told(sums)}. A bit was flipped, or "
+            "something made it differ; continue from the last checkpoint (--resume). On processors of several kinds, "
+            "which round differently, switch the comparison off: --check-replicas-every 0"
+        )
+
+
+def _held(kinds, rank: int, told: Iterator[int]) -> Iterator[tuple[tuple[str, Rectangle], int]]:
+    """The blocks of a rank, and what it told of them, in the order in which it did."""
+    for kind, placement, _ in kinds:
+        for name, each in placement.items():
+            if each.held[rank]:
+                yield (f"{kind}{name}", each.held[rank][0]), next(told)
+
+
+def _told(sums: Mapping[int, int]) -> str:
+    """Who differs from the most of them, if there are most."""
+    counts = Counter(sums.values()).most_common()
+    if len(counts) > 1 and counts[0][1] == counts[1][1]:
+        groups = [[rank for rank in sums if sums[rank] == value] for value, _ in counts]
+        return " against ".join(f"rank {', '.join(map(str, ranks))}" for ranks in groups)
+    others = [str(rank) for rank in sums if sums[rank] != counts[0][0]]
+    return f"rank {', '.join(others)} differs from {counts[0][1]} others that agree"
+
+
+def _checksum(array: Array) -> int:
+    host = np.asarray(backend_of(array).to_host(array), order="C")
+    return crc32(host.reshape(-1).view(np.uint8).data)

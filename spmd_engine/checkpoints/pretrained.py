@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from spmd_engine.checkpoints.hf.peft import adapter_options, read_adapters
-from spmd_engine.checkpoints.hf.weights import Filled, Pretrained
+from spmd_engine.checkpoints.hf.weights import Filled, Pretrained, adapter_options, read_adapters
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero, text_from_rank_zero
 from spmd_engine.comm.group import Group
@@ -18,7 +17,7 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.errors import CheckpointError, UsageError
-from spmd_engine.models.load_config import located, read_shape
+from spmd_engine.models.load_config import load_config, located
 from spmd_engine.models.names import other_meaning
 
 
@@ -31,7 +30,7 @@ def with_shape(model: ModelConfig, group: Group) -> ModelConfig:
     def read() -> str:
         found = model
         if model.path is not None and model.shape is None:
-            found = found.changed(name=str(located(model.name).absolute()), shape=read_shape(model.name))
+            found = found.changed(name=str(located(model.name).absolute()), shape=load_config(model.name, warn=True))
         if model.adapter is not None and model.lora is None:
             folder = located(model.adapter, "adapter").absolute()
             found = found.changed(adapter=str(folder), lora=adapter_options(folder))
@@ -77,36 +76,27 @@ def load_pretrained(engine: LayeredEngine, path: str | Path, adapter: str | Path
     found, adapters = on_all_ranks(engine.group(), read)
     if not {*engine.names} <= found.keys() | adapters.keys():
         engine.initialize(frozen=False)
-    on_all_ranks(engine.group(), lambda: engine.load_checkpoint(_Weights(engine, found, adapters)))
+    on_all_ranks(engine.group(), lambda: engine.load_checkpoint(_weights(engine, found, adapters)))
     on_rank_zero(engine.group(), found.check_copies)
     engine.after_update()
     return found
 
 
-class _Weights(Mapping[str, Sliceable]):
+def _weights(
+    engine: LayeredEngine, weights: Mapping[str, Sliceable], adapters: Mapping[str, Sliceable]
+) -> dict[str, Sliceable]:
     """Weights and adapters; what neither has is as the engine has it. A frozen head has the table it is tied to."""
 
-    def __init__(
-        self, engine: LayeredEngine, weights: Mapping[str, Sliceable], adapters: Mapping[str, Sliceable]
-    ) -> None:
-        self._engine, self._arrays = engine, {**weights, **adapters}
-        if "head/table" in engine.buffer_names and "head/table" not in self._arrays:
-            self._arrays["head/table"] = self._arrays["embedding/table"]
+    def here(name: str) -> Sliceable:
+        def read(spans: tuple[slice, ...]) -> np.ndarray:
+            return engine.backend.to_host(engine.parameters[name]).copy()
 
-    def __getitem__(self, name: str) -> Sliceable:
-        if name in self._arrays:
-            return self._arrays[name]
+        return Sliceable(engine.global_shape(name), engine.dtype, read)
 
-        def here(spans: tuple[slice, ...]) -> np.ndarray:
-            return self._engine.backend.to_host(self._engine.parameters[name]).copy()
-
-        return Sliceable(self._engine.global_shape(name), self._engine.dtype, here)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*self._engine.names, *self._engine.buffer_names))
-
-    def __len__(self) -> int:
-        return len(self._engine.names) + len(self._engine.buffer_names)
+    arrays = {**weights, **adapters}
+    if "head/table" in engine.buffer_names:
+        arrays.setdefault("head/table", arrays["embedding/table"])
+    return {name: arrays[name] if name in arrays else here(name) for name in (*engine.names, *engine.buffer_names)}
 
 
 # --- What went where when weights were loaded, as a table: a line for what all blocks have

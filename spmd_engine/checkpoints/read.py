@@ -11,12 +11,17 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from spmd_engine.checkpoints.format.blocks import is_finite, read_block
-from spmd_engine.checkpoints.format.dtypes import DTYPES
+from spmd_engine.checkpoints.format.blocks import DTYPES, is_finite, read_block
 from spmd_engine.checkpoints.format.folder import CHECKPOINTS, MANIFEST, find_checkpoint, step_in_name
-from spmd_engine.checkpoints.format.headers import LARGEST, Headers
-from spmd_engine.checkpoints.format.manifest import MODEL, OPTIMIZER, RESIDUES, Manifest, StoredArray, StoredBlock
-from spmd_engine.checkpoints.load_in_place import Wanted, fill
+from spmd_engine.checkpoints.format.manifest import (
+    MODEL,
+    OPTIMIZER,
+    RESIDUES,
+    Manifest,
+    StoredArray,
+    StoredBlock,
+)
+from spmd_engine.checkpoints.load_in_place import LARGEST, Headers, Wanted, fill
 from spmd_engine.checkpoints.save import BLOCK, mesh_name, pieces_of
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine

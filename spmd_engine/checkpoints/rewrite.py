@@ -9,15 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from spmd_engine.checkpoints.format.blocks import block_name, is_finite, read_block
-from spmd_engine.checkpoints.format.dtypes import DTYPES
-from spmd_engine.checkpoints.format.folder import CheckpointFolder, discard
-from spmd_engine.checkpoints.format.headers import read_file_header
-from spmd_engine.checkpoints.format.lock import RunLock
+from spmd_engine.checkpoints.format.blocks import DTYPES, block_name, is_finite, read_block
+from spmd_engine.checkpoints.format.folder import CheckpointFolder, RunLock, discard
 from spmd_engine.checkpoints.format.manifest import Arrays, StoredArray, StoredBlock
 from spmd_engine.checkpoints.format.write import BlockToWrite, write_files
 from spmd_engine.checkpoints.hf.exported_tensors import TensorToWrite, write_tensors
-from spmd_engine.checkpoints.hf.tensor_view import as_it_is
+from spmd_engine.checkpoints.hf.weights import as_it_is
+from spmd_engine.checkpoints.load_in_place import read_file_header
 from spmd_engine.checkpoints.read import Checkpoint, Sliceable
 from spmd_engine.checkpoints.save import deal, file_name, stored_arrays
 from spmd_engine.comm.group import Group

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.checkpoints.format.blocks import block_name
-from spmd_engine.checkpoints.format.dtypes import dtype_name
+from spmd_engine.checkpoints.format.blocks import block_name, dtype_name
 from spmd_engine.checkpoints.format.folder import CheckpointFolder, discard
 from spmd_engine.checkpoints.format.manifest import (
     MODEL,

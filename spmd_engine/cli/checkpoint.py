@@ -13,7 +13,7 @@ from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.checkpoints.digest import differences, digest_of_checkpoint, digest_text
 from spmd_engine.checkpoints.format.manifest import MODEL, OPTIMIZER, Manifest
 from spmd_engine.checkpoints.hf.export import NAMES, export_adapters, export_huggingface
-from spmd_engine.checkpoints.hf.peft import Merged
+from spmd_engine.checkpoints.hf.weights import merged
 from spmd_engine.checkpoints.rewrite import export_checkpoint, problems, reshard_checkpoint
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
@@ -174,7 +174,7 @@ def _export_folder(found: Checkpoint, config: Any, target: str, kind: str, dtype
             raise UsageError(f"{found.path} has no adapters; --format huggingface writes all of it")
         export_adapters(found, shape, model.lora, target, group, dtype=dtype, base=model.path)
         return
-    arrays = found if model.lora is None else Merged(found, shape, model.lora)
+    arrays = found if model.lora is None else merged(found, shape, model.lora)
     export_huggingface(arrays, shape, target, group, dtype=dtype, beside=model.path)
 
 

@@ -112,7 +112,7 @@ def planned_values(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises UsageError for a plan that does not fit the ranks at hand, or was made for another model, and for options
     that the plan decides otherwise.
     """
-    from spmd_engine.planning.report.plan_result import PlanFile
+    from spmd_engine.planning.plan_result import PlanFile
 
     with Mesh(world()) as mesh:
         text = text_from_rank_zero(mesh.group(), lambda: json.dumps(PlanFile.read(path).as_json()))
@@ -159,9 +159,9 @@ def unplanned(composition: ParallelConfig) -> ParallelConfig:
 
 def _plan(job: TrainConfig, ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """On rank 0: the composition as JSON."""
+    from spmd_engine.cli import plan
     from spmd_engine.planning.machine.files import default_machine
-    from spmd_engine.planning.report.plan_result import Request
-    from spmd_engine.planning.search.planner import plan
+    from spmd_engine.planning.plan_result import Request
     from spmd_engine.units import readable_bytes, readable_seconds
 
     names = ("zero", "sequence_parallel", "schedule", "chunks", "recompute")

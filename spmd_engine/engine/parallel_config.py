@@ -286,9 +286,9 @@ class ParallelConfig(Configuration):
     def _about_images(self, axes: Mapping[str, int], model: Model) -> str | None:
         if not {"rows", "columns"} & set(axes):
             return None
-        from spmd_engine.models.halo_warning import note_of_thin_cut  # with the layers of images
+        from spmd_engine.models.convnet import halo_warning  # with the layers of images
 
-        return note_of_thin_cut(model, axes)
+        return halo_warning(model, axes)
 
     def _about_experts(self, axes: Mapping[str, int], model: Model) -> list[str]:
         """Notices of ranks that will have no experts, or none to have."""

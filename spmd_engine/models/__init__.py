@@ -1,9 +1,7 @@
 """Models as lists of layers, with sizes by name."""
 
-from spmd_engine.models.convnet import convnet, resnet
-from spmd_engine.models.decoder import DECODERS, DecoderConfig, decoder
-from spmd_engine.models.gpt import GPT_SIZES, GPTSize, gpt, token_loss
-from spmd_engine.models.images import ImageShape
+from spmd_engine.models.convnet import ImageShape, convnet, resnet
+from spmd_engine.models.decoder import DECODERS, GPT_SIZES, DecoderConfig, GPTSize, decoder, gpt, token_loss
 from spmd_engine.models.layouts import layout_for
 from spmd_engine.models.mixture import Mixture
 from spmd_engine.models.mlp import deep_mlp, mlp, two_layers

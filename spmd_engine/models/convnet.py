@@ -1,20 +1,40 @@
 """Convolutional networks: a small one, and residual networks after He et al. (2016). Images[b h w c] to scores[b k].
 
-Letters say what may be cut: samples b, rows h, columns w, and channels f; channels c, between blocks, and classes k
-are whole. A network may be a hybrid, ``recut_after`` so many blocks: from there on its samples n are cut over the ranks
-that cut rows and columns before, and each rank has whole images (letters y and x), which are small by then.
+Letters that may be sharded: samples b, rows h, columns w, and channels f; channels c, between blocks, and classes k are
+whole. With ``recut_after`` a network is a hybrid: after so many blocks its samples, now n, are sharded over the ranks
+that sharded rows and columns before, and each rank has whole images (letters y and x), which are small by then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
 
 import spmd_engine.layers as layers
+from spmd_engine.axes import all_positions
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import Layer
-from spmd_engine.models.images import ImageShape
 from spmd_engine.models.mlp import class_accuracy, class_loss
 from spmd_engine.models.model import Model
+
+if TYPE_CHECKING:
+    from spmd_engine.layers.images import ImageWindows
+
+
+@dataclass(frozen=True)
+class ImageShape:
+    """The size of all images of a data set, and the number of their classes."""
+
+    height: int = 8
+    width: int = 8
+    channels: int = 1
+    classes: int = 10
+
+    def __str__(self) -> str:
+        return f"images of {self.height} x {self.width} x {self.channels} in {self.classes} classes"
+
 
 Named = tuple[str, Layer]
 
@@ -165,3 +185,43 @@ class _Network:
             sample=(shape.height, shape.width, shape.channels),
             metrics={"accuracy": class_accuracy("k", shape.classes)},
         )
+
+
+# --- A warning if halos are larger than the shards that they belong to
+
+
+def halo_warning(model: Model, axes: Mapping[str, int]) -> str | None:
+    """A warning if the halos of a forward have more elements than the images and feature maps that they belong to."""
+    from spmd_engine.sharding.halos import Reach
+
+    sharded = {axis: axes[axis] for axis in ("rows", "columns") if axes.get(axis, 1) > 1}
+    windows = [each for _, layer in model.layers for each in _windows(layer) if (each.y, each.x) == ("h", "w")]
+    halos = owned = 0
+    for place in all_positions(sharded) if sharded else ():
+        for each in windows:
+            sides = (each.image[0], each.rows, "rows"), (each.image[1], each.columns, "columns")
+            reaches = [Reach.of(n, window, (axis,) if axis in sharded else (), place) for n, window, axis in sides]
+            own = prod(reach.own[1] - reach.own[0] for reach in reaches)
+            needed = prod(reach.needed[1] - reach.needed[0] for reach in reaches)
+            here = prod(max(0, min(r.needed[1], r.own[1]) - max(r.needed[0], r.own[0])) for r in reaches)
+            halos, owned = halos + needed - here, owned + own
+    if halos <= owned:
+        return None
+    mesh = ",".join(f"{axis}={size}" for axis, size in sharded.items())
+    return (
+        f"--mesh {mesh} shards the images of {model.name} so thin that ranks fetch more than they have: "
+        f"{halos / owned:.1f} times as much in halos; take fewer ranks there, and more on data"
+    )
+
+
+def _windows(layer: Layer) -> Iterator[ImageWindows]:
+    """Those of a layer, and of the layers in it."""
+    parts: dict[str, Layer] = {}
+    if isinstance(layer, layers.Chain):
+        parts = dict(layer.layers)
+    elif isinstance(layer, layers.ResidualBlock):
+        parts = dict(layer.ways)
+    for part in parts.values():
+        yield from _windows(part)
+    if isinstance(layer, (layers.Conv2d, layers.MaxPool, layers.AveragePool)):
+        yield layer.windows

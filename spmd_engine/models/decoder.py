@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any, ClassVar
 
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
@@ -27,11 +28,12 @@ from spmd_engine.layers.attention.context import context_method as method_called
 from spmd_engine.layers.layer import Layer
 from spmd_engine.layers.mlp import ACTIVATIONS, GATES
 from spmd_engine.layers.moe.routing import RouterOptions
-from spmd_engine.models.block_numbers import block_numbers
 from spmd_engine.models.families import FAMILIES
-from spmd_engine.models.gpt import BYTES, GPTSize, gpt, token_loss
-from spmd_engine.models.mixture import Mixture
+from spmd_engine.models.mixture import Mixture, block_numbers
+from spmd_engine.models.mlp import class_loss
 from spmd_engine.models.model import Model
+
+BYTES = 257  # every byte, and the end of a file
 
 
 @dataclass(frozen=True)
@@ -57,23 +59,24 @@ class DecoderConfig(Configuration):
     rotary: RotaryOptions = RotaryOptions()
     bias: bool = False  #: whether queries, keys and values have biases
     output_bias: bool = False  #: whether the attention's output has one
-    query_key_norm: bool = False  #: whether queries and keys are normalised
-    norm_together: bool = False  #: these two over all heads of a token, not head by head
+    qk_norm: bool = False  #: whether queries and keys are normalised
+    qk_norm_all_heads: bool = False  #: these two over all heads of a token, not head by head
     mixture: Mixture | None = None  #: experts in the place of dense perceptrons; None: there are none
     window: int | None = setting(None, least=1)  #: positions that a query sees, up to its own; None: all before it
-    windowed: str = ""  #: blocks for which the window is, if not for all
-    rotary_in_window: RotaryOptions | None = None  #: of those blocks; None: as of the others
-    unturned: str = ""  #: blocks without rotary positions
-    learned: bool = False  #: whether positions are learned and added to the embedding, in the place of rotary ones
+    window_layers: str = ""  #: blocks that have the window; "": all
+    window_rotary: RotaryOptions | None = None  #: rotary positions of those blocks; None: as of the others
+    no_rope_layers: str = ""  #: blocks without rotary positions
+    learned_positions: bool = False  #: whether positions are learned and added to the embedding, instead of rotary ones
     unused_positions: int = setting(0, least=0)  #: rows of their table before that of the first
     #: RMSNorm, or LayerNorm, with a shift, with a scale alone, or with neither.
     norm: str = setting("rms", choices=("rms", "layer", "layer-scale", "layer-plain"))
-    norms: str = setting("before", choices=("before", "after", "both"))  #: where a branch has one
+    #: Where a branch has a norm.
+    norm_position: str = setting("before", choices=("before", "after", "both"))
     #: Whether attention and perceptron see the same input, side by side, and if so how many norms are before them.
     parallel: str = setting("none", choices=("none", "one-norm", "two-norms"))
     gated: bool = True  #: whether dense perceptrons have a gate: three products, not two
     activation: str = setting("silu", choices=tuple(GATES))  #: of dense perceptrons, or of their gate
-    perceptron_bias: bool = False  #: whether they have biases
+    mlp_bias: bool = False  #: whether they have biases
     embedding_scale: float = 1.0  #: factor of what is looked up in the embedding
     residual_scale: float = 1.0  #: factor of what every branch adds
     attention_scale: float | None = None  #: factor of queries times keys; None: 1 / sqrt(k)
@@ -81,10 +84,16 @@ class DecoderConfig(Configuration):
     logits_divisor: float = 1.0  #: by what logits are divided
     logits_cap: float | None = None  #: they are cap · tanh(logits / cap); None: there is no cap
     head_bias: bool = False  #: whether logits have one
-    turned_first: bool = False  #: whether queries and keys are turned before they are normalised
+    rope_before_norm: bool = False  #: whether queries and keys rotate before they are normalised
     #: In the place of rotary positions, scores fall with the distance of the key: the last head's with 2^-this (ALiBi).
     alibi: float | None = setting(None, least=0)
     embedding_norm: bool = False  #: whether there is a norm behind the embedding
+
+    OLD_NAMES: ClassVar[Mapping[str, str]] = {
+        "query_key_norm": "qk_norm", "norm_together": "qk_norm_all_heads", "windowed": "window_layers",
+        "rotary_in_window": "window_rotary", "unturned": "no_rope_layers", "learned": "learned_positions",
+        "norms": "norm_position", "perceptron_bias": "mlp_bias", "turned_first": "rope_before_norm",
+    }  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,7 +103,7 @@ class DecoderConfig(Configuration):
             raise UsageError(f"{self.heads} heads cannot share {self.key_value_heads} heads of keys and values")
         if self.mixture is not None:
             self.mixture.is_routed(0, self.layers)  # raises if there are no such layers
-        for what in ("windowed", "unturned"):
+        for what in ("window_layers", "no_rope_layers"):
             block_numbers(getattr(self, what), what, self.layers)
         if self.logits_divisor == 0:
             raise UsageError("logits_divisor is 0")
@@ -103,27 +112,28 @@ class DecoderConfig(Configuration):
                 raise UsageError(f"{what} is {cap}: it must be positive, or None for no cap")
         if not self.gated and self.activation not in ACTIVATIONS:
             raise UsageError(f"a perceptron without a gate has no activation {self.activation!r} here")
-        if self.parallel != "none" and (self.mixture is not None or self.norms != "before"):
+        if self.parallel != "none" and (self.mixture is not None or self.norm_position != "before"):
             raise UsageError("parallel branches have norms before them, and no experts")
-        if self.mixture is not None and (self.activation != "silu" or not self.gated or self.perceptron_bias):
+        gated = self.activation == "silu" and self.gated and not self.mlp_bias
+        if self.mixture is not None and self.family != "gpt2" and not gated:
             raise UsageError("experts are gated perceptrons with silu here, without biases; so are those beside them")
 
     def has_window(self, block: int) -> bool:
         """Whether queries of this block see the window alone."""
-        windowed = block_numbers(self.windowed, "windowed")
+        windowed = block_numbers(self.window_layers, "window_layers")
         return self.window is not None and (not windowed or block in windowed)
 
-    def is_turned(self, block: int) -> bool:
+    def has_rope(self, block: int) -> bool:
         """Whether this block has rotary positions."""
-        if self.family == "gpt2" or self.learned or self.alibi:
+        if self.family == "gpt2" or self.learned_positions or self.alibi:
             return False
-        return block not in block_numbers(self.unturned, "unturned")
+        return block not in block_numbers(self.no_rope_layers, "no_rope_layers")
 
     def rotary_of(self, block: int) -> RotaryOptions | None:
         """The rotary positions of this block; None if it has none."""
-        if not self.is_turned(block):
+        if not self.has_rope(block):
             return None
-        return (self.has_window(block) and self.rotary_in_window) or self.rotary
+        return (self.has_window(block) and self.window_rotary) or self.rotary
 
     def rotaries(self) -> dict[RotaryOptions, Rotary]:
         """The rotary positions that blocks have, for heads of this width; raises UsageError for one that cannot be."""
@@ -131,17 +141,17 @@ class DecoderConfig(Configuration):
         return {each: Rotary(width, each) for each in map(self.rotary_of, range(self.layers)) if each is not None}
 
 
-NANO = {"layers": 8, "width": 96, "heads": 6, "key_value_heads": 2}
+NANO: dict[str, Any] = {"layers": 8, "width": 96, "heads": 6, "key_value_heads": 2}
 #: Small ones, to be trained from nothing, on bytes.
 DECODERS = {
     "llama-nano": DecoderConfig(**NANO),
     "llama-mini": DecoderConfig(layers=6, width=384, heads=6, key_value_heads=2, hidden=1024, context=256),
     "qwen2-nano": DecoderConfig(family="qwen2", bias=True, **NANO),
-    "qwen3-nano": DecoderConfig(family="qwen3", query_key_norm=True, head_width=24, **NANO),
+    "qwen3-nano": DecoderConfig(family="qwen3", qk_norm=True, head_width=24, **NANO),
     "mixtral-nano": DecoderConfig(family="mixtral", mixture=Mixture(hidden=128), **NANO),
     "qwen3-moe-nano": DecoderConfig(
         family="qwen3-moe",
-        query_key_norm=True,
+        qk_norm=True,
         mixture=Mixture(hidden=64, router=RouterOptions(top_k=4, balance_loss=0.01, z_loss=0.001)),
         **NANO,
     ),
@@ -154,11 +164,12 @@ def decoder(shape: DecoderConfig, name: str = "decoder", dropout: float = 0.0, c
     Initial weights are normal with deviation 0.02, those that end a branch with 0.02 / sqrt(2 layers). How queries
     meet keys where a layout cuts s is the ``context_method``: gather, ring or ulysses.
     """
-    if shape.family == "gpt2":
-        return gpt(_as_gpt(shape), name, dropout, context_method)
+    if not 0.0 <= dropout < 1.0:
+        raise UsageError(f"dropout {dropout} must be at least 0 and below 1")
+    shape = shape.changed(**FAMILIES[shape.family].implied)
     d, v = shape.width, shape.vocabulary
     layers: list[tuple[str, Layer]] = [("embedding", Embedding(v, d, scale=shape.embedding_scale))]
-    if shape.learned:
+    if shape.learned_positions:
         layers.append(("positions", Positions(shape.context, d, unused=shape.unused_positions, dropout=dropout)))
     if shape.embedding_norm:
         layers.append(("embedding_norm", _norm(shape)))
@@ -167,6 +178,11 @@ def decoder(shape: DecoderConfig, name: str = "decoder", dropout: float = 0.0, c
     tied, scale = "embedding/table" if shape.tied else None, 1 / shape.logits_divisor
     layers.append(("head", Head(v, d, tied=tied, bias=shape.head_bias, scale=scale, cap=shape.logits_cap)))
     return Model(name, tuple(layers), "b s", "b s v", "b s", token_loss(v), shape.context, v)
+
+
+def token_loss(vocabulary: int) -> Callable:
+    """Cross-entropy of logits[b s v], which may be sharded over v."""
+    return class_loss("v", vocabulary, check=False)
 
 
 def _norm(shape: DecoderConfig) -> Layer:
@@ -181,8 +197,8 @@ def _blocks(shape: DecoderConfig, dropout: float, context_method: str) -> Iterat
     context = method_called(context_method)
 
     def residual(inner: Layer) -> Residual:
-        before = _norm(shape) if shape.norms != "after" else None
-        after = _norm(shape) if shape.norms != "before" else None
+        before = _norm(shape) if shape.norm_position != "after" else None
+        after = _norm(shape) if shape.norm_position != "before" else None
         return Residual(before, inner, dropout, after=after, scale=shape.residual_scale)
 
     for i in range(shape.layers):
@@ -199,9 +215,9 @@ def _blocks(shape: DecoderConfig, dropout: float, context_method: str) -> Iterat
             cap=shape.attention_cap,
             alibi=shape.alibi,
             window=shape.window if shape.has_window(i) else None,
-            norm_epsilon=shape.epsilon if shape.query_key_norm else None,
-            norm_together=shape.norm_together,
-            turned_first=shape.turned_first,
+            norm_epsilon=shape.epsilon if shape.qk_norm else None,
+            norm_together=shape.qk_norm_all_heads,
+            turned_first=shape.rope_before_norm,
             context=context,
             out_std=out_std,
         )
@@ -210,14 +226,14 @@ def _blocks(shape: DecoderConfig, dropout: float, context_method: str) -> Iterat
             continue
         yield f"block{i}/attention", residual(attention)
         if shape.mixture is not None and shape.mixture.is_routed(i, shape.layers):
-            yield f"block{i}/moe", residual(shape.mixture.layer(d, shape.hidden, out_std, gated=True))
+            yield f"block{i}/moe", residual(shape.mixture.layer(d, shape.hidden, out_std, gated=shape.gated))
         else:
             yield f"block{i}/mlp", residual(_perceptron(shape, out_std))
 
 
 def _perceptron(shape: DecoderConfig, out_std: float) -> Layer:
     kind = GatedMLP if shape.gated else MLP
-    return kind(shape.width, shape.hidden, activation=shape.activation, bias=shape.perceptron_bias, out_std=out_std)
+    return kind(shape.width, shape.hidden, activation=shape.activation, bias=shape.mlp_bias, out_std=out_std)
 
 
 def _side_by_side(shape: DecoderConfig, attention: Layer, mlp: Layer, dropout: float) -> Parallel:
@@ -227,14 +243,51 @@ def _side_by_side(shape: DecoderConfig, attention: Layer, mlp: Layer, dropout: f
     return Parallel(("attention", own[0]), ("mlp", own[1]), dropout=dropout)
 
 
-def _as_gpt(shape: DecoderConfig) -> GPTSize:
-    return GPTSize(
-        layers=shape.layers,
-        width=shape.width,
-        heads=shape.heads,
-        context=shape.context,
-        vocabulary=shape.vocabulary,
-        hidden=shape.hidden,
-        tied=shape.tied,
-        epsilon=shape.epsilon,
-    )
+# --- GPT: pre-norm blocks with learned positions, layer norms and GELU, after GPT-2 (Radford et al., 2019)
+
+
+@dataclass(frozen=True)
+class GPTSize:
+    """The shape of a GPT."""
+
+    layers: int
+    width: int  #: d
+    heads: int  #: h
+    context: int  #: longest s
+    vocabulary: int = BYTES  #: v
+    hidden: int | None = None  #: f; None: 4 d
+    tied: bool = True  #: whether the head uses the embedding's table
+    key_value_heads: int | None = None  #: heads of keys and values, each shared by as many queries; None: all
+    mixture: Mixture | None = None  #: experts in the place of MLPs; None: all are dense
+    epsilon: float = 1e-5  #: of layer norms
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The same as a DecoderConfig."""
+        return DecoderConfig(**{"family": "gpt2", **vars(self), "hidden": self.hidden or 4 * self.width})
+
+
+GPT_SIZES = {
+    "gpt-nano": GPTSize(layers=8, width=96, heads=6, context=128),
+    "gpt-mini": GPTSize(layers=6, width=384, heads=6, context=256),
+    "gpt2": GPTSize(layers=12, width=768, heads=12, context=1024, vocabulary=50257),
+    # as much work for each token as those of their names
+    "gpt-moe-nano": GPTSize(layers=8, width=96, heads=6, context=128, mixture=Mixture()),
+    "gpt-moe-mini": GPTSize(layers=6, width=384, heads=6, context=256, mixture=Mixture()),
+    # as published: GPT-2 (Radford et al., 2019) and GPT-3 (Brown et al., 2020); Megatron's of arXiv 2205.05198
+    "gpt2-xl": GPTSize(48, 1600, 25, 1024, 50257),
+    "gpt-1b": GPTSize(80, 1024, 16, 128),
+    "megatron-22b": GPTSize(48, 6144, 64, 2048, 51200),
+    "gpt3-175b": GPTSize(96, 12288, 96, 2048, 51200),
+    "turing-530b": GPTSize(105, 20480, 128, 2048, 51200),
+    "megatron-1t": GPTSize(128, 25600, 160, 2048, 51200),
+}
+
+
+def gpt(size: GPTSize, name: str = "gpt", dropout: float = 0.0, context_method: str = "gather") -> Model:
+    """``decoder`` for a GPT. Raises UsageError for sizes that do not go together."""
+    try:
+        config = size.config
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from None
+    return decoder(config, name, dropout, context_method)

@@ -79,25 +79,25 @@ def is_description(name: str) -> bool:
     return name.endswith((".toml", ".json"))
 
 
-def load_config(path: str | Path) -> DecoderConfig:
-    """The configuration of a folder with ``config.json``, or of a GGUF file. Raises CheckpointError."""
+def load_config(path: str | Path, *, warn: bool = False) -> DecoderConfig:
+    """The configuration of a folder with ``config.json``, or of a GGUF file. Raises CheckpointError.
+
+    ``warn``: log which fields of ``config.json`` are unknown, and ignored.
+    """
     from spmd_engine.formats.gguf import read_gguf
     from spmd_engine.formats.safetensors_file import CONFIG, read_json
-    from spmd_engine.models.gguf.config import shape_of_gguf
-    from spmd_engine.models.hf.read_config import shape_of_config
+    from spmd_engine.models.gguf import config_of_gguf
+    from spmd_engine.models.hf.read_config import read_config
 
     path = located(path)
     if path.is_file():
-        return shape_of_gguf(read_gguf(path), str(path))
-    if not (path / CONFIG).is_file():
+        return config_of_gguf(read_gguf(path), str(path))
+    file = path / CONFIG
+    if not file.is_file():
         raise CheckpointError(f"{path} is no model: it has no {CONFIG}")
-    return shape_of_config(read_json(path / CONFIG), str(path / CONFIG))
-
-
-def read_shape(path: str | Path) -> DecoderConfig:
-    """``load_config``, with a warning of fields that are ignored."""
-    shape = load_config(path)
-    warn_unknown_fields(str(path), unknown_fields(path))
+    shape, unknown = read_config(read_json(file), str(file))
+    if warn:
+        warn_unknown_fields(str(path), unknown)
     return shape
 
 
@@ -105,15 +105,6 @@ def warn_unknown_fields(where: str, fields: list[str]) -> None:
     """Log which fields are unknown."""
     if fields:
         logger.warning("%s: unknown fields, ignored: %s", where, ", ".join(fields))
-
-
-def unknown_fields(path: str | Path) -> list[str]:
-    """Unknown fields of the ``config.json`` there, which are ignored."""
-    from spmd_engine.formats.safetensors_file import CONFIG, read_json
-    from spmd_engine.models.hf.read_config import read_config
-
-    path = located(path) / CONFIG
-    return read_config(read_json(path), str(path))[1] if path.is_file() else []
 
 
 # --- tokenizers: their modules are imported by those that read one, not by every rank that trains

@@ -108,7 +108,7 @@ def _targets(family: str) -> dict[str, tuple[tuple[str, ...], ...]]:
     """
     record, targets = FAMILIES[family], {}
     for name, weights in _ADAPTED.items():
-        if module := record.modules.get(name):
+        if isinstance(module := record.modules.get(name), str):
             own = module.removesuffix(".weight").rpartition(".")[2]
             targets[own] = tuple(dict.fromkeys((*targets.get(own, ()), weights)))
     return targets | (_OF_EXPERTS if "expert/gate" in record.modules else {})

@@ -1,17 +1,35 @@
-"""Mixtures of experts in the blocks of a model: how many there are, of what size, and in which layers."""
+"""Mixtures of experts in the blocks of a model: how many there are, of what size, and in which blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.moe.routing import RouterOptions
-from spmd_engine.models.block_numbers import block_numbers
+from spmd_engine.models.mixture import block_numbers
 
 if TYPE_CHECKING:
     from spmd_engine.layers.moe.moe import MoE
+
+
+def block_numbers(text: str, what: str, blocks: int | None = None) -> tuple[int, ...]:
+    """The numbers in "0,5"; raises UsageError, which says ``what`` it is, for anything else, and for numbers that a
+    model of so many ``blocks`` has not."""
+    numbers = [number.strip() for number in text.split(",")] if text.strip() else []
+    if not all(number.isdecimal() for number in numbers):
+        raise UsageError(f"{what} is {text!r}: it is numbers of blocks, as in 0,5")
+    found = tuple(map(int, numbers))
+    if blocks is not None and max(found, default=0) >= blocks:
+        raise UsageError(f"{what} {text}: blocks are from 0 to {blocks - 1}")
+    return found
+
+
+def as_text(numbers: Iterable[int]) -> str:
+    """The inverse, in ascending order."""
+    return ",".join(map(str, sorted(numbers)))
 
 
 @dataclass(frozen=True)

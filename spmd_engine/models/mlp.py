@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import sqrt
 
 from spmd_engine.errors import UsageError
@@ -70,11 +70,13 @@ def deep_mlp(layers: int = 1000, width: int = 64, name: str = "deep-mlp") -> Mod
     return Model(name, tuple(blocks), "b d", "b d", "b d", squared_loss)
 
 
-def class_loss(letter: str, classes: int):
-    """Cross-entropy of scores[b c] with targets[b] below ``classes``; the letter of the classes may be cut."""
+def class_loss(letter: str, classes: int, *, check: bool = True) -> Callable:
+    """Cross-entropy of scores[b c] or logits[b s v] with targets[b] or [b s] below ``classes``; the letter of the
+    classes may be sharded. ``check``: whether a target out of range is an error."""
 
     def loss(sh, outputs, targets, **options):
-        check_classes(targets, classes)
+        if check:
+            check_classes(targets, classes)
         axes = sh.axes(letter)
         over = sh.mesh.group(axes) if axes else None
         return cross_entropy(outputs, targets, over=over, start=sh.span(letter, classes).start, **options)
@@ -82,8 +84,8 @@ def class_loss(letter: str, classes: int):
     return loss
 
 
-def class_accuracy(letter: str, classes: int):
-    """How many targets[b] are the class that the scores[b c] are largest for; the letter of the classes may be cut."""
+def class_accuracy(letter: str, classes: int) -> Callable:
+    """How many targets[b] are the class with the largest of the scores[b c], whose letter c may be sharded."""
 
     def metric(sh, outputs, targets, **options):
         axes = sh.axes(letter)
@@ -94,5 +96,5 @@ def class_accuracy(letter: str, classes: int):
 
 
 def squared_loss(sh, outputs, targets, **options):
-    """The mean squared error of blocks that are cut alike."""
+    """The mean squared error of blocks with the same sharding."""
     return mean_squared_error(outputs, targets, **options)

@@ -1,16 +1,13 @@
 """Models by name, as the command line knows them."""
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from spmd_engine.errors import UsageError, one_of
-from spmd_engine.models.convnet import convnet, resnet
-from spmd_engine.models.decoder import DECODERS, DecoderConfig, decoder
+from spmd_engine.models.convnet import ImageShape, convnet, resnet
+from spmd_engine.models.decoder import DECODERS, GPT_SIZES, DecoderConfig, decoder
 from spmd_engine.models.families import FAMILIES
-from spmd_engine.models.gpt import GPT_SIZES, gpt
-from spmd_engine.models.images import ImageShape
-from spmd_engine.models.load_config import is_description, is_path, load_config, read_shape, snapshot_of
+from spmd_engine.models.load_config import is_description, is_path, load_config, snapshot_of
 from spmd_engine.models.mixture import Mixture
 from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
 from spmd_engine.models.model import Model
@@ -33,17 +30,7 @@ def shape_named(name: str) -> DecoderConfig:
     size = GPT_SIZES.get(name)
     if size is None or size.mixture is not None or size.key_value_heads is not None:
         raise UsageError(f"{name} is of no family that others know; {one_of(name, FAMILIES)}")
-    return DecoderConfig(
-        family="gpt2",
-        layers=size.layers,
-        width=size.width,
-        heads=size.heads,
-        hidden=size.hidden or 4 * size.width,
-        vocabulary=size.vocabulary,
-        context=size.context,
-        epsilon=size.epsilon,
-        tied=size.tied,
-    )
+    return size.config
 
 
 def has_weights(name: str) -> bool:
@@ -96,7 +83,7 @@ def build_model(
     if shape is None and name not in MODELS:
         if not is_path(name):
             raise unknown_model(name)
-        shape = read_shape(name)
+        shape = load_config(name, warn=True)
     if recut_after is not None and name not in IMAGES:
         raise UsageError(f"--recut-after {recut_after}: {name} is no model of images; choose {' or '.join(IMAGES)}")
     if vocabulary is not None and (shape is not None or name not in (*GPT_SIZES, *DECODERS)):
@@ -109,15 +96,11 @@ def build_model(
             if shape is None or shape.mixture is None
             else f"{name}: its own config.json says all about its experts; leave the options about them out"
         )
-    if shape is not None or name in DECODERS:
-        shape = shape or DECODERS[name]
-        shape = shape if mixture is None else shape.changed(mixture=mixture)
-        shape = shape if vocabulary is None else shape.changed(vocabulary=vocabulary)
+    if shape is not None or name in (*GPT_SIZES, *DECODERS):
+        shape = shape or (DECODERS[name] if name in DECODERS else GPT_SIZES[name].config)
+        given = {"mixture": mixture, "vocabulary": vocabulary}
+        shape = shape.changed(**{option: value for option, value in given.items() if value is not None})
         return decoder(shape, name, dropout, context_method)
-    if name in GPT_SIZES:
-        size = GPT_SIZES[name]
-        size = replace(size, mixture=mixture or size.mixture, vocabulary=vocabulary or size.vocabulary)
-        return gpt(size, name, dropout, context_method)
     if dropout:
         raise UsageError(f"{name} has no dropout; leave it at 0 instead of {dropout}")
     if name in DENSE:

@@ -91,7 +91,7 @@ def _tensors(
         """In the modules of this name, if there are any: with the prefix of all names or without it."""
         found = modules.get(name, ())
         tensors = [f"{block}{module}{kind}" for module in ((found,) if isinstance(found, str) else found)]
-        return tuple(TensorSlice(prefix + each, dims, **place) for each in tensors for prefix in prefixes)
+        return tuple(TensorSlice(f"{prefix}{each}", dims, **place) for each in tensors for prefix in prefixes)
 
     def weight(block: str, name: str, dims: str, **place: Any) -> tuple[TensorSlice, ...]:
         return at(block, name, " ".join(dims.split()[::-1]) if transposed else dims, **place)
@@ -121,9 +121,9 @@ def _tensors(
             if shape.bias:
                 slices = (at(block, way, dims.split()[0], ".bias", pairs=turned, **place) for way, dims, place in ways)
                 yield f"{own}/{name}_bias", sum(slices, ())
-        if shape.query_key_norm:
+        if shape.qk_norm:
             for name, heads in (("query_norm", queries), ("key_norm", "h")):
-                dims = f"{heads}k" if shape.norm_together else "k"
+                dims = f"{heads}k" if shape.qk_norm_all_heads else "k"
                 yield f"{own}/{name}", at(block, name, dims, pairs=norm_pairs, offset=offset)
         yield f"{own}/output", weight(block, "output", f"d {queries}k")
         if shape.output_bias:
@@ -135,12 +135,14 @@ def _tensors(
                 yield f"{own}/{name}", at(block, "gate_up", "nf d", at={"n": (int(name == "up"), 2)})
                 continue
             yield f"{own}/{name}", weight(block, name, dims)
-            if shape.perceptron_bias:
+            if shape.mlp_bias:
                 yield f"{own}/{bias}", at(block, name, dims[0], ".bias")
 
     def experts(own: str, block: str) -> WeightMap:
         """Each in tensors of its own, or all of a layer in one, perhaps gate and up side by side."""
-        count, shared = shape.mixture.experts, shape.mixture.shared
+        mixture = shape.mixture
+        assert mixture is not None
+        count, shared = mixture.experts, mixture.shared
         yield f"{own}/router", at(block, "router", "E d", "")
         for e in range(count):
             for name, dims, _ in _GATED:
@@ -155,7 +157,7 @@ def _tensors(
             for name, dims, _ in _GATED:
                 place = {"n": (number, shared)}
                 yield f"{own}/shared{number}/{name}", at(block, f"shared/{name}", dims.replace("f", "nf"), "", at=place)
-        if shape.mixture.shared_gate:
+        if mixture.shared_gate:
             row = at(block, "shared_gate_row", "n d", "", at={"n": (0, 1)})
             yield f"{own}/shared_gate", at(block, "shared_gate", "d", "") + row
 
@@ -163,7 +165,7 @@ def _tensors(
     yield "embedding/table", at("", "embedding", "v d")
     if shape.embedding_norm:
         yield from norm("embedding_norm", "", "embedding_norm")
-    if shape.learned:
+    if shape.learned_positions:
         yield "positions/table", at("", "positions", "p d")
     for i in range(shape.layers):
         own, block = f"block{i}" if shape.parallel == "none" else f"block{i}/parallel", f"{modules['block']}{i}."
@@ -171,15 +173,15 @@ def _tensors(
         second = f"{own}/moe" if routed else f"{own}/mlp"
         if shape.parallel == "one-norm":
             yield from norm(f"{own}/norm", block, "block/norm")
-        elif shape.norms != "after":
+        elif shape.norm_position != "after":
             yield from norm(f"{own}/attention/norm", block, "attention/norm")
         yield from attention(f"{own}/attention", block)
-        if shape.norms != "before":
+        if shape.norm_position != "before":
             yield from norm(f"{own}/attention/norm_after", block, "attention/norm_after")
-        if shape.parallel != "one-norm" and shape.norms != "after":
+        if shape.parallel != "one-norm" and shape.norm_position != "after":
             yield from norm(f"{second}/norm", block, "mlp/norm")
         yield from experts(second, block) if routed else perceptron(second, block)
-        if shape.norms != "before":
+        if shape.norm_position != "before":
             yield from norm(f"{second}/norm_after", block, "mlp/norm_after")
     yield from norm("norm", "", "norm")
     prefixes = {"": None}

@@ -16,7 +16,7 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import key_of
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.decode_inputs import grow
+from spmd_engine.engine.inference import grow
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.layers.attention.kv_cache import Cache

@@ -51,32 +51,13 @@ __all__ = [
 ]
 
 _PUBLIC = {
-    "experts": (
-        "even",
-        "greedy",
-        "imbalance",
-        "moved",
-        "optimal",
-        "rebalanced",
-        "routing_table",
-    ),
+    "experts": ("even", "greedy", "imbalance", "moved", "optimal", "rebalanced", "routing_table"),
     "layout": ("Layout",),
     "notation": ("Spec",),
-    "placement": (
-        "ArrayPlacement",
-        "Placement",
-    ),
+    "placement": ("ArrayPlacement", "Placement"),
     "rectangles": ("Rectangle",),
-    "resharding": (
-        "gather",
-        "reshard",
-        "reshard_plan",
-        "shard",
-    ),
+    "resharding": ("gather", "reshard", "reshard_plan", "shard"),
     "shards": ("Shards",),
-    "transfer": (
-        "TransferPlan",
-        "plan_transfer",
-    ),
+    "transfer": ("TransferPlan", "plan_transfer"),
 }
 __getattr__ = imported_when_asked(__name__, _PUBLIC)

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import product
 from typing import Any
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.dtypes import describe, described
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
-from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.sharding.rectangles import Grid, Rectangle
 
@@ -87,21 +84,6 @@ class ArrayPlacement:
             owners.add(block)
             held.append((_with_halo(block, shape, around),))
         return cls(tuple(shape), np.dtype(dtype), tuple(held), tuple(owned))
-
-    @classmethod
-    def of_layout(
-        cls, layout: Layout, dims: str, shape: Sequence[int], dtype: np.dtype, places: Sequence[MeshPosition]
-    ) -> ArrayPlacement:
-        """What ranks have inside layers of an array with these letters, zigzag sequences included.
-
-        A rank's array in a layer is made of several rectangles then, joined along a dim: see ``views``.
-        """
-        cuts = []
-        for letter, length in zip(dims.split(), shape, strict=True):
-            rank_positions = [_runs(positions) for positions in layout.positions_by_rank(length, places[0], letter)]
-            cuts.append([rank_positions[place.index(layout.axes(letter))] for place in places])
-        held = [[_rectangle(sides) for sides in product(*sides_by_dim)] for sides_by_dim in _by_rank(cuts, len(places))]
-        return cls.of_rectangles(shape, dtype, held)
 
     def on(self, ranks: Sequence[int], size: int) -> ArrayPlacement:
         """The same in a group of ``size`` ranks, of which number ``ranks[i]`` is this placement's rank i."""
@@ -175,26 +157,6 @@ class Placement(Mapping[str, ArrayPlacement]):
         return len(self._arrays)
 
 
-def views(rectangles: Sequence[Rectangle], x: Array) -> list[Array]:
-    """A rank's array ``x``, which is these rectangles joined, as a view of each.
-
-    Where they differ along a dim, they lie one behind the other along it, in the order in which they are named: as
-    the early and the late part of a zigzag sequence do.
-    """
-    places: list[dict[Interval, slice]] = []
-    for sides in zip(*map(_sides, rectangles), strict=True):
-        begun, found = 0, {}
-        for start, stop in dict.fromkeys(sides):
-            found[start, stop] = slice(begun, begun + stop - start)
-            begun += stop - start
-        places.append(found)
-    shape = tuple(max((part.stop for part in found.values()), default=0) for found in places)
-    if rectangles and x.shape != shape:
-        raise UsageError(f"the rectangles {', '.join(map(str, rectangles))} make an array of {shape}, not {x.shape}")
-    indices = ([found[side] for found, side in zip(places, _sides(each), strict=True)] for each in rectangles)
-    return [x[(..., *index)] for index in indices]
-
-
 def ranks_of_blocks(placed: Sequence[Rectangles]) -> dict[Rectangle, list[int]]:
     """Every block that is not empty, with the ranks that have it."""
     ranks: dict[Rectangle, list[int]] = {}
@@ -231,24 +193,8 @@ def _with_halo(block: Rectangle, shape: Sequence[int], around: Sequence[Interval
     return Rectangle(start, tuple(min(length, b + behind) for b, (_, behind), length in ends))
 
 
-def _runs(positions: np.ndarray) -> list[Interval]:
-    """Ascending positions as intervals; one empty interval where there are none."""
-    if not len(positions):
-        return [(0, 0)]
-    parts = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
-    return [(int(part[0]), int(part[-1]) + 1) for part in parts]
-
-
-def _by_rank(cuts: Sequence[Sequence[list[Interval]]], ranks: int) -> Iterator[list[list[Interval]]]:
-    return ([of_dim[rank] for of_dim in cuts] for rank in range(ranks))
-
-
 def _sides(rectangle: Rectangle) -> list[Interval]:
     return list(zip(rectangle.start, rectangle.stop, strict=True))
-
-
-def _rectangle(sides: Sequence[Interval]) -> Rectangle:
-    return Rectangle(tuple(start for start, _ in sides), tuple(stop for _, stop in sides))
 
 
 # --- Placements that no rank can tell alone: every rank says what it holds, of all arrays at once

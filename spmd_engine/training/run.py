@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 
 from spmd_engine.checkpoints import CheckpointFolder, Save
-from spmd_engine.checkpoints.format.folder import make_folder, replace_file
-from spmd_engine.checkpoints.format.lock import RunLock
+from spmd_engine.checkpoints.format.folder import RunLock, make_folder, replace_file
 from spmd_engine.checkpoints.save import KEEP, mesh_name
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, Evaluation
 from spmd_engine.errors import CheckpointError, UsageError
-from spmd_engine.regular_file import open_regular
+from spmd_engine.files import open_regular
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.trainer import StepReport, Trainer
 
@@ -373,7 +372,7 @@ class Run:
             self.evaluation = found if found.count else None  # of no targets there is no loss
 
     def _compare_replicas(self, step: int) -> None:
-        from spmd_engine.checkpoints.replicas import compare_replicas
+        from spmd_engine.checkpoints.digest import compare_replicas
 
         with self._phase("comparing replicas, step", step):
             compare_replicas(self.engine, self.trainer.optimizer)

@@ -17,8 +17,8 @@ from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import SGD, AdamW, Optimizer, WarmupCosine
 from spmd_engine.engine.parallel_config import ParallelConfig, build_engine
 from spmd_engine.errors import UsageError
-from spmd_engine.models.gpt import BYTES
-from spmd_engine.models.images import ImageShape
+from spmd_engine.models.convnet import ImageShape
+from spmd_engine.models.decoder import BYTES
 from spmd_engine.models.names import IMAGES
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.strategies import strategy_named

@@ -1,8 +1,7 @@
 """Verification: a sharded engine and one on a single device in lockstep, and what explains their differences."""
 
 from spmd_engine.verification.lockstep import verify
-from spmd_engine.verification.models import engine_of_model
-from spmd_engine.verification.reference import engine_and_reference, fill_zeros, mesh_of_one
+from spmd_engine.verification.reference import engine_and_reference, engine_of_model, fill_zeros, mesh_of_one
 from spmd_engine.verification.report import (
     Cause,
     Disagreement,

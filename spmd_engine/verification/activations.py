@@ -9,12 +9,14 @@ from functools import partial
 
 import numpy as np
 
-from spmd_engine.arrays.backend import backend_of
+from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError, one_of
-from spmd_engine.layers import Layer
+from spmd_engine.layers import Activation
+from spmd_engine.verification.probe import OUTPUT, LayeredProbe, ProbedLayer, ProbePoint
 
 INPUTS = "tokens"
+NEVER = np.iinfo(np.int64).max  # the number of the first token that is off, if none is
 _HIDDEN = re.compile(r"hidden_states\.(\d+)")
 
 
@@ -42,32 +44,19 @@ def compare_activations(
     expected = {_layer(name, names): array for name, array in reference.items() if name != INPUTS}
     if not expected:
         raise UsageError(f"the reference has nothing but {INPUTS!r}: name arrays as layers are, {names[0]}, {names[1]}")
-    found: dict[str, tuple[float, int]] = {}
-    tokens = reference[INPUTS]
+    tokens, comparison = reference[INPUTS], _Comparison(engine, expected, tolerance)
     (x,) = engine.cut_rows(tokens[engine.batch_span(len(tokens))], None)[:1]
-    with engine.inference(), engine.wrapped(partial(_Compared, engine, expected, tolerance, found)):
+    with engine.inference(), engine.wrapped(partial(ProbedLayer, comparison)):
         engine.forward(np.ascontiguousarray(x))
     compared = [name for name in names if name in expected]
-    return _of_all_ranks(engine, compared, found, expected, tokens.shape[1])
-
-
-def _of_all_ranks(
-    engine: LayeredEngine,
-    names: Sequence[str],
-    found: Mapping[str, tuple[float, int]],
-    expected: Mapping[str, np.ndarray],
-    length: int,
-) -> list[LayerDistance]:
-    never = np.iinfo(np.int64).max
-    mine = [found.get(name, (0.0, never)) for name in names]
+    mine = [comparison.distances.get(name, (0.0, NEVER)) for name in compared]
     group = engine.group()
     furthest = group.all_reduce(np.array([distance for distance, _ in mine]), "max", label="verify")
     firsts = group.all_reduce(np.array([first for _, first in mine]), "min", label="verify")
     distances = []
-    for name, distance, first in zip(names, furthest.tolist(), firsts.tolist(), strict=True):
-        scale = float(abs(expected[name]).max()) or 1.0
-        place = None if first == never else divmod(first, length)
-        distances.append(LayerDistance(name, distance / scale, place))
+    for name, distance, first in zip(compared, furthest.tolist(), firsts.tolist(), strict=True):
+        place = None if first == NEVER else divmod(first, tokens.shape[1])
+        distances.append(LayerDistance(name, distance / (float(abs(expected[name]).max()) or 1.0), place))
     return distances
 
 
@@ -88,52 +77,35 @@ def _layer(name: str, names: Sequence[str]) -> str:
     return name
 
 
-class _Compared(Layer):
-    """A layer whose output is compared with the reference's, on this rank."""
+class _Comparison(LayeredProbe):
+    """Compares the outputs of layers with the reference's, on this rank."""
 
-    def __init__(
-        self,
-        engine: LayeredEngine,
-        expected: Mapping[str, np.ndarray],
-        tolerance: float,
-        found: dict[str, tuple[float, int]],
-        name: str,
-        layer: Layer,
-    ) -> None:
-        self._engine, self._expected, self._tolerance, self._found = engine, expected, tolerance, found
-        self._name, self._layer = name, layer
+    def __init__(self, engine: LayeredEngine, expected: Mapping[str, np.ndarray], tolerance: float) -> None:
+        super().__init__(engine)
+        self._expected, self._tolerance = expected, tolerance
+        self.distances: dict[str, tuple[float, int]] = {}  #: the largest difference, and the number of the first token
 
-    def forward(self, sh, p, x, ctx):
-        y, *rest = self._layer.forward(sh, p, x, ctx)
-        if self._name in self._expected:
-            self._compare(backend_of(y).to_host(y))
-        return y, *rest
-
-    def _compare(self, y: np.ndarray) -> None:
-        whole, declared = self._expected[self._name], self._layer.outputs
-        layout, mesh, letters = self._engine.layout, self._engine.mesh, declared.dims.split()
+    def take(self, point: ProbePoint, array: Array, declared: Activation, base: Array) -> None:
+        """Compare an output with its part of the reference."""
+        if point.kind != OUTPUT or point.layer not in self._expected:
+            return
+        y, whole, letters = backend_of(array).to_host(array), self._expected[point.layer], declared.dims.split()
         if whole.ndim != len(letters):
-            raise UsageError(f"the reference has {self._name} of shape {whole.shape}, its output is [{declared.dims}]")
+            raise UsageError(f"the reference has {point.layer} of shape {whole.shape}, its output is [{declared.dims}]")
+        layout, mesh = self.engine.layout, self.engine.mesh
         places = [
             layout.positions(length, mesh, declared.where, letter)
             for letter, length in zip(letters, whole.shape, strict=True)
         ]
         if tuple(map(len, places)) != y.shape:
-            raise UsageError(f"the reference has {self._name} of shape {whole.shape}: other samples, lengths or widths")
-        expected = whole[np.ix_(*places)]
-        difference = abs(y.astype(np.float64) - expected)
-        never = np.iinfo(np.int64).max
-        furthest, first = 0.0, never
+            raise UsageError(
+                f"the reference has {point.layer} of shape {whole.shape}: other samples, lengths or widths"
+            )
+        difference = abs(y.astype(np.float64) - whole[np.ix_(*places)])
+        furthest, first = 0.0, NEVER
         if difference.size:
             furthest = float(np.nan_to_num(difference, nan=np.inf).max())
             off = ~(difference <= self._tolerance * (abs(whole).max() or 1.0)).all(axis=2)
             if off.any():
-                numbers = places[0][:, None] * whole.shape[1] + places[1]
-                first = int(numbers[off].min())
-        self._found[self._name] = furthest, first
-
-    def backward_input(self, sh, p, saved, dy, *side):
-        return self._layer.backward_input(sh, p, saved, dy, *side)
-
-    def backward_weight(self, sh, rest, g):
-        self._layer.backward_weight(sh, rest, g)
+                first = int((places[0][:, None] * whole.shape[1] + places[1])[off].min())
+        self.distances[point.layer] = furthest, first

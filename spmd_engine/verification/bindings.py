@@ -105,7 +105,7 @@ class Bindings:
         return after_line(frame, event, arg)  # its arguments
 
     def _see_returned(self, function: str, file: str, line: int, returned: Any) -> None:
-        first = returned[0] if isinstance(returned, tuple) and returned else returned
+        first: Any = returned[0] if isinstance(returned, tuple) and returned else returned
         if function.startswith("<"):
             return
         if _is_array_of_floats(first):

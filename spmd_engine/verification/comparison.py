@@ -13,8 +13,7 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.group import Group
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.errors import UsageError
-from spmd_engine.verification.blocks import ComparedBlock, difference, first_and_largest
-from spmd_engine.verification.diagnosis import diagnose
+from spmd_engine.verification.diagnosis import ComparedBlock, diagnose, difference, first_and_largest
 from spmd_engine.verification.report import Disagreement
 
 Index = tuple[slice | np.ndarray, ...]  # of each dim, which places: a range; of one dim perhaps a list of them
@@ -93,7 +92,8 @@ def examine(
             tuple(np.arange(n)[places] for n, places in zip(whole.shape, part.index, strict=True)),
             _host(part.found),
             _block(whole, part.index),
-            *(None if array is None else _host(array) for array in (part.before, part.base)),
+            None if part.before is None else _host(part.before),
+            None if part.base is None else _host(part.base),
         )
     limit = tolerance * measured.scale
     summed = micro_batches if tensor.micro_batch is None else 1

@@ -6,17 +6,123 @@ Each cause is a formula over all ranks' blocks of one tensor; those that hold ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from itertools import product
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations, product
 from math import isclose
 
 import numpy as np
 
-from spmd_engine.verification.blocks import ComparedBlock, Teams, difference, teams_of_replicas
-from spmd_engine.verification.report import Cause, Finding
+from spmd_engine.verification.report import Cause, Element, Finding
+
+Teams = dict[tuple[str, ...], list[list["ComparedBlock"]]]
+
+
+@dataclass(frozen=True)
+class ComparedBlock:
+    """One rank's part."""
+
+    rank: int
+    coordinates: Mapping[str, int]
+    index: tuple[np.ndarray, ...]  #: of each dim, which places of the whole these are
+    found: np.ndarray
+    expected: np.ndarray
+    before: np.ndarray | None = None  #: what this rank had a step ago
+    base: np.ndarray | None = None  #: what the rest was added to: no part of any sum over ranks made for it
+    base_name: str = "its input"
+
+    @property
+    def difference(self) -> np.ndarray:
+        return difference(self.found, self.expected)
+
+    @property
+    def added(self) -> ComparedBlock:
+        """What was added to the base alone."""
+        if self.base is None:
+            return self
+        return replace(self, found=self.found - self.base, expected=self.expected - self.base, base=None)
+
+    def element(self, place: int) -> Element:
+        """One element, by its place in the flat block."""
+        where = np.unravel_index(place, self.found.shape)
+        index = tuple(int(places[i]) for places, i in zip(self.index, where, strict=True))
+        return Element(index, self.rank, self.coordinates, float(self.found[where]), float(self.expected[where]))
+
+
+def difference(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """|found - expected|; 0 where both are the same infinity or no number, infinite where only one of them is."""
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(found - expected)
+    same = (found == expected) | (np.isnan(found) & np.isnan(expected))
+    return np.where(same, 0.0, np.where(np.isnan(apart), np.inf, apart))
+
+
+def first_and_largest(blocks: Sequence[ComparedBlock], limit: float) -> tuple[Element, Element]:
+    """Of the elements that are off by more than ``limit``: the first in the whole array, and the one most off."""
+    elements = []
+    for block in blocks:
+        apart = block.difference.reshape(-1)
+        if apart.size and apart.max() > limit:
+            first, largest = int(np.argmax(apart > limit)), int(np.argmax(apart))
+            elements.append((block.element(first), block.element(largest), apart[largest]))
+    first = min((first for first, _, _ in elements), key=lambda element: (element.index, element.rank))
+    return first, max(elements, key=lambda each: each[2])[1]
+
+
+def teams_of_replicas(blocks: Sequence[ComparedBlock], axes: Mapping[str, int]) -> Teams:
+    """For every set of mesh axes along which all ranks have the same places: the ranks that differ only along it.
+
+    Smaller sets come first. Only blocks of the same places make a team, so an axis that cuts the tensor is in no set.
+    """
+    teams: Teams = {}
+    long = [axis for axis, size in axes.items() if size > 1]
+    for over in (over for count in range(1, len(long) + 1) for over in combinations(long, count)):
+        by_place: dict[tuple[int, ...], list[ComparedBlock]] = {}
+        for block in blocks:
+            key = tuple(place for axis, place in block.coordinates.items() if axis not in over)
+            by_place.setdefault(key, []).append(block)
+        made = list(by_place.values())
+        if max(map(len, made), default=1) > 1 and all(map(_alike, made)):
+            teams[over] = made
+    return teams
+
+
+def _alike(team: Sequence[ComparedBlock]) -> bool:
+    return all(all(map(np.array_equal, block.index, team[0].index)) for block in team)
+
+
+# --- Causes
+
 
 PARAMETER, INITIAL = "parameter", "initial parameter"  # kinds of tensors that nobody sums over ranks
 VARIABLE = "variable"  # of a function: what its ranks have may rightly differ
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    """What all ranks have of a tensor, and what is known of it."""
+
+    blocks: Sequence[ComparedBlock]
+    axes: Mapping[str, int]  #: of the mesh, with their sizes
+    limit: float
+    kind: str
+    micro_batches: int
+
+    @cached_property
+    def wrong(self) -> list[ComparedBlock]:
+        """The blocks that are off."""
+        return [block for block in self.blocks if self.is_off(block.difference)]
+
+    @cached_property
+    def teams(self) -> Teams:
+        """By axes, the ranks that differ along them alone and should have the same, where one of them is off."""
+        off = {block.rank for block in self.wrong}
+        made = teams_of_replicas(self.blocks, self.axes)
+        return {over: [team for team in teams if off & {x.rank for x in team}] for over, teams in made.items()}
+
+    def is_off(self, difference: np.ndarray) -> bool:
+        """Whether a difference is larger than the limit."""
+        return bool((difference > self.limit).any())
 
 
 def diagnose(
@@ -24,39 +130,18 @@ def diagnose(
 ) -> tuple[Finding, ...]:
     """The causes that explain blocks some of which differ by more than ``limit`` from what they should be.
 
-    ``axes`` are the mesh's, with their sizes. Where a telling cause fits, less telling ones are left out.
+    ``axes`` are the mesh's, with their sizes. Causes are tried in order: the first that fits is the answer.
     """
-    wrong = [block for block in blocks if (block.difference > limit).any()]
-    off = {block.rank for block in wrong}
-    teams = {
-        over: [team for team in made if off & {block.rank for block in team}]
-        for over, made in teams_of_replicas(blocks, axes).items()
-    }
-    attempts = {
-        PARAMETER: [lambda: _multiple_of_update(wrong, limit)],
-        INITIAL: [],
-    }.get(
-        kind,
-        [
-            lambda: _missing_sum(teams, limit),
-            lambda: _multiple(wrong, teams, limit, micro_batches),
-            lambda: _base_in_sum(wrong, teams, limit),
-        ],
-    )
-    attempts += [
-        lambda: _other_block(blocks, wrong, axes, limit),
-        lambda: _missing_halo(blocks, wrong, axes, limit),
-        lambda: _stale(wrong, limit, kind),
-        lambda: _zero(wrong, limit),
-        lambda: _transposed(wrong, limit),
-    ]
-    if kind != VARIABLE:
-        attempts.append(lambda: _replicas(teams, limit))
-    return next((found for attempt in attempts if (found := tuple(attempt()))), ())
+    evidence = _Evidence(blocks, axes, limit, kind, micro_batches)
+    of_kind = _CAUSES_BY_KIND.get(kind, (_missing_sum, _multiple, _base_in_sum))
+    causes = (*of_kind, _other_block, _missing_halo, _stale, _zero, _transposed)
+    causes += () if kind == VARIABLE else (_replicas,)
+    return next((found for cause in causes if (found := tuple(cause(evidence)))), ())
 
 
-def _missing_sum(teams: Teams, limit: float) -> Iterable[Finding]:
+def _missing_sum(evidence: _Evidence) -> Iterable[Finding]:
     """What the ranks along some axes have, together, is what each should have."""
+    teams, limit = evidence.teams, evidence.limit
 
     def unsummed(over: tuple[str, ...]) -> bool:
         if not any(_apart(team, limit) for team in teams[over]):
@@ -76,8 +161,9 @@ def missing_sum(over: Sequence[str], how: str = "") -> Finding:
     return Finding(Cause.MISSING_SUM, text, tuple(over))
 
 
-def _multiple(wrong: Sequence[ComparedBlock], teams: Teams, limit: float, micro_batches: int) -> Iterable[Finding]:
+def _multiple(evidence: _Evidence) -> Iterable[Finding]:
     """All of it is a multiple of what it should be: by which axes would that come about?"""
+    wrong, limit = evidence.wrong, evidence.limit
     factor, what = _factor([block.added for block in wrong], limit), "it is"
     if any(block.base is not None for block in wrong):
         what = f"what is added to {wrong[0].base_name} is" if factor else what
@@ -87,22 +173,25 @@ def _multiple(wrong: Sequence[ComparedBlock], teams: Teams, limit: float, micro_
     times = max(factor, 1 / factor)
     cause, how = (Cause.REPEATED_SUM, "summed once more") if factor > 1 else (Cause.MEAN, "averaged, not summed,")
     said = f"{what} {_ratio(factor)} times what it should be"
-    explained = _fewest(over for over, made in teams.items() if all(_is_near(times, len(team)) for team in made))
+    explained = _fewest(
+        over for over, made in evidence.teams.items() if all(_is_near(times, len(team)) for team in made)
+    )
     for over in explained:
         yield Finding(cause, f"{said}, as if {how} over {' and '.join(over)}", over, factor)
-    if micro_batches > 1 and _is_near(times, micro_batches):
+    if evidence.micro_batches > 1 and _is_near(times, evidence.micro_batches):
         yield Finding(cause, f"{said}, as if {how} over the micro-batches", (), factor)
     elif not explained and wrong[0].found.size > 1:  # of one number, any other is a multiple
         yield Finding(Cause.FACTOR, said, (), factor)
 
 
-def _base_in_sum(wrong: Sequence[ComparedBlock], teams: Teams, limit: float) -> Iterable[Finding]:
+def _base_in_sum(evidence: _Evidence) -> Iterable[Finding]:
     """What is off is a multiple of the base: so many ranks added it, and then were summed."""
-    if any(block.base is None for block in wrong):
+    wrong = evidence.wrong
+    more = [replace(x, found=x.found - x.expected, expected=x.base) for x in wrong if x.base is not None]
+    factor = _factor(more, evidence.limit) if len(more) == len(wrong) else None
+    if factor is None:
         return
-    more = [replace(block, found=block.found - block.expected, expected=block.base) for block in wrong]
-    factor = _factor(more, limit)
-    for over, made in teams.items() if factor else ():
+    for over, made in evidence.teams.items():
         if all(_is_near(factor + 1, len(team)) for team in made):
             yield base_in_sum(wrong[0].base_name, over, len(made[0]))
 
@@ -114,24 +203,23 @@ def base_in_sum(base: str, over: tuple[str, ...], times: int) -> Finding:
     return Finding(Cause.BIAS_IN_SUM, text, over)
 
 
-def _other_block(
-    blocks: Sequence[ComparedBlock], wrong: Sequence[ComparedBlock], axes: Mapping[str, int], limit: float
-) -> Iterable[Finding]:
+def _other_block(evidence: _Evidence) -> Iterable[Finding]:
     """Each rank has the very values that another one should have; or, of a whole, their parts in another order."""
+    wrong, limit = evidence.wrong, evidence.limit
 
     def whose(block: ComparedBlock) -> ComparedBlock | None:
-        alike = (each for each in blocks if each.expected.shape == block.found.shape)
+        alike = (each for each in evidence.blocks if each.expected.shape == block.found.shape)
         return next((each for each in alike if (difference(block.found, each.expected) <= limit).all()), None)
 
     if any(block.found.size < 2 or np.ptp(block.found) <= limit for block in wrong):
         return
-    if all(others := [whose(block) for block in wrong]):
-        over = tuple(axis for axis, place in wrong[0].coordinates.items() if place != others[0].coordinates[axis])
-        text = f"rank {wrong[0].rank} has the values of rank {others[0].rank}: parts along {_and(over)} are swapped"
+    if (other := whose(wrong[0])) is not None and all(whose(block) is not None for block in wrong[1:]):
+        over = tuple(axis for axis, place in wrong[0].coordinates.items() if place != other.coordinates[axis])
+        text = f"rank {wrong[0].rank} has the values of rank {other.rank}: parts along {_and(over)} are swapped"
         yield Finding(Cause.OTHER_BLOCK, text, over)
         return
-    for axis, dim in product(axes, range(wrong[0].found.ndim)):
-        if all(_is_permuted(block, axes[axis], dim, limit) for block in wrong):
+    for axis, dim in product(evidence.axes, range(wrong[0].found.ndim)):
+        if all(_is_permuted(block, evidence.axes[axis], dim, limit) for block in wrong):
             text = f"its parts from the ranks along {axis} are in another order than one device's"
             yield Finding(Cause.OTHER_BLOCK, text, (axis,))
             return
@@ -144,40 +232,39 @@ def _is_permuted(block: ComparedBlock, parts: int, dim: int, limit: float) -> bo
     )
 
 
-def _transposed(wrong: Sequence[ComparedBlock], limit: float) -> Iterable[Finding]:
-    turned = [replace(block, found=block.found.T) for block in wrong]
-    if all(x.found.ndim > 1 and x.found.shape == x.expected.shape for x in turned) and not any(
-        (block.difference > limit).any() for block in turned
-    ):
+def _transposed(evidence: _Evidence) -> Iterable[Finding]:
+    turned = [replace(block, found=block.found.T) for block in evidence.wrong]
+    fits = all(x.found.ndim > 1 and x.found.shape == x.expected.shape for x in turned)
+    if fits and not any(evidence.is_off(block.difference) for block in turned):
         yield Finding(Cause.TRANSPOSED, "it is the transpose of what it should be")
 
 
-def _multiple_of_update(wrong: Sequence[ComparedBlock], limit: float) -> Iterable[Finding]:
-    factor = _factor([block.added for block in wrong], limit)
+def _multiple_of_update(evidence: _Evidence) -> Iterable[Finding]:
+    factor = _factor([block.added for block in evidence.wrong], evidence.limit)
     if factor is not None:
         yield Finding(Cause.FACTOR, f"its update is {_ratio(factor)} times what it should be", (), factor)
 
 
-def _stale(wrong: Sequence[ComparedBlock], limit: float, kind: str) -> Iterable[Finding]:
-    if all(block.before is not None and _everywhere_off(block, block.before, limit) for block in wrong):
-        what = "the update did not reach it" if kind == PARAMETER else "it is the previous step's"
+def _stale(evidence: _Evidence) -> Iterable[Finding]:
+    limit = evidence.limit
+    if all(block.before is not None and _everywhere_off(block, block.before, limit) for block in evidence.wrong):
+        what = "the update did not reach it" if evidence.kind == PARAMETER else "it is the previous step's"
         yield Finding(Cause.STALE, f"what is off did not change in this step: {what}")
 
 
-def _zero(wrong: Sequence[ComparedBlock], limit: float) -> Iterable[Finding]:
-    if all(_everywhere_off(block, np.zeros_like(block.found), limit) for block in wrong):
+def _zero(evidence: _Evidence) -> Iterable[Finding]:
+    if all(_everywhere_off(block, np.zeros_like(block.found), evidence.limit) for block in evidence.wrong):
         yield Finding(Cause.ZERO, "what is off is 0: nothing was ever added to it")
 
 
-def _missing_halo(
-    blocks: Sequence[ComparedBlock], wrong: Sequence[ComparedBlock], axes: Mapping[str, int], limit: float
-) -> Iterable[Finding]:
-    """Along a dim that is cut, only the first and the last places of blocks are off, and only where others go on."""
+def _missing_halo(evidence: _Evidence) -> Iterable[Finding]:
+    """Along a sharded dim only the first and the last places of blocks are off, and only where others go on."""
+    blocks, wrong = evidence.blocks, evidence.wrong
     for dim in range(wrong[0].found.ndim):
-        over = [axis for axis in axes if _cuts(blocks, axis, dim)]
+        over = [axis for axis in evidence.axes if _cuts(blocks, axis, dim)]
         length = 1 + max((int(block.index[dim].max()) for block in blocks if block.found.size), default=0)
-        edges = [_edges_off(block, dim, length, limit) for block in wrong]
-        if over and all(off is not None for off in edges) and min(edges) < 1:
+        edges = [off for block in wrong if (off := _edges_off(block, dim, length, evidence.limit)) is not None]
+        if over and len(edges) == len(wrong) and min(edges) < 1:
             what = _and(over)
             text = f"only what lies next to other ranks' parts along {what} is off: a halo over {what} is missing"
             yield Finding(Cause.MISSING_HALO, text, tuple(over))
@@ -196,7 +283,7 @@ def _cuts(blocks: Sequence[ComparedBlock], axis: str, dim: int) -> bool:
 
 def _edges_off(block: ComparedBlock, dim: int, length: int, limit: float) -> float | None:
     """Which share of a block's places along a dim is off, if these are its first and last ones where others go on."""
-    off = (block.difference > limit).any(axis=tuple(d for d in range(block.found.ndim) if d != dim))
+    off = np.any(block.difference > limit, axis=tuple(d for d in range(block.found.ndim) if d != dim))
     right, places = np.flatnonzero(~off), block.index[dim]
     if not len(right):
         return 1.0 if len(places) < length else None
@@ -210,7 +297,8 @@ def _everywhere_off(block: ComparedBlock, other: np.ndarray, limit: float) -> bo
     return bool((block.found == other)[block.difference > limit].all())
 
 
-def _replicas(teams: Teams, limit: float) -> Iterable[Finding]:
+def _replicas(evidence: _Evidence) -> Iterable[Finding]:
+    teams, limit = evidence.teams, evidence.limit
     for over in _fewest(over for over, made in teams.items() if any(_apart(team, limit) for team in made)):
         axes = _and(over)
         yield Finding(
@@ -225,7 +313,7 @@ def _apart(team: Sequence[ComparedBlock], limit: float) -> bool:
 
 
 def _sums_up(team: Sequence[ComparedBlock], limit: float) -> bool:
-    total = sum(block.found for block in team)
+    total = sum((block.found for block in team[1:]), team[0].found)
     return all((difference(total, block.expected) <= len(team) * limit).all() for block in team)
 
 
@@ -260,3 +348,7 @@ def _ratio(factor: float) -> str:
 
 def _is_near(number: float, whole: int) -> bool:
     return isclose(number, whole, rel_tol=1e-4)  # in float32, no better
+
+
+#: What is tried first of tensors that are not summed over ranks; of all others, that a reduction is wrong.
+_CAUSES_BY_KIND = {PARAMETER: (_multiple_of_update,), INITIAL: ()}

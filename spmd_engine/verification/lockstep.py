@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -24,8 +24,6 @@ from spmd_engine.verification.report import Cause, Disagreement, Distances, Grad
 GRADIENT, LOSS, NORM = "gradient", "loss", "squared norm of the gradient"
 #: By dtype, relative to a tensor's scale: what rounding does not reach in a few steps, and mistakes surpass.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
-
-T = TypeVar("T")
 
 
 def verify(
@@ -101,20 +99,21 @@ class Pair:
         loss: Callable[[ShardedEngine], Loss | None] = lambda engine: None,
         tolerance: float | None = None,
     ) -> None:
-        self.engine, self.reference, self.batches, self.loss_of = engine, reference, batches, loss
+        self.engine, self.batches, self.loss_of = engine, batches, loss
+        self.reference: Any = reference  # an engine on rank 0, where alone it is used
         for compared in (engine, reference):
             if compared is not None:  # rank 0 alone has the reference
                 compared.checks_replicas = compared.checks_gradients = False  # verify checks both, and explains them
         self.world = engine.group()
-        self._on_first(lambda: _check_names(engine, reference))
-        self.probe, self.probe_alone = probe(engine), self._on_first(lambda: probe(reference))
-        self.tolerance = tolerance or from_first(self.world, self._on_first(lambda: _tolerance(reference)))
+        self._on_first(lambda: _check_names(engine, self.reference))
+        self.probe, self.probe_alone = probe(engine), self._on_first(lambda: probe(self.reference))
+        self.tolerance = tolerance or from_first(self.world, self._on_first(lambda: _tolerance(self.reference)))
         self.micro_batches = 1
         self.gradients_before: dict[str, Array] = {}
         self.parameters_before: dict[str, Array] = {}
 
-    def _on_first(self, do: Callable[[], T]) -> T | None:
-        """What the reference does: on rank 0. That it cannot be done, all learn."""
+    def _on_first(self, do: Callable[[], Any]) -> Any:
+        """What ``do`` returns on rank 0, which has the reference; None on others. All raise its UsageError."""
         return on_rank_zero(self.world, do)
 
     # --- what they do ------------------------------------------------------------------------------------
@@ -192,7 +191,8 @@ class Pair:
 
         def part(name: str) -> LocalPart | None:
             found, before = self.engine.parameters.get(name), self.parameters_before.get(name)
-            return None if found is None else LocalPart(found, self.engine.index(name), before, base=before)
+            index = self.engine.index(name)
+            return None if found is None or index is None else LocalPart(found, index, before, base=before)
 
         def tensor(name: str) -> ComparedTensor:
             return ComparedTensor(
@@ -241,9 +241,10 @@ class Pair:
         _check_gradients(found, self.engine)
 
         def part(name: str) -> LocalPart | None:
-            if name not in found:
+            index = self.engine.owned_index(name)
+            if name not in found or index is None:
                 return None
-            return LocalPart(found[name], self.engine.owned_index(name), self.gradients_before.get(name))
+            return LocalPart(found[name], index, self.gradients_before.get(name))
 
         def tensor(name: str) -> ComparedTensor:
             return ComparedTensor(GRADIENT, lambda: expected[name], lambda _: part(name), name, self._layer(name))
@@ -255,7 +256,7 @@ class Pair:
         return self.probe.layer_of(name) or name.rpartition("/")[0]
 
 
-def _number(kind: str, expected: float | None, found: float, power: int = 1) -> ComparedTensor:
+def _number(kind: str, expected: Any, found: float, power: int = 1) -> ComparedTensor:
     """A number that every rank should have."""
     return ComparedTensor(kind, lambda: np.array(expected**power), lambda shape: LocalPart(np.array(found**power), ()))
 

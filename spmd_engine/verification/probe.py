@@ -103,7 +103,7 @@ class LayeredProbe(Probe):
         return next(layer for layer in _beginnings(parameter) if layer in self._known)
 
     def step(self, batch: Batch, loss: Loss | None = None) -> float:
-        with self.engine.wrapped(partial(_ProbedLayer, self)):
+        with self.engine.wrapped(partial(ProbedLayer, self)):
             return self._probed_step(batch, loss)
 
     def take(self, point: ProbePoint, array: Array, declared: Activation, base: Array) -> None:
@@ -135,7 +135,7 @@ class LayeredProbe(Probe):
         return tuple(map(places, declared.dims.split(), shape))
 
 
-class _ProbedLayer(Layer):
+class ProbedLayer(Layer):
     """A layer that shows its probe what it gives to others."""
 
     def __init__(self, probe: LayeredProbe, name: str, layer: Layer) -> None:

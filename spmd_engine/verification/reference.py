@@ -1,4 +1,4 @@
-"""The single device to compare with: a mesh of one rank and, of an engine of one's own, another on that mesh."""
+"""The engine to verify and the single device to compare it with: a mesh of one rank, and the same engine on it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import key_of, normal
+from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.comm.communicators.threads import run_threads, solo
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, batch_of
 from spmd_engine.engine.distributed import make_engine, name_of
+from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.errors import UsageError, WrongNumberOfRanks
 from spmd_engine.losses import mean_squared_error
 from spmd_engine.models import Model
@@ -28,7 +31,8 @@ DEVIATION = 0.1  #: of the values that take the place of zeros
 
 def mesh_of_one(axes: Iterable[str] = ("data",)) -> Mesh:
     """A mesh of this rank alone, on which each of the axes has size 1."""
-    return Mesh(solo(), **dict.fromkeys(axes, 1))
+    sizes: dict[str, Any] = dict.fromkeys(axes, 1)
+    return Mesh(solo(), **sizes)
 
 
 def engine_and_reference(make: Callable[..., Any], mesh: Mesh) -> tuple[ShardedEngine, ShardedEngine | None]:
@@ -75,12 +79,12 @@ def fill_zeros(engine: ShardedEngine, reference: ShardedEngine | None, seed: int
 def put_back(engine: ShardedEngine) -> Iterator[None]:
     """Afterwards the engine's attributes are those that it had, and its random generators where they were."""
     generators = np.random.Generator, np.random.RandomState
-    before = {name: deepcopy(x) if isinstance(x, generators) else x for name, x in engine.__dict__.items()}
+    before = {name: deepcopy(x) if isinstance(x, generators) else x for name, x in vars(engine).items()}
     try:
         yield
     finally:
-        engine.__dict__.clear()
-        engine.__dict__.update(before)
+        vars(engine).clear()
+        vars(engine).update(before)
 
 
 def _load(engine: ShardedEngine, whole: dict[str, Array]) -> None:
@@ -157,10 +161,11 @@ def batches_of_shape(
     """
     _check_targets(engine, classes)
 
-    def ask() -> tuple[tuple[int, ...], str]:
+    def find_shape() -> tuple[tuple[int, ...], str]:
+        assert reference is not None, "rank 0 has one"
         dtype = np.result_type(*(parameter.dtype for parameter in reference.parameters.values()))
         with put_back(reference), reference.inference():
-            outputs = reference.forward(reference.backend.asarray(inputs(0, dtype)))
+            outputs: Array = reference.forward(reference.backend.asarray(inputs(0, dtype)))
         if not outputs.ndim or len(outputs) != shape[0]:
             raise UsageError(
                 f"inputs of shape {tuple(shape)} give outputs of {outputs.shape}; both must begin with the batch"
@@ -175,7 +180,7 @@ def batches_of_shape(
         draw = np.random.default_rng([seed, step])
         return draw.standard_normal(shape).astype(dtype) if below is None else draw.integers(0, below, shape)
 
-    target_shape, dtype = from_first(engine.group(), on_rank_zero(engine.group(), ask))
+    target_shape, dtype = from_first(engine.group(), on_rank_zero(engine.group(), find_shape))
 
     def batch(engine: ShardedEngine, step: int) -> Batch:
         draw = np.random.default_rng([seed, step, 1])
@@ -207,3 +212,33 @@ def _check_targets(engine: ShardedEngine, classes: int | None) -> None:
             f"--classes {classes}: the engine's loss is the mean squared error, of no classes. Say in the engine, for "
             "instance, loss = staticmethod(cross_entropy), from spmd_engine.layers"
         )
+
+
+# --- The engine of a model by name, with values in which mistakes show
+
+
+def engine_of_model(
+    model: ModelConfig, mesh: Mesh, composition: ParallelConfig, *, device: str = "cpu"
+) -> LayeredEngine:
+    """A model on a mesh, with random parameters. Collective.
+
+    What adapters leave frozen is read, if the model is one by path, and else random; they themselves are not the zeros
+    with which half of them begin, behind which the others would have no gradients.
+    """
+    if model.lora is None or model.path is None:
+        engine = build_engine(model, mesh, composition, device=device)
+    else:
+        engine, _ = open_pretrained(model, mesh, composition, device=device)
+    if model.lora is not None:
+        _draw_zeros(engine)
+    return engine
+
+
+def _draw_zeros(engine: LayeredEngine) -> None:
+    """Give it random values in place of parameters that begin as zeros."""
+    for name, target in engine.parameters.items():
+        parameter, shape = engine.store.described[name]
+        if parameter.mean == parameter.std == 0 and target.size:
+            key = key_of(engine.seed, "verify", name)
+            target += DEVIATION * normal(key, shape, engine.dtype, engine.index(name), engine.backend)
+    engine.filled()

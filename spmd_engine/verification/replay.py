@@ -22,9 +22,8 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.verification.bindings import Bindings, Name, ObservedReduction, place
-from spmd_engine.verification.blocks import ComparedBlock, difference
 from spmd_engine.verification.comparison import SMALLEST_SCALE, from_first, to_first
-from spmd_engine.verification.diagnosis import VARIABLE, base_in_sum, diagnose, missing_sum
+from spmd_engine.verification.diagnosis import VARIABLE, ComparedBlock, base_in_sum, diagnose, difference, missing_sum
 from spmd_engine.verification.report import Cause, Finding
 
 Axes = tuple[str, ...]
@@ -74,7 +73,7 @@ def explain(
     while wrong and left > 0:
         everyone = to_first(world, _record(engine, repeat, repairs))
         suspected = iter(())
-        if everyone is not None:
+        if everyone is not None and expected is not None:
             suspected = _suspected(dict(enumerate(everyone)), expected, engine, tolerance, is_known)
         while left > 0 and (repair := from_first(world, next(suspected, None))) is not None:
             left -= 1
@@ -151,7 +150,7 @@ def _suspected(
         found = _Found(name, here, wholes, axes, tolerance * max(_scale(wholes[0]), smallest))
         if not found.is_known:
             continue
-        if found.first is None:
+        if found.first < 0:
             right.append(name)
             continue
         repairs = list(found.repairs(None)) or [each for base in found.bases(right) for each in found.repairs(base)]
@@ -173,8 +172,10 @@ def _wholes(name: Name, expected: Recorded, times: set[int]) -> list[np.ndarray]
     """
     if name not in expected.arrays:
         before = [x for x in expected.arrays if (x.file, x.name) == (name.file, name.name) and _is_before(x, name)]
-        name = max(before, default=None)
-    wholes = [x for x, _ in expected.arrays.get(name, ())]
+        if not before:
+            return None
+        name = max(before)
+    wholes = [x for x, _ in expected.arrays[name]]
     return wholes if {len(wholes)} == times else None
 
 
@@ -231,7 +232,7 @@ class _Found:
             for k, whole in enumerate(wholes)
         ]
         wrong = (k for k, run in enumerate(self.runs) if run.right is None)
-        self.first = next(wrong, None)  #: the first run that is wrong
+        self.first = next(wrong, -1)  #: the first run that is wrong; -1: none is
 
     @property
     def is_known(self) -> bool:

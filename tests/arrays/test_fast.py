@@ -18,7 +18,7 @@ from spmd_engine.arrays.numba.functions import FastFunctions, fast_functions
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.state.assignment import ZeroConfig
-from spmd_engine.models.gpt import GPTSize, gpt
+from spmd_engine.models.decoder import GPTSize, gpt
 from test_cuda_kernels import (  # noqa: F401 (they are run here again, on another device)
     TOLERANCE,
     close,

@@ -90,7 +90,7 @@ def test_neighbours_that_are_paired_become_halves(family, tmp_path):
         head_width=6,
         hidden=10,
         vocabulary=13,
-        query_key_norm=family == "qwen3",
+        qk_norm=family == "qwen3",
         rotary=RotaryOptions(pairs="neighbours"),
     )
     tokens = np.random.default_rng(0).integers(0, 13, (2, 70))

@@ -15,7 +15,7 @@ from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, save_checkpoin
 from spmd_engine.checkpoints.hf import exported_tensors
 from spmd_engine.checkpoints.hf.export import export_huggingface
 from spmd_engine.checkpoints.hf.exported_tensors import TensorToWrite, write_tensors
-from spmd_engine.checkpoints.hf.tensor_view import as_it_is
+from spmd_engine.checkpoints.hf.weights import as_it_is
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.checkpoints.rewrite import export_checkpoint

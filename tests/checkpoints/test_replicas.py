@@ -5,7 +5,7 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run_threads
-from spmd_engine.checkpoints.replicas import compare_replicas
+from spmd_engine.checkpoints.digest import compare_replicas
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import ReplicasDifferError
 

@@ -95,7 +95,7 @@ def test_sequences_are_reordered_repeated_dropped_and_cut_short():
 
 
 WINDOWED = DecoderConfig(
-    layers=2, width=8, heads=2, hidden=10, vocabulary=13, context=40, window=4, windowed="1", query_key_norm=True
+    layers=2, width=8, heads=2, hidden=10, vocabulary=13, context=40, window=4, window_layers="1", qk_norm=True
 )
 LONG = np.random.default_rng(1).integers(0, 13, (3, 40))
 

@@ -30,7 +30,7 @@ from spmd_engine.layers import (
     SideOutput,
 )
 from spmd_engine.models import Model
-from spmd_engine.models.gpt import token_loss
+from spmd_engine.models.decoder import token_loss
 from spmd_engine.models.mlp import squared_loss
 from spmd_engine.sharding import Layout
 from spmd_engine.training import Trainer

@@ -22,8 +22,7 @@ from other_systems.work import model_of
 from altered import gguf_of, in_bytes, in_json, in_words
 from labelled_images import write_folder, write_idx, write_npz
 from spmd_engine.checkpoints import Checkpoint
-from spmd_engine.checkpoints.hf.peft import adapter_options
-from spmd_engine.checkpoints.hf.weights import Pretrained
+from spmd_engine.checkpoints.hf.weights import Pretrained, adapter_options
 from spmd_engine.cli.infer import read_inputs
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import documents, find_files

@@ -14,7 +14,7 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import all_positions
 from spmd_engine.checkpoints import Checkpoint, save_checkpoint
 from spmd_engine.checkpoints.hf.export import export_adapters, export_huggingface
-from spmd_engine.checkpoints.hf.peft import Merged, adapter_options
+from spmd_engine.checkpoints.hf.weights import adapter_options, merged
 from spmd_engine.checkpoints.pretrained import open_pretrained, with_shape
 from spmd_engine.cli.show.memory import bytes_per_rank
 from spmd_engine.engine import AdamW
@@ -33,20 +33,20 @@ from spmd_engine.models.lora import LoRAOptions
 
 SHAPE = DecoderConfig(
     family="qwen3", layers=2, width=12, heads=6, key_value_heads=2, head_width=4, hidden=10, vocabulary=13,
-    query_key_norm=True, context=16,
+    qk_norm=True, context=16,
 )  # fmt: skip
 GPT2 = DecoderConfig(family="gpt2", layers=2, width=12, heads=3, hidden=10, vocabulary=13, context=16)
 EXPERTS = DecoderConfig(
-    family="qwen3-moe", layers=2, width=12, heads=6, key_value_heads=2, hidden=10, vocabulary=13, query_key_norm=True,
+    family="qwen3-moe", layers=2, width=12, heads=6, key_value_heads=2, hidden=10, vocabulary=13, qk_norm=True,
     context=16, mixture=Mixture(experts=5, hidden=7, dense="1", router=RouterOptions(top_k=2)),
 )  # fmt: skip
 SHARED = EXPERTS.changed(
-    family="qwen2-moe", query_key_norm=False, bias=True,
+    family="qwen2-moe", qk_norm=False, bias=True,
     mixture=Mixture(experts=3, hidden=5, shared=2, shared_gate=True, router=RouterOptions(top_k=2)),
 )  # fmt: skip
 NEOX = DecoderConfig(
     family="gpt-neox", layers=2, width=12, heads=3, hidden=10, vocabulary=13, context=16, norm="layer", bias=True,
-    output_bias=True, parallel="two-norms", gated=False, activation="gelu-erf", perceptron_bias=True,
+    output_bias=True, parallel="two-norms", gated=False, activation="gelu-erf", mlp_bias=True,
 )  # fmt: skip
 OPTIONS = LoRAOptions(rank=3, alpha=4.5)
 TOKENS = np.random.default_rng(0).integers(0, 13, (2, 4, 16))
@@ -261,8 +261,8 @@ def test_what_peft_wrote_and_what_is_written_for_it(family, axes, composition, t
             save_checkpoint(tmp_path / "run", engine)
             arrays, group = Checkpoint(tmp_path / "run"), mesh.group()
             export_adapters(arrays, config.shape, config.lora, tmp_path / "peft", group, base=config.path)
-            merged = Merged(arrays, config.shape, config.lora)
-            export_huggingface(merged, config.shape, tmp_path / "merged", group, dtype="float64")
+            whole = merged(arrays, config.shape, config.lora)
+            export_huggingface(whole, config.shape, tmp_path / "merged", group, dtype="float64")
             return None if y is None else engine.join_outputs(y)
 
     for logits in run_threads(program, tiny.ranks_of(axes)):

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from script_module import script
-from spmd_engine.models.decoder import decoder
+from spmd_engine.models.decoder import DecoderConfig, decoder
 from spmd_engine.models.families import FAMILIES
-from spmd_engine.models.hf.read_config import MODEL_TYPES, shape_of_config
-from spmd_engine.models.hf.write_config import config_of_shape
+from spmd_engine.models.hf.read_config import MODEL_TYPES, read_config
+from spmd_engine.models.hf.write_config import config_json
 from spmd_engine.models.weight_map import weight_map
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
@@ -26,8 +26,8 @@ def test_a_record_is_all_that_a_new_model_type_needs(monkeypatch):
     monkeypatch.setitem(FAMILIES, "llama", record)
     monkeypatch.setitem(MODEL_TYPES, "llama", record)
     config = {"model_type": "llama", "vocab_size": 23, "num_attention_heads": 2, "num_hidden_layers": 1}
-    shape = shape_of_config(config | {"intermediate_size": 12}, "config.json")
-    assert shape.width == 8 and config_of_shape(shape)["breadth"] == 8
+    shape = read_config(config | {"intermediate_size": 12}, "config.json")[0]
+    assert shape.width == 8 and config_json(shape)["breadth"] == 8
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
@@ -52,6 +52,16 @@ def test_the_weight_map_of_a_record_has_every_parameter(name):
     if name == "gpt-neo":
         config |= {"attention_layers": ["global", "local"]}
     config |= {"num_key_value_heads": 2} if "num_key_value_heads" in used else {}
-    shape = shape_of_config({"model_type": FAMILIES[name].model_type, **config}, "config.json")
+    shape = read_config({"model_type": FAMILIES[name].model_type, **config}, "config.json")[0]
     names = dict(weight_map(shape))
     assert names.keys() == {own for own, _ in decoder(shape).parameters()} and all(names.values())
+
+
+def test_json_of_earlier_versions_is_read_and_written_under_the_new_names():
+    values = {"norms": "both", "unturned": "1", "windowed": "0", "rotary_in_window": {"theta": 5.0}}
+    values |= dict.fromkeys(DecoderConfig.OLD_NAMES.keys() - values.keys(), True)
+    config = DecoderConfig.from_json(values)
+    written = config.as_json()
+    for old, new in DecoderConfig.OLD_NAMES.items():
+        assert old not in written and getattr(config, new) == values[old] or old == "rotary_in_window"
+    assert config.window_rotary.theta == 5 and DecoderConfig.from_json(written) == config

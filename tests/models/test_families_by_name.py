@@ -140,7 +140,7 @@ def test_what_gemma_3_leaves_unsaid_of_its_text(tmp_path):
     assert (shape.vocabulary, shape.heads, shape.key_value_heads, shape.head_width) == (262208, 8, 4, 256)
     assert (shape.tied, shape.context, shape.window) == (True, 131072, 1024) and not shape.has_window(5)
     assert (shape.rotary.scaling, shape.rotary.factor, shape.rotary.theta) == ("linear", 8.0, 1e6)
-    assert (shape.rotary_in_window.scaling, shape.rotary_in_window.theta) == ("none", 1e4)
+    assert (shape.window_rotary.scaling, shape.window_rotary.theta) == ("none", 1e4)
 
 
 @pytest.mark.parametrize(

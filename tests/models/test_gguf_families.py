@@ -12,7 +12,7 @@ from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.gguf import GGUF, read_gguf
-from spmd_engine.models.gguf.config import ARCHITECTURES, shape_of_gguf
+from spmd_engine.models.gguf import ARCHITECTURES, config_of_gguf
 
 FOLDER = Path(__file__).parents[1] / "golden" / "gguf_families"
 FAMILIES = sorted(path.stem for path in FOLDER.glob("*.npz"))
@@ -57,7 +57,7 @@ def shape_with(name, **changed):
     file = read_gguf(file_of(name))
     kind = file.facts["general.architecture"]
     facts = file.facts | {f"{kind}.{each.replace('__', '.')}": value for each, value in changed.items()}
-    return shape_of_gguf(GGUF({each: value for each, value in facts.items() if value is not None}, file.tensors), "x")
+    return config_of_gguf(GGUF({each: value for each, value in facts.items() if value is not None}, file.tensors), "x")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,9 @@ def test_facts_that_files_say_in_several_ways():
     assert shape_with("exaone4", attention__head_count_kv=[2, 2]) == shape_with("exaone4")
     assert shape_with("olmo2", rope__scale_linear=2.0).rotary.factor == 2
     pattern = shape_with("gemma2", attention__sliding_window_pattern=[False, True])
-    assert pattern.windowed == "1" and shape_with("gemma2", attention__sliding_window_pattern=2).windowed == "0"
+    assert (
+        pattern.window_layers == "1" and shape_with("gemma2", attention__sliding_window_pattern=2).window_layers == "0"
+    )
     assert shape_with("gemma2", attention__sliding_window=None).window == 4096
     assert shape_with("phi3", attention__sliding_window=0).window is None
     assert shape_with("phi3").context == 80  # further, pairs are divided by other numbers

@@ -13,10 +13,8 @@ from spmd_engine.axes import parse_axes
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.layers import Embedding, Head, Layer, LayerNorm, Parameter, Residual
 from spmd_engine.models import DecoderConfig, Model, gpt
-from spmd_engine.models.convnet import convnet
-from spmd_engine.models.decoder import decoder
-from spmd_engine.models.gpt import token_loss
-from spmd_engine.models.images import ImageShape
+from spmd_engine.models.convnet import ImageShape, convnet
+from spmd_engine.models.decoder import decoder, token_loss
 from spmd_engine.models.lora import LoRAOptions, with_adapters
 from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
 from spmd_engine.planning import analyze

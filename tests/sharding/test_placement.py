@@ -7,9 +7,8 @@ import pytest
 
 from spmd_engine.axes import all_positions
 from spmd_engine.errors import UsageError
-from spmd_engine.sharding import Layout, Spec
-from spmd_engine.sharding.layout import block_of
-from spmd_engine.sharding.placement import ArrayPlacement, Placement, views
+from spmd_engine.sharding import Spec
+from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.rectangles import Rectangle
 
 MESHES = [{"data": 1}, {"data": 3}, {"data": 2, "model": 2}, {"data": 2, "model": 3}]
@@ -65,28 +64,6 @@ def test_an_empty_batch_has_halos_too():
     of_none = ArrayPlacement.of_spec("b h/data w", (0, 3, 2), np.float32, places, halos={"h": (1, 1)})
     assert texts(of_none.held) == [["[0:0, 0:2, 0:2]"], ["[0:0, 0:3, 0:2]"], ["[0:0, 1:3, 0:2]"]]
     of_none.check("x")
-
-
-@pytest.mark.parametrize("length", [0, 2, 11])
-@pytest.mark.parametrize("axes", [{"context": 3}, {"data": 2, "context": 2}], ids=str)
-def test_a_zigzag_sequence_is_two_rectangles_joined(axes, length):
-    places, whole = all_positions(axes), np.arange(5 * length).reshape(5, length)
-    layout = Layout.for_mesh(places[0], zigzag=True)
-    placement = ArrayPlacement.of_layout(layout, "b s", whole.shape, whole.dtype, places)
-    placement.check("x")
-    for place, held in zip(places, placement.held, strict=True):
-        block = block_of(whole, "b s", layout, place)
-        for part, each in zip(held, views(held, block), strict=True):
-            np.testing.assert_array_equal(each, whole[part.index])
-            assert np.shares_memory(each, block) or not each.size
-
-
-def test_views_of_an_array_of_another_shape():
-    held = [Rectangle((0,), (2,)), Rectangle((6,), (9,))]
-    assert [each.tolist() for each in views(held, np.arange(5))] == [[0, 1], [2, 3, 4]]
-    with pytest.raises(UsageError, match=r"\[0:2\], \[6:9\] make an array of \(5,\), not \(4,\)"):
-        views(held, np.arange(4))
-    assert views([Rectangle((), ())], np.array(3.0))[0].shape == () and views([], np.ones(0)) == []
 
 
 def test_of_rectangles_that_overlap_the_first_holder_owns():

@@ -42,8 +42,13 @@ def rows(*lengths, halo=(0, 0), shape=SHAPE, dtype=np.float64):
 
 
 def zigzag(ranks, shape=SHAPE, dtype=np.float64):
-    places = all_positions({"context": ranks})
-    return ArrayPlacement.of_layout(Layout.for_mesh(places[0], zigzag=True), "s d", shape, dtype, places)
+    """A zigzag sequence: each rank holds an early and a late run of rows."""
+    place = all_positions({"context": ranks})[0]
+    held = []
+    for positions in Layout.for_mesh(place, zigzag=True).positions_by_rank(shape[0], place):
+        runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
+        held.append([Rectangle((int(run[0]), 0), (int(run[-1]) + 1, shape[1])) for run in runs if len(run)])
+    return ArrayPlacement.of_rectangles(shape, dtype, held)
 
 
 def cases(n):

@@ -14,8 +14,7 @@ import saved
 import tiny
 from spmd_engine import ArrayData, Mesh, Run, TrainConfig, run_threads, train
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder
-from spmd_engine.checkpoints.format.folder import replace_file
-from spmd_engine.checkpoints.format.lock import RunLock
+from spmd_engine.checkpoints.format.folder import RunLock, replace_file
 from spmd_engine.checkpoints.format.write import write_files
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import UsageError

@@ -11,7 +11,7 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.models import build_model, gpt, mlp, two_layers
-from spmd_engine.models.gpt import GPTSize
+from spmd_engine.models.decoder import GPTSize
 from spmd_engine.sharding import Layout
 from spmd_engine.tokens.tokenizer import END_OF_FILE, ByteTokenizer
 from spmd_engine.training.data.corpus import CLASSES, ByteClasses, BytePairs, Corpus, TokenWindows, classes_of, data_for

@@ -3,8 +3,7 @@
 import numpy as np
 
 from spmd_engine.verification import Cause
-from spmd_engine.verification.blocks import ComparedBlock
-from spmd_engine.verification.diagnosis import diagnose
+from spmd_engine.verification.diagnosis import ComparedBlock, diagnose
 
 
 def blocks(found, expected, *, axes, **more):

@@ -25,7 +25,7 @@ SHAPE = DecoderConfig(
     family="llama", layers=2, width=12, heads=6, key_value_heads=2, hidden=10, vocabulary=13, context=16
 )
 EXPERTS = SHAPE.changed(
-    family="qwen3-moe", query_key_norm=True, mixture=Mixture(experts=3, hidden=7, router=RouterOptions(top_k=2))
+    family="qwen3-moe", qk_norm=True, mixture=Mixture(experts=3, hidden=7, router=RouterOptions(top_k=2))
 )
 LORA = LoRAOptions(rank=3, alpha=4.5)
 

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: every array, the blocks that it is stored in, and the facts of the training.
 
-It is JSON, with a SHA-256 of itself. Nothing in it depends on the mesh but how the arrays are cut into blocks, and
-what is read from it is the same for any cut.
+It is JSON, with a SHA-256 of itself. Only the division of arrays into blocks depends on the mesh; what is read is the
+same for any division.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.checkpoints.format.dtypes import DTYPES
+from spmd_engine.checkpoints.format.blocks import DTYPES
 from spmd_engine.errors import CheckpointError
 from spmd_engine.foreign import parse_json, reading
 from spmd_engine.sharding.rectangles import Rectangle

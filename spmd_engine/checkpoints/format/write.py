@@ -25,8 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.checkpoints.format.blocks import IN_CACHE, host_array, is_finite
-from spmd_engine.checkpoints.format.dtypes import DTYPES, dtype_name
+from spmd_engine.checkpoints.format.blocks import DTYPES, IN_CACHE, dtype_name, host_array, is_finite
 from spmd_engine.errors import CheckpointError
 
 WRITERS = 3  #: threads of a rank: while one waits for the disk, two hash, of which one is slower than many disks

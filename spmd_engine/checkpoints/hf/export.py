@@ -8,18 +8,17 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from spmd_engine.checkpoints.hf.exported_tensors import TensorToWrite, write_tensors
-from spmd_engine.checkpoints.hf.peft import CONFIG as ADAPTER_CONFIG
-from spmd_engine.checkpoints.hf.peft import WEIGHTS
-from spmd_engine.checkpoints.hf.tensor_view import StoredView
+from spmd_engine.checkpoints.hf.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, StoredView
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.formats.gguf import is_gguf, read_gguf
 from spmd_engine.formats.safetensors_file import CONFIG, INDEX, ONE_FILE, read_json
 from spmd_engine.models.decoder import DecoderConfig, decoder
-from spmd_engine.models.hf.write_config import config_of_shape
+from spmd_engine.models.hf.write_config import config_json
 from spmd_engine.models.load_config import tokenizer_at
 from spmd_engine.models.lora import LoRAOptions, adapter_names, config_of_options, with_adapters
 from spmd_engine.models.model import Model
@@ -47,7 +46,7 @@ def export_huggingface(
     group: Group | None = None,
     *,
     dtype: str = "float32",
-    beside: str | os.PathLike | None = None,
+    beside: str | Path | None = None,
     largest: int = LARGEST_FILE,
 ) -> None:
     """Write the parameters of a decoder as ``config.json`` and safetensors files that transformers reads.
@@ -67,7 +66,7 @@ def export_huggingface(
             total = sum(each.nbytes for each in tensors)
             weight_map = {each.name: file for file, held in files.items() for each in held}
             texts[INDEX] = _as_json({"metadata": {"total_size": total}, "weight_map": weight_map})
-        return texts | {CONFIG: _as_json(config_of_shape(shape, dtype) | _special_tokens(beside))}
+        return texts | {CONFIG: _as_json(config_json(shape, dtype) | _special_tokens(beside))}
 
     _write(arrays, files, Path(folder), group, describe)
 
@@ -92,7 +91,7 @@ def export_adapters(
     def describe() -> dict[str, bytes]:
         return {ADAPTER_CONFIG: _as_json(config_of_options(options, shape.family, base))}
 
-    _write(arrays, {WEIGHTS: tensors}, Path(folder), group, describe)
+    _write(arrays, {ADAPTER_WEIGHTS: tensors}, Path(folder), group, describe)
 
 
 def _write(
@@ -141,7 +140,7 @@ def _lay_out(tensors: Sequence[TensorToWrite], largest: int) -> dict[str, list[T
     return {f"model-{n:05}-of-{len(files):05}.safetensors": held for n, held in enumerate(files, 1)}
 
 
-def _handed_on(source: str | os.PathLike | None) -> dict[str, bytes]:
+def _handed_on(source: str | Path | None) -> dict[str, bytes]:
     """By name, the files that belong to a model beside its weights: of its folder, or as its GGUF file says them."""
     if source is not None and is_gguf(source):
         try:
@@ -155,7 +154,7 @@ def _handed_on(source: str | os.PathLike | None) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in found if path.is_file()}
 
 
-def _special_tokens(source: str | os.PathLike | None) -> Mapping[str, object]:
+def _special_tokens(source: str | Path | None) -> dict[str, Any]:
     if source is None:
         return {}
     if is_gguf(source):

@@ -13,10 +13,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from spmd_engine.checkpoints.format.blocks import bytes_of
-from spmd_engine.checkpoints.format.dtypes import DTYPES
+from spmd_engine.checkpoints.format.blocks import DTYPES, bytes_of
 from spmd_engine.checkpoints.format.write import header
-from spmd_engine.checkpoints.hf.tensor_view import StoredView
+from spmd_engine.checkpoints.hf.weights import StoredView
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.comm.group import Group

@@ -4,10 +4,8 @@ from spmd_engine.models.families.family import GPT_CONSTANTS, TIED, Family, Gguf
 
 BLOOM = Family(
     "bloom",
-    "BloomForCausalLM",
     "scores that fall with the distance of the key (ALiBi), layer norms, one behind the embedding, GELU",
-    TIED
-    | {
+    TIED | {
         "layers": ("n_layer", None), "width": ("hidden_size", None), "heads": ("n_head", None),
         "hidden": ("n_inner", 0), "vocabulary": ("vocab_size", None), "context": ("seq_length", 2048),
         "epsilon": ("layer_norm_epsilon", 1e-5)

@@ -33,7 +33,6 @@ _MODULES = family.LLAMA_MODULES | {"block/norm": "input_layernorm"}
 _CONSTANTS = {"norm": "layer-scale", "parallel": "one-norm"}
 COHERE = Family(
     "cohere",
-    "CohereForCausalLM",
     "a Llama's attention and perceptron side by side behind one norm, which has a scale alone; neighbours rotate; "
     "`logit_scale`; `use_qk_norm` is refused",
     _FIELDS,
@@ -48,7 +47,6 @@ COHERE = Family(
 )
 COHERE2 = Family(
     "cohere2",
-    "Cohere2ForCausalLM",
     "a Cohere with rotary positions in the layers that see a window, and none in the others",
     _FIELDS | family.defaults(head_width=0),
     _MODULES,

@@ -38,16 +38,10 @@ def _read_gguf(facts: Config, tensors: Any, shape: Any) -> Any:
 
 FALCON = Family(
     "falcon",
-    "FalconForCausalLM",
     "one layer norm before attention and perceptron, side by side, and one key head for all queries (7B), or several "
     "(`new_decoder_architecture`: 40B, 11B); its `alibi`, rounded to bfloat16, is refused",
-    SIZES
-    | TIED
-    | same("bias", "bias", "output_bias", "perceptron_bias")
-    | {
-        "hidden": ("ffn_hidden_size", 0),
-        "epsilon": ("layer_norm_epsilon", 1e-5),
-        "activation": ("activation", "gelu")
+    SIZES | TIED | same("bias", "bias", "output_bias", "mlp_bias") | {
+        "hidden": ("ffn_hidden_size", 0), "epsilon": ("layer_norm_epsilon", 1e-5), "activation": ("activation", "gelu")
     },
     {
         "": "transformer.", "embedding": "word_embeddings", "norm": "ln_f", "block": "h.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import sqrt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from spmd_engine.errors import UsageError
 
@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from spmd_engine.layers.attention.qk_norm_rope import RotaryOptions
     from spmd_engine.models.decoder import DecoderConfig
 
+T = TypeVar("T")
 Config = Mapping[str, Any]  #: the content of a ``config.json``, or the metadata of a GGUF file
 #: By field of a DecoderConfig: the field of ``config.json``, and its default; one whose default is None is required.
-ConfigFields = Mapping[str, tuple[str, Any]]
+ConfigFields = dict[str, tuple[str, Any]]
 #: By name in a block: a module, or several that programs have used for it, the first of which is written.
-Modules = Mapping[str, "str | tuple[str, ...]"]
+Modules = dict[str, str | tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,11 @@ class Family:
     """All that distinguishes a ``model_type``. A feature that a record does not describe is refused by name."""
 
     model_type: str
-    architecture: str  #: the class of transformers
     about: str  #: one line of docs/models.md
     fields: ConfigFields
     modules: Modules
-    constants: Mapping[str, Any] = field(default_factory=dict)  #: what all its models have unlike a DecoderConfig
+    constants: dict[str, Any] = field(default_factory=dict)  #: what all its models have unlike a DecoderConfig
+    architecture: str = ""  #: the class of transformers; by default as in "Qwen2MoeForCausalLM" for "qwen2_moe"
     implied: Mapping[str, Any] = field(default_factory=dict)  #: the same, where a DecoderConfig does not record it
     scaled_embedding: bool = False  #: whether embeddings are multiplied by sqrt(width)
     scale_offset: float = 0.0  #: subtracted from scales of norms in its files
@@ -111,7 +112,12 @@ class Family:
     #: ``model_type`` of models of text and images whose text model is of this family, and what ``text_config`` means
     #: where it is silent.
     multimodal: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    gguf: Gguf | None = None
+    gguf: Gguf = Gguf("")  #: without an architecture, there are no GGUF files
+
+    @property
+    def class_name(self) -> str:
+        """The class of transformers."""
+        return self.architecture or "".join(map(str.capitalize, self.model_type.split("_"))) + "ForCausalLM"
 
     @property
     def name(self) -> str:
@@ -133,15 +139,19 @@ def check_required(name: str, value: Any, supported: Any) -> None:
         raise UsageError(f"{name} is {value!r}, which is not supported; {supported!r} is")
 
 
-def same(name: str, *own: str, default: Any = False) -> dict[str, tuple[str, Any]]:
+def same(name: str, *own: str, default: Any = False) -> ConfigFields:
     """Several fields of a DecoderConfig that one field of ``config.json`` decides."""
     return dict.fromkeys(own, (name, default))
 
 
 def defaults(**values: Any) -> ConfigFields:
-    """Other defaults of fields that a Llama has: context, epsilon, key_value_heads and head_width."""
-    names = {"context": "max_position_embeddings", "epsilon": "rms_norm_eps", "key_value_heads": "num_key_value_heads"}
-    return {own: (names.get(own, "head_dim"), value) for own, value in values.items()}
+    """Other defaults of fields that a Llama has: context, epsilon, key_value_heads, head_width and activation."""
+    return {own: (RMS[own][0], value) for own, value in values.items()}
+
+
+def without(table: Mapping[str, T], *names: str) -> dict[str, T]:
+    """Fields or modules but for some."""
+    return {name: value for name, value in table.items() if name not in names}
 
 
 # --- what many families share
@@ -161,7 +171,7 @@ SILU: ConfigFields = {"activation": ("hidden_act", "silu")}
 GROUPED: ConfigFields = {"key_value_heads": ("num_key_value_heads", 0)}
 RMS: ConfigFields = SIZES | SILU | GROUPED | {"epsilon": ("rms_norm_eps", 1e-5), "head_width": ("head_dim", 0)}
 ATTENTION_BIAS = same("attention_bias", "bias", "output_bias")
-MLP_BIAS = same("mlp_bias", "perceptron_bias")
+MLP_BIAS = same("mlp_bias", "mlp_bias")
 
 ATTENTION: Modules = {
     "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj", "output": "self_attn.o_proj",
@@ -173,9 +183,17 @@ LLAMA_ATTENTION: Modules = ATTENTION | {
     "attention/norm": "input_layernorm", "mlp/norm": "post_attention_layernorm"
 }  # fmt: skip
 LLAMA_MODULES: Modules = LLAMA_ATTENTION | {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+#: All experts of a layer in two tensors, or tensors of their own for each expert.
+EXPERTS: Modules = {
+    "router": "mlp.gate.weight", "expert/gate": "mlp.experts.{}.gate_proj.weight",
+    "expert/up": "mlp.experts.{}.up_proj.weight", "expert/down": "mlp.experts.{}.down_proj.weight",
+    "experts/gate_up": "mlp.experts.gate_up_proj", "experts/down": "mlp.experts.down_proj"
+}  # fmt: skip
+GATE_UP: Modules = {"gate_up": "mlp.gate_up_proj", "down": "mlp.down_proj"}  #: gate and up in one tensor
 UNGATED_MODULES: Modules = LLAMA_ATTENTION | {"w0": "mlp.up_proj", "w1": "mlp.down_proj"}
 NORMS_AFTER: Modules = {
     "attention/norm_after": "post_attention_layernorm", "mlp/norm": "pre_feedforward_layernorm",
     "mlp/norm_after": "post_feedforward_layernorm"
 }  # fmt: skip
-GPT_CONSTANTS = {"norm": "layer", "gated": False, "activation": "gelu", "perceptron_bias": True}  #: layer norms, GELU
+#: Layer norms, GELU.
+GPT_CONSTANTS: dict[str, Any] = {"norm": "layer", "gated": False, "activation": "gelu", "mlp_bias": True}

@@ -50,7 +50,6 @@ _FIELDS = (
 _CONSTANTS = {"activation": "gelu"}
 GEMMA = Family(
     "gemma",
-    "GemmaForCausalLM",
     "GELU gates, scaled embeddings, scales of norms that are stored less 1",
     _FIELDS,
     family.LLAMA_MODULES,
@@ -64,11 +63,10 @@ GEMMA = Family(
 )
 GEMMA2 = Family(
     "gemma2",
-    "Gemma2ForCausalLM",
     "a Gemma with norms after branches, too, windows, `query_pre_attn_scalar`, soft caps of scores and logits",
     _FIELDS | {"attention_cap": ("attn_logit_softcapping", 50.0), "logits_cap": ("final_logit_softcapping", 30.0)},
     family.LLAMA_MODULES | family.NORMS_AFTER,
-    _CONSTANTS | {"norms": "both"},
+    _CONSTANTS | {"norm_position": "both"},
     scaled_embedding=True,
     scale_offset=1.0,
     also_read=("attention_scale",),
@@ -86,11 +84,11 @@ GEMMA2 = Family(
 )
 GEMMA3_TEXT = Family(
     "gemma3_text",
-    "Gemma3ForCausalLM",
     "a Gemma 2 without caps, with norms of queries and keys, and rotary positions of their own in windows",
     _FIELDS | family.defaults(context=131072),
     family.LLAMA_MODULES | family.NORMS_AFTER,
-    _CONSTANTS | {"norms": "both", "query_key_norm": True},
+    _CONSTANTS | {"norm_position": "both", "qk_norm": True},
+    architecture="Gemma3ForCausalLM",
     scaled_embedding=True,
     scale_offset=1.0,
     also_read=("attention_scale",),

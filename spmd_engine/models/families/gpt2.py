@@ -2,15 +2,19 @@
 
 from typing import Any
 
-from spmd_engine.models.families.family import GPT_CONSTANTS, TIED, Family, Gguf
+from spmd_engine.models.families.family import GPT_CONSTANTS, TIED, Family, Gguf, Modules
 
 GPT2_FIELDS = TIED | {
     "layers": ("n_layer", None), "width": ("n_embd", None), "heads": ("n_head", None), "hidden": ("n_inner", 0),
     "vocabulary": ("vocab_size", None), "context": ("n_positions", 1024), "epsilon": ("layer_norm_epsilon", 1e-5)
 }  # fmt: skip
-GPT2_MODULES = {
+GPT2_MODULES: Modules = {
     "": "transformer.", "embedding": "wte", "positions": "wpe", "norm": "ln_f", "block": "h.",
     "attention/norm": "ln_1", "output": "attn.c_proj", "mlp/norm": "ln_2", "w0": "mlp.c_fc", "w1": "mlp.c_proj"
+}  # fmt: skip
+GPT_NEO_ATTENTION: Modules = {
+    "query": "attn.attention.q_proj", "key": "attn.attention.k_proj", "value": "attn.attention.v_proj",
+    "output": "attn.attention.out_proj"
 }  # fmt: skip
 
 
@@ -20,11 +24,11 @@ def _write(shape: Any) -> dict[str, Any]:
 
 GPT2 = Family(
     "gpt2",
-    "GPT2LMHeadModel",
     "learned positions, layer norms, GELU, biases",
     GPT2_FIELDS,
     GPT2_MODULES | {"stacked": "attn.c_attn"},
-    implied=GPT_CONSTANTS | {"learned": True, "bias": True, "output_bias": True},
+    architecture="GPT2LMHeadModel",
+    implied=GPT_CONSTANTS | {"learned_positions": True, "bias": True, "output_bias": True},
     transposed=True,
     rope=None,
     read=lambda config, shape: shape.changed(key_value_heads=None),

@@ -4,10 +4,10 @@ from typing import Any
 
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.qk_norm_rope import RotaryOptions
-from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.families import family
 from spmd_engine.models.families.family import Config, Family, Gguf, Rope
-from spmd_engine.models.families.gpt2 import GPT2_FIELDS, GPT2_MODULES
+from spmd_engine.models.families.gpt2 import GPT2_FIELDS, GPT2_MODULES, GPT_NEO_ATTENTION
+from spmd_engine.models.mixture import as_text
 
 
 def _read_neo(config: Config, shape: Any) -> Any:
@@ -21,7 +21,7 @@ def _read_neo(config: Config, shape: Any) -> Any:
     local = [number for number, kind in enumerate(kinds) if kind == "local"]
     if not local:
         return shape
-    return shape.changed(window=window, windowed="" if len(local) == shape.layers else as_text(local))
+    return shape.changed(window=window, window_layers="" if len(local) == shape.layers else as_text(local))
 
 
 def _write_neo(shape: Any) -> dict[str, Any]:
@@ -32,30 +32,21 @@ def _write_neo(shape: Any) -> dict[str, Any]:
 
 GPT_NEO = Family(
     "gpt_neo",
-    "GPTNeoForCausalLM",
     "learned positions, layer norms, windows in `local` layers",
     family.SIZES
     | family.TIED
     | {
-        "layers": ("num_layers", None),
-        "heads": ("num_heads", None),
-        "hidden": ("intermediate_size", 0),
-        "epsilon": ("layer_norm_epsilon", 1e-5),
-        "activation": ("activation_function", "gelu_new"),
+        "layers": ("num_layers", None), "heads": ("num_heads", None), "hidden": ("intermediate_size", 0),
+        "epsilon": ("layer_norm_epsilon", 1e-5), "activation": ("activation_function", "gelu_new")
     },
-    GPT2_MODULES
-    | {
-        "query": "attn.attention.q_proj",
-        "key": "attn.attention.k_proj",
-        "value": "attn.attention.v_proj",
-        "output": "attn.attention.out_proj",
-    },
-    family.GPT_CONSTANTS | {"output_bias": True, "learned": True, "attention_scale": 1.0},
-    also_read=("window", "windowed"),
+    GPT2_MODULES | GPT_NEO_ATTENTION,
+    family.GPT_CONSTANTS | {"output_bias": True, "learned_positions": True, "attention_scale": 1.0},
+    architecture="GPTNeoForCausalLM",
+    also_read=("window", "window_layers"),
     rope=None,
     read=_read_neo,
-    write=_write_neo,
-)
+    write=_write_neo
+)  # fmt: skip
 
 
 def read_parallel(config: Config, shape: Any) -> Any:
@@ -80,7 +71,6 @@ def _read_neox_gguf(facts: Config, tensors: Any, shape: Any) -> Any:
 
 GPT_NEOX = Family(
     "gpt_neox",
-    "GPTNeoXForCausalLM",
     "(Pythia) layer norms, rotary positions of a part of each head, attention and perceptron side by side",
     family.SIZES
     | family.same("attention_bias", "bias", "output_bias", default=True)
@@ -92,6 +82,7 @@ GPT_NEOX = Family(
         "w1": "mlp.dense_4h_to_h"
     },
     family.GPT_CONSTANTS,
+    architecture="GPTNeoXForCausalLM",
     also_read=("parallel",),
     rope=Rope(part=0.25, theta_field="rotary_emb_base", part_field="rotary_pct"),
     read=read_parallel,
@@ -111,13 +102,10 @@ def _write_gptj(shape: Any) -> dict[str, Any]:
 
 GPTJ = Family(
     "gptj",
-    "GPTJForCausalLM",
     "one layer norm before attention and perceptron, side by side; neighbours of a part of each head rotate, logits "
     "have a bias",
-    GPT2_FIELDS
-    | {
-        "context": ("n_positions", 2048),
-        "tied": ("tie_word_embeddings", False),
+    GPT2_FIELDS | {
+        "context": ("n_positions", 2048), "tied": ("tie_word_embeddings", False),
         "activation": ("activation_function", "gelu_new")
     },
     {
@@ -126,6 +114,7 @@ GPTJ = Family(
         "w0": "mlp.fc_in", "w1": "mlp.fc_out"
     },
     family.GPT_CONSTANTS | {"parallel": "one-norm", "head_bias": True},
+    architecture="GPTJForCausalLM",
     required={"rotary": True},
     rope=Rope(part=1.0, pairs="neighbours", described=False, read=_rotary_gptj),
     write=_write_gptj

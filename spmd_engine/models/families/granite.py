@@ -3,9 +3,9 @@
 from typing import Any
 
 from spmd_engine.errors import UsageError
-from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.families import family
 from spmd_engine.models.families.family import Config, Experts, Family, Gguf
+from spmd_engine.models.mixture import as_text
 
 _FIELDS = family.RMS | family.ATTENTION_BIAS | {
     "epsilon": ("rms_norm_eps", 1e-6), "embedding_scale": ("embedding_multiplier", 1.0),
@@ -19,7 +19,6 @@ _GGUF_VALUES = {
 _GRANITE3 = {"rope.scaling.finetuned": True}  # Granite 4 has no positions
 GRANITE = Family(
     "granite",
-    "GraniteForCausalLM",
     "a Llama with `embedding_multiplier`, `residual_multiplier`, `attention_multiplier`, `logits_scaling`",
     _FIELDS | family.MLP_BIAS,
     family.LLAMA_MODULES,
@@ -27,7 +26,6 @@ GRANITE = Family(
 )
 GRANITEMOE = Family(
     "granitemoe",
-    "GraniteMoeForCausalLM",
     "a Granite with experts, of which each layer keeps all in two tensors",
     _FIELDS,
     family.LLAMA_ATTENTION
@@ -36,6 +34,7 @@ GRANITEMOE = Family(
         "experts/gate_up": ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
         "experts/down": ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
     },
+    architecture="GraniteMoeForCausalLM",
     experts=Experts(8, 2, "num_local_experts", normalised=True, gguf_normalised=True),
     gguf=Gguf("granitemoe", reordered=True, values=_GGUF_VALUES, required=_GRANITE3),
 )
@@ -54,11 +53,11 @@ def _read_hybrid(config: Config, shape: Any) -> Any:
     if positions == "rope":
         return shape
     family.check_required("position_embedding_type", positions, "nope")
-    return shape.changed(unturned=as_text(range(shape.layers)))
+    return shape.changed(no_rope_layers=as_text(range(shape.layers)))
 
 
 def _write_hybrid(shape: Any) -> dict[str, Any]:
-    rotates = [shape.is_turned(layer) for layer in range(shape.layers)]
+    rotates = [shape.has_rope(layer) for layer in range(shape.layers)]
     if any(rotates) and not all(rotates):
         raise UsageError("a granitemoehybrid has rotary positions in all blocks, or in none")
     return {
@@ -70,11 +69,11 @@ def _write_hybrid(shape: Any) -> dict[str, Any]:
 
 GRANITEMOEHYBRID = Family(
     "granitemoehybrid",
-    "GraniteMoeHybridForCausalLM",
     "Granite 4 without Mamba and experts (`micro`, `350m`, `1b`)",
     _FIELDS | {"hidden": ("shared_intermediate_size", 1024)},
     family.LLAMA_ATTENTION | {"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
-    also_read=("unturned",),
+    architecture="GraniteMoeHybridForCausalLM",
+    also_read=("no_rope_layers",),
     required={"normalization_function": "rmsnorm"},
     ignored=("layers_block_type", "intermediate_size", "num_experts_per_tok", "init_method"),
     read=_read_hybrid,

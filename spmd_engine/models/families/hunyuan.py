@@ -28,11 +28,11 @@ def _rotary(config: Config, shape: Any) -> RotaryOptions:
 
 HUNYUAN_V1_DENSE = Family(
     "hunyuan_v1_dense",
-    "HunYuanDenseV1ForCausalLM",
     "a Llama whose queries and keys are normalised after they rotate; `dynamic` positions with an `alpha`",
     family.RMS | family.ATTENTION_BIAS,
     family.LLAMA_MODULES | {"query_norm": "self_attn.query_layernorm", "key_norm": "self_attn.key_layernorm"},
-    {"query_key_norm": True, "turned_first": True},
+    {"qk_norm": True, "rope_before_norm": True},
+    architecture="HunYuanDenseV1ForCausalLM",
     required={
         "use_qk_norm": True, "norm_type": "rms", "use_rotary_pos_emb": True, "use_cla": False, "num_experts": 1,
         "position_embedding_xdrope": False, "mlp_bias": False, "add_classification_head": False

@@ -5,7 +5,6 @@ from spmd_engine.models.families.family import Family, Gguf, Rope, SlidingWindow
 
 LLAMA = Family(
     "llama",
-    "LlamaForCausalLM",
     "RMSNorm, rotary positions, SwiGLU, fewer key heads than heads; `attention_bias` and `mlp_bias`",
     family.RMS | family.ATTENTION_BIAS | family.MLP_BIAS | family.defaults(epsilon=1e-6),
     family.LLAMA_MODULES,
@@ -13,19 +12,14 @@ LLAMA = Family(
 )
 ARCEE = Family(
     "arcee",
-    "ArceeForCausalLM",
     "a Llama whose perceptrons have no gate, and max(z, 0)²",
-    family.RMS
-    | family.ATTENTION_BIAS
-    | family.MLP_BIAS
-    | {"context": ("max_position_embeddings", 4096), "activation": ("hidden_act", "relu2")},
+    family.RMS | family.ATTENTION_BIAS | family.MLP_BIAS | family.defaults(context=4096, activation="relu2"),
     family.UNGATED_MODULES,
     {"gated": False, "activation": "relu-squared"},
     gguf=Gguf("arcee", reordered=True),
 )
 CWM = Family(
     "cwm",
-    "CwmForCausalLM",
     "a Llama with windows in three of four layers (`layer_types`)",
     family.RMS | family.MLP_BIAS | family.defaults(context=131072, key_value_heads=8, head_width=128),
     family.LLAMA_MODULES,
@@ -34,20 +28,19 @@ CWM = Family(
 )
 ERNIE4_5 = Family(
     "ernie4_5",
-    "Ernie4_5ForCausalLM",
     "a Llama that rotates neighbours; `use_bias`",
     family.RMS
     | family.TIED
-    | family.same("use_bias", "bias", "output_bias", "perceptron_bias")
+    | family.same("use_bias", "bias", "output_bias", "mlp_bias")
     | family.defaults(context=131072, key_value_heads=2, head_width=128),
     family.LLAMA_MODULES,
+    architecture="Ernie4_5ForCausalLM",
     required={"use_rmsnorm": True},
     rope=Rope(5e5, pairs="neighbours"),
     gguf=Gguf("ernie4_5"),
 )
 HELIUM = Family(
     "helium",
-    "HeliumForCausalLM",
     "a Llama that rotates neighbours",
     family.RMS
     | family.MLP_BIAS
@@ -58,18 +51,11 @@ HELIUM = Family(
 )
 SEED_OSS = Family(
     "seed_oss",
-    "SeedOssForCausalLM",
     "a Llama with biases of queries, keys and values; `attention_out_bias`",
     family.RMS
     | family.MLP_BIAS
-    | {
-        "context": ("max_position_embeddings", 524288),
-        "epsilon": ("rms_norm_eps", 1e-6),
-        "key_value_heads": ("num_key_value_heads", 8),
-        "head_width": ("head_dim", 128),
-        "bias": ("attention_bias", True),
-        "output_bias": ("attention_out_bias", False),
-    },
+    | family.defaults(context=524288, epsilon=1e-6, key_value_heads=8, head_width=128)
+    | {"bias": ("attention_bias", True), "output_bias": ("attention_out_bias", False)},
     family.LLAMA_MODULES,
     gguf=Gguf("seed_oss", modules={"mlp/norm": "post_attention_norm"}),
 )

@@ -27,10 +27,10 @@ def _write(shape: Any) -> dict[str, Any]:
 _FACTORS = {"embedding_scale": "embedding_scale", "residual_scale": "residual_scale", "logits_divisor": "logit_scale"}
 MINICPM = Family(
     "minicpm",
-    "MiniCPMForCausalLM",
     "a Granite with other fields; transformers does not have it, so the tests compare it with that Granite",
     RMS | TIED | ATTENTION_BIAS | family.defaults(context=32768, epsilon=1e-6),
     LLAMA_MODULES,
+    architecture="MiniCPMForCausalLM",
     also_read=tuple(_FACTORS),
     ignored=("mup_denominator",),  # of its training
     read=_read,

@@ -5,10 +5,10 @@ from typing import Any
 from spmd_engine.models.families import family
 from spmd_engine.models.families.family import Config, Experts, Family, Gguf, Rope, SlidingWindow
 
+_MIXTRAL_EXPERTS = {"gate": "w1", "up": "w3", "down": "w2"}
 _FIELDS = family.RMS | family.defaults(context=131072, epsilon=1e-6)
 MISTRAL = Family(
     "mistral",
-    "MistralForCausalLM",
     "a Llama with `sliding_window`",
     _FIELDS,
     family.LLAMA_MODULES,
@@ -24,7 +24,6 @@ MISTRAL = Family(
 )  # fmt: skip
 MINISTRAL = Family(
     "ministral",
-    "MinistralForCausalLM",
     "a Llama with windows (`layer_types`)",
     _FIELDS | family.defaults(key_value_heads=8),
     family.LLAMA_MODULES,
@@ -32,23 +31,17 @@ MINISTRAL = Family(
 )
 MIXTRAL = Family(
     "mixtral",
-    "MixtralForCausalLM",
     "[experts](experts.md): softmax over all, the best k, whose weights sum to 1",
     _FIELDS | family.defaults(epsilon=1e-5),
-    family.LLAMA_ATTENTION
-    | {
+    family.LLAMA_ATTENTION | family.EXPERTS | {
         "router": ("block_sparse_moe.gate.weight", "mlp.gate.weight"),
-        "expert/gate": "block_sparse_moe.experts.{}.w1.weight",
-        "expert/up": "block_sparse_moe.experts.{}.w3.weight",
-        "expert/down": "block_sparse_moe.experts.{}.w2.weight",
-        "experts/gate_up": "mlp.experts.gate_up_proj",
-        "experts/down": "mlp.experts.down_proj",
+        **{f"expert/{name}": f"block_sparse_moe.experts.{{}}.{w}.weight" for name, w in _MIXTRAL_EXPERTS.items()}
     },
     rope=Rope(1e6),
     windows=SlidingWindow(listed=False),
     experts=Experts(8, 2, "num_local_experts", normalised=True, gguf_normalised=True),
-    gguf=Gguf("llama", lambda facts: facts.get("expert_count"), reordered=True),
-)
+    gguf=Gguf("llama", lambda facts: facts.get("expert_count"), reordered=True)
+)  # fmt: skip
 
 
 # --- Ministral 3: queries have a factor beyond the context before positions were scaled; up to there, it is 1
@@ -70,7 +63,6 @@ def _read_ministral3_gguf(facts: Config, tensors: Any, shape: Any) -> Any:
 
 MINISTRAL3 = Family(
     "ministral3",
-    "Ministral3ForCausalLM",
     "a Llama with `yarn` positions, up to `original_max_position_embeddings`: beyond it queries have a factor",
     family.RMS | family.defaults(context=262144, key_value_heads=8, head_width=128),
     family.LLAMA_MODULES,

@@ -10,7 +10,7 @@ _ATTENTION = ("alibi", "alibi_bias_max", "softmax_scale", "attn_pdrop", "attn_im
 
 
 def _read(config: Config, shape: Any) -> Any:
-    from spmd_engine.models.hf.unknown_fields import HARMLESS
+    from spmd_engine.models.hf.read_config import HARMLESS
 
     attention = config.get("attn_config") or {}
     for name, value in attention.items():
@@ -47,17 +47,11 @@ def _read_gguf(facts: Config, tensors: Any, shape: Any) -> Any:
 
 MPT = Family(
     "mpt",
-    "MptForCausalLM",
     "scores that fall with the distance of the key (ALiBi), layer norms that have a scale alone, no biases; its "
     "`alibi_bias_max` counts, where transformers takes 8 for it",
-    TIED
-    | {
-        "layers": ("n_layers", None),
-        "width": ("d_model", None),
-        "heads": ("n_heads", None),
-        "vocabulary": ("vocab_size", None),
-        "context": ("max_seq_len", 2048),
-        "epsilon": ("layer_norm_epsilon", 1e-5)
+    TIED | {
+        "layers": ("n_layers", None), "width": ("d_model", None), "heads": ("n_heads", None),
+        "vocabulary": ("vocab_size", None), "context": ("max_seq_len", 2048), "epsilon": ("layer_norm_epsilon", 1e-5)
     },
     {
         "": "transformer.", "embedding": "wte", "norm": "norm_f", "block": "blocks.", "attention/norm": "norm_1",

@@ -13,11 +13,9 @@ def _write_phi3(shape: Any) -> dict[str, Any]:
 
 PHI = Family(
     "phi",
-    "PhiForCausalLM",
     "layer norms, rotary positions of a part of each head, attention and perceptron behind one norm; biases",
     family.SIZES | family.GROUPED | {"activation": ("hidden_act", "gelu_new")},
-    family.ATTENTION
-    | {
+    family.ATTENTION | {
         "": "model.", "embedding": "embed_tokens", "norm": "final_layernorm", "block": "layers.",
         "block/norm": "input_layernorm", "output": "self_attn.dense", "w0": "mlp.fc1", "w1": "mlp.fc2"
     },
@@ -27,12 +25,10 @@ PHI = Family(
 )  # fmt: skip
 PHI3 = Family(
     "phi3",
-    "Phi3ForCausalLM",
     "queries, keys and values in one tensor, gate and up in one; `partial_rotary_factor`, `longrope` (up to "
     "`original_max_position_embeddings`)",
     family.RMS | family.defaults(context=4096),
-    {name: module for name, module in family.LLAMA_ATTENTION.items() if name not in ("query", "key", "value")}
-    | {"rows": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj", "down": "mlp.down_proj"},
+    family.without(family.LLAMA_ATTENTION, "query", "key", "value") | {"rows": "self_attn.qkv_proj"} | family.GATE_UP,
     ignored=("original_max_position_embeddings",),
     rope=Rope(part=1.0, kinds={"yarn": "longrope"}),
     windows=SlidingWindow(listed=False),

@@ -3,9 +3,9 @@
 from typing import Any
 
 from spmd_engine.errors import UsageError
-from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.families import family
 from spmd_engine.models.families.family import Config, Family, Gguf, Rope, SlidingWindow
+from spmd_engine.models.mixture import as_text
 
 
 def _read(config: Config, shape: Any) -> Any:
@@ -16,26 +16,26 @@ def _read(config: Config, shape: Any) -> Any:
         rotates = [(layer + 1) % every for layer in range(shape.layers)]
     if len(rotates) != shape.layers:
         raise UsageError(f"no_rope_layers has {len(rotates)} values, but there are {shape.layers} layers")
-    return shape.changed(unturned=as_text(layer for layer in range(shape.layers) if not rotates[layer]))
+    return shape.changed(no_rope_layers=as_text(layer for layer in range(shape.layers) if not rotates[layer]))
 
 
 def _write(shape: Any) -> dict[str, Any]:
-    return {"no_rope_layers": [int(shape.is_turned(layer)) for layer in range(shape.layers)]}
+    return {"no_rope_layers": [int(shape.has_rope(layer)) for layer in range(shape.layers)]}
 
 
 def _read_gguf(facts: Config, tensors: Any, shape: Any) -> Any:
-    return shape.changed(unturned=as_text(block for block in range(shape.layers) if block % 4 == 3))
+    return shape.changed(no_rope_layers=as_text(block for block in range(shape.layers) if block % 4 == 3))
 
 
 SMOLLM3 = Family(
     "smollm3",
-    "SmolLM3ForCausalLM",
     "a Llama with layers without rotary positions (`no_rope_layers`)",
     family.RMS | family.TIED | family.ATTENTION_BIAS | family.defaults(context=32768, epsilon=1e-6),
     family.LLAMA_MODULES,
-    also_read=("unturned",),
+    architecture="SmolLM3ForCausalLM",
+    also_read=("no_rope_layers",),
     rope=Rope(2e6),
-    windows=SlidingWindow(switch=True, has_window=lambda config, shape, layer: not shape.is_turned(layer)),
+    windows=SlidingWindow(switch=True, has_window=lambda config, shape, layer: not shape.has_rope(layer)),
     read=_read,
     write=_write,
     gguf=Gguf("smollm3", reordered=True, read=_read_gguf),

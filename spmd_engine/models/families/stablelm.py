@@ -14,12 +14,12 @@ def _read_gguf(facts: Config, tensors: Any, shape: Any) -> Any:
 
 STABLELM = Family(
     "stablelm",
-    "StableLmForCausalLM",
     "layer norms, rotary positions of a part of each head; `use_parallel_residual`: attention and perceptron behind "
     "one norm",
     SIZES | SILU | GROUPED | same("use_qkv_bias", "bias") | family.defaults(context=4096),
     LLAMA_MODULES | {"block/norm": "input_layernorm"},
     {"norm": "layer"},
+    architecture="StableLmForCausalLM",
     also_read=("parallel",),
     rope=Rope(part=0.25),
     read=read_parallel,

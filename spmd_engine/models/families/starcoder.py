@@ -23,11 +23,11 @@ def _write_bigcode(shape: Any) -> dict[str, Any]:
 
 GPT_BIGCODE = Family(
     "gpt_bigcode",
-    "GPTBigCodeForCausalLM",
     "a GPT-2 with one key head for all queries (SantaCoder, StarCoder)",
     GPT2_FIELDS | {"activation": ("activation_function", "gelu_pytorch_tanh")},
     GPT2_MODULES | {"grouped": "attn.c_attn"},
-    family.GPT_CONSTANTS | {"learned": True, "bias": True, "output_bias": True},
+    family.GPT_CONSTANTS | {"learned_positions": True, "bias": True, "output_bias": True},
+    architecture="GPTBigCodeForCausalLM",
     also_read=("key_value_heads",),
     required={"add_cross_attention": False},
     rope=None,
@@ -37,18 +37,13 @@ GPT_BIGCODE = Family(
 )
 STARCODER2 = Family(
     "starcoder2",
-    "Starcoder2ForCausalLM",
     "layer norms, rotary positions, perceptrons without a gate, biases, a window",
     family.SIZES
     | family.TIED
     | family.GROUPED
-    | family.same("use_bias", "bias", "output_bias", "perceptron_bias", default=True)
-    | {
-        "key_value_heads": ("num_key_value_heads", 2),
-        "context": ("max_position_embeddings", 4096),
-        "epsilon": ("norm_epsilon", 1e-5),
-        "activation": ("hidden_act", "gelu_pytorch_tanh"),
-    },
+    | family.same("use_bias", "bias", "output_bias", "mlp_bias", default=True)
+    | family.defaults(key_value_heads=2, context=4096)
+    | {"epsilon": ("norm_epsilon", 1e-5), "activation": ("hidden_act", "gelu_pytorch_tanh")},
     family.LLAMA_ATTENTION | {"w0": "mlp.c_fc", "w1": "mlp.c_proj"},
     family.GPT_CONSTANTS,
     required={"norm_type": "layer_norm"},

@@ -1,20 +1,174 @@
-"""Hugging Face's ``config.json`` as a DecoderConfig, by the record of its family."""
+"""Hugging Face's ``config.json`` as a DecoderConfig, by the record of its family.
+
+Each field is read, known to be harmless, refused, or named in a warning.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from spmd_engine.errors import CheckpointError, UsageError, one_of
+from spmd_engine.formats.tensor import FileTensor
 from spmd_engine.layers.moe.routing import RouterOptions
-from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.families import FAMILIES
 from spmd_engine.models.families.family import Config, Family, SlidingWindow, check_required
-from spmd_engine.models.hf.multimodal import MULTIMODAL, text_config
 from spmd_engine.models.hf.rope import with_rotary
-from spmd_engine.models.hf.unknown_fields import Fields
-from spmd_engine.models.mixture import Mixture
+from spmd_engine.models.mixture import Mixture, as_text
+
+#: Fields that no logits depend on: training, programs that wrote or run it, defaults of generation, special tokens.
+HARMLESS = frozenset((
+    "_name_or_path", "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset",
+    "_commit_hash", "_experts_implementation", "_experts_implementation_internal", "_flash_attn_2_enabled",
+    "architectures", "attn_implementation", "auto_map", "cache_implementation", "dtype", "is_decoder",
+    "is_llama_config", "language", "license", "model_max_length", "model_name", "model_type", "name_or_path",
+    "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "use_bfloat16",
+    "use_cache", "use_flash_attn", "pretraining_tp", "tp_plan", "unsloth_fixed", "unsloth_version", "use_mambapy",
+    "max_window_layers", "no_rope_layer_interval", "_sliding_window_pattern", "sliding_window_pattern",
+    "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "embd_layer_dropout",
+    "initializer_range", "initializer_factor", "gradient_checkpointing", "router_aux_loss_coef",
+    "router_jitter_noise", "input_jitter_noise", "router_z_loss_coef", "output_router_logits", "output_attentions",
+    "output_hidden_states", "return_dict", "return_dict_in_generate", "remove_invalid_values",
+    "reorder_and_upcast_attn", "n_ctx", "chunk_size_feed_forward", "bos_token_id", "eos_token_id", "pad_token_id",
+    "unk_token_id", "sep_token_id", "decoder_start_token_id", "image_token_id", "forced_bos_token_id",
+    "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "do_sample", "temperature",
+    "top_k", "top_p", "typical_p", "min_p", "num_beams", "num_beam_groups", "num_return_sequences",
+    "diversity_penalty", "early_stopping", "length_penalty", "max_length", "max_new_tokens", "min_length",
+    "no_repeat_ngram_size", "output_scores", "encoder_no_repeat_ngram_size", "repetition_penalty",
+    "exponential_decay_length_penalty", "finetuning_task", "id2label", "label2id", "num_labels", "prefix",
+    "problem_type", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+    "summary_use_proj", "task_specific_params", "tf_legacy_loss", "pruned_heads", "tie_encoder_decoder",
+    "cross_attention_hidden_size", "dropout", "layerdrop", "classifier_dropout", "resid_dropout", "embed_dropout",
+    "residual_dropout", "embedding_dropout", "activation_dropout", "init_std", "attention_softmax_in_fp32",
+    "_num_labels", "full_attn_mod", "interpolate_factor", "init_device",
+    "scale_attention_softmax_in_fp32", "mlp_type"
+))  # fmt: skip
+
+#: Fields that change what is computed, and their supported values (None, 0, false and "" aside); those that the record
+#: of a family describes are read before.
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "mlp_bias": (),
+    "clip_qkv": (),
+    "do_layer_norm_before": (True,),
+    "layer_norm_elementwise_affine": (True,),
+    "enable_bias": (True,),
+    "partial_rotary_factor": (1.0,),
+    "use_sliding_window": (),
+    "sliding_window": (),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "embedding_multiplier": (1.0,),
+    "residual_multiplier": (1.0,),
+    "logits_scaling": (1.0,),
+    "logit_scale": (1.0,),
+    "scale_attn_weights": (True,),
+    "is_encoder_decoder": (),
+    "use_bidirectional_attention": (),
+    "quantization_config": (),
+}
+#: Any other field with a name like these probably changes what is computed.
+_COMPUTES = re.compile(
+    r"scal(e|ing)|sparse|multiplier|softcap|capping|clip|window|chunk|rope|rotary|alibi|norm|bias|expert|moe|act_fn|activation"
+    r"|attention|attn|layer|hidden|lora|quant|dim|width|head|mup|parallel_residual|interleave"
+)
+
+
+class Fields(Mapping[str, Any]):
+    """A config that records which of its fields are read."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self._content, self._read = content, set()
+
+    def __getitem__(self, name: str) -> Any:
+        self._read.add(name)
+        return self._content[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def left(self) -> list[str]:
+        """The fields that were not read."""
+        return [name for name in self._content if name not in self._read]
+
+    def check_rest(self, where: str) -> list[str]:
+        """The fields that were not read and are unknown; raises CheckpointError, naming the field, for one that changes
+        what is computed, or would, to go by its name."""
+        unknown = []
+        for name in self.left():
+            value = self._content[name]
+            if name in HARMLESS:
+                continue
+            if name in REFUSED:
+                supported = REFUSED[name]
+                refused = value and value not in supported or value is False and supported == (True,)
+            else:
+                refused = value and _COMPUTES.search(name)
+            if refused:
+                raise CheckpointError(f"{where}: {name} is {value!r}, which is not supported")
+            if value and name not in REFUSED:
+                unknown.append(name)
+        return unknown
+
+
+# --- Models of text and images: the part of ``config.json`` and of the tensors that is the text model
+
+
+#: By ``model_type``, what ``text_config`` means where it is silent.
+MULTIMODAL: Mapping[str, Mapping[str, Any]] = {
+    kind: {"model_type": family.model_type, **silent}
+    for family in FAMILIES.values()
+    for kind, silent in family.multimodal.items()
+}
+#: Fields beside ``text_config``, about how images become part of a text.
+_IMAGE_FIELDS = (
+    "vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index",
+    "projector_hidden_act", "multimodal_projector_bias", "spatial_merge_size", "vision_feature_layer"
+)  # fmt: skip
+#: Prefixes of the text model's tensors, and what they are in a file of it alone; prefixes of tensors for images.
+_PREFIXES = {
+    "model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."
+}  # fmt: skip
+_IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+
+
+def text_config(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    """The config of the text model, and the names of fields that are ignored.
+
+    Raises CheckpointError, naming the field, for one that would change what the text model computes.
+    """
+    outer = Fields(config)
+    text = outer.get("text_config")
+    if not isinstance(text, Mapping):
+        raise CheckpointError(f"{where}: text_config is {text!r}; it is an object")
+    tied = outer.get("tie_word_embeddings")
+    for name in _IMAGE_FIELDS:
+        outer.get(name)
+    unknown = outer.check_rest(where)
+    whole = {**MULTIMODAL[config["model_type"]], **text, **({} if tied is None else {"tie_word_embeddings": tied})}
+    return whole, [*(["vision_config"] if config.get("vision_config") else []), *unknown]
+
+
+def text_tensors(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
+    """Tensors of the text model, by their names in a file of it alone."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        if not name.startswith(_IMAGE_PREFIXES):
+            prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
+            own = _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+            renamed[own] = replace(tensor, name=own)
+    return renamed
+
+
+# --- A config as a DecoderConfig
+
 
 MODEL_TYPES = {family.model_type: family for family in FAMILIES.values()}
 #: Names of activations in configs, and here; the first of those that mean the same is written.
@@ -23,7 +177,7 @@ ACTIVATIONS = {
     "gelu": "gelu-erf", "relu": "relu", "relu2": "relu-squared"
 }  # fmt: skip
 _WINDOW, _FULL = "sliding_attention", ("full_attention", "attention")
-_BOOLEANS, _FACTORS = ("bias", "output_bias", "perceptron_bias"), (
+_BOOLEANS, _FACTORS = ("bias", "output_bias", "mlp_bias"), (
     "embedding_scale", "residual_scale", "attention_scale", "logits_divisor"
 )  # fmt: skip
 #: What fields that hold more than one value must be.
@@ -33,17 +187,13 @@ _KINDS = dict.fromkeys(("rope_parameters", "rope_scaling", "attn_config"), (Mapp
 )
 
 
-def shape_of_config(config: Config, where: str) -> DecoderConfig:
-    """The decoder that a config describes; ``where`` it is appears in errors.
+def read_config(config: Config, where: str) -> tuple[DecoderConfig, list[str]]:
+    """The decoder that a config describes, and the names of unknown fields that do not look as if they changed what is
+    computed; errors name ``where`` the config is.
 
     Raises CheckpointError, naming the field, for a model type or a feature that is not supported, and for fields that
     are missing or have impossible values.
     """
-    return read_config(config, where)[0]
-
-
-def read_config(config: Config, where: str) -> tuple[DecoderConfig, list[str]]:
-    """The same, and the names of unknown fields that do not look as if they changed what is computed."""
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in MULTIMODAL:
         text, ignored = text_config(config, where)
@@ -140,7 +290,7 @@ def _with_windows(config: Config, shape: DecoderConfig, windows: SlidingWindow |
         if windows.switch and not config.get("use_sliding_window"):
             window = None
     if kinds is None:
-        near = _usual_windows(config, shape, windows) if window else []
+        near = _usual_windows(config, shape, windows) if windows is not None and window else []
     else:
         if len(kinds) != shape.layers:
             raise UsageError(f"layer_types has {len(kinds)} values, but there are {shape.layers} layers")
@@ -170,7 +320,7 @@ def with_windows_in(
     """With this window in the blocks ``near``, and rotary positions where the family then has them."""
     far = as_text(set(range(shape.layers)) - set(near))
     if windows is not None and (windows.rotary_only == "always" or windows.rotary_only and window):
-        shape = shape.changed(unturned=far)
+        shape = shape.changed(no_rope_layers=far)
     if not near:
-        return shape.changed(rotary_in_window=None)
-    return shape.changed(window=window, windowed=as_text(near) if far else "")
+        return shape.changed(window_rotary=None)
+    return shape.changed(window=window, window_layers=as_text(near) if far else "")

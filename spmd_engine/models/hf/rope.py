@@ -45,7 +45,7 @@ def with_rotary(config: Config, shape: DecoderConfig, rope: Rope) -> DecoderConf
         window_theta = theta if rope.window_theta is None else config.get(rope.window_theta_field) or rope.window_theta
         shape = shape.changed(
             rotary=_rotary(everywhere, theta, config, shape.context),
-            rotary_in_window=_rotary(near, window_theta, config, shape.context),
+            window_rotary=_rotary(near, window_theta, config, shape.context),
         )
     else:
         shape = shape.changed(rotary=rotary_of_config(config, shape, rope).changed(pairs=rope.pairs))
@@ -71,7 +71,7 @@ def rotary_of_config(config: Config, shape: DecoderConfig, rope: Rope) -> Rotary
     for fields in [fields for fields in (old, new) if fields] or [{}]:
         if fields.get("partial_rotary_factor") is None:
             fields = {**fields, "partial_rotary_factor": rope.part if part is None else part}
-        kind = fields.get("rope_type") or fields.get("type")
+        kind = str(fields.get("rope_type") or fields.get("type"))
         if kind in rope.kinds:
             fields = {**fields, "rope_type": rope.kinds[kind]}
         options.append(_rotary(fields, theta, config, shape.context))

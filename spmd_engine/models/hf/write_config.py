@@ -7,24 +7,24 @@ from dataclasses import fields
 from typing import Any
 
 from spmd_engine.errors import UsageError
-from spmd_engine.models.block_numbers import block_numbers
 from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.families import FAMILIES
-from spmd_engine.models.families.family import Experts, SlidingWindow
+from spmd_engine.models.families.family import Experts, Rope, SlidingWindow
 from spmd_engine.models.hf.read_config import ACTIVATIONS
 from spmd_engine.models.hf.rope import rope_fields
+from spmd_engine.models.mixture import block_numbers
 
 #: Fields of a DecoderConfig that are checked by themselves.
-_APART = ("family", "rotary", "mixture", "window", "windowed")
+_APART = ("family", "rotary", "mixture", "window", "window_layers")
 
 
-def config_of_shape(shape: DecoderConfig, dtype: str = "float32") -> dict[str, Any]:
+def config_json(shape: DecoderConfig, dtype: str = "float32") -> dict[str, Any]:
     """The content of the file, for weights of this ``dtype``; raises UsageError for what it cannot represent."""
     family = FAMILIES[shape.family]
-    for name in () if family.implied else unrepresentable(shape):
+    for name in unrepresentable(shape):
         raise _refusal(shape, name)
     config: dict[str, Any] = {
-        "architectures": [family.architecture],
+        "architectures": [family.class_name],
         "model_type": family.model_type,
         "dtype": dtype,
         "torch_dtype": dtype,
@@ -36,7 +36,7 @@ def config_of_shape(shape: DecoderConfig, dtype: str = "float32") -> dict[str, A
         if config.setdefault(name, value) != value:
             raise _refusal(shape, own)
     if family.rope is not None and family.rope.described:
-        config |= _rope(shape)
+        config |= _rope(shape, family.rope)
     if family.windows is not None:
         config |= _windows(shape, family.windows)
     if family.experts is not None:
@@ -50,14 +50,14 @@ def unrepresentable(shape: DecoderConfig) -> Iterator[str]:
     usual = DecoderConfig(family=shape.family).changed(**family.usual(shape.width))
     read = {*family.fields, *family.also_read, *_APART}
     for name in (each.name for each in fields(shape)):
-        if name in read or name == "rotary_in_window" and family.rope is not None and family.rope.in_windows:
+        if name in read or name == "window_rotary" and family.rope is not None and family.rope.in_windows:
             continue
         expected = getattr(usual, name)
         if name == "key_value_heads":
             expected = shape.heads
         elif name == "head_width":
             expected = shape.width / shape.heads
-        elif name == "unturned" and family.windows is not None and family.windows.rotary_only:
+        elif name == "no_rope_layers" and family.windows is not None and family.windows.rotary_only:
             expected = _unturned(shape, family.windows)
         if _explicit(shape, name) != expected:
             yield name
@@ -93,14 +93,14 @@ def _explicit(shape: DecoderConfig, name: str) -> Any:
     return defaults.get(name) if value is None else value
 
 
-def _rope(shape: DecoderConfig) -> dict[str, Any]:
-    family_rope, rope = FAMILIES[shape.family].rope, rope_fields(shape.rotary)
+def _rope(shape: DecoderConfig, family_rope: Rope) -> dict[str, Any]:
+    rope = rope_fields(shape.rotary)
     config: dict[str, Any] = {family_rope.theta_field: shape.rotary.theta}
     if family_rope.part is not None:
         config[family_rope.part_field] = rope["partial_rotary_factor"] = shape.rotary.part
     config |= {"rope_parameters": rope, "rope_scaling": None if rope["rope_type"] == "default" else rope}
     if family_rope.in_windows:
-        near = rope_fields(shape.rotary_in_window or shape.rotary)
+        near = rope_fields(shape.window_rotary or shape.rotary)
         config["rope_parameters"] = {"full_attention": rope, "sliding_attention": near}
         if family_rope.window_theta_field:
             config[family_rope.window_theta_field] = near["rope_theta"]
@@ -115,12 +115,14 @@ def _windows(shape: DecoderConfig, windows: SlidingWindow) -> dict[str, Any]:
     if windows.listed:
         config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in near]
     elif any(near) and not all(near):
-        raise _refusal(shape, "windowed")
+        raise _refusal(shape, "window_layers")
     return config
 
 
 def _experts(shape: DecoderConfig, experts: Experts) -> dict[str, Any]:
-    mixture, router = shape.mixture, shape.mixture.router
+    mixture = shape.mixture
+    assert mixture is not None, "unrepresentable() refuses it"
+    router = mixture.router
     hidden = mixture.hidden or max(1, shape.hidden // router.top_k)
     shared = mixture.shared and not (experts.shared_hidden is not None and mixture.shared_gate)
     if shared or router.score != "softmax" or router.groups > 1 or router.scale != 1:

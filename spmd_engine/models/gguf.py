@@ -19,12 +19,12 @@ from spmd_engine.layers.moe.routing import RouterOptions
 from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.families import FAMILIES
 from spmd_engine.models.families.family import Config, Family, SlidingWindow, check_required
-from spmd_engine.models.hf.read_config import with_windows_in
-from spmd_engine.models.hf.unknown_fields import Fields
+from spmd_engine.models.hf.read_config import Fields, with_windows_in
 from spmd_engine.models.mixture import Mixture
 
 #: Families of GGUF files, first those that are of an architecture under a condition.
-_FAMILIES = sorted((family for family in FAMILIES.values() if family.gguf), key=lambda family: family.gguf.when is None)
+_FAMILIES = [family for family in FAMILIES.values() if family.gguf.architecture]
+_FAMILIES.sort(key=lambda family: family.gguf.when is None)
 ARCHITECTURES = tuple(dict.fromkeys(family.gguf.architecture for family in _FAMILIES))
 #: Metadata that repeat others, or change nothing up to the context; a value is the one that does not.
 _WITHOUT_EFFECT: Mapping[str, Any] = {
@@ -37,7 +37,7 @@ _WITHOUT_EFFECT: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def shape_of_gguf(file: GGUF, where: str) -> DecoderConfig:
+def config_of_gguf(file: GGUF, where: str) -> DecoderConfig:
     """The decoder that a file describes; raises CheckpointError for an unsupported architecture or feature."""
     kind = file.facts.get("general.architecture")
     if kind not in ARCHITECTURES:
@@ -99,7 +99,7 @@ def _read(family: Family, facts: Config, tensors: Mapping[str, FileTensor]) -> D
         "epsilon": shape.epsilon,
         "bias": "blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
         "output_bias": "blk.0.attn_output.bias" in tensors,
-        "perceptron_bias": "blk.0.ffn_up.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "head_bias": "output.bias" in tensors,
     }
     usual |= {own: value for own, name in family.gguf.values.items() if (value := facts.get(name))}
@@ -113,7 +113,7 @@ def _read(family: Family, facts: Config, tensors: Mapping[str, FileTensor]) -> D
         shape = _with_windows(facts, shape, family.windows, family.gguf.window)
     if family.rope is not None and family.rope.in_windows and shape.window:  # never scaled
         theta = facts.get("rope.freq_base_swa", family.rope.window_theta or shape.rotary.theta)
-        shape = shape.changed(rotary_in_window=RotaryOptions(theta, part=shape.rotary.part))
+        shape = shape.changed(window_rotary=RotaryOptions(theta, part=shape.rotary.part))
     return family.gguf.read(facts, tensors, shape) if family.gguf.read else shape
 
 

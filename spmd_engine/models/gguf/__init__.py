@@ -1,1 +1,0 @@
-"""Models of llama.cpp: configurations and tensor names in GGUF files."""
