@@ -1,4 +1,4 @@
-"""Whether processes live: what the tests of the harness share."""
+"""A helper for the tests of the harness: whether a process is alive."""
 
 from pathlib import Path
 

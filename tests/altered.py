@@ -1,16 +1,16 @@
-"""Files that were altered in some way, by a random number generator: what the tests of damage share."""
+"""Random alterations of files, for the tests of damaged files."""
 
 import json
 import re
 
 DEEP = "[" * 100_000 + "]" * 100_000
-#: What stands in the place of a number, a name or a text.
+#: Replacements of a number, a name or a text.
 WORDS = ["-1", "0", "2.5", "1e999", "nan", "true", "null", "9" * 400, "[]", "{}", "[[[[1]]]]", '"x"', '"', DEEP]
 WORDS += ['{"a":' * 70 + "1" + "}" * 70, "a." * 5000 + "a", "(" * 300, "\N{SNOWMAN}", "\udcff"]
 
 
 def in_words(content, rng):
-    """A text's bytes, with one word replaced, or swapped with another."""
+    """The bytes of a text in which one word is replaced or swapped with another."""
     text = content.decode(errors="surrogateescape")
     places = [match.span() for match in re.finditer(r'"[^"\n]*"|[\w.+-]+', text)]
     begin, end = rng.choice(places)
@@ -19,7 +19,7 @@ def in_words(content, rng):
 
 
 def in_bytes(content, rng):
-    """A file's bytes, altered."""
+    """The bytes of a file, altered."""
     at, other = rng.randrange(len(content)), rng.randrange(len(content))
     how = rng.choice(["bit", "cut", "longer", "zeroed", "swapped", "noise", "length"])
     if how == "bit":
@@ -52,7 +52,7 @@ VALUES += [[], {}, [0], ["x"], [1 << 61, 4], [[[[]]]], {"a": 1}, json.loads("[" 
 
 
 def in_json(content, rng):
-    """A JSON value with something in it replaced, removed, given twice, or swapped with its neighbour."""
+    """A JSON value in which one part is replaced, removed, repeated, or swapped with its neighbour."""
     content = json.loads(json.dumps(content))
     place, way = content, []
     while True:
@@ -78,7 +78,7 @@ def in_json(content, rng):
 
 
 def gguf_of(facts):
-    """A GGUF file of these facts, without tensors."""
+    """A GGUF file with this metadata and without tensors."""
 
     def text(value):
         return len(value.encode()).to_bytes(8, "little") + value.encode()

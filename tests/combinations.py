@@ -1,4 +1,4 @@
-"""Cases of training on meshes, and what one device computes in their place."""
+"""Cases of training on meshes, and the reference on one device."""
 
 from functools import cache
 from math import prod
@@ -13,12 +13,12 @@ from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.schedules import named
 from spmd_engine.training import Trainer
 
-#: What changes what is computed; all else is where and when.
+#: Options that change results; all others change only where and when something is computed.
 COMPUTED = {"dropout", "tied", "micro_batches", "steps", "optimizer", "layers"}
 
 
 class Case:
-    """A mesh, and how the small GPT is trained on it."""
+    """A mesh and the options with which the small GPT is trained on it."""
 
     def __init__(self, mesh, *, context_method=None, schedule=None, chunks=None, **options):
         self.axes = {axis: int(size) for axis, size in (part.split("=") for part in mesh.split(","))}
@@ -38,7 +38,7 @@ class Case:
 
 
 def train(engine, batches, *, optimizer=AdamW, steps=tiny.STEPS):
-    """Losses and norms of clipped steps; final gradients and parameters that are here, each with where it lies."""
+    """Losses and norms of clipped steps; this rank's final gradients and parameters, each with its place."""
     trainer = Trainer(engine, optimizer(), batches, lambda step: 0.05, grad_clip=0.3)
     reports = list(trainer.run(steps))
     numbers = [[report.loss, report.grad_norm] for report in reports]
@@ -46,10 +46,10 @@ def train(engine, batches, *, optimizer=AdamW, steps=tiny.STEPS):
 
 
 def assert_same(results, expected):
-    """Every rank's part is one device's, replicas included, and nothing is missing."""
+    """The parts of all ranks, replicas included, equal those of one device, and nothing is missing."""
     for numbers, *_ in results:
         np.testing.assert_allclose(numbers, expected[0], rtol=1e-9)
-    alone = len(results) == 1  # of an MPI job, each process sees its own part
+    alone = len(results) == 1  # in an MPI job, each process sees its own part
     for kind in (1, 2):
         parts.assert_parts([result[kind] for result in results], expected[kind], atol=1e-8, missing=alone)
 

@@ -1,11 +1,11 @@
-"""What the tests of the command line share: options that save time, and what a run has written."""
+"""Helpers for the tests of the command line: options that save time, and the metrics of a run."""
 
 import json
 from pathlib import Path
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # one rank alone would take every core and race the others' tests
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # a single rank would use every core and compete with other tests
 QUIET = ["--eval-every", "0", "--eval-samples", "2", "--sample", "0"]
-TEXT = ["--data", str(Path(__file__).parents[1] / "docs")]  # a hundredth of what is read by default
+TEXT = ["--data", str(Path(__file__).parents[1] / "docs")]  # a hundredth of the default data
 
 
 def metrics(folder):

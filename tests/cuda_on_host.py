@@ -1,7 +1,7 @@
-"""CUDA without a GPU: the kernels' own text, compiled by the host's C++ compiler, on arrays that count as a device's.
+"""CUDA without a GPU: the host's C++ compiler compiles the kernels' source; arrays are marked as device arrays.
 
-Broadcasting, dtypes and the split into partial sums follow CuPy's ElementwiseKernel and ReductionKernel. What this
-cannot show: how threads of a GPU share memory, which is CuPy's code, and how fast it is.
+Broadcasting, dtypes and the split into partial sums follow CuPy's ElementwiseKernel and ReductionKernel. This
+does not test how threads of a GPU share memory, which is CuPy's code, nor speed.
 """
 
 import ctypes
@@ -17,14 +17,14 @@ from spmd_engine.arrays.cuda import ELEMENTWISE, REDUCTIONS, CudaFunctions
 
 C_TYPES = {"float32": "float", "float64": "double", "int64": "int64_t", "bool": "bool"}
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-#: A float that silently becomes a double is no mistake in C++, but would be slow on a GPU.
+#: C++ allows an implicit conversion from float to double, which would be slow on a GPU.
 FLAGS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wdouble-promotion", "-Werror"]
-LANES = 8  # partial results of a reduction; powers of 2, as a GPU's threads, and some get no element
-NUMBERS = {"epsilon"}  # a reduction's inputs that are numbers; what follows its sums may use them, but no array
+LANES = 8  # partial results of a reduction; a power of 2, like a GPU's threads; some get no element
+NUMBERS = {"epsilon"}  # inputs of a reduction that are numbers; its post-map expression may use these, but no array
 
 
 class Parameter(NamedTuple):
-    """One of "raw T scores, int64 width"."""
+    """One parameter of a text such as "raw T scores, int64 width"."""
 
     kind: str
     name: str
@@ -37,11 +37,11 @@ def parameters(text):
     return [Parameter(*each[-2:], raw=len(each) == 3) for each in words]
 
 
-# --- from text to a library
+# --- from source to a library
 
 
 def source():
-    """C++ of all kernels in float32 and float64; each is a function NAME_DTYPE of pointers and strides in bytes."""
+    """C++ source of all kernels in float32 and float64: functions NAME_DTYPE of pointers and strides in bytes."""
     kernels = []
     for dtype in "float32", "float64":
         c_types = C_TYPES | {"T": C_TYPES[dtype]}
@@ -79,7 +79,7 @@ def elementwise(name, text, c_types):
 
 
 def reduction(name, text, c_types):
-    """Elements go to lanes in turn, and lanes are joined by halves: as a GPU's threads do it, one after the other."""
+    """Elements go to lanes in turn, and lanes are joined by halves, like the threads of a GPU, but sequentially."""
     inputs, outputs = parameters(text.in_params), parameters(text.out_params)
     numbers = [element(p, c_types, k, "0", "const ") for k, p in enumerate(inputs) if p.name in NUMBERS]
     arrays = [element(p, c_types, k, "j", "const ") for k, p in enumerate(inputs) if p.name not in NUMBERS]
@@ -109,7 +109,7 @@ def reduction(name, text, c_types):
 
 
 def compile_for_the_host(folder):
-    """The library of all kernels; takes a second or two, of the first of all processes that share the folder."""
+    """The library of all kernels. The first process that uses the folder compiles it in a second or two."""
     with open(folder / "kernels.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "kernels.so").exists():
@@ -124,7 +124,7 @@ def compile_for_the_host(folder):
 
 
 def on_host(x):
-    """The memory behind a device's array; numbers pass, arrays of the host do not."""
+    """The memory of a device array. Numbers are returned as they are; host arrays raise TypeError."""
     if isinstance(x, DeviceArray):
         return x.view(np.ndarray)
     if isinstance(x, np.ndarray) and x.ndim:
@@ -137,7 +137,7 @@ def on_device(x):
 
 
 class DeviceArray(np.ndarray):
-    """As CuPy's: computes with its like and with numbers only."""
+    """Like CuPy's arrays: operands must be device arrays or numbers."""
 
     def __array_ufunc__(self, ufunc, method, *inputs, out=(), **options):
         HostCuda.launched.append(ufunc.__name__)
@@ -147,7 +147,7 @@ class DeviceArray(np.ndarray):
 
 
 class Module:
-    """What stands for CuPy: NumPy's functions, and the two kinds of kernels."""
+    """A stand-in for CuPy: NumPy's functions and the two kinds of kernels."""
 
     def __init__(self, library):
         self.library = library
@@ -176,7 +176,7 @@ class Module:
 
 
 class Kernel:
-    """A kernel that is called as CuPy's are, and checks shapes and dtypes as they do."""
+    """A kernel that is called like CuPy's and makes the same checks of shapes and dtypes."""
 
     def __init__(self, library, name, text):
         self.library, self.name = library, name
@@ -201,7 +201,7 @@ class Kernel:
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def dtype_of(self, args):
-        """What T is; all arrays given for a T must agree, and for another type be of it."""
+        """The dtype T: equal for all arrays whose type is T; all other arrays have their declared type."""
         kinds = set()
         for x, p in zip(args, self.inputs + self.outputs):
             if isinstance(x, np.ndarray):
@@ -223,7 +223,7 @@ class Kernel:
         arrays = [*inputs, *results]
         function = getattr(self.library, f"{self.name}_{dtype}")
         memory = (ctypes.c_void_p * len(arrays))(*(x.ctypes.data for x in arrays))
-        # A number is an array without dimensions, and stays where it is.
+        # A number is an array without dims, so its stride is 0.
         strides = (ctypes.c_ssize_t * len(arrays))(*(x.itemsize if x.ndim else 0 for x in arrays))
         function(*map(ctypes.c_ssize_t, [results[0].size, *length]), memory, strides)
         for x, result in zip(outputs, results):
@@ -231,7 +231,7 @@ class Kernel:
 
 
 class HostCuda(Backend):
-    """``launched``: the names of the kernels and of the array module's functions since it was last emptied."""
+    """``launched``: names of the kernels and array functions called since the list was last cleared."""
 
     name, on_device = "cuda on the host", True
     launched = []

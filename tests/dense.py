@@ -1,4 +1,4 @@
-"""Dense layers on one device and cut on meshes: what their tests share."""
+"""Helpers for the tests of dense layers, on one device and sharded on meshes."""
 
 from dataclasses import dataclass
 from math import prod
@@ -27,7 +27,7 @@ def skip(*whole, activation="gelu"):
 
 @dataclass(frozen=True)
 class Problem:
-    """Whole arrays: input, output's gradient, and parameters by name."""
+    """Global arrays: input, gradient of the output, and parameters by name."""
 
     layer: Linear | Skip
     x: np.ndarray
@@ -43,7 +43,7 @@ def problem_of(layer, seed=0):
 
 
 def tree(arrays):
-    """Names as the layer uses them: "up/weights" stands at ["up"]["weights"]."""
+    """Parameters by the layer's own names: "up/weights" is at ["up"]["weights"]."""
     nested = {}
     for name, array in arrays.items():
         folder, _, leaf = name.rpartition("/")
@@ -52,7 +52,7 @@ def tree(arrays):
 
 
 class Local:
-    """A problem as one rank has it, and forward and backward on it."""
+    """One rank's part of a problem, with forward and backward."""
 
     def __init__(self, problem, mesh, cuts):
         axes = {letter: tuple(names.split()) for letter, names in cuts.items()}
@@ -78,7 +78,7 @@ class Local:
         return frozen(array[spec.block(array.shape, self.mesh)].copy())
 
     def forward(self, training=True):
-        none = np.arange(0)  # positions mean nothing to these layers
+        none = np.arange(0)  # these layers ignore positions
         return self.layer.forward(self.sh, tree(self.p), self.x, ForwardContext(none, none, training=training))
 
     def backward_input(self, saved):
@@ -88,7 +88,7 @@ class Local:
         self.layer.backward_weight(self.sh, rest, GradientSums(self.g))
 
     def gradients(self):
-        """The whole gradients: reduced over the axes along which the parameters say they are unreduced."""
+        """The global gradients: reduced over the axes over which the parameters declare them unreduced."""
         whole = {}
         for name, gradient in self.g.items():
             axes = self.sh.axes(self.layer.parameters[name].summed)

@@ -1,4 +1,4 @@
-"""A device without a GPU: arrays the host cannot touch, and a backend that writes down what happens to them."""
+"""A device without a GPU: arrays that the host cannot access, and a backend that records what is done to them."""
 
 import threading
 
@@ -8,7 +8,7 @@ from spmd_engine.arrays.backend import Backend
 
 
 class DeviceArray:
-    """Behaves like CuPy's where the engine uses it; whoever takes it for a host array gets a TypeError."""
+    """Behaves like CuPy's array where the engine uses it; use as a host array raises TypeError."""
 
     __array_ufunc__ = None
 
@@ -23,7 +23,7 @@ class DeviceArray:
     def __array__(self, *args, **options):
         raise TypeError("a device array was taken for a host array")
 
-    # Views move nothing.
+    # Views copy nothing.
 
     def reshape(self, *shape):
         return DeviceArray(self.device, self.memory.reshape(*shape))
@@ -34,7 +34,7 @@ class DeviceArray:
     def __getitem__(self, index):
         return DeviceArray(self.device, self.memory[index])
 
-    # Work is queued, and done some time before the next synchronize().
+    # Work is queued, and executed at the latest in the next synchronize().
 
     def __setitem__(self, index, value):
         self.memory[index] = self.device.work(value)
@@ -51,7 +51,7 @@ class DeviceArray:
 
 
 class Module:
-    """The device's array module: NumPy's functions on device arrays."""
+    """The array module of the device: NumPy's functions on device arrays."""
 
     uint8 = np.uint8
 
@@ -76,7 +76,7 @@ class Module:
 
 
 class FakeDevice(Backend):
-    """``events``: what this thread, and so this rank, had the device do."""
+    """``events``: the operations that this thread, and so this rank, started on the device."""
 
     name, on_device = "fake", True
 
@@ -90,7 +90,7 @@ class FakeDevice(Backend):
         return self._local.__dict__.setdefault("events", [])
 
     def work(self, x):
-        """The memory behind ``x``, for work on the device; numbers may be mixed in, host arrays not."""
+        """The memory of ``x``, for work on the device; numbers are allowed, host arrays are not."""
         self.events.append("work")
         if isinstance(x, np.ndarray) and x.ndim:
             raise TypeError("a host array was taken for a device array")
@@ -123,7 +123,7 @@ class FakeDevice(Backend):
 
 
 def watch(comm, device, *, aware):
-    """Have ``comm`` write down which device memory it is given; a TypeError unless it is aware of devices."""
+    """Make ``comm`` record the device memory that it receives; TypeError unless it is device-aware."""
 
     def watched(start):
         def start_on_memory(data, *where):

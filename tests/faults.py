@@ -1,4 +1,4 @@
-"""Reductions left out, made twice or made a mean: the mistakes that verify must name."""
+"""Reductions that are missing, doubled or replaced by a mean: faults that verify must name."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Runs layers of images on one device and on virtual ranks: what their tests share."""
+"""Runs image layers on one device and on virtual ranks, for their tests."""
 
 from math import prod
 
@@ -16,7 +16,7 @@ ONE = ({"data": 1}, {})
 
 
 class Problem:
-    """A layer with whole arrays: input, output's gradient, and parameters by name."""
+    """A layer with global arrays: input, gradient of the output, and parameters by name."""
 
     def __init__(self, layer, channels, seed=0, batch=BATCH, image=IMAGE):
         self.layer = layer
@@ -30,13 +30,13 @@ class Problem:
         self.dy = normals(*y.shape, seed=seed + 1)
 
     def arrays(self, p=None):
-        """Parameters and buffers as a layer is given them."""
+        """Parameters and buffers as a layer receives them."""
         buffers = {name: np.full(b.whole(self.layer.sizes), b.initial) for name, b in self.layer.buffers.items()}
         return tree_of({**(self.p if p is None else p), **buffers})
 
 
 def tree_of(arrays):
-    """As ``layer_harness.tree``, with folders in folders."""
+    """Like ``layer_harness.tree``, with nested names."""
     folders, nested = {}, {}
     for name, array in arrays.items():
         folder, slash, rest = name.partition("/")
@@ -48,9 +48,9 @@ def tree_of(arrays):
 
 
 def solve(problem, cut):
-    """Whole output, gradients and updates of buffers, as each rank sees them; what it sent, and what it kept.
+    """The global output, gradients and updates of buffers on each rank; what it sent and saved.
 
-    ``cut``: the axes of a mesh, and which of them cut which letters.
+    ``cut``: the axes of a mesh, and the letters that each of them shards.
     """
     axes, cuts = cut
     layer, layout = problem.layer, Layout(dict(cuts), dict(cuts))
@@ -102,7 +102,7 @@ def assert_same(results, expected):
 
 
 def slope(problem, seed=9, distance=1e-6):
-    """<dy, the change of y> along some direction of input and parameters: by the backward, and by differences."""
+    """<dy, change of y> along a direction of input and parameters: by the backward and by finite differences."""
     (results, _), *_ = solve(problem, ONE)
     along = {"x": normals(*problem.x.shape, seed=seed)}
     along |= {name: normals(*array.shape, seed=seed + 1 + i) for i, (name, array) in enumerate(problem.p.items())}

@@ -1,4 +1,4 @@
-"""Small files of labelled images, written by the tests themselves."""
+"""Small files of labelled images for the tests."""
 
 import gzip
 import struct
@@ -12,14 +12,14 @@ CODES = {"u1": 8, "i1": 9, ">i2": 11, ">i4": 12, ">f4": 13, ">f8": 14}
 
 
 def idx(array, dtype="u1"):
-    """The bytes of an IDX file, by the format's own words."""
+    """The bytes of an IDX file, as its specification describes them."""
     array = np.asarray(array)
     header = struct.pack(f">BBBB{array.ndim}I", 0, 0, CODES[dtype], array.ndim, *array.shape)
     return header + array.astype(dtype).tobytes()
 
 
 def write_idx(folder, compressed=False, held_out=0):
-    """A folder as MNIST's, the last ``held_out`` images being its test part."""
+    """A folder like MNIST's, with the last ``held_out`` images as its test part."""
     folder.mkdir(exist_ok=True)
     cut = N - held_out
     for name, part in (("train", slice(cut)), ("t10k", slice(cut, N))):
@@ -37,7 +37,7 @@ def write_npz(file, compressed=False, **arrays):
 
 
 def write_folder(folder, mode="L"):
-    """A picture a file, in subfolders by class; within a class in the order of the numbers."""
+    """One file per image, in a subfolder per class; within a class in the order of their numbers."""
     from PIL import Image
 
     for number, (pixels, label) in enumerate(zip(PIXELS, LABELS, strict=True)):

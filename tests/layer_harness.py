@@ -1,7 +1,7 @@
-"""Runs any layer on one device and on virtual ranks: what the tests of layers share.
+"""Runs any layer on one device and on virtual ranks, for the tests of layers.
 
-It makes whole inputs and parameters, cuts them as the layout says, runs forward and backward on each rank,
-and puts outputs and gradients together again. Whatever a layer is given is read-only.
+It makes global inputs and parameters, shards them by the layout, runs forward and backward on each rank,
+and joins the shards of outputs and gradients. All arrays that a layer receives are read-only.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ BATCH, LENGTH, WIDTH, VOCABULARY = 3, 7, 6, 13
 
 
 class TiedEnds(Layer):
-    """An embedding and a head that share their table: two layers add to one gradient."""
+    """An embedding and a head that share their table: both layers add to its gradient."""
 
     inputs, outputs = Embedding.inputs, Head.outputs
 
@@ -88,7 +88,7 @@ MESHES = [
     {"data": 4},  # 3 samples: the last rank has none
     {"model": 2},
     {"model": 3},
-    {"model": 4},  # 6 heads and 10 hidden do not divide; of 3 heads the last rank has none
+    {"model": 4},  # 6 heads and width 10 do not divide; with 3 heads the last rank has none
     {"model": 8},  # 13 words do not divide
     {"data": 2, "model": 2},
     {"model": 2, "data": 2},
@@ -101,7 +101,7 @@ ONE = {"data": 1}
 
 @dataclass(frozen=True)
 class Problem:
-    """Whole arrays: input, output's gradient, and parameters by name."""
+    """Global arrays: input, gradient of the output, and parameters by name."""
 
     layer: Layer
     x: np.ndarray
@@ -110,7 +110,7 @@ class Problem:
 
     @property
     def inputs(self):
-        """The letters of the input, and where it is cut: tokens as inside, vectors on the residual stream."""
+        """The letters of the input, and where it is: tokens inside the layer, vectors on the residual stream."""
         return ("b s", "inside") if self.x.dtype.kind in "iu" else ("b s d", "residual")
 
     @property
@@ -119,7 +119,7 @@ class Problem:
 
 
 def problem_of(layer, batch=BATCH, length=LENGTH, seed=0):
-    """A problem of a layer, or of that of ``LAYERS`` which is called so."""
+    """A problem of a layer, or of the layer with this name in ``LAYERS``."""
     layer = LAYERS[layer] if isinstance(layer, str) else layer
     width = layer.sizes["d"]
     if isinstance(layer, (Embedding, TiedEnds)):
@@ -135,7 +135,7 @@ def problem_of(layer, batch=BATCH, length=LENGTH, seed=0):
 
 
 def tree(arrays):
-    """A layer's own names as it uses them: "norm/scale" stands at ["norm"]["scale"]."""
+    """Parameters by the layer's own names: "norm/scale" is at ["norm"]["scale"]."""
     nested = {}
     for name, array in arrays.items():
         folder, _, leaf = name.rpartition("/")
@@ -144,7 +144,7 @@ def tree(arrays):
 
 
 def where_and_when(sh, batch, length, training=True):
-    """At the third position of samples 100, 101, ...: nothing may depend on counting from 0."""
+    """Sample numbers start at 100 and positions at 2, so that no layer may count from 0."""
     positions = np.arange(2, 2 + length)
     samples = np.arange(100, 100 + batch)[sh.span("b", batch)]
     return ForwardContext(
@@ -160,7 +160,7 @@ def where_and_when(sh, batch, length, training=True):
 
 @dataclass(frozen=True)
 class Local:
-    """A problem as one rank has it."""
+    """One rank's part of a problem."""
 
     sh: Shards
     ctx: ForwardContext
@@ -170,7 +170,7 @@ class Local:
     g: dict
 
     def gradients(self, parameters):
-        """This rank's parts of the gradients: reduced over the axes along which parameters say they are unreduced."""
+        """This rank's shards of the gradients, reduced over the axes over which parameters declare them unreduced."""
         reduced, mesh = {}, self.sh.mesh
         for name, parameter in parameters.items():
             gradient = self.g[name] - 1.0
@@ -180,7 +180,7 @@ class Local:
 
 
 def cut(problem, mesh, training=True, layout=None, **options):
-    """The problem as this rank has it: by the mesh's customary layout with ``options``, or by ``layout``."""
+    """This rank's part of the problem, by ``layout`` or by the default layout of the mesh with ``options``."""
     layout = layout or Layout.for_mesh(mesh, **options)
     sh = Shards(mesh, layout, "layer")
 
@@ -196,12 +196,12 @@ def cut(problem, mesh, training=True, layout=None, **options):
 
 
 def in_rank_order(sh, length):
-    """Positions as they follow one another on the ranks: cut in this order, each rank gets what is dealt to it."""
+    """Positions in the order of the ranks: split in this order, each rank gets its own positions."""
     return np.concatenate(sh.layout.positions_by_rank(length, sh.mesh))
 
 
 def solve(problem, axes, training=True, **options):
-    """Whole output, input gradient and parameter gradients, out of the parts that the ranks of the mesh have."""
+    """Global output, input gradient and parameter gradients, joined from the shards of all ranks."""
     layer = problem.layer
     shapes = {f"d{name}": array.shape for name, array in problem.p.items()}
     shapes |= {"y": problem.dy.shape, "dx": problem.x.shape}

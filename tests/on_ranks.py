@@ -1,4 +1,4 @@
-"""One SPMD program, on virtual ranks and on MPI's: what the tests of communication share."""
+"""Runs one SPMD program on virtual ranks and on MPI ranks, for the tests of communication."""
 
 import functools
 
@@ -11,21 +11,21 @@ from spmd_engine import run_threads
 OPS = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 NUMPY_DTYPES = ("bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex128")
 DTYPES = [np.dtype(each) for each in (*NUMPY_DTYPES, ml_dtypes.bfloat16)]
-INLINE = 4096  # bytes; larger arrays take another path through the engine
+INLINE = 4096  # bytes; larger arrays take another route
 
 
 def everywhere(*virtual, soak=(), mpi=(3,)):
-    """Run a test with ``ranks`` virtual ranks (these numbers), and under MPI with ``ranks`` None.
+    """Run a test with these numbers of virtual ``ranks``, and under MPI with ``ranks`` None.
 
-    There on 3 ranks: what is so on 2 and 4 is shown where cross-products have all three; these are in ``soak``.
+    MPI runs use 3 ranks; runs on 2 and 4 are in ``soak``, because cross-products cover all three numbers.
     """
     return pytest.mark.parametrize("ranks", numbers_of_ranks(*virtual, soak=soak, mpi=mpi))
 
 
 def numbers_of_ranks(*virtual, soak=(), mpi=(2, 3, 4)):
-    """Parameters: these numbers, and those in ``soak``, which take long; and None under MPI, on 2, 3 and 4 ranks.
+    """Parameters: these numbers; those in ``soak``, which take long; and None under MPI, on 2, 3 and 4 ranks.
 
-    Of the latter, numbers that are not in ``mpi`` are in ``soak``, too.
+    MPI runs on numbers of ranks that are not in ``mpi`` are also in ``soak``.
     """
     threads = [pytest.param(n, id=f"threads-{n}") for n in virtual]
     threads += [pytest.param(n, id=f"threads-{n}", marks=pytest.mark.soak) for n in soak]
@@ -36,13 +36,13 @@ def numbers_of_ranks(*virtual, soak=(), mpi=(2, 3, 4)):
 
 
 def on_ranks(program, ranks, *args):
-    """Run ``program(*args)`` on virtual ranks; with None for them, as one rank of the MPI job there is."""
+    """Run ``program(*args)`` on virtual ranks; if ``ranks`` is None, as one rank of the current MPI job."""
     return run_threads(program, ranks, args=args) if ranks else [program(*args)]
 
 
 @functools.cache
 def values(shape, dtype, seed):
-    """Random numbers, not to be written to."""
+    """Read-only random numbers."""
     rng = np.random.default_rng([seed, *shape])
     if dtype.kind in "biu":
         x = rng.integers(1, 4, shape)
@@ -59,7 +59,7 @@ def split(x, lengths, axis):
 
 
 def reduced(arrays, op):
-    """All ranks' arrays as NumPy combines them in rank order, with the dtypes that ``Group`` promises."""
+    """The arrays of all ranks, combined by NumPy in rank order, with the dtypes that ``Group`` documents."""
     dtype = arrays[0].dtype
     if dtype.kind == "b" and op in ("sum", "mean", "prod"):
         dtype = np.dtype(np.int64)
@@ -71,7 +71,7 @@ def reduced(arrays, op):
 
 
 def assert_same(result, expected, *about):
-    """Equal dtype, shape and bits; but NumPy rounds a complex product as the array's length will have it."""
+    """Equal dtype, shape and bits, except complex products, whose rounding in NumPy depends on the length."""
     assert isinstance(result, np.ndarray), (about, type(result))
     assert (result.dtype, result.shape) == (expected.dtype, expected.shape), about
     equal = result.tobytes() == expected.tobytes()
@@ -81,7 +81,7 @@ def assert_same(result, expected, *about):
 
 
 def assert_alike(group, x):
-    """``x`` has the same bits on every rank."""
+    """Assert that ``x`` has the same bits on every rank."""
     mine = np.frombuffer(x.tobytes(), np.uint8)
     theirs = group.all_gather(mine[None])
     assert (theirs == mine).all(), [row.tobytes() for row in theirs]

@@ -1,4 +1,4 @@
-"""Cross-products of which `make test` runs few cases: any two values still meet, or take turns. The rest is soak."""
+"""Cross-products of which `make test` runs few cases: all pairs of values, or values in turn. The rest is soak."""
 
 from itertools import combinations, product
 
@@ -6,11 +6,10 @@ import pytest
 
 
 def every_pair(*, indirect=False, **parameters):
-    """As ``pytest.mark.parametrize`` of each of these with its values, stacked: what is not needed for pairs is soak.
+    """Like stacked ``pytest.mark.parametrize`` of these names and values; cases not needed for pairs are soak.
 
-    Values are as there: also ``pytest.param``, with marks of its own, and several values for names with commas between
-    (``{"heads, width": [(3, 2), (4, 1)]}``); of a dict, the keys are the ids. A value that is in ``soak`` by itself
-    takes all its cases with it.
+    Values may be ``pytest.param`` with marks, or tuples for names separated by commas (``{"heads, width": [(3, 2), (4,
+    1)]}``); if they are a dict, its keys are the ids. If a value is marked ``soak``, so are all its cases.
     """
     columns = _columns(parameters)
     soon = [[i for i, each in enumerate(column) if "soak" not in _mark_names(each)] for column in columns]
@@ -18,10 +17,10 @@ def every_pair(*, indirect=False, **parameters):
 
 
 def in_turn(of, first=0, **parameters):
-    """As ``every_pair``, but one in ``of`` cases is not soak: values take turns, beginning with number ``first``.
+    """Like ``every_pair``, but one in ``of`` cases is not soak, in turn, beginning with number ``first``.
 
-    Of two parameters each value then meets some of the other's, and its neighbour others; of one, one value in ``of``
-    is left.
+    With two parameters, each value is paired with some values of the other, and its neighbour with different ones.
+    With one parameter, one value in ``of`` remains.
     """
     columns = _columns(parameters)
     places = product(*map(range, map(len, columns)))
@@ -29,9 +28,9 @@ def in_turn(of, first=0, **parameters):
 
 
 def covering(columns):
-    """Some of the product of lists, as tuples, so that of any two lists every pair of values is in one of them.
+    """Cases of the product of lists, as tuples, that contain every pair of values of any two lists.
 
-    Always that which has the most pairs that no other has yet, and of several such ones the first.
+    Greedy: each choice is the first case with the most pairs that are still missing.
     """
     if len(columns) < 2:
         return list(product(*columns))
@@ -54,7 +53,7 @@ def _columns(parameters):
 
 
 def _parametrize(parameters, columns, now, indirect):
-    """All of the product, each in soak unless its places are in ``now``."""
+    """All cases of the product; each is in soak unless its places are in ``now``."""
     cases = []
     for places in product(*map(range, map(len, columns))):
         chosen = [column[i] for column, i in zip(columns, places, strict=True)]

@@ -1,4 +1,4 @@
-"""Parameter groups drawn at random and written by hand: what their tests share."""
+"""Parameter groups, random and written by hand, for their tests."""
 
 from math import prod
 
@@ -11,13 +11,13 @@ DATA = Sum(("data",), ("data",))
 
 
 def member(name, shape, decay=True, summed=DATA, chunk=0, on_others=0):
-    """As one rank has it; the largest block of all ranks may be larger by some elements."""
+    """A member on one rank; the largest block of all ranks may be larger by some elements."""
     return Member(name, shape, decay, summed, prod(shape) + on_others, chunk)
 
 
 @st.composite
 def cases(draw):
-    """A group of at least one member, and two positions in its flat array at which rows begin or end."""
+    """A group of at least one member, and two positions in its flat array where rows begin or end."""
     shapes = draw(st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=8))
     (group,) = make_groups([member(f"p{i}", shape, draw(st.booleans())) for i, shape in enumerate(shapes)], ITEM)
     ends = boundaries(group)

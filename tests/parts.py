@@ -1,4 +1,4 @@
-"""Arrays as ranks hold them, each part with where it lies in the whole: compared where they are, not gathered first."""
+"""The parts of arrays on ranks, each with its place in the global array, compared without gathering."""
 
 import numpy as np
 
@@ -14,9 +14,9 @@ def updated(engine, arrays):
 
 
 def assert_parts(found, expected, *, atol, missing=False):
-    """What each rank has in ``found`` is that part of the one device's in ``expected``, copies included.
+    """Assert that each rank's parts in ``found``, replicas included, equal those of ``expected``, of one device.
 
-    Unless some may be ``missing``, as where a process sees one rank of several, each element is on a rank.
+    Unless parts may be ``missing``, as in a process that sees one of several ranks, each element is on a rank.
     """
     assert {name for parts in found for name in parts} <= expected.keys()
     for name, (_, whole) in expected.items():
@@ -28,7 +28,7 @@ def assert_parts(found, expected, *, atol, missing=False):
 
 
 def joined(found, shapes):
-    """The whole arrays, of these shapes, that the ranks' parts make; copies have the same bits."""
+    """The global arrays of these shapes, joined from the parts; replicas must have the same bits."""
     wholes = {}
     for name, shape in shapes.items():
         parts = [parts[name] for parts in found if name in parts]

@@ -1,4 +1,4 @@
-"""Small networks on images, their batches, and training on virtual ranks: what the tests of convolutions share."""
+"""Small image networks, their batches, and training on virtual ranks, for the tests of convolutions."""
 
 import numpy as np
 
@@ -15,7 +15,7 @@ BATCH, MICRO_BATCHES, STEPS = 7, 2, 2
 
 
 def small_convnet(**how):
-    """Channels that 2 to 8 ranks share unevenly, some of them none."""
+    """Numbers of channels that do not divide by 2 to 8 ranks; some ranks have none."""
     return convnet(SHAPE, channels=(5, 4, 6, 3), **how)
 
 
@@ -30,8 +30,8 @@ def pictures(step, shape=SHAPE, batch=BATCH):
 
 
 def train(model, axes, *, layout=None, schedule=None, zero=None, steps=STEPS, micro_batches=MICRO_BATCHES, **how):
-    """Of each rank: losses, and that of an evaluation; gradients of the last step, parameters and buffers after it that
-    are here, each with where it lies."""
+    """For each rank: losses, with that of an evaluation; its gradients of the last step, parameters and buffers, each
+    with its place."""
 
     def program():
         with Mesh(**axes) as mesh:
@@ -53,7 +53,7 @@ def train(model, axes, *, layout=None, schedule=None, zero=None, steps=STEPS, mi
 
 
 def assert_same(found, expected):
-    """Every rank's part is one device's, copies included, and nothing is missing."""
+    """The parts of all ranks, replicas included, equal those of one device, and nothing is missing."""
     for rank in found:
         np.testing.assert_allclose(rank[0], expected[0], rtol=1e-9)
     for kind, most in ((1, 1e-8), (2, 1e-9), (3, 1e-9)):

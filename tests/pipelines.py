@@ -1,4 +1,4 @@
-"""Pipelines of all small sizes, executed on paper."""
+"""All small sizes of pipelines, executed without computation."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +24,7 @@ ZERO_BUBBLE = [ZeroBubble(), ZeroBubbleH2()]
 PIPELINES = [Naive(), GPipe(), OneForwardOneBackward(), *INTERLEAVED, *ZERO_BUBBLE]
 CASES = list(product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 5, 8, 12, 15)))  # stages, micro-batches
 OTHER_CASES = [case for case in product(range(1, 9), range(1, 17)) if case not in CASES]
-#: Of every size in between, too, in ``soak``.
+#: In ``soak``, also all sizes in between.
 each_case = pytest.mark.parametrize(
     "cases", [CASES, pytest.param(OTHER_CASES, marks=pytest.mark.soak)], ids=["most sizes", "other sizes"]
 )
@@ -34,7 +34,7 @@ equal = pytest.approx
 
 @cache
 def executed(schedule, stages, micro_batches):
-    """Also the proof that it does not deadlock: transfers are synchronous."""
+    """Execute the schedule. Transfers are synchronous, so this also proves that it does not deadlock."""
     return timeline(schedule, stages, micro_batches)
 
 
@@ -46,7 +46,7 @@ class Written(Schedule):
     programs: tuple = ()
 
     def __post_init__(self):
-        """Any number of chunks."""
+        """Allow any number of chunks."""
 
     def order(self, stages, micro_batches, stage):
         raise NotImplementedError

@@ -1,7 +1,7 @@
-"""Faults planted in small engines: the line that is changed, and what verify should call it.
+"""Faults planted in small engines: the changed line, and the cause that verify should name.
 
-Each engine here is right; a fault is one of its lines, replaced. ``at`` is the line that should be blamed, where it is
-not the one that was changed.
+Each engine here is correct; a fault replaces one of its lines. ``at`` is the line that verify should name if it is
+not the changed one.
 """
 
 from dataclasses import dataclass
@@ -220,7 +220,7 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class Planted:
-    """A line of an engine, and what it is replaced by."""
+    """A line of an engine and its replacement."""
 
     kind: str
     source: str
@@ -240,7 +240,7 @@ class Planted:
 
     @property
     def lines(self):
-        """The numbers of the lines that may be blamed."""
+        """The numbers of the lines that verify may name."""
         changed = [(self.new, self.new.rstrip().count("\n"))] if self.new else []
         lines = set()
         for text, more in [*changed, *([(self.at, 0)] if self.at else [])]:
@@ -250,7 +250,7 @@ class Planted:
         return lines
 
     def engine(self, folder):
-        """What makes the engine with the fault, from a file of its own."""
+        """The class of the engine with the fault, imported from its own file."""
         path = folder / "engine.py"
         path.write_text(self.text)
         spec = spec_from_file_location(f"planted_{folder.name}", path)

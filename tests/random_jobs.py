@@ -1,7 +1,7 @@
-"""Whole jobs that a seed draws: what is computed, and on which meshes, one after the other, that is done.
+"""Jobs that are drawn from a seed: what is computed, and on which sequence of meshes.
 
-A job is trained in legs: each goes on from the checkpoint of the one before, on a mesh of its own, and some move to
-another mesh in mid-leg, by ``engine.reshard``. One rank, which makes all steps at once, is the oracle.
+A job is trained in legs. Each leg continues from the checkpoint of the previous one on its own mesh, and some legs
+change the mesh in between by ``engine.reshard``. The reference is one rank that runs all steps at once.
 """
 
 import json
@@ -40,7 +40,7 @@ MOST = 6  #: ranks
 
 
 class Letters(Tokenizer):
-    """As many tokens as the models of ``golden/decoders`` know."""
+    """A tokenizer with the vocabulary size of the models of ``golden/decoders``."""
 
     vocabulary, end, separator, sha256 = 23, 0, 0, "letters"
 
@@ -53,12 +53,12 @@ class Letters(Tokenizer):
 
 @dataclass
 class Leg:
-    """So many steps in all, on a mesh; or, from ``turns_at`` on, on another one."""
+    """Training up to step ``stop_at`` on a mesh; from step ``turns_at`` on another one."""
 
     stop_at: int
     axes: dict
     how: dict
-    run: dict  #: what is done beside the steps
+    run: dict  #: options of the run besides the steps
     trace: int = 0
     turns_at: int | None = None
     turned: tuple[dict, dict] = field(default_factory=lambda: ({}, {}))
@@ -69,7 +69,7 @@ class Leg:
 
 
 class RandomJob:
-    """What the seed draws: ``what`` is computed, and the legs in which it is done."""
+    """A job drawn from the seed: ``what`` is computed, and the legs."""
 
     def __init__(self, seed, folder):
         self.rng, self.folder = np.random.default_rng(seed), Path(folder)
@@ -153,7 +153,7 @@ class RandomJob:
         return leg
 
     def _place(self, ranks):
-        """A mesh of so many ranks, and how the model is computed there; one that makes no sense is drawn again."""
+        """A mesh of this number of ranks, and options of the model on it; an invalid combination is drawn again."""
         if self.kind == "page":
             return self._page_axes(ranks), {}
         for _ in range(200):
@@ -198,7 +198,7 @@ class RandomJob:
             how["recut_after"] = [None, 1, 2][rng.integers(3)]
         return how
 
-    # --- doing it
+    # --- training
 
     def trained(self, leg, folder, resume):
         """Losses by step of one leg."""
@@ -210,9 +210,9 @@ class RandomJob:
         return run_threads(lambda: self._turning(job, leg, folder, resume), ranks)[0] | losses_in(folder)
 
     def _turning(self, job, leg, folder, resume):
-        """The steps before the turn; those after it are in the folder."""
+        """Losses by step before the change of the mesh; those after it are in the folder."""
         axes, how = leg.turned
-        job = job.with_options(rebalance_every=0)  # of a mesh that changes, whoever changes it would have to tell it
+        job = job.with_options(rebalance_every=0)  # rebalancing does not support a mesh changed by others
         with Mesh(**leg.axes) as mesh, Mesh(**axes) as other:
             workload = open_workload(job, mesh)
             made = _make_run(workload, folder, [], 0)
@@ -229,7 +229,7 @@ class RandomJob:
             return {report.step: report.loss for report in reports}
 
     def alone(self, folder):
-        """Losses by step of one rank that makes all steps at once."""
+        """Losses by step of one rank that runs all steps at once."""
         leg = Leg(self.steps, self._axes_of_one(), {}, {"save_every": 0})
         return self.trained(leg, folder, resume=False)
 
@@ -247,8 +247,8 @@ def losses_in(folder):
 
 
 def check_job(seed, folder):
-    """Train it; assert that losses, and all that is saved at the end, are those of one rank. What was refused, if a
-    leg was: that cannot be told before."""
+    """Train a job; assert that losses and the final checkpoint equal those of one rank. Returns the errors of rejected
+    legs, which cannot be predicted, and the job as text."""
     job = RandomJob(seed, folder)
     done, refused = {}, []
     for leg in job.legs:

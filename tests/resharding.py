@@ -1,4 +1,4 @@
-"""Meshes, shardings and whole arrays: what the tests of reshard share."""
+"""Meshes, shardings and global arrays for the tests of resharding."""
 
 from itertools import product
 from math import prod
@@ -22,8 +22,8 @@ MESH_IDS = ["2x2", "3x2", "2x2x2"]
 
 
 def each_mesh_with_pairs(now):
-    """Pairs of shardings on each mesh; on larger ones a part of them, number ``now`` of five, in which each sharding is
-    with several others. The rest are in ``soak``: tests that take different parts have most pairs between them."""
+    """Pairs of shardings on each mesh. On larger meshes only part ``now`` of five is not in ``soak``; in each part, a
+    sharding is paired with several others. Tests that use different parts together cover most pairs."""
     params = []
     for (axes, names), name in zip(MESHES, MESH_IDS, strict=True):
         pairs = list(product(enumerate(names), repeat=2))
@@ -36,12 +36,12 @@ def each_mesh_with_pairs(now):
 
 
 def numbered(shape, dtype=np.int64):
-    """A whole array in which every element can be told from the others."""
+    """A global array with distinct elements."""
     return frozen(np.arange(prod(shape)).reshape(shape).astype(dtype))
 
 
 def on_mesh(axes, body):
-    """What ``body(mesh)`` returns on each rank."""
+    """The results of ``body(mesh)`` on all ranks."""
 
     def rank():
         with Mesh(**axes) as mesh:

@@ -1,4 +1,4 @@
-"""A small GPT with experts, trained on virtual ranks: what the tests of experts share."""
+"""A small GPT with experts, trained on virtual ranks, for the tests of experts."""
 
 from dataclasses import replace
 from functools import cache
@@ -44,7 +44,7 @@ def engine_on(mesh, built, *, zero=None, schedule=None, layout=(), **options):
 
 
 def facts(engine, optimizer, losses):
-    """Numbers that all ranks have, and this rank's part of every array."""
+    """Numbers that are equal on all ranks, and this rank's part of every array."""
     numbers = {"losses": np.array(losses), **engine.side_outputs}
     numbers |= {name: engine.gather_buffer(name) for name in engine.buffer_names}
     arrays = parts.stored(engine)
@@ -54,7 +54,7 @@ def facts(engine, optimizer, losses):
 
 
 def train(axes, *, steps=2, micro_batches=2, between=lambda engine, optimizer: None, of=(), **options):
-    """What ``facts`` says after a few clipped steps and an evaluation; ``between`` is called after the first step."""
+    """The ``facts`` after a few clipped steps and an evaluation; ``between`` is called after the first step."""
 
     def program():
         with Mesh(**axes) as mesh:
@@ -85,7 +85,7 @@ def alone(of=(), **options):
 
 
 def assert_as_alone(found, expected):
-    """Losses, norms and counts of every rank are one device's, and so are its parts of arrays; nothing is missing."""
+    """Losses, norms, counts and parts of arrays of every rank equal those of one device, and nothing is missing."""
     for numbers, _ in found:
         assert numbers.keys() == expected[0].keys()
         for name, number in expected[0].items():

@@ -1,4 +1,4 @@
-"""What the tests of routing share: routers of every kind, tokens cut over ranks, and a collective without ranks."""
+"""Helpers for the tests of routing: all kinds of routers, tokens sharded over ranks, a collective without ranks."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ ROUTERS = {
     "everyone": RouterOptions(top_k=EXPERTS),
 }
 
-#: How six samples of nine positions may be cut: of each rank, its samples and its positions.
+#: Shardings of six samples of nine positions: the samples and positions of each rank.
 CUTS = {
     "one": [(range(6), range(9))],
     "batch": [(range(0, 1), range(9)), (range(1, 6), range(9))],
@@ -35,13 +35,13 @@ def tokens_of(samples, positions):
 
 
 def block(whole, samples, positions):
-    """A rank's rows of whole[6 9 ...], as t ..."""
+    """A rank's rows of whole[6 9 ...], as [t ...]."""
     part = whole[np.ix_(list(samples), list(positions))]
     return part.reshape(part.shape[0] * part.shape[1], *whole.shape[2:])
 
 
 def assembled(cut, parts):
-    """whole[6 9 ...] of each rank's rows; every token is somebody's."""
+    """whole[6 9 ...], joined from the rows of all ranks; every token must be on exactly one rank."""
     whole = np.zeros((6, 9, *parts[0].shape[1:]), parts[0].dtype)
     held = np.zeros((6, 9), int)
     for (samples, positions), part in zip(cut, parts, strict=True):
@@ -53,7 +53,7 @@ def assembled(cut, parts):
 
 
 def on_ranks(cut, logits, options, bias=None, key=0):
-    """(Choices, Tokens) of each rank; ``logits`` 6 9 E."""
+    """(Choices, Tokens) of each rank, for logits[6 9 E]."""
     out = []
     for samples, positions in cut:
         tokens = tokens_of(samples, positions)
@@ -62,7 +62,7 @@ def on_ranks(cut, logits, options, bias=None, key=0):
 
 
 def collectively(function, ranks):
-    """``function(*rank, gather)`` of each rank, by two passes: the first finds out what every rank contributes."""
+    """``function(*rank, gather)`` of each rank, in two passes: the first collects the contributions of all ranks."""
     given = []
 
     def contribute(own):

@@ -1,4 +1,4 @@
-"""Models' parameters stored in groups, numbers of which sums have no rounding, and memory that is watched."""
+"""Parameters of models in groups, numbers with exact sums, and references to memory."""
 
 import weakref
 
@@ -17,17 +17,17 @@ every_stage_of_zero = pytest.mark.parametrize("zero", [0, 1, 2, 3])
 
 
 def integers(size, *seed):
-    """Of which sums have no rounding."""
+    """Integers as floats: their sums are exact."""
     return np.random.default_rng(seed).integers(-99, 99, size).astype(float)
 
 
 UNTIED, TIED = (gpt(tiny.GPTSize(**{**tiny.SIZE.__dict__, "tied": tied})) for tied in (False, True))
-#: bytes: a group each, a few layers a group, one group
+#: bytes: one group per parameter, one group per few layers, one group
 thresholds = pytest.mark.parametrize("threshold", [0, 1500, 1 << 20], ids=["many groups", "some groups", "one group"])
 
 
 class Parts:
-    """Storages of a model on a mesh, parameters filled with numbers that depend on name and place alone."""
+    """Storages of a model on a mesh. The values of parameters depend only on their name and index."""
 
     def __init__(self, model, mesh, storage, *, kind=GroupStorage):
         self.model, self.layers = model, range(len(model.layers))
@@ -45,7 +45,7 @@ class Parts:
         self.of_name = {name: each for each in self.storages for name in each.group.spans}
 
     def used(self, *layers):
-        """The groups that some layers use, in the order of use."""
+        """The groups that these layers use, in the order of use."""
         names = [full for layer in layers for full in self.assignment.uses[layer].values()]
         return list(dict.fromkeys(self.of_name[name] for name in names))
 
@@ -54,10 +54,10 @@ class Parts:
 
 
 def memory_of(array):
-    """A reference to what all views of an array hold on to."""
+    """A weak reference to the array that owns the memory of all views."""
     return weakref.ref(array.base if isinstance(array.base, np.ndarray) else array)
 
 
 def pair_bytes(width):
-    """Of the parameters of one layer of a deep MLP."""
+    """Bytes of the parameters of one layer of a deep MLP."""
     return 2 * (width * width + width) * FLOAT.itemsize

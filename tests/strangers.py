@@ -1,4 +1,4 @@
-"""An engine that a stranger wrote."""
+"""An engine as a user would write it."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ D, F = 4, 10
 
 
 class Bare(ShardedEngine):
-    """The least a stranger writes: no super().__init__(), nothing but the three methods."""
+    """The minimum: the three methods, without super().__init__()."""
 
     def __init__(self):
         self.w = np.zeros((3, 2))

@@ -1,4 +1,4 @@
-"""README and the pages of docs/ say what is true: their Python runs, from the first block to the last."""
+"""The Python code of README and of docs/ runs, from the first block to the last, and the files they name exist."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
 
 
 def test_each_program_of_the_readme_runs_by_itself(tmp_path, monkeypatch):
-    """A reader copies one of them; what has no import is an excerpt."""
+    """A reader copies one program; a block without imports is an excerpt."""
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", PAGES[0].read_text(), re.MULTILINE | re.DOTALL)
     programs = [block for block in blocks if re.search(r"^(import|from) ", block, re.MULTILINE)]

@@ -1,4 +1,4 @@
-"""The examples in docstrings do what they say."""
+"""The examples in docstrings produce the output that they show."""
 
 import doctest
 import importlib
@@ -9,7 +9,7 @@ import pytest
 import spmd_engine
 
 ROOT = Path(spmd_engine.__file__).parent
-# Only these are imported: some modules need an MPI library.
+# Only these modules are imported, because some others need an MPI library.
 MODULES = [
     ".".join(("spmd_engine", *path.relative_to(ROOT).with_suffix("").parts))
     for path in sorted(ROOT.rglob("*.py"))

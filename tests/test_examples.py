@@ -1,4 +1,4 @@
-"""The examples do what they say."""
+"""The programs in examples/ run and learn."""
 
 import re
 from pathlib import Path

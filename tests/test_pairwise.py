@@ -1,4 +1,4 @@
-"""What is left of cross-products in `make test`, and that the rest is not lost."""
+"""Which cases of cross-products `make test` runs, and that all others are in soak."""
 
 from itertools import combinations, product
 
@@ -21,7 +21,7 @@ def test_any_two_values_meet_in_a_case(sizes):
             assert {frozenset(pair) for case in cases for pair in combinations(case, 2)} >= {
                 frozenset(pair) for pair in product(one, other)
             }
-    assert covering(columns) == cases  # always the same ones: of workers, each collects the tests
+    assert covering(columns) == cases  # deterministic: each worker process collects the tests itself
 
 
 def test_far_fewer_cases_than_the_product_has():
@@ -51,7 +51,7 @@ def test_values_take_turns():
 
 
 def test_values_keep_their_marks_and_what_is_in_soak_is_not_relied_on():
-    """A pair may not be left to a case that is in soak because of a third value."""
+    """A pair must not be covered only by a case that is in soak because of a third value."""
     mpi = pytest.mark.mpi(ranks=3)
     ranks = [2, pytest.param(3, marks=pytest.mark.soak, id="three"), pytest.param(None, marks=mpi)]
     _, cases = every_pair(**{"ranks": ranks, "size, dtype": [(1, "f"), (2, "d")], "check": [True, False]}).mark.args

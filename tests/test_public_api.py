@@ -27,7 +27,7 @@ def test_public_names_are_what_they_are_after_every_module_is_imported():
 
 @pytest.mark.parametrize("package", ["", ".checkpoints", ".engine", ".layers", ".sharding", ".training"])
 def test_lazy_names_are_those_that_type_checkers_see(package):
-    """A package's table of names by module says the same as its imports under TYPE_CHECKING."""
+    """A package's table of names by module agrees with its imports under TYPE_CHECKING."""
     module = importlib.import_module(f"spmd_engine{package}")
     for name in module.__all__:
         assert getattr(module, name) is not None

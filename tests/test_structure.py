@@ -1,4 +1,4 @@
-"""The house: floors import only from those below, everything public says what it is."""
+"""The structure: packages import only from floors below, and everything public has a docstring."""
 
 import ast
 import importlib
@@ -11,7 +11,7 @@ import spmd_engine
 ROOT = Path(spmd_engine.__file__).parent
 FILES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py"))]
 
-#: From the ground up; those of one line are neighbours, and do not import each other.
+#: Packages from the lowest to the highest floor. Packages of one line do not import each other.
 FLOORS = [
     {"errors"},
     {"importing", "units"},
@@ -33,12 +33,12 @@ FLOORS = [
 ]
 HEIGHT = {name: height for height, names in enumerate(FLOORS) for name in names}
 
-#: What a floor may import less than its height allows.
+#: Packages that may import only these, although others are below them.
 ONLY = {
     "strategies": {"errors", "importing", "arrays", "comm", "sharding", "engine"},  # never layers or models
 }
 
-#: Module-level state that changes while the program runs, and why it may.
+#: Module-level state that changes at run time, with the reason why it may.
 STATE = {
     "arrays/backend.py: CPU": "the host's backend, and its compiled loops, found once",
     "arrays/backend.py: _device_backends": "the devices that were asked for",
@@ -77,7 +77,7 @@ STATE = {
 
 @cache
 def tree_of(file):
-    """A file's syntax; read by the first test that looks at it, not by everyone who collects the tests."""
+    """The syntax tree of a file, parsed by the first test that uses it, not during collection."""
     return ast.parse((ROOT / file).read_text())
 
 
@@ -87,7 +87,7 @@ def nodes_of(file):
 
 
 def floor(module):
-    """``spmd_engine.comm.mesh`` -> comm; the package itself is a floor, too."""
+    """``spmd_engine.comm.mesh`` -> comm; the package itself is also a floor."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else parts[0]
 
@@ -98,7 +98,7 @@ def floor_of_file(file):
 
 
 def imports(nodes):
-    """All modules that are imported anywhere among them, also inside functions."""
+    """All modules that these nodes import, also inside functions."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -169,7 +169,7 @@ WRITES = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "p
 
 
 def called(node):
-    """The last name of what a call calls: ``local`` of ``threading.local()``."""
+    """The last name of the called object: ``local`` of ``threading.local()``."""
     return getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
 
 
@@ -191,7 +191,7 @@ def written():
 
 
 def test_classes_have_names_of_their_own():
-    """One word, one meaning; but a page of ``strategies`` may be called as the layer that it explains."""
+    """Class names are unique, except that a strategy may have the name of the layer that it explains."""
     found = {}
     for file in FILES:
         for node in nodes_of(file):
@@ -201,7 +201,7 @@ def test_classes_have_names_of_their_own():
 
 
 def test_tables_are_never_written():
-    """A module's UPPER_CASE list or dict is a constant; so nobody may change it, here or elsewhere."""
+    """An UPPER_CASE list or dict of a module is a constant, so no code may change it."""
     tables = {
         name
         for file in FILES
@@ -235,11 +235,11 @@ def test_no_function_rebinds_a_global():
         assert not [node.names for node in nodes_of(file) if isinstance(node, ast.Global)], file
 
 
-# --- circles, and classes
+# --- import cycles, and classes
 
 
 def test_no_circle_of_imports():
-    """Within a floor, too; what is imported for annotations alone does not count."""
+    """Also within a floor; imports for annotations do not count."""
     uses = {}
     for file in FILES:
         module = "spmd_engine." + file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
@@ -262,7 +262,7 @@ def test_no_circle_of_imports():
 
 
 def test_nothing_hangs_on_the_clock_that_people_set():
-    """It may go backwards: deadlines, durations and orders are told by one that does not, or by numbers."""
+    """It may go backwards. Deadlines, durations and orders use a monotonic clock or numbers."""
     wall = {"time", "time_ns", "ctime", "localtime", "gmtime"}
     for file in FILES:
         for node in nodes_of(file):
@@ -274,12 +274,12 @@ def test_nothing_hangs_on_the_clock_that_people_set():
 
 
 MODULE_FILES = {f"spmd_engine/{file}" for file in FILES}
-#: What users subclass, and what they call on it, may be many methods.
+#: Classes that users subclass or call may have many methods.
 MANY_METHODS = {"ShardedEngine", "Group", "Collectives", "Mesh"}
 
 
 def test_classes_are_no_heaps():
-    """At most two bases, and 25 public methods through them, without those of what users subclass."""
+    """At most two bases and 25 public methods, inherited ones included, except those of MANY_METHODS."""
     for file in FILES:
         name = file.removesuffix(".py").replace("/", ".").removesuffix("__init__").strip(".")
         if name == "__main__":
@@ -299,6 +299,6 @@ BUILTINS = {"builtins", "abc", "enum", "typing", "collections.abc", "collections
 
 
 def test_no_test_leaves_a_folder_on_the_path():
-    """The next file in its process would import the modules of that folder, in the place of tests' own."""
+    """Otherwise the next test file in the process would import modules of that folder instead of its own."""
     changes = "sys" + ".path."
     assert [str(path) for path in Path(__file__).parent.rglob("*.py") if changes in path.read_text()] == []

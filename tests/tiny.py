@@ -1,4 +1,4 @@
-"""A small GPT, batches and training on virtual ranks: what the tests of engines share."""
+"""A small GPT, its batches, and training on virtual ranks, for the tests of engines."""
 
 import numpy as np
 
@@ -69,7 +69,7 @@ def make_engine(
 
 
 def train(axes, *, optimizer=AdamW, micro_batches=2, **options):
-    """Of each rank: losses and norms of a few clipped steps; its parts of the last gradients and of the parameters."""
+    """For each rank: losses and norms of a few clipped steps; its parts of the last gradients and parameters."""
 
     def program():
         with Mesh(**axes) as mesh:
@@ -89,7 +89,7 @@ def train(axes, *, optimizer=AdamW, micro_batches=2, **options):
 
 
 def assert_same_training(found, expected, tolerance=1e-10):
-    """What ``train`` gives of all ranks, and of one device."""
+    """Assert that the results of ``train`` on all ranks equal those of one device."""
     for numbers, *_ in found:
         np.testing.assert_allclose(numbers, expected[0], rtol=tolerance)
     for kind in (1, 2):

@@ -1,4 +1,4 @@
-"""Layers that write down what they are asked for, and what plays parameters and reducer for them."""
+"""Layers that record their calls, and stand-ins for parameters and reducer."""
 
 import weakref
 
@@ -12,14 +12,14 @@ TRAINING, SERVING = (ForwardContext(None, None, training=training) for training 
 
 
 class Box:
-    """What a layer keeps of a micro-batch; weak references to it tell how long it is kept."""
+    """What a layer saves of a micro-batch; weak references to it show how long it is kept."""
 
     def __init__(self, number, x):
         self.number, self.x = number, x
 
 
 class Toy(Layer):
-    """y = 2 x + its number. Writes down what it is asked for."""
+    """y = 2 x + the number of the layer. Records its calls."""
 
     inputs = outputs = Activation("b")
 
@@ -42,7 +42,7 @@ class Toy(Layer):
 
 
 class Named(str):
-    """What plays the shards of a layer."""
+    """A stand-in for the shards of a layer."""
 
     @property
     def checked(self):
@@ -50,7 +50,7 @@ class Named(str):
 
 
 class Stand:
-    """Toy layers, and what plays the parameters and the reducer for them."""
+    """Toy layers, and stand-ins for their parameters and reducer."""
 
     def __init__(self, count):
         self.log, self.opened, self._kept = [], [], []
@@ -75,13 +75,13 @@ class Stand:
         log, self.log = self.log, []
         return log
 
-    # as Unsharder
+    # like Unsharder
 
     def unshard(self, number, *, keep=(), prefetch=()):
         self.opened.append((number, list(keep), list(prefetch)))
         return f"parameters {number}"
 
-    # as Reducer
+    # like Reducer
 
     def sums(self, number):
         return f"sums {number}"

@@ -1,4 +1,4 @@
-"""What tests of memory share: bytes that virtual ranks have taken at most, as Python's allocators tell."""
+"""Peak memory of virtual ranks, by tracemalloc, for the tests of memory."""
 
 import tracemalloc
 
@@ -6,7 +6,7 @@ from spmd_engine import run_threads
 
 
 def peak_of(program, ranks):
-    """Of all ranks together: ``program`` is a context manager, which gives each its mesh and what it is to do then."""
+    """Peak bytes of all ranks together. ``program`` is a context manager that yields a mesh and a function to call."""
 
     def traced():
         with program() as (mesh, do):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.moe.routing import RouterOptions
-from spmd_engine.models.mixture import block_numbers
 
 if TYPE_CHECKING:
     from spmd_engine.layers.moe.moe import MoE

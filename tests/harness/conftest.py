@@ -1,4 +1,4 @@
-"""Small test files, and another pytest that runs them with this harness."""
+"""Writes small test files, and runs them with this harness in another pytest."""
 
 import subprocess
 import sys
@@ -33,15 +33,15 @@ def sample(tmp_path):
 
 @pytest.fixture
 def harness():
-    """What makes a pytest in another folder use this harness: its environment and arguments."""
+    """The environment and arguments with which a pytest in another folder uses this harness."""
     command = ("-m", "pytest", "--color=no", "-p", "mpi_harness.plugin", "-p", "no:hypothesispytest", "-p", "no:anyio")
-    # Ranks that wait in MPI for one that has raised keep their cores busy: not for long.
+    # Ranks that wait in MPI for a rank that has raised keep their cores busy, so the wait is short.
     return {"PYTHONPATH": str(Path(mpi_harness.__file__).parents[1]), "SPMD_TEST_GRACE": "0.5"}, command
 
 
 @pytest.fixture
 def start_parent(harness, sigint_is_heard):
-    """Starts a pytest that has others run its tests."""
+    """Starts a parent pytest, whose tests run in other processes."""
     environment, command = harness
 
     def start(*arguments, **more):
@@ -58,7 +58,7 @@ def start_parent(harness, sigint_is_heard):
 
 @pytest.fixture
 def run_parent(start_parent):
-    """Runs it to its end."""
+    """Runs a parent pytest to its end."""
 
     def run(*arguments, **more):
         with start_parent(*arguments, **more) as process:

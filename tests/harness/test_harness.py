@@ -1,4 +1,4 @@
-"""The MPI harness itself: another pytest runs small test files; what fails there must end as a failure."""
+"""The MPI harness itself: another pytest runs small test files, whose faults must be reported as failures."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""--jobs: several processes share the serial tests, beside the MPI ones; and report as if they were one."""
+"""--jobs: several processes share the serial tests, parallel to the MPI tests, and report like one process."""
 
 import re
 import signal
@@ -80,7 +80,7 @@ def test_every_end_is_reported_in_order_and_once(run_parent, sample):
 
 
 def test_two_processes_share_the_files(run_parent, sample, tmp_path):
-    """Each holds one open until the other is there, too."""
+    """Each process keeps one test running until the other has started its own."""
     text = """
 def test_meets_the_other():
     folder = os.path.dirname(__file__)
@@ -126,7 +126,7 @@ def test_an_interrupt_ends_all_jobs(start_parent, sample, tmp_path, end):
 
 
 def test_after_the_first_failure_nothing_more_runs(run_parent, sample, tmp_path):
-    """What the other process is at is given up."""
+    """The test that the other process runs is abandoned."""
     failing = sample("def test_fails(): assert False", "test_a.py")
     run = run_parent("--with-mpi", "--jobs", "2", "-x", failing, sample(LONG, "test_b.py"))
     assert "stopping after 1 failures" in run.stdout and "1 failed" in run.stdout.splitlines()[-1]

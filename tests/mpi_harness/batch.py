@@ -1,4 +1,4 @@
-"""Some tests and the job that runs them: mpiexec for those of one world size, a plain process for serial ones."""
+"""A set of tests and the job that runs it: mpiexec for tests of one world size, one process for serial tests."""
 
 import builtins
 import json
@@ -15,13 +15,13 @@ from .marks import limit_s
 from .ranks import tell
 from .worker import START_S
 
-SLACK_S = 10  # jobs watch their time limits themselves: one so late cannot even do that
+SLACK_S = 10  # jobs enforce their time limits themselves; a job that is later than this is stuck
 
 
 class Batch:
-    """Tests of one world size, or serial ones (size 0): one job runs them; if it breaks, a new one what is left.
+    """Tests of one world size, or serial tests (size 0), run by one job; if it breaks, a new job runs the rest.
 
-    Serial ones are dealt out a file at a time, first `items` and then what is left in `more`: lists of items.
+    Serial tests are assigned a file at a time: first `items`, then the lists of items that remain in `more`.
     """
 
     def __init__(self, config, size, items, more=()):
@@ -31,14 +31,14 @@ class Batch:
         self.add(items)
 
     def add(self, items):
-        self.waiting |= {item.nodeid: item for item in items}  # a test leaves when all is known of it
+        self.waiting |= {item.nodeid: item for item in items}  # removed when its result is complete
         self.reports |= {item.nodeid: [] for item in items}
 
     def look(self):
-        """What has happened since the last look: the reports of each test of which all is known now."""
+        """The reports of the tests that were completed since the last call."""
         if self.job is None:
             self.launch()
-        ended = self.job.process.poll() is not None  # asked before reading, not to miss the last events
+        ended = self.job.process.poll() is not None  # checked before reading, so that no event is missed
         for event, content in self.new_events():
             self.take(event, content)
         if ended or time.monotonic() > self.deadline:
@@ -49,19 +49,19 @@ class Batch:
         return {nodeid: self.reports.pop(nodeid) for nodeid in done}
 
     def launch(self):
-        # Of a job that was killed, a file may come while its folder goes: no reason to leave other jobs running.
+        # A killed job may create a file while its folder is removed; this must not prevent stopping other jobs.
         self.temporary = tempfile.TemporaryDirectory(prefix="spmd-tests-", ignore_cleanup_errors=True)
         self.folder = Path(self.temporary.name)
         self.events = open(self.folder / "events.jsonl", "w+b")
         self.unread = b""
         self.running = self.finished = None  # tests of this job
-        self.left = False  # did the ranks end it themselves, as a test had failed?
+        self.left = False  # whether the ranks ended it themselves after a failed test
         self._extend_deadline(START_S)
         environment = {"SPMD_TEST_FOLDER": str(self.folder), "PYTEST_ADDOPTS": ""}
         if self.size:
             tests = [f"{self.config.rootpath}/{nodeid}" for nodeid in self.waiting]
         else:
-            environment["OPENBLAS_NUM_THREADS"] = "1"  # such processes share the cores
+            environment["OPENBLAS_NUM_THREADS"] = "1"  # these processes share the cores
             files = _by_file(self.waiting.values())
             tests = dict.fromkeys(str(items[0].path) for items in (*files, *self.more))
             for items in files:
@@ -77,7 +77,7 @@ class Batch:
             )
 
     def tell(self, items):
-        """Deal out items of one file; none means that there are no more (serial.py)."""
+        """Assign the items of one file to the job; an empty list means that none follow (serial.py)."""
         with open(self.folder / "dealt.jsonl", "a") as file:
             file.write(json.dumps([item.nodeid for item in items]) + "\n")
 
@@ -91,7 +91,7 @@ class Batch:
     def _extend_deadline(self, limit_s):
         self.limit_s, self.deadline = limit_s, time.monotonic() + limit_s + SLACK_S
 
-    # -- while the job runs: what the ranks tell (Ranks._tell)
+    # -- while the job runs: the events of the ranks (Ranks._tell)
 
     def new_events(self):
         *lines, self.unread = (self.unread + self.events.read()).split(b"\n")
@@ -102,7 +102,7 @@ class Batch:
             self.running = content
         elif event == "report":
             report = self.config.hook.pytest_report_from_serializable(config=self.config, data=content)
-            if isinstance(report.longrepr, list):  # why and where it was skipped: a tuple, before JSON had it
+            if isinstance(report.longrepr, list):  # place and reason of a skip; JSON turned the tuple into a list
                 report.longrepr = tuple(report.longrepr)
             self.reports[report.nodeid].append(report)
         elif event == "warning":
@@ -113,7 +113,7 @@ class Batch:
                 items = self.more.popleft() if self.more else []
                 self.add(items)
                 self.tell(items)
-            if len(self.waiting) > 1:  # the last test is done when the job has ended, and ended well
+            if len(self.waiting) > 1:  # the last test is complete when the job has ended without an error
                 del self.waiting[content]
         self._extend_deadline(limit_s(self.waiting[self.running]) if self.running else START_S)
 
@@ -123,12 +123,12 @@ class Batch:
         arguments = {"warning_message": message, "when": when, "nodeid": nodeid, "location": location}
         self.config.hook.pytest_warning_recorded.call_historic(kwargs=arguments)
 
-    # -- when the job is over: which tests did that cost, and why?
+    # -- after the job: which tests failed because it ended, and why
 
     def conclude(self, ended):
         done = list(self.waiting) == [self.finished]
         if self.running:
-            # A rank that leaves early may end rank 0 before it has written that the test finished.
+            # A rank that exits early may end rank 0 before rank 0 has written that the test finished.
             victims, moment = [self.running], "after" if self._all_ranks_finished(self.running) else "during"
         elif self.left or (done and self.job.process.returncode == 0):
             victims, moment = [], ""
@@ -136,7 +136,7 @@ class Batch:
             victims, moment = [self.finished], "after"
         elif self.finished:
             victims, moment = list(self.waiting)[:1], "before"
-        else:  # not one test has begun, and none would the next time
+        else:  # no test has started, and none would start in a new job
             victims, moment = list(self.waiting), "before"
         job = f"mpiexec -n {self.size}" if self.size else "the process of this test"
         end = f"ended with exit code {self.job.process.returncode}" if ended else "had to be killed"
@@ -146,14 +146,14 @@ class Batch:
             self.waiting.pop(nodeid, None)
 
     def failure(self, nodeid, what_happened):
-        """The report of a phase that not all ranks came through."""
+        """The report of a phase that not all ranks completed."""
         phase = self._next_phase(nodeid)
         own = [each for each in self._notes() if (each["nodeid"], each["when"]) == (nodeid, phase)]
         raised = [each for each in own if each["outcome"] == "failed"]
         missing = sorted(set(range(self.size)) - {each["rank"] for each in own})
         what_happened += f" the {phase} of this test" + f"; no outcome from ranks {missing}" * bool(missing)
         last_words = [self._text(f"stderr{rank}") for rank in range(self.size or 1)]
-        if any("Timeout (" in text for text in last_words):  # faulthandler's
+        if any("Timeout (" in text for text in last_words):  # printed by faulthandler
             what_happened = f"No end of the {phase} within {self.limit_s:g} s. Where it was:"
         words = [tell(raised), what_happened] if raised else [what_happened]
         words += [f"rank {rank} of {self.size or 1}:\n{text}" for rank, text in enumerate(last_words) if text]
@@ -185,7 +185,7 @@ class Batch:
             yield from map(json.loads, path.read_text().splitlines())
 
     def _text(self, name):
-        """The end of a file of the job, without the frames of pytest in its stacks."""
+        """The end of a file of the job, without stack frames of pytest."""
         path = self.folder / name
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         theirs = ("/_pytest/", "/pytest/", "/pluggy/", "<frozen runpy>")
@@ -197,7 +197,7 @@ def _by_file(items):
 
 
 def _options_of(config):
-    """What decides how a test is loaded and run goes along; what selects and reports tests stays here."""
+    """The options for loading and running tests; those for selecting and reporting apply only to the parent."""
     option = config.option
     yield from ("--rootdir", str(config.rootpath), "--import-mode", option.importmode, "--tb", option.tbstyle)
     if config.inipath:

@@ -1,4 +1,4 @@
-"""Start `mpiexec`, and end it so that neither processes nor shared memory stay behind."""
+"""Starts `mpiexec`, and ends it without leaving processes or shared memory behind."""
 
 import sys
 
@@ -8,14 +8,14 @@ __all__ = ["Job", "clean_environment", "mpiexec"]
 
 
 def mpiexec():
-    """The launcher's command: this environment's, else the first on PATH, else None."""
+    """The command of the launcher: that of this environment, else the first on PATH, else None."""
     return find_mpiexec()
 
 
 class Job(MPIJob):
-    """One `mpiexec -n RANKS python ARGUMENTS`; `stop()` it, or use `with`, however it ended.
+    """One `mpiexec -n RANKS python ARGUMENTS`. Always call `stop()`, or use `with`.
 
-    With 0 for RANKS it is one process, and no MPI.
+    With 0 for RANKS, it is one process without MPI.
     """
 
     def __init__(self, ranks, arguments, *, env=None, **popen):

@@ -1,4 +1,4 @@
-"""What a test asks for: `@pytest.mark.mpi(min_size=N, ranks=N, timeout_s=S)`."""
+"""The requirements of a test: `@pytest.mark.mpi(min_size=N, ranks=N, timeout_s=S)`."""
 
 import os
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import pytest
 @dataclass(frozen=True, kw_only=True)
 class Needs:
     min_size: int = 2
-    ranks: int | None = None  # exactly so many, where min_size allows more
+    ranks: int | None = None  # exactly this many; min_size also allows more
     timeout_s: float | None = None
 
     @property
@@ -33,6 +33,6 @@ def needs(item):
 
 
 def limit_s(item):
-    """How long setup, test and teardown may each take. Serial tests have pytest-timeout, too, which comes first."""
+    """The limit of each of setup, test and teardown. Serial tests also have pytest-timeout, which ends them earlier."""
     usual, asked = float(os.environ.get("SPMD_TEST_TIMEOUT", 60)), needs(item)
     return (asked.timeout_s or usual) if asked else 10 * usual

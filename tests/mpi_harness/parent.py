@@ -1,4 +1,4 @@
-"""The parent's side: without mpiexec, pytest has the MPI tests run by jobs, and with --jobs the serial ones, too."""
+"""The parent: pytest without mpiexec runs the MPI tests in jobs, and with --jobs also the serial tests."""
 
 import os
 import signal
@@ -15,20 +15,20 @@ from .marks import needs
 
 
 class Parent:
-    """Pytest plugin that reports what jobs ran as if it had run it."""
+    """Pytest plugin that reports the tests of jobs as if it had run them itself."""
 
     def __init__(self, config):
         self.jobs = config.getoption("--jobs")
         if config.getoption("usepdb") or config.getoption("capture") == "no":
-            self.jobs = 1  # serial tests run here, at the terminal
+            self.jobs = 1  # serial tests run in this process, at the terminal
         self.crew = None
         self.shared = tempfile.TemporaryDirectory(prefix="spmd-tests-shared-", ignore_cleanup_errors=True)
         os.environ["SPMD_TEST_SHARED"] = self.shared.name
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # end in good order, and stop the jobs
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # end in order, and stop the jobs
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
-        """Serial tests first, then those of each world size together; of several jobs', files that take long first."""
+        """Serial tests first, then the tests of each world size; with several jobs, slow files first."""
         items.sort(key=_size)
         if config.getoption("--only-mpi"):
             config.hook.pytest_deselected(items=[item for item in items if not _size(item)])
@@ -40,7 +40,7 @@ class Parent:
             items.sort(key=lambda item: (_size(item), item.path not in launching))
         self.remote = {item.nodeid: item for item in items if self.jobs > 1 or _size(item)}
         if config.pluginmanager.has_plugin("timeout"):
-            for item in self.remote.values():  # whoever runs them sees to that
+            for item in self.remote.values():  # the process that runs them enforces their limit
                 item.add_marker(pytest.mark.timeout(0), append=False)
 
     def pytest_report_collectionfinish(self, items):
@@ -72,12 +72,12 @@ def _size(item):
 
 
 class Crew:
-    """The jobs at work, a few at a time: one of each world size, and processes that share the serial tests."""
+    """The running jobs, a few at a time: one for each world size, and processes that share the serial tests."""
 
     def __init__(self, config, items, jobs):
         self.config, self.jobs = config, jobs
         self.at_work = []
-        self.known = {}  # reports of tests of which all is known
+        self.known = {}  # reports of completed tests
         self.files, self.sizes = {}, {}
         for item in items:
             group = self.sizes.setdefault(_size(item), []) if _size(item) else self.files.setdefault(item.path, [])
@@ -95,13 +95,13 @@ class Crew:
         return self.known.pop(item.nodeid)
 
     def next_batch(self):
-        """MPI tests beside serial ones as long as there are both: of several ranks some always wait."""
+        """MPI and serial tests in parallel as long as both remain, because some ranks of an MPI test always wait."""
         if self.files and (not self.sizes or all(batch.size for batch in self.at_work)):
             return Batch(self.config, 0, self.files.popleft(), more=self.files)
         return Batch(self.config, *self.sizes.popleft()) if self.sizes else None
 
     def stop(self):
-        """End all jobs, also if that fails, or is interrupted, with one of them."""
+        """End all jobs, even if ending one of them fails or is interrupted."""
         with ExitStack() as each:
             for batch in self.at_work:
                 each.callback(batch.stop)

@@ -1,4 +1,4 @@
-"""The pytest plugin: under --with-mpi, a parent or a rank; and `mpi_run`, for tests of command lines."""
+"""The pytest plugin: a parent or a rank under --with-mpi, and `mpi_run` for tests of command lines."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ def pytest_addoption(parser):
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     plugins = config.pluginmanager
-    for plugin in plugins.get_plugins():  # pytest-mpi gives the options; its hooks know only one MPI world,
+    for plugin in plugins.get_plugins():  # pytest-mpi defines the options; its hooks support only one MPI world
         if type(plugin).__name__ == "MPIPlugin":  # and initialise MPI in the parent
             plugins.unregister(plugin)
     if config.getoption("--with-mpi") or config.getoption("--only-mpi"):
@@ -57,10 +57,10 @@ class Run:
 @pytest.fixture
 def mpi_run(pytestconfig):
     """`mpi_run(4, "-m", "spmd_engine", "train")` runs Python on 4 ranks and returns a Run. A run that takes
-    longer than `timeout` seconds fails the test; none outlives it."""
+    longer than `timeout` seconds fails the test; no run continues after its test."""
 
     def run(ranks, *arguments, timeout=120, env=None, cwd=None):
-        # Any folder is fine to run in, whether or not the package is installed.
+        # Runs work in any folder, whether or not the package is installed.
         path = os.pathsep.join(filter(None, [str(pytestconfig.rootpath), os.environ.get("PYTHONPATH")]))
         command = [str(argument) for argument in arguments]
         start = time.monotonic()

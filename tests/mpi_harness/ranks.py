@@ -1,4 +1,4 @@
-"""The ranks' side: under mpiexec, a test's outcome is the outcome of all ranks."""
+"""The ranks: under mpiexec, all ranks together decide the outcome of a test."""
 
 import io
 import math
@@ -15,7 +15,7 @@ from _pytest.config import create_terminal_writer
 from .marks import limit_s, needs
 from .worker import START_S, Worker
 
-GRACE_S = float(os.environ.get("SPMD_TEST_GRACE", 3))  # what others get to finish a test that raised on this rank
+GRACE_S = float(os.environ.get("SPMD_TEST_GRACE", 3))  # time of the others to finish a test that raised on this rank
 OUTCOMES = ("passed", "skipped", "failed")
 
 
@@ -30,19 +30,19 @@ class Ranks(Worker):
             self._hush()
 
     def _hush(self):
-        """Only rank 0 writes to the terminal, and the file of --junitxml."""
+        """Silence this rank: only rank 0 writes to the terminal and to the file of --junitxml."""
         plugins, nowhere = self.config.pluginmanager, open(os.devnull, "w")
         plugins.get_plugin("terminalreporter")._tw = create_terminal_writer(self.config, nowhere)
         for plugin in plugins.get_plugins():
             if type(plugin).__name__ == "LogXML":
                 plugin.logfile = os.devnull
 
-    # -- which tests
+    # -- selection of tests
 
     @cached_property
     def comm(self):
-        # Not before collection, so that the modules under test have their say about how MPI is initialised;
-        # and a communicator of our own: tests cannot meddle with its messages, nor it with theirs.
+        # Not before collection, so that the modules under test can decide how MPI is initialised. A separate
+        # communicator keeps the messages of the harness apart from those of the tests.
         from mpi4py import MPI
 
         return MPI.COMM_WORLD.Dup()
@@ -53,7 +53,7 @@ class Ranks(Worker):
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self):
-        """A rank that cannot collect the tests stops them all."""
+        """If one rank cannot collect the tests, all ranks stop."""
         try:
             yield
         except pytest.UsageError as error:
@@ -67,7 +67,7 @@ class Ranks(Worker):
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
-        def fits(item):  # a serial test would be repeated by every rank
+        def fits(item):  # every rank would repeat a serial test
             return needs(item).met_by(self.comm.size) if needs(item) else self.comm.size == 1
 
         config.hook.pytest_deselected(items=[item for item in items if not fits(item)])
@@ -107,11 +107,11 @@ class Ranks(Worker):
         return report if set(outcomes) == {0} else self._merge(report, own)
 
     def _meet(self, place, word, patience):
-        """Every rank's word, when all are here; None if one is elsewhere, or does not come in time."""
+        """The ``word`` of every rank at this ``place``; None if a rank is at another place or late."""
         mine, theirs = array("q", [zlib.crc32(place.encode()), word]), array("q", [0, 0] * self.comm.size)
         request = self.comm.Iallgather(mine, theirs)
         deadline, pause = time.monotonic() + patience, 0.00001
-        while not request.Test():  # MPI's own waits spin, and take the cores from the ranks that work
+        while not request.Test():  # MPI's own waits spin, and take the cores from working ranks
             if time.monotonic() > deadline:
                 return None
             time.sleep(pause := min(pause * 2, 0.001))
@@ -131,8 +131,8 @@ class Ranks(Worker):
             )
         if failed or len(outcomes) > 1:
             report.outcome = "failed"
-            # What raised on some ranks only may have left messages under way: under a parent the next test
-            # gets a fresh job. What raised on all has hardly done so, and a new job takes its seconds.
+            # A test that raised on only some ranks may have left messages in flight: under a parent, the next test
+            # gets a new job. After a failure on all ranks this is unlikely, and a new job takes seconds.
             self.must_leave = bool(self.folder) and len(failed) < len(everyone)
         return report
 
@@ -142,7 +142,7 @@ class Ranks(Worker):
         if self.must_leave:
             self._tell("leave", report.nodeid)
             if self.rank > 0:
-                time.sleep(START_S)  # rank 0 ends this, when it has told the parent
+                time.sleep(START_S)  # rank 0 ends this rank after reporting to the parent
             self._abort()
 
     # -- the end
@@ -151,26 +151,26 @@ class Ranks(Worker):
     def pytest_sessionfinish(self, session, exitstatus):
         in_order = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         if in_order and self.folder:
-            session.exitstatus = pytest.ExitCode.OK  # the parent knows; only a crash now is news to it
+            session.exitstatus = pytest.ExitCode.OK  # the parent has the reports; only a crash is still an error
         elif not in_order and "comm" in vars(self) and self._meet("the end", 0, GRACE_S) is None:
-            self._abort()  # this rank ends early, the others wait for it
+            self._abort()  # this rank ends early, and the others wait for it
 
     def pytest_internalerror(self, excrepr):
-        if self.rank > 0:  # rank 0 says so on the terminal
+        if self.rank > 0:  # rank 0 prints it on the terminal
             print(excrepr, file=self.stderr)
 
-    def pytest_keyboard_interrupt(self, excinfo):  # pytest.exit(), too
+    def pytest_keyboard_interrupt(self, excinfo):  # also for pytest.exit()
         if self.rank > 0:
             print(excinfo.exconly(), file=self.stderr)
 
     def _abort(self):
         self.stderr.flush()
-        time.sleep(0.1)  # the launcher passes on what was printed before it hears of the end
+        time.sleep(0.1)  # so that the launcher forwards the output before it is notified of the end
         self.comm.Abort(1)
 
 
 def _outcome(report, rank, size):
-    """What the other ranks and the parent need to know of a rank's report."""
+    """The parts of a rank's report that the other ranks and the parent need."""
     where, crash = f"rank {rank} of {size}", getattr(report.longrepr, "reprcrash", None)
     message = crash.message if crash else report.longreprtext
     writer = TerminalWriter(io.StringIO())
@@ -188,7 +188,7 @@ def _outcome(report, rank, size):
 
 
 def tell(failed):
-    """Several ranks' failures in one text; one traceback does for all that failed in the same line."""
+    """The failures of several ranks as one text, with one traceback for all ranks that failed in the same line."""
     alike = {}
     for each in failed:
         alike.setdefault(each["place"], []).append(each)

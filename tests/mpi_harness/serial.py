@@ -1,4 +1,4 @@
-"""One of the processes that share the serial tests: the parent deals them out, a file at a time."""
+"""One of the processes that share the serial tests; the parent assigns them a file at a time."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from .worker import START_S, Worker
 
 
 class Serial(Worker):
-    """Pytest plugin that runs the tests of one file after another, as the parent says (Batch.tell)."""
+    """Pytest plugin that runs the tests of one file after another, as assigned by the parent (Batch.tell)."""
 
     def __init__(self, config, folder):
         super().__init__(config, 0, folder)
@@ -19,7 +19,7 @@ class Serial(Worker):
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session):
-        """Files alone: their tests are collected when they are dealt out, not by all processes before the first."""
+        """Collect files only. Their tests are collected when they are assigned, not by every process at the start."""
         self.files = {file.path: file for file in session.perform_collect(genitems=False)}
         return True
 
@@ -32,13 +32,13 @@ class Serial(Worker):
             found = {item.nodeid: item for item in found}
             items = [found[nodeid] for nodeid in nodeids]
             self._keep_modules()
-            # After a file's last test nothing stays set up: the next file may be of any folder.
+            # Everything is torn down after the last test of a file, because the next file may be in any folder.
             for item, following in zip(items, [*items[1:], None]):
                 self.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         return True
 
     def _dealt(self):
-        """What the parent has written, as soon as it has, until it says that this is all."""
+        """The tests that the parent assigns, as soon as they are written, until an empty list."""
         text = b""
         with open(self.folder / "dealt.jsonl", "rb") as file:
             while True:
@@ -65,4 +65,4 @@ class Serial(Worker):
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session, exitstatus):
         if exitstatus in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
-            session.exitstatus = pytest.ExitCode.OK  # the parent knows; only a crash now is news to it
+            session.exitstatus = pytest.ExitCode.OK  # the parent has the reports; only a crash is still an error

@@ -1,4 +1,4 @@
-"""A process that runs tests for a parent: it says what becomes of them, and ends where one of them hangs."""
+"""A process that runs tests for a parent: it reports their events, and ends if one of them hangs."""
 
 import faulthandler
 import gc
@@ -8,16 +8,16 @@ import os
 import time
 
 START_S = 180  # from the launch to the first test
-GARBAGE = 5000  # objects made and not yet freed that have Python look for cycles among them: 700 by default
-LATE_S = 1  # a limit may end so much later: setting one starts a thread, and there are three for each small test
+GARBAGE = 5000  # allocations minus deallocations that start a collection of the youngest generation; 700 by default
+LATE_S = 1  # tolerance of a limit, since setting it starts a thread, three times per small test
 
 
 class Worker:
-    """Pytest plugin; `folder` is where the parent reads (parent.py). Without one there is nobody to be told."""
+    """Pytest plugin. The parent reads `folder` (parent.py); None: there is no parent."""
 
     def __init__(self, config, rank, folder):
         self.config, self.rank, self.folder = config, rank, folder
-        # A copy of stderr, as pytest captures the real one. Under a parent every process has its own file.
+        # A copy of stderr, because pytest captures the original. Under a parent, every process has its own file.
         self.stderr = open(folder / f"stderr{rank}", "w") if folder else os.fdopen(os.dup(2), "w")
         self.events = open(folder / "events.jsonl", "a", buffering=1) if folder and rank == 0 else None
         self.outcomes = open(folder / f"rank{rank}.jsonl", "a", buffering=1) if folder else None
@@ -25,8 +25,8 @@ class Worker:
         self._limit(START_S)
 
     def _limit(self, seconds):
-        """Unless called again in time, print where this process hangs and end it, and so the job. A thread of
-        the interpreter's does it, so that a C function which never returns is no escape."""
+        """Unless this is called again in time, print the stacks of this process and end it, and so the job. A thread
+        of the interpreter does this, so it also works while a C function does not return."""
         late, now = min(LATE_S, seconds / 4), time.monotonic()
         if seconds != self.limit_s or now > self.limited_at + late:
             faulthandler.dump_traceback_later(seconds + late, exit=True, file=self.stderr)
@@ -34,18 +34,18 @@ class Worker:
 
     @staticmethod
     def _keep_modules():
-        """What has been imported and collected stays: looking through it for garbage takes a twentieth of all time."""
+        """Exclude imported and collected objects from garbage collection, which saves a twentieth of all time."""
         gc.collect()
         gc.freeze()
         gc.set_threshold(GARBAGE)
 
     def _note(self, own):
-        """Every rank's own outcomes: all there is of a phase that the job does not survive."""
+        """Write this rank's own outcome: the only record of a phase in which the job ends."""
         if self.outcomes:
             self.outcomes.write(json.dumps(own) + "\n")
 
     def _tell(self, event, content):
-        """What happens to the tests, as it happens."""
+        """Write an event of a test, as soon as it happens."""
         if self.events:
             self.events.write(json.dumps([event, content], default=str) + "\n")
 
