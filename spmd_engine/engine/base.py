@@ -332,7 +332,7 @@ class ShardedEngine(Collectives, ABC):
 
     @property
     def _tapes(self) -> Tapes:
-        return self.__dict__.setdefault("_tape_store", Tapes())
+        return vars(self).setdefault("_tape_store", Tapes())
 
     @property
     def tape(self) -> Tape:

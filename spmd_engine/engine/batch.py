@@ -22,9 +22,11 @@ class CutsBatches(Protocol):
 
     def batch_span(self, samples: int) -> slice:
         """This rank's part of so many samples."""
+        ...
 
     def cut_rows(self, inputs: Array, targets: Array | None, *mask: Array) -> list[Array | None]:
         """This rank's part of samples that are whole beyond their first dim."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def make_batch(
     *,
     step: int = 0,
     count: float | None = None,
-    documents: Callable[[np.ndarray], Documents] | None = None,
+    documents: Callable[[np.ndarray], Documents | None] | None = None,
 ) -> Batch:
     """The batch of ``size`` global samples: cut into micro-batches first, and each of those as the engine wants.
 

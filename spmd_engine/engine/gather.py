@@ -71,7 +71,7 @@ def assemble(
     """
     if name not in engine.names and name not in engine.buffer_names:
         raise UsageError(f"no parameter {name!r}; {one_of(name, (*engine.names, *engine.buffer_names))}")
-    known: dict[bool, KnownPlacement] = engine.__dict__.setdefault("_known_placements", {})
+    known: dict[bool, KnownPlacement] = vars(engine).setdefault("_known_placements", {})
     fits = owned in known and known[owned].fits(engine.mesh, name, part)
     what = f"{name!r}, {'as updated' if owned else 'as stored'}, {'everywhere' if root is None else f'on rank {root}'}"
     all_fit, dtype = _agree(engine.group(), what, fits, part)

@@ -218,7 +218,8 @@ class PipelineNeighbours:
     """The stages before and after this one: chunk c of all chunks lives on stage c modulo the number of stages."""
 
     def __init__(self, pipe: Group | None, chunks: int, backend: Backend) -> None:
-        self._pipe, self.chunks, self._backend = pipe, chunks, backend
+        self._pipe: Any = pipe  # None on a single stage, which sends nothing
+        self.chunks, self._backend = chunks, backend
         self.stages = pipe.size if pipe else 1
         self.stage = pipe.rank if pipe else 0
         self._first_channel = self._used = 0

@@ -73,7 +73,7 @@ class Spatial(TwoConvolutions):
     def plan(self, x, before, after, **how):
         """The transfer from one cut to another, made once for each number of samples and channels."""
         shape, key = (len(x), *IMAGE, x.shape[3]), (len(x), x.shape[3], x.dtype, before, after, *how)
-        plans = self.__dict__.setdefault("_plans", {})
+        plans = vars(self).setdefault("_plans", {})
         if key not in plans:
             source, target = (
                 Placement({"x": ArrayPlacement.of_spec(spec, shape, x.dtype, self.mesh.peers("rows"), **options)})

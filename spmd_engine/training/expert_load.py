@@ -28,7 +28,8 @@ class ExpertLoad:
     @classmethod
     def of(cls, side_outputs: Mapping[str, Any] | None) -> Self | None:
         """From the side outputs of a step; None if no layer has experts."""
-        loads = _ending(side_outputs or {}, "/load")
+        side_outputs = side_outputs or {}
+        loads = _ending(side_outputs, "/load")
         if not loads:
             return None
         ratios = {

@@ -414,8 +414,8 @@ class Run:
                 each.closed()
 
     def _tell_evaluated(self) -> None:
-        if self.loss is not None:
-            self._tell(lambda each: each.evaluated(self.steps_done, self.loss))
+        if (loss := self.loss) is not None:
+            self._tell(lambda each: each.evaluated(self.steps_done, loss))
 
     def _tell(self, event: Callable[[Observer], None]) -> None:
         """Raises UsageError where an observer cannot write, for lack of space, say: on rank 0, which ends the job."""

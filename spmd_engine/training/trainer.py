@@ -133,7 +133,7 @@ class Trainer:
         if self.first_step_check and made is not None:
             facts |= self.first_step_check.compare(made, seconds)
             self.first_step_check = None
-        tokens = int(batch.count)
+        tokens = int(batch.count or 0)
         if engine.side_outputs:
             facts["side_outputs"] = {name: value.tolist() for name, value in engine.side_outputs.items()}
         if engine.training_metrics:

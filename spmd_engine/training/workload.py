@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -168,8 +168,8 @@ def _fitting(found: dict[str, int], job: TrainConfig) -> dict[str, int]:
 def _page(job: TrainConfig, mesh: Mesh) -> Workload:
     from spmd_engine.strategies.two_convolutions import IMAGE
 
-    name, dtype = job.strategy, job.model.dtype
-    page = strategy_named(name)
+    name, dtype = job.strategy or "", job.model.dtype
+    page: Any = strategy_named(name)
     if job.model.name != PAGE_MODEL:
         raise UsageError(f"--strategy {name} has a small model of its own: leave --model out, or give {PAGE_MODEL}")
     chosen, usual = job.composition.as_json(), ParallelConfig().as_json()

@@ -55,7 +55,7 @@ def divide(model: Model, chunks: int, division: Division = "even", per_stage: in
         return [range(part.start, part.stop) for part in parts]
     if division == "cost":
         return _balanced([layer.cost(model.context) for _, layer in model.layers], chunks)
-    starts = list(division)
+    starts = [int(first) for first in division]
     if len(starts) != chunks or starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= layers:
         raise UsageError(
             f"stages {','.join(map(str, starts))}: {chunks} ascending numbers are needed, the first of them 0 and the "
@@ -239,7 +239,7 @@ def assign(
     holders = {name: tuple(sorted({chunk % count for chunk in held})) for name, held in chunks_of.items()}
     mine = [number for number in range(len(chunks)) if number % count == stage]
     homes = homes_of(model, layout, place)
-    shards = Shards(place, layout)
+    shards = Shards(place, layout)  # pyright: ignore[reportArgumentType]  # no collective is called, only axes are read
 
     @cache  # layers of a kind are alike
     def placed(

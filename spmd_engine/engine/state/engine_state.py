@@ -146,14 +146,15 @@ class StateReshard:
     """
 
     def __init__(self, engine: StoredEngine, optimizer: Optimizer | None = None) -> None:
-        self._engine, self._optimizer = engine, optimizer
+        self._engine = engine
         self._group, self._nodes = engine.group(), engine.mesh.nodes_by_rank
         self._known = engine.store.placements  #: nothing, unless somebody has asked
         self._said = None if self._known else said_of(engine)
         self._arrays = {**engine.parameters, **engine.buffers}
-        self._state = {}
+        self._state, self._optimizer_state = {}, {}
         if optimizer is not None:
             optimizer.prepare(engine)
+            self._optimizer_state = optimizer.state
             self._state = {kind: engine.named(arrays) for kind, arrays in optimizer.state.items()}
 
     def finish(self) -> None:
@@ -199,7 +200,7 @@ class StateReshard:
         model, states = [(self._arrays, here)], []
         for kind, before in self._state.items():  # all of it comes: no need of zeros
             made = {key: backend_of(x).xp.empty_like(x) for key, x in self._engine.owned.items()} if here else {}
-            self._optimizer.state[kind] = made
+            self._optimizer_state[kind] = made
             states.append((before, self._engine.named(made) if here else {}))
         if all(placements[True] is placements[False] for placements in (old, new)):
             self._execute(old[False], new[False], model + states)

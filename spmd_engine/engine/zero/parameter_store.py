@@ -116,7 +116,7 @@ class ParameterStore:
         """Arrays by segment as arrays by name: views."""
         return _ByName(self._members, self._places, arrays)
 
-    def fill(self, draw: Callable[[str, Array, Index], None]) -> None:
+    def fill(self, draw: Callable[[str, Array, Index | None], None]) -> None:
         """Fill all parameters here, by ``draw(name, array, where it lies in the whole)``. Collective.
 
         What several ranks of a node hold is drawn once.

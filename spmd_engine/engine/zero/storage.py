@@ -11,6 +11,7 @@ flat array a rank, over the ranks that would otherwise hold copies:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -67,8 +68,9 @@ class GroupStorage:
             array[...] = 0
             return array
 
-        self.whole_parameters: Array | None = zeros(group.size, dtype) if self.zero < 3 else None
-        self.whole_gradients: Array | None = zeros(group.size, dtype, used=False) if self.zero < 2 else None
+        #: arrays; None while they are not here
+        self.whole_parameters: Any = zeros(group.size, dtype) if self.zero < 3 else None
+        self.whole_gradients: Any = zeros(group.size, dtype, used=False) if self.zero < 2 else None
         part = self.interval
         self.own_parameters: Array = zeros(own, dtype) if self.zero == 3 else self.whole_parameters[part]
         self.own_gradients: Array = (
@@ -137,6 +139,7 @@ class GroupStorage:
         return self._start_all_gather() if self.zero in (1, 2) else None
 
     def _start_all_gather(self) -> Pending:
+        assert self.owners
         return self.owners.start_all_gather(
             self.own_parameters, sizes=self._sizes, out=self.whole_parameters, label="parameters"
         )

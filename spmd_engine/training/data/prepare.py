@@ -162,11 +162,11 @@ def _spooled(encoded: Iterator[Iterable[_Tokens]], first: int, folder: str) -> t
         part = parts[VALIDATION if number % HELD_OUT == HELD_OUT // 2 else TRAIN]
         end, digest, learnt = part.count, sha256(), None
         for tokens, learnt in document:
-            part.tokens.write(tokens)
+            part.tokens.write(tokens.data)
             end += len(tokens)
             add_to_digest(digest, tokens, "<u4")
             if learnt is not None:  # and then this is all of it
-                part.learnt.write(learnt)
+                part.learnt.write(learnt.data)
                 add_to_digest(digest, learnt, "<u1")
         part.ends.append(end)
         part.digests += digest.digest()
