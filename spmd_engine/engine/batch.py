@@ -18,7 +18,7 @@ from spmd_engine.sharding.notation import Spec
 
 
 class CutsBatches(Protocol):
-    """What an engine tells of how batches are cut over its mesh."""
+    """How an engine shards batches over its mesh."""
 
     def batch_span(self, samples: int) -> slice:
         """This rank's part of so many samples."""
@@ -41,12 +41,12 @@ class MicroBatch:
     length: int | None = None  #: of the whole second dim of the inputs, of which this rank may have a part
 
     def loss_options(self, count: float) -> dict[str, Any]:
-        """What a loss function is told beside outputs and targets."""
+        """Keyword arguments of a loss function."""
         return {"count": count} | self.metric_options
 
     @property
     def metric_options(self) -> dict[str, Any]:
-        """What a metric is told beside outputs and targets."""
+        """Keyword arguments of a metric."""
         return {} if self.mask is None else {"mask": self.mask}
 
 

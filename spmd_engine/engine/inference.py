@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,18 +28,20 @@ class Writer(Protocol):
     def write(self, array: Array, /) -> Any: ...
 
 
-def serve(engine: ShardedEngine, inputs: Iterable[Array] | None, outputs: Writer | None) -> None:
-    """``ShardedEngine.inference_loop``: rank 0 reads, all ranks compute, rank 0 writes. Collective."""
+def serve(engine: ShardedEngine, inputs: Any, outputs: Any) -> None:
+    """``ShardedEngine.inference_loop``: rank 0 reads, all ranks compute, rank 0 writes. Collective.
+
+    ``inputs`` and ``outputs`` are used on rank 0 alone.
+    """
     engine.check_declared()
-    on_rank_zero: Any = inputs, outputs  # None on other ranks alone
-    source = iter(on_rank_zero[0]) if engine.device_id == 0 else iter(())
+    source = iter(inputs) if engine.device_id == 0 else iter(())
     with engine.inference():
         while True:
             x, failure = None, None
             if engine.device_id == 0:
                 try:
                     x = next(source, None)
-                except Exception as error:  # the others wait: tell them before it ends the loop here
+                except Exception as error:  # the others wait: they must know before it ends the loop here
                     failure = error
             state = _FAILED if failure is not None else _INPUT if x is not None else _END
             state = int(engine.broadcast(np.array(state), label="inference"))
@@ -49,7 +51,7 @@ def serve(engine: ShardedEngine, inputs: Iterable[Array] | None, outputs: Writer
                 return
             y = _answer(engine, engine.broadcast(np.asarray(x) if x is not None else None, label="inference"))
             if engine.device_id == 0:
-                on_rank_zero[1].write(y)
+                outputs.write(y)
 
 
 def _answer(engine: ShardedEngine, whole: np.ndarray) -> np.ndarray | None:
@@ -85,8 +87,8 @@ def decode_inputs(
 ) -> DecodeInputs:
     """Put tokens[b s], of this rank's sequences and whole in s, at the ends of the cached sequences.
 
-    Of row b only the first ``counts[b]`` (at least one) are tokens, the others fill it up. Where s is cut over ranks,
-    each takes its part of the columns; of a single one, it is the ranks' turn, so that the cache is cut evenly. With
+    Only the first ``counts[b]`` (at least one) of row b are tokens; the others are padding. Where s is sharded, each
+    rank takes its part of the columns; a single column goes to the ranks in turn, so that their caches stay even. With
     ``last`` the outputs are those of each sequence's last token, [n 1 ...] for ``rows``. Raises UsageError for
     sequences that become longer than the model's context.
     """

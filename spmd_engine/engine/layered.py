@@ -315,15 +315,15 @@ class LayeredEngine(StoredEngine):
         execution = self._placed.execution(self._contexts(batch), inputs, loss_gradient)
         execution.run(self._placed.program(micro_batches))
         shares = self._start_sum(scores.shares)  # under way while the last gradients are
-        beside = self._placed.extras.side_outputs.start_sum()
+        pending_side_outputs = self._placed.extras.side_outputs.start_sum()
         self._placed.reducer.finish()
         self._placed.unsharder.release()
         self.gradients = self.store.gradients
-        told = beside.wait()
-        self.side_outputs = self._placed.extras.side_outputs.by_name(told)
+        side_sums = pending_side_outputs.wait()
+        self.side_outputs = self._placed.extras.side_outputs.by_name(side_sums)
         sums = shares.wait()
         self.training_metrics = scores.fractions(sums, count)
-        return float(sums[0]) + self._placed.extras.side_outputs.loss(told)
+        return float(sums[0]) + self._placed.extras.side_outputs.loss(side_sums)
 
     def _contexts(self, batch: Batch) -> list[ForwardContext]:
         """Where each micro-batch is; samples are counted, and lengths summed, where the batch does not say."""

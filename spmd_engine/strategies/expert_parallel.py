@@ -116,7 +116,7 @@ class ExpertParallel(Page):
         return self.group("expert").start_all_to_all(by_rank, splits=came.sum(axis=1).tolist(), label="rows")
 
     def _own_rows(self, came):
-        """Of each expert here its number, counted from the first here, and its rows."""
+        """For each expert here: its number, counted from the first here, and its rows."""
         ends = np.cumsum(came.sum(axis=0)).tolist()
         return [(expert, slice(a, b)) for expert, (a, b) in enumerate(zip([0, *ends], ends, strict=False))]
 

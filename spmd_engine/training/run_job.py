@@ -281,7 +281,7 @@ def _open_folder(job: TrainConfig, run: str | Path | None, resume: bool) -> str:
         folder = Path("runs") / f"{short_name(job.model.name)}-{number}"
         try:
             folder.mkdir(parents=True)
-        except FileExistsError:  # perhaps by another job, a moment ago
+        except FileExistsError:  # perhaps another job has made it a moment ago
             number += 1
         else:
             return str(folder)

@@ -49,7 +49,7 @@ class Workload:
 
     @property
     def parameter_count(self) -> int:
-        """Of the whole model. Collective, where the engine must ask for shapes."""
+        """Parameters of the whole model. Collective, where ranks must exchange shapes."""
         return sum(prod(self.engine.global_shape(name)) for name in self.engine.names)
 
     @property
@@ -136,7 +136,7 @@ def _of_tokens(job: TrainConfig, mesh: Mesh) -> Workload:
 
 
 def _length(job: TrainConfig, engine: LayeredEngine) -> int:
-    """Of a sample, in tokens."""
+    """Tokens of a sample."""
     length, context = job.data.length or engine.model.context, engine.model.context
     if 0 < context < length:
         raise UsageError(f"--length {length}: the context of {job.model.name} is {context}; give at most that")

@@ -1,4 +1,4 @@
-"""A schedule executed on paper: when each stage does what, and who waits for whom, without ranks or arrays."""
+"""A schedule executed without ranks or arrays: what each stage does when, and which stage waits for which."""
 
 from __future__ import annotations
 

@@ -186,14 +186,14 @@ class ZeroConfig:
         return self.zero
 
     def cut(self, summed: tuple[str, ...], axes: Mapping[str, int]) -> tuple[str, ...]:
-        """Of the axes over which a gradient is summed, those over which its parameter's state is in parts."""
+        """The axes, among those over which a gradient is summed, over which its parameter's state is sharded."""
         if self.stage(axes) == 0:
             return ()
         replicas = {"replicate"} if self.zero is not None else {"replicate", "data", "expert"}
         return tuple(axis for axis in summed if axis not in replicas)
 
     def sum_of(self, size: int, summed: tuple[str, ...], stages: tuple[int, ...], axes: Mapping[str, int]) -> Sum:
-        """How the gradient of a parameter of ``size`` bytes is summed, and who stores what of it."""
+        """How the gradient of a parameter of ``size`` bytes is summed, and which ranks store which part of it."""
         cut = self.cut(summed, axes) if size >= self.min_tensor_size else ()
         return Sum(summed, cut, stages, shares_along(cut, axes, self.shares))
 
@@ -275,7 +275,7 @@ def assign(
         for own, buffer in described.buffers.items()
         if buffer.frozen
     ]
-    frozen = [each for each in frozen if each.summed.cut]  # of the others nobody else here has a copy
+    frozen = [each for each in frozen if each.summed.cut]  # the others have no copies to be sharded over
     of_frozen = [
         group for group in make_groups(frozen, itemsize, storage.threshold, storage.cap, "frozen")
         if group.home is None or group.home.has(place)

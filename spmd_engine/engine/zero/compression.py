@@ -28,7 +28,7 @@ from spmd_engine.sharding.groups import Member, ParameterGroup
 class Compression(ABC):
     """How the whole gradients of a parameter group are summed. One object serves one group on one rank."""
 
-    in_parts = False  #: whether it can also scatter the sum to those who own parts of it
+    in_parts = False  #: whether it can also scatter the sum to its owners
     feeds_back = False  #: whether it keeps something of a step for the next
 
     def forget(self) -> None:
@@ -88,8 +88,8 @@ class HalfPrecision(Compression):
 class TopK(Compression):
     """Each rank sends the entries that are largest in magnitude, a fraction of each parameter's, with their places.
 
-    Of each parameter, not of the group: a parameter that is whole on ranks of ``model`` shares its group with others of
-    which these ranks have different blocks. Its places must not depend on those, or its copies part ways.
+    The fraction is taken of each parameter, not of the group: a parameter that is whole on the ranks of ``model``
+    shares its group with sharded ones, whose blocks differ. If its places depended on those, its copies would diverge.
 
     After Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (2017).
     """

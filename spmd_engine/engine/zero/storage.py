@@ -63,7 +63,9 @@ class GroupStorage:
         def zeros(size: int, dtype: np.dtype, *, used: bool = True) -> Array:
             here = isinstance(self._empty(0, dtype), np.ndarray)  # neither on a device nor a shape alone
             if mesh.size == 1 and here:
-                return fresh_zeros(size, dtype, huge=used)  # gradients, when nobody trains, then take no memory
+                return fresh_zeros(
+                    size, dtype, huge=used
+                )  # unused, such as gradients without training, they take no memory
             array = self._empty(size, dtype)
             array[...] = 0
             return array
@@ -128,12 +130,12 @@ class GroupStorage:
 
     def release(self) -> None:
         """Give the memory of gathered parameters back."""
-        self.finish_gather()  # nobody may write to memory that has another use
+        self.finish_gather()  # no message may arrive in memory that has another use
         if self.zero == 3:
             self.whole_parameters = self._views = None
 
     def start_refresh(self) -> Pending | None:
-        """After an update of the own part: begin to tell it to those who hold the whole."""
+        """After an update of the own part: begin to send it to the ranks that hold the whole."""
         if self.zero == 3:
             self.release()
         return self._start_all_gather() if self.zero in (1, 2) else None
@@ -156,7 +158,7 @@ class GroupStorage:
         return self._gradient_views
 
     def start_reduce(self) -> Pending | Deferred | None:
-        """Begin to sum the whole gradients over the owners, each of whom gets its part; None: there are none.
+        """Begin to sum the whole gradients over the owners, each of which gets its part; None: there are none.
 
         Before stage 2 that happens in place. From stage 2 on the whole gradients' memory is given away with it.
         """
@@ -169,7 +171,7 @@ class GroupStorage:
         return pending
 
     def start_reduce_rest(self) -> Pending | Deferred | None:
-        """Begin to sum the own part over those who own the same one; None: there are none, or it has begun.
+        """Begin to sum the own part over the ranks that own the same one; None: there are none, or it has begun.
 
         Last, and in the order of groups: stages finish with what they share in different orders.
         """

@@ -141,7 +141,7 @@ def check_pixels(where: str, dtype: np.dtype) -> None:
 
 
 def check_scale(where: str, largest: float, dtype: np.dtype, darkest: float = 1 / 15) -> None:
-    """Raise UsageError if ``largest``, the largest pixel of all regardless of its sign, tells that their scale is not
+    """Raise UsageError if ``largest``, the largest absolute pixel, shows that their scale is not
     that of their dtype: bytes as floats, 12 bits in uint16, masks of 0 and 1 in uint8. Standardized floats are fine."""
     white = 1 if dtype.kind == "f" else np.iinfo(dtype).max
     if not darkest * white <= largest <= _BRIGHTEST * white:
@@ -302,7 +302,7 @@ class ImageData(ArrayData):
 def as_floats(x: np.ndarray, dtype: Any) -> np.ndarray:
     """Pixels as a model takes them: from 0 to 1, unsigned whole numbers being divided by the largest of their dtype.
 
-    Floats are taken as they are. Raises UsageError for all other numbers, of which nobody knows the largest.
+    Floats are taken as they are. Raises UsageError for all other numbers, whose largest value is unknown.
     """
     check_pixels("pixels", x.dtype)
     dtype = np.dtype(dtype)
