@@ -53,28 +53,28 @@ class Shard:
 
 
 class ShardedEngine(Collectives, ABC):
-    """A model of which every rank runs the same program on its own shard.
+    """A sharded model: every rank runs the same program on its own shard.
 
-    Define three methods. All arrays in and out are this rank's blocks.
+    Define three methods. Their arguments and results are this rank's blocks.
 
     ``load_checkpoint(params)``
         Take this rank's blocks from a mapping of names to whole, sliceable arrays (NumPy arrays, memory maps,
-        slices of a safetensors file). ``self.block(name, array)`` cuts one by its sharding.
+        slices of a safetensors file). ``self.block(name, array)`` takes a block by its sharding.
     ``forward(x)``
         The output; None on ranks that do not have it. Save what the backward needs with ``self.tape.push``.
     ``backward(grads)``
         ``{name: gradient}`` like ``parameters``, reduced over the ranks, for the gradient of the output; take
         back with ``self.tape.pop``. Set ``self.input_gradient`` if something comes before this engine.
 
-    To be trained, saved, shown and verified, say also what this rank holds and how it is cut:
+    To train, save, show and verify it, declare also what this rank holds and how it is sharded:
 
     ``parameters``        name -> array stored here; the optimizer updates it in place
-    ``shardings``         name -> ``"d f/model"``; what is not named is whole on every rank
+    ``shardings``         name -> ``"d f/model"``; a parameter without one is whole on every rank
     ``input_sharding``, ``output_sharding``, ``target_sharding``   of the batch's blocks; targets are like outputs.
-                          Where they are not said, every rank has the whole batch, and gradients must not be summed
-    ``loss``              a function (outputs, targets, count=n) -> (value, gradient); mean_squared_error if not said.
+                          Without them, every rank has the whole batch, and gradients must not be summed
+    ``loss``              a function (outputs, targets, count=n) -> (value, gradient); by default mean_squared_error.
                           Its gradient has the 1/n of the global batch in it: a backward only sums
-    ``metrics``           name -> function (outputs, targets) -> of how many of the targets here something holds
+    ``metrics``           name -> function (outputs, targets) -> the number of targets here for which something holds
 
     ``self.tape.push(x)`` comes back as ``x = self.tape.pop()``, ``push(x, z)`` as ``x, z = pop()``.
 
@@ -92,17 +92,17 @@ class ShardedEngine(Collectives, ABC):
     #: Auxiliary losses and counts of the last step, whole, on every rank; see ``layers.SideOutput``.
     side_outputs: Mapping[str, np.ndarray] = MappingProxyType({})
     backend: Backend = CPU
-    _told_shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # of whole arrays, while all are asked for
+    _known_shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # of whole arrays, while placements are made
     input_sharding: str = ""
     output_sharding: str = ""
     outputs_everywhere: bool = False  #: whether ``forward`` returns the whole output on every rank
     loss: Loss = staticmethod(mean_squared_error)
-    #: What evaluations and steps tell beside the loss, by name: see ``Evaluation``.
+    #: What evaluations and steps report beside the loss, by name: see ``Evaluation``.
     metrics: Mapping[str, Metric] = MappingProxyType({})
-    #: What they said of the last step's batch, before its update: of which fraction of the targets each holds.
+    #: Their values for the last step's batch, before its update: the fraction of targets for which each holds.
     training_metrics: Mapping[str, float] = MappingProxyType({})
     input_gradient: Array | None = None  #: of the last backward
-    _is_checked: bool = False  # whether what it declares has been found right
+    _is_checked: bool = False  # whether its declarations have been checked
     checks_gradients: bool = True  #: whether names and shapes of what a user's backward returns are compared
     checks_replicas: bool = True  #: whether the next step compares the gradients of ranks that hold the same block
 
@@ -206,7 +206,7 @@ class ShardedEngine(Collectives, ABC):
         """Called in place of that where a step updates nothing, since its gradients are not finite."""
 
     def sharding(self, name: str) -> Spec:
-        """How a parameter is cut."""
+        """How a parameter is sharded."""
         if name in self.shardings:
             return read_sharding(self, f"shardings[{name!r}]", self.shardings[name])
         if name not in self.parameters:
@@ -214,7 +214,7 @@ class ShardedEngine(Collectives, ABC):
         return Spec.parse(" ".join("ijklmnop"[: np.ndim(self.parameters[name])]))
 
     def owned_sharding(self, name: str) -> Spec:
-        """How gradients and optimizer state of a parameter are cut: by default, as the parameter is."""
+        """How gradients and optimizer state of a parameter are sharded: by default, as the parameter is."""
         return self.sharding(name)
 
     def index(self, name: str) -> Index | None:
@@ -254,11 +254,11 @@ class ShardedEngine(Collectives, ABC):
         return spec.block(tuple(array.shape), self.mesh)
 
     def global_shape(self, name: str) -> tuple[int, ...]:
-        """The whole shape of a parameter. Collective over the axes that cut it."""
+        """The whole shape of a parameter. Collective over the axes that shard it."""
         if name not in self.parameters:
             raise UnknownParameter(name, self.names)
-        if name in self._told_shapes:
-            return self._told_shapes[name]
+        if name in self._known_shapes:
+            return self._known_shapes[name]
         shape = list(self.parameters[name].shape)
         for dim, (_, axes) in enumerate(self.sharding(name)):
             for axis in reversed(axes):
@@ -274,19 +274,19 @@ class ShardedEngine(Collectives, ABC):
         return ask_placement(self.group(), self._held_here(owned))
 
     def _held_here(self, owned: bool) -> dict[str, tuple[np.dtype, Rectangle]]:
-        """What this rank tells the others of its placement. Collective if shapes are not known."""
-        self._told_shapes = self._ask_shapes()
+        """Dtypes and rectangles of the arrays that this rank holds. Collective if shapes are not known."""
+        self._known_shapes = self._ask_shapes()
         try:
             indices = {name: (self.owned_index if owned else self.index)(name) for name in self.names}
         finally:
-            del self._told_shapes
+            del self._known_shapes
         indices |= {name: self.buffer_index(name) for name in self.buffer_names if not owned}
         here = {name: Rectangle.of(index) for name, index in indices.items() if index is not None}
         arrays = {**self.parameters, **self.buffers}
         return {name: (arrays[name].dtype, part) for name, part in here.items()}
 
     def _ask_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The whole shapes of parameters, from everyone's blocks. Collective over the world."""
+        """The whole shapes of parameters, from the blocks of all ranks. Collective over the world."""
         blocks = {name: (self.sharding(name), np.shape(block)) for name, block in self.parameters.items()}
         return ask_shapes(self.group(), self.mesh, blocks)
 
@@ -332,7 +332,7 @@ class ShardedEngine(Collectives, ABC):
 
     @property
     def _tapes(self) -> Tapes:
-        return self.__dict__.setdefault("_tape_store", Tapes())
+        return vars(self).setdefault("_tape_store", Tapes())
 
     @property
     def tape(self) -> Tape:
@@ -378,7 +378,7 @@ class ShardedEngine(Collectives, ABC):
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The mesh axes along which the targets are cut, and so the loss is summed."""
+        """The mesh axes that shard the targets, over which the loss is summed."""
         return self._spec("target_sharding").axes
 
     def batch_span(self, samples: int) -> slice:
@@ -387,7 +387,7 @@ class ShardedEngine(Collectives, ABC):
         return spec.part(0, samples, self.mesh) if spec.dims else slice(0, samples)
 
     def cut_rows(self, inputs: Array, targets: Array | None, *mask: Array) -> list[Array | None]:
-        """Samples that are whole beyond their first dim, cut along the others as the shardings say."""
+        """This rank's block, by the shardings, of samples that are whole beyond their first dim."""
         for what, x in (("input_sharding", inputs), ("target_sharding", targets)):
             if x is not None:
                 check_dims(self, what, x)
@@ -395,7 +395,7 @@ class ShardedEngine(Collectives, ABC):
         return [_cut_row(x, text, self.mesh) for x, text in zip((inputs, targets, *mask), shardings, strict=False)]
 
     def join_outputs(self, y: Array, label: str = "") -> Array:
-        """The whole outputs, from each rank's block of them. Collective over the axes that cut them."""
+        """The whole outputs, from each rank's block of them. Collective over the axes that shard them."""
         return Spec.parse(self.output_sharding).gather(y, self.mesh, label=label) if self.output_sharding else y
 
     def count(self, batch: Batch) -> float:
@@ -434,7 +434,7 @@ class ShardedEngine(Collectives, ABC):
         return self._take_scores(scores, count)
 
     def _take_scores(self, scores: Scores, count: float) -> float:
-        """The global mean loss of a step of so many targets, whose metrics are kept."""
+        """The global mean loss of a step with ``count`` targets; sets ``training_metrics``."""
         sums = self._sum_shares(scores.shares)
         self.training_metrics = scores.fractions(sums, count)
         return float(sums[0])
@@ -466,7 +466,7 @@ class ShardedEngine(Collectives, ABC):
         return self.forward(micro.inputs)
 
     def _sum_shares(self, shares: np.ndarray) -> np.ndarray:
-        """The sums of what all ranks have of a loss and of metrics."""
+        """Loss and metrics, summed over ranks."""
         return self._sum_over_batch(shares)
 
     def _sum_over_batch(self, shares: np.ndarray) -> np.ndarray:
@@ -478,8 +478,8 @@ class ShardedEngine(Collectives, ABC):
     def inference_loop(self, input_stream: Iterable[Array] | None, output_stream: Writer | None) -> None:
         """Answer every input with an output: rank 0 reads whole inputs and writes whole outputs.
 
-        Called on all ranks; what ranks other than 0 give is not looked at. ``input_stream`` is anything to
-        iterate over; ``output_stream`` anything with ``write(array)``. Each input is cut by ``input_sharding``
+        Called on all ranks; arguments on ranks other than 0 are ignored. ``input_stream`` is anything to
+        iterate over; ``output_stream`` anything with ``write(array)``. Each input is sharded by ``input_sharding``
         and the output gathered by ``output_sharding``. No tape is kept.
         """
         from spmd_engine.engine.inference import serve
@@ -496,7 +496,7 @@ def _cut_row(x: Array | None, text: str, mesh: Mesh) -> Array | None:
 
 
 def _own(part: Any, backend: Backend, fresh: bool) -> Array:
-    """``part`` as a contiguous array of the backend's own; copied unless it is ``fresh``, nobody else's, already."""
+    """``part`` as a contiguous array of the backend's own; copied unless it is ``fresh``, a copy already."""
     if (backend.on_device and backend.owns(part)) or isinstance(part, ShapedArray):
         return part if fresh and part.flags.c_contiguous else part.copy()
     part = backend_of(part).to_host(part)

@@ -18,13 +18,15 @@ from spmd_engine.sharding.notation import Spec
 
 
 class CutsBatches(Protocol):
-    """What an engine tells of how batches are cut over its mesh."""
+    """How an engine shards batches over its mesh."""
 
     def batch_span(self, samples: int) -> slice:
         """This rank's part of so many samples."""
+        ...
 
     def cut_rows(self, inputs: Array, targets: Array | None, *mask: Array) -> list[Array | None]:
         """This rank's part of samples that are whole beyond their first dim."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,12 @@ class MicroBatch:
     length: int | None = None  #: of the whole second dim of the inputs, of which this rank may have a part
 
     def loss_options(self, count: float) -> dict[str, Any]:
-        """What a loss function is told beside outputs and targets."""
+        """Keyword arguments of a loss function."""
         return {"count": count} | self.metric_options
 
     @property
     def metric_options(self) -> dict[str, Any]:
-        """What a metric is told beside outputs and targets."""
+        """Keyword arguments of a metric."""
         return {} if self.mask is None else {"mask": self.mask}
 
 
@@ -65,7 +67,7 @@ def make_batch(
     *,
     step: int = 0,
     count: float | None = None,
-    documents: Callable[[np.ndarray], Documents] | None = None,
+    documents: Callable[[np.ndarray], Documents | None] | None = None,
 ) -> Batch:
     """The batch of ``size`` global samples: cut into micro-batches first, and each of those as the engine wants.
 

@@ -50,8 +50,8 @@ def check_declared(engine: ShardedEngine, training: bool) -> None:
         if "b" in spec.letters[1:]:
             raise UsageError(f'{name}.{what} is "{spec}": the batch, b, must be the first dim')
     # A rank may have none of the parameters that others have: a stage of a pipeline.
-    everyone = gather_json(engine.group(), list(engine.parameters), "check")
-    known = dict.fromkeys(each for names in everyone for each in names)
+    names_of_ranks = gather_json(engine.group(), list(engine.parameters), "check")
+    known = dict.fromkeys(each for names in names_of_ranks for each in names)
     if training and not known:
         raise UsageError(f"{name} has no parameters: call load_checkpoint, which sets self.parameters, before training")
     if known and (unknown := [each for each in engine.shardings if each not in known]):
@@ -231,7 +231,7 @@ def check_replicas(engine: ShardedEngine, gradients: Mapping[str, Array]) -> Non
             if not np.allclose(sizes, sizes.take([0], axis=dim), rtol=1e-4, equal_nan=True)
         ]
         over = ",".join(unlike)
-        cut = f'cut as "{sharding}"' if sharding.axes else "whole"  # letters that nobody wrote say nothing
+        cut = f'cut as "{sharding}"' if sharding.axes else "whole"  # letters that were made up here would say nothing
         raise UsageError(
             f"the gradient of {name!r} differs between ranks of {over}, along which it is {cut}: is an "
             f"all_reduce over {over} missing in backward?"

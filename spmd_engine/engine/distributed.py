@@ -48,7 +48,7 @@ def as_distributed(
     """An engine that trains ``model`` on all ranks, each with a part of the batch and of the model.
 
     A ``Model`` or a list of layers (with names or without) becomes a ``LayeredEngine``, fully sharded (``zero=3``)
-    unless told otherwise; ``options`` are its. Of layers, say the letters of what goes in and comes out ("b d" each,
+    by default; ``options`` are its. For layers, give the letters of inputs and outputs ("b d" each,
     by default) and the loss: ``mean_squared_error`` (the default), ``cross_entropy`` of outputs whose last letter is
     the classes, or any other of whole samples. Targets have the letters of the outputs, without the classes.
     A name, such as "gpt-nano", is that of a model as the command line knows it, and ``options`` are then its: those of

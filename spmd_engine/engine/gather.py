@@ -66,12 +66,12 @@ def assemble(
 
     Where the parts lie, and whether they are those that ranks update (``owned``) or those they store, the engine's
     ``placement`` says; it is asked for once, for all names together. Collective over the world: one agreement, and
-    as many rounds as the size of the array needs. Raises UsageError if nobody holds some of it, MismatchError if
+    as many rounds as the size of the array needs. Raises UsageError if no rank holds some of it, MismatchError if
     ranks ask for different names.
     """
     if name not in engine.names and name not in engine.buffer_names:
         raise UsageError(f"no parameter {name!r}; {one_of(name, (*engine.names, *engine.buffer_names))}")
-    known: dict[bool, KnownPlacement] = engine.__dict__.setdefault("_known_placements", {})
+    known: dict[bool, KnownPlacement] = vars(engine).setdefault("_known_placements", {})
     fits = owned in known and known[owned].fits(engine.mesh, name, part)
     what = f"{name!r}, {'as updated' if owned else 'as stored'}, {'everywhere' if root is None else f'on rank {root}'}"
     all_fit, dtype = _agree(engine.group(), what, fits, part)
@@ -90,15 +90,15 @@ def _agree(world: Group, what: str, fits: bool, part: Array | None) -> tuple[boo
 
     Before anything else, and over the world, so that any rank's mistake meets the others. One all_gather.
     """
-    everyone = gather_json(world, [what, fits, None if part is None else describe(part.dtype)], "gather")
-    asked = [each for each, _, _ in everyone]
+    ranks = gather_json(world, [what, fits, None if part is None else describe(part.dtype)], "gather")
+    asked = [each for each, _, _ in ranks]
     others = [rank for rank, each in enumerate(asked) if each != asked[0]]
     if others:
         raise MismatchError(
             f"gather: ranks {others} ask for another parameter than rank 0, or otherwise: rank 0 for {asked[0]}; "
             f"rank {others[0]} for {asked[others[0]]}"
         )
-    dtypes = sorted({dtype for _, _, dtype in everyone if dtype is not None})
+    dtypes = sorted({dtype for _, _, dtype in ranks if dtype is not None})
     if len(dtypes) > 1:
         raise MismatchError(f"gather: ranks hold {what}, in several dtypes: {', '.join(dtypes)}")
-    return all(fits for _, fits, _ in everyone), described(dtypes[0]) if dtypes else np.dtype(np.float32)
+    return all(fits for _, fits, _ in ranks), described(dtypes[0]) if dtypes else np.dtype(np.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,8 +28,11 @@ class Writer(Protocol):
     def write(self, array: Array, /) -> Any: ...
 
 
-def serve(engine: ShardedEngine, inputs: Iterable[Array] | None, outputs: Writer | None) -> None:
-    """``ShardedEngine.inference_loop``: rank 0 reads, all ranks compute, rank 0 writes. Collective."""
+def serve(engine: ShardedEngine, inputs: Any, outputs: Any) -> None:
+    """``ShardedEngine.inference_loop``: rank 0 reads, all ranks compute, rank 0 writes. Collective.
+
+    ``inputs`` and ``outputs`` are used on rank 0 alone.
+    """
     engine.check_declared()
     source = iter(inputs) if engine.device_id == 0 else iter(())
     with engine.inference():
@@ -38,7 +41,7 @@ def serve(engine: ShardedEngine, inputs: Iterable[Array] | None, outputs: Writer
             if engine.device_id == 0:
                 try:
                     x = next(source, None)
-                except Exception as error:  # the others wait: tell them before it ends the loop here
+                except Exception as error:  # the others wait: they must know before it ends the loop here
                     failure = error
             state = _FAILED if failure is not None else _INPUT if x is not None else _END
             state = int(engine.broadcast(np.array(state), label="inference"))
@@ -71,43 +74,43 @@ def _answer(engine: ShardedEngine, whole: np.ndarray) -> np.ndarray | None:
 
 
 @dataclass(frozen=True)
-class Growth:
-    """What ``engine.forward(growth.inputs, growth.ctx)`` is given."""
+class DecodeInputs:
+    """What ``engine.forward(step.inputs, step.ctx)`` is given."""
 
     inputs: Array  #: [b s]: this rank's columns of the tokens
     ctx: ForwardContext
     rows: np.ndarray  #: if only the last outputs are wanted: the sequences here whose last token is among the inputs
 
 
-def grow(
+def decode_inputs(
     engine: LayeredEngine, tokens: np.ndarray, cache: Cache, counts: Sequence[int] | None = None, *, last: bool = False
-) -> Growth:
+) -> DecodeInputs:
     """Put tokens[b s], of this rank's sequences and whole in s, at the ends of the cached sequences.
 
-    Of row b only the first ``counts[b]`` (at least one) are tokens, the others fill it up. Where s is cut over ranks,
-    each takes its part of the columns; of a single one, it is the ranks' turn, so that the cache is cut evenly. With
+    Only the first ``counts[b]`` (at least one) of row b are tokens; the others are padding. Where s is sharded, each
+    rank takes its part of the columns; a single column goes to the ranks in turn, so that their caches stay even. With
     ``last`` the outputs are those of each sequence's last token, [n 1 ...] for ``rows``. Raises UsageError for
     sequences that become longer than the model's context.
     """
     if engine.is_training:
         raise UsageError("forward with a cache remembers nothing for a backward; call it in engine.inference()")
     begins, length = np.array(cache.check(len(tokens)), np.int64), tokens.shape[1]
-    counts = np.full(len(tokens), length) if counts is None else np.asarray(counts, np.int64)
-    longest = int((begins + counts).max(initial=0))
+    lengths = np.full(len(tokens), length) if counts is None else np.asarray(counts, np.int64)
+    longest = int((begins + lengths).max(initial=0))
     if 0 < engine.model.context < longest:
         raise UsageError(
             f"{engine.model.name}: {longest} positions with those of the cache, but the context is "
             f"{engine.model.context}"
         )
     columns = _columns(engine, length, int(begins.max(initial=0)))
-    valid = columns < counts[:, None]
-    positions = begins[:, None] + np.minimum(columns, counts[:, None] - 1)
-    cache.begin(engine.backend.asarray(np.where(valid, positions, HIDDEN)), counts.tolist())
+    valid = columns < lengths[:, None]
+    positions = begins[:, None] + np.minimum(columns, lengths[:, None] - 1)
+    cache.begin(engine.backend.asarray(np.where(valid, positions, HIDDEN)), lengths.tolist())
     residual = engine.layout.axes("s", "residual")[len(engine.layout.axes("s")) :]
     part = nested_span(len(columns), residual, engine.mesh.axes, engine.mesh.coordinates)
     wanted, rows = None, np.arange(len(tokens))
     if last:
-        rows, at = (columns == counts[:, None] - 1).nonzero()
+        rows, at = (columns == lengths[:, None] - 1).nonzero()
         wanted = engine.backend.asarray(rows), engine.backend.asarray(at)
     ctx = ForwardContext(
         engine.backend.asarray(positions),
@@ -117,7 +120,7 @@ def grow(
         cache=cache,
         wanted=wanted,
     )
-    return Growth(tokens[:, columns], ctx, rows)
+    return DecodeInputs(tokens[:, columns], ctx, rows)
 
 
 def _columns(engine: LayeredEngine, length: int, begin: int) -> np.ndarray:

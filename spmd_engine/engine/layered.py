@@ -66,7 +66,7 @@ class LayeredEngine(StoredEngine):
     ) -> None:
         self.model, self.seed, self.dtype, self.backend = model, seed, np.dtype(dtype), backend
         self.mesh = mesh if mesh is not None else Mesh()
-        self._be(
+        self._install(
             place(
                 model,
                 self.mesh,
@@ -82,8 +82,8 @@ class LayeredEngine(StoredEngine):
         if drawn:
             self.initialize()
 
-    def _be(self, placed: EngineState) -> None:
-        """From now on, be the model as it is placed there."""
+    def _install(self, placed: EngineState) -> None:
+        """Use this placement of the model from now on."""
         self._placed, self.mesh, self.layout, self.store = placed, placed.mesh, placed.layout, placed.store
         self.input_sharding = str(self.layout.spec(self.model.inputs))
         self.output_sharding = str(self.layout.spec(self.model.outputs))
@@ -130,7 +130,7 @@ class LayeredEngine(StoredEngine):
             move.leave()
             return
         layout = layout if layout is not None else layout_for(self.model, mesh)
-        self._be(place(self.model, mesh, layout, dtype=self.dtype, backend=self.backend, **options))
+        self._install(place(self.model, mesh, layout, dtype=self.dtype, backend=self.backend, **options))
         move.finish()
         self.filled()
 
@@ -138,7 +138,7 @@ class LayeredEngine(StoredEngine):
         """Fill the parameters with initial values: functions of seed, name and global index alone. Likewise ``frozen``
         weights, unless these are going to be loaded. Collective."""
 
-        def draw(name: str, target: Array, index: Index) -> None:
+        def draw(name: str, target: Array, index: Index | None) -> None:
             parameter, shape = self.store.described[name]
             self._draw(target, name, shape, parameter.mean, parameter.std, index)
 
@@ -167,7 +167,7 @@ class LayeredEngine(StoredEngine):
                 self._load(self.buffers[name], params[name], self.buffer_index(name))
         self.filled()
 
-    def _load(self, target: Array, source: Any, index: Index) -> None:
+    def _load(self, target: Array, source: Any, index: Index | None) -> None:
         """Copy a part of a whole array; what is large some rows at a time, if the array says that this is cheap."""
         if not index:  # a number
             target[...] = self.backend.asarray(source[()])
@@ -212,16 +212,16 @@ class LayeredEngine(StoredEngine):
         """Outputs of this rank's block of inputs, at the model's first positions unless ``ctx`` says else.
 
         With a ``cache``, in inference mode, ``x`` are the next positions of the sequences that it remembers, whole:
-        see ``grow``, which also makes contexts for sequences that grow by different numbers of them.
+        see ``decode_inputs``, which also makes contexts for sequences that grow by different numbers of them.
         In a pipeline every stage is given inputs, only the first one uses more of them than their shape, and only
         the last has outputs; the others return None.
         """
         self.model.check_inputs(x)
         if cache is not None:
-            from spmd_engine.engine.inference import grow
+            from spmd_engine.engine.inference import decode_inputs
 
-            growth = grow(self, x, cache)
-            x, ctx = growth.inputs, growth.ctx
+            decoding = decode_inputs(self, x, cache)
+            x, ctx = decoding.inputs, decoding.ctx
         ctx = ctx or self._plain_context(x)
         self._placed.neighbours.begin(1)
         execution = self._placed.execution([ctx], [self.backend.asarray(x)], lambda m, y: y)
@@ -252,7 +252,7 @@ class LayeredEngine(StoredEngine):
         """Forwards or backwards of one micro-batch, with what is received before and sent after."""
         order = [kind(0, chunk) for chunk in chunks]
         if self._placed.neighbours.stages == 1:
-            return order
+            return list(order)
         return with_transfers(order, self._placed.neighbours.chunks - 1, sends_unfinished=len(order))
 
     def outputs_of(self, micro: MicroBatch) -> Array | None:
@@ -315,15 +315,15 @@ class LayeredEngine(StoredEngine):
         execution = self._placed.execution(self._contexts(batch), inputs, loss_gradient)
         execution.run(self._placed.program(micro_batches))
         shares = self._start_sum(scores.shares)  # under way while the last gradients are
-        beside = self._placed.extras.side_outputs.start_sum()
+        pending_side_outputs = self._placed.extras.side_outputs.start_sum()
         self._placed.reducer.finish()
         self._placed.unsharder.release()
         self.gradients = self.store.gradients
-        told = beside.wait()
-        self.side_outputs = self._placed.extras.side_outputs.by_name(told)
+        side_sums = pending_side_outputs.wait()
+        self.side_outputs = self._placed.extras.side_outputs.by_name(side_sums)
         sums = shares.wait()
         self.training_metrics = scores.fractions(sums, count)
-        return float(sums[0]) + self._placed.extras.side_outputs.loss(told)
+        return float(sums[0]) + self._placed.extras.side_outputs.loss(side_sums)
 
     def _contexts(self, batch: Batch) -> list[ForwardContext]:
         """Where each micro-batch is; samples are counted, and lengths summed, where the batch does not say."""

@@ -292,7 +292,8 @@ class ParallelConfig(Configuration):
 
     def _about_experts(self, axes: Mapping[str, int], model: Model) -> list[str]:
         """Notices of ranks that will have no experts, or none to have."""
-        over = self.expert_axes if self.experts_over is not None else tuple({"expert"} & set(axes))
+        named_axes = self.expert_axes
+        over = tuple({"expert"} & set(axes)) if named_axes is None else named_axes
         parts = MeshPosition(axes, {}).axis_size(over)
         fewest = min((layer.sizes["e"] for _, layer in model.layers if "e" in layer.sizes), default=None)
         if fewest is None and self.experts_over is not None:

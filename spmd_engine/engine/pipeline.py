@@ -52,7 +52,7 @@ class Chunk:
         reducer: Reducer,
         extras: Extras | None = None,
     ) -> None:
-        """``extras`` takes what forwards tell beside their outputs; without it, that is lost."""
+        """``extras`` keeps what forwards return beside their outputs; without it, that is lost."""
         self._segments, self._layers, self._shards = segments, layers, shards
         self._unsharder, self._reducer, self._extras = unsharder, reducer, extras
         self._numbers = [number for segment in segments for number in segment.layers]
@@ -97,8 +97,8 @@ class Chunk:
     def backward(self, saved: list[Saved], dy: Array, on_input_gradient: Callable[[Any], None]) -> None:
         """Both parts of the backward, layer by layer: the weights' gradients while what they need is at hand.
 
-        ``on_input_gradient`` is told the input's gradient as soon as it is known, since somebody may be waiting
-        for it, while nobody waits for the first layer's weights.
+        ``on_input_gradient`` is called with the input's gradient as soon as it is known: another stage may wait for
+        it, while none waits for the gradients of the first layer's weights.
         """
         layers = self._backward_input(saved, dy, on_input_gradient)
         del dy  # only they need it, and not for long
@@ -218,7 +218,8 @@ class PipelineNeighbours:
     """The stages before and after this one: chunk c of all chunks lives on stage c modulo the number of stages."""
 
     def __init__(self, pipe: Group | None, chunks: int, backend: Backend) -> None:
-        self._pipe, self.chunks, self._backend = pipe, chunks, backend
+        self._pipe: Any = pipe  # None on a single stage, which sends nothing
+        self.chunks, self._backend = chunks, backend
         self.stages = pipe.size if pipe else 1
         self.stage = pipe.rank if pipe else 0
         self._first_channel = self._used = 0
@@ -255,7 +256,7 @@ class PipelineNeighbours:
 class Execution:
     """One step, or one evaluation, of this rank: takes instructions, keeps what is between them.
 
-    ``contexts`` and ``inputs`` tell where each micro-batch is and what goes into the first chunk; ``loss_gradient``
+    ``contexts`` describe the micro-batches, ``inputs`` go into the first chunk; ``loss_gradient``
     gives the gradient of a micro-batch's outputs, from the last one.
     """
 
@@ -323,7 +324,7 @@ class Execution:
             self.outputs[m, c] = y
 
     def _leaves(self, m: int, c: int, dx: Any) -> None:
-        """The gradient of a chunk's input is known: whoever comes before may go on, so it is sent at once."""
+        """The gradient of a chunk's input is known: the chunk before needs it, so it is sent at once."""
         if c and self._neighbours.here(c - 1):
             self.output_gradients[m, c - 1] = dx
             return

@@ -16,7 +16,7 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import key_of
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.inference import grow
+from spmd_engine.engine.inference import decode_inputs
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
@@ -73,10 +73,10 @@ class NextTokens(ShardedEngine):
         self._cache.truncate(mine[:, KEPT].tolist())
         found = np.full((len(x), 3), -np.inf)
         with self.engine.inference():
-            growth = grow(self.engine, mine[:, TOKENS:], self._cache, mine[:, COUNT].tolist(), last=True)
-            scores = self.engine.forward(growth.inputs, growth.ctx)
+            step = decode_inputs(self.engine, mine[:, TOKENS:], self._cache, mine[:, COUNT].tolist(), last=True)
+            scores = self.engine.forward(step.inputs, step.ctx)
         if scores is not None:
-            rows = [here[row] for row in growth.rows]
+            rows = [here[row] for row in step.rows]
             found[rows] = self._choose(backend_of(scores).to_host(scores)[:, 0], x[rows])
         if self.num_devices > 1:
             found = self.all_reduce(found, "max", label="next tokens")

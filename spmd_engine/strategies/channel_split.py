@@ -42,7 +42,7 @@ class ChannelSplit(TwoConvolutions):
         x, z = self.tape.pop()
         height = x.shape[1]
         dz = conv_input(grads, self.w1, height) * (z > 0)
-        # dx first: whoever comes before waits for it, while nobody waits for the weights' gradients.
+        # dx first: the layer before waits for it, while nothing waits for the weights' gradients.
         summing_dx = self.start_all_reduce(conv_input(dz, self.w0, height), over="model", label="dx")
         dw1 = conv_weight(relu(z), grads)
         dw0 = conv_weight(x, dz)

@@ -99,8 +99,9 @@ class ExpertParallel(Page):
         dlogits[np.arange(len(p)), best] += 1
         dlogits *= gate * einsum("bd,bd->b", grads, out)[:, None]
         drouter = self.all_reduce(einsum("bd,be->de", x, dlogits), over="expert", label="drouter")
-        self.input_gradient = einsum("be,de->bd", dlogits, self.router)
-        self.input_gradient[order] += coming_back.wait()[0]
+        dx = einsum("be,de->bd", dlogits, self.router)
+        dx[order] += coming_back.wait()[0]
+        self.input_gradient = dx
         return {"router": drouter, "experts/w0": dw0, "experts/w1": dw1}
 
     def _to_experts(self, x, counts, came):
@@ -115,7 +116,7 @@ class ExpertParallel(Page):
         return self.group("expert").start_all_to_all(by_rank, splits=came.sum(axis=1).tolist(), label="rows")
 
     def _own_rows(self, came):
-        """Of each expert here its number, counted from the first here, and its rows."""
+        """For each expert here: its number, counted from the first here, and its rows."""
         ends = np.cumsum(came.sum(axis=0)).tolist()
         return [(expert, slice(a, b)) for expert, (a, b) in enumerate(zip([0, *ends], ends, strict=False))]
 

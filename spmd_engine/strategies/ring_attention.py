@@ -120,7 +120,8 @@ class RingAttention(OneAttention):
         for step in range(ranks):
             passing = self._pass_on(block, "k, v") if step < ranks - 1 else None
             yield (self.place - step) % ranks, block
-            block = _received(passing) if passing else None
+            if passing:
+                block = _received(passing)
 
     def _pass_on(self, x, label):
         """Begin to send to the next rank, and to receive from the one before."""

@@ -11,7 +11,7 @@ class Spatial(TwoConvolutions):
 
     Write * for a convolution, i and j for the rows and columns of its window, H for h/rows, and H' for H with the row
     before and the row behind, if the image has them. Halo: from H to H', a transfer. AddHalo is its adjoint: it sends
-    the gradients of these rows back to whom they belong, and adds them there.
+    the gradients of these rows back to their owners, and adds them there.
 
     Forward
         1. x[b H' w c] = Halo(x[b H w c])
@@ -73,7 +73,7 @@ class Spatial(TwoConvolutions):
     def plan(self, x, before, after, **how):
         """The transfer from one cut to another, made once for each number of samples and channels."""
         shape, key = (len(x), *IMAGE, x.shape[3]), (len(x), x.shape[3], x.dtype, before, after, *how)
-        plans = self.__dict__.setdefault("_plans", {})
+        plans = vars(self).setdefault("_plans", {})
         if key not in plans:
             source, target = (
                 Placement({"x": ArrayPlacement.of_spec(spec, shape, x.dtype, self.mesh.peers("rows"), **options)})

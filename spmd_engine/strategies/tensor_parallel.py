@@ -38,7 +38,7 @@ class TensorParallel(TwoLayers):
     def backward(self, grads):
         x, z = self.tape.pop()
         dz = einsum("bd,fd->bf", grads, self.w1) * (z > 0)
-        # dx first: whoever comes before waits for it, while nobody waits for the weights' gradients.
+        # dx first: the layer before waits for it, while nothing waits for the weights' gradients.
         summing_dx = self.start_all_reduce(einsum("bf,df->bd", dz, self.w0), over="model", label="dx")
         dw1 = einsum("bf,bd->fd", relu(z), grads)
         dw0 = einsum("bd,bf->df", x, dz)

@@ -17,7 +17,7 @@ from spmd_engine.sharding.experts import moved, rebalanced
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """Of all layers with experts in one step. A pair is a token and an expert that it chose."""
+    """The load of experts in one step, over all layers with experts. A pair is a token and an expert that it chose."""
 
     pairs: int  #: of the whole batch, in all layers
     dropped: int  #: of these, for want of capacity
@@ -28,7 +28,8 @@ class ExpertLoad:
     @classmethod
     def of(cls, side_outputs: Mapping[str, Any] | None) -> Self | None:
         """From the side outputs of a step; None if no layer has experts."""
-        loads = _ending(side_outputs or {}, "/load")
+        side_outputs = side_outputs or {}
+        loads = _ending(side_outputs, "/load")
         if not loads:
             return None
         ratios = {
@@ -71,7 +72,8 @@ class Rebalancer:
     """Every so many steps, looks at the load of each layer's experts since it last looked, and moves those that
     should be elsewhere, with their optimizer state.
 
-    All ranks know the same load, and so decide alike. What is computed does not change, to rounding: only who does it.
+    All ranks know the same load, and so decide alike. What is computed stays the same, to rounding; only the ranks
+    that compute it change.
     ``how`` are the options of ``LayeredEngine.reshard`` with which the engine was made.
     """
 

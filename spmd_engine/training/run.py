@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Observer:
-    """Told of a run's course on rank 0 alone; a subclass says what it makes of it, here nothing.
+    """Methods that a run calls on rank 0 as it goes; a subclass overrides some. Here they do nothing.
 
     Nothing here may call a collective. An OSError ends the run on all ranks, in one line.
     """
@@ -101,7 +101,7 @@ class MetricsFile(Observer):
         return open(open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a")
 
     def _is_there(self) -> bool:
-        """Whether the open file is the one of that name: a removed one would take lines that nobody can read."""
+        """Whether the open file is the one of that name: lines written to a removed one are lost."""
         try:
             return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
         except FileNotFoundError:
@@ -145,13 +145,13 @@ class Run:
     written every ``save_every`` steps and at the end; 0 is at the end alone. The last ``keep`` stay. ``facts`` (JSON)
     are kept in it, and a run with others cannot go on from it. In the ``background`` training goes on while it is
     written. If it cannot be written, the run ends with CheckpointError on all ranks, or, with ``go_on_unsaved``,
-    the observers are told, and the next one is tried when it is due; the last one, at the end, must be written.
+    it reports that to the observers and tries the next one when it is due; the last one, at the end, must be written.
     Every ``check_replicas_every`` steps (0: never) ranks compare what they hold alike, and a flipped bit ends the run.
     ``trace`` traces so many steps, from the second on, to ``trace.json``. ``sample`` is called on all ranks when all is
-    done, for a text that shows what was learnt; ``after_step`` with the number of each step, when its metrics are told
-    and before anything is saved.
+    done, for a text that shows what was learnt; ``after_step`` with the number of each step, when its metrics are
+    reported and before anything is saved.
 
-    SIGINT, SIGTERM, SIGUSR1 or SIGHUP to any rank ends the run after the step that is under way: saved, told to the
+    SIGINT, SIGTERM, SIGUSR1 or SIGHUP to any rank ends the run after the step that is under way: saved, reported to the
     observers, and with SystemExit, whose code is 128 + the signal's number, on every rank. A second one ends the
     program at once, and so does the first one before a step has been made: there is nothing to save.
     """
@@ -192,7 +192,7 @@ class Run:
 
     @property
     def loss(self) -> float | None:
-        """Of the last evaluation."""
+        """The loss of the last evaluation."""
         return self.evaluation.loss if self.evaluation else None
 
     @property
@@ -293,7 +293,7 @@ class Run:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Of a full disk the system does not say which one it is."""
+        """Name the folder: the error of a full disk does not say which one it is."""
         try:
             yield
         except OSError as error:
@@ -357,7 +357,7 @@ class Run:
 
     @contextmanager
     def _maybe_unsaved(self, must: bool) -> Iterator[None]:
-        """What cannot be saved is told, if this run may go on without."""
+        """Report a failed save to the observers, if this run may go on without it."""
         try:
             yield
         except CheckpointError as error:
@@ -394,7 +394,7 @@ class Run:
 
     @contextmanager
     def _observed(self, steps: int) -> Iterator[None]:
-        """Observers are told that the run starts and, if that is over with nothing raised, that it is finished."""
+        """Call ``started`` of the observers, and ``finished`` if nothing is raised."""
         started: list[Observer] = []
 
         def start() -> None:
@@ -413,8 +413,8 @@ class Run:
                 each.closed()
 
     def _tell_evaluated(self) -> None:
-        if self.loss is not None:
-            self._tell(lambda each: each.evaluated(self.steps_done, self.loss))
+        if (loss := self.loss) is not None:
+            self._tell(lambda each: each.evaluated(self.steps_done, loss))
 
     def _tell(self, event: Callable[[Observer], None]) -> None:
         """Raises UsageError where an observer cannot write, for lack of space, say: on rank 0, which ends the job."""

@@ -84,7 +84,7 @@ def _as_job(job: TrainConfig | Mapping[str, Any] | str | Path | None) -> TrainCo
 
 def _open_mesh(job: TrainConfig) -> Mesh:
     """The mesh that a job asks for; of a page of strategies, one with its axes."""
-    axes = job.composition.mesh
+    axes: Any = job.composition.mesh
     if job.strategy and not axes:
         axes = default_axes(strategy_named(job.strategy), world().size)
     return Mesh(check=job.check, timeout=job.timeout, deterministic=job.deterministic, **(axes or {}))
@@ -146,10 +146,10 @@ def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], t
     job = job.changed(corpus=CorpusFacts(corpus.files, corpus.sha256))
 
     def sample() -> str:
-        if not (job.sample and workload.writes):
+        if not (job.sample and workload.writes and isinstance(engine, LayeredEngine)):
             return ""
         tokenizer = _tokenizer(workload)
-        if tokenizer is None or tokenizer.vocabulary > workload.engine.model.vocabulary:  # or tokens without texts
+        if tokenizer is None or tokenizer.vocabulary > engine.model.vocabulary:  # or tokens without texts
             return ""
         from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
 
@@ -159,7 +159,7 @@ def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], t
         (written,) = generate(
             engine, [tokenizer.encode(PROMPT)], sampling=sampling, stopping=stopping, tokenizer=tokenizer
         )
-        return PROMPT + written.text
+        return PROMPT + (written.text or "")
 
     trainer = make_trainer(workload)
     after_step: Callable[[int], None] = lambda step: None
@@ -190,12 +190,11 @@ def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], t
 def _tokenizer(workload: Workload) -> Tokenizer | None:
     """What turns this workload's tokens into text; None if its library is not installed."""
     file = workload.token_file
-    files = file.tokenizer if file else {}
-    if not files:
+    if file is None or not file.tokenizer:
         return ByteTokenizer()
     from spmd_engine.tokens.hugging_face import tokenizer_of
 
-    return tokenizer_of(files, file.path) if find_spec("tokenizers") else None
+    return tokenizer_of(file.tokenizer, file.path) if find_spec("tokenizers") else None
 
 
 def keep_tokenizer(file: TokenFile, folder: Path) -> None:
@@ -282,7 +281,7 @@ def _open_folder(job: TrainConfig, run: str | Path | None, resume: bool) -> str:
         folder = Path("runs") / f"{short_name(job.model.name)}-{number}"
         try:
             folder.mkdir(parents=True)
-        except FileExistsError:  # perhaps by another job, a moment ago
+        except FileExistsError:  # perhaps another job has made it a moment ago
             number += 1
         else:
             return str(folder)

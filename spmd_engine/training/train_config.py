@@ -230,7 +230,7 @@ def _with_defaults(content: Any) -> Any:
     return filled
 
 
-def _from_options(cls: type[TrainConfig], content: Mapping[str, Any], where: str) -> TrainConfig:
+def _from_options(cls: type[TrainConfig], content: Mapping[str, Any], where: str) -> Any:
     """The job of a config.json that is a flat list of options."""
     options = dict(content)
     facts = CorpusFacts.from_json(options.pop("corpus", {}), f"{where}: corpus")

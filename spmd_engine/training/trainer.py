@@ -66,8 +66,8 @@ class Trainer:
     norm that is not finite nothing is updated, on any rank, and the report says why; after more than ``max_skipped``
     such steps in a row NotFiniteError is raised, on every rank alike. If only some ranks find it so, in gradients that
     should be equal, ReplicasDifferError is. With
-    ``trainer`` every report tells what all ranks sent and waited for, which takes a small collective; what layers
-    tell beside their outputs, auxiliary losses and counts, it tells always.
+    ``step_metrics`` every report has what all ranks sent and waited for, which takes a small collective; it always has
+    the auxiliary losses and counts that layers return.
     ``first_step_check`` compares the first step with its dry run. ``run`` ends after a step
     at whose end any rank had a signal in its ``stop`` flag: all ranks' flags are then taken.
     """
@@ -108,7 +108,7 @@ class Trainer:
             batch = replace(batch, count=engine.count(batch))
         if self.first_step_check:
             self.first_step_check.begin()
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is told below, once
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is reported below, once
             loss = engine.step(batch, self.loss)
             norm = engine.gradient_norm()
         rate, skips = self.rate(step), not (isfinite(loss) and isfinite(norm))
@@ -133,7 +133,7 @@ class Trainer:
         if self.first_step_check and made is not None:
             facts |= self.first_step_check.compare(made, seconds)
             self.first_step_check = None
-        tokens = int(batch.count)
+        tokens = int(batch.count or 0)
         if engine.side_outputs:
             facts["side_outputs"] = {name: value.tolist() for name, value in engine.side_outputs.items()}
         if engine.training_metrics:
@@ -146,10 +146,10 @@ class Trainer:
         what = f"the loss is {loss}" if not isfinite(loss) else f"the gradient's norm is {norm}"
         named = self.engine.named(self.engine.gradients).items()
         mine = [name for name, each in named if not isfinite(sum_of_squares(each.reshape(-1)))]
-        everyone = gather_json(self.engine.group(), mine, "not finite")
-        found = [name for name in self.engine.names if any(name in names for names in everyone)]
+        names_of_ranks = gather_json(self.engine.group(), mine, "not finite")
+        found = [name for name in self.engine.names if any(name in names for names in names_of_ranks)]
         if found:
-            ranks = [str(rank) for rank, names in enumerate(everyone) if found[0] in names]
+            ranks = [str(rank) for rank, names in enumerate(names_of_ranks) if found[0] in names]
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
             what += f" (gradient of {found[0]}, rank {', '.join(ranks)}{more})"
         cause = self._wrong_data([batch])
@@ -167,9 +167,9 @@ class Trainer:
             for name in parts
             if not all(_all_finite(getattr(micro, name)) for batch in batches for micro in batch.micro_batches)
         ]
-        everyone = gather_json(self.engine.group(), mine, "not finite")
+        names_of_ranks = gather_json(self.engine.group(), mine, "not finite")
         for name in parts:
-            if ranks := [str(rank) for rank, found in enumerate(everyone) if name in found]:
+            if ranks := [str(rank) for rank, found in enumerate(names_of_ranks) if name in found]:
                 return f"the {name} on rank {', '.join(ranks)} have values that are not finite: mend the data"
         return ""
 
@@ -231,7 +231,7 @@ def _is_newer(kind: type, method: str, than: str) -> bool:
 
 
 class StepMetrics:
-    """Opened when a step begins; ``close`` tells what the ledger and the waits gained since, unless ``brief``."""
+    """Opened when a step begins; ``close`` returns what the ledger and the waits gained since, unless ``brief``."""
 
     def __init__(self, mesh: Mesh, brief: bool = False) -> None:
         self._mesh, self._brief, self._began = mesh, brief, perf_counter()
@@ -241,7 +241,7 @@ class StepMetrics:
         """The step's seconds on this rank, facts about all ranks, and the largest ``signal`` that one of them says.
 
         Raises ReplicasDifferError, on all ranks, if some but not all of them say that this step ``skips`` its update.
-        Collective over the world; if it is brief, only where there are signals to be told.
+        Collective over the world; if it is brief, only where ranks may have signals.
         A rank is *idle* where it stands in a collective with nothing to do, since others have not come or their
         messages are under way; it *communicates* for the rest of the time it stands there.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class Workload:
 
     @property
     def parameter_count(self) -> int:
-        """Of the whole model. Collective, where the engine must ask for shapes."""
+        """Parameters of the whole model. Collective, where ranks must exchange shapes."""
         return sum(prod(self.engine.global_shape(name)) for name in self.engine.names)
 
     @property
@@ -136,7 +136,7 @@ def _of_tokens(job: TrainConfig, mesh: Mesh) -> Workload:
 
 
 def _length(job: TrainConfig, engine: LayeredEngine) -> int:
-    """Of a sample, in tokens."""
+    """Tokens of a sample."""
     length, context = job.data.length or engine.model.context, engine.model.context
     if 0 < context < length:
         raise UsageError(f"--length {length}: the context of {job.model.name} is {context}; give at most that")
@@ -168,8 +168,8 @@ def _fitting(found: dict[str, int], job: TrainConfig) -> dict[str, int]:
 def _page(job: TrainConfig, mesh: Mesh) -> Workload:
     from spmd_engine.strategies.two_convolutions import IMAGE
 
-    name, dtype = job.strategy, job.model.dtype
-    page = strategy_named(name)
+    name, dtype = job.strategy or "", job.model.dtype
+    page: Any = strategy_named(name)
     if job.model.name != PAGE_MODEL:
         raise UsageError(f"--strategy {name} has a small model of its own: leave --model out, or give {PAGE_MODEL}")
     chosen, usual = job.composition.as_json(), ParallelConfig().as_json()

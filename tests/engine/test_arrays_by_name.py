@@ -8,6 +8,7 @@ from safetensors.numpy import save_file
 
 import tiny
 from fake_device import FakeDevice
+from linear_engine import Linear
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.engine import SGD, ShardedEngine
@@ -340,20 +341,6 @@ def test_ranks_that_load_one_array_train_apart():
     """Virtual ranks share the caller's memory; each trains its own."""
     whole = {"w": np.zeros((5, 3))}
     x, y = (np.random.default_rng(seed).standard_normal(shape) for seed, shape in ((0, (8, 5)), (1, (8, 3))))
-
-    class Linear(ShardedEngine):
-        shardings = {"w": "d f"}
-        input_sharding = output_sharding = "b/data d"
-
-        def load_checkpoint(self, params):
-            self.parameters = {"w": self.block("w", params["w"])}
-
-        def forward(self, x):
-            self.tape.push(x)
-            return x @ self.parameters["w"]
-
-        def backward(self, dy):
-            return {"w": self.all_reduce(self.tape.pop().T @ dy, over="data")}
 
     def program():
         engine = Linear()

@@ -7,7 +7,7 @@ import tiny
 from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import LayeredEngine
-from spmd_engine.engine.inference import grow
+from spmd_engine.engine.inference import decode_inputs
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
 from spmd_engine.models import DecoderConfig, GPTSize, gpt
@@ -171,11 +171,11 @@ def test_the_last_outputs_of_sequences_that_grow_by_different_numbers(axes):
                     here = np.zeros((len(rows), max(counts)), int)
                     for line, row in zip(here, rows):
                         line[: counts[row]] = TOKENS[row, begins[row] : begins[row] + counts[row]]
-                    growth = grow(engine, here, cache, [counts[row] for row in rows], last=True)
-                    y = engine.forward(growth.inputs, growth.ctx)
+                    step = decode_inputs(engine, here, cache, [counts[row] for row in rows], last=True)
+                    y = engine.forward(step.inputs, step.ctx)
                     if y is not None:
                         y = Shards(mesh, engine.layout).gather_whole(y, "b s v", "v")
-                        found |= {(begins[0] > 0, rows[row]): y[number, 0] for number, row in enumerate(growth.rows)}
+                        found |= {(begins[0] > 0, rows[row]): y[number, 0] for number, row in enumerate(step.rows)}
             return found, cache.lengths
 
     results = run_threads(program, tiny.ranks_of(axes))

@@ -5,8 +5,9 @@ from math import prod
 import numpy as np
 import pytest
 
+from linear_engine import Linear
 from spmd_engine import Mesh, as_distributed, run_threads
-from spmd_engine.engine import SGD, LayeredEngine, ShardedEngine
+from spmd_engine.engine import SGD, LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import ZeroConfig
@@ -54,22 +55,6 @@ def test_a_strategy_sends_what_its_dry_run_predicts(name):
         if name == "expert-parallel":  # how many rows a rank sends depends on values
             expected, ledger = ({where: line[0] for where, line in each.items()} for each in (expected, ledger))
         assert expected == ledger, f"rank {rank}"
-
-
-class Linear(ShardedEngine):
-    """As in the README."""
-
-    input_sharding = output_sharding = "b/data d"
-
-    def load_checkpoint(self, params):
-        self.parameters = {"w": self.block("w", params["w"])}
-
-    def forward(self, x):
-        self.tape.push(x)
-        return x @ self.parameters["w"]
-
-    def backward(self, dy):
-        return {"w": self.all_reduce(self.tape.pop().T @ dy, over="data")}
 
 
 def test_a_user_engine_sends_what_its_dry_run_predicts():

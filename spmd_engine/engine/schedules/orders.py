@@ -97,7 +97,7 @@ class Interleaved(Schedule):
     """1F1B over v chunks of layers a stage; filling the pipeline takes 1/v of the time, for v times the transfers.
 
     Micro-batches go through in groups: a group through a stage's first chunk, then through its second, and so on.
-    In a group of at least p, the first has come round to the second chunk by then, and nobody waits; so where p
+    In a group of at least p, the first has come round to the second chunk by then, and no stage waits; so where p
     does not divide m, groups are not p but somewhat larger, and as even as can be.
 
     With groups of g, stage i holds (2(p - 1 - i) + (v - 1)g + 1)/v micro-batches' activations, in units of one
@@ -139,7 +139,7 @@ class Interleaved(Schedule):
         return (stages - 1) / (self.chunks * micro_batches + stages - 1)
 
 
-# --- The backward in two parts: weights' gradients, for which nobody waits, fill what would be idle time
+# --- The backward in two parts: the weights' gradients, for which no stage waits, fill idle time
 
 
 class ZeroBubble(Schedule):

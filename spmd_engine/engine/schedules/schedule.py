@@ -20,7 +20,7 @@ class Instruction:
     chunk: int = 0
 
     def __hash__(self) -> int:
-        """Of another kind, another hash: sets of instructions hold all kinds of one micro-batch and chunk."""
+        """Instructions of different kinds hash differently: sets hold all kinds for one micro-batch and chunk."""
         return hash((type(self), self.m, self.chunk))
 
 
@@ -33,7 +33,7 @@ class Forward(Compute):
 
 
 class Backward(Compute):
-    """Run them backward, layer by layer: the input's gradient first, since somebody may be waiting for it."""
+    """Run them backward, layer by layer: the input's gradient first: another stage may wait for it."""
 
 
 class BackwardInput(Compute):
@@ -41,7 +41,7 @@ class BackwardInput(Compute):
 
 
 class BackwardWeight(Compute):
-    """Only the gradients of the chunk's weights: nobody waits for them, so they fill what would be idle time."""
+    """Only the gradients of the chunk's weights: no stage waits for them, so they fill idle time."""
 
 
 class Transfer(Instruction):

@@ -1,9 +1,10 @@
-"""A schedule executed on paper: when each stage does what, and who waits for whom, without ranks or arrays."""
+"""A schedule executed without ranks or arrays: what each stage does when, and which stage waits for which."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from spmd_engine.engine.schedules.schedule import (
     Backward,
@@ -101,7 +102,7 @@ class _Execution:
             self.clock[stage] = max(now, self.began[other_end(instruction.started)])
         elif isinstance(instruction, Transfer):
             self.began[instruction] = now
-        else:
+        elif isinstance(instruction, Compute):
             self.clock[stage] = now + self.costs[type(instruction)]
             self.slots.append(Slot(stage, now, self.clock[stage], instruction))
             if isinstance(instruction, Backward):  # both parts
@@ -126,7 +127,7 @@ class _Execution:
 
     def _why_blocked(self, stage: int) -> str:
         """Which stage this one waits for, and to do what."""
-        waiting = self.programs[stage][self.next[stage]]  # a Wait: nothing else blocks
+        waiting: Any = self.programs[stage][self.next[stage]]  # a Wait: nothing else blocks
         awaited = other_end(waiting.started)
         other = awaited.chunk % len(self.programs)
         never = "" if awaited in self.programs[other] else ", which it never does"

@@ -55,7 +55,7 @@ def divide(model: Model, chunks: int, division: Division = "even", per_stage: in
         return [range(part.start, part.stop) for part in parts]
     if division == "cost":
         return _balanced([layer.cost(model.context) for _, layer in model.layers], chunks)
-    starts = list(division)
+    starts = [int(first) for first in division]
     if len(starts) != chunks or starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= layers:
         raise UsageError(
             f"stages {','.join(map(str, starts))}: {chunks} ascending numbers are needed, the first of them 0 and the "
@@ -186,14 +186,14 @@ class ZeroConfig:
         return self.zero
 
     def cut(self, summed: tuple[str, ...], axes: Mapping[str, int]) -> tuple[str, ...]:
-        """Of the axes over which a gradient is summed, those over which its parameter's state is in parts."""
+        """The axes, among those over which a gradient is summed, over which its parameter's state is sharded."""
         if self.stage(axes) == 0:
             return ()
         replicas = {"replicate"} if self.zero is not None else {"replicate", "data", "expert"}
         return tuple(axis for axis in summed if axis not in replicas)
 
     def sum_of(self, size: int, summed: tuple[str, ...], stages: tuple[int, ...], axes: Mapping[str, int]) -> Sum:
-        """How the gradient of a parameter of ``size`` bytes is summed, and who stores what of it."""
+        """How the gradient of a parameter of ``size`` bytes is summed, and which ranks store which part of it."""
         cut = self.cut(summed, axes) if size >= self.min_tensor_size else ()
         return Sum(summed, cut, stages, shares_along(cut, axes, self.shares))
 
@@ -239,7 +239,7 @@ def assign(
     holders = {name: tuple(sorted({chunk % count for chunk in held})) for name, held in chunks_of.items()}
     mine = [number for number in range(len(chunks)) if number % count == stage]
     homes = homes_of(model, layout, place)
-    shards = Shards(place, layout)
+    shards = Shards(place, layout)  # pyright: ignore[reportArgumentType]  # no collective is called, only axes are read
 
     @cache  # layers of a kind are alike
     def placed(
@@ -275,7 +275,7 @@ def assign(
         for own, buffer in described.buffers.items()
         if buffer.frozen
     ]
-    frozen = [each for each in frozen if each.summed.cut]  # of the others nobody else here has a copy
+    frozen = [each for each in frozen if each.summed.cut]  # the others have no copies to be sharded over
     of_frozen = [
         group for group in make_groups(frozen, itemsize, storage.threshold, storage.cap, "frozen")
         if group.home is None or group.home.has(place)

@@ -1,4 +1,4 @@
-"""What layers tell beside their outputs: updates of their buffers, auxiliary losses, and counts."""
+"""What layers return beside their outputs: updates of their buffers, auxiliary losses, and counts."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class SideOutputs:
         self._sums[...] = 0
 
     def take(self, number: int, share: float, outputs: Mapping[str, Array | float]) -> None:
-        """Add what a layer's forward tells of a micro-batch; ``share`` weighs its losses."""
+        """Add what a layer's forward returned for a micro-batch; ``share`` weighs its losses."""
         for own, value in outputs.items():
             name = f"{self._names[number]}/{own}"
             if self._counted[name]:
@@ -152,7 +152,7 @@ class SideOutputs:
 
 
 class Extras:
-    """Takes what the forwards of a step tell beside their outputs."""
+    """What the forwards of a step return beside their outputs."""
 
     def __init__(self, buffers: Buffers, side_outputs: SideOutputs) -> None:
         self.buffers, self.side_outputs = buffers, side_outputs
@@ -175,6 +175,6 @@ class Extras:
         self._passes = 0
 
     def take(self, number: int, ctx: ForwardContext, extra: Extra) -> None:
-        """What the layer with this number tells of a micro-batch."""
+        """Keep what the layer with this number returned for a micro-batch."""
         self.buffers.take(number, ctx.micro_batch, extra.updates)
         self.side_outputs.take(number, ctx.share, extra.outputs)

@@ -25,8 +25,8 @@ from spmd_engine.engine.zero.parameter_store import (
     ParameterStore,
     Placements,
     StoredEngine,
-    placements_said,
-    said_of,
+    describe_parts,
+    read_placements,
 )
 from spmd_engine.engine.zero.reducer import Reducer
 from spmd_engine.engine.zero.unsharder import Unsharder
@@ -41,7 +41,7 @@ from spmd_engine.sharding.transfer import PIECE, plan_transfer
 
 @dataclass(frozen=True)
 class EngineState:
-    """Where a model's parts are, and who works on them when; made anew for another mesh."""
+    """A model placed on a mesh: its storage and what executes it. Another mesh needs a new one."""
 
     mesh: Mesh
     layout: Layout
@@ -146,14 +146,15 @@ class StateReshard:
     """
 
     def __init__(self, engine: StoredEngine, optimizer: Optimizer | None = None) -> None:
-        self._engine, self._optimizer = engine, optimizer
+        self._engine = engine
         self._group, self._nodes = engine.group(), engine.mesh.nodes_by_rank
-        self._known = engine.store.placements  #: nothing, unless somebody has asked
-        self._said = None if self._known else said_of(engine)
+        self._known = engine.store.placements  #: empty unless they were exchanged before
+        self._old_parts = None if self._known else describe_parts(engine)
         self._arrays = {**engine.parameters, **engine.buffers}
-        self._state = {}
+        self._state, self._optimizer_state = {}, {}
         if optimizer is not None:
             optimizer.prepare(engine)
+            self._optimizer_state = optimizer.state
             self._state = {kind: engine.named(arrays) for kind, arrays in optimizer.state.items()}
 
     def finish(self) -> None:
@@ -172,25 +173,26 @@ class StateReshard:
 
     def _ask(self, engine: StoredEngine | None) -> tuple[Placements, Placements]:
         """Where all is before and after, by ranks of the group before. One all_gather: each waits for the slowest."""
-        everyone = gather_json(self._group, {"old": self._said, "new": said_of(engine)}, "placement")
-        old = self._known or placements_said([said["old"] for said in everyone])
-        return old, placements_said([said["new"] for said in everyone])
+        ranks = gather_json(self._group, {"old": self._old_parts, "new": describe_parts(engine)}, "placement")
+        old = self._known or read_placements([parts["old"] for parts in ranks])
+        return old, read_placements([parts["new"] for parts in ranks])
 
     def _numbers_before(self, after: Group | None) -> list[int]:
-        """Of each rank of the group ``after``, which is None for those not in it, its number in the group before.
+        """The number in the old group of each rank of the group ``after``, which is None on ranks that are not in it.
 
         Raises UsageError on all, unless that is one group, of ranks of the old one.
         """
         if after is not None and after.comm is self._group.comm:  # on all ranks then
             return list(range(after.size))
         mine = np.array([[after.rank, after.size] if after else [-1, 0]])
-        told = self._group.all_gather(mine, label="placement")
-        before = np.flatnonzero(told[:, 0] >= 0)
-        order = before[np.argsort(told[before, 0], kind="stable")]
-        if told[order, 0].tolist() != list(range(told[:, 1].max())):
+        numbers = self._group.all_gather(mine, label="placement")
+        before = np.flatnonzero(numbers[:, 0] >= 0)
+        order = before[np.argsort(numbers[before, 0], kind="stable")]
+        if numbers[order, 0].tolist() != list(range(numbers[:, 1].max())):
             raise UsageError(
                 "reshard: all ranks that call it go on on one new mesh, of no others, or pass None for it; here "
-                f"{len(order)} of {len(told)} are on a mesh of {told[:, 1].max()}, as its {told[order, 0].tolist()}"
+                f"{len(order)} of {len(numbers)} are on a mesh of {numbers[:, 1].max()}, as its "
+                f"{numbers[order, 0].tolist()}"
             )
         return order.tolist()
 
@@ -199,7 +201,7 @@ class StateReshard:
         model, states = [(self._arrays, here)], []
         for kind, before in self._state.items():  # all of it comes: no need of zeros
             made = {key: backend_of(x).xp.empty_like(x) for key, x in self._engine.owned.items()} if here else {}
-            self._optimizer.state[kind] = made
+            self._optimizer_state[kind] = made
             states.append((before, self._engine.named(made) if here else {}))
         if all(placements[True] is placements[False] for placements in (old, new)):
             self._execute(old[False], new[False], model + states)

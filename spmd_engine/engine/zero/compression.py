@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import accumulate, pairwise
 from math import ceil
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from spmd_engine.sharding.groups import Member, ParameterGroup
 class Compression(ABC):
     """How the whole gradients of a parameter group are summed. One object serves one group on one rank."""
 
-    in_parts = False  #: whether it can also scatter the sum to those who own parts of it
+    in_parts = False  #: whether it can also scatter the sum to its owners
     feeds_back = False  #: whether it keeps something of a step for the next
 
     def forget(self) -> None:
@@ -87,15 +88,15 @@ class HalfPrecision(Compression):
 class TopK(Compression):
     """Each rank sends the entries that are largest in magnitude, a fraction of each parameter's, with their places.
 
-    Of each parameter, not of the group: a parameter that is whole on ranks of ``model`` shares its group with others of
-    which these ranks have different blocks. Its places must not depend on those, or its copies part ways.
+    The fraction is taken of each parameter, not of the group: a parameter that is whole on the ranks of ``model``
+    shares its group with sharded ones, whose blocks differ. If its places depended on those, its copies would diverge.
 
     After Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (2017).
     """
 
     feeds_back = True
 
-    def __init__(self, fraction: float, group: ParameterGroup | None) -> None:
+    def __init__(self, fraction: float, group: ParameterGroup) -> None:
         if not 0.0 < fraction <= 1.0:
             raise UsageError(f"top-k keeps a fraction of the gradient above 0 and up to 1, not {fraction}")
         self._fraction, self._group = fraction, group
@@ -117,14 +118,13 @@ class TopK(Compression):
 
     def start_all_reduce(self, gradients, over):
         xp = backend_of(gradients).xp
-        if self._left_out is None:
-            self._left_out = xp.zeros_like(gradients)
-        self._left_out += gradients
-        places = xp.concatenate([self._largest(span) for span in self._group.spans.values()])
+        left_out = self._left_out = xp.zeros_like(gradients) if self._left_out is None else self._left_out
+        left_out += gradients
+        places = xp.concatenate([span.start + self._largest(left_out[span]) for span in self._group.spans.values()])
         places = places.astype(np.uint32 if gradients.size < 1 << 32 else np.uint64)
-        all_values = over.start_all_gather(self._left_out[places][None], label="gradients")
+        all_values = over.start_all_gather(left_out[places][None], label="gradients")
         all_places = over.start_all_gather(places[None], label="gradients")
-        self._left_out[places] = 0
+        left_out[places] = 0
 
         def add(values_of_ranks: Array) -> Array:
             gradients[...] = 0
@@ -134,12 +134,12 @@ class TopK(Compression):
 
         return Deferred(all_values, add)
 
-    def _largest(self, span: slice) -> Array:
+    def _largest(self, part: Array) -> Array:
         """Places of the largest entries in a part of what is to be sent, ascending."""
-        sizes = abs(self._left_out[span])
+        sizes = abs(part)
         rest = sizes.size - ceil(sizes.size * self._fraction)
         xp = backend_of(sizes).xp
-        return span.start + xp.sort(xp.argpartition(sizes, rest)[rest:] if rest else xp.arange(sizes.size))
+        return xp.sort(xp.argpartition(sizes, rest)[rest:] if rest else xp.arange(sizes.size))
 
 
 class PowerSGD(Compression):
@@ -151,7 +151,7 @@ class PowerSGD(Compression):
 
     feeds_back = True
 
-    def __init__(self, rank: int, group: ParameterGroup | None) -> None:
+    def __init__(self, rank: int, group: ParameterGroup) -> None:
         if rank < 1:
             raise UsageError(f"PowerSGD needs a rank of at least 1, not {rank}")
         self._rank, self._group = rank, group
@@ -219,8 +219,9 @@ class PowerSGD(Compression):
         return Deferred(first, finish)
 
 
-def compression(text: str, group: ParameterGroup | None = None) -> Compression:
-    """``"none"``, ``"bfloat16"``, ``"float16"``, ``"top-k:0.01"`` or ``"powersgd:4"``, for a group (None: to be asked).
+def compression(text: str, group: Any = None) -> Compression:
+    """``"none"``, ``"bfloat16"``, ``"float16"``, ``"top-k:0.01"`` or ``"powersgd:4"``, for a group (a ParameterGroup;
+    None: to be asked for its properties).
 
     Raises UsageError for anything else.
     """

@@ -67,7 +67,7 @@ class ParameterStore:
         self._members: dict[str, tuple[GroupStorage, Member]] = self._by_name(
             lambda each: {member.name: (each, member) for member in each.group.members}
         )
-        self.placements: dict[bool, Placement] = {}  #: by whether of what ranks own, or store; once told
+        self.placements: dict[bool, Placement] = {}  #: what ranks own (True) or store (False), once known
         self._cut = {member.name: member.summed.cut for member in assignment.members}
         self._places: dict[str, Place] = {}  # in segments, of those that were asked for
         self._blocks: dict[tuple[str, tuple[int, ...]], Index] = {}  # of what has these letters and this whole shape
@@ -116,7 +116,7 @@ class ParameterStore:
         """Arrays by segment as arrays by name: views."""
         return _ByName(self._members, self._places, arrays)
 
-    def fill(self, draw: Callable[[str, Array, Index], None]) -> None:
+    def fill(self, draw: Callable[[str, Array, Index | None], None]) -> None:
         """Fill all parameters here, by ``draw(name, array, where it lies in the whole)``. Collective.
 
         What several ranks of a node hold is drawn once.
@@ -133,7 +133,7 @@ class ParameterStore:
                 pending.wait()
 
     def refresh(self) -> None:
-        """Tell the updated parts to those who hold copies of the whole. Collective."""
+        """Send the updated parts to the ranks that hold copies of the whole. Collective."""
         for pending in [pending for storage in self.storages if (pending := storage.start_refresh())]:
             pending.wait()
 
@@ -276,9 +276,9 @@ class StoredEngine(ShardedEngine):
         return self.store.index(name, owned=True)
 
     def placement(self, owned: bool = False) -> Placement:
-        """As ``ShardedEngine`` says; of a store, which does not change, ranks tell each other all, once."""
+        """As ``ShardedEngine.placement``, but exchanged once: a store does not change."""
         if not self.store.placements:
-            self.store.placements |= placements_said(gather_json(self.group(), said_of(self), "placement"))
+            self.store.placements |= read_placements(gather_json(self.group(), describe_parts(self), "placement"))
         return self.store.placements[owned]
 
     @property
@@ -339,8 +339,8 @@ class StoredEngine(ShardedEngine):
         return {name: shape for name, (_, shape) in self.store.described.items()}  # every rank knows them
 
 
-def said_of(engine: StoredEngine | None) -> dict[str, Any]:
-    """What a rank tells others, in JSON, of which part of every array it has; None has none."""
+def describe_parts(engine: StoredEngine | None) -> dict[str, Any]:
+    """The parts of all arrays that a rank stores and owns, as JSON; None has none."""
     stored = engine._held_here(False) if engine else {}
     owned = stored
     if engine and (engine.buffer_names or not engine.store.owns_what_it_stores):
@@ -348,12 +348,12 @@ def said_of(engine: StoredEngine | None) -> dict[str, Any]:
     return {"stored": say(stored), "owned": say(owned) if owned != stored else None}
 
 
-def placements_said(everyone: Sequence[Mapping[str, Any]]) -> Placements:
-    """By what all have told. Where all own just what they store, the two are one object."""
-    of_stored = placement_said([said["stored"] for said in everyone])
-    if all(said["owned"] is None for said in everyone):
+def read_placements(ranks: Sequence[Mapping[str, Any]]) -> Placements:
+    """Placements from ``describe_parts`` of all ranks. Where all own just what they store, the two are one object."""
+    of_stored = placement_said([said["stored"] for said in ranks])
+    if all(said["owned"] is None for said in ranks):
         return {False: of_stored, True: of_stored}
-    of_owned = placement_said([said["stored"] if said["owned"] is None else said["owned"] for said in everyone])
+    of_owned = placement_said([said["stored"] if said["owned"] is None else said["owned"] for said in ranks])
     return {False: of_stored, True: of_owned}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine.zero.storage import GroupStorage
@@ -91,7 +92,7 @@ class Reducer:
         for name in self._untouched.intersection(gradients):
             gradients[name][...] = 0
         self._untouched.difference_update(gradients)
-        pending = storage.start_reduce()
+        pending: Any = storage.start_reduce()  # None only where nothing is sent to owners
         if storage.zero < 2:
             self._reducing += [pending] if pending else []
             return

@@ -11,6 +11,7 @@ flat array a rank, over the ranks that would otherwise hold copies:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -62,13 +63,16 @@ class GroupStorage:
         def zeros(size: int, dtype: np.dtype, *, used: bool = True) -> Array:
             here = isinstance(self._empty(0, dtype), np.ndarray)  # neither on a device nor a shape alone
             if mesh.size == 1 and here:
-                return fresh_zeros(size, dtype, huge=used)  # gradients, when nobody trains, then take no memory
+                return fresh_zeros(
+                    size, dtype, huge=used
+                )  # unused, such as gradients without training, they take no memory
             array = self._empty(size, dtype)
             array[...] = 0
             return array
 
-        self.whole_parameters: Array | None = zeros(group.size, dtype) if self.zero < 3 else None
-        self.whole_gradients: Array | None = zeros(group.size, dtype, used=False) if self.zero < 2 else None
+        #: arrays; None while they are not here
+        self.whole_parameters: Any = zeros(group.size, dtype) if self.zero < 3 else None
+        self.whole_gradients: Any = zeros(group.size, dtype, used=False) if self.zero < 2 else None
         part = self.interval
         self.own_parameters: Array = zeros(own, dtype) if self.zero == 3 else self.whole_parameters[part]
         self.own_gradients: Array = (
@@ -126,17 +130,18 @@ class GroupStorage:
 
     def release(self) -> None:
         """Give the memory of gathered parameters back."""
-        self.finish_gather()  # nobody may write to memory that has another use
+        self.finish_gather()  # no message may arrive in memory that has another use
         if self.zero == 3:
             self.whole_parameters = self._views = None
 
     def start_refresh(self) -> Pending | None:
-        """After an update of the own part: begin to tell it to those who hold the whole."""
+        """After an update of the own part: begin to send it to the ranks that hold the whole."""
         if self.zero == 3:
             self.release()
         return self._start_all_gather() if self.zero in (1, 2) else None
 
     def _start_all_gather(self) -> Pending:
+        assert self.owners
         return self.owners.start_all_gather(
             self.own_parameters, sizes=self._sizes, out=self.whole_parameters, label="parameters"
         )
@@ -153,7 +158,7 @@ class GroupStorage:
         return self._gradient_views
 
     def start_reduce(self) -> Pending | Deferred | None:
-        """Begin to sum the whole gradients over the owners, each of whom gets its part; None: there are none.
+        """Begin to sum the whole gradients over the owners, each of which gets its part; None: there are none.
 
         Before stage 2 that happens in place. From stage 2 on the whole gradients' memory is given away with it.
         """
@@ -166,7 +171,7 @@ class GroupStorage:
         return pending
 
     def start_reduce_rest(self) -> Pending | Deferred | None:
-        """Begin to sum the own part over those who own the same one; None: there are none, or it has begun.
+        """Begin to sum the own part over the ranks that own the same one; None: there are none, or it has begun.
 
         Last, and in the order of groups: stages finish with what they share in different orders.
         """

@@ -82,7 +82,7 @@ class ArrayData(SampledData):
         if np.ndim(validation) == 0:
             if not 0 <= validation < 1:
                 raise UsageError(f"ArrayData: validation={validation} is a fraction of the samples, from 0 and below 1")
-            validation = part_of(len(x), round(validation * len(x)), seed)
+            validation = part_of(len(x), round(float(validation) * len(x)), seed)
         self.x, self.y, self.seed = x, y, seed
         self.held_out = np.unique(validation)  #: numbers of the samples for validation
         self.train = np.setdiff1d(np.arange(len(x)), self.held_out)  #: and of those to learn from

@@ -187,8 +187,6 @@ class ByteClasses(Windows):
     Bits come most significant first. The end of a file is byte 0, and its class is "other".
     """
 
-    terms = 1
-
     def __post_init__(self) -> None:
         if self.features % BITS or self.features < BITS:
             raise UsageError(f"inputs are the bits of whole bytes: {self.features} is no multiple of {BITS}")
@@ -197,6 +195,10 @@ class ByteClasses(Windows):
     @property
     def length(self) -> int:
         return self.features // BITS + 1
+
+    @property
+    def terms(self) -> int:
+        return 1
 
     def inputs_and_targets(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         bits = np.unpackbits(_bytes(tokens[:, :-1]), axis=1).astype(self.dtype)

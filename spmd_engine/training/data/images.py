@@ -90,12 +90,13 @@ def _digits() -> ImageSource:
 def _idx(folder: Path) -> ImageSource:
     parts = []
     for patterns in IDX_NAMES:
-        files = [min(folder.glob(pattern), default=None) for pattern in patterns]  # the first: not the .gz, if both
-        if not any(files):
+        # The first: not the .gz, if both are there.
+        images, labels = (min(folder.glob(pattern), default=None) for pattern in patterns)
+        if images is None and labels is None:
             continue
-        if not all(files):
+        if images is None or labels is None:
             raise UsageError(f"--data {folder}: {patterns[0]} and {patterns[1]} go together, and one is missing")
-        parts.append((str(files[0]), read_idx(files[0]), _whole(read_idx(files[1]))))
+        parts.append((str(images), read_idx(images), _whole(read_idx(labels))))
     return _checked(parts, 2 * len(parts))
 
 
@@ -140,7 +141,7 @@ def check_pixels(where: str, dtype: np.dtype) -> None:
 
 
 def check_scale(where: str, largest: float, dtype: np.dtype, darkest: float = 1 / 15) -> None:
-    """Raise UsageError if ``largest``, the largest pixel of all regardless of its sign, tells that their scale is not
+    """Raise UsageError if ``largest``, the largest absolute pixel, shows that their scale is not
     that of their dtype: bytes as floats, 12 bits in uint16, masks of 0 and 1 in uint8. Standardized floats are fine."""
     white = 1 if dtype.kind == "f" else np.iinfo(dtype).max
     if not darkest * white <= largest <= _BRIGHTEST * white:
@@ -190,7 +191,7 @@ class ImageRows:
     """Images[n h w c] that lie in several places, one after the other: read by numbers or slices of n."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        opened = [part if isinstance(part, np.ndarray) else part.open() for part in parts]
+        opened: list[Any] = [part if isinstance(part, np.ndarray) else part.open() for part in parts]
         self.parts = [part[..., None] if len(part.shape) == 3 else part for part in opened]  # grey: one channel
         self._starts = np.cumsum([0, *map(len, self.parts)])
         self.shape = (int(self._starts[-1]), *self.parts[0].shape[1:])
@@ -222,7 +223,8 @@ class Images:
     @property
     def shape(self) -> ImageShape:
         """What a model of them is built for."""
-        return ImageShape(*self.x.shape[1:], int(self.y.max()) + 1)
+        _, height, width, channels = self.x.shape
+        return ImageShape(height, width, channels, int(self.y.max()) + 1)
 
     def __str__(self) -> str:
         held_out = len(self.held_out)
@@ -237,7 +239,7 @@ def load_images(group: Group, path: str | None) -> Images:
     compressed is shared, one copy a node. Raises the same UsageError on every rank for what is missing, damaged or
     makes no sense.
     """
-    found = on_rank_zero(group, lambda: find_images(path))
+    found: Any = on_rank_zero(group, lambda: find_images(path))  # an ImageSource; None on other ranks
     said = json.loads(text_from_rank_zero(group, lambda: json.dumps(_described(found, path or "the digits"))))
     shared = []
     for number, described in enumerate(said["parts"]):
@@ -256,7 +258,9 @@ def _described(found: ImageSource, where: str) -> dict[str, Any]:
 
 
 def _part(described: dict[str, Any]) -> MappedArray | ImageFiles:
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in described.items()}
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in described.items()
+    }
     return (MappedArray if "offset" in values else ImageFiles)(**values)
 
 
@@ -298,7 +302,7 @@ class ImageData(ArrayData):
 def as_floats(x: np.ndarray, dtype: Any) -> np.ndarray:
     """Pixels as a model takes them: from 0 to 1, unsigned whole numbers being divided by the largest of their dtype.
 
-    Floats are taken as they are. Raises UsageError for all other numbers, of which nobody knows the largest.
+    Floats are taken as they are. Raises UsageError for all other numbers, whose largest value is unknown.
     """
     check_pixels("pixels", x.dtype)
     dtype = np.dtype(dtype)

@@ -46,8 +46,8 @@ def prepare(group: Group, paths: Sequence[str], tokenizer: Tokenizer, output: st
     """Encode documents (see ``formats.text_documents``) into a file of tokens. Collective.
 
     The file is the same however many ranks write it, and appears when it is complete. Each document is followed by
-    the token that ends a text; one in ``HELD_OUT`` is to validate on. Of prompts with completions, and of
-    conversations, only the completions and the assistant's answers, with what ends them, are to be foretold. Raises
+    the token that ends a text; one in ``HELD_OUT`` is for validation. In prompts with completions, and in
+    conversations, only the completions and the assistant's answers, with what ends them, are targets. Raises
     UsageError for what cannot be read, and for documents that do not go together.
     """
     listed = text_from_rank_zero(group, lambda: json.dumps(_found(paths, output)))
@@ -55,7 +55,7 @@ def prepare(group: Group, paths: Sequence[str], tokenizer: Tokenizer, output: st
     total = sum(size for _, size in files)
     begin, end = (total * group.rank // group.size, total * (group.rank + 1) // group.size)
     with tempfile.TemporaryDirectory(prefix=".prepare-", dir=Path(output).resolve().parent) as folder:
-        # Which documents are to validate on hangs on their numbers, so everyone's are counted first.
+        # Which documents are for validation depends on their numbers, so all ranks count theirs first.
         here = on_all_ranks(group, lambda: count_documents(files, begin, end))
         before = int(group.all_gather(np.array([here]), label="prepare")[: group.rank].sum())
 
@@ -88,7 +88,7 @@ def _found(paths: Sequence[str], output: str | Path) -> list[tuple[str, int]]:
     return files
 
 
-#: Tokens of a document, or of a part of it, and, of instructions, which are to be foretold.
+#: Tokens of a document, or of a part of it, and, for instructions, which of them are targets.
 _Tokens = tuple[np.ndarray, np.ndarray | None]
 
 
@@ -130,24 +130,24 @@ def _encoded(found: Iterator[Document], tokenizer: Tokenizer) -> Iterator[Iterab
 
 
 def _pieces(document: Document, tokenizer: Tokenizer, end: list[int]) -> list[tuple[list[int], bool]]:
-    """Tokens, and whether they are to be foretold."""
+    """Tokens, and whether they are targets."""
     if document.messages is None:
         prompt = tokenizer.encode(document.prompt or "")
         return [(prompt, False), (tokenizer.encode(document.text, special=False) + end, True)]
-    pieces, told, messages = [], "", document.messages
+    pieces, written, messages = [], "", document.messages
     for number, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
         before = chat_text(tokenizer, messages[:number])
         after = chat_text(tokenizer, messages[: number + 1], answer=False)
-        if not before.startswith(told) or not after.startswith(before):
+        if not before.startswith(written) or not after.startswith(before):
             raise UsageError(
                 "the chat template writes a conversation otherwise once it goes on: which part of it is an answer "
                 'cannot be told. Write {"prompt": ..., "completion": ...} for each answer'
             )
-        pieces.append((tokenizer.encode(before[len(told) :], special=False), False))
+        pieces.append((tokenizer.encode(before[len(written) :], special=False), False))
         pieces.append((tokenizer.encode(after[len(before) :], special=False), True))
-        told = after
+        written = after
     if not pieces:
         raise UsageError("a conversation without a message of the assistant has nothing to be learnt")
     return pieces
@@ -162,11 +162,11 @@ def _spooled(encoded: Iterator[Iterable[_Tokens]], first: int, folder: str) -> t
         part = parts[VALIDATION if number % HELD_OUT == HELD_OUT // 2 else TRAIN]
         end, digest, learnt = part.count, sha256(), None
         for tokens, learnt in document:
-            part.tokens.write(tokens)
+            part.tokens.write(tokens.data)
             end += len(tokens)
             add_to_digest(digest, tokens, "<u4")
             if learnt is not None:  # and then this is all of it
-                part.learnt.write(learnt)
+                part.learnt.write(learnt.data)
                 add_to_digest(digest, learnt, "<u1")
         part.ends.append(end)
         part.digests += digest.digest()

@@ -147,7 +147,7 @@ def check_digests(file: TokenFile, digests: bytes) -> None:
 class Packed:
     """Rows of a number of positions, each made of pieces of the corpus.
 
-    A piece of n + 1 tokens fills n positions: each foretells the next, and none what comes after the piece.
+    A piece of n + 1 tokens fills n positions: each predicts the next, and none predicts what comes after the piece.
     """
 
     begins: np.ndarray  #: of each piece, in tokens of the corpus
@@ -186,7 +186,7 @@ def whole_documents(
     """Documents side by side, in order, as many as fit in a row.
 
     One that is longer than a row begins a new one, and goes on in the next, or (``truncate``) is cut off there. One of
-    a single token foretells nothing, and is left out; so is, with ``learnt``, which says by token whether it is a
+    a single token predicts nothing, and is left out; so is, with ``learnt``, which says by token whether it is a
     target that counts, one without any that does.
     """
     counts = ends - begins - 1
