@@ -17,7 +17,6 @@ from time import perf_counter
 import click
 
 from spmd_engine.cli.bench.measuring import (
-    as_arguments,
     count_option,
     mpiexec,
     output_option,
@@ -28,7 +27,7 @@ from spmd_engine.cli.bench.measuring import (
 
 IMPORTS = "import numpy, spmd_engine, mpi4py.MPI"
 WORKER = ["-P", str(Path(__file__).with_name("bench_start_phases.py")), "{}"]  # not -m, which imports what is measured
-ONE_STEP = {"steps": 1, "eval_every": 0, "eval_samples": 1, "sample": 0}
+ONE_STEP = ["--steps", "1", "--eval-every", "0", "--eval-samples", "1", "--sample", "0"]
 
 
 @click.command()
@@ -76,7 +75,7 @@ def _time(do: Callable[[], object]) -> float:
 
 def _train(ranks: int, environment: dict[str, str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        options = as_arguments({**ONE_STEP, "batch_size": ranks, "run": f"{folder}/run"})
+        options = [*ONE_STEP, "--batch-size", str(ranks), "--run", f"{folder}/run"]
         start_ranks(ranks, ["-m", "spmd_engine", "train", *options], environment)
 
 

@@ -7,13 +7,23 @@ python scripts/bench_strategies.py oversubscribed --ranks 8
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import click
 
-from spmd_engine.cli.bench.measuring import as_arguments, count_option, measure, output_option, report, spread
+from spmd_engine.cli.bench.measuring import count_option, measure, output_option, report, spread
 from spmd_engine.comm.shared_memory.cores import cores_here
+
+
+def as_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Options by name as a command line has them: ``{"zero": 3}`` is ``--zero 3``; True stands for a flag."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        arguments += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return arguments
 
 
 @click.group()

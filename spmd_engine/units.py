@@ -38,10 +38,10 @@ def seconds_of(text: str, where: str = "time") -> float:
 
 
 def _quantity(text: str, where: str, units: Mapping[str, float], wanted: str) -> float:
-    found = _QUANTITY.fullmatch(text)
-    if not found or found[2] and found[2].upper() not in units:
+    match = _QUANTITY.fullmatch(text)
+    if not match or match[2] and match[2].upper() not in units:
         raise UsageError(f"{where}: cannot read {text!r} as {wanted}")
-    return float(found[1]) * units.get(found[2].upper(), 1)
+    return float(match[1]) * units.get(match[2].upper(), 1)
 
 
 def exact_bytes(count: int) -> str:

@@ -146,8 +146,8 @@ def fitted(machine: Machine, seconds: np.ndarray) -> Machine:
     compute, rows = ComputeTimes(replace(machine, fitted=Fitted())), []
     for job in _jobs():
         batch_size = job.data.batch_size
-        found = analyze(job.model, {"data": 1}, job.composition, batch_size=batch_size, optimizer=AdamW())
-        works = [compute.of(0, each) for each in found.classes[0].step.computations]
+        analysis = analyze(job.model, {"data": 1}, job.composition, batch_size=batch_size, optimizer=AdamW())
+        works = [compute.of(0, each) for each in analysis.classes[0].step.computations]
         rows.append([sum(w.products for w in works), sum(w.rest for w in works), float(len(works))])
     known = np.isfinite(seconds)
     matrix, measured = np.array(rows)[known], seconds[known]

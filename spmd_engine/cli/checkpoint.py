@@ -46,10 +46,10 @@ def checkpoint() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(path: str, arrays: bool, as_json: bool) -> None:
     """Print the contents of a checkpoint, without reading its arrays."""
-    found, manifest = _open(path)
+    opened, manifest = _open(path)
     sizes = {section: sum(each.nbytes for each in held.values()) for section, held in manifest.sections.items()}
     facts = {
-        "path": str(found.path),
+        "path": str(opened.path),
         "step": manifest.step,
         "written_on": manifest.mesh,
         "files": len(manifest.file_sizes()),
@@ -78,16 +78,16 @@ def inspect(path: str, arrays: bool, as_json: bool) -> None:
 @click.argument("path")
 def verify(path: str) -> None:
     """Check all of a checkpoint: hashes, headers, finite values. Exit code 1, and a line each, for problems."""
-    found, manifest = _open(path)
+    opened, manifest = _open(path)
     wrong = 0
-    for problem in problems(found):
+    for problem in problems(opened):
         click.echo(problem, err=True)
         wrong += 1
     if wrong:
         sys.exit(1)
     blocks = sum(len(each.blocks) for held in manifest.sections.values() for each in held.values())
     size = f"{blocks} blocks, {manifest.nbytes / 1e6:.1f} MB"
-    click.echo(f"{found.path}: sound; {size}, step {manifest.step}")
+    click.echo(f"{opened.path}: sound; {size}, step {manifest.step}")
 
 
 @checkpoint.command()
@@ -108,10 +108,10 @@ def digest(path: str, other: str | None, arrays: bool) -> None:
         return
     others = digest_of_checkpoint(_open(other)[0])
     click.echo(f"{digest_text(others)}  {other}")
-    found = differences(digests, others)
-    for each in found:
+    different = differences(digests, others)
+    for each in different:
         click.echo(each)
-    if found:
+    if different:
         sys.exit(1)
 
 
@@ -154,33 +154,33 @@ def export(path: str, target: str, optimizer: bool, kind: str, dtype: str) -> No
     if kind != "safetensors" and optimizer:
         raise UsageError(f"--format {kind} has only parameters; omit --optimizer")
     check_ending("export", target, *([".safetensors"] if kind == "safetensors" else []))
-    found, manifest = _open(path)
+    opened, manifest = _open(path)
     with Mesh() as mesh, reading(f"{target} cannot be written"):
         group = mesh.group() if mesh.size > 1 else None
         if kind != "safetensors":
-            _export_folder(found, manifest.config, target, kind, dtype, group)
+            _export_folder(opened, manifest.config, target, kind, dtype, group)
         else:
-            export_checkpoint(found, OPTIMIZER if optimizer else MODEL, target, group)
+            export_checkpoint(opened, OPTIMIZER if optimizer else MODEL, target, group)
     if launcher_rank() == 0:
         click.echo(target)
 
 
-def _export_folder(found: Checkpoint, config: Any, target: str, kind: str, dtype: str, group: Group | None) -> None:
-    model = TrainConfig.from_json(config, f"{found.path}: config").model
+def _export_folder(opened: Checkpoint, config: Any, target: str, kind: str, dtype: str, group: Group | None) -> None:
+    model = TrainConfig.from_json(config, f"{opened.path}: config").model
     shape = model.shape or shape_named(model.name)
     shape = shape.changed(mixture=model.mixture or shape.mixture, vocabulary=model.vocabulary or shape.vocabulary)
     if kind == "peft":
         if model.lora is None:
-            raise UsageError(f"{found.path} has no adapters; --format huggingface writes all of it")
-        export_adapters(found, shape, model.lora, target, group, dtype=dtype, base=model.path)
+            raise UsageError(f"{opened.path} has no adapters; --format huggingface writes all of it")
+        export_adapters(opened, shape, model.lora, target, group, dtype=dtype, base=model.path)
         return
-    arrays = found if model.lora is None else merged(found, shape, model.lora)
+    arrays = opened if model.lora is None else merged(opened, shape, model.lora)
     export_huggingface(arrays, shape, target, group, dtype=dtype, beside=model.path)
 
 
 def _open(path: str) -> tuple[Checkpoint, Manifest]:
     folder = run_folder(path)
-    found = Checkpoint(folder if os.path.exists(folder) else path)
-    if found.manifest is None:
+    opened = Checkpoint(folder if os.path.exists(folder) else path)
+    if opened.manifest is None:
         raise UsageError(f"{path} is a plain safetensors file; this is for checkpoints, which are folders")
-    return found, found.manifest
+    return opened, opened.manifest

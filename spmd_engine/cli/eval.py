@@ -69,15 +69,16 @@ def _read(served: TextModel, texts: tuple[str, ...], files: tuple[str, ...]) -> 
     return named
 
 
-def _line(name: str, found: Score) -> str:
-    return f"{name!r}: {len(found.log_probs):,} tokens, {found.nats:.4f} nats each, perplexity {found.perplexity:.3f}"
+def _line(name: str, scored: Score) -> str:
+    count = len(scored.log_probs)
+    return f"{name!r}: {count:,} tokens, {scored.nats:.4f} nats each, perplexity {scored.perplexity:.3f}"
 
 
-def _as_json(name: str, tokens: list[int], found: Score) -> dict:
+def _as_json(name: str, tokens: list[int], scored: Score) -> dict:
     return {
         "text": name,
         "tokens": tokens,
-        "log_probs": found.log_probs.tolist(),
-        "nats": found.nats,
-        "perplexity": found.perplexity,
+        "log_probs": scored.log_probs.tolist(),
+        "nats": scored.nats,
+        "perplexity": scored.perplexity,
     }

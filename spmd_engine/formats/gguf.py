@@ -225,10 +225,10 @@ def read_gguf(path: str | Path) -> GGUF:
 
 def _parts(path: Path, count: int) -> list[Path]:
     """The ``count`` files of a model, of which ``path`` is one."""
-    found = _PART.fullmatch(path.name)
-    if found is None or int(found[2]) != count:
+    match = _PART.fullmatch(path.name)
+    if match is None or int(match[2]) != count:
         raise CheckpointError(f"{path} is one of {count} files of a model; call them NAME-00001-of-00003.gguf, ...")
-    parts = [path.with_name(f"{found[1]}-{number:05}-of-{found[2]}.gguf") for number in range(1, count + 1)]
+    parts = [path.with_name(f"{match[1]}-{number:05}-of-{match[2]}.gguf") for number in range(1, count + 1)]
     for each in parts:
         if not each.is_file():
             raise CheckpointError(f"{path} is one of {count} files of a model, of which {each.name} is not there")
@@ -358,14 +358,14 @@ class _Cursor:
 
     def _texts(self, count: int) -> list[str]:
         """Reads ``count`` texts, in a loop without calls: a vocabulary has a quarter of a million."""
-        found, at, content, length = [], self.at, self.content, struct.Struct("<Q").unpack_from
+        texts, at, content, length = [], self.at, self.content, struct.Struct("<Q").unpack_from
         try:
             for _ in range(count):
                 begin = at + 8
                 at = begin + length(content, at)[0]
-                found.append(content[begin:at].decode("utf-8", errors="surrogateescape"))
+                texts.append(content[begin:at].decode("utf-8", errors="surrogateescape"))
         except (struct.error, OverflowError):
             raise ValueError(_CUT) from None
         self.at = at
         self.take(0)
-        return found
+        return texts

@@ -135,7 +135,7 @@ def _indexed(folder: Path) -> dict[str, FileTensor]:
     index = read_json(folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
         raise CheckpointError(f"{folder / INDEX}: it has no weight_map of tensors to files")
-    found: dict[str, FileTensor] = {}
+    tensors_by_name: dict[str, FileTensor] = {}
     for file in sorted(set(index.values())):
         if Path(file).name != file:
             raise CheckpointError(f"{folder / INDEX}: {file!r} is not a file of the folder")
@@ -147,5 +147,5 @@ def _indexed(folder: Path) -> dict[str, FileTensor]:
         if odd := sorted(expected ^ set(held)):
             where = "is in the index, but not in the file" if odd[0] in expected else "is not in the index for it"
             raise CheckpointError(f"{folder / file}: {odd[0]} {where}")
-        found |= held
-    return found
+        tensors_by_name |= held
+    return tensors_by_name

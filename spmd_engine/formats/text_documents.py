@@ -71,15 +71,15 @@ def find_files(paths: Sequence[str]) -> list[tuple[str, int]]:
 
     Raises UsageError for a path that does not exist.
     """
-    found = []
+    files = []
     for path in map(Path, paths):
         if not path.exists():
             raise UsageError(f"{path}: no such file or folder")
         for file in [path] if path.is_file() else sorted(path.rglob("*")):
             hidden = any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(path).parts)
             if file.is_file() and not hidden:
-                found.append((str(file), file.stat().st_size))
-    return found
+                files.append((str(file), file.stat().st_size))
+    return files
 
 
 def count_documents(files: Sequence[tuple[str, int]], begin: int, end: int) -> int:

@@ -25,12 +25,12 @@ MPICH_BYTES_PER_RANK, MPICH_BYTES = 1_057_344, 4096
 
 def files_in_shared_memory() -> set[Path]:
     """Files of MPI libraries in /dev/shm that belong to this user."""
-    found = set()
+    files = set()
     for path in (path for pattern in PATTERNS for path in FOLDER.glob(pattern)):
         with suppress(OSError):
             if path.stat().st_uid == os.getuid():
-                found.add(path)
-    return found
+                files.add(path)
+    return files
 
 
 def remove_unused(files: Iterable[Path]) -> None:

@@ -113,13 +113,13 @@ class MPIJob:
 
 def _processes_with(variable: str) -> list[tuple[int, bytes]]:
     """Processes with this variable in their environment, and that environment."""
-    found = []
+    processes = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # gone meanwhile, or another user's
             environment = (folder / "environ").read_bytes()
             if f"{variable}=".encode() in environment:
-                found.append((int(folder.name), environment))
-    return found
+                processes.append((int(folder.name), environment))
+    return processes
 
 
 def _handles(process: int, number: int) -> bool:

@@ -71,8 +71,8 @@ class Supervisor:
             code = self._once(ranks, restarts, signals)
             if signals or code in (0, USAGE_ERROR, *SIGNALLED):
                 return code
-            found = self._checkpoint()
-            progress = found != saved if self.newest else time.monotonic() - began > LONG
+            newest = self._checkpoint()
+            progress = newest != saved if self.newest else time.monotonic() - began > LONG
             in_a_row, fruitless = (0, 0) if progress else (in_a_row, fruitless + 1)
             if in_a_row == self.max_restarts:
                 self.report(f"launch: {_ended(code)}, after {in_a_row} restart(s) without progress: no more")
@@ -80,7 +80,7 @@ class Supervisor:
             restarts, in_a_row = restarts + 1, in_a_row + 1
             if fruitless >= 2 and ranks > (self.min_ranks or self.ranks):
                 ranks, fruitless = ranks - 1, 0
-            action = f"continues from {found.name}" if found and self._is_training else "begins again"
+            action = f"continues from {newest.name}" if newest and self._is_training else "begins again"
             pause = min(LONGEST, self.pause * 2 ** (in_a_row - 1))
             self.report(
                 f"launch: {_ended(code)}; {action} on {ranks} ranks in {pause:g} s, "

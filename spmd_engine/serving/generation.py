@@ -71,18 +71,18 @@ class NextTokens(ShardedEngine):
         here = self._sequences_here(x)
         mine = x[here]
         self._cache.truncate(mine[:, KEPT].tolist())
-        found = np.full((len(x), 3), -np.inf)
+        chosen = np.full((len(x), 3), -np.inf)
         with self.engine.inference():
             step = decode_inputs(self.engine, mine[:, TOKENS:], self._cache, mine[:, COUNT].tolist(), last=True)
             scores = self.engine.forward(step.inputs, step.ctx)
         if scores is not None:
             rows = [here[row] for row in step.rows]
-            found[rows] = self._choose(backend_of(scores).to_host(scores)[:, 0], x[rows])
+            chosen[rows] = self._choose(backend_of(scores).to_host(scores)[:, 0], x[rows])
         if self.num_devices > 1:
-            found = self.all_reduce(found, "max", label="next tokens")
-        if (found[:, TOKEN] == np.inf).any():
+            chosen = self.all_reduce(chosen, "max", label="next tokens")
+        if (chosen[:, TOKEN] == np.inf).any():
             raise NotFiniteError(f"{self.engine.model.name}: its scores are not finite; are its parameters?")
-        return found
+        return chosen
 
     def _sequences_here(self, x: np.ndarray) -> list[int]:
         """The rows of this rank, in the order of the cache, from which all others are removed."""
@@ -278,9 +278,9 @@ class _Writing:
         sequence.kept += len(text)
         return row
 
-    def write(self, found: np.ndarray) -> None:
+    def write(self, chosen: np.ndarray) -> None:
         """Append the chosen tokens, which are the outputs of the last call."""
-        for sequence, line in zip(self._under_way, found, strict=True):
+        for sequence, line in zip(self._under_way, chosen, strict=True):
             token = int(line[TOKEN])
             sequence.tokens.append(token)
             sequence.log_probs.append(float(line[LOG_PROB]))

@@ -230,9 +230,9 @@ def _highest(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     values, places = np.full((len(scores), k), _NONE), np.zeros((len(scores), k), np.int64)
     for row, line in enumerate(scores):
         at_least = np.partition(line, -have)[-have] if have else _NONE
-        found = np.flatnonzero(line >= at_least)
-        found = found[np.lexsort((found, -line[found]))][:have]
-        values[row, :have], places[row, :have] = line[found], found
+        indices = np.flatnonzero(line >= at_least)
+        indices = indices[np.lexsort((indices, -line[indices]))][:have]
+        values[row, :have], places[row, :have] = line[indices], indices
     return values, places
 
 

@@ -127,10 +127,10 @@ def _token(metadata: Mapping[str, Any], field: str, count: int, where: str) -> i
 
 
 def _field(metadata: Mapping[str, Any], name: str, where: str) -> Sequence[Any]:
-    found = metadata.get(f"tokenizer.ggml.{name}")
-    if found is None or not hasattr(found, "__len__") or not len(found):
+    value = metadata.get(f"tokenizer.ggml.{name}")
+    if value is None or not hasattr(value, "__len__") or not len(value):
         raise UsageError(f"{where} has no tokenizer.ggml.{name}; give the tokenizer of the original model")
-    return found
+    return value
 
 
 # --- How the byte-level vocabulary of a GGUF file splits a text before pairs are merged, by ``tokenizer.ggml.pre``

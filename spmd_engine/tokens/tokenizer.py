@@ -120,9 +120,9 @@ class TextStream:
     def _release(self, new: str) -> str:
         """The part of the held and the new text that is certain."""
         self._held += new
-        found = [(at, text) for text in self._stop if (at := self._held.find(text)) >= 0]
-        if found:
-            at, self.stopped = min(found)
+        matches = [(at, text) for text in self._stop if (at := self._held.find(text)) >= 0]
+        if matches:
+            at, self.stopped = min(matches)
             certain, self._held = self._held[:at], ""
         else:
             keep = max((_overlap(self._held, text) for text in self._stop), default=0)

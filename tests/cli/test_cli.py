@@ -245,7 +245,7 @@ def test_infer_takes_a_folder_that_was_saved_or_a_file(infer_here, tmp_path, pat
     assert (code, err) == (0, "") and np.load(tmp_path / "y.npy").shape == (3, 3)
 
 
-def test_infer_says_what_shape_an_engine_takes(infer_here):
+def test_infer_error_names_the_shape_of_an_engine(infer_here):
     code, _, err = infer_here((3,), "--engine", "served:Matrix")
     assert code == 2 and "x.npy has shape (3,), but inputs are [b d], the batch first: save an array of " in err
     code, _, err = infer_here((3, 5), "--engine", "served:alone")
@@ -255,7 +255,7 @@ def test_infer_says_what_shape_an_engine_takes(infer_here):
     assert "has shape (3, 5), and the engine takes [b d]" in failure.value.__notes__[0]
 
 
-def test_infer_says_what_shape_a_run_takes(infer_here, tmp_path):
+def test_infer_error_names_the_shape_of_a_run(infer_here, tmp_path):
     run = ["--run", tmp_path / "runs" / "scores"]
     main(["train", "--model", "mlp", *map(str, run), "--steps", "1", "--batch-size", "2", *QUIET])
     for shape in ((3, 65), (3, 28, 28)):

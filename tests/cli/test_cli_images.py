@@ -51,7 +51,7 @@ def test_convnet_knows_the_digits(ok, mesh, tmp_path):
     assert metrics(tmp_path / "runs" / "r")[-1]["validation_accuracy"] > 0.97
 
 
-def test_sizes_of_images_can_be_said_where_there_are_no_data(here):
+def test_sizes_of_images_are_options_without_data(here):
     code, text, _ = here("inspect", "--model", "convnet", "--images", "9,7,2,5", "--mesh", "rows=2,model=2")
     assert code == 0 and "inputs b h/rows w c" in text and "3x3x2x32" in text and "64x5" in text
     assert here("show", "memory", "--model", "convnet", "--images", "9,7,2,5", "--mesh", "data=2")[0] == 0
@@ -74,6 +74,6 @@ def test_sizes_that_make_no_sense_are_refused(here, model, images, message):
     assert code == 2 and message in errors and not output
 
 
-def test_help_says_the_defaults_of_image_models(here):
+def test_help_lists_the_defaults_of_image_models(here):
     _, text, _ = here("train", "--help")
     assert "[default: 600; images: 100]" in " ".join(text.split()) and "scikit-learn's digits" in " ".join(text.split())

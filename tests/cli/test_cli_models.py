@@ -27,7 +27,7 @@ def test_a_reference_is_met_or_the_first_layer_named(here, tmp_path):
     assert code == 2 and "go together; give both" in error
 
 
-def test_inspect_says_what_goes_where(here):
+def test_inspect_lists_sharding_of_each_tensor(here):
     code, out, _ = here("inspect", "--model", str(LLAMA), "--mesh", "model=2")
     assert code == 0 and "model.layers.*.self_attn.q_proj.weight" in out and "d h/model r k" in out
 
@@ -127,7 +127,7 @@ def test_all_commands_have_the_same_rule(here, gpt2):
     [["generate", "--prompt", "a"], ["eval", "--text", "ab"], ["infer", "--input", "x.npy", "--output", "y.npy"]],
     ids=lambda command: command[0],
 )
-def test_what_needs_weights_says_how_to_write_the_folder_of_a_built_in_name(command, here, gpt2, tmp_path):
+def test_commands_that_need_weights_suggest_a_path_for_a_built_in_name(command, here, gpt2, tmp_path):
     np.save(tmp_path / "x.npy", np.arange(8)[None])
     code, _, error = here(*command, "--model", "gpt2")
     assert code == 2 and "gpt2 is a built-in model, which has no weights; for those in ./gpt2 write ./gpt2" in error

@@ -56,7 +56,7 @@ def test_old_names_are_accepted_and_not_listed():
     assert "--length INTEGER" in text and "--sequence" not in text
 
 
-def test_help_has_what_the_field_says():
+def test_help_is_that_of_the_field():
     @click.command()
     @options_of(TrainConfig, ["composition", "timeout"])
     def show(**options):

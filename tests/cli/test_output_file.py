@@ -82,7 +82,7 @@ def test_numbers_are_whole_however_narrow_the_terminal(here, monkeypatch):
     assert total.endswith("bytes sent")
 
 
-def test_a_checkpoint_s_sizes_are_told_in_words_and_as_json(here, tmp_path):
+def test_checkpoint_inspect_prints_sizes_as_text_and_as_json(here, tmp_path):
     here("train", "--model", "mlp", "--run", "mine", "--steps", "1", "--batch-size", "2", *QUIET)
     told = here("checkpoint", "inspect", "mine", "--no-arrays")[1]
     sizes = json.loads(here("checkpoint", "inspect", "mine", "--no-arrays", "--json")[1])["bytes"]
@@ -108,7 +108,7 @@ def test_the_ending_of_another_format_is_refused(command, said, here, r, tmp_pat
     assert not [path for path in tmp_path.iterdir() if path.suffix in (".npz", ".csv", ".gguf", ".toml", ".json")]
 
 
-def test_memory_that_is_not_there_is_told_in_words(here, monkeypatch):
+def test_a_failed_allocation_is_one_line(here, monkeypatch):
     def fail(*_):
         raise MemoryError
 

@@ -101,11 +101,11 @@ GRADIENTS = LAYER + WEIGHTS + BIASES
     ],
     ids=str,
 )
-def test_what_is_whole_for_a_while(axes, zero, whole):
+def test_unsharded_groups(axes, zero, whole):
     assert {rank[3] for rank in held(axes, zero, deep_mlp(18, 64), group_threshold=0)} == {whole}
 
 
-def test_what_is_whole_for_a_while_is_what_the_analysis_of_any_batch_says():
+def test_unsharded_groups_are_those_of_the_analysis_of_any_batch():
     composition = ParallelConfig(zero=3, group_threshold=500)
     analysis = analyze(MODEL, {"data": 3}, composition, batch_size=13, micro_batches=3)
     for rank, mine in enumerate(held({"data": 3}, 3, group_threshold=500)):

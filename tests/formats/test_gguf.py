@@ -121,6 +121,6 @@ def spoilt(tmp_path, change):
     ],
     ids=["short", "header", "empty", "zip", "version", "fact", "kind", "name", "unknown", "count", "text", "last text"],
 )
-def test_what_is_damaged_is_said(tmp_path, change, said):
+def test_damaged_files_are_errors(tmp_path, change, said):
     with pytest.raises(CheckpointError, match=said):
         Pretrained(spoilt(tmp_path, change))

@@ -29,7 +29,7 @@ SLURM, PBS = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "17"}, {"ARGUMENTS": " ".join
         pytest.param("pbs.sh", PBS, "qsub -v ARGUMENTS=--run r", id="PBS", marks=pytest.mark.soak),
     ],
 )
-def test_a_job_that_is_told_to_end_saves_and_is_queued_again(tmp_path, script, told, queued):
+def test_a_job_that_gets_a_signal_saves_and_is_queued_again(tmp_path, script, told, queued):
     (tmp_path / "data").write_text("something to learn from, again and again\n" * 300)
     (tmp_path / "bin").mkdir()
     for name in ("scontrol", "qsub"):

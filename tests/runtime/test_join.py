@@ -81,7 +81,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_who_is_interrupted_while_joining_ends_in_one_line(mpi_run, tmp_path):
+def test_an_interrupted_join_ends_in_one_line(mpi_run, tmp_path):
     (tmp_path / "program.py").write_text(INTERRUPTED)
     result = mpi_run(2, "program.py", cwd=tmp_path, timeout=60)
     lines = [line for line in result.stderr.splitlines() if "interrupted" in line]

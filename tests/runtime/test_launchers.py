@@ -25,7 +25,7 @@ BY = {
 
 
 @pytest.mark.parametrize("told, expected", BY.values(), ids=BY)
-def test_by_whom_it_was_started(monkeypatch, told, expected):
+def test_launcher_is_recognized(monkeypatch, told, expected):
     for name in {*RANK_VARIABLES, *SIZE_VARIABLES, *(name for name in os.environ if name.startswith("SLURM_"))}:
         monkeypatch.delenv(name, raising=False)
     for name, value in told.items():

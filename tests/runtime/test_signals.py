@@ -48,7 +48,7 @@ def test_a_second_signal_ends_at_once(monkeypatch, first):
         send(signal.SIGTERM)
 
 
-def test_a_signal_that_nobody_took_is_not_lost():
+def test_a_signal_that_was_not_taken_is_not_lost():
     with pytest.raises(Interrupted, match="SIGINT"), StopFlag():
         send()
 

@@ -57,7 +57,7 @@ def losses(folder):
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_job_whose_rank_was_killed_goes_on_and_ends_as_if_nothing_had_been(here):
+def test_a_job_with_a_killed_rank_resumes_and_gives_the_same_results(here):
     job = [*JOB, "--data", "data"]
     assert supervisor(*job[:2], "whole", *job[3:])[0].run() == 0
     kill_at(here, 5)
@@ -82,7 +82,7 @@ def test_a_mistake_is_not_tried_again(here):
     assert watched.run() == 2 and told == []
 
 
-def test_a_script_is_told_how_often_it_was_started(here):
+def test_a_script_gets_its_number_of_restarts(here):
     (here / "script.py").write_text(
         "import os, sys\n"
         "again = int(os.environ['SPMD_RESTARTS'])\n"
@@ -193,6 +193,6 @@ def test_what_goes_on_takes_its_own_job_and_fewer_ranks_another_mesh(here):
         (["x.py"], {"ranks": 2, "min_ranks": 3}, "at least one, at most -n"),
     ],
 )
-def test_what_cannot_be_supervised_is_said(arguments, options, message):
+def test_impossible_arguments_are_errors(arguments, options, message):
     with pytest.raises(UsageError, match=message):
         supervisor(*arguments, **options)

@@ -30,12 +30,12 @@ def waiting(members, number, operation="all_reduce", seconds=30.0, overdue=True,
     return WaitRecord(call, seconds, overdue, "something", missing, "mine.py:7")
 
 
-def test_nobody_is_late():
+def test_no_hang_without_overdue_waits():
     states = [state(0, [(ALL, 4)], waiting(ALL, 4, overdue=False)), state(1, [(ALL, 3)])]
     assert look_at(states, 4) is None
 
 
-def test_ranks_that_do_the_same_are_one_line_and_who_never_came_is_the_first():
+def test_ranks_that_do_the_same_are_one_line_and_missing_ranks_are_first():
     states = [state(rank, [(ALL, 183)], waiting(ALL, 183)) for rank in (0, 1, 2)]
     states.append(state(3, [(ALL, 182)], condition="its process is stopped"))
     assert str(look_at(states, 4)).splitlines() == [
@@ -45,7 +45,7 @@ def test_ranks_that_do_the_same_are_one_line_and_who_never_came_is_the_first():
     ]
 
 
-def test_who_keeps_those_waiting_that_others_wait_for_is_found():
+def test_the_last_rank_of_a_chain_of_waits_is_reported():
     """0 waits for 1, which waits for 2 in another group, which computes."""
     states = [
         state(0, [((0, 1), 5)], waiting((0, 1), 5)),
@@ -71,7 +71,7 @@ def test_ranks_that_wait_for_each_other():
     )
 
 
-def test_who_was_stopped_while_it_waited_is_named():
+def test_a_rank_that_was_stopped_while_waiting_is_reported():
     """All have begun the call; what each of them does for it, one does no more."""
     states = [state(rank, [(ALL, 74)], waiting(ALL, 74)) for rank in (0, 1, 3)]
     states.insert(2, state(2, [(ALL, 74)], waiting(ALL, 72), condition="its process is stopped"))
@@ -81,7 +81,7 @@ def test_who_was_stopped_while_it_waited_is_named():
     assert look_at([states[2]], 4) is None  # nobody waits for it yet
 
 
-def test_who_began_a_call_and_does_something_else_is_named():
+def test_a_rank_that_began_a_call_and_left_it_is_reported():
     states = [state(rank, [(ALL, 74)], waiting(ALL, 74)) for rank in (0, 1, 3)]
     states.insert(2, state(2, [(ALL, 75)], stack="  /a/b.py:3 in x"))
     assert look_at(states, 4).lines[0] == "rank 2 waiting for no rank, at b.py:3 in x"
@@ -97,7 +97,7 @@ def test_stacks_are_not_written_through_what_is_put_in_their_place(make, tmp_pat
     assert "rank" in caplog.text and "hang.txt" not in caplog.text
 
 
-def test_who_is_not_seen_is_said():
+def test_a_rank_without_a_record_is_reported():
     hang = look_at([state(0, [(ALL, 2)], waiting(ALL, 2)), state(1, [(ALL, 2)], waiting(ALL, 2))], 4)
     assert hang.stuck == (2, 3) and "ranks 2-3 not heard from" in hang.lines[0]
 
@@ -107,7 +107,7 @@ def test_a_rank_without_a_sign_of_life_is_in_a_call():
     assert "no sign of life since 9 s" in look_at(states, 2).lines[0]
 
 
-def test_a_record_says_what_its_rank_does():
+def test_a_record_has_the_state_of_its_rank():
     memory = bytearray(SIZE)
     activity, record = Activity(memory), Record(3, memory)
     line, text = activity.line((0, 1, 2, 9)), activity.called("all_reduce", "data", "loss")
@@ -131,7 +131,7 @@ def test_a_record_says_what_its_rank_does():
     assert activity.line((0, 1, 2, 9)).words[3] == 2  # another communicator of the same ranks
 
 
-def test_a_record_that_is_full_says_less():
+def test_a_full_record_has_no_new_texts():
     activity = Activity()
     lines = [activity.line((0, rank)) for rank in range(300)]
     assert lines[0].place >= 0 > lines[-1].place
@@ -205,7 +205,7 @@ HOW = {
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_virtual_ranks_that_hang_are_told_of(how, caplog):
+def test_virtual_ranks_that_hang_are_reported(how, caplog):
     with caplog.at_level(logging.WARNING), pytest.raises(CommunicationTimeout) as caught:
         run_threads(stuck_at, 4, args=(how,))
     told = [each.getMessage() for each in caplog.records if "waited for" in each.getMessage()]

@@ -133,7 +133,7 @@ class Letters(ByteTokenizer):
         return "".join(chr(96 + token) for token in tokens)
 
 
-def test_stop_strings_end_a_text_before_them_and_nothing_of_them_is_told():
+def test_stop_strings_end_a_text_and_no_part_of_them_is_emitted():
     with Mesh() as mesh:
         engine, told = tiny.make_engine(mesh), []
         options = {"sampling": SamplingOptions(sample=True, seed=5), "tokenizer": Letters()}
@@ -161,7 +161,7 @@ def test_prompts_that_cannot_be_are_refused(prompts, message):
         generate(tiny.make_engine(mesh), prompts)
 
 
-def test_parameters_that_are_not_finite_are_told():
+def test_parameters_that_are_not_finite_are_an_error():
     def program():
         with Mesh(model=2) as mesh:
             engine = tiny.make_engine(mesh)

@@ -20,7 +20,7 @@ def test_characters_come_whole():
     assert pieces[2:4] == ["", "ï"]
 
 
-def test_what_stays_broken_is_told_at_the_end():
+def test_an_incomplete_character_is_returned_at_the_end():
     stream = TextStream(ByteTokenizer())
     assert [stream.feed(token) for token in (97, 0xE6, 0x95)] == ["a", "", ""]
     assert stream.finish() == "\ufffd" and stream.text == "a\ufffd"

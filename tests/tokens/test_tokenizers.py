@@ -74,7 +74,7 @@ def test_a_text_comes_back(byte_level):
     assert tokenizer.encode("a\udcff") == tokenizer.encode("a\ufffd")  # a byte that was no text
 
 
-def test_a_stream_tells_what_the_whole_says(byte_level):
+def test_a_stream_gives_the_text_of_all_tokens(byte_level):
     tokenizer = read_tokenizer(byte_level)
     stream = TextStream(tokenizer)
     pieces = [stream.feed(token) for token in tokenizer.encode(TEXT)]
@@ -96,7 +96,7 @@ def test_what_belongs_around_a_text(byte_level, tmp_path):
     assert read_tokenizer(tmp_path).encode("the") == plain
 
 
-def test_its_files_make_it_anew(byte_level, tmp_path):
+def test_its_files_describe_an_equal_tokenizer(byte_level, tmp_path):
     tokenizer = read_tokenizer(byte_level)
     for name, text in tokenizer.files.items():
         (tmp_path / name).write_text(text)
@@ -115,7 +115,7 @@ def test_its_files_make_it_anew(byte_level, tmp_path):
         ("tokenizer_config.json", '{"eos_token": "<gone>"}', "has no token '<gone>', which ends a text"),
     ],
 )
-def test_damaged_files_are_told(byte_level, tmp_path, name, content, message):
+def test_damaged_files_are_errors(byte_level, tmp_path, name, content, message):
     for file in byte_level.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -139,7 +139,7 @@ def test_gpt2_s_two_files_are_the_same_tokenizer(byte_level, tmp_path):
         read_tokenizer(tmp_path)
 
 
-def test_a_folder_without_one_is_told(tmp_path):
+def test_a_folder_without_a_tokenizer_is_an_error(tmp_path):
     with pytest.raises(UsageError, match="no such file; a model's folder has its tokenizer there"):
         read_tokenizer(tmp_path)
 
@@ -284,12 +284,12 @@ def test_sentence_piece_s_pairs_are_merged_by_score():
         ({"tokenizer.ggml.merges": ["x y"]}, "its vocabulary cannot be read"),
     ],
 )
-def test_damaged_vocabularies_are_told(byte_level, changed, message):
+def test_damaged_vocabularies_are_errors(byte_level, changed, message):
     with pytest.raises(UsageError, match=message):
         gguf_tokenizer(metadata_of(byte_level) | changed)
 
 
-def test_what_is_said_of_the_end_alone_leaves_the_beginning_as_the_file_has_it(byte_level, tmp_path):
+def test_a_configuration_of_the_end_token_keeps_the_begin_token_of_the_file(byte_level, tmp_path):
     text = json.loads((byte_level / "tokenizer.json").read_text())
     text["post_processor"] = {
         "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|end|>", "type_id": 0}},
@@ -322,7 +322,7 @@ class Chatty(ByteTokenizer):
         self.chat_template = chat_template
 
 
-def test_a_conversation_is_written_as_the_template_says():
+def test_a_conversation_is_written_by_the_template():
     pytest.importorskip("jinja2")
     messages = [{"role": "user", "content": " Hello "}]
     assert chat_text(Chatty(TEMPLATE), messages) == "<user>Hello|<assistant>"

@@ -40,15 +40,15 @@ def collectives(ranks: int, rounds: int, only: tuple[str, ...], largest: int, ou
         "sizes": [8, *(1 << power for power in range(10, (largest << 20).bit_length(), 2))],
         "rounds": rounds,
     }
-    found = measure(ranks, "collectives", config)
+    results = measure(ranks, "collectives", config)
     rows = []
-    for each in found:
+    for each in results:
         seconds = each["seconds"]
         times = [f"{median(values) * 1e6:,.1f}" for values in seconds.values()]
         ratios = [_times_as_fast(seconds, way) for way in ("shared", "ordinary")]
         rows.append((each["operation"], f"{each['size']:,}", *times, *ratios))
     columns = ("operation", "bytes", "shared us", "ordinary us", "unchecked us", "library us", "shared", "ordinary")
-    report(columns, rows, {"ranks": ranks, "results": found}, output)
+    report(columns, rows, {"ranks": ranks, "results": results}, output)
 
 
 def _times_as_fast(seconds: dict[str, list[float]], way: str) -> str:
@@ -67,7 +67,7 @@ _ENOUGH = 2e-3  # seconds that calls are repeated for, between two looks at the 
 def main() -> None:
     """Time every way of every operation, alternating."""
     config = json.loads(sys.argv[1])
-    found = []
+    results = []
     with Mesh() as mesh, Mesh(check=False) as trusting:
         for operation in config["operations"]:
             for size in config["sizes"]:
@@ -82,9 +82,9 @@ def main() -> None:
                 for _ in range(config["rounds"]):
                     for way, call in ways.items():
                         seconds[way].append(timed(mesh, call, often[way]))
-                found.append({"operation": operation, "size": size, "seconds": seconds})
+                results.append({"operation": operation, "size": size, "seconds": seconds})
     if mesh.rank == 0:
-        print(json.dumps(found))
+        print(json.dumps(results))
 
 
 def ours(mesh: Mesh, operation: str, size: int, empty: Callable) -> Call:

@@ -100,14 +100,6 @@ def start_ranks(ranks: int, arguments: Sequence[str], environment: Mapping[str, 
     return done.stdout
 
 
-def as_arguments(options: Mapping[str, Any]) -> list[str]:
-    """Options by name as a command line has them: ``{"zero": 3}`` is ``--zero 3``; True stands for a flag."""
-    arguments: list[str] = []
-    for name, value in options.items():
-        arguments += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return arguments
-
-
 def mpiexec(ranks: int) -> list[str]:
     """The beginning of a command that starts so many ranks; raises UsageError if there is no mpiexec."""
     if not (launcher := find_mpiexec()):

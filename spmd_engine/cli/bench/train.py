@@ -98,7 +98,7 @@ def layers(steps: int, rounds: int, output: Path | None, options: tuple[str, ...
       python -m spmd_engine bench layers --model gpt-mini --batch-size 8
     """
     chosen = job_of(train_command.make_context("train", list(options)))
-    found: dict[str, list[list[float]]] = defaultdict(list)  # seconds of a step by kind, a list a round
+    parts_by_layer: dict[str, list[list[float]]] = defaultdict(list)  # seconds of a step by kind, a list a round
     peaks = []
     with threadpool_limits(1, "blas"), Mesh(solo()) as mesh:
         workload = open_workload(chosen, mesh)
@@ -117,18 +117,21 @@ def layers(steps: int, rounds: int, output: Path | None, options: tuple[str, ...
             of_round = _by_layer(json.loads(trace.json() or "{}")["traceEvents"])
             of_round[REST] = [seconds - sum(map(sum, of_round.values())), 0.0, 0.0]
             for name, parts in of_round.items():
-                found[name].append([part / steps for part in parts])
+                parts_by_layer[name].append([part / steps for part in parts])
     model, costs = workload.engine.model, dict[str, float]()
     for name, layer in model.layers:
         own = _without_number(name)
         costs[own] = costs.get(own, 0.0) + 3 * 2 * tokens * layer.cost(model.context)
     numbers = Counter(_without_number(name) for name, _ in model.layers)
-    whole = [sum(sum(of_round[i]) for of_round in found.values()) for i in range(rounds)]
-    rows = [_row(name, numbers[name], of_name, costs[name], whole, peaks) for name, of_name in found.items()]
+    whole = [sum(sum(of_round[i]) for of_round in parts_by_layer.values()) for i in range(rounds)]
+    rows = [
+        _row(name, numbers[name], of_name, costs.get(name, 0.0), whole, peaks)
+        for name, of_name in parts_by_layer.items()
+    ]
     of_peak = _share(sum(costs.values()), whole, peaks)
     rows.append(("a step", "", "", "", "", spread(whole, 1e3, " ms"), "100%", of_peak))
     columns = ("layer", "times", "forward", "dx", "dw", "together", "of a step", "of the peak")
-    report(columns, rows, {"peaks": peaks, "seconds": found, "multiplications": costs}, output)
+    report(columns, rows, {"peaks": peaks, "seconds": parts_by_layer, "multiplications": costs}, output)
 
 
 def _by_layer(events: list[dict]) -> dict[str, list[float]]:
