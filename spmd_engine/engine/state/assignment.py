@@ -13,7 +13,7 @@ from itertools import product
 from math import prod
 
 from spmd_engine.axes import MeshPosition
-from spmd_engine.comm.spans import span
+from spmd_engine.comm.blocks import span
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.declarations import Buffer, Parameter
 from spmd_engine.models.model import Model
