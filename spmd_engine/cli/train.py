@@ -159,16 +159,16 @@ def unplanned(composition: ParallelConfig) -> ParallelConfig:
 
 def _plan(job: TrainConfig, ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """On rank 0: the composition as JSON."""
-    from spmd_engine.cli import plan
     from spmd_engine.planning.machine.files import default_machine
     from spmd_engine.planning.plan_result import Request
+    from spmd_engine.planning.planner import find_plan
     from spmd_engine.units import readable_bytes, readable_seconds
 
     names = ("zero", "sequence_parallel", "schedule", "chunks", "recompute")
     fixed = {name: getattr(job.composition, name) for name in names if name in given}
     fixed["micro_batches"] = job.data.micro_batches
     base = unplanned(job.composition)
-    result = plan(
+    result = find_plan(
         Request(
             job.model.build(job.composition),
             default_machine(),

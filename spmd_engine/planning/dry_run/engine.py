@@ -83,7 +83,7 @@ class _PendingInputGradient(Pending):
     __slots__ = ("_layer", "_saved")
 
     def __init__(self, layer: RecordedLayer, saved: _Saved) -> None:
-        super().__init__(None, None)
+        super().__init__()
         self._layer, self._saved = layer, saved
 
     def wait(self) -> Any:
