@@ -308,8 +308,8 @@ class ShardedEngine(Collectives, ABC):
 
     def counts_here(self, name: str) -> bool:
         """Whether this rank is the one, among those that own the same part of a parameter, to count it in a sum."""
-        cut = self.owned_sharding(name).axes
-        return all(place == 0 for axis, place in self.mesh.coordinates.items() if axis not in cut)
+        sharded = self.owned_sharding(name).axes
+        return all(place == 0 for axis, place in self.mesh.coordinates.items() if axis not in sharded)
 
     def gradient_norm(self) -> float:
         """The 2-norm of the whole gradient, each element counted once. Collective over the world."""
@@ -359,7 +359,7 @@ class ShardedEngine(Collectives, ABC):
 
     def check_declared(self, training: bool = False) -> None:
         """Raise UsageError for parameters or shardings that do not fit together; after the first time, for batches
-        that inputs and targets cut in another way, since the loss is not what gradients then sum to. Collective."""
+        whose inputs and targets are sharded differently: gradients then do not sum to those of the loss. Collective."""
         if not self._is_checked:
             check_declared(self, training)
             self._is_checked = True

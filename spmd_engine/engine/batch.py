@@ -69,7 +69,7 @@ def make_batch(
     count: float | None = None,
     documents: Callable[[np.ndarray], Documents | None] | None = None,
 ) -> Batch:
-    """The batch of ``size`` global samples: cut into micro-batches first, and each of those as the engine wants.
+    """The batch of ``size`` global samples: split into micro-batches first; the engine then shards each of those.
 
     ``load(samples)`` gives inputs, targets and, if there is one, the mask of those global samples, whole in all
     other dims; ``documents(samples)`` what they consist of, if that matters. What a micro-batch holds never depends on
@@ -93,7 +93,7 @@ def make_batch(
 
 
 def check_batch(size: int, micro_batches: int, inputs: Spec, mesh: MeshPosition) -> None:
-    """Raise UsageError if of a micro-batch, cut as the first dim of ``inputs`` on a mesh, a rank gets no sample."""
+    """Raise UsageError if a rank gets no sample of a micro-batch, sharded as the first dim of ``inputs`` on a mesh."""
     over = inputs.dims[0][1] if inputs.dims else ()
     smallest, parts = size // micro_batches, mesh.axis_size(over)
     if smallest < parts:
@@ -132,7 +132,7 @@ def batch_of(inputs: Array, targets: Array, engine: CutsBatches, micro_batches: 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model on some batches, all ranks and micro-batches together: exact, however they are cut."""
+    """A model on some batches, all ranks and micro-batches together: exact, however they are sharded."""
 
     loss: float  #: the mean over the targets that count
     metrics: Mapping[str, float]  #: of which fraction of these something holds: {"accuracy": 0.98}

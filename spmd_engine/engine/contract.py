@@ -231,8 +231,8 @@ def check_replicas(engine: ShardedEngine, gradients: Mapping[str, Array]) -> Non
             if not np.allclose(sizes, sizes.take([0], axis=dim), rtol=1e-4, equal_nan=True)
         ]
         over = ",".join(unlike)
-        cut = f'cut as "{sharding}"' if sharding.axes else "whole"  # letters that were made up here would say nothing
+        how = f'sharded as "{sharding}"' if sharding.axes else "whole"  # its letters were made up here
         raise UsageError(
-            f"the gradient of {name!r} differs between ranks of {over}, along which it is {cut}: is an "
+            f"the gradient of {name!r} differs between ranks of {over}, along which it is {how}: is an "
             f"all_reduce over {over} missing in backward?"
         )

@@ -54,7 +54,7 @@ def as_distributed(
     A name, such as "gpt-nano", is that of a model as the command line knows it, and ``options`` are then its: those of
     ``ModelConfig`` and ``ParallelConfig``.
     A ShardedEngine written for one device keeps its own arrays, so gradients and optimizer state are what is stored
-    in parts (``zero=2``; 1: the optimizer's state alone). Raises UsageError for one that is cut already.
+    in parts (``zero=2``; 1: the optimizer's state alone). Raises UsageError for one that is sharded already.
     """
     if mesh is not None and not isinstance(mesh, Mesh):
         raise UsageError(f"as_distributed: mesh is {described(mesh)}; make it a Mesh, as Mesh(data=2)")
@@ -122,13 +122,13 @@ def _model_of(layers: Layers, inputs: str, outputs: str, targets: str | None, lo
 
 
 def _of_whole_samples(loss: Loss, outputs: str) -> Callable[..., tuple[float, Array]]:
-    """A loss that knows of no cuts, and the mean squared error, to which they are all one."""
+    """A loss for outputs that are not sharded; the mean squared error takes sharded ones, too."""
 
     def of_blocks(sh: Shards, y: Array, targets: Array, **options: Any) -> tuple[float, Array]:
-        cut = sh.axes(letter for letter in outputs.split() if letter not in "bs")
-        if cut and loss is not mean_squared_error:
+        axes = sh.axes(letter for letter in outputs.split() if letter not in "bs")
+        if axes and loss is not mean_squared_error:
             raise UsageError(
-                f"as_distributed: the outputs {outputs!r} are sharded over {', '.join(cut)}, which this loss "
+                f"as_distributed: the outputs {outputs!r} are sharded over {', '.join(axes)}, which this loss "
                 "does not support; use cross_entropy, or a Model whose loss supports it"
             )
         return loss(y, targets, **options)

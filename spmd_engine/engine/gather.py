@@ -1,4 +1,4 @@
-"""A whole array out of the rectangles that ranks hold of it, however it is cut."""
+"""A whole array from the rectangles of it that ranks hold, however it is sharded."""
 
 from __future__ import annotations
 

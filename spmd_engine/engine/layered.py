@@ -36,13 +36,13 @@ AT_A_TIME = 1 << 25  # bytes of a parameter that are loaded at a time, where thi
 class LayeredEngine(StoredEngine):
     """A model, a list of layers, run on a mesh.
 
-    The layers' text is that of one device. What makes it any strategy, and any of them together, is said here:
+    The layers are written for one device. These options make them any strategy, or any combination:
 
-    ``layout``      which letters the mesh axes cut (data, tensor, sequence, context parallel)
-    ``storage``     which of parameters, gradients and optimizer state are in parts (ZeRO)
+    ``layout``      which letters the mesh axes shard (data, tensor, sequence, context parallel)
+    ``storage``     which of parameters, gradients and optimizer state are sharded (ZeRO)
     ``schedule``    in what order the stages along axis ``pipe`` work on micro-batches
     ``stages``      which layers each stage has: evenly by number or by cost, or the first layer of each
-    ``recompute``   of which layers a forward is repeated in the backward instead of kept
+    ``recompute``   which layers repeat their forward in the backward, instead of keeping activations
 
     The last three may be given in the command line's words: "zero-bubble", "0,3,7", "block".
 

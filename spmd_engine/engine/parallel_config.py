@@ -213,7 +213,7 @@ class ParallelConfig(Configuration):
 
     @property
     def work_shares(self) -> Shares:
-        """What each rank along an axis has of the samples, beside the others; axes not named cut evenly."""
+        """Each rank's share of the samples along an axis; axes that are not named shard evenly."""
         return parse_shares(self.shares, "--shares", WORK, least=1)
 
     @property
@@ -224,7 +224,7 @@ class ParallelConfig(Configuration):
 
     @property
     def expert_axes(self) -> tuple[str, ...] | None:
-        """The axes that cut the experts; None: the customary one."""
+        """The axes that shard the experts; None: the usual one."""
         if self.experts_over is None:
             return None
         return tuple(filter(None, (axis.strip() for axis in self.experts_over.split(","))))
@@ -390,7 +390,7 @@ def build_engine(
 
 
 def composed_layout(model: Model, place: MeshPosition, composition: ParallelConfig) -> Layout:
-    """What the axes of a mesh cut of this model, as the composition has it; raises UsageError for what makes no sense
+    """Which letters of a model each mesh axis shards in this composition; raises UsageError for what makes no sense
     there."""
     composition.check(place.axes, model)
     layout = layout_for(

@@ -194,7 +194,7 @@ def check_recompute(model: Model, recompute: Recompute) -> None:
 
 
 def segments(model: Model, layers: Iterable[int], recompute: Recompute) -> list[LayerSegment]:
-    """Consecutive layers, cut into parts that are recomputed together or kept."""
+    """Consecutive layers, split into segments that are recomputed together or kept."""
 
     def part(number: int) -> tuple[str, bool]:
         name, layer = model.layers[number]

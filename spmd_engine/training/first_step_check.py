@@ -43,9 +43,9 @@ class FirstStepCheck:
         """The calls and bytes of this rank since ``begin``, by line of the ledger."""
         gained = []
         for line, (calls, sent) in self._account().items():
-            calls_before, sent_before = self._before.get(line, (0, 0))
-            if calls > calls_before and line[2] != METRICS:
-                gained.append((line, (calls - calls_before, sent - sent_before)))
+            before = self._before.get(line, (0, 0))
+            if calls > before[0] and line[2] != METRICS:
+                gained.append((line, (calls - before[0], sent - before[1])))
         return gained
 
     def compare(self, made: list[tuple[tuple, tuple[int, int]]], seconds: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a job trains: a model as its composition has it, or a page of ``strategies/``, with its data."""
+"""What a job trains: a model sharded by its composition, or a strategy of ``strategies/``, with its data."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def open_workload(job: TrainConfig, mesh: Mesh) -> Workload:
     """The engine and the data of a job. Collective.
 
     Raises UsageError for what does not go together, for data that are not those of ``job.corpus``, and for batches
-    too small to be cut over the ranks.
+    with fewer samples than ranks.
     """
     for option, value in ("documents", job.data.documents), ("length", job.data.length):
         if value is not None and (job.model.name in IMAGES or job.strategy):

@@ -405,9 +405,9 @@ def test_a_batch_cut_in_inputs_alone_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("shardings", "cut"), [({}, "whole"), ({"w": "d f/model"}, 'cut as "d f/model"')], ids=["whole", "cut"]
+    ("shardings", "how"), [({}, "whole"), ({"w": "d f/model"}, 'sharded as "d f/model"')], ids=["whole", "sharded"]
 )
-def test_a_forgotten_all_reduce_is_found_in_the_first_step(shardings, cut):
+def test_a_forgotten_all_reduce_is_found_in_the_first_step(shardings, how):
     class Forgetful(Careless):
         input_sharding = output_sharding = "b/data d"
 
@@ -423,6 +423,6 @@ def test_a_forgotten_all_reduce_is_found_in_the_first_step(shardings, cut):
             engine.mesh = mesh
             engine.step(batch_of(x, x[:, :2], engine))
 
-    said = f"the gradient of 'w' differs between ranks of data, along which it is {cut}: is an all_reduce over data mi"
+    said = f"the gradient of 'w' differs between ranks of data, along which it is {how}: is an all_reduce over data mi"
     with pytest.raises(UsageError, match=said):
         run_threads(program, 4)

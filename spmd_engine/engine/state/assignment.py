@@ -102,8 +102,8 @@ def _filled(costs: Sequence[float], most: float, parts: int) -> list[range]:
 
 Shares = Mapping[str, tuple[int, ...]]
 
-WORK = ("data", "replicate", "shard", "expert")  #: axes that cut samples and nothing else between layers
-STATE = ("data", "shard", "expert", "context")  #: axes over which state is stored in parts
+WORK = ("data", "replicate", "shard", "expert")  #: axes that shard samples, and between layers nothing else
+STATE = ("data", "shard", "expert", "context")  #: axes over which state is sharded
 
 
 def parse_shares(text: str | None, option: str, known: Sequence[str], *, least: int) -> Shares:
@@ -122,7 +122,7 @@ def parse_shares(text: str | None, option: str, known: Sequence[str], *, least: 
             )
         shares[axis] = tuple(map(int, given))
         if axis not in known:
-            raise UsageError(f"{option} {text}: axis {axis!r} is cut evenly; shares are of {', '.join(known)}")
+            raise UsageError(f"{option} {text}: axis {axis!r} is sharded evenly; shares are of {', '.join(known)}")
         if min(shares[axis]) < least or not any(shares[axis]):
             allowed = "from 1" if least else "from 0, and one is above"
             raise UsageError(f"{option} {text}: shares are {allowed}")
@@ -139,11 +139,11 @@ def misfit(shares: Shares, axes: Mapping[str, int]) -> str | None:
     return None
 
 
-def shares_along(cut: Sequence[str], axes: Mapping[str, int], shares: Shares) -> tuple[int, ...]:
+def shares_along(along: Sequence[str], axes: Mapping[str, int], shares: Shares) -> tuple[int, ...]:
     """The share of each rank along several axes, the last of which varies fastest; (): all have as much."""
-    if not any(axis in shares for axis in cut):
+    if not any(axis in shares for axis in along):
         return ()
-    return tuple(map(prod, product(*(shares.get(axis, (1,) * axes[axis]) for axis in cut))))
+    return tuple(map(prod, product(*(shares.get(axis, (1,) * axes[axis]) for axis in along))))
 
 
 def shares_text(shares: Shares) -> str:

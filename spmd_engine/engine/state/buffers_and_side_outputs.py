@@ -71,7 +71,7 @@ class Buffers:
             self._updates.setdefault(f"{self._names[number]}/{own}", {})[micro_batch] = update
 
     def apply(self) -> None:
-        """Fold the updates of all micro-batches into the buffers. Collective over the axes over which some are cut."""
+        """Fold the updates of all micro-batches into the buffers. Collective over the axes that shard some of them."""
         waiting: dict[tuple[str, ...], dict[str, Array]] = {}
         for name, by_micro_batch in self._updates.items():
             xp = backend_of(self.arrays[name]).xp

@@ -72,13 +72,8 @@ class ParameterStore:
         self._places: dict[str, Place] = {}  # in segments, of those that were asked for
         self._blocks: dict[tuple[str, tuple[int, ...]], Index] = {}  # of what has these letters and this whole shape
 
-    @property
-    def shardings(self) -> dict[str, str]:
-        """How each parameter is cut, in writing."""
-        return {name: str(self.sharding(name)) for name in self.described}
-
     def sharding(self, name: str) -> Spec:
-        """How a parameter is cut while layers use it; stored in parts, this rank has rows of that: ``index``."""
+        """How a parameter is sharded while layers use it; stored in parts, this rank has rows of that: ``index``."""
         if name not in self.described:
             raise UnknownParameter(name, self.described)
         return self._layout.spec(self.described[name][0].dims)
@@ -108,10 +103,6 @@ class ParameterStore:
         """Whether this rank updates all of each parameter that it stores."""
         return all(each.interval == each.stored for each in self.storages)
 
-    def decays(self, segment: str) -> bool:
-        """Whether weight decay applies to a segment."""
-        return segment.endswith("/decayed")
-
     def named(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
         """Arrays by segment as arrays by name: views."""
         return _ByName(self._members, self._places, arrays)
@@ -131,11 +122,6 @@ class ParameterStore:
         for pending in [each.start_fill(partial(draw_part, each.group)) for each in self.storages]:
             if pending:
                 pending.wait()
-
-    def refresh(self) -> None:
-        """Send the updated parts to the ranks that hold copies of the whole. Collective."""
-        for pending in [pending for storage in self.storages if (pending := storage.start_refresh())]:
-            pending.wait()
 
     def counts_here(self, name: str) -> bool:
         """Whether this rank is the one, of all that own the same part of a parameter, to count it in a sum."""
@@ -261,7 +247,7 @@ class StoredEngine(ShardedEngine):
 
     @property
     def shardings(self) -> Mapping[str, str]:  # type: ignore[override]
-        return self.store.shardings
+        return {name: str(self.sharding(name)) for name in self.names}
 
     def sharding(self, name: str) -> Spec:
         return self.store.sharding(name)
@@ -286,13 +272,16 @@ class StoredEngine(ShardedEngine):
         return self.store.owned
 
     def decays(self, key: str) -> bool:
-        return self.store.decays(key)
+        return key.endswith("/decayed")  # the name of a segment
 
     def named(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
         return self.store.named(arrays)
 
     def after_update(self) -> None:
-        self.store.refresh()
+        """Send the updated parts to the ranks that hold copies of the whole. Collective."""
+        for pending in [storage.start_refresh() for storage in self.storages]:
+            if pending:
+                pending.wait()
 
     def update_skipped(self) -> None:
         for storage in self.storages:

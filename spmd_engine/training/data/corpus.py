@@ -130,7 +130,7 @@ CLASSES = {
 
 @dataclass(frozen=True)
 class Windows(SampledData):
-    """Samples cut from a corpus: windows of tokens.
+    """Samples from a corpus: windows of tokens.
 
     ``features`` is the size of a sample's input, ``dtype`` the inputs' (that of the engine's parameters). Training
     windows begin at places that are drawn by the ``seed`` and a sample's number, held-out ones are spread evenly.

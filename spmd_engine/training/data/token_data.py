@@ -54,8 +54,8 @@ class PreparedData(SampledData):
             )
         rows, others = range(len(train)), range(len(held_out))
         if not others:  # too few documents, or too short ones: the end of what there is serves as well
-            cut = len(train) - max(1, len(train) // HELD_OUT)
-            held_out, rows, others = train, range(cut), range(cut, len(train))
+            end = len(train) - max(1, len(train) // HELD_OUT)
+            held_out, rows, others = train, range(end), range(end, len(train))
         if not rows:
             which = " with something to learn in them" if instructions else ""
             remedy = "longer" if instructions else "shorter"
@@ -185,7 +185,7 @@ def whole_documents(
 ) -> Packed:
     """Documents side by side, in order, as many as fit in a row.
 
-    One that is longer than a row begins a new one, and goes on in the next, or (``truncate``) is cut off there. One of
+    One that is longer than a row begins a new one, and goes on in the next, or (``truncate``) ends there. One of
     a single token predicts nothing, and is left out; so is, with ``learnt``, which says by token whether it is a
     target that counts, one without any that does.
     """
