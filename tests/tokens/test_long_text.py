@@ -125,7 +125,9 @@ def windows(monkeypatch):
         "_encoded",
         lambda inner, some: seen["sizes"].extend(len(text) for _, text in some) or encoded(inner, some),
     )
-    monkeypatch.setattr(long_text, "_border", lambda *windows: seen["borders"].append(found := border(*windows)) or found)
+    monkeypatch.setattr(
+        long_text, "_border", lambda *windows: seen["borders"].append(found := border(*windows)) or found
+    )
     return seen
 
 
