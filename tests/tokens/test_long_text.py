@@ -115,9 +115,9 @@ def in_parts(rng, content):
 
 @pytest.fixture
 def windows(monkeypatch):
-    """Small windows; how many characters were encoded at once, and how many cuts were looked for and found."""
-    seen = {"sizes": [], "cuts": []}
-    encoded, cut = long_text._encoded, long_text._cut
+    """Small windows; how many characters were encoded at once, and how many borders were looked for and found."""
+    seen = {"sizes": [], "borders": []}
+    encoded, border = long_text._encoded, long_text._border
     monkeypatch.setattr(long_text, "WINDOW", 3000)
     monkeypatch.setattr(long_text, "OVERLAP", 800)
     monkeypatch.setattr(
@@ -125,7 +125,9 @@ def windows(monkeypatch):
         "_encoded",
         lambda inner, some: seen["sizes"].extend(len(text) for _, text in some) or encoded(inner, some),
     )
-    monkeypatch.setattr(long_text, "_cut", lambda *windows: seen["cuts"].append(found := cut(*windows)) or found)
+    monkeypatch.setattr(
+        long_text, "_border", lambda *windows: seen["borders"].append(found := border(*windows)) or found
+    )
     return seen
 
 
@@ -143,7 +145,7 @@ def test_parts_have_the_tokens_of_the_whole(windows, kind):
     for _ in range(9):  # no characters, some of them
         content[rng.randrange(len(content))] = rng.randrange(256)
     assert assert_the_same(tokenizer_of(kind), rng, bytes(content)) > 2
-    assert any(windows["cuts"])
+    assert any(windows["borders"])
 
 
 @pytest.mark.soak
@@ -160,7 +162,7 @@ def test_of_plain_text_no_more_than_a_window_is_encoded_at_once(windows, kind):
     rng = random.Random(1)
     content = odd_text(rng, 40_000, pieces=4).encode()
     assert_the_same(tokenizer_of(kind), rng, content)
-    assert all(windows["cuts"]) and len(windows["cuts"]) > 9
+    assert all(windows["borders"]) and len(windows["borders"]) > 9
     assert max(windows["sizes"][:-1]) <= 3000 + 800  # the last one is the whole
 
 
