@@ -80,8 +80,8 @@ def check_classes(targets: Array, classes: int, mask: Array | None = None) -> No
         return
     counted = targets if mask is None else targets[mask.reshape(targets.shape) != 0]
     if targets.dtype.kind not in "iu" or (counted.astype("uint64") >= classes).any():  # -1 is very large there
-        found = f"{targets.dtype} from {targets.min()} to {targets.max()}"
-        raise UsageError(f"targets must be whole numbers from 0 to {classes - 1}; they are {found}")
+        actual = f"{targets.dtype} from {targets.min()} to {targets.max()}"
+        raise UsageError(f"targets must be whole numbers from 0 to {classes - 1}; they are {actual}")
 
 
 # --- Metrics: of how many targets something holds, apart from every model. Only ever summed, as losses are
@@ -104,8 +104,8 @@ def right_classes(
     if over is not None:
         top = over.all_reduce(top, "max", label="metric")
     numbers = xp.arange(start, start + width)
-    found = xp.where(scores == top[:, None], numbers, none).min(axis=1, initial=none)
+    chosen = xp.where(scores == top[:, None], numbers, none).min(axis=1, initial=none)
     if over is not None:
-        found = over.all_reduce(found, "min", label="metric")
-    right = found == targets.reshape(-1).astype(xp.int64)
+        chosen = over.all_reduce(chosen, "min", label="metric")
+    right = chosen == targets.reshape(-1).astype(xp.int64)
     return float(right.sum() if mask is None else (right * mask.reshape(-1)).sum())
