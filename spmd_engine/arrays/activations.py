@@ -87,7 +87,7 @@ def _tail(x: Array) -> Array:
     """
     xp = backend_of(x).xp
     smallest = float(xp.finfo(x.dtype).eps) / 8
-    count = max(number for number, each in enumerate(ERFC) if abs(each) > smallest)
+    count = max(number for number, coefficient in enumerate(ERFC) if abs(coefficient) > smallest)
     t = 2.0 / (2.0 + x * sqrt(0.5))
     twice, last, before = 4.0 * t - 2.0, xp.zeros_like(x), xp.zeros_like(x)
     for coefficient in ERFC[count:0:-1]:
@@ -181,10 +181,10 @@ def softmax_backward(ds: Array, p: Array, projection: Array) -> None:
 @fused
 def scores_of_targets(scores: Array, targets: Array, top: Array) -> Array:
     """scores[n v] at targets[n], less top[n], as [n]; 0 where a target is none of v, but another rank's."""
-    found = backend_of(scores).xp.zeros(len(targets), scores.dtype)
+    result = backend_of(scores).xp.zeros(len(targets), scores.dtype)
     ours, columns = _ours(scores, targets)
-    found[ours] = scores[ours, columns] - top[ours]
-    return found
+    result[ours] = scores[ours, columns] - top[ours]
+    return result
 
 
 @fused

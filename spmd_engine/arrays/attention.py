@@ -169,7 +169,7 @@ def _blocks(
             for first in alike(range(0, heads, several), q, last=heads % several != 0):
                 some = slice(first, min(first + several, heads))
                 shape = some.stop - first, keys.stop - keys.start, (rows.stop - start) * prod(shared)
-                yield _Block(b, some, rows, keys, mask, [each[: prod(shape)].reshape(shape) for each in memory])
+                yield _Block(b, some, rows, keys, mask, [buffer[: prod(shape)].reshape(shape) for buffer in memory])
 
 
 def _minus_infinity(hidden: Array, like: Array) -> Array:
@@ -216,8 +216,8 @@ def attend_to_keys(
         if cap is not None:
             soft_cap(scores, cap)
         hidden = unseen(key_positions[:, None], positions[:, rows, None], window)
-        seen = scores.reshape(*shape, -1)
-        seen += xp.where(hidden, q.dtype.type(-xp.inf), q.dtype.type(0))[:, None, :, None]
+        visible = scores.reshape(*shape, -1)
+        visible += xp.where(hidden, q.dtype.type(-xp.inf), q.dtype.type(0))[:, None, :, None]
         top = xp.maximum(scores.max(axis=-1, keepdims=True), xp.finfo(q.dtype).min)  # of one that sees nothing
         scores -= top
         xp.exp(scores, out=scores)

@@ -218,8 +218,8 @@ class CudaFunctions:
 
     def rotate(self, x, turn, neighbours, *, back=False):
         y, width = self._xp.empty(x.shape, x.dtype), 2 * turn[0].shape[-1]
-        pair, turned = (halves(each[..., :width], neighbours) for each in (x, y))
-        self._launch.rotate(*pair, *(over_heads(each, x.ndim) for each in turn), -1 if back else 1, *turned)
+        pair, turned = (halves(values[..., :width], neighbours) for values in (x, y))
+        self._launch.rotate(*pair, *(over_heads(table, x.ndim) for table in turn), -1 if back else 1, *turned)
         y[..., width:] = x[..., width:]
         return y
 

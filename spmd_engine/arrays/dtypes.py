@@ -65,7 +65,7 @@ def _dtype(plain: Any) -> np.dtype:
     if isinstance(plain, list):
         return np.dtype((_dtype(plain[0]), tuple(plain[1:])))
     if isinstance(plain, dict):
-        fields: Any = {**plain, "formats": [_dtype(each) for each in plain["formats"]]}
+        fields: Any = {**plain, "formats": [_dtype(format_) for format_ in plain["formats"]]}
         return np.dtype(fields)
     try:
         return np.dtype(plain)

@@ -269,7 +269,7 @@ def _shares(like: Array, lengths: tuple[int, int], rows: Window, columns: Window
     if count_include_pad:
         return xp.full((1, 1, 1), 1 / (rows.size * columns.size), like.dtype)
     p, q = (
-        xp.asarray([1 / max(1, window.reads(each, length)) for each in range(window.outputs(length))], dtype=like.dtype)
+        xp.asarray([1 / max(1, window.reads(k, length)) for k in range(window.outputs(length))], dtype=like.dtype)
         for window, length in zip((rows, columns), lengths, strict=True)
     )
     return p[:, None, None] * q[:, None]

@@ -42,7 +42,7 @@ def normal(key: int, shape, dtype, block=None, backend: Backend = CPU) -> Array:
     first, second = key_of(key, "radius"), key_of(key, "angle")
 
     def draw(index, xp):
-        radius, angle = (_unit(hash_bits(each, index, xp), xp) for each in (first, second))
+        radius, angle = (_unit(hash_bits(seed, index, xp), xp) for seed in (first, second))
         xp.log(radius, out=radius)
         radius *= -2.0
         xp.sqrt(radius, out=radius)

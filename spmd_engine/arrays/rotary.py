@@ -31,7 +31,7 @@ def rotate(x: Array, turn: Turn, neighbours: bool, *, back: bool = False) -> Arr
     y[..., width:] = x[..., width:]
     first, second = halves(x[..., :width], neighbours)
     turned_first, turned_second = halves(y[..., :width], neighbours)
-    cosine, sine = (over_heads(each, x.ndim) for each in turn)
+    cosine, sine = (over_heads(table, x.ndim) for table in turn)
     if back:
         sine = -sine
     xp = backend_of(x).xp

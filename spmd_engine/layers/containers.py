@@ -123,9 +123,9 @@ def joined(layers: Iterable[tuple[str, Layer]]) -> tuple[Mapping[str, Any], Mapp
     parameters, buffers, sizes, may_cut, never = {}, {}, {}, "", ""
     for name, layer in layers:
         check_declarations(layer)
-        for what, found in ((layer.parameters, parameters), (layer.buffers, buffers)):
+        for what, result in ((layer.parameters, parameters), (layer.buffers, buffers)):
             for own, described in what.items():
-                found[f"{name}/{own}"] = replace(described, shape=described.whole(layer.sizes))
+                result[f"{name}/{own}"] = replace(described, shape=described.whole(layer.sizes))
         sizes |= layer.sizes
         may_cut += layer.may_cut
         letters = {*layer.inputs.dims.split(), *layer.outputs.dims.split(), *layer.sizes}
@@ -253,7 +253,7 @@ class Parallel(Layer):
     def changed(self, do: Callable[[Layer], Layer]) -> Parallel:
         """The same of what ``do`` makes of each branch and of the norm."""
         norm = None if self.norm is None else do(self.norm)
-        return Parallel(*((name, do(each)) for name, each in self.branches), norm=norm, dropout=self.dropout.rate)
+        return Parallel(*((name, do(branch)) for name, branch in self.branches), norm=norm, dropout=self.dropout.rate)
 
     def cost(self, length):
         return sum(branch.cost(length) for _, branch in self.branches)

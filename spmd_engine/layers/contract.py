@@ -62,8 +62,8 @@ def guard(kind: type, method: str, check: Callable[..., None]) -> None:
 
 def _original(kind: type, method: str) -> Callable | None:
     """What this package declares that a user's class defines."""
-    bases = (vars(each) for each in kind.__mro__ if not is_checked(each))
-    return next((each[method] for each in bases if method in each), None)
+    bases = (vars(base) for base in kind.__mro__ if not is_checked(base))
+    return next((base[method] for base in bases if method in base), None)
 
 
 def check_call(name: str, function: Callable, *args: Any, like: Callable | None = None, **options: Any) -> None:
@@ -71,7 +71,7 @@ def check_call(name: str, function: Callable, *args: Any, like: Callable | None 
     try:
         signature(function).bind(*args, **options)
     except TypeError as error:
-        listed = [f"({', '.join(signature(each).parameters)})" for each in (function, like) if each is not None]
+        listed = [f"({', '.join(signature(f).parameters)})" for f in (function, like) if f is not None]
         raise UsageError(f"{name}: {error}; it takes {', but is called with '.join(listed)}") from error
 
 
@@ -83,8 +83,8 @@ def name_of_call(of: Any, method: str, *args: Any) -> str:
 
 def check_declarations(layer: Layer) -> None:
     """Raise UsageError for a user's layer, or one inside of a layer, whose declarations cannot be read."""
-    for each in vars(layer).values():
-        for part in each if isinstance(each, (list, tuple)) else (each,):
+    for value in vars(layer).values():
+        for part in value if isinstance(value, (list, tuple)) else (value,):
             inner: Any = part[1] if isinstance(part, tuple) and len(part) == 2 else part
             if hasattr(inner, "backward_input"):
                 check_declarations(inner)
@@ -101,13 +101,13 @@ def check_declarations(layer: Layer) -> None:
         declared = getattr(layer, what)
         if not isinstance(declared, Mapping):
             raise UsageError(f"{kind.__name__}.{what} is a {type(declared).__name__}: make it a dict of names")
-        for name, each in declared.items():
-            _check_type(layer, f"{what}[{name!r}]", each, described, f'{described.__name__}("d")')
-            missing = [x for x in each.dims.split() if x not in layer.sizes]
-            if missing and getattr(each, "shape", None) is None:
+        for name, entry in declared.items():
+            _check_type(layer, f"{what}[{name!r}]", entry, described, f'{described.__name__}("d")')
+            missing = [x for x in entry.dims.split() if x not in layer.sizes]
+            if missing and getattr(entry, "shape", None) is None:
                 known = ", ".join(f"{letter}={size}" for letter, size in layer.sizes.items()) or "none"
                 raise UsageError(
-                    f'{kind.__name__}.{what}[{name!r}] has dims "{each.dims}", but no size of {", ".join(missing)} is '
+                    f'{kind.__name__}.{what}[{name!r}] has dims "{entry.dims}", but no size of {", ".join(missing)} is '
                     f"known: add it to sizes (there: {known})"
                 )
 
@@ -141,7 +141,7 @@ def check_forward(layer: Layer, returned: Any, sh: Shards, p: Any, x: Any, ctx: 
     outputs = {} if extra is None else extra.outputs
     _check_extra(name, "outputs", outputs, layer, layer.side_outputs, "side_outputs", sh)
     _check_extra(name, "updates", {} if extra is None else extra.updates, layer, layer.buffers, "buffers", sh)
-    losses = [own for own, each in layer.side_outputs.items() if each.loss] if ctx.training else []
+    losses = [own for own, output in layer.side_outputs.items() if output.loss] if ctx.training else []
     if missing := [own for own in losses if own not in outputs]:
         raise UsageError(
             f"{name}: the loss {missing[0]!r} of side_outputs is missing; return Extra(outputs={{{missing[0]!r}: ...}})"
@@ -170,7 +170,7 @@ def check_backward_weight(layer: Layer, returned: Any, sh: Shards, rest: Any, g:
     name = name_of_call(layer, "backward_weight", sh)
     if returned is not None:
         raise UsageError(f"{name} returned {described(returned)}; add gradients to g instead, as by g.add(name, array)")
-    own = [own for own, each in layer.parameters.items() if each.element is None]
+    own = [own for own, parameter in layer.parameters.items() if parameter.element is None]
     if own and (untouched := g.untouched(own)):
         raise UsageError(
             f"{name} added nothing to the gradient of {', '.join(untouched)}: add g.einsum or g.add for each parameter"
@@ -242,10 +242,10 @@ def _check_extra(
         if own not in declared:
             listed = ", ".join(declared) or "none"
             raise UsageError(f"{name}: Extra({what}=...) has {own!r}; of {where} the layer declares {listed}")
-        each = declared[own]
-        if each.dims and getattr(each, "shape", None) is None:
+        entry = declared[own]
+        if entry.dims and getattr(entry, "shape", None) is None:
             _check_activation(
-                f"{name}: Extra({what}=...)", repr(own), value, Activation(each.dims, "inside"), layer.sizes, sh
+                f"{name}: Extra({what}=...)", repr(own), value, Activation(entry.dims, "inside"), layer.sizes, sh
             )
 
 

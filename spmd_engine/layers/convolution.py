@@ -79,14 +79,14 @@ class Conv2d(Layer):
         self.windows = ImageWindows.of(image, kernel, stride=stride, dilation=dilation, padding=padding, letters=y + x)
         self.groups = ChannelGroups(inputs[1], outputs[1], groups)
         self.input_gradient, self.reduced = input_gradient, reduced
-        self.inputs, self.outputs = (Activation(f"{batch} {y} {x} {each}", where="inside") for each in (i, o))
+        self.inputs, self.outputs = (Activation(f"{batch} {y} {x} {channel}", where="inside") for channel in (i, o))
         self.may_cut = letters + "".join(dict.fromkeys(i + o))
-        each = i if i != o else "j"
+        input_letter = i if i != o else "j"
         taps = self.windows.rows.size, self.windows.columns.size
-        self.sizes = {"k": taps[0], "l": taps[1], each: inputs[1] // groups, o: outputs[1]}
+        self.sizes = {"k": taps[0], "l": taps[1], input_letter: inputs[1] // groups, o: outputs[1]}
         if std is None:
             std = sqrt(2 / (prod(taps) * inputs[1] // groups))
-        self.parameters = {"weights": Parameter(f"k l {each} {o}", std=std, summed=letters)}
+        self.parameters = {"weights": Parameter(f"k l {input_letter} {o}", std=std, summed=letters)}
         if bias:
             self.parameters["bias"] = Parameter(o, decay=False, summed=letters)
 

@@ -47,7 +47,7 @@ class ImageWindows:
     ) -> ImageWindows:
         """Raises UsageError for windows without an output, and for a padding that cannot be read."""
         sizes, strides, dilations = (
-            (each, each) if isinstance(each, int) else each for each in (kernel, stride, dilation)
+            (size, size) if isinstance(size, int) else size for size in (kernel, stride, dilation)
         )
         windows = []
         for i in (0, 1):
@@ -109,7 +109,7 @@ class WindowsHere:
 
     def of(self, outputs: tuple[Interval, Interval], inputs: tuple[Interval, Interval]) -> tuple[Window, Window]:
         """The windows of these outputs over these inputs."""
-        rows, columns = (part_of(*each) for each in zip(self.windows, outputs, inputs, strict=True))
+        rows, columns = (part_of(*part) for part in zip(self.windows, outputs, inputs, strict=True))
         return rows, columns
 
     def at(self, outputs: tuple[Interval, Interval]) -> tuple[slice, ...]:
@@ -265,7 +265,7 @@ class Reshard(Layer):
 
     def __init__(self, image: tuple[int, int], before: str = "bhwc", after: str = "nyxc") -> None:
         self.image = image
-        self.inputs, self.outputs = (Activation(" ".join(each), where="inside") for each in (before, after))
+        self.inputs, self.outputs = (Activation(" ".join(letters), where="inside") for letters in (before, after))
         self.may_cut = "".join(dict.fromkeys(before + after))
 
     def forward(self, sh, p, x, ctx):
@@ -284,7 +284,7 @@ class Gather(Layer):
     """
 
     def __init__(self, before: str, after: str) -> None:
-        self.inputs, self.outputs = (Activation(" ".join(each), where="inside") for each in (before, after))
+        self.inputs, self.outputs = (Activation(" ".join(letters), where="inside") for letters in (before, after))
         self.may_cut = "".join(dict.fromkeys(before + after))
 
     def forward(self, sh, p, x, ctx):

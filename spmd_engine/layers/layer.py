@@ -90,7 +90,7 @@ class Layer(ABC):
     def cost(self, length: int) -> float:
         """Multiplications of a forward, for each token of a sequence of this length: by what work is balanced."""
         dims = (parameter.dims.split() for parameter in self.parameters.values())
-        return float(sum(prod(self.sizes[letter] for letter in each) for each in dims if len(each) > 1))
+        return float(sum(prod(self.sizes[letter] for letter in letters) for letters in dims if len(letters) > 1))
 
     @abstractmethod
     def forward(self, sh: Shards, p: Parameters, x: Array, ctx: ForwardContext) -> tuple:

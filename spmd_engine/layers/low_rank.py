@@ -52,9 +52,9 @@ class LowRank(Layer):
         self.inputs, self.outputs = layer.inputs, layer.outputs
         self.may_cut, self.across, self.attends = layer.may_cut, layer.across, layer.attends
         self.side_outputs = layer.side_outputs
-        self.buffers = {**layer.buffers, **{own: _frozen(each) for own, each in layer.parameters.items()}}
+        self.buffers = {**layer.buffers, **{own: _frozen(parameter) for own, parameter in layer.parameters.items()}}
         self.parameters = {}
-        with_b = Counter(each.b for each in self.adapted.values())
+        with_b = Counter(weight.b for weight in self.adapted.values())
         for name, (a, b, into, out) in self.adapted.items():
             weight = layer.parameters[name]
             std = (3 * with_b[b] * prod(layer.sizes[letter] for letter in into)) ** -0.5
@@ -74,7 +74,7 @@ class LowRank(Layer):
     def backward_input(self, sh, p, saved, dy, *side):
         dx, rest = self.layer.backward_input(sh, _AdaptedArrays(self, p), saved, dy, *side)
         # p may be gone by then
-        here = {name: (_at(p, each.a), _at(p, each.b)) for name, each in self.adapted.items()}
+        here = {name: (_at(p, weight.a), _at(p, weight.b)) for name, weight in self.adapted.items()}
         thin = {name: (a.copy(), b.copy()) for name, (a, b) in here.items() if a is not None and b is not None}
         return dx, (rest, thin)
 
@@ -127,7 +127,7 @@ class _OfThin(GradientSums):
             return
         (a, b), (name_of_own_a, name_of_own_b, into, out) = self._thin[name], self._layer.adapted[name]
         terms = pattern.partition("->")[0].split(",")
-        (of_x, x), (of_dz, dz) = sorted(zip(terms, operands, strict=True), key=lambda each: out in each[0])
+        (of_x, x), (of_dz, dz) = sorted(zip(terms, operands, strict=True), key=lambda operand: out in operand[0])
         shared = "".join(letter for letter in of_x if letter not in into)
         t = einsum(f"{of_dz},q{out}->{shared}q", dz, b)
         t *= self._layer.scale

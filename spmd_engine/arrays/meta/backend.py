@@ -112,13 +112,13 @@ class _KeptPlaces:
         if not name.startswith("places_"):
             return value
 
-        def found(*args: Any) -> Any:
+        def counted(*args: Any) -> Any:
             places = value(*args)
-            arrays = {id(each): each.nbytes for each in places if isinstance(each, np.ndarray)}
+            arrays = {id(array): array.nbytes for array in places if isinstance(array, np.ndarray)}
             meter().constants[name, args] = sum(arrays.values())
             return places
 
-        return found
+        return counted
 
 
 class _Loops:

@@ -159,7 +159,7 @@ def _viewed(function: Callable) -> Callable:
 def _pad(x: Any, pad_width: Any, mode: Any = "constant", **_: Any) -> ShapedArray:
     if isinstance(pad_width, dict):  # by axis
         pad_width = [pad_width.get(axis, pad_width.get(axis - x.ndim, 0)) for axis in range(x.ndim)]
-        pad_width = [np.broadcast_to(each, 2) for each in pad_width]
+        pad_width = [np.broadcast_to(widths, 2) for widths in pad_width]
     widths = np.broadcast_to(pad_width, (x.ndim, 2)).sum(1).tolist()
     shape = [size + more for size, more in zip(x.shape, widths, strict=True)]
     return _result(shape, x.dtype, prod(shape), (x,))
@@ -191,7 +191,7 @@ def _outer(a: Any, b: Any, out: Any = None) -> Any:
 def _tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
     if isinstance(axes, int):
         axes = range(a.ndim - axes, a.ndim), range(axes)
-    ours, theirs = ([each] if isinstance(each, int) else each for each in axes)
+    ours, theirs = ([dims] if isinstance(dims, int) else dims for dims in axes)
     of_a, of_b = list(range(a.ndim)), [a.ndim + dim for dim in range(b.ndim)]
     for one, other in zip(ours, theirs, strict=True):
         of_b[other] = of_a[one]

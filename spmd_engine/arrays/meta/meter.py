@@ -186,10 +186,10 @@ class Meter:
 
 def meter() -> Meter:
     """The one that counts in this thread; raises UsageError where nothing is run on shapes."""
-    found = getattr(_current, "meter", None)
-    if found is None:
+    current = getattr(_current, "meter", None)
+    if current is None:
         raise UsageError("an array that is only a shape was computed with outside of an analysis; it has no values")
-    return found
+    return current
 
 
 @contextmanager

@@ -153,7 +153,7 @@ def _check_layout() -> None:
         return type_.from_address(address).value
 
     x = np.zeros((2, 3, 4), np.float32)
-    found = [
+    fields = [
         word(id(x) + DATA),
         word(id(x) + DIMENSIONS, ctypes.c_int32),
         [word(word(id(x) + SHAPE) + 8 * k) for k in range(x.ndim)],
@@ -161,5 +161,5 @@ def _check_layout() -> None:
         word(id(x.dtype) + TYPE_NUMBER, ctypes.c_int32),
         word(id(x) + FLAGS, ctypes.c_int32),
     ]
-    if found != [x.ctypes.data, x.ndim, list(x.shape), id(x.dtype), x.dtype.num, x.flags.num]:
+    if fields != [x.ctypes.data, x.ndim, list(x.shape), id(x.dtype), x.dtype.num, x.flags.num]:
         raise RuntimeError("this NumPy's arrays are laid out in another way than those that compiled loops read")

@@ -139,10 +139,10 @@ class FastFunctions:
         _in_place(self._loops.softmax_backward, ds, _spread(p, ds.shape), _of_columns(projection, ds))
 
     def scores_of_targets(self, scores, targets, top):
-        found = np.empty_like(scores, shape=len(targets))
+        result = np.empty_like(scores, shape=len(targets))
         rows = scores.shape[:1]
-        self._loops.scores_of_targets(_contiguous(scores), _indices(targets, rows), _spread(top, rows), found)
-        return found
+        self._loops.scores_of_targets(_contiguous(scores), _indices(targets, rows), _spread(top, rows), result)
+        return result
 
     def cross_entropy_gradient(self, p, sums, weights, targets):
         rows = p.shape[:1]

@@ -207,7 +207,7 @@ def _rows(x: np.ndarray, shape: tuple[int, ...] | None = None) -> np.ndarray:
 
 def _of_channels(x: np.ndarray, *factors: np.ndarray) -> list[np.ndarray]:
     """Numbers of each channel of x[... c]."""
-    return [_contiguous(np.broadcast_to(each, x.shape[-1:])) for each in factors]
+    return [_contiguous(np.broadcast_to(factor, x.shape[-1:])) for factor in factors]
 
 
 def _numbers(window: Window) -> tuple[int, int, int, int]:
@@ -253,8 +253,8 @@ def joined(w: np.ndarray, groups: int, m: int) -> np.ndarray:
     o = f // groups
     wide = np.zeros_like(w, shape=(k, l, m, i, groups // m, m, o))
     parts = w.reshape(k, l, i, groups // m, m, o)
-    for each in range(m):
-        wide[:, :, each, :, :, each] = parts[:, :, :, :, each]
+    for part in range(m):
+        wide[:, :, part, :, :, part] = parts[:, :, :, :, part]
     return wide.reshape(k, l, m * i, f)
 
 
@@ -264,6 +264,6 @@ def parted(wide: np.ndarray, groups: int, m: int) -> np.ndarray:
     i, o = mi // m, f // groups
     blocks = wide.reshape(k, l, m, i, groups // m, m, o)
     w = np.empty_like(wide, shape=(k, l, i, groups // m, m, o))
-    for each in range(m):
-        w[:, :, :, :, each] = blocks[:, :, each, :, :, each]
+    for part in range(m):
+        w[:, :, :, :, part] = blocks[:, :, part, :, :, part]
     return w.reshape(k, l, i, f)

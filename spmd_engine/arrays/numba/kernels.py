@@ -238,11 +238,11 @@ def softmax_backward(ds: Blocks, p: Blocks, projection: Rows):
 
 
 @compiled
-def scores_of_targets(scores: Rows, targets: Indices, top: Vector, found: Vector):
+def scores_of_targets(scores: Rows, targets: Indices, top: Vector, result: Vector):
     """found[n] = scores[n v] at targets[n], less top[n]; 0 where that is none of v."""
     for i in range(targets.size):
         target = targets[i]
-        found[i] = scores[i, target] - top[i] if 0 <= target < scores.shape[1] else f32(0)
+        result[i] = scores[i, target] - top[i] if 0 <= target < scores.shape[1] else f32(0)
 
 
 @compiled

@@ -101,14 +101,14 @@ def kept(name: str, make: Callable[[], bytes]) -> bytes:
         return make()
     key = _key()
     path = folder / f"spmd_engine.{name}.{key.hex()[:16]}"
-    found = _read(path, key)
-    if found is None:
+    code = _read(path, key)
+    if code is None:
         with _alone(folder / f"{path.name}.lock"):
-            found = _read(path, key)
-            if found is None:
-                found = make()
-                _write(path, key, found)
-    return found
+            code = _read(path, key)
+            if code is None:
+                code = make()
+                _write(path, key, code)
+    return code
 
 
 def _folder() -> Path | None:
@@ -134,7 +134,7 @@ def _key() -> bytes:
     digest = hashlib.sha256()
     for path in sources:
         digest.update(hashlib.sha256(path.read_bytes()).digest())
-    settings = sorted(each for each in os.environ.items() if each[0].startswith("NUMBA_"))
+    settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
     processor = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
     digest.update(repr((sys.version, np.__version__, llvmlite.__version__, processor, settings)).encode())
     return digest.digest()

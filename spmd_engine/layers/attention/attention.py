@@ -106,8 +106,8 @@ class Attention(Layer):
             self.parameters["output_bias"] = Parameter("d", decay=False, where="residual")
 
     def cost(self, length):
-        seen = length if self.window is None else min(length, 2 * self.window)
-        return super().cost(length) + self.sizes["d"] * seen  # on average, half the keys twice: scores and values
+        visible = length if self.window is None else min(length, 2 * self.window)
+        return super().cost(length) + self.sizes["d"] * visible  # on average, half the keys twice: scores and values
 
     def forward(self, sh, p, x, ctx):
         x = sh.all_gather(x, "b s d", "s", across=self.across)

@@ -202,7 +202,7 @@ class Columns:
             if room[number].shape[1] < used:
                 room[number] = _enlarged(room[number], len(x), max(used, int(room[number].shape[1] * GROWTH)))
             room[number][:, used - new : used] = x
-        return [each[:, :used] for each in room]
+        return [array[:, :used] for array in room]
 
     def add_empty(self, sequences: int) -> None:
         """So many sequences more, behind the others, of which nothing is here."""
@@ -221,7 +221,7 @@ class Columns:
         self._places = self._places[rows]
         self._dropped = [self._dropped[row] for row in rows]
         for layer, arrays in self._room.items():
-            self._room[layer] = [each[rows] for each in arrays]
+            self._room[layer] = [array[rows] for array in arrays]
 
     def check_cut(self, limits: Sequence[int]) -> None:
         """Raise UsageError if a sequence that is cut to its limit would need positions that are here no more."""
@@ -258,22 +258,23 @@ class Columns:
         rows = xp.arange(len(places))[:, None]
         self._places = xp.ascontiguousarray(places[rows, order])
         for layer, arrays in self._room.items():
-            self._room[layer] = [each[rows, order] for each in arrays]
+            self._room[layer] = [array[rows, order] for array in arrays]
         self._first = int(self._places[0, 0]) if self.used else 0
         self.consecutive = bool((self._places == xp.arange(self._first, self._first + self.used)).all())
 
     @classmethod
     def joined(cls, several: Sequence[Columns]) -> Columns:
         """The sequences of all of these, one behind the other."""
-        made, most = cls(several[0].window), max(each.used for each in several)
+        made, most = cls(several[0].window), max(columns.used for columns in several)
         xp = backend_of(several[0]._places).xp
-        made._places = xp.concatenate([_enlarged(each.places, len(each.places), most, HIDDEN) for each in several])
-        made._dropped = [dropped for each in several for dropped in each._dropped]
+        places = [columns.places for columns in several]
+        made._places = xp.concatenate([_enlarged(x, len(x), most, HIDDEN) for x in places])
+        made._dropped = [dropped for columns in several for dropped in columns._dropped]
         made.used, made._first = most, several[0]._first
-        alike = {(each.used, each._first, each.consecutive) for each in several}
+        alike = {(columns.used, columns._first, columns.consecutive) for columns in several}
         made.consecutive = alike == {(most, made._first, True)}
         for layer in several[0]._room:
-            arrays = [[each[:, : columns.used] for each in columns._room[layer]] for columns in several]
+            arrays = [[array[:, : columns.used] for array in columns._room[layer]] for columns in several]
             parts = ([_enlarged(x, len(x), most, 0) for x in of_one] for of_one in arrays)  # hidden, but finite
             made._room[layer] = [xp.concatenate(of_one) for of_one in zip(*parts, strict=True)]
         return made

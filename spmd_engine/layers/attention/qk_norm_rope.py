@@ -80,16 +80,16 @@ class RotaryOptions(Configuration):
         first, last = max(first, 0), min(last, 2 * len(plain) - 1)
         span = last - first or 0.001
         shares = (min(1.0, max(0.0, (pair - first) / span)) for pair in range(len(plain)))
-        return [each * (1 - share + share / self.factor) for each, share in zip(plain, shares, strict=True)]
+        return [frequency * (1 - share + share / self.factor) for frequency, share in zip(plain, shares, strict=True)]
 
     def _divisors(self, pairs: int) -> list[float]:
         try:
-            found = [float(each) for each in self.divisors.split(",")]
+            divisors = [float(number) for number in self.divisors.split(",")]
         except ValueError:
             raise UsageError(f"rotary: divisors is {self.divisors!r}: it is numbers with commas") from None
-        if len(found) != pairs or min(found) <= 0:
-            raise UsageError(f"rotary: {len(found)} divisors for {pairs} pairs; there is a positive one for each")
-        return found
+        if len(divisors) != pairs or min(divisors) <= 0:
+            raise UsageError(f"rotary: {len(divisors)} divisors for {pairs} pairs; there is a positive one for each")
+        return divisors
 
 
 class Rotary:

@@ -91,7 +91,7 @@ class SharedExperts:
         self.perceptron, self.many, self.weighted = perceptron, many, weighted
         self.parameters: dict[str, Parameter] = {}
         for number in range(many):
-            self.parameters |= {f"shared{number}/{own}": each for own, each in perceptron.parameters.items()}
+            self.parameters |= {f"shared{number}/{own}": parameter for own, parameter in perceptron.parameters.items()}
         if weighted:
             self.parameters[_GATE] = Parameter("d", std=std, summed="bsf")
 
@@ -130,8 +130,8 @@ class SharedExperts:
     def backward_weight(self, rest: Any, g: GradientSums) -> None:
         """Add the gradients of all of them."""
         rests, of_logits, rows = rest
-        for number, each in enumerate(rests):
-            self.perceptron.backward_weight(each, [(g[f"shared{number}"], rows)])
+        for number, rest_of_one in enumerate(rests):
+            self.perceptron.backward_weight(rest_of_one, [(g[f"shared{number}"], rows)])
         if of_logits is not None:
             x, dlogits = of_logits
             g.einsum(_GATE, "td,t->d", x, dlogits)
@@ -185,8 +185,8 @@ class MoE(Layer):
         self.shared = SharedExperts(self.perceptron, shared, shared_gate, std)
         self.parameters = {**self.router.parameters, **self.shared.parameters}
         for number in range(experts):
-            for own, each in self.perceptron.parameters.items():
-                self.parameters[f"expert{number}/{own}"] = replace(each, element=("e", number))
+            for own, parameter in self.perceptron.parameters.items():
+                self.parameters[f"expert{number}/{own}"] = replace(parameter, element=("e", number))
         self.buffers, self.side_outputs = self.router.buffers, self.router.side_outputs
 
     def cost(self, length):
