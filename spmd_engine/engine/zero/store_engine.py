@@ -14,7 +14,7 @@ from spmd_engine.engine.zero.parameter_store import Index, ParameterStore
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.notation import Spec
-from spmd_engine.sharding.placement import Placement, placement_said, say
+from spmd_engine.sharding.placement import Placement, describe_held, placement_of_all
 
 Placements = dict[bool, Placement]  # by whether of what ranks own, or of what they store
 
@@ -125,15 +125,15 @@ def said_of(engine: StoredEngine | None) -> dict[str, Any]:
     owned = stored
     if engine and (engine.buffer_names or not engine.store.owns_what_it_stores):
         owned = engine._held_here(True)
-    return {"stored": say(stored), "owned": say(owned) if owned != stored else None}
+    return {"stored": describe_held(stored), "owned": describe_held(owned) if owned != stored else None}
 
 
 def placements_said(everyone: Sequence[Mapping[str, Any]]) -> Placements:
     """By what all have told. Where all own just what they store, the two are one object."""
-    of_stored = placement_said([said["stored"] for said in everyone])
+    of_stored = placement_of_all([said["stored"] for said in everyone])
     if all(said["owned"] is None for said in everyone):
         return {False: of_stored, True: of_stored}
-    of_owned = placement_said([said["stored"] if said["owned"] is None else said["owned"] for said in everyone])
+    of_owned = placement_of_all([said["stored"] if said["owned"] is None else said["owned"] for said in everyone])
     return {False: of_stored, True: of_owned}
 
 
