@@ -1,4 +1,4 @@
-"""Checkpoints: each rank writes blocks of what it holds; one commit makes them a fact about the model, at any mesh."""
+"""Checkpoints: each rank writes blocks of what it holds; one commit completes them; any mesh can load them."""
 
 from typing import TYPE_CHECKING
 

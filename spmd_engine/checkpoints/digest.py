@@ -22,7 +22,7 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.checkpoints.format.blocks import dtype_name
 from spmd_engine.checkpoints.format.manifest import MODEL, OPTIMIZER
 from spmd_engine.checkpoints.read import Checkpoint
-from spmd_engine.checkpoints.save import shares_of
+from spmd_engine.checkpoints.save import write_plans
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import ReplicasDifferError
@@ -56,15 +56,15 @@ Digests = Mapping[str, ArrayDigest]  # by section and name: "model/block0/mlp/w0
 
 
 def digest_of_engine(engine: ShardedEngine, optimizer: Optimizer | None = None) -> Digests:
-    """Of all that a checkpoint would hold now, the same on every rank. Collective: one small all_reduce."""
-    shares = shares_of(engine, optimizer)
+    """The digests of all that a checkpoint would hold now, the same on every rank. Collective: one small all_reduce."""
+    plans = write_plans(engine, optimizer)
     tables: dict[str, tuple[tuple[int, ...], str, np.ndarray]] = {}
-    for share in shares:
-        for name, placed in share.placement.items():
+    for plan in plans:
+        for name, placed in plan.placement.items():
             dtype = dtype_name(placed.dtype, name)
-            tables[f"{share.section}/{name}"] = placed.shape, dtype, np.zeros(chunks_of(placed.shape), np.uint64)
-        for name, piece, block in share.mine(engine.group().rank):
-            key = f"{share.section}/{name}"
+            tables[f"{plan.section}/{name}"] = placed.shape, dtype, np.zeros(chunks_of(placed.shape), np.uint64)
+        for name, piece, block in plan.blocks_of(engine.group().rank):
+            key = f"{plan.section}/{name}"
             _add(tables[key][2], key, block, piece, tables[key][0])
     flat = np.concatenate([table for _, _, table in tables.values()] or [np.zeros(0, np.uint64)])
     flat = engine.group().all_reduce(flat.view(np.int64), label="digest").view(np.uint64)
@@ -77,7 +77,7 @@ def digest_of_engine(engine: ShardedEngine, optimizer: Optimizer | None = None) 
 
 
 def digest_of_checkpoint(checkpoint: Checkpoint) -> Digests:
-    """Of what a checkpoint holds, read block by block, with the hash of each checked."""
+    """The digests of what a checkpoint holds, read block by block, with the hash of each checked."""
     digests = {}
     assert checkpoint.manifest is not None
     for section in (MODEL, OPTIMIZER):
@@ -96,7 +96,7 @@ def digest_text(digests: Digests) -> str:
 
 
 def differences(one: Digests, other: Digests) -> list[str]:
-    """In words, where two digests differ: what only one has, and the rows of the chunks whose sums differ."""
+    """Sentences that say where two digests differ: arrays that only one has, and rows of chunks whose sums differ."""
     found = [f"{key}: only one of the two has it" for key in sorted(set(one) ^ set(other))]
     for key in one:
         if key not in other:
@@ -156,10 +156,10 @@ def _odd(x: np.ndarray) -> np.ndarray:
 
 
 def compare_replicas(engine: ShardedEngine, optimizer: Optimizer | None = None) -> None:
-    """Raise ReplicasDifferError, on every rank, unless all who hold a block of an array have the same bits of it.
+    """Raise ReplicasDifferError, on every rank, unless all ranks that hold a block have the same bits of it.
 
-    Of parameters, buffers and the optimizer's state. By the CRC-32 of each block, in one all_gather, so that any one
-    flipped bit is found. Ranks whose processors or libraries round differently may differ in last bits. Collective.
+    Parameters, buffers and the optimizer's state are compared by the CRC-32 of each block, in one all_gather, which
+    finds any single flipped bit. Processors or libraries that round differently may differ in last bits. Collective.
     """
     kinds: list[tuple[str, Placement, Mapping[str, Array]]] = [
         ("", engine.placement(), {**engine.parameters, **engine.buffers})
@@ -174,8 +174,8 @@ def compare_replicas(engine: ShardedEngine, optimizer: Optimizer | None = None) 
         for name, each in placement.items()
         if each.held[group.rank]
     ]
-    told = iter(group.all_gather(np.array(mine, np.int64), label="replicas").tolist())
-    by_rank = [list(_held(kinds, rank, told)) for rank in range(group.size)]
+    checksums = iter(group.all_gather(np.array(mine, np.int64), label="replicas").tolist())
+    by_rank = [list(_held(kinds, rank, checksums)) for rank in range(group.size)]
     found: dict[tuple[str, Rectangle], dict[int, int]] = {}
     for rank, held in enumerate(by_rank):
         for block, checksum in held:
@@ -185,22 +185,22 @@ def compare_replicas(engine: ShardedEngine, optimizer: Optimizer | None = None) 
         (name, rectangle), sums = next(iter(differ.items()))
         more = f" (and {len(differ) - 1} more blocks)" if len(differ) > 1 else ""
         raise ReplicasDifferError(
-            f"{name}{rectangle} is not the same on the ranks that hold it{more}: {_told(sums)}. A bit was flipped, or "
-            "something made it differ; continue from the last checkpoint (--resume). On processors of several kinds, "
-            "which round differently, switch the comparison off: --check-replicas-every 0"
+            f"{name}{rectangle} is not the same on the ranks that hold it{more}: {_odd_ones_out(sums)}. A bit was "
+            "flipped, or something made it differ; continue from the last checkpoint (--resume). On several kinds of "
+            "processors, which round differently, switch the comparison off: --check-replicas-every 0"
         )
 
 
-def _held(kinds, rank: int, told: Iterator[int]) -> Iterator[tuple[tuple[str, Rectangle], int]]:
-    """The blocks of a rank, and what it told of them, in the order in which it did."""
+def _held(kinds, rank: int, checksums: Iterator[int]) -> Iterator[tuple[tuple[str, Rectangle], int]]:
+    """The blocks of a rank with their checksums, in the order in which it sent them."""
     for kind, placement, _ in kinds:
         for name, each in placement.items():
             if each.held[rank]:
-                yield (f"{kind}{name}", each.held[rank][0]), next(told)
+                yield (f"{kind}{name}", each.held[rank][0]), next(checksums)
 
 
-def _told(sums: Mapping[int, int]) -> str:
-    """Who differs from the most of them, if there are most."""
+def _odd_ones_out(sums: Mapping[int, int]) -> str:
+    """The ranks that differ from the majority, or all groups where there is none."""
     counts = Counter(sums.values()).most_common()
     if len(counts) > 1 and counts[0][1] == counts[1][1]:
         groups = [[rank for rank in sums if sums[rank] == value] for value, _ in counts]

@@ -1,8 +1,8 @@
-"""Loading into arrays that are there: each rank reads what it wants of each block straight to where it belongs.
+"""Loading into existing arrays: each rank reads its part of each block straight to where it belongs.
 
-Of those on a node who want some of a block, one reads all of it and checks its hash; the others read their part of the
-same file, through the cache that a node has for its files. A checkpoint's files are never written to again. So a node
-reads what its ranks want from the disk once, hashes it once, and nothing passes between ranks but that all is well.
+Among the ranks of a node that need a block, one reads all of it and checks its hash; the others read their part of the
+same file, through the node's file cache. A checkpoint's files never change. So a node reads what its ranks need from
+the disk once and hashes it once, and ranks exchange nothing but whether all succeeded.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from spmd_engine.checkpoints.format.blocks import (
     IN_CACHE,
     block_name,
     bytes_of,
-    cut_short,
     damaged,
     is_finite,
     read_into,
+    truncated,
 )
 from spmd_engine.checkpoints.format.manifest import StoredArray, StoredBlock
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
@@ -39,7 +39,7 @@ from spmd_engine.comm.shared_memory.cores import cores_here
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.safetensors_file import read_header
 from spmd_engine.sharding.placement import ArrayPlacement, Rectangles, ranks_of_blocks
-from spmd_engine.sharding.rectangles import Rectangle, meetings
+from spmd_engine.sharding.rectangles import Rectangle, intersections
 
 AT_ONCE = 64 << 20  #: bytes, about, that are read beside the arrays, where those cannot be read into
 UNEVEN = 8 << 20  #: bytes that a rank may check more than others, rather than that several read one file
@@ -61,7 +61,7 @@ class Wanted:
         return DTYPES[self.stored.dtype]
 
     def on_host(self) -> np.ndarray:
-        """As ``here``, of the dtype that is stored: itself, if it can be read into."""
+        """An array like ``here`` of the stored dtype: itself, if it can be read into."""
         x: Array = self.here
         readable = isinstance(x, np.ndarray) and x.dtype == self.dtype and x.flags.c_contiguous
         return x if readable else np.empty(x.shape, self.dtype)
@@ -70,8 +70,8 @@ class Wanted:
 def fill(group: Group, arrays: Sequence[Wanted], folder: Path, headers: Headers, nodes: Sequence[Hashable]) -> None:
     """Fill this rank's parts of ``arrays``, the same on all ranks, from the files in a checkpoint's folder. Collective.
 
-    ``nodes``: of each rank, what tells its node from others. Raises CheckpointError on every rank if one could not
-    read, or found damage in, what it was to read.
+    ``nodes``: an identifier of each rank's node. Raises CheckpointError on every rank if one could not read its part,
+    or found it damaged.
     """
 
     def fill_here() -> None:
@@ -98,9 +98,9 @@ def fill(group: Group, arrays: Sequence[Wanted], folder: Path, headers: Headers,
 
 
 def _read(reader: PartReader, reads: list[PartOfBlock], threads: int) -> None:
-    """Read them all, in about this order, on so many threads, this one among them; none is left in the list.
+    """Read all of them, in about this order, on so many threads, including this one; empties the list.
 
-    While one is hashed, the system reads the next from the disk.
+    While a part is hashed, the system reads the next from the disk.
     """
     numbers, errors = count(), []
 
@@ -112,7 +112,7 @@ def _read(reader: PartReader, reads: list[PartOfBlock], threads: int) -> None:
                 if number + 1 < len(reads) and reads[number + 1].checked:  # the rest is read by another rank, too
                     reader.expect(reads[number + 1])
                 reader.read(reads[number])
-        except BaseException as error:  # also Ctrl-C: what has not begun need not be read any more
+        except BaseException as error:  # also Ctrl-C: the rest need not be read any more
             errors.append(error)
             raise
 
@@ -128,7 +128,7 @@ def _read(reader: PartReader, reads: list[PartOfBlock], threads: int) -> None:
 
 
 def _move(beside: list[tuple[Wanted, np.ndarray]]) -> None:
-    """Bring what was read beside arrays into them; none is left in the list."""
+    """Copy what was read into temporary arrays to where it belongs; empties the list."""
     for array, host in beside:
         here: Array = array.here
         here[...] = backend_of(here).asarray(host)
@@ -143,11 +143,11 @@ _Share = tuple[list[int], int, Rectangle | None, tuple]
 def _mine(
     arrays: Sequence[Wanted], rank: int, near: Sequence[int]
 ) -> Iterator[tuple[Wanted, list[tuple[StoredBlock, Rectangle, bool, tuple]]]]:
-    """The arrays that a rank wants some of; of each the blocks, which part of them, whether the rank checks the block,
-    and where the part belongs in its array.
+    """The arrays of which a rank needs a part, with their blocks, its part of each, whether it checks the block, and
+    where the part belongs in its array.
 
-    Of those ``near``, on its node, that want some of a block, that one checks it who has least to check so far; or not
-    much more, if it has that file's header already.
+    Among the ranks ``near``, on its node, that need a block, the one with the least to check so far checks it; or one
+    with not much more, if it has read that file's header already.
     """
     loads, readers = dict.fromkeys(near, 0), {}  # bytes to check; who has checked something of a file
     known: dict[tuple, list[_Share]] = {}  # layers of a kind, and all state of a parameter, are alike
@@ -172,7 +172,7 @@ def _mine(
 def _shares(
     blocks: tuple[Rectangle, ...], held: tuple[Rectangles, ...], rank: int, near: Iterable[int]
 ) -> list[_Share]:
-    """Who wants what of each block."""
+    """The ranks that need each block, and what this rank needs of it."""
     found = []
     for block, wanting in zip(blocks, _wanting(blocks, held), strict=True):
         part, place = None, ()
@@ -185,11 +185,11 @@ def _shares(
 
 
 def _wanting(blocks: tuple[Rectangle, ...], held: tuple[Rectangles, ...]) -> list[list[int]]:
-    """Of each block, the ranks that hold some of it."""
+    """For each block, the ranks that hold some of it."""
     ranks = ranks_of_blocks(held)
     if not ranks or len(blocks) < 2:  # a single one is all of the array
         return [sorted({rank for some in ranks.values() for rank in some})] * len(blocks)
-    shared = meetings(blocks, ranks)[2].tolist()
+    shared = intersections(blocks, ranks)[2].tolist()
     return [
         sorted({rank for n, some in zip(sizes, ranks.values(), strict=True) if n for rank in some}) for sizes in shared
     ]
@@ -233,19 +233,19 @@ class PartReader:
         self._descriptors: dict[str, int] = {}
 
     def expect(self, wanted: PartOfBlock) -> None:
-        """Have the system bring from the disk what will be read soon, if it has it not, while others work."""
+        """Have the system read from the disk, in the background, what will be needed soon."""
         if hasattr(os, "posix_fadvise"):
             block, rows, row = wanted.block, wanted.rows, wanted.row
             first, size = block.offset + rows.start * row, (rows.stop - rows.start) * row
-            with suppress(OSError):  # who reads it tells
+            with suppress(OSError):  # reading it reports the error
                 os.posix_fadvise(self._descriptor(block.file), first, size, os.POSIX_FADV_WILLNEED)
 
     def read(self, asked: PartOfBlock) -> None:
         """Fill its place.
 
-        ``checked``: the file's header must say of the block what the manifest says, and all of it is read, some rows
-        at a time, which are hashed, and looked at, while the cache has them. Raises CheckpointError for what is not
-        what was written, and for values that are not finite.
+        ``checked``: the file's header must agree with the manifest, and all of the block is read, some rows at a time,
+        which are hashed and tested while the cache has them. Raises CheckpointError for damage, and for values that are
+        not finite.
         """
         block, part, rows, row, checked = asked.block, asked.part, asked.rows, asked.row, asked.checked
         if checked:
@@ -277,13 +277,13 @@ class PartReader:
             raise CheckpointError(f"{self._folder / block.file}: {name} has values that are not finite")
 
     def _fill(self, data: memoryview, block: StoredBlock, offset: int, name: str) -> None:
-        """Read so many bytes of a block's file from there on."""
+        """Read bytes of a block's file, from ``offset`` on."""
         try:
             if read_into(data, self._descriptor(block.file), offset):
                 return
         except OSError as error:
             raise CheckpointError(f"{self._folder / block.file} cannot be read: {error}") from error
-        raise cut_short(self._folder / block.file, name, offset + data.nbytes)
+        raise truncated(self._folder / block.file, name, offset + data.nbytes)
 
     def _descriptor(self, file: str) -> int:
         with self._opening:
@@ -304,18 +304,18 @@ class PartReader:
 
 LARGEST = 1 << 30  #: bytes of a header, or a manifest
 
-Said = dict[str, tuple[str, list[int], int]]  # of each block: dtype, shape, and where it begins in the file
+HeaderBlocks = dict[str, tuple[str, list[int], int]]  # of each block: dtype, shape, and where it begins in the file
 
 
 class Headers:
-    """Those of the files in a checkpoint's folder, of this step; each is read when it is first asked for."""
+    """The headers of the files in a checkpoint's folder, of this step; each is read when it is first needed."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self._folder, self._step = folder, step
-        self._read: dict[str, Said] = {}
+        self._read: dict[str, HeaderBlocks] = {}
 
     def check(self, name: str, array: StoredArray, block: StoredBlock) -> None:
-        """Raise CheckpointError unless the file says the same of a block: its array, dtype, place and step."""
+        """Raise CheckpointError unless the file's header has the block with the same array, dtype, place and step."""
         if block.file not in self._read:
             path = self._folder / block.file
             step, self._read[block.file] = read_file_header(path)
@@ -329,8 +329,8 @@ class Headers:
             )
 
 
-def read_file_header(path: Path) -> tuple[str, Said]:
-    """Which step a safetensors file is of, and what it says of its blocks. Raises CheckpointError."""
+def read_file_header(path: Path) -> tuple[str, HeaderBlocks]:
+    """The step that a safetensors file belongs to, and what its header has of its blocks. Raises CheckpointError."""
     try:
         blocks, after, _ = read_header(path, LARGEST)
         facts = blocks.pop("__metadata__", {})

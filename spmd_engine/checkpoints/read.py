@@ -39,8 +39,8 @@ EXPORTED = "parameters.safetensors"  #: the plain file that a folder may hold in
 class Checkpoint(Mapping):
     """Parameters and buffers by name, of a checkpoint's folder, of the newest one of a run, or of a safetensors file.
 
-    What is sliced is read, with the blocks it lies in, whose hashes are checked. Raises CheckpointError if there is
-    none, or if it is damaged.
+    Only the blocks of what is sliced are read, and their hashes are checked. Raises CheckpointError if there is no
+    checkpoint, or if it is damaged.
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
@@ -85,7 +85,7 @@ class Checkpoint(Mapping):
 
 
 def _found(path: str | os.PathLike) -> Path:
-    """The plain file, or the folder of the checkpoint, that is meant by a path. Raises CheckpointError."""
+    """The plain file, or the folder of the checkpoint, at a path. Raises CheckpointError."""
     path = Path(path)
     if os.path.isfile(path / EXPORTED) and not os.path.isdir(path / CHECKPOINTS):
         path /= EXPORTED
@@ -226,7 +226,7 @@ def _fill(checkpoint: Checkpoint, engine: ShardedEngine, optimizer: Optimizer | 
 
 
 def _slice(checkpoint: Checkpoint, engine: ShardedEngine, optimizer: Optimizer | None) -> None:
-    """Each rank reads what it needs, as the engine's own ``load_checkpoint`` asks for it."""
+    """Each rank reads what the engine's own ``load_checkpoint`` needs."""
     engine.load_checkpoint(checkpoint)
     engine.after_update()
     if optimizer is None:
@@ -246,7 +246,7 @@ def _other_optimizer(checkpoint: Checkpoint, key: str) -> CheckpointError:
 
 
 def _take_residues(checkpoint: Checkpoint, engine: ShardedEngine) -> None:
-    """What this rank alone kept: on the mesh on which it was saved all of it, on others nothing. Collective."""
+    """Load this rank's residues if they were saved on the same mesh; else they start from zero. Collective."""
     if engine.residues is None:
         return
     assert checkpoint.manifest is not None
@@ -288,7 +288,7 @@ def _sliceable(name: str, array: StoredArray, read_block: Callable[..., np.ndarr
 
 
 def _plain_file(path: Path) -> tuple[dict[str, Sliceable], dict[str, Any]]:
-    """The arrays of a safetensors file that anybody wrote, and the facts in its header, if they are ours."""
+    """The arrays of any safetensors file, and the facts in its header, if this package wrote them."""
     with reading(f"{path} is damaged or cannot be read", kind=CheckpointError):
         file = safe_open(path, framework="numpy")
         pieces = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)

@@ -17,7 +17,7 @@ from spmd_engine.checkpoints.hf.exported_tensors import TensorToWrite, write_ten
 from spmd_engine.checkpoints.hf.weights import as_it_is
 from spmd_engine.checkpoints.load_in_place import read_file_header
 from spmd_engine.checkpoints.read import Checkpoint, Sliceable
-from spmd_engine.checkpoints.save import deal, file_name, stored_arrays
+from spmd_engine.checkpoints.save import assign_blocks, file_name, stored_arrays
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
@@ -40,7 +40,7 @@ def reshard_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike, files:
     """Write a checkpoint anew, as so many ranks would, into another run's folder; returns where it is.
 
     Any mesh loads any checkpoint; this is for file systems that want few large files, or many. The folder is a new one,
-    or the run's own, where nobody else may be writing. Raises CheckpointError if it holds another run, OSError or
+    or the run's own, where no other process may be writing. Raises CheckpointError if it holds another run, OSError or
     UsageError where it cannot be written.
     """
     into = CheckpointFolder(folder)
@@ -57,7 +57,7 @@ def _reshard(checkpoint: Checkpoint, into: CheckpointFolder, files: int) -> Path
     try:
         for section, arrays in checkpoint.manifest.sections.items():
             placement, readable = _whole_on_all(arrays, files), checkpoint.section(section)
-            pieces = deal(placement, loads)
+            pieces = assign_blocks(placement, loads)
             parts = {
                 unfinished / file_name(section, number): [_source(name, readable[name], piece) for name, piece in own]
                 for number, own in enumerate(pieces)

@@ -1,4 +1,4 @@
-"""Saving: each rank writes blocks of what it holds; when all have, rank 0 makes them a checkpoint."""
+"""Saving: each rank writes blocks of what it holds; then rank 0 commits them as a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from spmd_engine.comm.agreement.rank_zero import gather_json, on_rank_zero, text
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import CheckpointError, UsageError
-from spmd_engine.sharding.placement import ArrayPlacement, Placement, ask_placement, ranks_of_blocks
+from spmd_engine.sharding.placement import ArrayPlacement, Placement, exchange_placements, ranks_of_blocks
 from spmd_engine.sharding.rectangles import Rectangle
 
-BLOCK = 4 << 20  #: bytes; larger rectangles are several blocks, so that who needs a part reads little more than that
-KEEP = 2  #: complete checkpoints that stay
+BLOCK = 4 << 20  #: bytes; larger rectangles become several blocks, so that a rank reads little more than it needs
+KEEP = 2  #: complete checkpoints that are kept
 
 Piece = tuple[str, Rectangle]  # a name in its section, and a part of that array
 
@@ -51,16 +51,16 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint into a run's ``folder``: parameters, buffers and, if given, the optimizer's state. Collective.
 
-    Every rank writes blocks of what it holds, replicas share the work, and nothing is gathered. It is there when all
-    of it is on the disk, under its name at once, and never in part; of those before, the last ``keep - 1`` stay.
-    ``config`` and ``facts`` (JSON) are kept with it. Raises CheckpointError, on every rank, if any of them could not
-    write, or has a value that is not finite: what was there before is there still.
+    Every rank writes blocks of what it holds, replicas share the work, and nothing is gathered. The checkpoint gets its
+    name when all of it is on the disk, never before; of earlier ones, the last ``keep - 1`` are kept. ``config`` and
+    ``facts`` (JSON) are stored with it. Raises CheckpointError on every rank if one could not write, or has a value
+    that is not finite; earlier checkpoints are then unchanged.
     """
     Save(folder, engine, optimizer, step=step, config=config, keep=keep, facts=facts).finish()
 
 
 @dataclass
-class Shares:
+class WritePlan:
     """What each rank writes of the arrays of one section."""
 
     section: str
@@ -68,17 +68,17 @@ class Shares:
     pieces: list[list[Piece]]  #: by rank
     array: Callable[[str], Array]  #: this rank's, of a name
 
-    def mine(self, rank: int) -> Iterator[tuple[str, Rectangle, Array]]:
-        """What this rank, which is ``rank``, writes: an array's name, which part of it, and that part."""
+    def blocks_of(self, rank: int) -> Iterator[tuple[str, Rectangle, Array]]:
+        """What this rank, number ``rank``, writes: an array's name, a rectangle of it, and its elements there."""
         for name, piece in self.pieces[rank]:
             held = next(each for each in self.placement[name].held[rank] if piece in each)
             yield name, piece, self.array(name)[piece.within(held).index]
 
 
 class Save:
-    """One save, from its beginning, after which parameters may change, to its commit. Collective, as ``finish`` is.
+    """One save; once it is constructed, parameters may change. ``finish`` commits it. Both are collective.
 
-    In the ``background`` what this rank writes is copied, and a thread of its own writes it.
+    In the ``background``, what this rank writes is copied, and a thread writes it.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class Save:
         self.step, self._keep, self._group = step, keep, engine.group()
         self._folder = CheckpointFolder(folder)
         self._config, self._facts, self._mesh = config, dict(facts or {}), mesh_name(engine)
-        self._shares = [*shares_of(engine, optimizer), *residues_of(engine)]
+        self._plans = [*write_plans(engine, optimizer), *residue_plans(engine)]
         self._into = Path(text_from_rank_zero(self._group, lambda: str(self._folder.begin()), CheckpointError))
         self._written: dict[str, list[Written]] = {}
         self._error = ""
         self._thread: Thread | None = None
-        blocks = {share.section: list(_blocks(share, self._group.rank)) for share in self._shares}
+        blocks = {plan.section: list(_blocks(plan, self._group.rank)) for plan in self._plans}
         if background:
             copies = {section: [_copied(block) for block in own] for section, own in blocks.items()}
             self._thread = Thread(target=self._write, args=(copies,), name=f"save of step {step}", daemon=True)
@@ -111,24 +111,24 @@ class Save:
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank has done its part, or failed in it."""
+        """Whether this rank has written its part, or failed."""
         return self._thread is None or not self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait until all ranks have written, and make it a checkpoint. Raises CheckpointError on all if one failed."""
+        """Wait until all ranks have written, and commit. Raises CheckpointError on all ranks if one failed."""
         if self._thread is not None:
             self._thread.join()
         mine = {section: [[x.dtype, x.offset, x.sha256] for x in own] for section, own in self._written.items()}
-        everyone = gather_json(self._group, {"error": self._error, "written": mine}, "save")
-        failed = {rank: said["error"] for rank, said in enumerate(everyone) if said["error"]}
+        results = gather_json(self._group, {"error": self._error, "written": mine}, "save")
+        failed = {rank: result["error"] for rank, result in enumerate(results) if result["error"]}
         if failed:
             on_rank_zero(self._group, lambda: discard(self._into))
-            told = "; ".join(f"rank {rank}: {error}" for rank, error in list(failed.items())[:4])
-            raise self._failed(told)
+            errors = "; ".join(f"rank {rank}: {error}" for rank, error in list(failed.items())[:4])
+            raise self._failed(errors)
 
         def commit() -> None:
             try:
-                self._folder.commit(self._into, self.step, self._manifest(everyone).text(), self._keep)
+                self._folder.commit(self._into, self.step, self._manifest(results).text(), self._keep)
             except OSError as error:
                 discard(self._into)
                 raise self._failed(str(error)) from error
@@ -147,14 +147,14 @@ class Save:
             self._written = dict(zip(own, write_files(files, {"step": str(self.step)}), strict=True))
         except (OSError, UsageError) as error:
             self._error = str(error) or repr(error)
-        except Exception as error:  # noqa: BLE001 (of a thread: told to all ranks by finish)
+        except Exception as error:  # noqa: BLE001 (in a thread: finish reports it to all ranks)
             self._error = f"{type(error).__name__}: {error}"
 
-    def _manifest(self, everyone: Sequence[Mapping[str, Any]]) -> Manifest:
+    def _manifest(self, results: Sequence[Mapping[str, Any]]) -> Manifest:
         sections = {}
-        for share in self._shares:
-            said = [[Written(*each) for each in rank["written"].get(share.section, [])] for rank in everyone]
-            sections[share.section] = stored_arrays(share.section, share.placement, share.pieces, said)
+        for plan in self._plans:
+            written = [[Written(*block) for block in rank["written"].get(plan.section, [])] for rank in results]
+            sections[plan.section] = stored_arrays(plan.section, plan.placement, plan.pieces, written)
         return Manifest(self.step, sections, self._facts, self._config, self._mesh)
 
 
@@ -166,9 +166,9 @@ def file_name(section: str, rank: int) -> str:
 def stored_arrays(
     section: str, placement: Placement, pieces: Sequence[Sequence[Piece]], written: Sequence[Sequence[Written]]
 ) -> Arrays:
-    """A section of the manifest: of every rank the pieces that it was dealt, and where it has written each of them."""
+    """A section of the manifest, from the pieces assigned to every rank and where it has written each of them."""
     blocks: dict[str, list[StoredBlock]] = {name: [] for name in placement}
-    dtypes: dict[str, str] = {}  # as written: of optimizer state a placement does not know them
+    dtypes: dict[str, str] = {}  # as written; the placement of optimizer state has other ones
     for rank, (own, places) in enumerate(zip(pieces, written, strict=True)):
         for (name, rectangle), place in zip(own, places, strict=True):
             blocks[name].append(StoredBlock(rectangle, file_name(section, rank), place.offset, place.sha256))
@@ -179,14 +179,14 @@ def stored_arrays(
     }
 
 
-def deal(placement: Placement, loads: list[int], *, block_bytes: int = BLOCK) -> list[list[Piece]]:
+def assign_blocks(placement: Placement, loads: list[int], *, block_bytes: int = BLOCK) -> list[list[Piece]]:
     """Which pieces each rank writes: each element once, by a rank that holds it, in pieces of ``block_bytes``.
 
-    Of replicas the one writes a piece that has least to write yet, by ``loads``: bytes by rank, which grow. A pure
-    function, so that all ranks find the same.
+    Among replicas, the rank with the least to write, by ``loads`` (bytes by rank, which grow), writes a piece. A pure
+    function, so that all ranks get the same result.
     """
-    dealt: list[list[Piece]] = [[] for _ in loads]
-    parts: dict[int, list[tuple[list[Rectangle], list[int]]]] = {}  # layers of a kind have one and the same placement
+    assigned: list[list[Piece]] = [[] for _ in loads]
+    parts: dict[int, list[tuple[list[Rectangle], list[int]]]] = {}  # layers of a kind share one placement
     for name, array in placement.items():
         if id(array) not in parts:
             parts[id(array)] = [
@@ -197,12 +197,12 @@ def deal(placement: Placement, loads: list[int], *, block_bytes: int = BLOCK) ->
             for piece in pieces:
                 rank = min(ranks, key=loads.__getitem__)  # of several, the first
                 loads[rank] += piece.size * array.dtype.itemsize
-                dealt[rank].append((name, piece))
-    return dealt
+                assigned[rank].append((name, piece))
+    return assigned
 
 
 def _holders(array: ArrayPlacement) -> Iterator[tuple[Rectangle, list[int]]]:
-    """Every owned rectangle with the ranks that hold the one it is in."""
+    """Every owned rectangle with the ranks that hold the rectangle that contains it."""
     ranks = ranks_of_blocks(array.held)
     for owner, owned in enumerate(array.owned):
         for each in owned:
@@ -212,18 +212,20 @@ def _holders(array: ArrayPlacement) -> Iterator[tuple[Rectangle, list[int]]]:
 
 
 def pieces_of(rectangle: Rectangle, itemsize: int, block_bytes: int) -> Iterator[Rectangle]:
-    """A rectangle, which is not empty, in runs of whole rows, of about so many bytes."""
+    """A rectangle that is not empty, in runs of whole rows of about ``block_bytes``."""
     row = prod(rectangle.shape[1:])
     run = row * max(1, block_bytes // (row * itemsize))
     for first in range(0, rectangle.size, run):
         yield from rectangle.elements(first, min(rectangle.size, first + run))
 
 
-def shares_of(engine: ShardedEngine, optimizer: Optimizer | None) -> list[Shares]:
-    """What each rank writes of an engine, and of its optimizer's state. Collective over the world."""
+def write_plans(engine: ShardedEngine, optimizer: Optimizer | None) -> list[WritePlan]:
+    """What each rank writes of an engine and of its optimizer's state. Collective over the world."""
     loads = [0] * engine.group().size
     stored = engine.placement()
-    shares = [Shares(MODEL, stored, deal(stored, loads), {**engine.parameters, **engine.buffers}.__getitem__)]
+    plans = [
+        WritePlan(MODEL, stored, assign_blocks(stored, loads), {**engine.parameters, **engine.buffers}.__getitem__)
+    ]
     if optimizer is not None:
         optimizer.prepare(engine)
         owned, kinds = engine.placement(owned=True), sorted(optimizer.state)
@@ -234,23 +236,23 @@ def shares_of(engine: ShardedEngine, optimizer: Optimizer | None) -> list[Shares
             kind, name = key.split("/", 1)
             return states[kind][name]
 
-        shares.append(Shares(OPTIMIZER, placement, deal(placement, loads), state))
-    return shares
+        plans.append(WritePlan(OPTIMIZER, placement, assign_blocks(placement, loads), state))
+    return plans
 
 
-def residues_of(engine: ShardedEngine) -> list[Shares]:
-    """What each rank writes of what it alone keeps from step to step, if ranks do: all of its own. Collective then."""
+def residue_plans(engine: ShardedEngine) -> list[WritePlan]:
+    """What each rank writes of the residues that it alone keeps from step to step: all of them. Collective, if any."""
     if engine.residues is None:
         return []
     group = engine.group()
     mine = {f"{group.rank:05d}/{name}": array for name, array in engine.residues.items()}
     held = {name: (array.dtype, Rectangle.whole(array.shape)) for name, array in mine.items()}
-    placement = ask_placement(group, held, label="residues")
-    return [Shares(RESIDUES, placement, deal(placement, [0] * group.size), mine.__getitem__)]
+    placement = exchange_placements(group, held, label="residues")
+    return [WritePlan(RESIDUES, placement, assign_blocks(placement, [0] * group.size), mine.__getitem__)]
 
 
 def mesh_name(engine: ShardedEngine) -> str:
-    """The mesh that a checkpoint is written on, and how it lies on several nodes: what bears on the last bits."""
+    """The mesh that a checkpoint is written on, with its nodes if there are several: both affect the last bits."""
     mesh = engine.mesh
     if mesh.node_count == 1:
         return str(mesh)
@@ -258,10 +260,10 @@ def mesh_name(engine: ShardedEngine) -> str:
     return f"{mesh} on nodes {','.join(str(hosts.index(node)) for node in mesh.nodes_by_rank)}"
 
 
-def _blocks(share: Shares, rank: int) -> Iterator[BlockToWrite]:
+def _blocks(plan: WritePlan, rank: int) -> Iterator[BlockToWrite]:
     """The blocks that this rank writes, with names for readers of its file."""
-    for name, piece, block in share.mine(rank):
-        named = block_name(name, piece, share.placement[name].shape)
+    for name, piece, block in plan.blocks_of(rank):
+        named = block_name(name, piece, plan.placement[name].shape)
         yield BlockToWrite(named, block.shape, block.dtype, partial(_itself, block))
 
 

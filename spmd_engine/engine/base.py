@@ -34,7 +34,7 @@ from spmd_engine.engine.tape import Tape, Tapes
 from spmd_engine.errors import UnknownParameter, UsageError
 from spmd_engine.losses import mean_squared_error
 from spmd_engine.sharding.notation import Spec
-from spmd_engine.sharding.placement import Placement, ask_placement, ask_shapes
+from spmd_engine.sharding.placement import Placement, exchange_placements, exchange_shapes
 from spmd_engine.sharding.rectangles import Rectangle
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ class ShardedEngine(Collectives, ABC):
         Ranks are those of ``group()``.
         Collective over the world: two all_gathers for all arrays together, whatever their number.
         """
-        return ask_placement(self.group(), self._held_here(owned))
+        return exchange_placements(self.group(), self._held_here(owned))
 
     def _held_here(self, owned: bool) -> dict[str, tuple[np.dtype, Rectangle]]:
         """Dtypes and rectangles of the arrays that this rank holds. Collective if shapes are not known."""
@@ -288,7 +288,7 @@ class ShardedEngine(Collectives, ABC):
     def _ask_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The whole shapes of parameters, from the blocks of all ranks. Collective over the world."""
         blocks = {name: (self.sharding(name), np.shape(block)) for name, block in self.parameters.items()}
-        return ask_shapes(self.group(), self.mesh, blocks)
+        return exchange_shapes(self.group(), self.mesh, blocks)
 
     def gather(self, name: str, *, root: int | None = None) -> Array | None:
         """The whole parameter, on every rank or only on ``root``. Collective over the world.

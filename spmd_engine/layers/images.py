@@ -270,10 +270,10 @@ class Reshard(Layer):
 
     def forward(self, sh, p, x, ctx):
         shape = len(x), *self.image, x.shape[3]
-        return sh.recut(x, self.inputs.dims, self.outputs.dims, shape), shape
+        return sh.reshard(x, self.inputs.dims, self.outputs.dims, shape), shape
 
     def backward_input(self, sh, p, shape, dy):
-        return sh.recut(dy, self.outputs.dims, self.inputs.dims, shape), None
+        return sh.reshard(dy, self.outputs.dims, self.inputs.dims, shape), None
 
 
 class Gather(Layer):

@@ -1,4 +1,4 @@
-"""Decoders of the families that people have weights of: Llama and its kin, with or without experts, GPT-2 and its."""
+"""Decoder-only language models, all built from one DecoderConfig: Llama, GPT-2 and relatives, with experts or not."""
 
 from __future__ import annotations
 
@@ -38,11 +38,10 @@ BYTES = 257  # every byte, and the end of a file
 
 @dataclass(frozen=True)
 class DecoderConfig(Configuration):
-    """All that decides what a decoder computes, but its parameters. Raises UsageError for what does not go together.
+    """All that decides what a decoder computes, except its parameters. Raises UsageError for invalid combinations.
 
-    ``gpt2`` has learned positions, layer norm, GELU and biases everywhere, whatever the fields from ``rotary`` on say.
-    Of the others a family is only how the weights are called in files: what it computes is in the other fields. Blocks
-    are named by their numbers, as in "0,5".
+    The family ``gpt2`` implies learned positions, layer norm, GELU and biases. All other families only decide the names
+    of weights in files: what they compute is in the other fields. Blocks are listed by number, as in "0,5".
     """
 
     family: str = setting("llama", choices=tuple(FAMILIES))
@@ -62,7 +61,7 @@ class DecoderConfig(Configuration):
     qk_norm: bool = False  #: whether queries and keys are normalised
     qk_norm_all_heads: bool = False  #: these two over all heads of a token, not head by head
     mixture: Mixture | None = None  #: experts in the place of dense perceptrons; None: there are none
-    window: int | None = setting(None, least=1)  #: positions that a query sees, up to its own; None: all before it
+    window: int | None = setting(None, least=1)  #: positions that a query sees, up to its own; None: all up to it
     window_layers: str = ""  #: blocks that have the window; "": all
     window_rotary: RotaryOptions | None = None  #: rotary positions of those blocks; None: as of the others
     no_rope_layers: str = ""  #: blocks without rotary positions
@@ -77,17 +76,17 @@ class DecoderConfig(Configuration):
     gated: bool = True  #: whether dense perceptrons have a gate: three products, not two
     activation: str = setting("silu", choices=tuple(GATES))  #: of dense perceptrons, or of their gate
     mlp_bias: bool = False  #: whether they have biases
-    embedding_scale: float = 1.0  #: factor of what is looked up in the embedding
-    residual_scale: float = 1.0  #: factor of what every branch adds
+    embedding_scale: float = 1.0  #: factor of the embedding's rows
+    residual_scale: float = 1.0  #: factor of every branch's output
     attention_scale: float | None = None  #: factor of queries times keys; None: 1 / sqrt(k)
     attention_cap: float | None = None  #: scores are cap · tanh(scores / cap); None: there is no cap
     logits_divisor: float = 1.0  #: by what logits are divided
     logits_cap: float | None = None  #: they are cap · tanh(logits / cap); None: there is no cap
     head_bias: bool = False  #: whether logits have one
     rope_before_norm: bool = False  #: whether queries and keys rotate before they are normalised
-    #: In the place of rotary positions, scores fall with the distance of the key: the last head's with 2^-this (ALiBi).
+    #: Instead of rotary positions, scores decrease with the distance of the key: the last head's by 2^-alibi (ALiBi).
     alibi: float | None = setting(None, least=0)
-    embedding_norm: bool = False  #: whether there is a norm behind the embedding
+    embedding_norm: bool = False  #: whether a norm follows the embedding
 
     OLD_NAMES: ClassVar[Mapping[str, str]] = {
         "query_key_norm": "qk_norm", "norm_together": "qk_norm_all_heads", "windowed": "window_layers",
@@ -142,7 +141,7 @@ class DecoderConfig(Configuration):
 
 
 NANO: dict[str, Any] = {"layers": 8, "width": 96, "heads": 6, "key_value_heads": 2}
-#: Small ones, to be trained from nothing, on bytes.
+#: Small models to train from scratch, on bytes.
 DECODERS = {
     "llama-nano": DecoderConfig(**NANO),
     "llama-mini": DecoderConfig(layers=6, width=384, heads=6, key_value_heads=2, hidden=1024, context=256),
@@ -161,8 +160,8 @@ DECODERS = {
 def decoder(shape: DecoderConfig, name: str = "decoder", dropout: float = 0.0, context_method: str = "gather") -> Model:
     """Tokens[b s] to logits[b s v]. ``dropout`` applies to every residual branch, and to learned positions.
 
-    Initial weights are normal with deviation 0.02, those that end a branch with 0.02 / sqrt(2 layers). How queries
-    meet keys where a layout cuts s is the ``context_method``: gather, ring or ulysses.
+    Initial weights are normal with deviation 0.02, those that end a branch with 0.02 / sqrt(2 layers). The
+    ``context_method`` of attention over a sharded s is gather, ring or ulysses.
     """
     if not 0.0 <= dropout < 1.0:
         raise UsageError(f"dropout {dropout} must be at least 0 and below 1")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from math import log
 from typing import Any
 
 from spmd_engine.errors import CheckpointError, UsageError, one_of
@@ -20,6 +19,7 @@ from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.families import FAMILIES
 from spmd_engine.models.families.family import Config, Family, SlidingWindow, check_required
 from spmd_engine.models.hf.read_config import Fields, with_windows_in
+from spmd_engine.models.hf.rope import yarn_magnitude
 from spmd_engine.models.mixture import Mixture
 
 #: Families of GGUF files, first those that are of an architecture under a condition.
@@ -194,7 +194,7 @@ def rotary_of_gguf(
         known = f"none, linear, yarn, and longrope with {_SHORT}"
         raise UsageError(f"rope.scaling.type {kind!r} is not supported; {known} are")
     check_required("rope.scaling.yarn_ext_factor", facts.get("rope.scaling.yarn_ext_factor", 1.0), 1.0)
-    usual = _magnitude(factor) / _magnitude(factor, facts.get("rope.scaling.yarn_log_multiplier", 0.0))
+    usual = yarn_magnitude(factor) / yarn_magnitude(factor, facts.get("rope.scaling.yarn_log_multiplier", 0.0))
     return plain.changed(
         scaling="yarn",
         factor=factor,
@@ -220,7 +220,3 @@ def _divided(plain: RotaryOptions, divisors: list[float], original: int) -> Rota
 def _narrow(value: float) -> float:
     """With 32 bits."""
     return struct.unpack("f", struct.pack("f", value))[0]
-
-
-def _magnitude(factor: float, scale: float = 1.0) -> float:
-    return 0.1 * scale * log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,4 +1,4 @@
-"""The customary layout of a model: what a mesh's axes cut, given what the model has."""
+"""The usual layout of a model: which letters a mesh's axes shard, given the letters that the model has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from spmd_engine.errors import MeshError, one_of
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.layout import Layout
 
-#: What each mesh axis cuts of images [b h w c]: the samples, rows, columns, or the channels f inside of blocks.
+#: The letter of images [b h w c] that each mesh axis shards: samples, rows, columns, or the channels f inside blocks.
 OF_IMAGES = {
     **dict.fromkeys(("data", "replicate", "shard", "expert"), "b"),
     "rows": "h",
@@ -27,11 +27,11 @@ def layout_for(
     zigzag: bool = False,
     experts_over: Sequence[str] | None = None,
 ) -> Layout:
-    """``Layout.for_mesh``, with ``model`` cutting what the model's attention has enough of; of images, ``OF_IMAGES``.
+    """``Layout.for_mesh``, with ``model`` on the heads that the model has enough of; for images, ``OF_IMAGES``.
 
-    It cuts key heads; where there are fewer than ranks, the queries that share one, if that leaves less to the
-    rank that has most, and no axis ``queries`` cuts them. Raises MeshError for an axis without a customary name, and
-    for one, or ``sequence_parallel``, that cuts what the model does not have.
+    It shards key heads; or, where these are fewer than ranks, the queries that share one, if the rank with most then
+    has less, and no axis ``queries`` shards them. Raises MeshError for an axis without a usual name, and for one, or
+    ``sequence_parallel``, whose letter the model does not have.
     """
     letters = model.inputs.split()
     of_images = {"h", "w"} <= set(letters)
@@ -71,7 +71,7 @@ def layout_for(
 
 
 def layout_of_images(model: Model, mesh: MeshPosition) -> Layout:
-    """Letters by ``OF_IMAGES``; and n, samples where rows y and columns x are whole, is cut as b, then as h and w."""
+    """Letters by ``OF_IMAGES``; and n, samples with whole rows y and columns x, is sharded as b, then as h and w."""
     cuts: dict[str, tuple[str, ...]] = {}
     for axis in mesh.axes:
         if axis not in OF_IMAGES and mesh.axes[axis] > 1:
@@ -94,7 +94,7 @@ def with_queries_apart(model: Model, axes: Mapping[str, int]) -> dict[str, int]:
     sizes = attentions[0]
 
     def most(along_model: int) -> tuple[int, int]:
-        """Of the rank that has most: queries, and key heads."""
+        """The most queries, and key heads, that a rank has."""
         key_heads = -(-sizes["h"] // along_model)
         return key_heads * -(-sizes["r"] // (ranks // along_model)), key_heads
 
@@ -108,7 +108,7 @@ def with_queries_apart(model: Model, axes: Mapping[str, int]) -> dict[str, int]:
 
 
 def note_of_shared_keys(model: Model, axes: Mapping[str, int]) -> str | None:
-    """What to say if ranks along ``model`` compute key heads that their queries do not read."""
+    """A hint if ranks along ``model`` compute key heads that their queries do not read, else None."""
     better = with_queries_apart(model, axes)
     if "queries" not in set(better) - set(axes):
         return None
@@ -119,7 +119,7 @@ def note_of_shared_keys(model: Model, axes: Mapping[str, int]) -> str | None:
 
 
 def attends(model: Model) -> bool:
-    """Whether it has attention layers, for which a sequence can be cut in a zigzag."""
+    """Whether the model has attention layers, for which a sequence can be sharded in a zigzag."""
     return bool(_attentions(model))
 
 
@@ -129,7 +129,7 @@ def _attentions(model: Model) -> list[Mapping[str, int]]:
 
 
 def _queries_divide_better(attentions: Sequence[Mapping[str, int]], ranks: int) -> bool:
-    """Whether in all of them the rank with most query heads has fewer if r is cut, and key heads do not suffice."""
+    """Whether in all of them the rank with most query heads has fewer if r is sharded, and key heads do not suffice."""
     return bool(attentions) and all(
         sizes["h"] < ranks and sizes["h"] * -(-sizes.get("r", 1) // ranks) < sizes.get("r", 1) for sizes in attentions
     )

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_path(name: str) -> bool:
-    """Whether a model's name is that of weights: it has a slash, or something is there or in the hub's cache."""
+    """Whether a model's name is a path of weights: it has a slash, or is a file, a folder, or in the hub's cache."""
     return "/" in name or Path(name).exists() or snapshot_of(name) is not None
 
 
@@ -75,7 +75,7 @@ def _kept(name: str) -> Path:
 
 
 def is_description(name: str) -> bool:
-    """Whether it is that of a file that describes a model and has no weights."""
+    """Whether the name is that of a file that describes a model and has no weights."""
     return name.endswith((".toml", ".json"))
 
 

@@ -1,4 +1,4 @@
-"""A model: named layers in order, the letters of what goes in and comes out, and its loss."""
+"""A model: named layers in order, the letters of its inputs and outputs, and its loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spmd_engine.layers.layer import Layer
 
 @dataclass(frozen=True)
 class Model:
-    """Everything an engine needs to know, and nothing of any mesh."""
+    """All that an engine needs; independent of the mesh."""
 
     name: str
     layers: tuple[tuple[str, Layer], ...]
@@ -27,8 +27,8 @@ class Model:
     context: int = 1  #: longest s; 0: any
     vocabulary: int = 0  #: tokens, inputs and targets, are whole numbers below it; 0: inputs are no tokens
     sample: tuple[int, ...] | None = None  #: the whole shape of one sample of the inputs; None: any
-    #: What an evaluation tells beside the loss: metric(sh, outputs, targets, *, mask) -> of how many of the targets
-    #: here something holds, equal on ranks with the same targets. It is asked before the loss.
+    #: What an evaluation reports besides the loss: metric(sh, outputs, targets, *, mask) -> the number of targets here
+    #: for which it holds, equal on ranks with the same targets. It is computed before the loss.
     metrics: Mapping[str, Callable] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -81,14 +81,14 @@ def _rectangle(shape: Sequence[int], intervals: Mapping[int, Interval]) -> Recta
 Axes = tuple[str, ...]
 
 
-def recut_axes(
+def reshard_axes(
     before: Sequence[Axes], after: Sequence[Axes], place: MeshPosition
 ) -> tuple[Axes, list[tuple[Axes, Axes]]]:
     """Along which axes of a mesh an array's cut changes, and by which of them each dim is cut before and after.
 
     ``before`` and ``after``: the axes that cut each dim. What both begin with stays as it is.
 
-    >>> recut_axes([("data",), ("rows",)], [("data", "rows"), ()], MeshPosition({"rows": 2, "data": 4}, {}))
+    >>> reshard_axes([("data",), ("rows",)], [("data", "rows"), ()], MeshPosition({"rows": 2, "data": 4}, {}))
     (('rows',), [((), ('rows',)), (('rows',), ())])
     """
     changes = []
@@ -99,7 +99,7 @@ def recut_axes(
     return tuple(axis for axis in place.axes if axis in changed), changes
 
 
-def plan_recut(
+def plan_reshard(
     shape: Sequence[int], dtype: np.dtype, changes: Sequence[tuple[Axes, Axes]], peers: Sequence[MeshPosition]
 ) -> TransferPlan:
     """The exchange among ``peers``, who have an array of this ``shape`` together. Of copies, each keeps its own."""

@@ -23,11 +23,11 @@ Interval = tuple[int, int]  # start and stop along a dim
 
 @dataclass(frozen=True)
 class ArrayPlacement:
-    """Who has what of one array. Ranks are numbers in the group that will communicate.
+    """Which rank has what of one array. Ranks are numbers in the group that will communicate.
 
     A rank stores an array for each rectangle that it *holds*; of those it *owns* some parts, or all, or none. An
-    element has one owner; whoever else holds it has a copy: a replica, or a halo. The rectangles that one rank holds
-    are disjoint. Which rank stores nothing at all has no rectangles.
+    element has one owner; any other rank that holds it has a copy: a replica, or a halo. The rectangles of one rank are
+    disjoint. A rank that stores nothing has no rectangles.
     """
 
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class ArrayPlacement:
         held: Sequence[Sequence[Rectangle]],
         owned: Sequence[Sequence[Rectangle]] | None = None,
     ) -> ArrayPlacement:
-        """From what every rank holds. Where it is not said who owns an element, the first who holds it does."""
+        """From what every rank holds. Without ``owned``, the first rank that holds an element owns it."""
         everyone = tuple(map(tuple, held))
         owners = tuple(map(tuple, owned)) if owned is not None else _first_holders(tuple(shape), everyone)
         return cls(tuple(shape), np.dtype(dtype), everyone, owners)
@@ -98,7 +98,7 @@ class ArrayPlacement:
         return sum(each.size for each in self.held[rank]) * self.dtype.itemsize
 
     def check(self, name: str) -> None:
-        """Raise UsageError unless every element has one owner, who holds it."""
+        """Raise UsageError unless every element has one owner, which holds it."""
         for rank, (held, owned) in enumerate(zip(self.held, self.owned, strict=True)):
             for part in owned:
                 if not any(part in block for block in held):
@@ -113,12 +113,12 @@ class ArrayPlacement:
         for bad in grid.rectangles(owners != 1)[:1]:
             at, one = bad.start, Rectangle(bad.start, tuple(n + 1 for n in bad.start))
             ranks = [rank for rank, owned in enumerate(self.owned) if any(one in part for part in owned if part.size)]
-            who = f"ranks {', '.join(map(str, ranks))} all own" if ranks else "nobody owns"
+            who = f"ranks {', '.join(map(str, ranks))} all own" if ranks else "no rank owns"
             raise UsageError(f"{name}: {who} the element at {at}; each element must have exactly one owner")
 
 
 class Placement(Mapping[str, ArrayPlacement]):
-    """Who has what of several arrays, by name; the same on every rank."""
+    """Which rank has what of several arrays, by name; the same on every rank."""
 
     def __init__(self, arrays: Mapping[str, ArrayPlacement]) -> None:
         self._arrays = dict(arrays)
@@ -139,7 +139,7 @@ class Placement(Mapping[str, ArrayPlacement]):
         return sum(array.nbytes(rank) for array in self.values())
 
     def checked(self) -> Placement:
-        """Itself; raises UsageError unless every element of every array has one owner, who holds it."""
+        """Itself; raises UsageError unless every element of every array has one owner, which holds it."""
         for name, array in self.items():
             array.check(name)
         return self
@@ -197,29 +197,29 @@ def _sides(rectangle: Rectangle) -> list[Interval]:
     return list(zip(rectangle.start, rectangle.stop, strict=True))
 
 
-# --- Placements that no rank can tell alone: every rank says what it holds, of all arrays at once
+# --- Placements that no rank knows alone: every rank describes what it holds, of all arrays at once
 
 
-def ask_placement(
+def exchange_placements(
     group: Group, held: Mapping[str, tuple[np.dtype, Rectangle]], *, label: str = "placement"
 ) -> Placement:
     """The placement of arrays of which this rank holds one rectangle each, or none: those it does not name.
 
-    One all_gather. An array is as large as the rectangles reach; whether they cover it, ``check`` and
-    ``plan_transfer`` tell. The first who holds an element owns it.
+    One all_gather. An array is as large as the rectangles reach; ``check`` and ``plan_transfer`` find out whether they
+    cover it. The first rank that holds an element owns it.
     """
-    return placement_said(gather_json(group, say(held), label))
+    return placement_of_all(gather_json(group, describe_held(held), label))
 
 
-def say(held: Mapping[str, tuple[np.dtype, Rectangle]]) -> dict[str, Any]:
-    """What a rank says, in JSON, of the rectangles that it holds: each once, and of each array, which of them."""
+def describe_held(held: Mapping[str, tuple[np.dtype, Rectangle]]) -> dict[str, Any]:
+    """The rectangles that a rank holds, as JSON: each once, and for each array the number of its rectangle."""
     kinds: dict[tuple[np.dtype, Rectangle], int] = {}
     numbers = {name: kinds.setdefault(each, len(kinds)) for name, each in held.items()}
     return {"kinds": [(describe(dtype), part.start, part.stop) for dtype, part in kinds], "arrays": numbers}
 
 
-def placement_said(everyone: Sequence[Mapping[str, Any]]) -> Placement:
-    """The placement by what each rank said; arrays of which all said the same have one and the same."""
+def placement_of_all(everyone: Sequence[Mapping[str, Any]]) -> Placement:
+    """The placement from the descriptions of all ranks; arrays with equal descriptions share one ArrayPlacement."""
     kinds = [[_hashable(each) for each in said["kinds"]] + [None] for said in everyone]
     found: dict[tuple[int, ...], ArrayPlacement] = {}
     arrays = {}
@@ -231,7 +231,7 @@ def placement_said(everyone: Sequence[Mapping[str, Any]]) -> Placement:
     return Placement(arrays)
 
 
-def ask_shapes(
+def exchange_shapes(
     group: Group, place: MeshPosition, blocks: Mapping[str, tuple[Spec, Sequence[int]]], *, label: str = "shape"
 ) -> dict[str, tuple[int, ...]]:
     """The whole shapes of arrays cut over a mesh, from the shapes of everyone's blocks. One all_gather.

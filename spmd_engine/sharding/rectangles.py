@@ -104,7 +104,9 @@ class Rectangle(NamedTuple):
         return f"[{', '.join(f'{a}:{b}' for a, b in zip(self.start, self.stop, strict=True))}]"
 
 
-def meetings(ones: Collection[Rectangle], others: Collection[Rectangle]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def intersections(
+    ones: Collection[Rectangle], others: Collection[Rectangle]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What each of some rectangles shares with each of others: start and stop, (ones, others, dims), and size.
 
     Where they share nothing, that is empty. There is one at least of both.

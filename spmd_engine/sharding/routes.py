@@ -1,4 +1,4 @@
-"""Who gives which rectangles to whom, so that each element goes once to every rank that lacks it."""
+"""Which rank sends which rectangles to which, so that each element goes once to every rank that lacks it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from spmd_engine.comm.blocks import span
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.placement import ArrayPlacement, Placement, Rectangles, ranks_of_blocks
-from spmd_engine.sharding.rectangles import Grid, Rectangle, meetings
+from spmd_engine.sharding.rectangles import Grid, Rectangle, intersections
 
 
 @dataclass(frozen=True)
 class Multicast:
-    """What one rank gives to some ranks, itself perhaps among them: ``parts``, one behind the other."""
+    """What one rank sends to some ranks, perhaps itself: ``parts``, one behind the other."""
 
     sender: int
     receivers: tuple[int, ...]  #: ascending
@@ -55,11 +55,10 @@ def find_routes(
 ) -> dict[np.dtype, tuple[Multicast, ...]]:
     """All routes by which ``target`` comes about, by dtype; the same on every rank.
 
-    A rank that has an element keeps it. What it lacks it gets once: from one of its own node, if one there has it;
-    and of several of those, from the one that has the least to send so far, the first of these. ``nodes``: of each
-    rank, anything that tells its node from others.
+    A rank that has an element keeps it. It receives what it lacks once: from a rank of its own node if one has it, and
+    among several from the first with the least to send so far. ``nodes``: an identifier of each rank's node.
 
-    Raises UsageError where somebody wants what nobody has.
+    Raises UsageError where a rank wants elements that no rank has.
     """
     load = [0] * len(nodes)  # bytes that each rank sends
     found: dict[np.dtype, dict[tuple[int, tuple[int, ...]], list[tuple[str, Rectangle]]]] = {}
@@ -92,7 +91,7 @@ class SharedPart:
 
     @cached_property
     def kept(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Who has what he wants, each as its own sender."""
+        """The ranks that have what they want, each as its own sender."""
         return [(rank, (rank,)) for rank in self.takers if rank in self.holders]
 
     @cached_property
@@ -103,7 +102,7 @@ class SharedPart:
 def _senders(
     part: SharedPart, nodes: Sequence[Hashable], load: list[int], itemsize: int
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Who gives a part to whom, himself perhaps among them; adds to the bytes that each sends."""
+    """Which ranks send a part to which, perhaps to themselves; adds to the bytes that each sends."""
     if not part.lacking:
         return part.kept
     receivers = {rank: [rank] for rank, _ in part.kept}
@@ -119,9 +118,9 @@ def _senders(
 def _parts(
     shape: tuple[int, ...], given: tuple[Rectangles, ...], wanted: tuple[Rectangles, ...]
 ) -> tuple[SharedPart, ...]:
-    """All that is wanted of an array, by who has it and who wants it; of layers of a kind, the same.
+    """All that is wanted of an array, by the ranks that have it and those that want it; layers of a kind share it.
 
-    Raises UsageError where nobody has it.
+    Raises UsageError where no rank has it.
     """
     of_blocks = _parts_of_blocks(ranks_of_blocks(given), ranks_of_blocks(wanted))
     return tuple(of_blocks if of_blocks is not None else _parts_of_grid(shape, given, wanted))
@@ -132,12 +131,12 @@ def _parts_of_blocks(
 ) -> list[SharedPart] | None:
     """What each block that is given shares with each that is wanted; None where blocks of a side overlap, or lack some.
 
-    Models' parameters are cut like this, hundreds of them: all pairs of blocks are met at once.
+    Models' parameters are cut like this, hundreds of them: all pairs of blocks are compared at once.
     """
     if not wanted or not given:
         return None if wanted else []
-    sizes = [meetings(side, side)[2] for side in (given, wanted)]
-    begin, end, shared = meetings(given, wanted)
+    sizes = [intersections(side, side)[2] for side in (given, wanted)]
+    begin, end, shared = intersections(given, wanted)
     if any(np.count_nonzero(each) > len(each) for each in sizes) or (shared.sum(axis=0) < sizes[1].diagonal()).any():
         return None
     holders, takers, parts = list(given.values()), list(wanted.values()), []
@@ -163,7 +162,7 @@ def _parts_of_grid(shape: Sequence[int], given: Sequence[Rectangles], wanted: Se
     for lacking in grid.rectangles(wants & ~has)[:1]:
         raise UsageError(
             f"ranks hold {sizes[has].sum()} of its {sizes.sum()} elements; is its sharding right? "
-            f"Nobody holds the one at {lacking.start}"
+            f"No rank holds the one at {lacking.start}"
         )
     if not sizes.size:
         return []
@@ -178,7 +177,7 @@ def _parts_of_grid(shape: Sequence[int], given: Sequence[Rectangles], wanted: Se
 
 
 def count_rounds(routes: Sequence[Multicast], ranks: int, most: int) -> int:
-    """In how many portions to cut the routes, so that of each no rank sends, or receives, more than ``most`` elements.
+    """How many portions the routes need, so that in each no rank sends or receives more than ``most`` elements.
 
     0 if nothing has to be sent at all. A portion of a route is at least an element, until there are no more.
     """
@@ -278,14 +277,14 @@ def make_segment(placement: Placement, rank: int, route: Multicast, first: int, 
     return Segment(route, first, size, tuple(copies))
 
 
-def given(placement: Placement, rank: int, routes: Sequence[Multicast], number: int, of: int) -> Piece:
+def sent_piece(placement: Placement, rank: int, routes: Sequence[Multicast], number: int, of: int) -> Piece:
     """What a rank sends in a round."""
     mine = [route for route in routes if route.sender == rank]
     links = [[route for route in mine if other in route.receivers] for other in range(placement.ranks)]
     return _piece(placement, rank, links, number, of)
 
 
-def taken(placement: Placement, rank: int, routes: Sequence[Multicast], number: int, of: int) -> Piece:
+def received_piece(placement: Placement, rank: int, routes: Sequence[Multicast], number: int, of: int) -> Piece:
     """What a rank receives in a round."""
     mine = [route for route in routes if rank in route.receivers]
     links = [[route for route in mine if route.sender == other] for other in range(placement.ranks)]

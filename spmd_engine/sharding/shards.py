@@ -183,7 +183,7 @@ class Shards:
             x = self.mesh.group(axis).all_gather(x, dims.split().index(letter), label=self.label)
         return x
 
-    def recut(self, x: Array, dims: str, after: str, shape: Sequence[int]) -> Array:
+    def reshard(self, x: Array, dims: str, after: str, shape: Sequence[int]) -> Array:
         """``x[dims]`` as ``x[after]``: the same array, cut as other letters are. Who has an element already keeps it.
 
         ``shape`` is that of the array which the ranks have together between whom the cut changes.
@@ -191,12 +191,12 @@ class Shards:
         axes, changes = self._change(dims, after)
         if not axes:
             return x
-        key = "recut", tuple(shape), x.dtype, dims, after
+        key = "reshard", tuple(shape), x.dtype, dims, after
         plan = self._plans.get(key)
         if plan is None:
-            from spmd_engine.sharding.halos import plan_recut
+            from spmd_engine.sharding.halos import plan_reshard
 
-            plan = self._plans[key] = plan_recut(shape, x.dtype, changes, self.mesh.peers(axes))
+            plan = self._plans[key] = plan_reshard(shape, x.dtype, changes, self.mesh.peers(axes))
         return plan.execute(self.mesh.group(axes), {"x": [x]}, label=self.label)["x"][0]
 
     def gather_further(self, x: Array, dims: str, after: str) -> Array:
@@ -214,10 +214,10 @@ class Shards:
         return x
 
     def _change(self, dims: str, after: str) -> tuple[tuple[str, ...], list[tuple[Axes, Axes]]]:
-        from spmd_engine.sharding.halos import recut_axes
+        from spmd_engine.sharding.halos import reshard_axes
 
         source, target = ([self.axes_in_order(letter) for letter in letters.split()] for letters in (dims, after))
-        return recut_axes(source, target, self.mesh)
+        return reshard_axes(source, target, self.mesh)
 
     def reach(self, letter: str, length: int, reads: Reads, where: str = "inside") -> Reach:
         """What this rank has of a letter, ``length`` long in all, which outputs it makes of it, and what they read."""

@@ -32,15 +32,15 @@ from spmd_engine.sharding.routes import (
     copy_unless_there,
     count_rounds,
     find_routes,
-    given,
     make_segment,
     new_blocks,
-    taken,
+    received_piece,
+    sent_piece,
 )
 
 PIECE = 32 << 20  # bytes
 
-#: A transfer: it yields what leaves in a round, and how much goes to whom; is sent what comes; returns the new blocks.
+#: A transfer: it yields what a round sends, with the split by rank; is sent what arrives; returns the new blocks.
 Steps = Generator[tuple[Array, tuple[int, ...]], Array | None, Blocks]
 
 
@@ -54,14 +54,14 @@ def plan_transfer(
 ) -> TransferPlan:
     """How the arrays of ``target`` come about from those of ``source``, placed on ranks of the same group.
 
-    A rank keeps what it has; of others it prefers those of its own node (``nodes``: of each rank, anything that
-    tells its node from others), and these share the work. ``from_owners``: only owners give, so that the adjoint
-    leaves the whole sum with the one owner of an element.
+    A rank keeps what it has; it prefers to receive from ranks of its own node (``nodes``: an identifier of each rank's
+    node), and these share the work. ``from_owners``: only owners send, so that the adjoint leaves the whole sum with
+    the one owner of an element.
 
-    In a round, no rank sends, or receives, more than ``piece_bytes``; but of all that one rank gives to the same
-    ranks, one element at least.
+    In a round, no rank sends or receives more than ``piece_bytes``, but at least one element of what one rank sends to
+    the same ranks.
 
-    Raises UsageError for names, shapes or dtypes that differ, and where somebody wants what nobody has.
+    Raises UsageError for names, shapes or dtypes that differ, and where a rank wants elements that no rank has.
     """
     for name, wanted in target.items():
         if name not in source:
@@ -109,7 +109,7 @@ class PlannedExchange(ABC):
 
     @abstractmethod
     def _steps(self, group: Group, blocks: Blocks, out: Blocks | None, like: Backend) -> Steps:
-        """Yields what leaves in each round and is sent what came; returns this rank's blocks of the target."""
+        """Yields what each round sends and is sent what arrived; returns this rank's blocks of the target."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ class TransferPlan(PlannedExchange):
             for _, old, new in self._kept(group.rank):
                 copy_unless_there(old.at(blocks), new.at(out))
         for dtype, number in self._rounds():
-            coming = self._piece(taken, group.rank, dtype, number, keep=keep)
-            leaving = self._piece(given, group.rank, dtype, number, keep=keep)
+            coming = self._piece(received_piece, group.rank, dtype, number, keep=keep)
+            leaving = self._piece(sent_piece, group.rank, dtype, number, keep=keep)
             received = yield _packed([blocks for blocks, _ in several], leaving, dtype, like)
             for segment in coming.segments:
                 for which, (_, out) in enumerate(several):
@@ -193,11 +193,11 @@ class TransferPlan(PlannedExchange):
     def _piece(
         self, make: Callable[..., Piece], rank: int, dtype: np.dtype, number: int, *, keep: bool = True
     ) -> Piece:
-        """What a rank gives (``make=given``) or takes (``taken``) in a round; may be kept for the next time."""
+        """What a rank sends (``sent_piece``) or receives (``received_piece``) in a round; ``keep`` stores it."""
         key = make, rank, dtype, number
         if key in self._made:
             return self._made[key]
-        placement = self.source if make is given else self.target
+        placement = self.source if make is sent_piece else self.target
         piece = make(placement, rank, self.routes[dtype], number, self.rounds[dtype])
         if keep:
             self._made[key] = piece
@@ -213,11 +213,11 @@ class TransferPlan(PlannedExchange):
 
 @dataclass(frozen=True)
 class Adjoint(PlannedExchange):
-    """The transpose of a transfer: what an element was given to several ranks as, comes back from them and is added.
+    """The transpose of a transfer: the copies of an element that several ranks received come back and are added.
 
-    It is added up in the order of the ranks, and on the rank that gave it: with ``from_owners``, on its owner. Of a
-    transfer that gathers, this is a reduce_scatter; of halos, the sum of what overlaps. Its blocks are new, or added to
-    ``out``; what the transfer gave to nobody is zero. 16-bit floats are added up in float32.
+    They are added in the order of the ranks, on the rank that sent the element: with ``from_owners``, on its owner. The
+    adjoint of a gather is a reduce_scatter; of halos, the sum of what overlaps. Its blocks are new, or added to
+    ``out``; elements that the transfer sent to no rank are zero. 16-bit floats are added in float32.
     """
 
     plan: TransferPlan
@@ -246,7 +246,7 @@ class Adjoint(PlannedExchange):
             if len(route.receivers) == 1:  # what others have, too, is added with theirs
                 add(new.at(blocks), old.at(result))
         for dtype, number in plan._rounds():
-            leaving, coming = (plan._piece(side, rank, dtype, number) for side in (taken, given))
+            leaving, coming = (plan._piece(side, rank, dtype, number) for side in (received_piece, sent_piece))
             received = yield _packed([blocks], leaving, dtype, backend)
             by_route: dict[int, list[Segment]] = {}
             for segment in coming.segments:
@@ -308,7 +308,7 @@ def _carry_out(steps: Steps, group: Group, label: str) -> Blocks:
 def _packed(
     several: Sequence[Blocks], leaving: Piece, dtype: np.dtype, backend: Backend
 ) -> tuple[Array, tuple[int, ...]]:
-    """The flat piece that leaves in a round, and how much of it goes to whom."""
+    """The flat piece that is sent in a round, and its split by rank."""
     packed = backend.empty((leaving.size * len(several),), dtype)
     for segment in leaving.segments:
         for which, blocks in enumerate(several):

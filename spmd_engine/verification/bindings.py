@@ -1,4 +1,4 @@
-"""The arrays that a user's functions bind to names, return and reduce: seen, and changed, while they run."""
+"""Observes, and may replace, the arrays that a user's functions bind to names, return and reduce."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.group import Group
 
-#: Where arrays are made that no user binds: Python, NumPy, and this package but for the pages of strategies/.
+#: Code whose names are not observed: Python, NumPy, and this package except the pages of strategies/.
 _PACKAGE = Path(__file__).parents[1]
 _LIBRARY = str(Path(np.__file__).parent), str(_PACKAGE), "<"
 _PAGES = str(_PACKAGE / "strategies")
@@ -119,7 +119,7 @@ class Bindings:
                     returned[key] = array if other is None else other
 
     def _see_reduction(self, frame: FrameType) -> None:
-        """An all_reduce is about to begin: which of the lines that are watched asks for it, of what?"""
+        """Report an all_reduce that is about to begin, with the observed line that calls it and its array."""
         group, caller = frame.f_locals["self"], frame.f_back
         while caller is not None and caller.f_trace is None:
             caller = caller.f_back

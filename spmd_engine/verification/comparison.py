@@ -1,4 +1,4 @@
-"""Comparing what the ranks have of a tensor with one device's, which rank 0 has."""
+"""Compares the ranks' parts of a tensor with one device's tensor, which rank 0 has."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ComparedTensor:
     """Something that both engines have computed."""
 
     kind: str
-    whole: Callable[[], Array | None]  #: one device's; asked on rank 0 alone
+    whole: Callable[[], Array | None]  #: one device's; called on rank 0 alone
     #: of this rank, given the shape of the whole; None: it has none
     part: Callable[[tuple[int, ...]], LocalPart | None]
     name: str = ""
@@ -125,8 +125,8 @@ def to_first(world: Group, thing: Any) -> list[Any] | None:
 
 def from_first(world: Group, thing: Any) -> Any:
     """The first rank's ``thing`` on every rank."""
-    said = np.frombuffer(pickle.dumps(thing), np.uint8) if world.rank == 0 else None
-    return pickle.loads(world.broadcast(said, label="verify").tobytes())
+    data = np.frombuffer(pickle.dumps(thing), np.uint8) if world.rank == 0 else None
+    return pickle.loads(world.broadcast(data, label="verify").tobytes())
 
 
 def _wholes(world: Group, tensors: Sequence[ComparedTensor]) -> Iterator[np.ndarray]:

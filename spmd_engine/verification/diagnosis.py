@@ -94,7 +94,7 @@ def _alike(team: Sequence[ComparedBlock]) -> bool:
 # --- Causes
 
 
-PARAMETER, INITIAL = "parameter", "initial parameter"  # kinds of tensors that nobody sums over ranks
+PARAMETER, INITIAL = "parameter", "initial parameter"  # kinds of tensors that are not summed over ranks
 VARIABLE = "variable"  # of a function: what its ranks have may rightly differ
 
 

@@ -10,7 +10,7 @@ from enum import Enum
 class Cause(Enum):
     """What may explain a disagreement."""
 
-    MISSING_SUM = "missing sum"  #: ranks have parts of a sum that nobody reduced
+    MISSING_SUM = "missing sum"  #: ranks have parts of a sum that was not reduced
     REPEATED_SUM = "repeated sum"  #: a sum was made once more, of equal terms
     MEAN = "mean for a sum"
     STALE = "stale"  #: the values are those of the step before

@@ -39,7 +39,7 @@ def stored_on(folder, source, axes, zero):
 def test_blocks_are_read_once_and_come_to_their_places(tmp_path, monkeypatch, axes, ranks, at_once):
     """Of tensors that are large and small, of GPT-2's, where three parameters are in one, and with rows turned."""
     monkeypatch.setattr(exported_tensors, "AT_ONCE", at_once)
-    monkeypatch.setattr("spmd_engine.checkpoints.save.deal.__kwdefaults__", {"block_bytes": 100})
+    monkeypatch.setattr("spmd_engine.checkpoints.save.assign_blocks.__kwdefaults__", {"block_bytes": 100})
     for family in ("gpt2", "llama"):
         source, folder, out = FOLDERS / family, tmp_path / family, tmp_path / f"{family}-out"
         stored_on(folder, source, axes, zero=3 if "data" in axes else 0)

@@ -15,7 +15,7 @@ from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, Save, load_che
 from spmd_engine.checkpoints.format.blocks import read_block
 from spmd_engine.checkpoints.format.manifest import Manifest
 from spmd_engine.checkpoints.format.write import BlockToWrite, write_files
-from spmd_engine.checkpoints.save import deal
+from spmd_engine.checkpoints.save import assign_blocks
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import CheckpointError
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
@@ -91,7 +91,7 @@ def test_dealing_covers_each_element_once_by_those_who_hold_it():
         }
     )
     loads = [0] * 4
-    dealt = deal(placement, loads, block_bytes=50)
+    dealt = assign_blocks(placement, loads, block_bytes=50)
     for name, array in placement.items():
         written = np.zeros(array.shape, int)
         for rank, pieces in enumerate(dealt):
@@ -136,7 +136,9 @@ def test_only_the_blocks_that_are_needed_are_read(tmp_path, monkeypatch):
     def program():
         with Mesh() as mesh:
             engine = tiny.make_engine(mesh)
-            monkeypatch.setattr("spmd_engine.checkpoints.save.deal.__kwdefaults__", {"block_bytes": 100}, raising=False)
+            monkeypatch.setattr(
+                "spmd_engine.checkpoints.save.assign_blocks.__kwdefaults__", {"block_bytes": 100}, raising=False
+            )
             save_checkpoint(tmp_path, engine)
 
     run_threads(program, 1)

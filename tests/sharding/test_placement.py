@@ -76,7 +76,7 @@ def test_of_rectangles_that_overlap_the_first_holder_owns():
 @pytest.mark.parametrize(
     "held, owned, words",
     [
-        (columns([(0, 4)], [(6, 9)]), None, r"w: nobody owns the element at \(0, 4\)"),
+        (columns([(0, 4)], [(6, 9)]), None, r"w: no rank owns the element at \(0, 4\)"),
         (columns([(0, 6)], [(4, 9)]), columns([(0, 6)], [(4, 9)]), r"w: ranks 0, 1 all own the element at \(0, 4\)"),
         (columns([(0, 6)], [(6, 8)]), columns([(0, 6)], [(6, 9)]), r"w: rank 1 owns \[0:2, 6:9\], which no rectangle"),
         (columns([(0, 6), (5, 9)], []), None, r"w: rank 0 holds \[0:2, 0:6\], \[0:2, 5:9\], which overlap"),

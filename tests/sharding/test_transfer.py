@@ -403,7 +403,7 @@ def test_on_threads_and_on_mpi(ranks):
 
 def test_what_nobody_has():
     torn = ArrayPlacement.of_rectangles((4, 3), np.float64, [[Rectangle((0, 0), (2, 3))], [Rectangle((3, 0), (4, 3))]])
-    with pytest.raises(UsageError, match=r"w: ranks hold 9 of its 12 elements.* Nobody holds the one at \(2, 0\)"):
+    with pytest.raises(UsageError, match=r"w: ranks hold 9 of its 12 elements.* No rank holds the one at \(2, 0\)"):
         plan_transfer(Placement({"w": torn}), Placement({"w": of_spec("b d", {"data": 2}, (4, 3))}))
 
 

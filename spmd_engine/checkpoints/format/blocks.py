@@ -83,7 +83,7 @@ def read_block(
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not is_whole:
-        raise cut_short(path, name, offset + data.nbytes)
+        raise truncated(path, name, offset + data.nbytes)
     if hashlib.sha256(data).hexdigest() != sha256:
         raise damaged(path, name, offset, data.nbytes)
     return block
@@ -97,7 +97,7 @@ def read_into(data: memoryview, descriptor: int, offset: int) -> bool:
     return done == data.nbytes
 
 
-def cut_short(path: Path, name: str, end: int) -> CheckpointError:
+def truncated(path: Path, name: str, end: int) -> CheckpointError:
     """What is said of a block whose file ends before it does."""
     return CheckpointError(f"{path} is truncated: {name} should extend to byte {end}")
 

@@ -78,15 +78,15 @@ class CheckpointFolder:
         return complete
 
     def prepare(self) -> None:
-        """Remove what saves have left that broke off, and see that one can begin. Nobody else may be saving here.
+        """Remove what saves have left that broke off, and see that one can begin. No other process may be saving here.
 
-        Raises OSError where nothing could be saved: better told before training than after it.
+        Raises OSError where nothing could be saved: better to report it before training than after it.
         """
         self.sweep()
         self.begin().rmdir()
 
     def sweep(self) -> None:
-        """Remove what saves have left that broke off. Nobody else may be saving here."""
+        """Remove what saves have left that broke off. No other process may be saving here."""
         for each in list(self.path.iterdir()) if self.path.is_dir() else ():
             if _UNFINISHED.fullmatch(each.name):
                 discard(each)
@@ -103,7 +103,7 @@ class CheckpointFolder:
     def _point_to(self, complete: Path) -> None:
         """Let ``latest`` be a link to it: for people; the newest is found by its number. Not all systems have links.
 
-        What else somebody has put there under that name stays.
+        Anything else of that name stays.
         """
         link, latest = self.path / f"{LATEST}-{os.urandom(16).hex()}", self.path / LATEST
         if not latest.is_symlink():
@@ -120,12 +120,12 @@ class CheckpointFolder:
     def _remove_all_but(self, keep: int) -> None:
         for each in self._old(keep):
             removed = self.path / f"removed-{os.urandom(16).hex()}"
-            with suppress(OSError):  # a full disk, or another who looks into it, is no reason to fail now
+            with suppress(OSError):  # a full disk, or a process that reads it, is no reason to fail now
                 os.rename(each, removed)
                 discard(removed)
 
     def _old(self, keep: int) -> list[Path]:
-        """All complete checkpoints but the last so many; none where that cannot be told: the new one is there."""
+        """All complete checkpoints but the last so many; none where they cannot be listed: the new one exists."""
         try:
             return self.complete()[: -max(1, keep)]
         except CheckpointError:
@@ -164,7 +164,7 @@ def make_folder(path: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a small file of that name: the old one, or this one whole, is there whenever somebody looks."""
+    """Write a small file of that name: the old one, or this one whole, is there at any time."""
     unfinished = path.with_name(f".{path.name}-{os.urandom(16).hex()}")
     try:
         with unfinished.open("x") as file:
@@ -201,8 +201,8 @@ def _sync(folder: Path) -> None:
 
 # --- One writer a run: a lock in its folder, which the system takes back when the process ends, however it ends
 #
-# Not all file systems have locks, and those of some networks keep out only who is on the same host. So who holds it
-# has written its name into the file, and looks there before each save whether another one has come.
+# Not all file systems have locks, and on some networks they exclude only processes of the same host. So the holder
+# writes its name into the file, and checks before each save that the name is still there.
 
 
 logger = logging.getLogger(__name__)
@@ -233,26 +233,26 @@ class RunLock:
         name = _name_in(handle)
         if name and not name.startswith("process "):
             raise UsageError(f"{self._path} is not the lock of a run: move it away; the name of a run is written there")
-        said = name.rpartition(", ")[0]
+        owner = name.rpartition(", ")[0]
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 raise UsageError(
-                    f"{self._path.parent} is being written by another run{f' ({said})' if said else ''}. Wait until it "
-                    "has ended, or give another --run"
+                    f"{self._path.parent} is being written by another run{f' ({owner})' if owner else ''}. Wait until "
+                    "it has ended, or give another --run"
                 ) from None
             logger.warning(
                 "%s: this file system has no locks (%s); start no second run there%s",
                 self._path,
                 error,
-                f", and see that the last one has ended: {said}" if said else "",
+                f", and see that the last one has ended: {owner}" if owner else "",
             )
 
     def check(self) -> None:
         """Raise UsageError if another run has taken the folder meanwhile: from a host that does not see the lock.
 
-        Nothing is wrong where the folder is gone: who saves makes it again.
+        A folder that is gone is no error: a save makes it again.
         """
         try:
             handle = open_regular(self._path, os.O_RDONLY)
@@ -270,7 +270,7 @@ class RunLock:
             )
 
     def __exit__(self, *_: object) -> None:
-        """Give it back, with no name in it: the next one need not ask for this process."""
+        """Release the lock and remove the name from it."""
         if self._handle is not None:
             try:
                 if _name_in(self._handle) == self._name:

@@ -190,7 +190,7 @@ class NewFile:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nobody may be at work on it any more."""
+        """Close the file, on which no thread may be working any more."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -22,7 +22,7 @@ from spmd_engine.models.model import Model
 from spmd_engine.sharding.groups import Member, ParameterGroup, Place, joined
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import Spec
-from spmd_engine.sharding.placement import Placement, placement_said, say
+from spmd_engine.sharding.placement import Placement, describe_held, placement_of_all
 from spmd_engine.units import readable_bytes
 
 
@@ -334,15 +334,15 @@ def describe_parts(engine: StoredEngine | None) -> dict[str, Any]:
     owned = stored
     if engine and (engine.buffer_names or not engine.store.owns_what_it_stores):
         owned = engine._held_here(True)
-    return {"stored": say(stored), "owned": say(owned) if owned != stored else None}
+    return {"stored": describe_held(stored), "owned": describe_held(owned) if owned != stored else None}
 
 
 def read_placements(ranks: Sequence[Mapping[str, Any]]) -> Placements:
     """Placements from ``describe_parts`` of all ranks. Where all own just what they store, the two are one object."""
-    of_stored = placement_said([said["stored"] for said in ranks])
+    of_stored = placement_of_all([said["stored"] for said in ranks])
     if all(said["owned"] is None for said in ranks):
         return {False: of_stored, True: of_stored}
-    of_owned = placement_said([said["stored"] if said["owned"] is None else said["owned"] for said in ranks])
+    of_owned = placement_of_all([said["stored"] if said["owned"] is None else said["owned"] for said in ranks])
     return {False: of_stored, True: of_owned}
 
 

@@ -1,5 +1,6 @@
 """Gemma 1 to 3."""
 
+from dataclasses import replace
 from math import sqrt
 from typing import Any
 
@@ -61,19 +62,16 @@ GEMMA = Family(
     write=_write,
     gguf=Gguf("gemma"),
 )
-GEMMA2 = Family(
-    "gemma2",
-    "a Gemma with norms after branches, too, windows, `query_pre_attn_scalar`, soft caps of scores and logits",
-    _FIELDS | {"attention_cap": ("attn_logit_softcapping", 50.0), "logits_cap": ("final_logit_softcapping", 30.0)},
-    family.LLAMA_MODULES | family.NORMS_AFTER,
-    _CONSTANTS | {"norm_position": "both"},
-    scaled_embedding=True,
-    scale_offset=1.0,
+GEMMA2 = replace(
+    GEMMA,
+    model_type="gemma2",
+    about="a Gemma with norms after branches, too, windows, `query_pre_attn_scalar`, soft caps of scores and logits",
+    fields=_FIELDS
+    | {"attention_cap": ("attn_logit_softcapping", 50.0), "logits_cap": ("final_logit_softcapping", 30.0)},
+    modules=family.LLAMA_MODULES | family.NORMS_AFTER,
+    constants=_CONSTANTS | {"norm_position": "both"},
     also_read=("attention_scale",),
-    ignored=("hidden_act",),
     windows=SlidingWindow(4096, every=2),
-    read=_read,
-    write=_write,
     gguf=Gguf(
         "gemma2",
         values={"attention_cap": "attn_logit_softcapping", "logits_cap": "final_logit_softcapping"},
@@ -82,21 +80,17 @@ GEMMA2 = Family(
         read=_read_gguf,
     ),
 )
-GEMMA3_TEXT = Family(
-    "gemma3_text",
-    "a Gemma 2 without caps, with norms of queries and keys, and rotary positions of their own in windows",
-    _FIELDS | family.defaults(context=131072),
-    family.LLAMA_MODULES | family.NORMS_AFTER,
-    _CONSTANTS | {"norm_position": "both", "qk_norm": True},
+GEMMA3_TEXT = replace(
+    GEMMA,
+    model_type="gemma3_text",
+    about="a Gemma 2 without caps, with norms of queries and keys, and rotary positions of their own in windows",
+    fields=_FIELDS | family.defaults(context=131072),
+    modules=family.LLAMA_MODULES | family.NORMS_AFTER,
+    constants=_CONSTANTS | {"norm_position": "both", "qk_norm": True},
     architecture="Gemma3ForCausalLM",
-    scaled_embedding=True,
-    scale_offset=1.0,
     also_read=("attention_scale",),
-    ignored=("hidden_act",),
     rope=Rope(1e6, in_windows=True, window_theta=1e4, window_theta_field="rope_local_base_freq"),
     windows=SlidingWindow(4096, every=6, pattern=True),
-    read=_read,
-    write=_write,
     multimodal={
         "gemma3": {
             "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,

@@ -136,12 +136,14 @@ def _rotary(fields: Mapping[str, Any], theta: float, config: Config, context: in
     return plain.changed(scaling="divided", divisors=divisors, original_context=original, magnitude=float(magnitude))
 
 
-def _magnitude_of_yarn(fields: Mapping[str, Any], factor: float) -> float:
-    def of(scale: float) -> float:
-        return 0.1 * scale * log(factor) + 1.0 if factor > 1 else 1.0
+def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+    """The factor of queries and keys that goes with ``yarn``."""
+    return 0.1 * scale * log(factor) + 1.0 if factor > 1 else 1.0
 
+
+def _magnitude_of_yarn(fields: Mapping[str, Any], factor: float) -> float:
     one, other = fields.get("mscale"), fields.get("mscale_all_dim")
-    return of(one) / of(other) if one and other else of(1.0)
+    return yarn_magnitude(factor, one) / yarn_magnitude(factor, other) if one and other else yarn_magnitude(factor)
 
 
 def rope_fields(rotary: RotaryOptions) -> dict[str, Any]:

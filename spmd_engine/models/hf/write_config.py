@@ -12,14 +12,14 @@ from spmd_engine.models.families import FAMILIES
 from spmd_engine.models.families.family import Experts, Rope, SlidingWindow
 from spmd_engine.models.hf.read_config import ACTIVATIONS
 from spmd_engine.models.hf.rope import rope_fields
-from spmd_engine.models.mixture import block_numbers
+from spmd_engine.models.mixture import as_text, block_numbers
 
 #: Fields of a DecoderConfig that are checked by themselves.
 _APART = ("family", "rotary", "mixture", "window", "window_layers")
 
 
 def config_json(shape: DecoderConfig, dtype: str = "float32") -> dict[str, Any]:
-    """The content of the file, for weights of this ``dtype``; raises UsageError for what it cannot represent."""
+    """The content of ``config.json``, for weights of this ``dtype``; raises UsageError for what it cannot represent."""
     family = FAMILIES[shape.family]
     for name in unrepresentable(shape):
         raise _refusal(shape, name)
@@ -45,7 +45,7 @@ def config_json(shape: DecoderConfig, dtype: str = "float32") -> dict[str, Any]:
 
 
 def unrepresentable(shape: DecoderConfig) -> Iterator[str]:
-    """Fields that are not as in all models of the family, though its ``config.json`` cannot say so."""
+    """Fields that differ from those of all models of the family, but that its ``config.json`` cannot express."""
     family = FAMILIES[shape.family]
     usual = DecoderConfig(family=shape.family).changed(**family.usual(shape.width))
     read = {*family.fields, *family.also_read, *_APART}
@@ -58,7 +58,7 @@ def unrepresentable(shape: DecoderConfig) -> Iterator[str]:
         elif name == "head_width":
             expected = shape.width / shape.heads
         elif name == "no_rope_layers" and family.windows is not None and family.windows.rotary_only:
-            expected = _unturned(shape, family.windows)
+            expected = _usual_no_rope_layers(shape, family.windows)
         if _explicit(shape, name) != expected:
             yield name
     if shape.window is not None and family.windows is None and "window" not in family.also_read:
@@ -72,11 +72,11 @@ def unrepresentable(shape: DecoderConfig) -> Iterator[str]:
         yield "mixture"
 
 
-def _unturned(shape: DecoderConfig, windows: SlidingWindow) -> str:
+def _usual_no_rope_layers(shape: DecoderConfig, windows: SlidingWindow) -> str:
     """The blocks without rotary positions, in a family in which windows decide it."""
-    near = [shape.has_window(block) for block in range(shape.layers)]
-    all_rotate = windows.rotary_only != "always" and not shape.window
-    return "" if all_rotate else ",".join(str(block) for block, windowed in enumerate(near) if not windowed)
+    if windows.rotary_only != "always" and not shape.window:
+        return ""
+    return as_text(block for block in range(shape.layers) if not shape.has_window(block))
 
 
 def _refusal(shape: DecoderConfig, name: str) -> UsageError:
