@@ -2,16 +2,16 @@
 
 The path of a blocking ``mesh.all_reduce(x)`` through the files:
 
-1. ``mesh``, ``group``: ``Mesh.group`` gives the Group of the axes; its methods call ``Calls._run`` (``start_...``:
-   ``Calls._begin``).
-2. ``calls``: looks up the PreparedCall, or prepares one, and numbers the call. On one node, where each rank has a core,
-   a small call is one exchange in the slot table (``Calls._run_fast``). Otherwise its ``steps`` become an Operation.
-3. ``pending``: advances all operations of this rank until this one is done.
-4. ``collectives``: an operation's signature, what ranks offer, ``steps``, the result.
-5. ``agreement.call_agreement``: all ranks agree on the call, on one node in the slot table, between nodes in log2(n)
+1. ``group``: the Group of the axes (``Mesh.group``) looks up the PreparedCall, or prepares one, and numbers the call
+   (``Group._run``; ``start_...``: ``Group._begin``). On one node, where each rank has a core, a small call is one
+   exchange in the slot table (``Group._run_fast``). Otherwise its ``steps`` become an Operation.
+2. ``pending``: advances all operations of this rank until this one is done.
+3. ``calls``: the ``steps`` of all collectives, which call what differs: an operation's signature, what ranks offer, how
+   data move, the result (``collectives``).
+4. ``agreement.call_agreement``: all ranks agree on the call, on one node in the slot table, between nodes in log2(n)
    rounds of messages. Small arrays travel along.
-6. ``dispatch``: ``choose`` gives the route, a pure function of what all ranks now know.
-7. ``transports``: one file for each route moves the data; ``shared_memory.slot_table`` holds a node's exchange.
+5. ``dispatch``: ``choose`` gives the route, a pure function of what all ranks now know.
+6. ``transports``: one file for each route moves the data; ``shared_memory.slot_table`` holds a node's exchange.
 
 The ledger is written, and the slot released, when the call ends.
 """

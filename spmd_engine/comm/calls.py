@@ -1,201 +1,227 @@
-"""Calls of a group: prepared once and kept, numbered, started, and entered in the ledger."""
+"""A prepared call, and the steps that all collectives share.
+
+Each has one text: for blocking calls and started ones, with ``out`` and without, on any route.
+"""
 
 from __future__ import annotations
 
-from functools import partial
-from time import perf_counter
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array, Backend
-from spmd_engine.comm.agreement.call_agreement import NumberedCall, Signature, Signatures, bytes_of
-from spmd_engine.comm.collectives import PREPARE, PreparedCall, Routing, copied
-from spmd_engine.comm.communicators.communicator import Communicator
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.agreement.call_agreement import Agreed, Signature, Signatures
+from spmd_engine.comm.dispatch import Routing
 from spmd_engine.comm.ledger import Ledger
-from spmd_engine.comm.pending import TIMEOUT, Pending, Steps
-from spmd_engine.comm.shared_memory.slot_table import RELEASED, SlotTable
+from spmd_engine.comm.pending import Steps
+from spmd_engine.comm.shared_memory.slot_table import Entries, SlotTable
+from spmd_engine.comm.transports.shared_memory import SharedMemory, readable
+from spmd_engine.comm.transports.transport import Transport
 from spmd_engine.errors import UsageError
-from spmd_engine.runtime.activity import Line
 
-KEPT = 512  # most prepared calls that a group keeps
+Shape = tuple[int, ...]
 
 
-class Calls:
-    """Makes the calls of a group: a communicator, the mesh axes it stands for, and a ledger.
+class Offer(NamedTuple):
+    """What a rank brings to a call."""
 
-    ``check``: compare the calls of all ranks before data move. ``timeout``: seconds that a rank waits for others before
-    it raises CommunicationTimeout (None: no limit). ``deterministic``: all sums are made in rank order, none in the
-    order of the MPI library (see ``Tuning.in_rank_order``).
+    data: Array  #: contiguous, as the others are to receive it
+    readable: Array | None = None  #: the same where the other ranks of the node can read it; None: nowhere
+    result: Array | None = None  #: the buffer of the result, where they can read it
+
+
+class FastExchange(NamedTuple):
+    """What a blocking call relies on that is made in one exchange, without a generator."""
+
+    table: SlotTable
+    signatures: Signatures  #: of all ranks in the last such call, expected again
+
+
+@dataclass
+class PreparedCall:
+    """Everything about a call except the values of its array. A group keeps it for the next such call.
+
+    This class itself describes a barrier, and calls without result: a text for the other ranks, a message.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        axes: str,
-        ledger: Ledger,
-        *,
-        check: bool = True,
-        timeout: float | None = TIMEOUT,
-        deterministic: bool = False,
-    ) -> None:
-        self.comm, self.axes, self.ledger, self.check, self.timeout = comm, axes, ledger, check, timeout
-        self.rank, self.size = comm.rank, comm.size
-        self._table = comm.table
-        self._routing = Routing(comm, axes, check, deterministic)
-        self._prepared: dict[tuple, PreparedCall] = {}
+    signature: Signature
+    where: tuple[str, str, str]  # operation, axes and label: the key in the ledger
+    payload: int = 0  # bytes
+    sent: int | Callable[[Array], int] = 0  # bytes; or a function of the result
+    shape: tuple[int, ...] = ()  # of the result, if all ranks make the same call
+    dtype: Any = None  # to which the array is cast
+    parts: Sequence[tuple[slice, ...]] = ()  # index of each rank's part of the array, if it is split
+    places: Sequence[slice] = ()  # of these parts, packed in flat memory
+    even: Sequence[int] = ()  # lengths of the blocks if they are joined, by rank, if all ranks make the same call
+    sizes: Sequence[int] | None = None  # these lengths as given by the caller
+    returns_lengths: bool = False  # whether an all_to_all also returns the lengths that it received
+    expected: Signatures = Signatures(())  # of the node's ranks in the last such call
+    spins: bool = False  # whether a blocking call spins, and the array needs no cast
+    inline: bool = False  # whether the last such call took Route.INLINE
+    fast: FastExchange | None = None  # None: a blocking call takes its ``steps``
+    rank: int = 0  # in the group
+    ranks: int = 1
+    text: int = 0  # number of its description, see ``Activity.called``; 0: none yet
+    one_phase: ClassVar[bool] = True  # whether ``finish`` makes the result of readable arrays of any size
 
-    def _run(self, operation: str, x: Array | None, arguments: tuple = (), out: Any = None, label: str = "") -> Any:
-        """Make the next call and return its result. ``arguments``: those of ``PREPARE[operation]``."""
-        key = _key(operation, x, arguments, label)
-        call = self._prepared.get(key)
-        if call is not None and call.fast and call.suits(x, out, self._table):
-            return self._run_fast(call, x, out)
-        try:
-            call, x = self._prepare(key, x, arguments, out)
-        except UsageError as error:
-            return self._refuse(operation, label, error).wait()
-        if self.size == 1:
-            return self._alone(call, x, out)
-        return self._start(call, x, out, spin_tests=self.comm.spin_tests).wait()
+    def steps(self, routing: Routing, number: int, x: Array | None, out: Any) -> Steps:
+        """The whole of call ``number``, a generator (see ``pending``)."""
+        agreed = yield from routing.agreement.reach(self.signature, self.expected, number, x)
+        self.expect(agreed.entries)
+        self.transport(routing, number, agreed, 0)  # nothing is moved; the route is kept for the next call
 
-    def _begin(
-        self, operation: str, x: Array | None, arguments: tuple = (), out: Any = None, label: str = ""
-    ) -> Pending:
-        """Start the next call; the same arguments as ``_run``."""
-        try:
-            call, x = self._prepare(_key(operation, x, arguments, label), x, arguments, out)
-        except UsageError as error:
-            return self._refuse(operation, label, error)
-        return self._start(call, x, out) if self.size > 1 else Pending.completed(self._alone(call, x, out))
+    def finish(self, signatures: Signatures | None, blocks: Sequence[Any], out: Any) -> Any:
+        """The result of all ranks' ``blocks``, in ``out`` if given. ``signatures``: None if they are all the same."""
 
-    def _prepare(self, key: tuple, x: Array | None, arguments: tuple, out: Any) -> tuple[PreparedCall, Array | None]:
-        """The prepared call of ``key``, and ``x`` in its dtype. Raises UsageError if the call cannot be made."""
-        call = self._prepared.get(key) or self._keep(key, PREPARE[key[0]](self._routing, x, *arguments, key[-1]), x)
-        if x is not None and x.dtype != call.dtype:
-            x = x.astype(call.dtype)
-        if out is not None:
-            call.check_out(x, out, self.size)
-        return call, x
+    def check_out(self, x: Array, out: Any, ranks: int) -> None:
+        """Raise UsageError unless ``out`` can receive the result of a call of ``x``."""
 
-    def _alone(self, call: PreparedCall, x: Array | None, out: Any) -> Any:
-        """The result of a call in a group of one rank."""
-        if x is None:
+    def expect(self, entries: Entries | None) -> None:
+        """Expect the same signatures in the next such call. If they have changed, its route must be chosen anew."""
+        if entries is not None and entries.signatures is not self.expected:
+            self.expected = entries.signatures
+            self.inline, self.fast = False, None
+
+    def transport(self, routing: Routing, number: int, agreed: Agreed, size: int) -> Transport | None:
+        """What moves the data of an agreed call, ``size`` bytes of all ranks or of each; None if they were inline.
+
+        The next call with the same signatures need not choose again.
+        """
+        if self.inline and routing.one_node:  # as in the last call, which had the same signatures
             return None
-        result = copied(x, out) if out is not None and not isinstance(out, Backend) else x.copy()
-        return (result, [x.shape[call.signature.concat_axis]]) if call.returns_lengths else result
+        transport, table = routing.transport(self.signature, number, agreed, size), routing.comm.table
+        self.inline = transport is None
+        fast = self.inline or (self.one_phase and isinstance(transport, SharedMemory))
+        self.fast = FastExchange(table, self.expected) if fast and self.spins and table is not None else None
+        return transport
 
-    def _keep(self, key: tuple, call: PreparedCall, x: Array | None = None) -> PreparedCall:
-        """Keep ``call`` for the next call with the same ``key``."""
-        if len(self._prepared) >= KEPT:
-            self._prepared.clear()
-        call.text = self.comm.progress.activity.called(*call.where)
-        call.spins = self._routing.spins and (x is None or (type(x) is np.ndarray and x.dtype == call.dtype))
-        call.expected = self._same_on_node(call)
-        self._prepared[key] = call
+    @property
+    def sliced(self) -> bool:
+        """Whether arrays are split along another axis than the first."""
+        return bool(self.parts) and len(self.parts[0]) > 1
+
+    def _is_readable(self, x: np.ndarray, out: Array | None, table: SlotTable) -> bool:
+        """Whether the other ranks can read ``x`` in place."""
+        apart = out is None or not np.may_share_memory(x, out)
+        return apart and x.flags.c_contiguous and table.address(x, self.sliced) is not None
+
+    def readable(self, routing: Routing, x: Array) -> np.ndarray | None:
+        """Contiguous ``x``, or a copy, where the others of the node can read it; None: not offered, or no room."""
+        table = routing.table_to_offer(self.signature, x, x.nbytes)
+        return readable(table, x, routing.comm.tuning, self.sliced and routing.one_node) if table is not None else None
+
+    def record(self, ledger: Ledger, result: Any, seconds: float | None = None) -> None:
+        """Enter one such call in the ledger; ``seconds``: of its wait, if it had only one."""
+        sent = self.sent
+        ledger.record(self.where, self.payload, sent if isinstance(sent, int) else sent(result), seconds)
+
+    def suits(self, x: Array | None, out: Array | None, fast: FastExchange) -> bool:
+        """Whether a fast call can take ``x`` as it lies, and write to ``out``."""
+        if not (self.inline or x is None or self._is_readable(x, out, fast.table)):
+            return False
+        return out is None or (
+            fast.signatures.same
+            and type(out) is np.ndarray
+            and out.shape == self.shape
+            and self.signature.concat_axis == 0
+            and out.dtype is self.dtype
+            and out.flags.carray  # contiguous, and can be written to
+        )
+
+
+class Collective(PreparedCall, ABC):
+    """A collective in which each rank has an array and a result, which goes to ``out`` if given."""
+
+    @classmethod
+    def prepare(
+        cls, group: Routing, operation: str, x: Array, label: str, signed: dict[str, Any], **fields: Any
+    ) -> Self:
+        """The call of ``x``; ``signed``: fields of its signature."""
+        where = operation, group.axes, label
+        fields |= {"payload": x.nbytes, "dtype": x.dtype, "rank": group.rank, "ranks": group.size}
+        call = cls(group.signature(operation, x, **signed), where, **fields)
+        if call.parts:
+            row = x.size // max(1, x.shape[call.signature.axis])
+            call.places = [slice(part[-1].start * row, part[-1].stop * row) for part in call.parts]
         return call
 
-    def _same_on_node(self, call: PreparedCall) -> Signatures | None:
-        """The signatures of this node's ranks if all make the same call."""
-        table = self.comm.node_table
-        return Signatures([call.signature] * table.size) if table is not None else None
+    @abstractmethod
+    def offer(self, routing: Routing, own: Array, target: Array | None) -> Offer:
+        """What this rank, with contiguous ``own``, brings to the call; ``target``: ``out``, if usable."""
 
-    def _refuse(self, operation: str, label: str, error: UsageError) -> Pending:
-        """Tell the other ranks that this rank cannot make its call. All ranks raise the same UsageError."""
-        if self.size == 1:
-            raise error
-        return self._send_text("refuse", (operation, self.axes, label), str(error))
+    @abstractmethod
+    def move(self, transport: Transport, x: Array, result: Array, lengths: Sequence[int] | None) -> Steps:
+        """Move data until ``result`` is that of contiguous ``x``; ``lengths``: of the blocks of all ranks."""
 
-    def _send_text(self, what: str, where: tuple[str, str, str], text: str) -> Pending:
-        """Start a call that only carries a text, in place of a collective."""
-        data = bytes_of(text)
-        call = PreparedCall(Signature(what, inline=data.size), where)
-        call.expected = self._same_on_node(call)
-        return self._start(call, data)
+    def lengths(self, routing: Routing, number: int, agreed: Agreed) -> Steps:
+        """Lengths of the blocks that are joined, unless all ranks make the same call (None).
 
-    def _start(
-        self, call: PreparedCall, x: Array | None, out: Any = None, *, number: int = 0, spin_tests: int = 0
-    ) -> Pending:
-        """Start call ``number``, or the next one, see ``Progress.begin``."""
-        began = perf_counter()
-        number = number or self.comm.next_call(call.text)
-        steps = call.steps(self._routing, number, x, out)
-        if self._table is None:
-            self.comm.call_order.enter(number)
-        pending = self.comm.progress.begin(Operation(self, call, number, steps), spin_tests)
-        pending.on_wait(perf_counter() - began)
-        return pending
-
-    def _end(self, number: int) -> None:
-        """Release what call ``number`` holds."""
-        if self._table is None:
-            self.comm.call_order.finish(number)
-        if self.comm.node_table is not None:
-            self.comm.node_table.set_phase(number, RELEASED)
-
-    def _run_fast(self, call: PreparedCall, x: np.ndarray | None, out: np.ndarray | None) -> Array:
-        """``_run`` in one exchange, without a generator: 7 us instead of 44 us for small arrays on 2 ranks.
-
-        If the other ranks do not arrive soon, or make another call than expected, the call takes its usual ``steps``.
+        Raises UsageError if they are not those that the caller gave.
         """
-        began, comm, table, expected = perf_counter(), self.comm, self._table, call.expected
-        number, progress = comm.next_call(call.text), comm.progress
-        with progress.lock:
-            blocks = table.fast_exchange(number, expected, x, progress, comm.spin_tests)
-            if blocks is None:
-                return self._start(call, x, out, number=number).wait()
-            try:
-                result = call.finish(None if expected.same else expected, blocks, out)
-            finally:
-                if call.inline:
-                    table.release_inline(number)
-                else:
-                    table.set_phase(number, RELEASED)
-            in_place = not call.inline and x is not None  # others may still be reading x
-            if in_place and not progress.spin(partial(table.all_reached, number, RELEASED), comm.spin_tests):
-                return progress.begin(Operation(self, call, number, _until_released(table, number, result))).wait()
-        call.record(self.ledger, result, perf_counter() - began)
-        return result
+        yield from ()
+
+    def shape_of(self, lengths: Sequence[int] | None) -> Shape:
+        """Shape of the result."""
+        return self.shape
+
+    def steps(self, routing: Routing, number: int, x: Array, out: Array | None) -> Steps:
+        """Offer, agree, exchange unknown lengths, choose a route, move."""
+        own, to_device = routing.ready(x)
+        target = out if out is not None and routing.is_reachable(out) else None
+        offer = self.offer(routing, own, target)
+        agreed = yield from routing.agreement.reach(self.signature, self.expected, number, *offer)
+        self.expect(agreed.entries)
+        lengths = yield from self.lengths(routing, number, agreed)
+        shape = self.shape_of(lengths)
+        if out is not None and out.shape != shape:  # this rank must still give the others their parts
+            target = None
+        whole = prod(shape) * own.itemsize
+        size = agreed.most if self.signature.operation == "all_to_all" else max(self.payload, whole)
+        transport = self.transport(routing, number, agreed, size)
+        if transport is None or (self.one_phase and transport.blocks):
+            blocks = agreed.blocks if transport is None else transport.blocks
+            result = self.finish(agreed.signatures, blocks, target)
+            result = result[0] if self.returns_lengths else result
+        else:
+            result = offer.result
+            if result is None or result.shape != shape:
+                result = target if target is not None else backend_of(own).empty(shape, own.dtype)
+            yield from self.move(transport, offer.data, result, lengths)
+        if transport is not None:
+            yield from transport.end()
+        if out is not None and out.shape != shape:
+            raise UsageError(f"{self.signature.operation}: out has shape {out.shape}, the result {shape}")
+        result = to_device(result) if out is None else copied(to_device(result), out)
+        return (result, lengths or list(self.even)) if self.returns_lengths else result
+
+    def packed(self, x: Array) -> Array:
+        """The parts of ``x``, each contiguous at its ``places`` in flat memory, as transports need them."""
+        if x.ndim == 1 or not self.sliced:  # or already packed
+            return x.reshape(-1)
+        packed = backend_of(x).empty((x.size,), x.dtype)
+        for part, place in zip(self.parts, self.places, strict=True):
+            packed[place] = x[part].reshape(-1)
+        return packed
+
+    def check_out(self, x: Array, out: Any, ranks: int) -> None:
+        shape, joins = x.shape if ranks == 1 else self.shape, bool(self.even)
+        fits = out.dtype == self.dtype and out.flags.c_contiguous
+        fits = fits and getattr(out.flags, "writeable", True)  # CuPy's arrays always are
+        # The joined length may differ from the expected one; then it is checked later, when it is known.
+        if not fits or self.signature.concat_axis or (out.shape != shape and (ranks == 1 or not joins)):
+            wanted, given = f"{self.dtype}{list(shape)}", f"{out.dtype}{list(out.shape)}"
+            axis = ", joined along axis 0" if joins else ""
+            raise UsageError(f"{self.signature.operation}: out must be contiguous, writable {wanted}{axis}, is {given}")
+        if joins and self.parts and isinstance(x, np.ndarray) and np.may_share_memory(x, out):
+            raise UsageError("all_to_all: out must not share memory with the array that is sent")
 
 
-class Operation(Pending):
-    """A call of a group in progress."""
-
-    __slots__ = ("_calls", "_call", "_number")
-
-    def __init__(self, calls: Calls, call: PreparedCall, number: int, steps: Steps) -> None:
-        super().__init__(calls.comm, steps, calls.timeout)
-        self._calls, self._call, self._number = calls, call, number
-        calls.ledger.open(*call.where)  # now: another thread may be reading the ledger when the call ends
-
-    def describe(self) -> str:
-        operation, axes, label = self._call.where
-        what = str(NumberedCall(self._number, self._call.signature)) if self._number else operation
-        calls = self._calls
-        return f"{what} over {axes!r}{f' ({label})' if label else ''}, group rank {calls.rank} of {calls.size}"
-
-    def call(self) -> tuple[Line, int, int]:
-        call, comm = self._call, self._calls.comm
-        return comm.line, self._number, call.text or comm.progress.activity.called(*call.where)
-
-    def on_end(self) -> None:
-        if self._number:
-            self._calls._end(self._number)  # first, as other ranks may wait for it
-        if self.error is None:
-            self._call.record(self._calls.ledger, self.result)
-
-    def on_wait(self, seconds: float) -> None:
-        self._calls.ledger.record_wait(*self._call.where, seconds)
-
-
-def _until_released(table: SlotTable, number: int, result: Any) -> Steps:
-    """Wait until no rank reads this rank's memory any more; returns ``result``."""
-    yield from table.reach(number, RELEASED)
-    return result
-
-
-def _key(operation: str, x: Array | None, arguments: tuple, label: str) -> tuple:
-    """The key of a prepared call: first the operation, last the label."""
-    if x is None:
-        return operation, arguments, label
-    return operation, type(x), x.dtype, x.shape, arguments, label
+def copied(x: Array, out: Array) -> Array:
+    """``out``, with the values of ``x``, which may be ``out`` itself."""
+    if x is not out:
+        out[...] = x
+    return out

@@ -1,17 +1,35 @@
 """The route of a call's data: one pure function of the call and of facts that all ranks of its group know.
 
-``choose`` is asked once for a call, after the ranks have agreed on it (a call that is repeated keeps the answer), and
-once more for each of the two levels of a hierarchical call. ``show collective`` draws the same function.
+``choose`` decides once for a call, after the ranks have agreed on it (a call that is repeated keeps the route), and
+once more for each of the two levels of a hierarchical call. ``show collective`` draws the same function. ``Routing``
+collects the facts, and creates the transport of the route.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from spmd_engine.arrays import dtypes
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.agreement.call_agreement import MAX_DIMS, Agreed, Agreement, Signature
+from spmd_engine.comm.pending import Steps
+from spmd_engine.comm.reducing import Reducer, reducer
+from spmd_engine.comm.spans import spans
+from spmd_engine.comm.transports.hierarchical import Hierarchical
+from spmd_engine.comm.transports.messages import Messages, Ranks
+from spmd_engine.comm.transports.shared_memory import SharedMemory
+from spmd_engine.comm.transports.transport import Transport
+from spmd_engine.errors import UsageError
 
 if TYPE_CHECKING:
-    from spmd_engine.comm.agreement.call_agreement import Signature
+    from spmd_engine.comm.communicators.communicator import Communicator
+    from spmd_engine.comm.shared_memory.slot_table import SlotTable
+    from spmd_engine.comm.transports.mpi import NonblockingCollectives
 
 
 class Route(Enum):
@@ -93,3 +111,127 @@ def inline_limit(operation: str, ranks: int, room: int, readable: bool, tuning: 
     if operation == "reduce_scatter" or not readable:
         return room
     return min(room, tuning.copied_to_table * (ranks if operation == "all_to_all" else 1))
+
+
+class Routing:
+    """How the calls of one group are agreed on, and on which route their data move."""
+
+    def __init__(self, comm: Communicator, axes: str, check: bool, deterministic: bool) -> None:
+        self.comm, self.axes, self.rank, self.size = comm, axes, comm.rank, comm.size
+        self.one_node = comm.table is not None
+        self.spins = self.one_node and comm.spin_tests > 0 and comm.size > 1  #: whether blocking calls spin
+        self._room = comm.table.room if comm.table is not None else comm.tuning.with_agreement // comm.size
+        self.agreement, self._deterministic = Agreement(comm, axes, check), deterministic
+
+    def signature(self, operation: str, x: Array | None, **fields: Any) -> Signature:
+        """The signature of a call of ``x``. Raises UsageError if ``x`` has too many dimensions."""
+        if x is None:
+            return Signature(operation, **fields)
+        if x.ndim > MAX_DIMS:
+            raise UsageError(f"{operation}: the array has {x.ndim} dimensions; at most {MAX_DIMS} are supported")
+        # The others can read x in place if it is not sliced, and if all spin: a rank must wait until all have read.
+        whole, table = not (fields.get("axis") or fields.get("concat_axis")), self.comm.table
+        in_place = whole and self.spins and table is not None and table.neighbours.cross_memory is not None
+        host = isinstance(x, np.ndarray)
+        inline = host and x.nbytes <= inline_limit(operation, self.size, self._room, in_place, self.comm.tuning)
+        fields.setdefault("inline", x.nbytes if inline else 0)
+        return Signature(operation, dtype=dtypes.describe(x.dtype), shape=x.shape, host=host, **fields)
+
+    def table_to_offer(self, signature: Signature, own: Array, size: int) -> SlotTable | None:
+        """The slot table by which this rank offers its node ``own``, in a call of ``size`` bytes; None: it does not."""
+        if signature.inline or not isinstance(own, np.ndarray):
+            return None
+        return self.comm.node_table if self.one_node or size >= self.comm.tuning.hierarchical else None
+
+    def numbers(self, number: int, own: Sequence[int]) -> Steps:
+        """One number from each rank; this rank sends ``own[r]`` to rank r. Part of call ``number``."""
+        sent, received = np.array(own, np.int64), np.empty(len(own), np.int64)
+        places = spans([1] * len(own))
+        library = self.comm.collectives
+        transport = library.of_call(number, False) if library is not None else Messages(self.comm, number)
+        yield from transport.all_to_all(sent, places, received, places, last=False)
+        received[self.rank] = sent[self.rank]
+        return received.tolist()
+
+    def transport(self, signature: Signature, number: int, agreed: Agreed, size: int) -> Transport | None:
+        """What moves the data of an agreed call, ``size`` bytes of all ranks or of each; None if they were inline."""
+        comm, table, entries = self.comm, self.comm.node_table, agreed.entries
+        facts = Facts(
+            size,
+            comm.size,
+            one_node=self.one_node,
+            even_nodes=comm.lanes is not None,
+            library=comm.collectives is not None,
+            lengths_known=agreed.alike or agreed.sizes_known,
+            inline=bool(agreed.blocks),
+            readable=entries is not None and entries.readable,
+            host=agreed.host,
+            tuning=comm.tuning,
+        )
+        route = choose(signature, facts)
+        if route is Route.INLINE:
+            return None
+        memory = SharedMemory(table, number, entries) if table is not None and entries is not None else None
+        return self._on_route(route, signature, number, facts, memory, comm, comm.collectives)
+
+    def _on_route(
+        self,
+        route: Route,
+        signature: Signature,
+        number: int,
+        facts: Facts,
+        memory: SharedMemory | None,
+        ranks: Ranks,
+        library: NonblockingCollectives | None,
+    ) -> Transport:
+        """The transport among ``ranks``. The facts say which of ``memory``, lanes and ``library`` exist."""
+        lanes = self.comm.lanes
+        if route is Route.SHARED_MEMORY and memory is not None:
+            return memory
+        if route is Route.MPI and library is not None:
+            return library.of_call(number, self._deterministic)
+        if route is Route.HIERARCHICAL and memory is not None and lanes is not None:
+            library = self.comm.lane_collectives
+            gathers = signature.operation == "all_gather"
+            within = facts._replace(one_node=True, readable=memory.results_readable if gathers else facts.readable)
+            between = facts._replace(
+                even_nodes=False,
+                size=facts.size // lanes.local.size,
+                ranks=lanes.lane.size,
+                library=library is not None,
+            )
+            near, far = choose(signature, within), choose(signature, between)
+            return Hierarchical(
+                lanes,
+                self._on_route(near, signature, number, within, memory, lanes.local, None),
+                self._on_route(far, signature, number, between, None, lanes.lane, library),
+            )
+        if not facts.one_node:
+            self.comm.call_order.finish(number)
+        return Messages(ranks, number)
+
+    # --- arrays where a transport can read them
+
+    def reducer(self, x: Array, op: str) -> Reducer:
+        """Reduces arrays like ``x``, on their device if the transport can reach it."""
+        return reducer(op, x.dtype, backend_of(x).xp if self.is_reachable(x) else np)
+
+    def is_reachable(self, x: Array) -> bool:
+        """Whether the transport can access the memory of ``x``."""
+        return isinstance(x, np.ndarray) or self.comm.device_aware
+
+    def ready(self, x: Array) -> tuple[Array, Callable[[Array], Array]]:
+        """``x`` contiguous where the transport can read it, and a function that moves a result to its device."""
+        if isinstance(x, np.ndarray):
+            return x if x.flags.c_contiguous else np.ascontiguousarray(x).reshape(x.shape), _stays
+        backend = backend_of(x)
+        if self.comm.device_aware:
+            return backend.xp.ascontiguousarray(x).reshape(x.shape), _stays  # ascontiguousarray makes scalars 1-D
+        staged = backend.pinned_empty(x.shape, x.dtype)
+        backend.synchronize()
+        backend.copy_to_host(x, staged)
+        return staged, backend.asarray
+
+
+def _stays(result: Array) -> Array:
+    return result

@@ -35,7 +35,7 @@ def started(method: Callable[Concatenate[Any, _Arguments], Any]) -> Callable[Con
 class _Starting:
     """A view of a mesh or group whose methods start their calls: ``all_reduce`` is the group's ``start_all_reduce``."""
 
-    def __init__(self, ranks: Collectives | Group) -> None:
+    def __init__(self, ranks: Any) -> None:
         self._ranks = ranks
 
     def group(self, over: Over) -> _Starting:

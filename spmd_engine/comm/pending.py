@@ -82,14 +82,9 @@ class RanksEnded(Exception):
 class Pending:
     """A started operation. ``wait()`` returns its result, and may be called again."""
 
-    __slots__ = ("communicator", "_steps", "awaited", "_timeout", "_what", "until_the_end", "done", "result", "error")
+    __slots__ = ("done", "result", "error")
 
-    def __init__(
-        self, communicator: Communicator | None, steps: Steps | None, timeout: float | None = None, what: str = ""
-    ) -> None:
-        self.communicator, self._steps, self._timeout, self._what = communicator, steps, timeout, what
-        self.awaited: Condition | None = None  #: None: nothing, it can continue
-        self.until_the_end = False  #: whether this is the call in which programs end
+    def __init__(self) -> None:
         self.done = False
         self.result: Any = None
         self.error: Exception | None = None  # raised by its own wait(), whichever wait encountered it
@@ -97,9 +92,28 @@ class Pending:
     @classmethod
     def completed(cls, result: Any) -> Pending:
         """An operation that is done, with this result."""
-        pending = Pending(None, None)
+        pending = Pending()
         pending.result, pending.done = result, True
         return pending
+
+    def wait(self) -> Any:
+        """Block, without spinning for long, until the result is available.
+
+        Raises MismatchError if ranks made different calls, CommunicationTimeout if others did not arrive in time.
+        """
+        return self.result
+
+
+class Operation(Pending):
+    """An operation in progress: it takes its ``steps`` as their conditions hold. ``what``: its description."""
+
+    __slots__ = ("communicator", "_steps", "awaited", "_timeout", "_what", "until_the_end")
+
+    def __init__(self, communicator: Communicator, steps: Steps, timeout: float | None = None, what: str = "") -> None:
+        super().__init__()
+        self.communicator, self._steps, self._timeout, self._what = communicator, steps, timeout, what
+        self.awaited: Condition | None = None  #: None: nothing, it can continue
+        self.until_the_end = False  #: whether this is the call in which programs end
 
     # --- what kinds of operations override
 
@@ -159,10 +173,6 @@ class Pending:
         return True
 
     def wait(self) -> Any:
-        """Block, without spinning for long, until the result is available.
-
-        Raises MismatchError if ranks made different calls, CommunicationTimeout if others did not arrive in time.
-        """
         if not self.done:
             began = perf_counter()
             try:
@@ -178,12 +188,12 @@ class Progress:
 
     def __init__(self, activity: Activity | None = None) -> None:
         self.activity = activity or Activity()  #: what this rank is doing, readable by others
-        self._pending: list[Pending] = []
+        self._pending: list[Operation] = []
         self.idle_seconds = 0.0  #: spent waiting for other ranks, not for data to move
         self.lock = RLock()  #: held while operations start or advance, and while shared memory is allocated
         self.on_begin: Callable[[], None] | None = None  #: wakes the progress thread
 
-    def begin(self, pending: Pending, spin_tests: int = 0) -> Pending:
+    def begin(self, pending: Operation, spin_tests: int = 0) -> Operation:
         """Start an operation: its first messages are sent now. Spin for ``spin_tests`` tests, then return."""
         with self.lock:
             pending.advance()
@@ -206,7 +216,7 @@ class Progress:
                 self._advance(pending)
             return bool(self._pending)
 
-    def wait_for(self, wanted: Pending, timeout: float | None) -> None:
+    def wait_for(self, wanted: Operation, timeout: float | None) -> None:
         """Return when ``wanted`` is done; raise its error, or CommunicationTimeout."""
         try:
             with self.lock:
@@ -236,7 +246,7 @@ class Progress:
         self.idle_seconds += perf_counter() - began
         return spin_tests > 0
 
-    def _wait_long_for(self, wanted: Pending, timeout: float | None) -> None:
+    def _wait_long_for(self, wanted: Operation, timeout: float | None) -> None:
         """Advance all operations until ``wanted`` is done; yield the processor in between."""
         self.activity.waits(*wanted.call(), timeout)
         end = self.activity.goes_on
@@ -248,7 +258,7 @@ class Progress:
         finally:
             end()
 
-    def _advance_until(self, wanted: Pending, timeout: float | None) -> None:
+    def _advance_until(self, wanted: Operation, timeout: float | None) -> None:
         communicator = wanted.communicator
         began = moved = perf_counter()
         look_after, say_after, idle = wanted.patience, SAY_AFTER, 0
@@ -285,7 +295,7 @@ class Progress:
                 self.activity.waits_long(wanted.describe(), missing, _calling_line())
                 say_after = 2 * waited
 
-    def _advance(self, pending: Pending, ended: Sequence[int] = ()) -> bool:
+    def _advance(self, pending: Operation, ended: Sequence[int] = ()) -> bool:
         moved = pending.advance(ended)
         if (pending.done or pending.error) and pending in self._pending:
             self._pending.remove(pending)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from spmd_engine.comm.shared_memory.cross_memory import Block, RemoteArray, fill
+from spmd_engine.comm.shared_memory.cross_memory import RemoteArray, fill
 
 
 def span(length: int, parts: int, index: int) -> slice:
@@ -25,8 +26,8 @@ def spans(lengths: Sequence[int]) -> list[slice]:
     return parts
 
 
-def joined(blocks: Sequence[Block], axis: int, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
-    """``blocks`` joined along ``axis``, in exactly this ``dtype``.
+def joined(blocks: Sequence[Any], axis: int, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
+    """``blocks`` (Block) joined along ``axis``, in exactly this ``dtype``.
 
     ``np.concatenate`` without ``out`` would change the byte order, and the order of fields.
     """

@@ -8,14 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.memory import keep_freed_memory
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.communicators.communicator import Communicator
-from spmd_engine.comm.communicators.threads import current_thread_communicator, solo
+from spmd_engine.comm.communicators.threads import ThreadCommunicator, current_thread_communicator, solo
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import Progress
@@ -35,6 +35,9 @@ from spmd_engine.runtime.records import Record
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.runtime.watchdog import Watchdog
 
+if TYPE_CHECKING:
+    from spmd_engine.comm.communicators.mpi import MPICommunicator
+
 
 def world() -> Communicator:
     """All ranks of the job: MPI's under ``mpiexec``, virtual ones in ``run_threads``, else only this process."""
@@ -42,7 +45,7 @@ def world() -> Communicator:
 
 
 @lru_cache(maxsize=1)
-def _process_world() -> Communicator:
+def _process_world() -> MPICommunicator | ThreadCommunicator:
     keep_freed_memory()
     try:
         with StopFlag(but_defaults=True):  # an interrupted import cannot be repeated
@@ -75,7 +78,7 @@ def _process_world() -> Communicator:
     return comm
 
 
-def _alone() -> Communicator:
+def _alone() -> ThreadCommunicator:
     """Only this process. Raises UsageError if a launcher started it with others that MPI does not see."""
     if (size := launcher_size()) > 1:
         raise UsageError(
@@ -88,7 +91,7 @@ def _alone() -> Communicator:
     return solo()
 
 
-def _watch(comm: Communicator, records: Mapping[int, Memory]) -> None:
+def _watch(comm: MPICommunicator, records: Mapping[int, Memory]) -> None:
     """Start a watchdog, which reads these ranks' records and requests those of other nodes."""
     from spmd_engine.runtime.other_nodes import MPI, OtherNodes
 
@@ -100,7 +103,7 @@ def _watch(comm: Communicator, records: Mapping[int, Memory]) -> None:
     atexit.register(watchdog.stop)
 
 
-def _settle(comm: Communicator) -> None:
+def _settle(comm: MPICommunicator) -> None:
     """Receive the remaining side messages to this rank, after all ranks have ended. Collective."""
     messages = comm.side_messages
     if messages is not None:
@@ -130,7 +133,7 @@ def fail(message: str) -> None:
     If all ranks call this, each may then exit normally. If only this one does, the job ends with code 2.
     """
     comm = _process_world() if _process_world.cache_info().currsize else None
-    if comm is None or comm.size == 1:
+    if comm is None or isinstance(comm, ThreadCommunicator):  # only this process
         if launcher_rank() == 0:  # before ranks have joined, all find the same mistake
             sys.stderr.write(f"{message}\n")
             sys.stderr.flush()

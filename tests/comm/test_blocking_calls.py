@@ -14,7 +14,7 @@ import pytest
 
 from on_ranks import assert_same, numbers_of_ranks, on_ranks, reduced, values
 from spmd_engine import run_threads, world
-from spmd_engine.comm.collectives import Routing
+from spmd_engine.comm.dispatch import Routing
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.shared_memory.slot_table import SLOTS
@@ -306,8 +306,8 @@ def test_all_ranks_take_the_same_route(reads, expected, monkeypatch, ranks=3):
     """Whatever each of them offers. A call without a transport was a fast exchange in shared memory."""
     taken, transport_of = defaultdict(dict), Routing.transport
 
-    def recorded(self, call, number, *facts):
-        transport = transport_of(self, call, number, *facts)
+    def recorded(self, signature, number, *facts):
+        transport = transport_of(self, signature, number, *facts)
         if self.axes == "all" and transport is not None:
             taken[threading.get_ident()][number] = type(transport)
         return transport

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from hashlib import blake2b
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -105,13 +105,13 @@ class Signature:
         if self.sizes:
             part = slice(sum(self.sizes[:rank]), sum(self.sizes[: rank + 1]))
         else:
-            part = span(self.shape[self.axis], ranks, rank)
+            part = span(self.array_type[0][self.axis], ranks, rank)
         return (slice(None),) * self.axis + (part,)
 
     def length_for(self, rank: int, ranks: int) -> int:
         """Length along ``concat_axis`` of what another rank receives from this one."""
         if self.operation == "all_gather" or self.axis != self.concat_axis:
-            return self.shape[self.concat_axis]
+            return self.array_type[0][self.concat_axis]
         part = self.part_for(rank, ranks)[-1]
         return part.stop - part.start
 
@@ -174,7 +174,7 @@ class Signatures:
         self.same = len(set(self.digests)) == 1  #: whether all ranks have the same one
         #: whether all data travel with the signatures
         self.inline_all = all(signature.inline or signature.shape is None for signature in by_rank)
-        self.inline: dict[int, list[np.ndarray | None]] = {}  #: by slot: views of all ranks' data, None: no data
+        self.inline: dict[int, list[Any]] = {}  #: by slot: views of all ranks' data, None: no data
 
 
 # --- agreement between nodes: log2(n) rounds of messages
@@ -240,9 +240,10 @@ class Agreed(NamedTuple):
     sizes_known: bool  #: whether the callers of all ranks gave the lengths of the others' arrays
     host: bool  #: whether all arrays are in host memory
     most: int  #: bytes of the largest array of any rank
-    blocks: list | None  #: arrays of all ranks, in rank order, if they were sent inline
-    root: Signature | None = None  #: of a broadcast
+    blocks: Sequence[Any]  #: arrays of all ranks, in rank order, if they were sent inline; else none
+    root: Signature  #: of the root's call in a broadcast, else of this rank's
     entries: Entries | None = None  #: what this node's ranks wrote to their slot table, if there is one
+    signatures: Signatures | None = None  #: of all ranks, if they are on one node
 
 
 class Agreement:
@@ -254,7 +255,7 @@ class Agreement:
     def reach(
         self,
         own: Signature,
-        expected: Signatures | None,
+        expected: Signatures,
         number: int,
         x: Array | None,
         readable: np.ndarray | None = None,
@@ -265,38 +266,41 @@ class Agreement:
         ``x`` travels inline if the signature says so; for ``expected``, ``readable`` and ``result`` see
         ``SlotTable.exchange``. If the calls do not match, all ranks raise the same error.
         """
-        comm, entries, ended = self._comm, None, None
-        if comm.node_table is not None:
+        comm, table, entries, ended = self._comm, self._comm.node_table, None, None
+        if table is not None:
             data = x if own.inline else readable
             try:
-                entries = yield from comm.node_table.exchange(number, own, data, result, expected)
+                entries = yield from table.exchange(number, own, data, result, expected)
             except RanksEnded as error:
-                if comm.table is not None:
+                if table is comm.table:
                     raise
                 ended = error
-        if comm.table is not None:
-            return self._on_one_node(own, expected, number, x, entries)
+            else:
+                if table is comm.table:
+                    return self._on_one_node(own, expected, number, x, entries)
         return (yield from self._between_nodes(own, number, x, entries, ended))
 
     def _on_one_node(
-        self, own: Signature, expected: Signatures | None, number: int, x: Array | None, entries: Entries
+        self, own: Signature, expected: Signatures, number: int, x: Array | None, entries: Entries
     ) -> Agreed:
         signatures = entries.signatures
         if signatures is not expected or own.operation == "refuse":
             calls = [NumberedCall(number, signature) for signature in signatures.by_rank]
             _raise_what_is_wrong(calls, entries.blocks, own, self._axes, self._check)
-        root = signatures.by_rank[own.root] if own.operation == "broadcast" else None
-        inline = signatures.inline_all if root is None else root.inline > 0
+        broadcasts = own.operation == "broadcast"
+        root = signatures.by_rank[own.root] if broadcasts else own
+        inline = root.inline > 0 if broadcasts else signatures.inline_all
         most = 0 if x is None else x.nbytes
         host = inline or entries.readable
-        return Agreed(signatures.same, True, host, most, entries.blocks if inline else None, root, entries)
+        return Agreed(signatures.same, True, host, most, entries.blocks if inline else (), root, entries, signatures)
 
     def _between_nodes(
         self, own: Signature, number: int, x: Array | None, entries: Entries | None, ended: RanksEnded | None
     ) -> Steps:
         """Each rank of a node that has agreed in its table tells its lane for the node; else each rank tells all."""
         comm, lanes = self._comm, self._comm.lanes
-        near, blocks = (entries.signatures.by_rank, entries.blocks) if entries is not None else ([own], [x])
+        near: Sequence[Signature] = [own] if entries is None else entries.signatures.by_rank
+        blocks: Sequence[Any] = [x] if entries is None else entries.blocks
         words = np.max([signature.words for signature in near], axis=0)
         data = [b.tobytes() if s.inline and s.shape is not None else b"" for s, b in zip(near, blocks, strict=True)]
         broadcasts = own.operation == "broadcast"
@@ -310,7 +314,7 @@ class Agreement:
         known, host, most = known and words[KNOWN] >= 0, bool(words[HOST]), int(words[MOST])
         if not same or own.operation == "refuse":
             yield from self._explain(own, number, x)
-        root = None
+        root = own
         if broadcasts:
             root, whole = Signature.unpack(rows[0]), rows[0]
             rows = [whole[len(whole) - root.inline :]] * comm.size if root.inline else None
@@ -318,25 +322,25 @@ class Agreement:
             rows = _by_rank(rows, lanes.nodes) if lanes else rows
         else:
             rows = None
-        if rows is not None:
-            shape, dtype = root.array_type if broadcasts else (x.shape, x.dtype)
-            rows = [np.frombuffer(row, dtype, prod(shape)).reshape(shape) for row in rows]
-        return Agreed(alike, known, host, most, rows, root, entries)
+        shape, dtype = root.array_type
+        blocks = [np.frombuffer(row, dtype, prod(shape)).reshape(shape) for row in rows or ()]
+        return Agreed(alike, known, host, most, blocks, root, entries)
 
     def _explain(self, own: Signature, number: int, x: Array | None) -> Steps:
         """Raise the same error on all ranks when their calls differ or one cannot be made: each sends its signature to
         all others. All ranks call this, or none."""
         comm = self._comm
         own = own if own.shape is None else replace(own, inline=0)  # a text is sent, too, an array is not
-        text = x.tobytes() if own.inline else b""
+        text = x.tobytes() if own.inline and x is not None else b""
         sent = np.frombuffer(_NUMBER.pack(number) + own.packed + text, np.uint8)
         received = np.empty((comm.size, _NUMBER.size + room(comm.size) + INLINE), np.uint8)
         yield from exchange(comm, [sent] * comm.size, list(received), tag(number, EXPLANATION))
         received[comm.rank, : sent.size] = sent
         calls, texts = [], []
         for row in received:
-            theirs = Signature.unpack(row[_NUMBER.size :])
-            calls.append(NumberedCall(*_NUMBER.unpack_from(row), theirs))
+            data = row.tobytes()
+            theirs = Signature.unpack(data[_NUMBER.size :])
+            calls.append(NumberedCall(_NUMBER.unpack_from(data)[0], theirs))
             begin = _NUMBER.size + len(theirs.packed)
             texts.append(row[begin : begin + theirs.inline])
         _raise_what_is_wrong(calls, texts, own, self._axes, True)

@@ -68,6 +68,10 @@ class Communicator(ABC):
     collectives: NonblockingCollectives | None = None  #: the MPI library's, between nodes
     lane_collectives: NonblockingCollectives | None = None  #: the same for this rank's lane
 
+    def __init__(self) -> None:
+        self.call_order = CallOrder()
+        self._messages: defaultdict[tuple[str, int], count] = defaultdict(count)
+
     @property
     def node_table(self) -> SlotTable | None:
         """The slot table of its ranks on this node, if there is one."""
@@ -82,7 +86,7 @@ class Communicator(ABC):
 
     def next_message(self, direction: str, rank: int) -> int:
         """The number of this message among those to or from one other rank."""
-        return next(self.__dict__.setdefault("_messages", defaultdict(count))[direction, rank])
+        return next(self._messages[direction, rank])
 
     def empty(self, shape: Sequence[int], dtype) -> np.ndarray:
         """An uninitialized array, in memory that the node's ranks share if there is room."""

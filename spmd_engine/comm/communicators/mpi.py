@@ -15,8 +15,8 @@ from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.agreement.call_agreement import Signature, disseminate
-from spmd_engine.comm.communicators.communicator import CallOrder, Communicator
-from spmd_engine.comm.pending import TIMEOUT, Pending, Progress, ProgressThread, Steps
+from spmd_engine.comm.communicators.communicator import Communicator
+from spmd_engine.comm.pending import TIMEOUT, Operation, Progress, ProgressThread, Steps
 from spmd_engine.comm.shared_memory.node import Node, open_node
 from spmd_engine.comm.shared_memory.slot_table import SlotTable, room_for_table, size_of_table, table_on
 from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
@@ -48,7 +48,7 @@ class MPICommunicator(Communicator):
 
     def __init__(
         self,
-        comm: MPI.Comm,
+        comm: MPI.Intracomm,
         progress: Progress | None = None,
         node: str | None = None,
         world: MPICommunicator | None = None,
@@ -64,11 +64,11 @@ class MPICommunicator(Communicator):
         self.side_messages: SideMessages | None = None
         self._ended: set[int] = set()
         self._asked: set[int] = set()  # ranks of the world that will report when their programs end
-        self._lane_comm: MPI.Comm | None = None
+        self._lane_comm: MPI.Intracomm | None = None
         self._users = 0  # meshes that use it
         #: of the world: by their members, least recently used first; meshes with groups of the same ranks share one
         self._kept: dict[tuple[int, ...], MPICommunicator] = {}
-        self.call_order = CallOrder()
+        super().__init__()
         self.rank, self.size = comm.rank, comm.size
         self.node = node if node is not None else MPI.Get_processor_name()
         self.progress = progress if progress is not None else Progress()
@@ -90,13 +90,12 @@ class MPICommunicator(Communicator):
                     "this MPI library does not permit calls from threads: data between nodes move only while ranks wait"
                 )
             nodes = nodes if "no" not in tell("yes" if node is not None else "no") else None
-        usable = node is not None and nodes is not None
-        table = table_on(node, ranks, ranks.index(self.rank)) if usable else None
+        table = table_on(node, ranks, ranks.index(self.rank)) if node is not None and nodes is not None else None
         self.calls = 0  # earlier calls were made without the table
-        self._use(node, len(ranks) > cores, nodes, table)
+        self._use(node, len(ranks) > cores, nodes or (), table)
 
     def _use(
-        self, node: Node | None, oversubscribed: bool, nodes: Sequence[Sequence[int]] | None, table: SlotTable | None
+        self, node: Node | None, oversubscribed: bool, nodes: Sequence[Sequence[int]], table: SlotTable | None
     ) -> None:
         """Set up the routes: the ``table`` of this rank's node, and MPI's collectives between ``nodes``."""
         self._node, self.neighbours = node, node.neighbours if node is not None else None
@@ -129,9 +128,9 @@ class MPICommunicator(Communicator):
         members, kept = tuple(self._members[rank] for rank in ranks), self._world._kept
         made = kept.get(members)
         what = f"for ranks {list(ranks)}, to create a communicator of them"
-        creation = Pending(self, self._agree(ranks, made is not None), timeout, what)
+        creation = Operation(self, self._agree(ranks, made is not None), timeout, what)
         all_keep, offset, nodes = self.progress.begin(creation).wait()
-        if not all_keep:
+        if made is None or not all_keep:
             if made is not None and not made._users:
                 made.close()
             made = self._make(ranks, members, offset, nodes)
@@ -145,13 +144,13 @@ class MPICommunicator(Communicator):
     ) -> MPICommunicator:
         made = MPICommunicator(self._create(ranks), self.progress, self.node, self._world, members)
         made.hosts, table = [self.hosts[rank] for rank in ranks], None
-        if nodes is not None:
+        if nodes is not None and self._node is not None:
             own = next(node for node in nodes if made.rank in node)
             table = table_on(self._node, [members[rank] for rank in own], own.index(made.rank), offset)
-        made._use(self._node, self.spin_tests == 0, nodes, table)
+        made._use(self._node, self.spin_tests == 0, nodes or (), table)
         return made
 
-    def _create(self, ranks: Sequence[int]) -> MPI.Comm:
+    def _create(self, ranks: Sequence[int]) -> MPI.Intracomm:
         """An MPI communicator of these ranks. Collective among them."""
         all_ranks = self._comm.Get_group()
         group = all_ranks.Incl(ranks)
@@ -176,15 +175,15 @@ class MPICommunicator(Communicator):
         hosts = [self.hosts[rank] for rank in ranks]
         nodes = even_nodes(hosts)
         near = [i for i, host in enumerate(hosts) if host == self.node]
-        room, first = None, ranks[near[0]] == self.rank
-        if first and nodes is not None and self._node is not None:
-            room = room_for_table(self.neighbours, len(near))
+        room, first, neighbours = None, ranks[near[0]] == self.rank, self.neighbours
+        if first and nodes is not None and neighbours is not None:
+            room = room_for_table(neighbours, len(near))
         row, same = _MEMBER.pack(keeps, -1 if room is None else room), Signature("barrier").words
         _, rows = yield from disseminate(MessagePart(self, ranks), same, row, _CREATION)
         keep, offsets = zip(*map(_MEMBER.unpack, rows), strict=True)
         fits = not all(keep) and nodes is not None and all(offsets[node[0]] >= 0 for node in nodes)
-        if room is not None and not fits:
-            self.neighbours.own.release(room, size_of_table(len(near)))
+        if neighbours is not None and room is not None and not fits:
+            neighbours.own.release(room, size_of_table(len(near)))
         return all(keep), offsets[near[0]], nodes if fits else None
 
     def free(self) -> None:
@@ -198,9 +197,9 @@ class MPICommunicator(Communicator):
     def close(self) -> None:
         """Release all that this communicator holds."""
         self.progress.activity.close(self.line)
-        if self.node_table is not None:
+        if (table := self.node_table) is not None:
             with self.progress.lock:
-                self.neighbours.retire(self.node_table)
+                table.neighbours.retire(table)
         if not MPI.Is_finalized():
             for comm in (self._comm, self._lane_comm):
                 if comm is not None:

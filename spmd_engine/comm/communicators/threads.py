@@ -17,7 +17,7 @@ from threadpoolctl import ThreadpoolController
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.comm.communicators.communicator import CallOrder, Communicator
+from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Progress
@@ -146,7 +146,7 @@ class _Fabric:
                 del self._tables[name]
         return SlotTable(entry[0], rank, members, neighbours, self)
 
-    # The waker of slot tables, like ``Futexes``. One interpreter runs one thread at a time: no fences are needed.
+    # It is the Waker of its slot tables. One interpreter runs one thread at a time: no fences are needed.
 
     weak = False
 
@@ -156,8 +156,8 @@ class _Fabric:
     def anyone_sleeps(self) -> bool:
         return True
 
-    def wake(self, ranks: Sequence[int]) -> None:
-        for rank in ranks:
+    def wake(self, local_ranks: Sequence[int]) -> None:
+        for rank in local_ranks:
             self.boxes[rank].news.set()
 
     def fail(self, rank: int, error: BaseException) -> None:
@@ -201,16 +201,15 @@ class ThreadCommunicator(Communicator):
         neighbours: Neighbours | None = None,
         name: tuple = (),
     ) -> None:
+        super().__init__()
         self._fabric, self._members, self._name = fabric, tuple(members), name
         self.rank, self.size, self.progress, self.neighbours = rank, len(self._members), progress, neighbours
         self._me = self._members[rank]
         self.node = fabric.nodes[self._me]
         self.hosts = [fabric.nodes[member] for member in members]
-        self.call_order = CallOrder()
         self._subsets: defaultdict[tuple[int, ...], int] = defaultdict(int)
         self.line = progress.activity.line(members)
-        nodes = even_nodes(self.hosts) if neighbours is not None and self.size > 1 else None
-        if nodes is not None:
+        if neighbours is not None and self.size > 1 and (nodes := even_nodes(self.hosts)) is not None:
             own = next(node for node in nodes if rank in node)
             table = fabric.table((*name, self.node), own.index(rank), [members[r] for r in own], neighbours)
             self.table, self.lanes = (table, None) if len(nodes) == 1 else (None, Lanes(self, nodes, table))
@@ -241,8 +240,8 @@ class ThreadCommunicator(Communicator):
 
     def free(self) -> None:
         self.progress.activity.close(self.line)
-        if self.node_table is not None:
-            self.neighbours.retire(self.node_table)
+        if (table := self.node_table) is not None:
+            table.neighbours.retire(table)
 
     def announce_end(self) -> None:
         self._fabric.ended.add(self._me)

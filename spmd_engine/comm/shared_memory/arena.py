@@ -104,7 +104,6 @@ class _Lease(weakref.ref):
         return super().__new__(cls, owner, callback)
 
     def __init__(self, owner, callback, start, size):
-        super().__init__(owner, callback)
         self.start, self.size = start, size
 
 

@@ -7,6 +7,7 @@ import platform
 import threading
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -15,6 +16,18 @@ from spmd_engine.arrays.memory import address_of
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}  # system call numbers
 _WAIT, _WAKE = 0, 1
 STRONG = ("x86_64", "AMD64", "i686", "i386")  # machines on which other cores see writes in program order
+
+
+class Waker(Protocol):
+    """Wakes ranks that sleep until the slot table changes: Futexes, or events between threads."""
+
+    weak: bool  #: whether other cores may see writes in another order than that of the program
+
+    def fence(self) -> None: ...
+
+    def anyone_sleeps(self) -> bool: ...
+
+    def wake(self, local_ranks: Sequence[int]) -> None: ...
 
 
 class Futexes:

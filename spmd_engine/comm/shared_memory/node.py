@@ -108,11 +108,11 @@ class OwnMemory:
         with open(self._descriptor, "r+b", closefd=False) as file:
             file.seek(at)
             for x in arrays:
-                file.write(x.reshape(-1).view(np.uint8))
+                file.write(x.reshape(-1).view(np.uint8).data)
 
-    def map(self) -> mmap.mmap | None:
+    def map(self) -> memoryview | None:
         """The mapped memory; None if there is none."""
-        return mmap.mmap(self._descriptor, 0) if self.handle else None
+        return memoryview(mmap.mmap(self._descriptor, 0)) if self._descriptor is not None and self.handle else None
 
     def close(self) -> None:
         if self._descriptor is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from spmd_engine.comm.agreement.call_agreement import Signature, Signatures, roo
 from spmd_engine.comm.pending import Condition, Steps
 from spmd_engine.comm.shared_memory.arena import ALIGNMENT, HEAD, Neighbours
 from spmd_engine.comm.shared_memory.cross_memory import Block, RemoteArray
-from spmd_engine.comm.shared_memory.futex import Futexes
+from spmd_engine.comm.shared_memory.futex import Waker
 from spmd_engine.comm.shared_memory.node import Node
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Entries(NamedTuple):
     """What the ranks of a node wrote to their entries for one call."""
 
     signatures: Signatures
-    blocks: list[Block | None]  #: arrays of all ranks where they lie; None: unreadable
+    blocks: list[Any]  #: arrays of all ranks (Block) where they lie; None: unreadable
     exposed: bool  #: whether others may read or write memory of this rank outside the table
 
     @property
@@ -91,7 +91,7 @@ class SlotTable:
         rank: int,
         local_ranks: Sequence[int],
         neighbours: Neighbours,
-        waker: Futexes,
+        waker: Waker,
         home: int | None = None,
     ) -> None:
         n, self._home = len(local_ranks), home
@@ -196,7 +196,7 @@ class SlotTable:
         for words, address in (self._data_at[slot], at), (self._results_at[slot], result):
             words[0][self.rank], words[1][self.rank] = address or (UNREADABLE, 0)
 
-    def read(self, number: int, expected: Signatures, own: np.ndarray | None) -> tuple[Signatures, list[Block | None]]:
+    def read(self, number: int, expected: Signatures, own: np.ndarray | None) -> tuple[Signatures, list[Any]]:
         """All ranks' signatures (``expected`` itself if equal) and their data where they lie (None: unreadable).
 
         ``own``: this rank's data, if readable by the others.
@@ -204,7 +204,7 @@ class SlotTable:
         slot, signatures = number % SLOTS, expected
         if self._digests[slot].tolist() != expected.digests:
             signatures = Signatures([Signature.unpack(packed.tobytes()) for packed in self._signatures[slot]])
-        blocks: list[Block | None] = list(signatures.inline.get(slot) or self._inline_views(slot, signatures))
+        blocks = list(signatures.inline.get(slot) or self._inline_views(slot, signatures))
         for rank, signature in enumerate(signatures.by_rank):
             if not signature.inline and signature.shape is not None:
                 mine = rank == self.rank and own is not None
@@ -213,24 +213,24 @@ class SlotTable:
 
     def fast_exchange(
         self, number: int, expected: Signatures, data: np.ndarray | None, progress: Progress, spin_tests: int
-    ) -> list[Block | None] | None:
+    ) -> list[Any] | None:
         """``exchange`` without a generator, while the other ranks make the ``expected`` call: all blocks.
 
         None: a rank makes another call, or does not arrive within ``spin_tests``. The caller must then ``exchange`` the
         same data.
         """
-        slot, signature, small = number % SLOTS, expected.by_rank[self.rank], expected.inline_all
+        slot, signature = number % SLOTS, expected.by_rank[self.rank]
         words, inline, released = self._phases[slot], signature.inline, (number - SLOTS) * _STEPS + RELEASED
         called = number * _STEPS + CALLED
         one_slot = inline <= SMALL and not self._weak  # then this test is sufficient
         free = min(words.tolist()) >= released if one_slot else self.is_free(number, inline)
         if not free and not progress.spin(partial(self.is_free, number, inline), spin_tests):
             return None
-        if small:
-            blocks = expected.inline.get(slot) or self._inline_views(slot, expected)
+        views = (expected.inline.get(slot) or self._inline_views(slot, expected)) if expected.inline_all else None
+        if views is not None:
             self._write_signature(slot, signature)
             if inline:
-                blocks[self.rank][...] = data
+                views[self.rank][...] = data
         else:
             self.write(number, signature, data, self.address(data) if data is not None and not inline else None)
         self.set_phase(number, CALLED)
@@ -238,8 +238,8 @@ class SlotTable:
             return None
         if self._weak:
             self._waker.fence()
-        if small:
-            return blocks if self._digests[slot].tolist() == expected.digests else None
+        if views is not None:
+            return views if self._digests[slot].tolist() == expected.digests else None
         signatures, blocks = self.read(number, expected, data)
         return blocks if signatures is expected and Entries(signatures, blocks, True).readable else None
 
@@ -257,13 +257,13 @@ class SlotTable:
             self._signatures[slot][self.rank][: len(signature.packed)] = signature.packed
             digests[self.rank] = signature.digest
 
-    def _inline_views(self, slot: int, signatures: Signatures) -> list[np.ndarray | None]:
+    def _inline_views(self, slot: int, signatures: Signatures) -> list[Any]:
         views = [self._view(slot, rank, own) if own.inline else None for rank, own in enumerate(signatures.by_rank)]
         signatures.inline[slot] = views
         return views
 
-    def results(self, number: int, shape: Sequence[int], dtype: np.dtype) -> list[Block | None]:
-        """The result buffers of all ranks, of this shape."""
+    def results(self, number: int, shape: Sequence[int], dtype: np.dtype) -> list[Any]:
+        """The result buffers of all ranks, of this shape (Block; None: unreadable)."""
         words = self._results_at[number % SLOTS]
         return [self._at(words, rank, shape, dtype) for rank in range(self.size)]
 
@@ -272,17 +272,17 @@ class SlotTable:
         return self._results_at[number % SLOTS][0].tolist()
 
     def _block(self, slot: int, rank: int, signature: Signature) -> Block | None:
-        if 0 in signature.shape and signature.host:
-            return np.empty(*signature.array_type)
-        return self._at(self._data_at[slot], rank, *signature.array_type)
+        shape, dtype = signature.array_type
+        if 0 in shape and signature.host:
+            return np.empty(shape, dtype)
+        return self._at(self._data_at[slot], rank, shape, dtype)
 
     def _at(self, words: Sequence[memoryview], rank: int, shape: Sequence[int], dtype: np.dtype) -> Block | None:
         local, offset = words[0][rank], words[1][rank]
         if local >= 0:
             return self.neighbours.view(local, offset, shape, dtype)
-        return (
-            None if local == UNREADABLE else RemoteArray(self.neighbours.cross_memory, -2 - local, offset, shape, dtype)
-        )
+        reader = self.neighbours.cross_memory
+        return RemoteArray(reader, -2 - local, offset, shape, dtype) if local != UNREADABLE and reader else None
 
     def _view(self, slot: int, rank: int, signature: Signature) -> np.ndarray:
         shape, dtype = signature.array_type

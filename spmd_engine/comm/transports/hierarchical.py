@@ -11,14 +11,18 @@ First the ranks of a node are combined, in their order in the group, then the no
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.reducing import accumulated_in
 from spmd_engine.comm.shared_memory.slot_table import SlotTable
 from spmd_engine.comm.spans import spans
-from spmd_engine.comm.transports.messages import MessagePart, Ranks
-from spmd_engine.comm.transports.transport import GatherAndReduce, Parts, Transport
+from spmd_engine.comm.transports.messages import MessagePart
+from spmd_engine.comm.transports.transport import Parts, Transport
+
+if TYPE_CHECKING:
+    from spmd_engine.comm.communicators.communicator import Communicator
 
 
 def even_nodes(hosts: Sequence[Hashable]) -> list[list[int]] | None:
@@ -33,7 +37,7 @@ def even_nodes(hosts: Sequence[Hashable]) -> list[list[int]] | None:
 class Lanes:
     """A group's ranks by nodes: ``nodes`` from ``even_nodes``, ``table`` of this rank's node."""
 
-    def __init__(self, comm: Ranks, nodes: Sequence[Sequence[int]], table: SlotTable) -> None:
+    def __init__(self, comm: Communicator, nodes: Sequence[Sequence[int]], table: SlotTable) -> None:
         self.nodes, self.table, self.rank, self.size = nodes, table, comm.rank, comm.size
         own = next(node for node in nodes if comm.rank in node)
         table.ranks = own
@@ -42,7 +46,7 @@ class Lanes:
         self.lane = MessagePart(comm, [node[self.local.rank] for node in nodes])
 
 
-class Hierarchical(GatherAndReduce):
+class Hierarchical(Transport):
     """Two transports: among the ranks of this node (``local``) and of this rank's lane (``lane``).
 
     Only gathers and reductions take this route (see ``dispatch``): an all_to_all saves nothing.
@@ -50,18 +54,18 @@ class Hierarchical(GatherAndReduce):
     Where ``local`` is shared memory, a rank writes only to its lane's part of its memory until all have read the rest.
     """
 
-    def __init__(self, lanes: Lanes, local: GatherAndReduce, lane: Transport) -> None:
+    def __init__(self, lanes: Lanes, local: Transport, lane: Transport) -> None:
         self.rank, self.size = lanes.rank, lanes.size
         self._lanes, self._local, self._lane = lanes, local, lane
 
     def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
-        """See ``GatherAndReduce``: first the lane's parts, then the other lanes' parts from the node's ranks."""
+        """See ``Transport``: first the lane's parts, then the other lanes' parts from the node's ranks."""
         yield from self._lane.all_gather(x, [parts[r] for r in self._lanes.lane.members])
         for node in self._lanes.nodes:
             yield from self._local.all_gather(x, [parts[r] for r in node])
 
     def reduce_scatter(self, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True) -> Steps:
-        """See ``GatherAndReduce``. 16-bit floats are sent between nodes as float32, so that they are rounded once."""
+        """See ``Transport``. 16-bit floats are sent between nodes as float32, so that they are rounded once."""
         lanes, backend, between = self._lanes, backend_of(x), "sum" if reduction == "mean" else reduction
         wide, members = accumulated_in(out.dtype), lanes.lane.members
         places = spans([parts[r].stop - parts[r].start for r in members])

@@ -57,12 +57,12 @@ def exchange(ranks: Ranks, outgoing: Sequence[Array | None], incoming: Sequence[
     requests = Requests(ranks)
     for step in range(1, ranks.size):  # rank r begins with r + 1, so that ranks have different first targets
         source = (ranks.rank - step) % ranks.size
-        if incoming[source] is not None and incoming[source].size:
-            requests.add(source, ranks.start_receive(incoming[source], source, tag))
+        if (x := incoming[source]) is not None and x.size:
+            requests.add(source, ranks.start_receive(x, source, tag))
     for step in range(1, ranks.size):
         to = (ranks.rank + step) % ranks.size
-        if outgoing[to] is not None and outgoing[to].size:
-            requests.add(to, ranks.start_send(outgoing[to], to, tag))
+        if (x := outgoing[to]) is not None and x.size:
+            requests.add(to, ranks.start_send(x, to, tag))
     yield requests
 
 

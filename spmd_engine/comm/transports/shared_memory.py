@@ -6,24 +6,29 @@ Blocks are reduced in rank order, where they lie, in pieces that stay in the cac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import EllipsisType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.comm.dispatch import Tuning
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.reducing import Reducer, reducer
 from spmd_engine.comm.shared_memory.cross_memory import Block, fill, flat, to_array
 from spmd_engine.comm.shared_memory.slot_table import REDUCED, RELEASED, UNREADABLE, Entries, SlotTable
 from spmd_engine.comm.spans import span
-from spmd_engine.comm.transports.transport import GatherAndReduce, Parts
+from spmd_engine.comm.transports.transport import Parts, Transport
+
+if TYPE_CHECKING:
+    from spmd_engine.comm.dispatch import Tuning
 
 CACHE = 1 << 19  # bytes of all ranks' blocks together that are reduced at a time: they stay in the second-level cache
 LINE = 64  # bytes of a cache line, which two ranks should not write to
 
 
-class SharedMemory(GatherAndReduce):
-    """See ``GatherAndReduce``, for the ranks of a node that have exchanged ``entries`` in call ``number``.
+class SharedMemory(Transport):
+    """See ``Transport``, for the ranks of a node that have exchanged ``entries`` in call ``number``.
 
     ``blocks``: arrays of all ranks, None where this rank cannot read them.
     """
@@ -38,7 +43,7 @@ class SharedMemory(GatherAndReduce):
         return UNREADABLE not in self.table.result_arenas(self.number)
 
     def all_gather(self, x: np.ndarray, parts: Parts, *, last: bool = True) -> Steps:
-        """See ``GatherAndReduce``. ``x`` is the readable result buffer of every rank."""
+        """See ``Transport``. ``x`` is the readable result buffer of every rank."""
         results = self.table.results(self.number, x.shape, x.dtype)
         yield from self.table.reach(self.number, REDUCED)
         for r, part in enumerate(parts):
@@ -110,7 +115,7 @@ def readable_with_result(
     return x, result
 
 
-def keeps_apart(out: np.ndarray, x: np.ndarray, part: tuple[slice, ...]) -> bool:
+def keeps_apart(out: Array, x: Array, part: tuple[slice | EllipsisType, ...]) -> bool:
     """Whether ``out`` may be written while others read ``x`` except this ``part``, which ``out`` may be."""
     overlaps = isinstance(x, np.ndarray) and isinstance(out, np.ndarray) and np.may_share_memory(out, x)
     return not overlaps or (x[part].flags.c_contiguous and address_of(x[part]) == address_of(out))

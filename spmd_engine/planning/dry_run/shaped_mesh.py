@@ -14,7 +14,7 @@ import numpy as np
 from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.axes import MeshPosition, Over
-from spmd_engine.comm.collectives import PreparedCall
+from spmd_engine.comm.calls import PreparedCall
 from spmd_engine.comm.dispatch import Tuning
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
@@ -274,7 +274,7 @@ class _PendingShape(Pending):
     def __init__(
         self, recorder: Recorder, call: Any, make: Callable[[], Any], held: Any = None, scratch: int = 0
     ) -> None:
-        super().__init__(None, None)
+        super().__init__()
         self._recorder, self._call, self._make = recorder, call, make
         self._held, self._scratch = held, scratch
         if held is not None:
