@@ -13,12 +13,11 @@ import numpy as np
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.agreement.call_agreement import Agreed, Signature, Signatures, number_of
+from spmd_engine.comm.blocks import Reducer, joined, reducible, span, spans
 from spmd_engine.comm.calls import Collective, Offer, PreparedCall, Shape, copied
 from spmd_engine.comm.dispatch import Routing
 from spmd_engine.comm.pending import Steps
-from spmd_engine.comm.reducing import Reducer, reducible
 from spmd_engine.comm.shared_memory.cross_memory import flat
-from spmd_engine.comm.spans import joined, span, spans
 from spmd_engine.comm.transports.shared_memory import keeps_apart, readable_with_result, reduce_in_pieces
 from spmd_engine.comm.transports.transport import Transport
 from spmd_engine.errors import UsageError

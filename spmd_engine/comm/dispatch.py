@@ -17,9 +17,8 @@ import numpy as np
 from spmd_engine.arrays import dtypes
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.agreement.call_agreement import MAX_DIMS, Agreed, Agreement, Signature
+from spmd_engine.comm.blocks import Reducer, reducer, spans
 from spmd_engine.comm.pending import Steps
-from spmd_engine.comm.reducing import Reducer, reducer
-from spmd_engine.comm.spans import spans
 from spmd_engine.comm.transports.hierarchical import Hierarchical
 from spmd_engine.comm.transports.messages import Messages, Ranks
 from spmd_engine.comm.transports.shared_memory import SharedMemory

@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.axes import MeshPosition
-from spmd_engine.comm.spans import span
+from spmd_engine.comm.blocks import span
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import Documents
 from spmd_engine.sharding.notation import Spec

@@ -9,8 +9,8 @@ from types import MappingProxyType
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.axes import MeshPosition
+from spmd_engine.comm.blocks import span
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.spans import span
 from spmd_engine.errors import MeshError, NotationError, one_of
 
 EVEN: Mapping[str, tuple[int, ...]] = MappingProxyType({})  #: no axis cuts by weights

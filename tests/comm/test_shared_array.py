@@ -6,8 +6,8 @@ import pytest
 from nodes import everyone
 from spmd_engine import run_threads
 from spmd_engine.comm import Mesh
-from spmd_engine.comm.shared_memory import shared_array
-from spmd_engine.comm.shared_memory.shared_array import share_array
+from spmd_engine.comm.agreement import rank_zero
+from spmd_engine.comm.agreement.rank_zero import share_array
 
 PARTS = [np.arange(6.0).reshape(3, 2), np.empty((0, 2)), np.arange(8.0).reshape(4, 2)[::-1]]
 JOINED = np.concatenate(PARTS)
@@ -41,17 +41,17 @@ def copies(group):
 )
 @pytest.mark.parametrize("bytes_at_once", [1 << 20, 40])
 def test_ranks_of_a_node_have_one_copy(nodes, shared, bytes_at_once, monkeypatch):
-    monkeypatch.setattr(shared_array, "_AT_ONCE", bytes_at_once)
+    monkeypatch.setattr(rank_zero, "_AT_ONCE", bytes_at_once)
     assert run_threads(lambda: copies(everyone()), len(nodes), nodes=list(nodes)) == shared
 
 
 def test_where_one_node_has_no_memory_to_share_each_rank_has_a_copy(monkeypatch):
-    opened = shared_array.mapped
+    opened = rank_zero.mapped
 
     def mapped(texts):
         return None if everyone().rank == 3 else opened(texts)
 
-    monkeypatch.setattr(shared_array, "mapped", mapped)
+    monkeypatch.setattr(rank_zero, "mapped", mapped)
     assert run_threads(lambda: copies(everyone()), 4, nodes=list("aabb")) == [0, 1, 2, 3]
 
 

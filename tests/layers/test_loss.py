@@ -5,7 +5,7 @@ import pytest
 
 from numerics import assert_gradient, frozen, normals
 from spmd_engine import Mesh, run_threads
-from spmd_engine.comm.spans import span
+from spmd_engine.comm.blocks import span
 from spmd_engine.errors import UsageError
 from spmd_engine.losses import cross_entropy, mean_squared_error
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from spmd_engine import Mesh, run_threads
-from spmd_engine.comm.spans import span
+from spmd_engine.comm.blocks import span
 from spmd_engine.losses import right_classes
 
 CLASSES = 7

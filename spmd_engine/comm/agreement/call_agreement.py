@@ -19,8 +19,8 @@ import numpy as np
 
 from spmd_engine.arrays import dtypes
 from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.blocks import span
 from spmd_engine.comm.pending import RanksEnded, Requests, Steps
-from spmd_engine.comm.spans import span
 from spmd_engine.comm.transports.messages import AGREEMENT, EXPLANATION, Ranks, exchange, tag
 from spmd_engine.errors import MismatchError, RankAborted, UsageError
 

@@ -13,10 +13,10 @@ import numpy as np
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.blocks import accumulated_in
 from spmd_engine.comm.communicators.communicator import CallOrder
 from spmd_engine.comm.dispatch import Tuning
 from spmd_engine.comm.pending import Condition, Steps
-from spmd_engine.comm.reducing import accumulated_in
 from spmd_engine.comm.transports.transport import Parts, Transport
 
 _KINDS = "iufc"  # of dtypes that the library sums

@@ -13,11 +13,10 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.memory import address_of
+from spmd_engine.comm.blocks import Reducer, reducer, span
 from spmd_engine.comm.pending import Steps
-from spmd_engine.comm.reducing import Reducer, reducer
 from spmd_engine.comm.shared_memory.cross_memory import Block, fill, flat, to_array
 from spmd_engine.comm.shared_memory.slot_table import REDUCED, RELEASED, UNREADABLE, Entries, SlotTable
-from spmd_engine.comm.spans import span
 from spmd_engine.comm.transports.transport import Parts, Transport
 
 if TYPE_CHECKING:

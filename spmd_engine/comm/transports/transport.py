@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.blocks import reduce_into, span, spans
 from spmd_engine.comm.pending import Steps
-from spmd_engine.comm.reducing import reduce_into
-from spmd_engine.comm.spans import span, spans
 
 if TYPE_CHECKING:
     from spmd_engine.comm.dispatch import Tuning

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spmd_engine.comm.spans import span
+from spmd_engine.comm.blocks import span
 from spmd_engine.errors import UsageError
 from spmd_engine.models.model import Model
 

@@ -17,7 +17,7 @@ from spmd_engine.arrays.meta.backend import Shapes, on_shapes
 from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.arrays.numba.functions import loops_are_there
 from spmd_engine.axes import MeshPosition
-from spmd_engine.comm.spans import span
+from spmd_engine.comm.blocks import span
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, CutsBatches, make_batch
 from spmd_engine.engine.distributed import DistributedEngine

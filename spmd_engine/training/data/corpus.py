@@ -13,9 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from spmd_engine.arrays.random import integers, key_of
-from spmd_engine.comm.agreement.rank_zero import on_rank_zero, text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import on_rank_zero, share_array, text_from_rank_zero
 from spmd_engine.comm.group import Group
-from spmd_engine.comm.shared_memory.shared_array import share_array
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.errors import UsageError

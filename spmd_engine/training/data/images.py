@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero, text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero, share_array, text_from_rank_zero
 from spmd_engine.comm.group import Group
-from spmd_engine.comm.shared_memory.shared_array import share_array
 from spmd_engine.errors import UsageError
 from spmd_engine.formats import ImageFiles, MappedArray
 from spmd_engine.models import ImageShape
