@@ -67,7 +67,7 @@ class BroadcastCall(PreparedCall):
 
 
 @dataclass(kw_only=True)
-class Reduction(Collective):
+class Reducing(Collective):
     """The reduction of the arrays of all ranks, or of this rank's parts of them."""
 
     reduce: Reducer
@@ -82,7 +82,7 @@ class Reduction(Collective):
         return result
 
 
-class AllReduceCall(Reduction):
+class AllReduceCall(Reducing):
     """``Group.all_reduce``. Of a large array each rank reduces a part, which the others then read."""
 
     one_phase = False
@@ -109,7 +109,7 @@ class AllReduceCall(Reduction):
         return transport.all_reduce(x.reshape(-1), result.reshape(-1), self.signature.reduction)
 
 
-class ReduceScatterCall(Reduction):
+class ReduceScatterCall(Reducing):
     """``Group.reduce_scatter``."""
 
     @classmethod

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 TIMEOUT = 1800.0  #: seconds a rank waits for others by default
 
-LOOK_AFTER = 0.5  #: seconds without progress after which a rank checks whether the ranks it waits for have ended
-SAY_AFTER = 0.5  #: seconds of waiting after which a rank publishes what it waits for; then after twice as long, etc.
+CHECK_AFTER = 0.5  #: seconds without progress after which a rank checks whether the ranks it waits for have ended
+PUBLISH_AFTER = 0.5  #: seconds of waiting after which a rank publishes what it waits for; then after twice as long
 APART_AFTER = 10.0  #: seconds without progress after which it is a mismatch that all ranks end in different calls
-MESSAGES_AFTER = 2.0  #: LOOK_AFTER for messages, which a rank may have sent before it ended
+MESSAGES_AFTER = 2.0  #: CHECK_AFTER for messages, which a rank may have sent before it ended
 PERIOD = 1e-3  #: seconds between two polls of the progress thread: at 1 Gbit/s, 125 kB arrive in that time
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
@@ -132,14 +132,14 @@ class Operation(Pending):
         """Called after the start and after each wait, with the seconds it took."""
 
     @property
-    def needs_looks(self) -> bool:
+    def must_poll(self) -> bool:
         """Whether it waits for messages, for which this rank must poll."""
         return self.awaited is None or self.awaited.messages
 
     @property
-    def patience(self) -> float:
+    def check_after(self) -> float:
         """Seconds without progress after which to check whether the ranks it waits for have ended."""
-        return MESSAGES_AFTER if self.needs_looks else LOOK_AFTER
+        return MESSAGES_AFTER if self.must_poll else CHECK_AFTER
 
     def is_ready(self) -> bool:
         """Whether the operation can continue."""
@@ -152,8 +152,8 @@ class Operation(Pending):
     def advance(self, ended: Sequence[int] = ()) -> bool:
         """Continue as far as possible without waiting. Returns whether anything moved.
 
-        ``ended``: ranks that it waits for, but whose programs have ended. The operation may have to tell other ranks
-        before it ends, too.
+        ``ended``: ranks that it waits for, but whose programs have ended. The operation may have to notify other
+        ranks before it ends, too.
         """
         moved = False
         try:
@@ -261,15 +261,15 @@ class Progress:
     def _advance_until(self, wanted: Operation, timeout: float | None) -> None:
         communicator = wanted.communicator
         began = moved = perf_counter()
-        look_after, say_after, idle = wanted.patience, SAY_AFTER, 0
+        check_after, publish_after, idle = wanted.check_after, PUBLISH_AFTER, 0
         while not (wanted.done or wanted.error):
             communicator.prepare_to_pause(idle)
             if any([self._advance(pending) for pending in tuple(self._pending)]):
                 moved = perf_counter()
-                idle, look_after = 0, moved - began + wanted.patience
+                idle, check_after = 0, moved - began + wanted.check_after
                 continue
             idle += 1
-            messages = any([pending.needs_looks for pending in self._pending])
+            messages = any([pending.must_poll for pending in self._pending])
             paused = perf_counter()
             communicator.pause(idle, messages)
             now = perf_counter()
@@ -279,21 +279,21 @@ class Progress:
                 # It stays in progress: its messages may still arrive, into memory that must then still exist.
                 why = self.activity.explain()
                 raise CommunicationTimeout(f"waited {timeout:g} s: {wanted.describe()}{f'; {why}' if why else ''}")
-            if waited <= min(look_after, say_after):
+            if waited <= min(check_after, publish_after):
                 continue
-            suspects = [r for r in range(communicator.size) if r != communicator.rank and wanted.waits_for(r)]
-            if waited > look_after:
+            missing = [r for r in range(communicator.size) if r != communicator.rank and wanted.waits_for(r)]
+            if waited > check_after:
                 if wanted.until_the_end:
                     communicator.announce_end()
-                ended = communicator.ended(suspects)
+                ended = communicator.ended(missing)
                 # A finishing rank waits for all to finish. If all are finishing, they have made different calls.
-                if ended and (not wanted.until_the_end or (len(ended) == len(suspects) and now - moved > APART_AFTER)):
+                if ended and (not wanted.until_the_end or (len(ended) == len(missing) and now - moved > APART_AFTER)):
                     self._advance(wanted, ended)
-                look_after = waited + LOOK_AFTER  # the suspects have been asked now
-            if waited > say_after:
-                missing = [communicator.line.members[rank] for rank in suspects]
-                self.activity.waits_long(wanted.describe(), missing, _calling_line())
-                say_after = 2 * waited
+                check_after = waited + CHECK_AFTER  # the missing ranks have received requests now
+            if waited > publish_after:
+                members = [communicator.line.members[rank] for rank in missing]
+                self.activity.waits_long(wanted.describe(), members, _calling_line())
+                publish_after = 2 * waited
 
     def _advance(self, pending: Operation, ended: Sequence[int] = ()) -> bool:
         moved = pending.advance(ended)

@@ -65,12 +65,12 @@ def _process_world() -> MPICommunicator | ThreadCommunicator:
         return _alone()
     record = OwnMemory(SIZE)
     comm = MPICommunicator(MPI.COMM_WORLD, Progress(Activity(record.map())))
-    tell = partial(gather_json, Group(comm, "world", Ledger()), label="joining")
-    hosts, cores, handles = _hosts_and_cores(comm, record.handle, tell)
+    gather = partial(gather_json, Group(comm, "world", Ledger()), label="joining")
+    hosts, cores, handles = _hosts_and_cores(comm, record.handle, gather)
     ranks = [rank for rank, host in enumerate(hosts) if host == comm.node]
     records = mapped(handles) or [comm.progress.activity.memory]
     _share_cores(cores // len(ranks))
-    comm.open_node(hosts, cores, tell)
+    comm.open_node(hosts, cores, gather)
     record.close()  # all ranks have opened it: they have communicated since
     _watch(comm, dict(zip(ranks if len(records) == len(ranks) else [comm.rank], records, strict=True)))
     leave_at_exit(lambda: Group(comm, "world", Ledger()).leave(), partial(_settle, comm))
@@ -111,10 +111,10 @@ def _settle(comm: MPICommunicator) -> None:
 
 
 def _hosts_and_cores(
-    comm: Communicator, record: str, tell: Callable[[Any], list[Any]]
+    comm: Communicator, record: str, gather: Callable[[Any], list[Any]]
 ) -> tuple[list[str], int, list[str]]:
     """The host of each rank; the cores of this node's ranks together; and the handles of their records."""
-    all_ranks = tell([comm.node, sorted(os.sched_getaffinity(0)), quota_here(), record])
+    all_ranks = gather([comm.node, sorted(os.sched_getaffinity(0)), quota_here(), record])
     on_node = [fields for host, *fields in all_ranks if host == comm.node]
     cores = cores_of([(cores, quota) for cores, quota, _ in on_node])
     return [host for host, *_ in all_ranks], cores, [handle for *_, handle in on_node]

@@ -9,7 +9,7 @@ import pytest
 
 from mpi_harness.launch import mpiexec
 from spmd_engine import Mesh, run_threads
-from spmd_engine.comm import collectives
+from spmd_engine.comm import collectives, dispatch
 from spmd_engine.comm.agreement.call_agreement import Signature
 from spmd_engine.comm.dispatch import Facts, Route, Tuning, choose, inline_limit
 
@@ -106,7 +106,7 @@ def routes_of(nodes, size, monkeypatch):
         with Mesh() as mesh:
             return mesh.all_reduce(np.full(size // 8, mesh.rank + 1.0))
 
-    monkeypatch.setattr(collectives, "choose", recorded)
+    monkeypatch.setattr(dispatch, "choose", recorded)
     for total in run_threads(program, len(nodes), nodes=nodes):
         assert (total == sum(range(1, len(nodes) + 1))).all()
     assert len({tuple(each) for each in routes.values()}) == 1 and len(routes) == len(nodes)
@@ -121,7 +121,7 @@ def test_small_arrays_travel_inline(nodes, monkeypatch):
 def test_a_repeated_blocking_call_keeps_its_route(monkeypatch):
     """``choose`` is asked in the first call. The others are one exchange, on the same route."""
     asked = []
-    monkeypatch.setattr(collectives, "choose", lambda call, facts: asked.append(call.operation) or choose(call, facts))
+    monkeypatch.setattr(dispatch, "choose", lambda call, facts: asked.append(call.operation) or choose(call, facts))
 
     def program():
         with Mesh() as mesh:
@@ -162,10 +162,10 @@ MPI.Get_processor_name = lambda: f"host {rank}"
 
 import numpy as np
 from spmd_engine import Mesh
-from spmd_engine.comm import collectives
+from spmd_engine.comm import dispatch
 
-routes, choose = [], collectives.choose
-collectives.choose = lambda call, facts: routes.append(choose(call, facts)) or routes[-1]
+routes, choose = [], dispatch.choose
+dispatch.choose = lambda call, facts: routes.append(choose(call, facts)) or routes[-1]
 with Mesh() as mesh:
     routes.clear()
     assert (mesh.all_reduce(np.ones(3000)) == 2).all()

@@ -120,18 +120,18 @@ class Signature:
             return "nothing more: its program ended"
         if self.operation == "refuse":
             return "what it cannot call"
-        how = [self.reduction] if self.reduction else []
+        arguments = [self.reduction] if self.reduction else []
         if self.shape is not None:
-            how.append(f"{dtypes.described(self.dtype)}{list(self.shape)}")
+            arguments.append(f"{dtypes.described(self.dtype)}{list(self.shape)}")
         if self.operation in ("all_gather", "reduce_scatter", "all_to_all"):
-            how.append(f"axis={self.axis}")
+            arguments.append(f"axis={self.axis}")
         if self.operation == "all_to_all":
-            how.append(f"concat_axis={self.concat_axis}")
+            arguments.append(f"concat_axis={self.concat_axis}")
         if self.sizes:
-            how.append(f"sizes={list(self.sizes)}")
+            arguments.append(f"sizes={list(self.sizes)}")
         if self.operation == "broadcast":
-            how.append(f"root={self.root}")
-        return f"{self.operation}({', '.join(how)})"
+            arguments.append(f"root={self.root}")
+        return f"{self.operation}({', '.join(arguments)})"
 
     def agreement(self) -> tuple:
         """What must be equal on all ranks of the group."""
@@ -188,10 +188,10 @@ def disseminate(
     In round i each rank sends what it has to the rank 2^i after it and receives from the rank 2^i before it. (Hensgen,
     Finkel, Manber: Two algorithms for barrier synchronization, 1988; Bruck et al.: Efficient algorithms for all-to-all
     communications, 1997.) It is made of messages, not of the library's Iallreduce: such a request cannot be abandoned
-    when a rank never arrives, and would not tell the others why.
+    when a rank never arrives, and would not give the others the reason.
 
     With ``copies`` at most one rank has a row, and all receive it. ``ended``: the ranks that this one waited for have
-    ended, so it cannot take part; it tells the ranks that wait for it, and all raise the same RanksEnded.
+    ended, so it cannot take part; it notifies the ranks that wait for it, and all raise the same RanksEnded.
     """
     words, rows, n = words.copy(), [row], ranks.size
     capacity = words.nbytes + max(ranks.tuning.with_agreement, _LEAST, 0 if copies else n * len(row))

@@ -123,15 +123,15 @@ class Communicator(ABC):
 
     @abstractmethod
     def prepare_to_pause(self, idle: int) -> None:
-        """Called before the last test of a condition: news from now on end the following ``pause``."""
+        """Called before the last test of a condition: a change from now on ends the following ``pause``."""
 
     @abstractmethod
     def announce_end(self) -> None:
-        """Tell the ranks of the world that have asked, or will check, that this rank's program has ended."""
+        """Report that this rank's program has ended to the ranks of the world that request it, now or later."""
 
     @abstractmethod
-    def ended(self, suspects: Sequence[int]) -> list[int]:
-        """The ``suspects`` whose programs are known to have ended; the others are asked."""
+    def ended(self, awaited: Sequence[int]) -> list[int]:
+        """The ``awaited`` ranks whose programs are known to have ended; the others receive a request to report it."""
 
     @abstractmethod
     def pause(self, idle: int, messages: bool = True) -> None:

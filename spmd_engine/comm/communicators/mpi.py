@@ -75,11 +75,14 @@ class MPICommunicator(Communicator):
         self.line = self.progress.activity.line(self._members)
         self.device_aware = is_device_aware()
 
-    def open_node(self, hosts: Sequence[str], cores: int, tell: Callable[[str], list[str]]) -> None:
-        """Share memory with this node's ranks; once, for the world. ``hosts``: of all ranks; ``tell``: see ``node``."""
+    def open_node(self, hosts: Sequence[str], cores: int, gather_texts: Callable[[str], list[str]]) -> None:
+        """Share memory with this node's ranks; once, for the world.
+
+        ``hosts``: of all ranks. ``cores``: of this node. ``gather_texts``: see ``shared_memory.node.open_node``.
+        """
         self.hosts = list(hosts)
         ranks = [rank for rank, host in enumerate(hosts) if host == self.node]
-        node, nodes = open_node(self.rank, ranks, size_of_table(len(ranks)), tell), even_nodes(hosts)
+        node, nodes = open_node(self.rank, ranks, size_of_table(len(ranks)), gather_texts), even_nodes(hosts)
         if len(ranks) < self.size:
             if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
                 thread = ProgressThread(self.progress)
@@ -89,7 +92,7 @@ class MPICommunicator(Communicator):
                 logger.warning(
                     "this MPI library does not permit calls from threads: data between nodes move only while ranks wait"
                 )
-            nodes = nodes if "no" not in tell("yes" if node is not None else "no") else None
+            nodes = nodes if "no" not in gather_texts("yes" if node is not None else "no") else None
         table = table_on(node, ranks, ranks.index(self.rank)) if node is not None and nodes is not None else None
         self.calls = 0  # earlier calls were made without the table
         self._use(node, len(ranks) > cores, nodes or (), table)
@@ -211,9 +214,9 @@ class MPICommunicator(Communicator):
         if (messages := self._world.side_messages) is not None:
             messages.send(b"", [asking for asking, _ in messages.receive(ASK)], ENDED)
 
-    def ended(self, suspects: Sequence[int]) -> list[int]:
+    def ended(self, awaited: Sequence[int]) -> list[int]:
         world, near = self._world, self._node.ranks if self._node is not None else ()
-        members = {self._members[rank]: rank for rank in suspects}
+        members = {self._members[rank]: rank for rank in awaited}
         ended = set(self._node.ended() if self._node is not None else ())
         if (messages := world.side_messages) is not None:
             asked = members.keys() - world._asked - set(near)

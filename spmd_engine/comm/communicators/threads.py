@@ -158,25 +158,25 @@ class _Fabric:
 
     def wake(self, local_ranks: Sequence[int]) -> None:
         for rank in local_ranks:
-            self.boxes[rank].news.set()
+            self.boxes[rank].changed.set()
 
     def fail(self, rank: int, error: BaseException) -> None:
         with self._lock:
             if self.failure is None and not isinstance(error, RankAborted):
                 self.failure = (rank, error)
         for box in self.boxes:
-            box.news.set()
+            box.changed.set()
 
 
 class _Mailbox:
     def __init__(self) -> None:
-        self.news = threading.Event()
+        self.changed = threading.Event()
         self._lock, self._messages = threading.Lock(), defaultdict(deque)
 
     def put(self, key: tuple, data: Array) -> None:
         with self._lock:
             self._messages[key].append(data)
-        self.news.set()
+        self.changed.set()
 
     def take(self, key: tuple) -> Array | None:
         with self._lock:
@@ -246,16 +246,16 @@ class ThreadCommunicator(Communicator):
     def announce_end(self) -> None:
         self._fabric.ended.add(self._me)
 
-    def ended(self, suspects: Sequence[int]) -> list[int]:
-        return [rank for rank in suspects if self._members[rank] in self._fabric.ended]
+    def ended(self, awaited: Sequence[int]) -> list[int]:
+        return [rank for rank in awaited if self._members[rank] in self._fabric.ended]
 
     def prepare_to_pause(self, idle: int) -> None:
-        self._fabric.boxes[self._me].news.clear()
+        self._fabric.boxes[self._me].changed.clear()
 
     def pause(self, idle: int, messages: bool = True) -> None:
         if self._fabric.failure:
             raise RankAborted(f"rank {self._fabric.failure[0]} failed")
-        self._fabric.boxes[self._me].news.wait(0.05)
+        self._fabric.boxes[self._me].changed.wait(0.05)
 
 
 def solo() -> ThreadCommunicator:

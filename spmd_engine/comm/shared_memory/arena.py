@@ -85,7 +85,8 @@ class Arena:
         if size == 0 or (start := self.allocate(size)) is None:
             return None
         owner = np.ndarray(size, np.uint8, self.memory, start)
-        self._leases[start] = _Lease(owner, self._returned.append, start, size)
+        self._leases[start] = lease = _Lease(owner, self._returned.append)
+        lease.start, lease.size = start, size
         return np.ndarray(shape, dtype, owner)
 
     @property
@@ -99,12 +100,8 @@ class _Lease(weakref.ref):
     """Notifies the arena when an array is collected. (``weakref.finalize`` takes ten times as long.)"""
 
     __slots__ = ("start", "size")
-
-    def __new__(cls, owner, callback, start, size):
-        return super().__new__(cls, owner, callback)
-
-    def __init__(self, owner, callback, start, size):
-        self.start, self.size = start, size
+    start: int
+    size: int
 
 
 class Neighbours:

@@ -55,21 +55,21 @@ class Node:
         return [rank for rank, ended in zip(self.ranks, self._ended, strict=True) if ended]
 
 
-def open_node(rank: int, ranks: Sequence[int], kept: int, tell: Callable[[str], list[str]]) -> Node | None:
+def open_node(rank: int, ranks: Sequence[int], kept: int, gather_texts: Callable[[str], list[str]]) -> Node | None:
     """Map the memory of all ``ranks`` of this node, one of which is ``rank``; None if not possible. Collective.
 
-    ``kept``: see ``Node``. ``tell``: gathers a text of each rank of the world.
+    ``kept``: see ``Node``. ``gather_texts``: gathers a text of each rank of the world.
     """
     size = bound(len(ranks)) if 1 < len(ranks) <= MOST_RANKS else 0
     if size < HEAD + kept:
         size = 0
     wanted = size > 0
     own = OwnMemory(size if os.environ.get("SPMD_ARENA", "memfd") == "memfd" else 0)
-    handles = tell(own.handle)
+    handles = gather_texts(own.handle)
     handles = [handles[member] for member in ranks]
     memories = mapped(handles)
     cross_memory = _cross_memory(handles) if memories else None
-    answers = tell(f"{'yes' if memories or not wanted else 'no'} {'reads' if cross_memory else ''}")
+    answers = gather_texts(f"{'yes' if memories or not wanted else 'no'} {'reads' if cross_memory else ''}")
     own.close()  # all ranks have tried to open it
     fine = all(answers[rank].startswith("yes") for rank in ranks)
     if not all(answers[rank].endswith("reads") for rank in ranks):
