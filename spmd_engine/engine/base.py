@@ -101,7 +101,7 @@ class ShardedEngine(Collectives, ABC):
     metrics: Mapping[str, Metric] = MappingProxyType({})
     #: Their values for the last step's batch, before its update: the fraction of targets for which each holds.
     training_metrics: Mapping[str, float] = MappingProxyType({})
-    input_gradient: Array | None = None  #: of the last backward
+    input_gradient: Array = None  #: of the last backward; None before
     _is_checked: bool = False  # whether its declarations have been checked
     checks_gradients: bool = True  #: whether names and shapes of what a user's backward returns are compared
     checks_replicas: bool = True  #: whether the next step compares the gradients of ranks that hold the same block
@@ -121,8 +121,8 @@ class ShardedEngine(Collectives, ABC):
         """The output's block for the input's block ``x``; None on ranks that do not have it."""
 
     @abstractmethod
-    def backward(self, grads: Array | None) -> dict[str, Array]:
-        """The parameters' gradients, summed over the batch, for the output's gradient ``grads``."""
+    def backward(self, grads: Array) -> dict[str, Array]:
+        """The parameters' gradients, summed over the batch, for the output's gradient (None: no output here)."""
 
     # --- where we are ------------------------------------------------------------------------------------
 

@@ -1,7 +1,5 @@
 """Column parallel with gathered output: each rank has some columns of every weight, and outputs are made whole."""
 
-from typing import Any
-
 from spmd_engine.arrays import einsum
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.strategies.two_layers import TwoLayers, relu
@@ -43,7 +41,7 @@ class ColumnParallel(TwoLayers):
         self.tape.push(x, z, h)
         return self.all_gather(einsum("bf,fd->bd", h, self.w1), axis=1, over="model", label="y")
 
-    def backward(self, grads: Any):
+    def backward(self, grads):
         x, z, h = self.tape.pop()
         dy = grads[Spec.parse("b d/model").block(grads.shape, self.mesh)]
         dh = einsum("bd,fd->bf", dy, self.w1)

@@ -99,9 +99,8 @@ class ExpertParallel(Page):
         dlogits[np.arange(len(p)), best] += 1
         dlogits *= gate * einsum("bd,bd->b", grads, out)[:, None]
         drouter = self.all_reduce(einsum("bd,be->de", x, dlogits), over="expert", label="drouter")
-        dx = einsum("be,de->bd", dlogits, self.router)
-        dx[order] += coming_back.wait()[0]
-        self.input_gradient = dx
+        self.input_gradient = einsum("be,de->bd", dlogits, self.router)
+        self.input_gradient[order] += coming_back.wait()[0]
         return {"router": drouter, "experts/w0": dw0, "experts/w1": dw1}
 
     def _to_experts(self, x, counts, came):

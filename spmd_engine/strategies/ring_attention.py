@@ -120,8 +120,7 @@ class RingAttention(OneAttention):
         for step in range(ranks):
             passing = self._pass_on(block, "k, v") if step < ranks - 1 else None
             yield (self.place - step) % ranks, block
-            if passing:
-                block = _received(passing)
+            block = _received(passing) if passing else block
 
     def _pass_on(self, x, label):
         """Begin to send to the next rank, and to receive from the one before."""
