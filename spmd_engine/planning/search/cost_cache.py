@@ -123,9 +123,15 @@ class MeshRanks:
         """The groups of a mesh with these axes, of which the last varies fastest."""
         summed = (*BATCH, "context")
         stored = [axis for axis in summed if axis != "replicate"]
-        groups = [first_group(axes, names) for names in (summed, stored, ["replicate"])]
         stages = first_group(axes, [PIPE])
-        return cls(prod(size for _, size in axes), len(stages), *groups, stages[1] if len(stages) > 1 else 1)
+        return cls(
+            prod(size for _, size in axes),
+            len(stages),
+            first_group(axes, summed),
+            first_group(axes, stored),
+            first_group(axes, ["replicate"]),
+            stages[1] if len(stages) > 1 else 1,
+        )
 
 
 @dataclass(frozen=True)
