@@ -17,7 +17,7 @@ from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
 from spmd_engine.errors import UsageError
 from spmd_engine.importing import uncollected
 from spmd_engine.models import Model
-from spmd_engine.planning.dry_run.layer_cache import PassCache
+from spmd_engine.planning.dry_run.engine import PassCache
 from spmd_engine.planning.machine.files import default_machine
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.model_file import planned_model

@@ -31,14 +31,14 @@ def machine(quick, slow):
     return Machine("heterogeneous", (node("quick", *quick), node("slow", *slow)), Link(5e-5, 2e9))
 
 
-def asked(of, **changes):
+def request_for(of, **changes):
     return Request(SMALL, of, [2], [16], **{"fixed": {"zero": 1, "micro_batches": 1}, **changes})
 
 
 def test_work_goes_by_speed():
-    alike = find_plan(asked(machine((8e10, 1e9), (8e10, 1e9))))
+    alike = find_plan(request_for(machine((8e10, 1e9), (8e10, 1e9))))
     assert alike.plan.candidate.shares is None
-    result = find_plan(asked(machine((12e10, 1e9), (4e10, 1e9))))
+    result = find_plan(request_for(machine((12e10, 1e9), (4e10, 1e9))))
     assert result.plan.candidate.mesh == {"data": 2} and result.plan.candidate.shares == "data=3:1"
     slower = re.match(r"shares data=3:1, not even: that would take \+([\d.]+)% time", result.reasons[0])
     assert 80 < float(slower[1]) <= 100  # an even split waits half of the time for the slow one
@@ -47,10 +47,10 @@ def test_work_goes_by_speed():
 
 
 def test_state_goes_by_memory_and_each_rank_has_room():
-    roomy = find_plan(asked(machine((12e10, 1e9), (4e10, 1e9)))).evaluation
+    roomy = find_plan(request_for(machine((12e10, 1e9), (4e10, 1e9)))).evaluation
     rooms = [int(1.1 * peak) for peak in roomy.analysis.peak_bytes_by_rank()]
     rooms[1] = roomy.analysis.peak_bytes_by_rank()[1] - MIB  # too little for half of the state
-    result = find_plan(asked(machine((12e10, rooms[0]), (4e10, rooms[1]))))
+    result = find_plan(request_for(machine((12e10, rooms[0]), (4e10, rooms[1]))))
     candidate = result.plan.candidate
     first, second = map(int, candidate.state_shares.removeprefix("data=").split(":"))
     assert first > second
@@ -60,12 +60,13 @@ def test_state_goes_by_memory_and_each_rank_has_room():
 
 def test_a_given_composition_must_fit_each_ranks_own_memory():
     fixed = {"mesh": {"data": 2}, "zero": 1}
-    peaks = fixed_plan(asked(machine((8e10, 1e9), (8e10, 1e9)), fixed=fixed)).evaluation.analysis.peak_bytes_by_rank()
+    equal = fixed_plan(request_for(machine((8e10, 1e9), (8e10, 1e9)), fixed=fixed))
+    peaks = equal.evaluation.analysis.peak_bytes_by_rank()
     too_small = machine((8e10, 4 * peaks[0]), (4e10, 0.9 * peaks[1]))
-    assert fixed_plan(asked(too_small, fixed=fixed)).conflict.constraints == ["memory", "mesh"]
+    assert fixed_plan(request_for(too_small, fixed=fixed)).conflict.constraints == ["memory", "mesh"]
     enough = machine((8e10, 4 * peaks[0]), (4e10, 1.1 * peaks[1]))
-    assert fixed_plan(asked(enough, fixed=fixed)).conflict is None
-    limited = asked(enough, fixed=fixed, limits=Limits(memory=0.9 * max(peaks)))
+    assert fixed_plan(request_for(enough, fixed=fixed)).conflict is None
+    limited = request_for(enough, fixed=fixed, limits=Limits(memory=0.9 * max(peaks)))
     assert fixed_plan(limited).conflict is not None
 
 
@@ -103,7 +104,7 @@ def test_estimates_account_for_slower_nodes():
 
 def test_a_slow_stage_gets_fewer_layers():
     fixed = {"mesh": {"pipe": 2}, "micro_batches": 4, "schedule": "1f1b"}
-    planned = find_plan(asked(machine((12e10, 1e9), (4e10, 1e9)), fixed=fixed))
+    planned = find_plan(request_for(machine((12e10, 1e9), (4e10, 1e9)), fixed=fixed))
     assert planned.plan.candidate.stages[1] > len(SMALL.layers) / 2
     working = planned.evaluation.prediction.working
     assert max(working.values()) < 2.2 * min(working.values())  # 3 times, had both as many layers

@@ -1,4 +1,4 @@
-"""``plan`` in whole: what it answers keeps the limits, as the analyzed step has it and not only an estimate."""
+"""``plan`` as a whole: its plans keep the limits by the simulated step and not only by an estimate."""
 
 import json
 from dataclasses import replace
@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import spmd_engine
 from spmd_engine.cli.plan.compare import steps_of
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
@@ -25,56 +26,56 @@ from spmd_engine.units import readable_bytes
 SMALL = gpt(replace(GPT_SIZES["gpt-nano"], layers=3), "small")
 
 
-def asked(memory=None):
+def request_for(memory=None):
     return Request(SMALL, read_machine("a100"), [2], [8], limits=Limits(memory=memory))
 
 
 @pytest.fixture(scope="module")
-def freely():
-    return find_plan(asked())
+def unlimited_plan():
+    return find_plan(request_for())
 
 
 @pytest.fixture(scope="module")
 def least():
-    """Bytes of the plan that needs least, looked at closely."""
-    return find_plan(replace(asked(), goal="memory")).evaluation.analysis.peak_bytes
+    """Bytes of the plan that needs least, by its simulated step."""
+    return find_plan(replace(request_for(), goal="memory")).evaluation.analysis.peak_bytes
 
 
 @pytest.mark.parametrize("share", [0.93, 0.7])
-def test_the_plan_s_own_peak_is_within_the_limit(freely, share):
+def test_the_plan_s_own_peak_is_within_the_limit(unlimited_plan, share):
     """A little less than what the quickest plan needs, so that its estimate may fit though its step does not."""
-    limit = share * freely.evaluation.analysis.peak_bytes
-    result = find_plan(asked(limit))
+    limit = share * unlimited_plan.evaluation.analysis.peak_bytes
+    result = find_plan(request_for(limit))
     assert result.conflict is not None or result.evaluation.analysis.peak_bytes <= limit
 
 
-def test_the_plan_is_the_fastest_of_the_evaluated_ones(freely):
-    assert freely.evaluation.seconds == min(each.seconds for each in freely.search.best)
+def test_the_plan_is_the_fastest_of_the_evaluated_ones(unlimited_plan):
+    assert unlimited_plan.evaluation.seconds == min(each.seconds for each in unlimited_plan.search.best)
 
 
-def test_all_shown_plans_are_simulated_and_none_is_faster(freely):
-    shown = [*freely.search.best, *freely.search.front]
-    assert len(freely.search.front) > 1 and all(each.simulated for each in shown)
-    assert freely.evaluation.seconds == min(each.seconds for each in shown)
-    assert all(each["simulated"] for each in freely.as_json()["front"])
+def test_all_shown_plans_are_simulated_and_none_is_faster(unlimited_plan):
+    shown = [*unlimited_plan.search.best, *unlimited_plan.search.front]
+    assert len(unlimited_plan.search.front) > 1 and all(each.simulated for each in shown)
+    assert unlimited_plan.evaluation.seconds == min(each.seconds for each in shown)
+    assert all(each["simulated"] for each in unlimited_plan.as_json()["front"])
 
 
 def test_a_plan_that_only_the_simulation_finds_faster_is_chosen(monkeypatch):
-    """Micro-batches that estimates put far behind: here the simulation has them in no time."""
+    """Four micro-batches, which estimates rank far behind: here their simulated step takes almost no time."""
 
     def quick(model, machine, candidate, *others, **options):
-        seen = evaluate_plan(model, machine, candidate, *others, **options)
-        return replace(seen, seconds=seen.seconds / 100) if candidate.micro_batches == 4 else seen
+        evaluation = evaluate_plan(model, machine, candidate, *others, **options)
+        return replace(evaluation, seconds=evaluation.seconds / 100) if candidate.micro_batches == 4 else evaluation
 
     monkeypatch.setattr("spmd_engine.planning.planner.evaluate_plan", quick)
     monkeypatch.setattr("spmd_engine.planning.planner.SHOWN_PLANS", 1)
-    result = find_plan(replace(asked(), axes=["data"]))
+    result = find_plan(replace(request_for(), axes=["data"]))
     assert result.plan.candidate.micro_batches == 4 and len(result.search.best) == 1
 
 
 @pytest.mark.parametrize("fixed", [{}, {"zero": 1}], ids=["free", "fixed"])
 def test_reasons_compare_with_other_meshes(fixed):
-    result = find_plan(replace(asked(), ranks=[4], fixed=fixed))
+    result = find_plan(replace(request_for(), ranks=[4], fixed=fixed))
     mine = ",".join(f"{axis}={size}" for axis, size in result.plan.candidate.axes)
     assert result.plan.candidate.zero == fixed.get("zero", result.plan.candidate.zero)
     others = [reason for reason in result.reasons if reason.startswith(f"mesh {mine}, not ")]
@@ -112,25 +113,25 @@ def test_reasons_for_an_interleaved_schedule_name_others():
 def test_relaxations_have_the_needs_of_the_simulated_step():
     machine = read_machine("cpu").with_ranks(2)
     result = find_plan(Request(build_model("mlp"), machine, [2], [16], limits=Limits(memory=1024)))
-    way = next(way for way in result.conflict.relaxations if way.gives_up == "memory")
-    assert way.plan.memory == result.nearest_evaluation.analysis.peak_bytes
+    relaxation = next(relaxation for relaxation in result.conflict.relaxations if relaxation.gives_up == "memory")
+    assert relaxation.plan.memory == result.nearest_evaluation.analysis.peak_bytes
 
 
 def test_limits_that_nothing_keeps_are_shown_as_given(least):
-    """Estimates must keep less than was asked for, as they err; nobody asked for that."""
-    result = find_plan(asked(0.999 * least))
-    way = next(way for way in result.conflict.relaxations if way.gives_up == "memory")
-    assert way.text == f"memory {readable_bytes(least)} instead of {readable_bytes(0.999 * least)}"
+    """The search tightens limits by the errors of estimates; the text shows the given ones."""
+    result = find_plan(request_for(0.999 * least))
+    relaxation = next(relaxation for relaxation in result.conflict.relaxations if relaxation.gives_up == "memory")
+    assert relaxation.text == f"memory {readable_bytes(least)} instead of {readable_bytes(0.999 * least)}"
 
 
 def test_a_search_that_ran_out_of_time_does_not_report_that_nothing_fits(least):
-    result = find_plan(replace(asked(0.999 * least), seconds=0.0))
+    result = find_plan(replace(request_for(0.999 * least), seconds=0.0))
     assert result.as_json()["fits"] is None
     assert result.why_not.startswith("time ran out (--seconds 0): of ") and "is unknown" in result.why_not
 
 
 @pytest.mark.parametrize(
-    "changes, said",
+    "changes, message",
     [
         ({"axes": ["sideways"]}, "--axes: sideways shards nothing of small; choose from pipe, data, context, model"),
         ({"sequence": 129}, "--sequence 129: the context of small is 128; give at most that"),
@@ -140,14 +141,22 @@ def test_a_search_that_ran_out_of_time_does_not_report_that_nothing_fits(least):
     ],
     ids=["axes", "sequence", "seconds", "chunks", "dtype"],
 )
-def test_invalid_requests_are_errors(changes, said):
-    with pytest.raises(UsageError, match=said):
-        replace(asked(), **changes)
+def test_invalid_requests_are_errors(changes, message):
+    with pytest.raises(UsageError, match=message):
+        replace(request_for(), **changes)
+
+
+def test_plan_from_python_evaluates_a_given_mesh():
+    result = spmd_engine.plan("mlp", mesh={"data": 2}, machine="cpu", memory="1KiB")
+    assert result.plan is None and "memory at most 1.00 KiB" in result.why_not
+    assert spmd_engine.plan("mlp", mesh={"data": 2}, machine="cpu").composition.mesh == {"data": 2}
+    with pytest.raises(UsageError, match="plan needs ranks, or a mesh"):
+        spmd_engine.plan("mlp")
 
 
 def test_a_composition_whose_ranks_have_no_samples_is_refused():
     with pytest.raises(UsageError, match="fewer than the 7 rank"):
-        fixed_plan(replace(asked(), ranks=[7], fixed={"mesh": {"data": 7}}, batch_sizes=[3]))
+        fixed_plan(replace(request_for(), ranks=[7], fixed={"mesh": {"data": 7}}, batch_sizes=[3]))
 
 
 def test_a_sequence_is_sharded_where_an_axis_is_named():
@@ -157,7 +166,7 @@ def test_a_sequence_is_sharded_where_an_axis_is_named():
 
 def test_a_plan_that_just_fits_is_found(least):
     """Though its estimate is a little above what its step needs."""
-    assert find_plan(asked(least)).evaluation.analysis.peak_bytes == least
+    assert find_plan(request_for(least)).evaluation.analysis.peak_bytes == least
 
 
 def test_a_trace_ends_with_its_last_step():
@@ -183,10 +192,10 @@ def test_a_trace_ends_with_its_last_step():
 def test_estimates_are_near_the_simulated_step(candidate):
     model, machine = build_model("gpt2"), read_machine("a100").with_ranks(16)
     estimate = Planner(model, machine).estimator(candidate).estimate()
-    seen = evaluate_plan(model, machine, estimate.candidate, ParallelConfig(), dtype=np.float32)
-    assert estimate.seconds == pytest.approx(seen.seconds, rel=0.08)
-    assert estimate.sent == pytest.approx(seen.bytes_sent, rel=0.02)
-    assert estimate.memory == pytest.approx(seen.analysis.peak_bytes, rel=0.05)
+    evaluation = evaluate_plan(model, machine, estimate.candidate, ParallelConfig(), dtype=np.float32)
+    assert estimate.seconds == pytest.approx(evaluation.seconds, rel=0.08)
+    assert estimate.sent == pytest.approx(evaluation.bytes_sent, rel=0.02)
+    assert estimate.memory == pytest.approx(evaluation.analysis.peak_bytes, rel=0.05)
 
 
 def test_a_file_of_a_gpt_s_sizes_is_a_model(tmp_path):
@@ -208,5 +217,6 @@ def test_fourteen_questions_are_answered(name):
     assert all(each.lines for each in answers)
     json.dumps([each.as_json() for each in answers])
     by_question = {each.question: each.data for each in answers}
-    seen = replace(analyze(ModelConfig(name), {"data": 4}, batch_size=16), tables=())  # ranks with devices of their own
-    assert by_question["What is the peak memory now, where and when?"] == {"bytes": seen.peak_bytes}
+    analysis = analyze(ModelConfig(name), {"data": 4}, batch_size=16)
+    peak = replace(analysis, tables=()).peak_bytes  # ranks with devices of their own hold no slot tables
+    assert by_question["What is the peak memory now, where and when?"] == {"bytes": peak}

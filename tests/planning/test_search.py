@@ -1,4 +1,4 @@
-"""The planner: the best of all, as trying all shows; and why, where nothing fits."""
+"""The search: it finds the best of all candidates, compared with brute force; and why nothing fits."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -11,47 +11,47 @@ from spmd_engine.engine.schedules.timeline import makespan, peak_activations, ti
 from spmd_engine.models.names import build_model
 from spmd_engine.planning.machine.files import read_machine
 from spmd_engine.planning.search.cost_cache import Slots
-from spmd_engine.planning.search.estimate import best_division, slowest
+from spmd_engine.planning.search.estimate import best_division
 from spmd_engine.planning.search.relaxation import Question, closest, conflict_of
 from spmd_engine.planning.search.search import GOALS, Constraints, Limits, Planner, objective, objective_bound, pareto
 from spmd_engine.planning.search.search_space import SearchSpace, across_nodes, candidates
 
 
 @pytest.fixture(scope="module")
-def asked():
-    """A planner of gpt-nano on four A100 of a node, and its choices."""
+def planner_and_space():
+    """A planner of gpt-nano on four A100 of a node, and its search space."""
     model = build_model("gpt-nano")
     return Planner(model, read_machine("a100").with_ranks(8)), SearchSpace(model, [4], [8], 8)
 
 
 @pytest.fixture(scope="module")
-def everything(asked):
+def estimates(planner_and_space):
     """All candidates with their bounds and estimates, by brute force."""
-    planner, choices = asked
-    estimators = [(each, planner.estimator(each)) for each in candidates(choices)]
+    planner, space = planner_and_space
+    estimators = [(each, planner.estimator(each)) for each in candidates(space)]
     return [(each, found.bound(), found.estimate()) for each, found in estimators if found is not None]
 
 
 @pytest.mark.parametrize("goal", GOALS)
-def test_the_search_finds_the_best_of_all_candidates(asked, everything, goal):
-    planner, choices = asked
-    found = planner.search(choices, Constraints(), goal)
+def test_the_search_finds_the_best_of_all_candidates(planner_and_space, estimates, goal):
+    planner, space = planner_and_space
+    found = planner.search(space, Constraints(), goal)
     assert found.certificate.gap == 0
-    assert objective(goal, found.best[0]) == min(objective(goal, estimate) for _, _, estimate in everything)
+    assert objective(goal, found.best[0]) == min(objective(goal, estimate) for _, _, estimate in estimates)
 
 
-def test_within_a_limit_of_memory_too(asked, everything):
-    planner, choices = asked
-    memory = float(np.median([estimate.memory for _, _, estimate in everything]))
-    found = planner.search(choices, Constraints(Limits(memory=memory)), "latency")
-    fitting = [estimate for _, _, estimate in everything if estimate.memory <= memory]
+def test_within_a_limit_of_memory_too(planner_and_space, estimates):
+    planner, space = planner_and_space
+    memory = float(np.median([estimate.memory for _, _, estimate in estimates]))
+    found = planner.search(space, Constraints(Limits(memory=memory)), "latency")
+    fitting = [estimate for _, _, estimate in estimates if estimate.memory <= memory]
     assert found.best[0].memory <= memory
     assert found.best[0].seconds <= min(estimate.seconds for estimate in fitting)
 
 
 @pytest.mark.parametrize("goal", GOALS)
-def test_no_estimate_is_better_than_its_bound(everything, goal):
-    for candidate, bound, estimate in everything:
+def test_no_estimate_is_better_than_its_bound(estimates, goal):
+    for candidate, bound, estimate in estimates:
         first = objective_bound(goal, candidate, bound)[0]
         assert first <= objective(goal, estimate)[0] + 1e-9 * abs(first), candidate
 
@@ -80,36 +80,41 @@ def test_the_first_bound_is_below_the_second(name, machine):
     assert looked > 0
 
 
-def test_the_search_ends_when_time_runs_out(asked, everything, monkeypatch):
-    """Each question after the time takes a second."""
-    planner, choices = asked
+def test_the_search_ends_when_time_runs_out(planner_and_space, estimates, monkeypatch):
+    """Each reading of the clock takes a second."""
+    planner, space = planner_and_space
     clock = iter(range(1 << 20))
     monkeypatch.setattr("spmd_engine.planning.search.search.process_time", lambda: next(clock))
-    found = planner.search(choices, Constraints(), seconds=9.5, keep=3)
+    found = planner.search(space, Constraints(), seconds=9.5, keep=3)
     assert not found.certificate.complete and found.certificate.estimated < 10
-    assert found.certificate.bound <= min(estimate.seconds for _, _, estimate in everything) <= found.best[0].seconds
+    assert found.certificate.bound <= min(estimate.seconds for _, _, estimate in estimates) <= found.best[0].seconds
 
 
-def test_no_plan_beats_one_of_the_front_in_both(everything):
-    front = pareto([estimate for _, _, estimate in everything])
+def test_no_plan_beats_one_of_the_front_in_both(estimates):
+    front = pareto([estimate for _, _, estimate in estimates])
     for each in front:
-        assert not any(other.seconds < each.seconds and other.memory < each.memory for _, _, other in everything), (
+        assert not any(other.seconds < each.seconds and other.memory < each.memory for _, _, other in estimates), (
             each.candidate
         )
 
 
-def test_the_smallest_conflict_is_found_if_nothing_fits(asked, everything):
-    planner, choices = asked
-    smallest = min(estimate.memory for _, _, estimate in everything)
-    question = Question(choices, Constraints(Limits(memory=0.9 * smallest)), "latency", 8)
+def test_the_smallest_conflict_is_found_if_nothing_fits(planner_and_space, estimates):
+    planner, space = planner_and_space
+    smallest = min(estimate.memory for _, _, estimate in estimates)
+    question = Question(space, Constraints(Limits(memory=0.9 * smallest)), "latency", 8)
     conflict = conflict_of(planner, question)
     assert conflict.constraints[0] == "memory"
     assert closest(planner, question)[0].memory == pytest.approx(smallest)
-    by_name = {way.gives_up: way for way in conflict.relaxations}
+    by_name = {division.gives_up: division for division in conflict.relaxations}
     assert by_name["memory"].plan.memory == pytest.approx(smallest)
-    others = [way.plan for name, way in by_name.items() if name != "memory"]
+    others = [division.plan for name, division in by_name.items() if name != "memory"]
     assert others, "more ranks, or a smaller batch, must help"
     assert all(each.memory <= 0.9 * smallest for each in others)
+
+
+def slowest(work, starts):
+    """Seconds of the slowest part."""
+    return max(sum(work[first:end]) for first, end in zip(starts, [*starts[1:], len(work)], strict=True))
 
 
 def test_division_into_stages_is_exact_and_keeps_to_memory():
@@ -119,14 +124,17 @@ def test_division_into_stages_is_exact_and_keeps_to_memory():
         held = np.array([0.0, *np.cumsum(memory)])
         limit = 1.4 * memory.sum() / chunks + memory.max() / 2
         fits = held[None, :] - held[:, None] <= limit
-        ways = [(0, *starts) for starts in combinations(range(1, layers), chunks - 1)]
-        possible = [way for way in ways if all(fits[a, b] for a, b in zip(way, (*way[1:], layers), strict=True))]
+        divisions = [(0, *starts) for starts in combinations(range(1, layers), chunks - 1)]
+        possible = []
+        for division in divisions:
+            parts = zip(division, (*division[1:], layers), strict=True)
+            possible += [division] * all(fits[start, end] for start, end in parts)
         found = best_division(work.tolist(), chunks, fits=lambda k, fits=fits: fits)
         if not possible:
             assert found is None
             continue
         assert found in possible
-        assert slowest(work, found) == pytest.approx(min(slowest(work, way) for way in possible))
+        assert slowest(work, found) == pytest.approx(min(slowest(work, division) for division in possible))
 
 
 @pytest.mark.parametrize(

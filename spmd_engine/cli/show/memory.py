@@ -31,7 +31,7 @@ from spmd_engine.engine.parallel_config import ParallelConfig, composed_assignme
 from spmd_engine.engine.state.assignment import PIPE
 from spmd_engine.models import Model
 from spmd_engine.planning import analyze
-from spmd_engine.planning.dry_run.layer_cache import PassCache
+from spmd_engine.planning.dry_run.engine import PassCache
 from spmd_engine.sharding.groups import ParameterGroup
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.training.train_config import TrainConfig

@@ -29,8 +29,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models.layouts import layout_for
 from spmd_engine.models.model import Model
-from spmd_engine.planning.dry_run.engine import DryRunEngine, RecordedLayer, StepPasses, watch_storage
-from spmd_engine.planning.dry_run.layer_cache import PassCache
+from spmd_engine.planning.dry_run.engine import DryRunEngine, PassCache, RecordedLayer, StepPasses
 from spmd_engine.planning.dry_run.rank_classes import (
     UnevenParts,
     find_rank_classes,
@@ -39,7 +38,7 @@ from spmd_engine.planning.dry_run.rank_classes import (
     slot_table_bytes,
     uneven_parts,
 )
-from spmd_engine.planning.dry_run.recorder import Phase, Recorder
+from spmd_engine.planning.dry_run.recorder import Phase, Recorder, watch_storage
 from spmd_engine.planning.dry_run.shaped_mesh import DryRunRanks, Mailbox, ShapedMesh
 from spmd_engine.planning.dry_run.step_analysis import (
     LOSS,
@@ -289,17 +288,22 @@ def synthetic_batch(
     Token ids and classes are always real, and spread evenly.
     """
     inputs, targets = sample_shapes(model, length)
-    classes = _class_count(model)
-    floats = np.zeros if real else ShapedArray.new
+    samples = Samples(inputs, targets, size, micro_batches, dtype, _class_count(model))
+    return _make_batch(engine, samples, model.vocabulary, np.zeros if real else ShapedArray.new)
 
-    def load(samples: np.ndarray) -> Sequence[Array]:
-        shapes = (len(samples), *inputs), (len(samples), *targets)
+
+def _make_batch(engine: CutsBatches, samples: Samples, vocabulary: int, floats: Callable[..., Array]) -> Batch:
+    """This rank's shard of a batch; ``floats`` makes arrays of floats, integers are spread evenly."""
+
+    def load(rows: np.ndarray) -> Sequence[Array]:
+        shapes = (len(rows), *samples.inputs), (len(rows), *samples.targets)
         return [
-            _spread(shape, below) if below else floats(shape, dtype)
-            for shape, below in zip(shapes, (model.vocabulary, classes), strict=True)
+            _spread(shape, below) if below else floats(shape, samples.dtype)
+            for shape, below in zip(shapes, (vocabulary, samples.classes), strict=True)
         ]
 
-    return make_batch(load, size, micro_batches, engine, count=size * prod(targets))
+    count = samples.batch_size * prod(samples.targets)
+    return make_batch(load, samples.batch_size, samples.micro_batches, engine, count=count)
 
 
 def _class_count(model: Model) -> int:
@@ -370,19 +374,6 @@ class Samples:
     dtype: Any = np.float32
     classes: int = 0  #: targets are integers below it; 0: floats like the outputs
 
-    def batch(self, engine: ShardedEngine) -> Batch:
-        """This rank's shard of the batch."""
-        tokens = isinstance(engine, LayeredEngine) and engine.model.vocabulary
-
-        def make(shape: tuple[int, ...], integers: int) -> Any:
-            return np.zeros(shape, np.int64) if integers else ShapedArray.new(shape, self.dtype)
-
-        def load(rows: np.ndarray) -> Sequence[Any]:
-            x = make((len(rows), *self.inputs), tokens)
-            return x, make((len(rows), *self.targets), tokens or self.classes)
-
-        return make_batch(load, self.batch_size, self.micro_batches, engine, count=self.batch_size * prod(self.targets))
-
 
 def analyze_engine(
     make: Callable[..., Any],
@@ -428,7 +419,9 @@ def analyze_engine(
 
             prepared = _prepared(optimizer or AdamW(), engine, recorder)
             with recorder.meter.taking("activations", "the batch"):
-                batch = samples.batch(engine)
+                vocabulary = engine.model.vocabulary if isinstance(engine, LayeredEngine) else 0
+                tokens = replace(samples, classes=samples.classes or vocabulary)
+                batch = _make_batch(engine, tokens, vocabulary, ShapedArray.new)
             recorded = _record_step(engine, prepared, recorder, compute)
             notes.update(recorder.meter.notes)
             return recorded

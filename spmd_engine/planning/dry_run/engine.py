@@ -1,29 +1,287 @@
-"""The layered engine in a dry run: its own code, with a recorder that knows the current layer and micro-batch."""
+"""The layered engine in a dry run: each distinct pass through a layer is executed once, and recorded for all others.
+
+A layer's forward and backward are executed in isolation, on stand-ins for their inputs. What they compute, send and
+hold is a ``LayerPass``. Where an equal pass follows, the record is repeated, and the layer keeps memory without content
+for its backward.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from threading import RLock
 from typing import Any
 
+import numpy as np
+
 from spmd_engine.arrays.meta.array import ShapedArray
+from spmd_engine.arrays.meta.meter import Meter, metered
+from spmd_engine.comm.group import Group
+from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.layers.layer import GradientSums, Layer
-from spmd_engine.planning.dry_run.layer_cache import (
-    DY,
-    IsolatedLayer,
-    LayerCall,
-    LayerPass,
-    PassCache,
-    X,
-    Y,
-    stand_ins,
-    untouched,
-)
+from spmd_engine.layers.deferred import wait_for
+from spmd_engine.layers.layer import ForwardContext, GradientSums, Layer
 from spmd_engine.planning.dry_run.recorder import ANY_LAYER, Phase, Recorder
-from spmd_engine.planning.dry_run.step_analysis import BACKWARD_INPUT, BACKWARD_WEIGHTS, FORWARD, RECOMPUTED
+from spmd_engine.planning.dry_run.step_analysis import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHTS,
+    FORWARD,
+    RECOMPUTED,
+    Communication,
+    Computation,
+)
 from spmd_engine.sharding.shards import Shards
+
+#: A layer's inputs and outputs, of which it may keep some.
+X, Y, DY = "x", "y", "dy"
+
+
+ShapeAndDtype = tuple[tuple[int, ...], Any]
+
+
+@dataclass
+class LayerPass:
+    """What a rank does in one call of a layer. Computations are numbered from the beginning of the pass."""
+
+    computations: list[Computation]
+    tops: list[int]  #: peak bytes of each computation, above what was held at the beginning
+    communications: list[Communication]
+    begun: list[int]  #: indices, in ``communications``, of those under way at the end
+    ended: list[tuple[int, int, int]] = field(
+        default_factory=list
+    )  #: earlier communications that end: (which, at which computation, bytes received)
+    kept: int = 0  #: bytes kept for later calls, without inputs and outputs
+    keeps: frozenset[str] = frozenset()  #: which of X, Y and DY are kept as well
+    result: ShapeAndDtype | None = None  #: of the result; None: no result
+    under_way: bool = False  #: whether the result must be waited for
+    extra: tuple = ()  #: side outputs of a forward
+    same: bool = False  #: whether the result shares the memory of the input
+    touched: frozenset[str] = frozenset()  #: parameters that received a gradient
+    constants: Mapping[Hashable, int] = field(default_factory=dict)  #: bytes of constants, as in a meter
+
+
+class PassCache:
+    """Passes by everything that they depend on. One cache may serve many analyses."""
+
+    def __init__(self) -> None:
+        self.passes: dict[Hashable, LayerPass] = {}
+        self.lock = RLock()
+        self._numbers: dict[Hashable, int] = {}
+        self._kinds: dict[
+            int, tuple[Layer, int]
+        ] = {}  # by the layer's id; the layer is kept so that its id is not reused
+
+    def kind(self, layer: Layer) -> int:
+        """A number that is equal for equal layers."""
+        if id(layer) not in self._kinds:
+            self._kinds[id(layer)] = layer, self.number(kind_of(layer))
+        return self._kinds[id(layer)][1]
+
+    def number(self, key: Hashable) -> int:
+        """A number that is equal for equal keys, and quick to compare."""
+        with self.lock:
+            return self._numbers.setdefault(key, len(self._numbers))
+
+
+@dataclass
+class LayerCall:
+    """A layer with the arguments of a call; ``key`` identifies its passes."""
+
+    layer: Layer
+    key: Hashable
+    sh: Any
+    p: Any
+    ctx: ForwardContext
+    x: ShapeAndDtype
+    side: tuple = ()
+
+
+class IsolatedLayer:
+    """Executes one layer's calls outside the step, each continuing after the one before."""
+
+    def __init__(self, call: LayerCall, choose: str) -> None:
+        self._call, self._recorder = call, Recorder(Meter(choose))
+        self._recorder.own_class = call.sh.mesh.recorder.own_class
+        self._mark: tuple[int, int, int] = (0, 0, 0)
+        self.done: tuple[str, ...] = ()  #: the calls executed so far
+        self._last = LayerPass([], [], [], [])  #: the pass of the last of them
+        self._given: dict[str, Any] = {}  #: inputs and outputs
+        self._held: list = []  #: what the layer keeps for its next call
+
+    def run(self, names: Sequence[str], side: tuple = (), gradients: GradientSums | None = None) -> LayerPass:
+        """The pass of the last of these calls; calls that are ``done`` are skipped.
+
+        Calls are "forward", "backward" with these gradients of ``side`` outputs, then "wait" and "weights" in either
+        order.
+        """
+        mesh = self._call.sh.mesh
+        before, mesh.recorder = mesh.recorder, self._recorder
+        try:
+            with metered(self._recorder.meter):
+                for name in names[len(self.done) :]:
+                    self._last = self._next(name, side, gradients)
+                    self.done = (*self.done, name)
+        finally:
+            mesh.recorder = before
+        return self._last
+
+    def _next(self, name: str, side: tuple, gradients: GradientSums | None) -> LayerPass:
+        match name:
+            case "forward":
+                return self._forward()
+            case "backward":
+                return self._backward(side)
+        under_way = [call for call in self._recorder.communications if call.ends is None]
+        if name == "wait":
+            layer_pass = self._wait()
+        else:
+            assert gradients is not None
+            layer_pass = self._weights(gradients)
+        layer_pass.ended = [
+            (index, call.ends - self._mark[0], call.facts["received"])
+            for index, call in enumerate(under_way)
+            if call.ends is not None
+        ]
+        return layer_pass
+
+    def _forward(self) -> LayerPass:
+        call, self._given = self._call, {X: ShapedArray.new(*self._call.x)}
+        given = self._given
+        self._begin()
+        y, saved, *extra = call.layer.forward(call.sh, call.p, given[X], call.ctx)
+        given[Y], self._held = y, [saved]
+        same, result = y.memory is given[X].memory, (y.shape, y.dtype)
+        del y, saved
+        return self._end(result, tuple(extra), same)
+
+    def _backward(self, side: tuple) -> LayerPass:
+        call, before = self._call, self._last
+        self._given = {name: self._given[name] for name in before.keeps}  # the rest is released
+        given = self._given
+        assert before.result is not None
+        given[DY] = ShapedArray.new(*before.result)
+        self._begin()
+        dx, rest = call.layer.backward_input(call.sh, call.p, self._held.pop(), given[DY], *side)
+        self._held, given["dx"] = [rest], dx
+        del rest
+        ready = isinstance(dx, ShapedArray)
+        result = (dx.shape, dx.dtype) if ready else None
+        layer_pass = self._end(result, (), ready and dx.memory is given[DY].memory)
+        layer_pass.under_way = dx is not None and not ready
+        return layer_pass
+
+    def _wait(self) -> LayerPass:
+        self._begin()
+        dx = self._given["dx"] = wait_for(self._given["dx"])
+        return self._end((dx.shape, dx.dtype))
+
+    def _weights(self, gradients: GradientSums) -> LayerPass:
+        call, before = self._call, untouched(gradients)
+        self._begin()
+        call.layer.backward_weight(call.sh, self._held.pop(), gradients)
+        self._held = []
+        layer_pass = self._end(None)
+        layer_pass.touched = before - untouched(gradients)
+        return layer_pass
+
+    def _begin(self) -> None:
+        recorder = self._recorder
+        recorder.flush()
+        recorder.meter.take_top()
+        self._mark = len(recorder.computations), len(recorder.communications), recorder.meter.total
+
+    def _end(self, result: ShapeAndDtype | None, extra: tuple = (), same: bool = False) -> LayerPass:
+        """The pass since ``_begin``."""
+        recorder = self._recorder
+        recorder.flush()
+        first, calls, total = self._mark
+        made = recorder.communications[calls:]
+        last = len(recorder.computations)
+        kept, keeps = _kept(self._held, self._given)
+        return LayerPass(
+            recorder.computations[first:],
+            [max(0, top.total - total) for top in recorder.tops[first:]],
+            [call.as_communication(last).moved(-first) for call in made],
+            [index for index, call in enumerate(made) if call.ends is None],
+            kept=kept,
+            keeps=keeps,
+            result=result,
+            extra=extra,
+            same=same,
+            constants=dict(recorder.meter.constants),
+        )
+
+
+def kind_of(x: Any) -> Hashable:
+    """The content of an object as a key: equal for equal layers."""
+    if x is None or isinstance(x, (str, int, float, bool, type)):
+        return x
+    if isinstance(x, Mapping):
+        return tuple((name, kind_of(value)) for name, value in x.items())
+    if isinstance(x, (list, tuple)):
+        return tuple(kind_of(value) for value in x)
+    if isinstance(x, partial):
+        return kind_of((x.func, x.args, x.keywords))
+    if callable(x) and not hasattr(x, "__dict__"):
+        return repr(x)
+    if hasattr(x, "__code__"):
+        return x.__module__, x.__qualname__, kind_of([cell.cell_contents for cell in x.__closure__ or ()])
+    return type(x), kind_of({name: value for name, value in vars(x).items() if name != "tied"})
+
+
+def untouched(gradients: GradientSums) -> frozenset[str]:
+    """The layer's own names of its parameters without a gradient so far."""
+    return frozenset(own for own, full in gradients._full_names.items() if full in gradients._untouched)
+
+
+def stand_ins(tree: Any) -> Any:
+    """The tree with arrays of the same shapes, without memory."""
+    if isinstance(tree, Mapping):
+        return {name: stand_ins(node) for name, node in tree.items()}
+    return ShapedArray(tree.shape, tree.dtype)
+
+
+def _kept(held: list, given: Mapping[str, Any]) -> tuple[int, frozenset[str]]:
+    """Bytes that are held, and which inputs and outputs are held as well."""
+    memories: dict[int, Any] = {}
+    _collect([held, given.get("dx")] if not isinstance(given.get("dx"), ShapedArray) else held, memories, set())
+    names = {id(x.memory): name for name, x in given.items() if isinstance(x, ShapedArray) and x.memory is not None}
+    keeps = frozenset(names[key] for key in memories if key in names) - {"dx"}
+    return sum(memory.bytes for key, memory in memories.items() if key not in names), keeps
+
+
+#: Types that hold no memory of the layer, and are not searched.
+_OPAQUE = (str, int, float, type, np.ndarray, Shards, Mesh, Group, Layer, Meter)
+
+
+def _collect(x: Any, memories: dict[int, Any], visited: set[int]) -> None:
+    """Collect all memories that are reachable from an object."""
+    if isinstance(x, ShapedArray):
+        if x.memory is not None:
+            memories[id(x.memory)] = x.memory
+        return
+    if x is None or isinstance(x, _OPAQUE) or id(x) in visited:
+        return
+    visited.add(id(x))
+    for part in _parts(x):
+        _collect(part, memories, visited)
+
+
+def _parts(x: Any) -> Iterable[Any]:
+    if isinstance(x, (tuple, list, set, frozenset)):
+        return x
+    if isinstance(x, Mapping):
+        return x.values()
+    if isinstance(x, Recorder):
+        return x.sending  # the rest are records
+    slots = (name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()))
+    parts = [*getattr(x, "__dict__", {}).values(), *(getattr(x, name, None) for name in slots)]
+    return parts + [cell.cell_contents for cell in getattr(x, "__closure__", None) or ()]
+
+
+# --- The engine: its own code, with a recorder that knows the current layer and micro-batch
 
 
 class DryRunEngine(LayeredEngine):
@@ -99,15 +357,15 @@ class RecordedLayer(Layer):
         self._passes, self._recorder, self._name, self._layer = passes, passes.recorder, name, layer
         self._chunk = chunks.get(name)
         self.side_outputs = layer.side_outputs
-        self._seen: set[int] = set()
+        self._computed: set[int] = set()
 
     def _phase(self, phase: str, micro_batch: int) -> Any:
         return self._recorder.phase(Phase(f"{self._name} {phase}", self._name, phase, micro_batch, self._chunk))
 
     def forward(self, sh, p, x, ctx):
         m = ctx.micro_batch
-        again = m in self._seen
-        self._seen.add(m)
+        again = m in self._computed
+        self._computed.add(m)
         with self._phase(RECOMPUTED if again else FORWARD, m):
             if not isinstance(x, ShapedArray):  # token ids are values: each pass is executed
                 y, saved, *extra = self._layer.forward(sh, p, x, ctx)
@@ -187,34 +445,3 @@ def _shapes(p: Any) -> Hashable:
     if isinstance(p, Mapping):
         return tuple((name, _shapes(node)) for name, node in p.items())
     return p.shape
-
-
-def watch_storage(engine: LayeredEngine, recorder: Recorder) -> None:
-    """Count the memory of parameter groups by its kind."""
-    meter = recorder.meter
-    for storage in [*engine.storages, *engine._placed.frozen.storages]:
-        name = storage.group.name
-        for array, kind in (
-            (storage.whole_parameters, "parameters"),
-            (storage.own_parameters, "parameters"),
-            (storage.whole_gradients, "gradients"),
-            (storage.own_gradients, "gradients"),
-        ):
-            if array is not None:
-                meter.relabel(array.memory, kind, name)
-        storage._empty = _taking(meter, storage._empty, None, name)
-    unsharder, reducer = engine._placed.unsharder, engine._placed.reducer
-    unsharder.unshard = _taking(meter, unsharder.unshard, "gathered groups")
-    reducer.sums = _taking(meter, reducer.sums, "whole gradients")
-    reducer.layer_done = _taking(meter, reducer.layer_done, "communication buffers")
-    reducer.finish = _taking(meter, reducer.finish, "communication buffers")
-
-
-def _taking(meter: Any, function: Callable, kind: str | None, *name: str) -> Callable:
-    """The function, whose allocations count as this kind (None: the current kind)."""
-
-    def run(*args: Any, **options: Any) -> Any:
-        with meter.taking(kind or meter.kind, *name):
-            return function(*args, **options)
-
-    return run

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from spmd_engine.arrays.meta.meter import TEMPORARIES, Meter
+from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.planning.dry_run.step_analysis import (
     FORWARD,
     OTHER,
@@ -220,3 +221,34 @@ class _RecordedCall:
     def as_communication(self, last: int) -> Communication:
         """The record; a call that is never waited for ends with the step, at computation ``last``."""
         return Communication(**self.facts, begins=self.begins, ends=last if self.ends is None else self.ends)
+
+
+def watch_storage(engine: LayeredEngine, recorder: Recorder) -> None:
+    """Count the memory of parameter groups by its kind."""
+    meter = recorder.meter
+    for storage in [*engine.storages, *engine._placed.frozen.storages]:
+        name = storage.group.name
+        for array, kind in (
+            (storage.whole_parameters, "parameters"),
+            (storage.own_parameters, "parameters"),
+            (storage.whole_gradients, "gradients"),
+            (storage.own_gradients, "gradients"),
+        ):
+            if array is not None:
+                meter.relabel(array.memory, kind, name)
+        storage._empty = _taking(meter, storage._empty, None, name)
+    unsharder, reducer = engine._placed.unsharder, engine._placed.reducer
+    unsharder.unshard = _taking(meter, unsharder.unshard, "gathered groups")
+    reducer.sums = _taking(meter, reducer.sums, "whole gradients")
+    reducer.layer_done = _taking(meter, reducer.layer_done, "communication buffers")
+    reducer.finish = _taking(meter, reducer.finish, "communication buffers")
+
+
+def _taking(meter: Any, function: Callable, kind: str | None, *name: str) -> Callable:
+    """The function, whose allocations count as this kind (None: the current kind)."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        with meter.taking(kind or meter.kind, *name):
+            return function(*args, **options)
+
+    return run

@@ -137,7 +137,7 @@ class ShapedGroup(Group):
 
     # --- collectives
 
-    def _start(self, call: PreparedCall, x: Array | None, out: Any = None, **how: int) -> Pending:
+    def _start(self, call: PreparedCall, x: Array | None, out: Any = None, **options: int) -> Pending:
         operation = call.where[0]
         packed = self._packed(call, x)
         result = self._result(call, x, out)

@@ -166,14 +166,14 @@ def _links(mesh: Mesh) -> tuple[Link, Link | None, dict[tuple[int, int], Link]]:
     if mesh.size == 1:
         return Link(1e-5, 5e9, by_copy=True), None, {}
     nodes = mesh.nodes_by_rank
-    found: dict[tuple[int, int], Link] = {}
+    links_of_pairs: dict[tuple[int, int], Link] = {}
     for a in range(mesh.size):
         for b in range(a + 1, mesh.size):
             latency, bandwidth = _pair(mesh, a, b)
-            found[a, b] = Link(latency, bandwidth, by_copy=nodes[a] == nodes[b])
+            links_of_pairs[a, b] = Link(latency, bandwidth, by_copy=nodes[a] == nodes[b])
     usual = {}
     for together in (True, False):
-        links = [link for (a, b), link in found.items() if (nodes[a] == nodes[b]) is together]
+        links = [link for (a, b), link in links_of_pairs.items() if (nodes[a] == nodes[b]) is together]
         if links:
             middle = Link(
                 median(link.latency for link in links), median(link.bandwidth for link in links), by_copy=together
@@ -181,7 +181,7 @@ def _links(mesh: Mesh) -> tuple[Link, Link | None, dict[tuple[int, int], Link]]:
             usual[together] = _by_copy(mesh, middle) if together and mesh.node_count == 1 else middle
     pairs = {
         pair: link
-        for pair, link in found.items()
+        for pair, link in links_of_pairs.items()
         if not link.by_copy and not 1 / OUTLIER < link.bandwidth / usual[False].bandwidth < OUTLIER
     }
     return usual.get(True) or Link(1e-5, 5e9, by_copy=True), usual.get(False), pairs

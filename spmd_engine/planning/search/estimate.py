@@ -258,8 +258,8 @@ class Estimator:
             return slots, slots.seconds(of_chunks, transfer)
         slots, more = self.cache.slots(self.candidate, few), self.cache.slots(self.candidate, few + self.pipe)
         seconds = slots.seconds(of_chunks, transfer)
-        each = (more.seconds(of_chunks, transfer) - seconds) / self.pipe
-        return slots, seconds + (self.m - few) * each
+        of_micro_batch = (more.seconds(of_chunks, transfer) - seconds) / self.pipe
+        return slots, seconds + (self.m - few) * of_micro_batch
 
     def _exposed(self, division: StageSums, costs: np.ndarray) -> float:
         """Seconds of exposed communication of gradients and updated parameters, of the stage with most of it.
@@ -369,9 +369,3 @@ def best_division(
         end = int(chosen[end])
         starts.append(end)
     return tuple(starts[::-1])
-
-
-def slowest(work: Sequence[float], starts: Sequence[int]) -> float:
-    """Seconds of the slowest part."""
-    ends = [*starts[1:], len(work)]
-    return max(sum(work[first:end]) for first, end in zip(starts, ends, strict=True))

@@ -184,8 +184,8 @@ class ZeroCommTime:
         different, at = layers.different
 
         def seconds(operation: str, groups: Sequence[Sequence[int]]) -> np.ndarray:
-            each = [sum(collectives.of(operation, ranks, size * itemsize).seconds for size in some) for some in groups]
-            return np.array(each)[at]
+            times = [sum(collectives.of(operation, ranks, size * itemsize).seconds for size in some) for some in groups]
+            return np.array(times)[at]
 
         return cls(
             {name: seconds(name, [each.groups for each in different]) for name in OPERATIONS},
@@ -271,39 +271,38 @@ class StageSums:
     @cached_property
     def elements(self) -> np.ndarray:
         """Parameters of a rank; a tied parameter counts once on each stage."""
-        found = self.by_stage(self.by_chunk(self.layers.elements))
-        for layer, here, there in self._places:
-            if here == there:
-                found[here] -= self.layers.costs[layer].tied
-        return found
+        return self.by_stage(self.by_chunk(self.layers.elements)) - self._tied_elements(
+            lambda here, there: here == there
+        )
 
     @cached_property
     def tied(self) -> np.ndarray:
         """Of these, parameters that are tied to another layer."""
-        return self._of_tied(lambda here, there: True)
+        return self._tied_elements(lambda here, there: True)
 
     @cached_property
     def apart(self) -> np.ndarray:
         """Of these, parameters that are tied to a layer of another stage."""
-        return self._of_tied(lambda here, there: here != there)
+        return self._tied_elements(lambda here, there: here != there)
 
-    def _of_tied(self, counts) -> np.ndarray:
-        found = np.zeros(self.stages)
+    def _tied_elements(self, counts: Callable[[int, int], bool]) -> np.ndarray:
+        """Tied parameters of each stage; ``counts``: whether those count, by their stage and that of their owner."""
+        elements = np.zeros(self.stages)
         for layer, here, there in self._places:
             if counts(here, there):
-                found[here] += self.layers.costs[layer].tied
-        return found
+                elements[here] += self.layers.costs[layer].tied
+        return elements
 
     def zero_comm(self, comm: ZeroCommTime) -> list[np.ndarray]:
         """Seconds of communicating all parameter groups once, for each of ``OPERATIONS``."""
-        found = []
+        times = []
         for name in OPERATIONS:
             seconds = self.by_stage(self.by_chunk(comm.own[name]))
             for layer, here, there in self._places:
                 if here != there:
                     seconds[here] += comm.tied[name][layer]
-            found.append(seconds)
-        return found
+            times.append(seconds)
+        return times
 
     @cached_property
     def gathered(self) -> np.ndarray:

@@ -20,7 +20,7 @@ from spmd_engine.engine.state.assignment import assign
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model, layout_for
 from spmd_engine.planning.dry_run.analyze import analyze
-from spmd_engine.planning.dry_run.layer_cache import PassCache, kind_of
+from spmd_engine.planning.dry_run.engine import PassCache, kind_of
 from spmd_engine.planning.dry_run.step_analysis import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHTS,
@@ -225,20 +225,20 @@ def reduced(model: Model) -> tuple[Model, dict[str, str]]:
 
     Equal layers of images may have images of other sizes, so only one of equal consecutive layers is kept.
     """
-    seen: dict[Hashable, str] = {}
+    first_like: dict[Hashable, str] = {}
     like: dict[str, str] = {}
     kept = []
     images = {"h", "w"} <= set(model.inputs.split())
     for name, layer in model.layers:
         key = kind_of(layer) if images else _kind(name, layer)
-        if images and key not in seen:
-            seen.clear()
-        if layer.inputs.dims != layer.outputs.dims or key not in seen:
-            seen.setdefault(key, name)
+        if images and key not in first_like:
+            first_like.clear()
+        if layer.inputs.dims != layer.outputs.dims or key not in first_like:
+            first_like.setdefault(key, name)
             like[name] = name
             kept.append((name, layer))
         else:
-            like[name] = seen[key]
+            like[name] = first_like[key]
     return replace(model, layers=tuple(kept)), like
 
 

@@ -68,8 +68,8 @@ def _possible(planner: Planner, question: Question, kept: Sequence[str], seconds
     """Whether any plan keeps these constraints, without all others; True also if time ran out."""
     space, constraints = _with(question, kept)
     goal = _easiest(constraints)
-    found = planner.search(space, constraints, goal, seconds=seconds, front=False, first=True)
-    return bool(found.best) or not found.certificate.complete
+    result = planner.search(space, constraints, goal, seconds=seconds, front=False, first=True)
+    return bool(result.best) or not result.certificate.complete
 
 
 def _easiest(constraints: Constraints) -> str:

@@ -244,9 +244,9 @@ def _can_shard(model: Model, axes: Mapping[str, int]) -> bool:
 def _on(space: SearchSpace, axes: Mapping[str, int], batch_size: int) -> Iterator[Candidate]:
     """Candidates on one mesh."""
     model, pipe = space.model, axes.get(PIPE, 1)
-    cut = prod(size for axis, size in axes.items() if axis in BATCH)
+    shards = prod(size for axis, size in axes.items() if axis in BATCH)
     stored = prod(size for axis, size in axes.items() if axis in (*BATCH, "context"))
-    micro = [space.micro_batches] if space.micro_batches else micro_batch_numbers(batch_size, cut, pipe)
+    micro = [space.micro_batches] if space.micro_batches else micro_batch_numbers(batch_size, shards, pipe)
     hybrid = space.mesh is None and "shard" in axes  # differs from data only if ZeRO shards
     zeros = [space.zero] if space.zero is not None else range(int(hybrid), 4) if stored > 1 else [0]
     parallel = [False]
@@ -256,7 +256,7 @@ def _on(space: SearchSpace, axes: Mapping[str, int], batch_size: int) -> Iterato
     blocks = any("/" in name for name, _ in model.layers)
     recompute = [space.recompute] if space.recompute else ["none"] + ["attention"] * attends + ["block"] * blocks
     for m in micro:
-        if batch_size // m < cut:
+        if batch_size // m < shards:
             continue
         schedules = _schedules(space, pipe, m, len(model.layers))
         for (schedule, chunks), zero, sequence, again in product(schedules, zeros, parallel, recompute):
@@ -273,11 +273,10 @@ def _on(space: SearchSpace, axes: Mapping[str, int], batch_size: int) -> Iterato
             )
 
 
-def micro_batch_numbers(batch_size: int, cut: int, pipe: int) -> list[int]:
+def micro_batch_numbers(batch_size: int, shards: int, pipe: int) -> list[int]:
     """Numbers of micro-batches to consider: divisors of the batch that leave each rank a sample, or 1."""
-    return [m for m in _divisors(batch_size) if batch_size // m >= cut and (m > 1 or pipe == 1 or batch_size == 1)] or [
-        1
-    ]
+    possible = [m for m in _divisors(batch_size) if batch_size // m >= shards]
+    return [m for m in possible if m > 1 or pipe == 1 or batch_size == 1] or [1]
 
 
 def _schedules(space: SearchSpace, pipe: int, m: int, layers: int) -> Iterator[tuple[str | None, int]]:

@@ -70,7 +70,7 @@ def match_calls(analysis: StepAnalysis, steps: Mapping[int, RankStep]) -> dict[i
     calls: dict[tuple, SimulatedCall] = {}
     by_rank: dict[int, list[SimulatedCall]] = {}
     for rank, step in steps.items():
-        position, seen = position_of(rank, analysis.axes), Counter()
+        position, counts = position_of(rank, analysis.axes), Counter()
         by_rank[rank] = []
         for communication in step.communications:
             axes = tuple(filter(None, communication.axes.split(",")))
@@ -79,8 +79,8 @@ def match_calls(analysis: StepAnalysis, steps: Mapping[int, RankStep]) -> dict[i
             kind = "message" if ends else communication.operation
             key = (kind, axes, groups.number(position, axes) if all_ranks else stage)
             key += ends or (communication.ranks, "" if kind == "barrier" else label)
-            seen[key] += 1
-            key = (*key, seen[key])
+            counts[key] += 1
+            key = (*key, counts[key])
             size, priority = communication.whole_bytes, communication.priority
             if key not in calls:
                 calls[key] = SimulatedCall(kind, _members(groups, position, axes, communication), size, priority)
