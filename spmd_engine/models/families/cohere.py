@@ -1,5 +1,6 @@
 """Cohere's Command R and Command R7B."""
 
+from dataclasses import replace
 from typing import Any
 
 from spmd_engine.models.families import family
@@ -29,15 +30,13 @@ def _read_gguf(facts: Config, tensors: Any, shape: Any) -> Any:
 _FIELDS = (
     family.SIZES | family.TIED | family.SILU | family.GROUPED | family.ATTENTION_BIAS | family.defaults(context=8192)
 )
-_MODULES = family.LLAMA_MODULES | {"block/norm": "input_layernorm"}
-_CONSTANTS = {"norm": "layer-scale", "parallel": "one-norm"}
 COHERE = Family(
     "cohere",
     "a Llama's attention and perceptron side by side behind one norm, which has a scale alone; neighbours rotate; "
     "`logit_scale`; `use_qk_norm` is refused",
     _FIELDS,
-    _MODULES,
-    _CONSTANTS,
+    family.LLAMA_MODULES | {"block/norm": "input_layernorm"},
+    {"norm": "layer-scale", "parallel": "one-norm"},
     also_read=("logits_divisor",),
     required={"use_qk_norm": False},
     rope=Rope(pairs="neighbours"),
@@ -45,21 +44,17 @@ COHERE = Family(
     write=_write,
     gguf=Gguf("command-r", read=_read_gguf),
 )
-COHERE2 = Family(
-    "cohere2",
-    "a Cohere with rotary positions in the layers that see a window, and none in the others",
-    _FIELDS | family.defaults(head_width=0),
-    _MODULES,
-    _CONSTANTS,
-    also_read=("logits_divisor",),
+COHERE2 = replace(
+    COHERE,
+    model_type="cohere2",
+    about="a Cohere with rotary positions in the layers that see a window, and none in the others",
+    fields=_FIELDS | family.defaults(head_width=0),
     required={
         "use_qk_norm": False, "position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "use_gated_activation": True,
         "order_of_interleaved_layers": "local_attn_first", "use_parallel_block": True, "use_embedding_sharing": True
     },
     ignored=("use_parallel_embedding",),
-    rope=Rope(pairs="neighbours"),
     windows=SlidingWindow(4096, every=4, pattern=True, rotary_only="always"),
     read=_read_cohere2,
-    write=_write,
     gguf=Gguf("cohere2", window=4096, read=_read_gguf)
 )  # fmt: skip

@@ -1,12 +1,12 @@
 """OLMo 1 to 3, and OLMoE."""
 
+from dataclasses import replace
+
 from spmd_engine.models.families import family
 from spmd_engine.models.families.family import Experts, Family, Gguf, Rope, SlidingWindow
 
 _FIELDS = family.RMS | family.ATTENTION_BIAS
 _NORMALISED = {"qk_norm": True, "qk_norm_all_heads": True}
-_NORMS_AFTER = family.LLAMA_MODULES | family.NORMS_AFTER
-_OLMO2_CONSTANTS = _NORMALISED | {"norm_position": "after"}
 OLMO = Family(
     "olmo",
     "a Llama whose norms have neither scale nor shift; `clip_qkv` is refused",
@@ -19,16 +19,14 @@ OLMO2 = Family(
     "olmo2",
     "norms after branches alone, and of whole queries and keys",
     _FIELDS,
-    _NORMS_AFTER,
-    _OLMO2_CONSTANTS,
+    family.LLAMA_MODULES | family.NORMS_AFTER,
+    _NORMALISED | {"norm_position": "after"},
     gguf=Gguf("olmo2"),
 )
-OLMO3 = Family(
-    "olmo3",
-    "an OLMo 2 with windows, and rotary positions of their own in them",
-    _FIELDS,
-    _NORMS_AFTER,
-    _OLMO2_CONSTANTS,
+OLMO3 = replace(
+    OLMO2,
+    model_type="olmo3",
+    about="an OLMo 2 with windows, and rotary positions of their own in them",
     rope=Rope(5e5, in_windows=True),
     windows=SlidingWindow(4096, every=4),
     gguf=Gguf("olmo2", lambda facts: facts.get("attention.sliding_window"), window=0),
