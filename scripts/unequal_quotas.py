@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from spmd_engine.planning.search.plan_evaluation import shares_by_speed
+from spmd_engine.planning.search.placement import shares
 
 GROUPS = Path("/sys/fs/cgroup")
 PERIOD = 20_000  #: period of a quota, in microseconds
@@ -84,9 +84,7 @@ def compare(quotas: Sequence[float], options: argparse.Namespace) -> None:
         speeds = [batch // count / seconds for seconds in alone]
         even, computing = start(options.quotas, count, batch)
         told.append(computing)
-        split = "data=" + ":".join(
-            map(str, shares_by_speed([1 / median(each) for each in zip(*told, strict=True)], batch))
-        )
+        split = "data=" + ":".join(map(str, shares([1 / median(each) for each in zip(*told, strict=True)], batch)))
         print(f"alone {', '.join(f'{speed:.1f}' for speed in speeds)} samples/s; {split}", flush=True)
         suited, _ = start(options.quotas, count, batch, split=split)
         for what, seconds in (("an even split", even), ("shares by speed", suited)):

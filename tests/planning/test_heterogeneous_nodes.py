@@ -2,8 +2,7 @@
 
 import re
 from dataclasses import replace
-from itertools import combinations, pairwise, product
-from math import inf
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.planner import find_plan, fixed_plan
 from spmd_engine.planning.search.estimate import best_division
-from spmd_engine.planning.search.plan_evaluation import shares_by_speed
 from spmd_engine.planning.search.search import Limits, Planner
 from spmd_engine.planning.search.search_space import Candidate
 
@@ -121,20 +119,3 @@ def test_divisions_for_unequal_stages_are_optimal(slowdowns):
 
     every = ((0, *starts) for starts in combinations(range(1, len(work)), count - 1))
     assert slowest(best_division(work, count, slowdowns=slowdowns)) == pytest.approx(min(map(slowest, every)))
-
-
-def test_shares_follow_speeds():
-    assert shares_by_speed([0.8, 0.4], 12) == (8, 4)
-    assert sum(shares_by_speed([0.4, 0.4, 0.4, 0.2], 100)) == 100
-
-
-@pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0, 0.48), (8.0, 1.0), (3.0, 3.0, 1.0), (0.0, 0.3), (2.0, 2.0)])
-def test_no_other_shares_are_done_sooner(speeds):
-    for whole in range(9):
-        found = shares_by_speed(speeds, whole)
-        every = (each for each in product(range(whole + 1), repeat=len(speeds)) if sum(each) == whole)
-        assert sum(found) == whole and _seconds(found, speeds) == min(_seconds(each, speeds) for each in every)
-
-
-def _seconds(parts, speeds):
-    return max((part / speed if speed else inf for part, speed in zip(parts, speeds, strict=True) if part), default=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heapreplace
 from math import gcd, inf
 from statistics import fmean
 from typing import Any
@@ -13,12 +12,12 @@ import numpy as np
 
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import STATE, WORK, Shares, shares_text
-from spmd_engine.errors import UsageError
 from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.dry_run.rank_classes import slot_table_bytes
 from spmd_engine.planning.dry_run.step_analysis import RankStep, StepAnalysis, position_of
 from spmd_engine.planning.machine.machine import Machine
+from spmd_engine.planning.search.placement import shares
 from spmd_engine.planning.search.search_space import PIPE, Candidate
 from spmd_engine.planning.simulator.simulation import Prediction, simulate
 
@@ -174,7 +173,7 @@ def work_shares(
         others = candidate.batch_ranks // size
         samples = candidate.batch_size // candidate.micro_batches // others
         if min(seconds) > 0 and max(seconds) > ALIKE * min(seconds) and samples >= size:
-            by_axis[axis] = _at_least_one(shares_by_speed([1 / time for time in seconds], samples))
+            by_axis[axis] = _at_least_one(shares([1 / time for time in seconds], samples))
     return _format_uneven(by_axis)
 
 
@@ -197,28 +196,8 @@ def state_shares(
         for position, room in zip(positions, free, strict=True):
             least[position.coordinates[axis]] = min(least[position.coordinates[axis]], room)
         if max(least) > ALIKE * min(least):
-            by_axis[axis] = _reduced(shares_by_speed(least, STATE_PARTS * size))
+            by_axis[axis] = _reduced(shares(least, STATE_PARTS * size))
     return _format_uneven(by_axis)
-
-
-def shares_by_speed(speeds: Sequence[float], whole: int) -> tuple[int, ...]:
-    """Weights by speed, as layouts take them (``"b/data:3:1"``): ``whole`` parts, divided such that the last rank is
-    done soonest. Parts that are left after rounding down go to fast ranks.
-
-    >>> shares_by_speed([0.8, 0.4], 12), shares_by_speed([8, 1], 16)
-    ((8, 4), (15, 1))
-    """
-    total = sum(speeds)
-    if not total or min(speeds) < 0:
-        raise UsageError(f"speeds {tuple(speeds)}: they must be at least 0, and one above 0")
-    parts = [int(whole * speed / total) for speed in speeds]
-    done = [((parts[rank] + 1) / speed, rank) for rank, speed in enumerate(speeds) if speed]  # with one part more
-    heapify(done)
-    for _ in range(whole - sum(parts)):
-        _, rank = done[0]
-        parts[rank] += 1
-        heapreplace(done, ((parts[rank] + 1) / speeds[rank], rank))
-    return tuple(parts)
 
 
 def _at_least_one(numbers: Sequence[int]) -> tuple[int, ...]:
@@ -278,5 +257,5 @@ def _sample_counts(factors: np.ndarray, samples: int, given: tuple[int, ...] | N
         return np.array(given, float)
     if samples < len(factors):
         return np.ones(len(factors))
-    counts = np.array(shares_by_speed(list(1 / factors), samples), float)
+    counts = np.array(shares(list(1 / factors), samples), float)
     return np.maximum(counts, 1.0)

@@ -1,0 +1,273 @@
+"""Places tasks on nodes: stages, shards or experts that compute, hold bytes, and send bytes to each other.
+
+Without communication between tasks the problem is an assignment, which is solved exactly. Otherwise it is a quadratic
+assignment, solved approximately by annealing or a genetic search, and exactly, for small cases, by exhaustive search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
+from itertools import product
+from math import exp
+from random import Random
+
+import numpy as np
+
+from spmd_engine.errors import UsageError
+
+Places = tuple[int, ...]  #: the node of each task
+MOST_TRIED = 2_000_000  #: placements that ``exact`` tries
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The tasks, and the nodes.
+
+    ``work[t, n]`` seconds of task t on node n; ``size[t]`` bytes; ``sent[t, u]`` bytes from task t to u per step;
+    ``room[n]`` bytes of a node; ``seconds_a_byte[n, m]`` of the link from node n to m, 0 on the diagonal.
+    """
+
+    work: np.ndarray
+    size: np.ndarray
+    sent: np.ndarray
+    room: np.ndarray
+    seconds_a_byte: np.ndarray
+    most: int | None = None  #: most tasks per node
+    pinned: Mapping[int, int] = field(default_factory=dict)  #: task -> its node
+    together: Sequence[Sequence[int]] = ()  #: tasks that must be on one node
+    apart: Sequence[Sequence[int]] = ()  #: tasks that must be on different nodes
+
+    def __post_init__(self) -> None:
+        tasks, nodes = self.work.shape
+        shapes = {
+            "size": (self.size.shape, (tasks,)),
+            "sent": (self.sent.shape, (tasks, tasks)),
+            "room": (self.room.shape, (nodes,)),
+            "seconds_a_byte": (self.seconds_a_byte.shape, (nodes, nodes)),
+        }
+        for name, (shape, expected) in shapes.items():
+            if shape != expected:
+                raise UsageError(f"tasks: {name} has shape {shape}, expected {expected}")
+        for task, node in self.pinned.items():
+            if not (0 <= task < tasks and 0 <= node < nodes):
+                raise UsageError(f"tasks: task {task} is pinned to node {node}; there are {tasks} tasks, {nodes} nodes")
+
+    @property
+    def count(self) -> int:
+        return self.work.shape[0]
+
+    @property
+    def nodes(self) -> int:
+        return self.work.shape[1]
+
+    def fits(self, places: Places) -> bool:
+        """Whether a placement keeps all constraints."""
+        at = np.asarray(places)
+        if any(at[task] != node for task, node in self.pinned.items()):
+            return False
+        if any(len(set(at[list(group)])) > 1 for group in self.together):
+            return False
+        if any(len(set(at[list(group)])) < len(group) for group in self.apart):
+            return False
+        if self.most is not None and np.bincount(at, minlength=self.nodes).max() > self.most:
+            return False
+        return bool((np.bincount(at, self.size, self.nodes) <= self.room).all())
+
+    def cost(self, places: Places) -> float:
+        """Seconds of a step: those of the slowest node."""
+        at = np.asarray(places)
+        seconds = np.bincount(at, self.work[np.arange(self.count), at], self.nodes)
+        moved = self.sent * self.seconds_a_byte[at[:, None], at[None, :]]
+        return float((seconds + np.bincount(at, moved.sum(axis=1), self.nodes)).max())
+
+
+def exact(tasks: Tasks) -> Places:
+    """The best placement, by exhaustive search; raises UsageError if there are too many, or none fits."""
+    if tasks.nodes**tasks.count > MOST_TRIED:
+        raise UsageError(f"{tasks.nodes} nodes to the power of {tasks.count} tasks are too many placements to try")
+    fitting = (places for places in product(range(tasks.nodes), repeat=tasks.count) if tasks.fits(places))
+    best = min(fitting, key=tasks.cost, default=None)
+    return _checked(best, tasks)
+
+
+def assigned(cost: np.ndarray) -> Places:
+    """Tasks on nodes, one per node, with the least sum of ``cost[task, node]``: exact (Kuhn, 1955; SciPy's).
+
+    Raises UsageError where SciPy is missing, or tasks are more than nodes.
+    """
+    try:
+        from scipy.optimize import linear_sum_assignment
+    except ImportError:
+        raise UsageError("an assignment needs SciPy: pip install 'spmd_engine[planning]'") from None
+    if cost.shape[0] > cost.shape[1]:
+        raise UsageError(f"{cost.shape[0]} tasks on {cost.shape[1]} nodes, one per node: there are too few nodes")
+    return tuple(int(node) for node in linear_sum_assignment(cost)[1])
+
+
+def first_fit(tasks: Tasks, random: Random | None = None) -> Places | None:
+    """A placement that fits, by placing groups in descending size; None if none was found."""
+    random = random or Random(0)
+    groups = _groups(tasks)
+    for _ in range(200):
+        order = sorted(groups, key=lambda group: (-sum(tasks.size[t] for t in group), random.random()))
+        at = [-1] * tasks.count
+        if _fill(tasks, order, at, random):
+            return tuple(at)
+    return None
+
+
+def _groups(tasks: Tasks) -> list[tuple[int, ...]]:
+    """Sets of tasks that are placed together."""
+    of = list(range(tasks.count))
+    for group in tasks.together:
+        least = min(of[task] for task in group)
+        joined = {of[task] for task in group}
+        of = [least if number in joined else number for number in of]
+    return [tuple(t for t in range(tasks.count) if of[t] == number) for number in sorted(set(of))]
+
+
+def _fill(tasks: Tasks, order: Sequence[tuple[int, ...]], at: list[int], random: Random) -> bool:
+    room, counts = tasks.room.astype(float), [0] * tasks.nodes
+    busy = [0.0] * tasks.nodes
+    for group in order:
+        size = float(sum(tasks.size[t] for t in group))
+        pins = {tasks.pinned[t] for t in group if t in tasks.pinned}
+        taken = {
+            at[o] for each in tasks.apart for t in group if t in each for o in each if o not in group and at[o] >= 0
+        }
+        nodes = [
+            n
+            for n in (pins if pins else range(tasks.nodes))
+            if size <= room[n] and n not in taken and (tasks.most is None or counts[n] + len(group) <= tasks.most)
+        ]
+        if len(pins) > 1 or not nodes:
+            return False
+        node = min(nodes, key=lambda n: (busy[n] + sum(tasks.work[t, n] for t in group)) * random.uniform(0.9, 1.1))
+        for t in group:
+            at[t] = node
+        room[node] -= size
+        counts[node] += len(group)
+        busy[node] += sum(tasks.work[t, node] for t in group)
+    return True
+
+
+def annealed(tasks: Tasks, *, turns: int = 20_000, seed: int = 0) -> Places:
+    """Simulated annealing (Kirkpatrick et al., 1983): a group moves, or two groups are exchanged.
+
+    Raises UsageError if no initial placement that fits was found.
+    """
+    random = Random(seed)
+    now = _checked(first_fit(tasks, random), tasks)
+    groups, cost = _groups(tasks), tasks.cost(now)
+    best, least = now, cost
+    heat = 0.3 * cost
+    cool = (1e-4) ** (1 / max(turns, 1))
+    for _ in range(turns):
+        heat *= cool
+        there = _neighbour(tasks, groups, now, random)
+        if not tasks.fits(there):
+            continue
+        found = tasks.cost(there)
+        if found <= cost or random.random() < exp((cost - found) / max(heat, 1e-30)):
+            now, cost = there, found
+            if cost < least:
+                best, least = now, cost
+    return _descended(tasks, groups, best)
+
+
+def _neighbour(tasks: Tasks, groups: Sequence[tuple[int, ...]], now: Places, random: Random) -> Places:
+    at = list(now)
+    group = random.choice(groups)
+    if random.random() < 0.5 or len(groups) < 2:
+        node = random.randrange(tasks.nodes)
+        for t in group:
+            at[t] = node
+    else:
+        other = random.choice(groups)
+        mine, theirs = at[group[0]], at[other[0]]
+        for t in group:
+            at[t] = theirs
+        for t in other:
+            at[t] = mine
+    return tuple(at)
+
+
+def _descended(tasks: Tasks, groups: Sequence[tuple[int, ...]], now: Places) -> Places:
+    """The local optimum that moves of single groups reach."""
+    cost, better = tasks.cost(now), True
+    while better:
+        better = False
+        for there in _moves(tasks, groups, now):
+            if tasks.fits(there) and (found := tasks.cost(there)) < cost * (1 - 1e-12):
+                now, cost, better = there, found, True
+                break
+    return now
+
+
+def _moves(tasks: Tasks, groups: Sequence[tuple[int, ...]], now: Places) -> Iterator[Places]:
+    for number, group in enumerate(groups):
+        for node in range(tasks.nodes):
+            yield tuple(node if t in group else at for t, at in enumerate(now))
+        for other in groups[number + 1 :]:
+            mine, theirs = now[group[0]], now[other[0]]
+            if mine != theirs:
+                yield tuple(theirs if t in group else mine if t in other else at for t, at in enumerate(now))
+
+
+def evolved(tasks: Tasks, *, generations: int = 150, population: int = 40, seed: int = 0) -> Places:
+    """A genetic search: a child takes the node of each group from either parent, then mutates; the best half survives.
+
+    Raises UsageError if no initial placement that fits was found.
+    """
+    random = Random(seed)
+    groups = _groups(tasks)
+    living = [_checked(first_fit(tasks, random), tasks) for _ in range(population)]
+    price: Callable[[Places], float] = tasks.cost
+    for _ in range(generations):
+        living = sorted(set(living), key=price)[: population // 2]
+        children = []
+        while len(living) + len(children) < population:
+            one, other = random.choice(living), random.choice(living)
+            child = list(one)
+            for group in groups:
+                if random.random() < 0.5:
+                    for t in group:
+                        child[t] = other[t]
+            there = tuple(child)
+            for _ in range(random.randrange(3)):
+                there = _neighbour(tasks, groups, there, random)
+            children.append(there if tasks.fits(there) else one)
+        living += children
+    return _descended(tasks, groups, min(living, key=price))
+
+
+def _checked(places: Places | None, tasks: Tasks) -> Places:
+    if places is None:
+        need, room = float(tasks.size.sum()), float(tasks.room.sum())
+        raise UsageError(
+            f"no placement of {tasks.count} tasks on {tasks.nodes} nodes was found that keeps all constraints: "
+            f"they need {need:g} bytes of {room:g}"
+        )
+    return places
+
+
+def shares(speeds: Sequence[float], whole: int) -> tuple[int, ...]:
+    """Weights by speed, as layouts take them (``"b/data:3:1"``): ``whole`` parts, divided such that the last rank is
+    done soonest. Parts that are left after rounding down go to fast ranks.
+
+    >>> shares([0.8, 0.4], 12), shares([8, 1], 16)
+    ((8, 4), (15, 1))
+    """
+    total = sum(speeds)
+    if not total or min(speeds) < 0:
+        raise UsageError(f"speeds {tuple(speeds)}: they must be at least 0, and one above 0")
+    parts = [int(whole * speed / total) for speed in speeds]
+    done = [((parts[rank] + 1) / speed, rank) for rank, speed in enumerate(speeds) if speed]  # with one part more
+    heapify(done)
+    for _ in range(whole - sum(parts)):
+        _, rank = done[0]
+        parts[rank] += 1
+        heapreplace(done, ((parts[rank] + 1) / speeds[rank], rank))
+    return tuple(parts)
