@@ -155,7 +155,7 @@ def measure(name: str, resident: bool) -> list[dict]:
             small, few = ModelConfig(SMALL.get(model, model)), micro_batches * mesh.size
             steps_of(small, mesh, composition, few, micro_batches).step()
             use_blas_buffers()
-            base = resident_bytes(mesh) - foretold(small, axes, composition, few, micro_batches)[mesh.rank]
+            base = resident_bytes(mesh) - predicted(small, axes, composition, few, micro_batches)[mesh.rank]
             steps_of(config, mesh, composition, batch_size, micro_batches).step()
             measured = resident_bytes(mesh) - base
         else:
@@ -169,14 +169,14 @@ def measure(name: str, resident: bool) -> list[dict]:
         everyone = mesh.all_gather(np.array([[measured, base]])).tolist()
     if mesh.rank:
         return []
-    peaks = foretold(config, axes, composition, batch_size, micro_batches)
+    peaks = predicted(config, axes, composition, batch_size, micro_batches)
     return [
-        {"rank": rank, "foretold": peak, "measured": each, "base": base}
+        {"rank": rank, "predicted": peak, "measured": each, "base": base}
         for rank, (peak, (each, base)) in enumerate(zip(peaks, everyone, strict=True))
     ]
 
 
-def foretold(
+def predicted(
     config: ModelConfig, axes: str, composition: ParallelConfig, batch_size: int, micro_batches: int
 ) -> Sequence[int]:
     """The predicted peak of each rank."""
@@ -217,9 +217,9 @@ def main() -> None:
 
 def told(name: str, each: Mapping[str, Any]) -> tuple[float, float]:
     """Print a rank; returns its errors, without the base and with it."""
-    alone = each["foretold"] / each["measured"] - 1
-    whole = (each["foretold"] + each["base"]) / (each["measured"] + each["base"]) - 1
-    foretold_mb, measured_mb, base_mb = (each[key] / 1e6 for key in ("foretold", "measured", "base"))
+    alone = each["predicted"] / each["measured"] - 1
+    whole = (each["predicted"] + each["base"]) / (each["measured"] + each["base"]) - 1
+    foretold_mb, measured_mb, base_mb = (each[key] / 1e6 for key in ("predicted", "measured", "base"))
     print(
         f"{name:<22} {each['rank']:>5} {foretold_mb:>12.2f} {measured_mb:>12.2f} {alone:>+7.1%} {base_mb:>9.2f} "
         f"{whole:>+7.1%}",

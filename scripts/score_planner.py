@@ -128,7 +128,7 @@ def score_told_steps(name: str, runs: Sequence[TransformerRun], most: int) -> No
     score_as_it_is(f"{name}: nothing fitted", plain, start)
     if any(run.recompute is None for run in scored):
         for repeats in RECOMPUTED:
-            pairs = foretold([run_of(run, Way(repeats, True)) for run in scored], start)
+            pairs = predicted([run_of(run, Way(repeats, True)) for run in scored], start)
             told(f"  with recompute {repeats}", [seconds / run.seconds - 1 for seconds, run in pairs])
     if not enough:
         print(f"  {len(runs)} rows are too few to fit to some and score others")
@@ -139,7 +139,7 @@ def score_told_steps(name: str, runs: Sequence[TransformerRun], most: int) -> No
     score_runs(name, [run_of(run, best) for run in fitting], [run_of(run, best) for run in scored], start)
 
 
-def foretold(runs: Sequence[Run], fitted: dict[str, float]) -> list[tuple[float, Run]]:
+def predicted(runs: Sequence[Run], fitted: dict[str, float]) -> list[tuple[float, Run]]:
     """Predicted seconds with their runs, for the runs that this engine can shard in this way."""
     predictor = Predictor()
     found = [(predictor.seconds(run, **fitted), run) for run in runs]
@@ -148,7 +148,7 @@ def foretold(runs: Sequence[Run], fitted: dict[str, float]) -> list[tuple[float,
 
 def score_as_it_is(name: str, runs: Sequence[Run], fitted: dict[str, float]) -> None:
     """Print errors with the default numbers, and those of the baseline: the median rate of these rows."""
-    known = foretold(runs, fitted)
+    known = predicted(runs, fitted)
     told(name, [seconds / run.seconds - 1 for seconds, run in known])
     if len(known) > 2:
         rates = [[run.flops / seconds for seconds, run in known], [run.flops / run.seconds for _, run in known]]
@@ -242,7 +242,7 @@ def ways_of(runs: Sequence[TransformerRun]) -> list[Way]:
 def fit_error(runs: Sequence[Run], start: dict[str, float]) -> float:
     """The mean error of the runs to which numbers are fitted."""
     fitted = fit(Predictor().seconds, runs, start)
-    errors = [abs(seconds / run.seconds - 1) for seconds, run in foretold(runs, fitted)]
+    errors = [abs(seconds / run.seconds - 1) for seconds, run in predicted(runs, fitted)]
     return mean(errors) if errors else float("inf")
 
 

@@ -167,12 +167,12 @@ def report(found: dict[str, tuple[float, list[float]]]) -> None:
     """Print errors, the correlation, and for each model the time of its chosen plan against the best."""
     print(f"\n{'plan':<44} {'predicted':>10} {'measured':>10} {'spread':>7} {'error':>7}")
     errors, pairs = [], []
-    for name, (foretold, turns) in found.items():
+    for name, (predicted, turns) in found.items():
         seen = median(turns)
-        errors.append(abs(foretold / seen - 1))
-        pairs.append((foretold, seen))
+        errors.append(abs(predicted / seen - 1))
+        pairs.append((predicted, seen))
         spread = (max(turns) - min(turns)) / seen
-        print(f"{name:<44} {foretold:>9.4f}s {seen:>9.4f}s {spread:>7.1%} {foretold / seen - 1:>+7.1%}")
+        print(f"{name:<44} {predicted:>9.4f}s {seen:>9.4f}s {spread:>7.1%} {predicted / seen - 1:>+7.1%}")
     print(f"\n{len(errors)} plans: median error {median(errors):.1%}, largest {max(errors):.1%}", end="")
     print(f"; Spearman {spearman(*zip(*pairs, strict=True)):.3f}" if len(pairs) > 2 else "")
     for model in BATCHES:
@@ -182,7 +182,7 @@ def report(found: dict[str, tuple[float, list[float]]]) -> None:
         chosen = min(mine, key=lambda name: mine[name][0])
         best = min(mine, key=lambda name: median(mine[name][1]))
         ratio = median(mine[chosen][1]) / median(mine[best][1])
-        pairs = [(foretold, median(turns)) for foretold, turns in mine.values()]
+        pairs = [(predicted, median(turns)) for predicted, turns in mine.values()]
         order = f"Spearman {spearman(*zip(*pairs, strict=True)):.2f}" if len(pairs) > 2 else ""
         print(f"{model}: chosen {chosen}, {ratio:.2f} times the best measured, {best}; {order}")
 

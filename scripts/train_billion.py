@@ -37,14 +37,14 @@ def main() -> None:
         say = print if mesh.rank == 0 else (lambda *_, **__: None)
         axes, batch_size = dict(mesh.axes), mesh.size
         if mesh.rank == 0:
-            foretold = analyze(model, axes, composition, batch_size=batch_size)
-            peak = foretold.peak_bytes_by_rank()
+            predicted = analyze(model, axes, composition, batch_size=batch_size)
+            peak = predicted.peak_bytes_by_rank()
             say(f"{model.parameter_count:,} parameters on {mesh.size} ranks")
             say(
                 f"predicted: {max(peak) / 2**30:.2f} GiB of arrays per rank, {sum(peak) / 2**30:.2f} GiB in all;",
                 end=" ",
             )
-            say(f"{foretold.bytes_sent:,} bytes sent in a step", flush=True)
+            say(f"{predicted.bytes_sent:,} bytes sent in a step", flush=True)
         mesh.barrier()
         base = held_bytes()
         layout = composed_layout(model, mesh, composition)

@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from math import isfinite
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Self, Union, get_args, get_origin
+from typing import Any, Self, Union, get_args, get_origin
 
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.units import BYTES, SECONDS, bytes_of, exact_bytes, seconds_of
@@ -44,9 +44,9 @@ def setting(
     or an option that is not given, stands for.
 
     ``option`` is the name on the command line and among the keywords of ``with_options``, by default the field's; with
-    None, the field is no option of the command line. ``old_names`` are accepted there and not listed. The fields of a
-    nested configuration are options of their own, with ``prefix`` before their names, unless its ``option`` is None. A
-    ``fixed`` field cannot change when a run resumes. ``of_images`` is the default for models of images.
+    None, the field is no option of the command line. ``old_names`` are accepted there and in JSON, and not listed. The
+    fields of a nested configuration are options of their own, with ``prefix`` before their names, unless its ``option``
+    is None. A ``fixed`` field cannot change when a run resumes. ``of_images`` is the default for models of images.
     """
     given = locals()
     about = {name: given[name] for name in given if name != "default" and given[name] not in (None, "", ())}
@@ -79,8 +79,6 @@ class Configuration:
     converted to a float, and a text as the field's ``setting`` says; nothing else is converted.
     """
 
-    OLD_NAMES: ClassVar[Mapping[str, str]] = {}  #: keys in JSON of earlier versions, and the fields that they are now
-
     def __post_init__(self) -> None:
         types = _types(type(self))
         for each in fields(self):
@@ -107,7 +105,8 @@ class Configuration:
             raise UsageError(f"{where}: it must be an object, {{...}}, not {json.dumps(content)}")
         types = _types(cls)
         known = [each.name for each in fields(cls)]
-        content = {cls.OLD_NAMES.get(name, name): value for name, value in content.items()}
+        renamed = {old: each.name for each in fields(cls) for old in each.metadata.get("old_names", ())}
+        content = {renamed.get(name, name): value for name, value in content.items()}
         if unknown := sorted(set(content) - set(known)):
             raise UsageError(f"{where}: unknown field {unknown[0]!r}; {one_of(unknown[0], known)}")
         values = {}

@@ -195,7 +195,7 @@ class RandomJob:
         if self.kind == "experts":
             how["rebalance_every"] = int(rng.choice([0, 1, 2]))
         if self.kind == "images":
-            how["recut_after"] = [None, 1, 2][rng.integers(3)]
+            how["reshard_after"] = [None, 1, 2][rng.integers(3)]
         return how
 
     # --- training
@@ -219,7 +219,7 @@ class RandomJob:
             with made.locked():
                 _begin(made, workload, resume)
             reports = list(made.trainer.run(leg.turns_at))
-            model_has = {name: leg.how[name] for name in ("context_method", "recut_after") if name in leg.how}
+            model_has = {name: leg.how[name] for name in ("context_method", "reshard_after") if name in leg.how}
             composition = TrainConfig.of(**self.what | how | model_has).composition
             layout = composed_layout(workload.engine.model, other, composition)
             options = composition.how_on(axes)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Route(Enum):
     """How the data of a call travel. All but the first are files of ``transports``."""
 
-    INLINE = "inline with the agreement"
+    INLINE = "inline with the agreement"  # on one node in the slot table, which is shared memory, too
     SHARED_MEMORY = "shared memory"
     HIERARCHICAL = "hierarchical: within nodes, then between them"
     MPI = "the MPI library's nonblocking collective"
@@ -205,6 +205,8 @@ class Routing:
                 self._on_route(near, signature, number, within, memory, lanes.local, None),
                 self._on_route(far, signature, number, between, None, lanes.lane, library),
             )
+        if route is not Route.MESSAGES:
+            raise AssertionError(f"no transport for the route {route.name}")
         if not facts.one_node:
             self.comm.call_order.finish(number)
         return Messages(ranks, number)

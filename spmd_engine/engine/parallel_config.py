@@ -110,7 +110,7 @@ class ModelConfig(Configuration):
         """The model, as this composition computes it."""
         image = ImageShape(**self.images) if self.images else None
         method = composition.context_method or "ring"
-        how = method, image, composition.recut_after, self.mixture, self.shape, self.vocabulary
+        how = method, image, composition.reshard_after, self.mixture, self.shape, self.vocabulary
         model = build_model(self.name, self.dropout, *how)
         return model if self.lora is None else with_adapters(model, self.lora, family_of(self.name, self.shape))
 
@@ -157,9 +157,10 @@ class ParallelConfig(Configuration):
     rebalance_every: int = setting(
         0, least=0, help="Steps after which experts move between ranks to even out their measured load; 0: never."
     )
-    recut_after: int | None = setting(
+    reshard_after: int | None = setting(
         None,
         least=1,
+        old_names=("recut_after",),
         metavar="BLOCKS",
         unset="never",
         help="For images: after this many blocks, axes 'rows' and 'columns' split samples instead.",
@@ -313,7 +314,7 @@ class ParallelConfig(Configuration):
             f"--zero {self.zero}": (self.zero and not copies, "data, shard or context to store over"),
             "--sequence-parallel": (self.sequence_parallel and "model" not in axes, "model"),
             f"--context-method {self.context_method}": (self.context_method and "context" not in axes, "context"),
-            f"--recut-after {self.recut_after}": (self.recut_after and not spatial, "rows or columns"),
+            f"--reshard-after {self.reshard_after}": (self.reshard_after and not spatial, "rows or columns"),
             f"--schedule {self.schedule}": (self.schedule and not pipeline, "pipe of 2 or more"),
             f"--chunks {self.chunks}": (self.chunks and not pipeline, "pipe of 2 or more"),
             f"--stages {self.stages}": (self.stages and not pipeline, "pipe of 2 or more"),

@@ -1,7 +1,7 @@
 """Convolutional networks: a small one, and residual networks after He et al. (2016). Images[b h w c] to scores[b k].
 
 Letters that may be sharded: samples b, rows h, columns w, and channels f; channels c, between blocks, and classes k are
-whole. With ``recut_after`` a network is a hybrid: after so many blocks its samples, now n, are sharded over the ranks
+whole. With ``reshard_after`` a network is a hybrid: after so many blocks its samples, now n, are sharded over the ranks
 that sharded rows and columns before, and each rank has whole images (letters y and x), which are small by then.
 """
 
@@ -44,7 +44,7 @@ def convnet(
     name: str = "convnet",
     *,
     channels: Sequence[int] = (32, 32, 64, 64),
-    recut_after: int | None = None,
+    reshard_after: int | None = None,
 ) -> Model:
     """Blocks of a 3 x 3 convolution, batch norm and ReLU; maxima of 2 x 2 after each pair; the mean; a dense head.
 
@@ -52,7 +52,7 @@ def convnet(
     """
     if len(channels) % 2:
         raise UsageError(f"{name}: {len(channels)} blocks; they come in pairs")
-    net = _Network(shape, name, recut_after)
+    net = _Network(shape, name, reshard_after)
     for number, width in enumerate(channels):
         net.begin_block(number)
         into, out = "cf" if number % 2 == 0 else "fc"
@@ -72,7 +72,7 @@ def resnet(
     width: int = 64,
     bottleneck: bool = False,
     large: bool = True,
-    recut_after: int | None = None,
+    reshard_after: int | None = None,
 ) -> Model:
     """Stages of ``blocks`` residual blocks each; a stage has twice the channels of the one before, at half the size.
 
@@ -80,7 +80,7 @@ def resnet(
     the channels. For ``large`` images a stem of 7 x 7 at stride 2 and maxima of 3 x 3 at stride 2 come first; for
     others a stem of 3 x 3. The stem and the shortcuts' projections make channels f, which are then gathered.
     """
-    net = _Network(shape, name, recut_after)
+    net = _Network(shape, name, reshard_after)
     kernel, stride = (7, 2) if large else (3, 1)
     net.add("stem/conv", net.conv("c", "f", width, kernel, stride=stride, padding=kernel // 2))
     net.add("stem/norm", net.norm("f", width))
@@ -122,8 +122,8 @@ def _residual_block(net: _Network, width: int, stride: int, bottleneck: bool) ->
 class _Network:
     """A network while it is built: its layers so far, and what comes out of them."""
 
-    def __init__(self, shape: ImageShape, name: str, recut_after: int | None) -> None:
-        self.shape, self.name, self.recut_after = shape, name, recut_after
+    def __init__(self, shape: ImageShape, name: str, reshard_after: int | None) -> None:
+        self.shape, self.name, self.reshard_after = shape, name, reshard_after
         self.image, self.channels, self.letters = (shape.height, shape.width), shape.channels, "bhw"
         self.layers: list[Named] = []
 
@@ -160,16 +160,18 @@ class _Network:
 
     def begin_block(self, number: int) -> None:
         """Change the cut, if it is to change here."""
-        if number == self.recut_after:
+        if number == self.reshard_after:
             channel = self.layers[-1][1].outputs.dims[-1] if self.layers else "c"
             self.add("recut", layers.Reshard(self.image, self.letters + channel, "nyx" + channel))
             self.letters = "nyx"
 
     def finish(self, blocks: int) -> Model:
         """The model, with its head. Raises UsageError if the cut is to change where there is no block."""
-        after, shape = self.recut_after, self.shape
+        after, shape = self.reshard_after, self.shape
         if after is not None and not 0 < after < blocks:
-            raise UsageError(f"{self.name}: recut after {after} blocks; it has {blocks}, so take 1 to {blocks - 1}")
+            raise UsageError(
+                f"{self.name}: --reshard-after {after}: the model has {blocks} blocks; choose 1 to {blocks - 1}"
+            )
         batch = self.letters[0]
         self.add("mean", layers.GlobalPool(self.image, self.letters + "c"))
         self.add("head", layers.Linear(("f", self.channels), ("k", shape.classes), slice_input=True, batch=batch))

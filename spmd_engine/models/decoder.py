@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any, ClassVar
+from typing import Any
 
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
@@ -58,24 +58,28 @@ class DecoderConfig(Configuration):
     rotary: RotaryOptions = RotaryOptions()
     bias: bool = False  #: whether queries, keys and values have biases
     output_bias: bool = False  #: whether the attention's output has one
-    qk_norm: bool = False  #: whether queries and keys are normalised
-    qk_norm_all_heads: bool = False  #: these two over all heads of a token, not head by head
+    qk_norm: bool = setting(False, old_names=("query_key_norm",))  #: whether queries and keys are normalised
+    qk_norm_all_heads: bool = setting(False, old_names=("norm_together",))  #: over all heads, not head by head
     mixture: Mixture | None = None  #: experts in the place of dense perceptrons; None: there are none
     window: int | None = setting(None, least=1)  #: positions that a query sees, up to its own; None: all up to it
-    window_layers: str = ""  #: blocks that have the window; "": all
-    window_rotary: RotaryOptions | None = None  #: rotary positions of those blocks; None: as of the others
-    no_rope_layers: str = ""  #: blocks without rotary positions
-    learned_positions: bool = False  #: whether positions are learned and added to the embedding, instead of rotary ones
+    window_layers: str = setting("", old_names=("windowed",))  #: blocks that have the window; "": all
+    window_rotary: RotaryOptions | None = setting(
+        None, old_names=("rotary_in_window",)
+    )  #: rotary positions of those blocks; None: as of the others
+    no_rope_layers: str = setting("", old_names=("unturned",))  #: blocks without rotary positions
+    learned_positions: bool = setting(
+        False, old_names=("learned",)
+    )  #: whether positions are learned and added to the embedding, instead of rotary ones
     unused_positions: int = setting(0, least=0)  #: rows of their table before that of the first
     #: RMSNorm, or LayerNorm, with a shift, with a scale alone, or with neither.
     norm: str = setting("rms", choices=("rms", "layer", "layer-scale", "layer-plain"))
     #: Where a branch has a norm.
-    norm_position: str = setting("before", choices=("before", "after", "both"))
+    norm_position: str = setting("before", choices=("before", "after", "both"), old_names=("norms",))
     #: Whether attention and perceptron see the same input, side by side, and if so how many norms are before them.
     parallel: str = setting("none", choices=("none", "one-norm", "two-norms"))
     gated: bool = True  #: whether dense perceptrons have a gate: three products, not two
     activation: str = setting("silu", choices=tuple(GATES))  #: of dense perceptrons, or of their gate
-    mlp_bias: bool = False  #: whether they have biases
+    mlp_bias: bool = setting(False, old_names=("perceptron_bias",))  #: whether they have biases
     embedding_scale: float = 1.0  #: factor of the embedding's rows
     residual_scale: float = 1.0  #: factor of every branch's output
     attention_scale: float | None = None  #: factor of queries times keys; None: 1 / sqrt(k)
@@ -83,16 +87,12 @@ class DecoderConfig(Configuration):
     logits_divisor: float = 1.0  #: by what logits are divided
     logits_cap: float | None = None  #: they are cap · tanh(logits / cap); None: there is no cap
     head_bias: bool = False  #: whether logits have one
-    rope_before_norm: bool = False  #: whether queries and keys rotate before they are normalised
+    rope_before_norm: bool = setting(
+        False, old_names=("turned_first",)
+    )  #: whether queries and keys rotate before they are normalised
     #: Instead of rotary positions, scores decrease with the distance of the key: the last head's by 2^-alibi (ALiBi).
     alibi: float | None = setting(None, least=0)
     embedding_norm: bool = False  #: whether a norm follows the embedding
-
-    OLD_NAMES: ClassVar[Mapping[str, str]] = {
-        "query_key_norm": "qk_norm", "norm_together": "qk_norm_all_heads", "windowed": "window_layers",
-        "rotary_in_window": "window_rotary", "unturned": "no_rope_layers", "learned": "learned_positions",
-        "norms": "norm_position", "perceptron_bias": "mlp_bias", "turned_first": "rope_before_norm",
-    }  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()

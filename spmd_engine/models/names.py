@@ -67,7 +67,7 @@ def build_model(
     dropout: float = 0.0,
     context_method: str = "gather",
     sample: ImageShape | None = None,
-    recut_after: int | None = None,
+    reshard_after: int | None = None,
     mixture: Mixture | None = None,
     shape: DecoderConfig | None = None,
     vocabulary: int | None = None,
@@ -77,15 +77,15 @@ def build_model(
     A path is that of a decoder's weights, whose configuration is read; with a ``shape`` it is that decoder, and the
     name, such as the path, is only what it is called.
     With a ``vocabulary`` a model of text that is drawn, not read, knows so many tokens.
-    ``context_method`` and ``recut_after`` (so many blocks of a model of images: see there) say how it is computed.
+    ``context_method`` and ``reshard_after`` (so many blocks of a model of images: see there) say how it is computed.
     Raises UsageError for another name, naming those there are, and for what this model has not.
     """
     if shape is None and name not in MODELS:
         if not is_path(name):
             raise unknown_model(name)
         shape = load_config(name, warn=True)
-    if recut_after is not None and name not in IMAGES:
-        raise UsageError(f"--recut-after {recut_after}: {name} is no model of images; choose {' or '.join(IMAGES)}")
+    if reshard_after is not None and name not in IMAGES:
+        raise UsageError(f"--reshard-after {reshard_after}: {name} is no model of images; choose {' or '.join(IMAGES)}")
     if vocabulary is not None and (shape is not None or name not in (*GPT_SIZES, *DECODERS)):
         why = "its weights say how many tokens it knows" if shape is not None else "it is no model of text"
         raise UsageError(f"--vocabulary {vocabulary}: {name} takes none, {why}; leave it out")
@@ -106,4 +106,4 @@ def build_model(
     if name in DENSE:
         return DENSE[name]()
     build, image = IMAGES[name]
-    return build(sample or image, name, recut_after=recut_after)
+    return build(sample or image, name, reshard_after=reshard_after)

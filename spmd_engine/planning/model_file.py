@@ -37,14 +37,14 @@ def planned_model(
     key_value_heads), a ``config.json`` of Hugging Face or its folder, and GGUF. With ``lora`` the model is frozen and
     has adapters. Raises UsageError for unknown names, and for files with unknown or missing fields.
     """
-    model, family = _read(name, base.context_method or "ring", base.recut_after)
+    model, family = _read(name, base.context_method or "ring", base.reshard_after)
     return model if lora is None else with_adapters(model, lora, family)
 
 
-def _read(name: str, method: str, recut_after: int | None) -> tuple[Model, str]:
+def _read(name: str, method: str, reshard_after: int | None) -> tuple[Model, str]:
     """The model, with this ``method`` of attention for sharded sequences, and the family of its weight names."""
     if name in MODELS:
-        return build_model(name, context_method=method, recut_after=recut_after), family_of(name)
+        return build_model(name, context_method=method, reshard_after=reshard_after), family_of(name)
     path = Path(name) if is_description(name) or not is_path(name) else located(name)
     if (path / "config.json").is_file():
         path = path / "config.json"

@@ -60,7 +60,7 @@ class FirstStepCheck:
         verdict = json.loads(text)
         if verdict["differs"] and self._enforced:
             raise PlanError(f"step 1 differs from its analysis: {verdict['differs']}. --no-enforce continues")
-        return {"foretold": verdict["facts"]} if verdict["facts"] else {}
+        return {"predicted": verdict["facts"]} if verdict["facts"] else {}
 
     def _judge(self, measured: list, seconds: float) -> dict[str, Any]:
         """The first difference, if any, and the facts for ``metrics.jsonl``. Only rank 0 imports the planner."""

@@ -44,7 +44,7 @@ class StepReport:
     gigabytes_per_second: dict[str, float] | None = None  #: by mesh axis: sent by all, by those seconds
     shares: list[list[float]] | None = None  #: of the step, by rank: computing, communicating, and idle
     side_outputs: dict[str, Any] | None = None  #: of layers, by name: auxiliary losses, counts
-    foretold: dict[str, Any] | None = None  #: of the first step: what ``analyze`` says of it, and what was measured
+    predicted: dict[str, Any] | None = None  #: of the first step: what ``analyze`` says of it, and what was measured
     skipped: str | None = None  #: why nothing was updated: what is not finite, where, and on which ranks
     validation_loss: float | None = None
     validation_metrics: Mapping[str, float] | None = None  #: by name, as ``Evaluation`` has them

@@ -112,7 +112,7 @@ def test_train_resume_generate_infer(several_by_mpi, virtual, here, tmp_path):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
     assert set(ours[0]) == {
         *("step", "loss", "grad_norm", "learning_rate", "tokens", "seconds", "tokens_per_second", "bytes_sent"),
-        *("exposed_communication", "gigabytes_per_second", "shares", "foretold"),
+        *("exposed_communication", "gigabytes_per_second", "shares", "predicted"),
     }
 
     assert text == here(*generate)[1] and text.startswith("def f(")
@@ -283,7 +283,18 @@ def test_prepare_train_score_and_write(several, here, tmp_path):
     told, _, *together = several(
         2,
         ["data", "prepare", "sums.jsonl", "--output", "sums.tokens"],
-        ["train", "--data", "sums.tokens", "--steps", "2", "--run", "sums", "--mesh", "model=2", *short],  # as foretold
+        [
+            "train",
+            "--data",
+            "sums.tokens",
+            "--steps",
+            "2",
+            "--run",
+            "sums",
+            "--mesh",
+            "model=2",
+            *short,
+        ],  # as predicted
         scores,
         [*writes, "--mesh", "model=2"],
     )

@@ -31,7 +31,7 @@ def test_a_composition_that_is_given_is_looked_at(capsys, tmp_path):
 @pytest.mark.parametrize("model, axes, options", [
     ("gpt-nano", {"context": 2}, {}),
     ("gpt-nano", {"context": 2}, {"context_method": "ulysses"}),
-    ("resnet-nano", {"rows": 2}, {"recut_after": 1}),
+    ("resnet-nano", {"rows": 2}, {"reshard_after": 1}),
 ])  # fmt: skip
 def test_a_given_composition_is_planned_as_it_is_trained(model, axes, options, capsys):
     """Rings where sequences are cut, unless another method is named; images cut anew where that is asked for."""

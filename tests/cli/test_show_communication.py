@@ -1,4 +1,4 @@
-"""`show communication`: a rank's step as the analysis foretells it, which tests/planning hold to what ranks do."""
+"""`show communication`: a rank's step as the analysis predicts it, which tests/planning hold to what ranks do."""
 
 import pytest
 

@@ -219,14 +219,14 @@ RECUTS = {
 
 
 @pytest.mark.parametrize("cut", RECUTS)
-def test_a_recut_changes_nothing_but_who_has_what(cut):
+def test_reshard_changes_only_which_rank_holds_what(cut):
     problem = Problem(Reshard(IMAGE), 5)
     for results, _ in solve(problem, RECUTS[cut]):
         np.testing.assert_array_equal(results["y"], problem.x)
         np.testing.assert_array_equal(results["dx"], problem.dy)
 
 
-def test_a_recut_of_rows_for_samples_sends_all_but_what_stays():
+def test_reshard_from_rows_to_samples_sends_all_but_what_stays():
     """Of 4 samples and 8 rows on 4 ranks each has a quarter before and after, and a sixteenth both times."""
     problem = Problem(Reshard((8, 2)), 3, batch=4, image=(8, 2))
     for _, sent in solve(problem, ({"rows": 4}, {"h": ("rows",), "n": ("rows",)})):

@@ -135,7 +135,7 @@ def test_every_mesh_computes_the_same(axes, composition, shape):
     ids=str,
 )
 def test_fully_sharded_no_frozen_number_is_stored_twice(axes, shape, copies):
-    """And none stays whole after a step, nor has a gradient. What each rank has is what is foretold."""
+    """And none stays whole after a step, nor has a gradient. What each rank has is what is predicted."""
 
     def program():
         with Mesh(**axes) as mesh:
@@ -150,8 +150,8 @@ def test_fully_sharded_no_frozen_number_is_stored_twice(axes, shape, copies):
     found = run_threads(program, tiny.ranks_of(axes))
     whole = sum(np.prod(shape) for _, (_, shape) in found[0][1].buffers())
     counts = [count for count, _ in found]
-    foretold = bytes_per_rank(found[0][1], axes, ParallelConfig(zero=3), dtype="float64")
-    assert [8 * count for count in counts] == [dict(rank)["frozen weights"] for rank in foretold]
+    predicted = bytes_per_rank(found[0][1], axes, ParallelConfig(zero=3), dtype="float64")
+    assert [8 * count for count in counts] == [dict(rank)["frozen weights"] for rank in predicted]
     assert sum(counts) == copies * whole and max(counts) < 1.4 * sum(counts) / len(counts)
 
 

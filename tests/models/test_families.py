@@ -1,6 +1,6 @@
 """Records of families: the documentation lists them, and a new one is read and written without other changes."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,13 @@ def test_a_record_is_all_that_a_new_model_type_needs(monkeypatch):
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_a_record_names_only_fields_of_a_decoder(name):
+    record, known = FAMILIES[name], {field.name for field in fields(DecoderConfig)}
+    named = {*record.fields, *record.constants, *record.also_read, *record.implied}
+    assert {field.split(".")[0] for field in named} <= known
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_the_weight_map_of_a_record_has_every_parameter(name):
     sizes = {field: 48 for field in ("hidden_size", "n_embd", "d_model")} | {
         field: 2 for field in ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -58,10 +65,12 @@ def test_the_weight_map_of_a_record_has_every_parameter(name):
 
 
 def test_json_of_earlier_versions_is_read_and_written_under_the_new_names():
+    renamed = {old: field.name for field in fields(DecoderConfig) for old in field.metadata.get("old_names", ())}
     values = {"norms": "both", "unturned": "1", "windowed": "0", "rotary_in_window": {"theta": 5.0}}
-    values |= dict.fromkeys(DecoderConfig.OLD_NAMES.keys() - values.keys(), True)
+    values |= dict.fromkeys(renamed.keys() - values.keys(), True)
+    assert len(values) == 9
     config = DecoderConfig.from_json(values)
     written = config.as_json()
-    for old, new in DecoderConfig.OLD_NAMES.items():
+    for old, new in renamed.items():
         assert old not in written and getattr(config, new) == values[old] or old == "rotary_in_window"
     assert config.window_rotary.theta == 5 and DecoderConfig.from_json(written) == config

@@ -23,11 +23,11 @@ ALONE = {}
 BLOCK = Recompute.BLOCK
 
 
-def holds(model, axes, *, recut_after=None, **how):
+def holds(model, axes, *, reshard_after=None, **how):
     """Training on this mesh is what one device does, which is computed once for all tests."""
     if model not in ALONE:
         ALONE[model] = train(MODELS[model](), {"data": 1})[0]
-    assert_same(train(MODELS[model](recut_after=recut_after), axes, **how), ALONE[model])
+    assert_same(train(MODELS[model](reshard_after=reshard_after), axes, **how), ALONE[model])
 
 
 #: Each with several things at once: of any two, some case has both.
@@ -39,15 +39,15 @@ WAYS = {
     "channels": ("bottleneck", {"model": 4}, {}),
     "channels of which some ranks have none": ("resnet", {"model": 8}, {"zero": 3}),
     "channels and rows": ("bottleneck", {"model": 3, "rows": 2}, {"recompute": BLOCK}),
-    "channels, then samples": ("resnet", {"model": 3, "columns": 2}, {"recut_after": 1}),
+    "channels, then samples": ("resnet", {"model": 3, "columns": 2}, {"reshard_after": 1}),
     "rows and columns": ("convnet", {"columns": 2, "rows": 2}, {"recompute": BLOCK, "zero": 1}),
     "channels, rows and columns": ("resnet", {"model": 2, "rows": 2, "columns": 2}, {}),
     "channels and samples": ("convnet", {"data": 2, "model": 3}, {"zero": 3}),
     "shards": ("convnet", {"replicate": 2, "shard": 2, "rows": 2}, {}),
-    "rows, then samples": ("resnet", {"rows": 2, "data": 2}, {"recut_after": 2, "zero": 3, "recompute": BLOCK}),
-    "rows and columns, then samples": ("bottleneck", {"rows": 2, "columns": 2}, {"recut_after": 1}),
+    "rows, then samples": ("resnet", {"rows": 2, "data": 2}, {"reshard_after": 2, "zero": 3, "recompute": BLOCK}),
+    "rows and columns, then samples": ("bottleneck", {"rows": 2, "columns": 2}, {"reshard_after": 1}),
     "stages": ("resnet", {"pipe": 3}, {"schedule": "gpipe"}),
-    "stages of rows": ("convnet", {"pipe": 2, "rows": 2}, {"schedule": "1f1b", "recut_after": 2}),
+    "stages of rows": ("convnet", {"pipe": 2, "rows": 2}, {"schedule": "1f1b", "reshard_after": 2}),
     "stages of channels": ("bottleneck", {"pipe": 2, "model": 2}, {"schedule": "zero-bubble", "recompute": BLOCK}),
     "stages of samples": ("convnet", {"data": 2, "pipe": 2}, {"schedule": "interleaved", "zero": 2}),
 }
@@ -68,7 +68,7 @@ MESHES = [
 ]
 
 
-HOW = [{}, {"zero": 1}, {"zero": 2}, {"zero": 3, "recompute": BLOCK}, {"recut_after": 2}]
+HOW = [{}, {"zero": 1}, {"zero": 2}, {"zero": 3, "recompute": BLOCK}, {"reshard_after": 2}]
 
 
 @pytest.mark.soak
@@ -92,7 +92,7 @@ def test_every_mesh(model, axes, how):
     ids=str,
 )
 def test_every_schedule(schedule, axes, recompute):
-    holds("convnet", axes, schedule=schedule, recompute=recompute, recut_after=2)
+    holds("convnet", axes, schedule=schedule, recompute=recompute, reshard_after=2)
 
 
 # --- sizes, and what is sent
@@ -210,8 +210,8 @@ def test_an_axis_that_cuts_nothing_is_refused(model, axes, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: build_model("convnet", recut_after=4), "recut after 4 blocks; it has 4, so take 1 to 3"),
-        (lambda: build_model("gpt-nano", recut_after=1), "no model of images; choose convnet or"),
+        (lambda: build_model("convnet", reshard_after=4), "--reshard-after 4: the model has 4 blocks; choose 1 to 3"),
+        (lambda: build_model("gpt-nano", reshard_after=1), "no model of images; choose convnet or"),
         (lambda: build_model("resnet18", dropout=0.1), "resnet18 has no dropout"),
         (lambda: convnet(channels=(4,)), "they come in pairs"),
     ],

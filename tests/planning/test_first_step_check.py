@@ -25,15 +25,15 @@ def trained(folder, **options):
 @pytest.mark.parametrize("options", [{"zero": 3}, {"mesh": {"pipe": 2}, "micro_batches": 2}], ids=["zero", "pipe"])
 def test_a_step_equals_its_analysis(tmp_path, options):
     facts = trained(tmp_path / "run", **options)
-    assert facts["foretold"]["bytes_sent"] == facts["bytes_sent"] > 0
-    assert facts["foretold"]["differences"] == 0
-    assert facts["foretold"]["peak_bytes"] < facts["foretold"]["resident_bytes"]
-    assert facts["foretold"]["seconds"] > 0 and facts["foretold"]["measured_seconds"] == facts["seconds"]
+    assert facts["predicted"]["bytes_sent"] == facts["bytes_sent"] > 0
+    assert facts["predicted"]["differences"] == 0
+    assert facts["predicted"]["peak_bytes"] < facts["predicted"]["resident_bytes"]
+    assert facts["predicted"]["seconds"] > 0 and facts["predicted"]["measured_seconds"] == facts["seconds"]
 
 
 def test_the_state_of_the_jobs_optimizer_is_predicted(tmp_path):
     numbers = {"adamw": {}, "sgd": {"optimizer": "sgd"}, "plain": {"optimizer": "sgd", "momentum": 0.0}}
-    facts = {name: trained(tmp_path / name, **options)["foretold"]["peak_bytes"] for name, options in numbers.items()}
+    facts = {name: trained(tmp_path / name, **options)["predicted"]["peak_bytes"] for name, options in numbers.items()}
     assert facts["adamw"] - facts["sgd"] == facts["sgd"] - facts["plain"] > 0  # an array of state each
 
 
@@ -49,7 +49,7 @@ def test_a_step_that_sends_more_is_an_error_that_names_the_call(tmp_path, monkey
     monkeypatch.setattr(GroupStorage, "start_reduce", twice)
     with pytest.raises(PlanError, match=r"all_reduce over data \(gradients\): 2 calls .* predicted, 4 calls"):
         trained(tmp_path / "run")
-    assert trained(tmp_path / "again", enforce=False)["foretold"]["differences"] == 1
+    assert trained(tmp_path / "again", enforce=False)["predicted"]["differences"] == 1
 
 
 def test_a_step_without_an_analysis_is_trained(tmp_path, monkeypatch, caplog):
@@ -57,7 +57,7 @@ def test_a_step_without_an_analysis_is_trained(tmp_path, monkeypatch, caplog):
         raise ValueError("no such shape")
 
     monkeypatch.setattr("spmd_engine.planning.analyze", fails)
-    assert "foretold" not in trained(tmp_path / "run")
+    assert "predicted" not in trained(tmp_path / "run")
     assert "not compared with its analysis: its analysis failed with ValueError('no such shape')" in caplog.text
 
 

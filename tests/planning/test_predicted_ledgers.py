@@ -130,8 +130,8 @@ def test_without_a_composition_a_model_is_sharded_as_by_its_engine():
     ("batch_size", "micro_batches"), [(3, 2), pytest.param(1, 2, marks=pytest.mark.soak)], ids=["uneven", "empty"]
 )
 def test_resharding_of_micro_batches_of_several_sizes(batch_size, micro_batches):
-    """Rank 0 has a sample of each after the recut, and others have none of the last: what one has tells not of all."""
-    model = convnet(ImageShape(), "convnet", channels=(4, 4), recut_after=1)
+    """After the reshard rank 0 has a sample of each micro-batch, and others have none of the last: ranks differ."""
+    model = convnet(ImageShape(), "convnet", channels=(4, 4), reshard_after=1)
     axes, how = {"rows": 2}, {"batch_size": batch_size, "micro_batches": micro_batches, "dtype": np.float64}
     predicted = analyze(model, axes, ParallelConfig(), **how)
     for rank, ledger in enumerate(ledgers(model, axes, ParallelConfig(), **how)):

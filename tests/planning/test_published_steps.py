@@ -1,4 +1,4 @@
-"""Steps on machines that are not here are foretold near what was published of them, with nothing fitted to the rows.
+"""Steps on machines that are not here are predicted near what was published of them, with nothing fitted to the rows.
 
 Tolerances are wide: they tell a law that is wrong (FLOPs, what is recomputed, fused attention, bubbles) from a number.
 """
@@ -20,7 +20,7 @@ SHARES = {"a100": 0.75, "h100": 0.65}
 USUAL = {"product_half": 4e9, "memory_share": 0.8, "pass_seconds": 2e-4, "link_share": 0.7, "wait_seconds": 2e-5}
 
 
-def foretold(system, gpu, sizes, axes, batch, micro_batch, recompute="none", chunks=1, zero=0):
+def predicted(system, gpu, sizes, axes, batch, micro_batch, recompute="none", chunks=1, zero=0):
     """Seconds of a step."""
     mesh = {axis: size for axis, size in axes.items() if size > 1} or {"data": 1}
     data, stages = axes.get("data", 1), axes.get("pipe", 1)
@@ -65,7 +65,7 @@ def test_weak_scaling_of_megatron_from_billions_to_a_trillion_of_parameters():
         sizes = Transformer(layers, width, heads, 2048, 51200)
         axes = {"pipe": stages, "data": gpus // (tensor * stages), "model": tensor}
         flops = 96 * batch * 2048 * layers * width**2 * (1 + 2048 / (6 * width) + 51200 / (16 * layers * width))
-        seconds = foretold("megatron-lm", "a100", sizes, axes, batch, micro_batch, "block", chunks)
+        seconds = predicted("megatron-lm", "a100", sizes, axes, batch, micro_batch, "block", chunks)
         errors.append(seconds * gpus * tflops * 1e12 / flops - 1)
     assert max(map(abs, errors)) < 0.2
     assert median(map(abs, errors)) < 0.1
@@ -91,7 +91,7 @@ def test_fused_attention_under_fsdp_from_short_sequences_to_long_ones(row):
     gpu, gpus, layers, width, heads, sequence, micro_batch, times, again, rate = row
     sizes, batch = Transformer(layers, width, heads, sequence, 50368), micro_batch * times * gpus
     recompute = "block" if again else "none"
-    seconds = foretold("fsdp-gpt", gpu, sizes, {"data": gpus}, batch, micro_batch, recompute, zero=3)
+    seconds = predicted("fsdp-gpt", gpu, sizes, {"data": gpus}, batch, micro_batch, recompute, zero=3)
     assert seconds == pytest.approx(batch * sequence / (gpus * rate), rel=0.2)
 
 
@@ -101,5 +101,5 @@ def test_llama_on_eight_thousand_gpus():
     axes = {"pipe": 16, "data": 64, "model": 8}
     weights = 126 * (2 * 16384**2 + 2 * 16384 * 1024 + 3 * 16384 * 53248) + 128256 * 16384
     flops = 2048 * 8192 * (6 * weights + 6 * 126 * 8192 * 16384)
-    seconds = foretold("megatron-core", "h100", sizes, axes, 2048, 1, chunks=8, zero=1)
+    seconds = predicted("megatron-core", "h100", sizes, axes, 2048, 1, chunks=8, zero=1)
     assert seconds == pytest.approx(flops / (8192 * 430e12), rel=0.2)

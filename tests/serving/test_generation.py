@@ -123,7 +123,7 @@ def test_texts_end_as_asked():
         assert (ended.finish, ended.tokens) == ("end", free.tokens[:1])
         assert len(other.tokens) == 4 or other.finish == "end"
         (full,) = generate(engine, [[1, 2, 3]], stopping=StoppingCriteria(50))
-        assert (full.finish, len(full.tokens)) == ("context", 8)  # seven fill the context, which foretells one more
+        assert (full.finish, len(full.tokens)) == ("context", 8)  # seven fill the context, which predicts one more
 
 
 class Letters(ByteTokenizer):

@@ -1,4 +1,4 @@
-"""Transport by messages between two ranks: for threads, device memory, and what the MPI library cannot do.
+"""Transport by messages between two ranks: between nodes, for device memory, and for what the MPI library cannot do.
 
 Blocks go directly from owner to reader, all at once, so that a rank that was busy finds them complete when it polls.
 """
