@@ -14,7 +14,7 @@ from spmd_engine.training.train_config import TrainConfig
 PACKAGE = Path(spmd_engine.__file__).parent
 DOCS = PACKAGE.parent / "docs"
 FORMER = {
-    *("predict", "predicts", "tells", "asks"),  # predict; return; need
+    *("foretell", "foretells", "tells", "asks"),  # predict; return; need
     *("whom", "whoever", "somebody", "anybody", "everybody"),  # a rank, any rank, all ranks
     *("meets", "meeting"),  # a collective
 }
