@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from difflib import SequenceMatcher
+from traceback import walk_stack
 
 LIKE = 0.65  #: the similarity of difflib from which a name is suggested
 
@@ -93,3 +95,15 @@ class CheckpointError(UsageError):
 
 class ReplicasDifferError(SpmdError):
     """Ranks that hold the same part of an array have different bits of it; raised with the same text on each."""
+
+
+_LIBRARIES = tuple(os.path.dirname(file) + os.sep for file in (__file__, os.__file__))
+
+
+def user_line() -> str:
+    """Where the user's own code called this package, as " (FILE:LINE)"; "" if only programs of this package run."""
+    for frame, line in walk_stack(None):
+        file = frame.f_code.co_filename
+        if not file.startswith((*_LIBRARIES, "<")) and "site-packages" not in file:
+            return f" ({file}:{line})"
+    return ""

@@ -31,7 +31,7 @@ from spmd_engine.cli.show.picture import (
 )
 from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.errors import UsageError
-from spmd_engine.planning import RankStep, StepAnalysis
+from spmd_engine.planning import RankStep, Samples, StepAnalysis, analyze_engine
 from spmd_engine.planning import analyze as analyze_step
 from spmd_engine.planning.dry_run.step_analysis import (
     BACKWARD_INPUT,
@@ -42,6 +42,7 @@ from spmd_engine.planning.dry_run.step_analysis import (
     critical_path,
 )
 from spmd_engine.runtime.launchers import launcher_rank
+from spmd_engine.training.data.array_file import read_arrays
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import readable_bytes
 
@@ -51,9 +52,10 @@ WIDTH = 240  # columns of tables, so that no number is truncated on narrow termi
 @click.command(short_help="Compute, bytes and memory of a step, rank by rank, before one is started.")
 @takes_job(
     *("model", "images", "dtype", "mixture", "lora", "composition"),
-    *("batch_size", "micro_batches", "length", "optimizer"),
+    *("batch_size", "micro_batches", "length", "optimizer", "data"),
     described=True,
     defaults={"batch_size": 16},
+    help={"data": "For an engine of your own: an .npz file, from whose arrays x and y the shapes of samples are read."},
 )
 @click.option("--rank", type=click.IntRange(0), help="The rank to describe. [default: the one that holds most]")
 @click.option("--json", "as_json", is_flag=True, help="Print everything, of every class of ranks, as JSON.")
@@ -74,17 +76,21 @@ def analyze(job: TrainConfig, rank: int | None, as_json: bool, output: Path | No
     ranks = len(all_positions(axes))
     if rank is not None and rank >= ranks:
         raise UsageError(f"--rank {rank}: the mesh has ranks 0 to {ranks - 1}")
-    model, composition = model_on(axes, job)
-    analysis = analyze_step(
-        model,
-        axes,
-        composition,
-        batch_size=job.data.batch_size,
-        micro_batches=job.data.micro_batches,
-        sequence=job.data.length,
-        dtype=job.model.dtype,
-        optimizer=OPTIMIZERS[job.training.optimizer](),
-    )
+    optimizer = OPTIMIZERS[job.training.optimizer]()
+    if (make := job.model.engine) is not None:
+        analysis = analyze_engine(make, axes, _samples(job), optimizer=optimizer)
+    else:
+        model, composition = model_on(axes, job)
+        analysis = analyze_step(
+            model,
+            axes,
+            composition,
+            batch_size=job.data.batch_size,
+            micro_batches=job.data.micro_batches,
+            sequence=job.data.length,
+            dtype=job.model.dtype,
+            optimizer=optimizer,
+        )
     if as_json:
         click.echo(json.dumps(analysis.as_json(), default=str))
         return
@@ -97,6 +103,18 @@ def analyze(job: TrainConfig, rank: int | None, as_json: bool, output: Path | No
         present(picture, output)
     else:
         print_picture(picture, console)
+
+
+def _samples(job: TrainConfig) -> Samples:
+    """The shapes of the samples that the engine of a job learns from."""
+    if not job.data.path:
+        raise UsageError(f"{job.model.name} is an engine of your own: give --data FILE.npz, with arrays x and y")
+    arrays = read_arrays(str(job.data.path))
+    (inputs, tokens), (targets, classes) = (
+        (x.shape[1:], int(x.max()) + 1 if x.dtype.kind in "iu" else 0) for x in (arrays["x"], arrays["y"])
+    )
+    sizes = job.data.batch_size, job.data.micro_batches
+    return Samples(inputs, targets, *sizes, job.model.dtype, classes, tokens)
 
 
 # --- The analysis in words: tables of layers and of communication, and what is in the peak

@@ -12,19 +12,19 @@ import numpy as np
 
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint
 from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.cli.engine_by_name import check_mesh, engine_by_name
 from spmd_engine.cli.options import open_mesh, served_model, takes_job
 from spmd_engine.cli.text_model import HELP, SERVED, check_weights, run_option
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.distributed import make_engine
+from spmd_engine.engine.distributed import check_mesh, make_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import build_engine
 from spmd_engine.errors import NotationError, SpmdError, UsageError
 from spmd_engine.files import check_ending, output_file
 from spmd_engine.foreign import reading
 from spmd_engine.models.names import IMAGES
+from spmd_engine.models.user_code import code_named, is_code
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.training.data.images import as_floats, check_pixels, check_scale
 from spmd_engine.training.run_job import read_run, run_folder
@@ -35,7 +35,7 @@ from spmd_engine.training.train_config import TrainConfig
 @click.option("--input", "source", metavar="X.npy", required=True, help="Whole inputs; the first dim is the batch.")
 @click.option("--output", "target", metavar="Y.npy", required=True, help="File for the whole outputs.")
 @run_option
-@click.option("--engine", metavar="MODULE:NAME", help="Or an engine of your own: a class or function, as in import.")
+@click.option("--engine", metavar="MODULE:NAME", help="The same as --model CODE: an engine or a Model of your own.")
 @click.option("--checkpoint", metavar="PATH", help="With --engine: its parameters, a safetensors file or saved folder.")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Inputs at a time. [default: all]")
 @takes_job(*SERVED, config=False, help=HELP)
@@ -48,13 +48,19 @@ def infer(source, target, run, engine, checkpoint, batch_size, job) -> None:
     --checkpoint is given.
     """
     check_weights(run, engine)
+    if is_code(job.model.name):
+        engine = job.model.name
     if checkpoint and not engine:
         raise UsageError("--checkpoint goes with --engine; a run has its own")
     trained = served_model(read_run(run)) if run else None
     with open_mesh(job) as opened:
         inputs = on_rank_zero(opened.group(), lambda: _read(source, target))
         if trained is not None:
-            serving: ShardedEngine = build_engine(trained, opened, device=job.device, drawn=False)
+            serving: ShardedEngine
+            if (make := trained.engine) is not None:
+                serving = make_engine(make, opened)
+            else:
+                serving = build_engine(trained, opened, device=job.device, drawn=False)
             load_checkpoint(run_folder(run), serving)
         elif engine:
             serving = _own_engine(engine, opened, job)
@@ -115,7 +121,7 @@ def _takes_images(engine: ShardedEngine) -> bool:
 
 
 def _own_engine(name: str, mesh: Mesh, job: TrainConfig) -> ShardedEngine:
-    engine = make_engine(engine_by_name(name, "--engine"), mesh)
+    engine = make_engine(code_named(name, "--engine"), mesh)
     check_mesh(name, engine, mesh, job.composition.mesh)
     return engine
 

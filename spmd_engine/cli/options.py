@@ -16,6 +16,7 @@ from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Model
 from spmd_engine.models.names import MODELS, has_weights, other_meaning
+from spmd_engine.models.user_code import digest_of, is_code, with_arguments
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.run_job import read_job
 from spmd_engine.training.train_config import TrainConfig
@@ -75,7 +76,10 @@ def options_of(
     """
 
     def decorate(command: Callable) -> Callable:
-        for name, each in reversed(chosen_settings(configuration, names, without).items()):
+        chosen = chosen_settings(configuration, names, without)
+        if "model" in chosen:
+            command = _SET(command)
+        for name, each in reversed(chosen.items()):
             command = _option(each, (defaults or {}).get(name), (help or {}).get(name))(command)
         return command
 
@@ -106,12 +110,25 @@ def _option(setting: ConfigField, default: Any, help: str | None) -> Callable:
     return click.option(setting.name, *flags, default=None, help=text, cls=SettingOption, **options)
 
 
+#: Arguments of a model's code, which become a part of the model's name.
+_SET = click.option(
+    "--set",
+    "arguments",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="An argument for the code of --model, as in --set hidden=64; may be repeated.",
+)
+
+
 def values_given(params: Mapping[str, Any]) -> dict[str, Any]:
     """The values, among a command's parameters, of the options of a job that it was given."""
     settings = settings_of(TrainConfig)
-    return {
+    values = {
         name: settings[name].read(value) for name, value in params.items() if value is not None and name in settings
     }
+    if arguments := params.get("arguments"):
+        values["model"] = with_arguments(values.get("model", TrainConfig().model.name), arguments)
+    return values
 
 
 # --- The job that a command line describes
@@ -138,7 +155,8 @@ def takes_job(
         @wraps(command)
         def run(*args: Any, **values: Any) -> Any:
             path = values.pop("config") if config else None
-            given = values_given({name: values.pop(name) for name in chosen})
+            names_given = [*chosen, *(["arguments"] if "model" in chosen else [])]
+            given = values_given({name: values.pop(name) for name in names_given})
             return command(*args, job=_job_of(given, path, defaults or {}, described), **values)
 
         run = options_of(TrainConfig, names, without, defaults, help)(run)
@@ -156,7 +174,7 @@ def _job_of(given: dict[str, Any], path: str | None, defaults: Mapping[str, Any]
     job = read_job(path) if path else TrainConfig()
     own = {name: value for name, value in defaults.items() if not path or job.option(name) is None}
     name = given.get("model")
-    if described and name is not None and name not in MODELS and not has_weights(name):
+    if described and name is not None and not (name in MODELS or has_weights(name) or is_code(name)):
         job = job.with_options(**own | {key: value for key, value in given.items() if key != "model"})
         return job.changed(model=DescribedModel(**vars(job.model) | {"name": name}))
     return job.with_options(**own | given)
@@ -220,4 +238,6 @@ def served_model(job: TrainConfig) -> ModelConfig:
     """
     if job.strategy:
         raise UsageError(f"this is a run of --strategy {job.strategy}: only 'train --resume' continues from those")
+    if job.model.code is not None and job.model.code == digest_of(job.model.name):  # other code is refused
+        print_notices([f"the model of this run is code: {job.model.name}, unchanged since the run began"])
     return job.model.changed(dropout=0.0)

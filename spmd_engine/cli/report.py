@@ -9,6 +9,7 @@ from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING
 
+from spmd_engine.models.names import IMAGES
 from spmd_engine.training.data.corpus import Corpus
 from spmd_engine.training.run import Observer, Run
 from spmd_engine.training.trainer import StepReport
@@ -40,7 +41,7 @@ class Reporter(Observer):
             self.unit = f" nats per {'token' if workload.token_file else 'byte'}"
             self.each = "tokens"
         elif not isinstance(workload.corpus, Corpus):
-            self.each = "images"
+            self.each = "images" if job.model.name in IMAGES else "samples"
         for notice in notices:
             self._print(f"spmd_engine: note: {notice}")
         self._print(

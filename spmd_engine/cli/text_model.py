@@ -15,6 +15,7 @@ from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import build_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.models.load_config import ends_at, located, tokenizer_at
+from spmd_engine.models.user_code import is_code
 from spmd_engine.serving.sampling import GenerationConfig, read_generation_config
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.tokens.hugging_face import read_tokenizer
@@ -64,6 +65,8 @@ def open_text_model(run: str | None, job: TrainConfig, mesh: Mesh) -> TextModel:
     check_weights(run)
     if run:
         return _of_run(run, mesh, job.device)
+    if is_code(job.model.name):
+        raise UsageError(f"--model {job.model.name} is code, without weights: train it, and give --run")
     engine, _ = open_pretrained(job.model, mesh, device=job.device)
     path = located(job.model.name)
     generation = read_generation_config(path) if path.is_dir() else GenerationConfig(ends=ends_at(path))

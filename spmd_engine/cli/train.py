@@ -18,6 +18,7 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.models.user_code import digest_of
 from spmd_engine.runtime.signals import REQUEUE
 from spmd_engine.training.run_job import read_job, read_run, run_folder
 from spmd_engine.training.run_job import train as train_job
@@ -119,6 +120,8 @@ def planned_values(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
         ranks = mesh.size
     plan = PlanFile.from_json(json.loads(text), path)
     plan.check(ranks, given.get("model"), path)
+    if given.get("model") is None and plan.model.code not in (None, digest_of(plan.model.name)):
+        raise UsageError(f"--plan {path}: the code of its model, {plan.model.name}, has changed; name it by --model")
     decided = {
         **plan.composition.as_json(),
         "micro_batches": plan.micro_batches,

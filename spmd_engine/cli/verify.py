@@ -11,16 +11,17 @@ import click
 import numpy as np
 
 from spmd_engine.checkpoints.pretrained import open_pretrained, with_shape
-from spmd_engine.cli.engine_by_name import check_mesh, engine_by_name
 from spmd_engine.cli.options import chosen_settings, open_mesh, print_notices, takes_job
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.distributed import check_mesh
 from spmd_engine.engine.optimizers import SGD, AdamW
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.formats import MappedArray, npz_names, read_npz
+from spmd_engine.models.user_code import code_named
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training.train_config import TrainConfig
@@ -98,6 +99,8 @@ def verify(context: click.Context, engine: str | None, job: TrainConfig, **optio
     scripts/reference_activations.py writes such a file with transformers.
     """
     of_models = set(chosen_settings(TrainConfig, OF_MODELS)) - {"mesh"}
+    if engine is None and job.model.engine is not None:
+        engine, of_models = job.model.name, of_models - {"model"}
     given = [name for name in context.params if name in of_models and context.params[name] is not None]
     if engine and job.strategy:
         raise UsageError(f"verify {engine} with --strategy {job.strategy}: omit one of them")
@@ -184,7 +187,7 @@ def _verify_model(case: _Case) -> Report:
 def _verify_own(name: str, case: _Case) -> Report:
     if not case.options["input_shape"]:
         raise UsageError(f"verify {name} needs --input-shape N,N,...: the shape of whole inputs, the batch first")
-    return _verify_made(name, engine_by_name(name, "verify"), _parse_shape(case.options["input_shape"]), case)
+    return _verify_made(name, code_named(name, "verify"), _parse_shape(case.options["input_shape"]), case)
 
 
 def _verify_page(name: str, case: _Case) -> Report:

@@ -27,6 +27,7 @@ from spmd_engine.layers.layer import Layer
 from spmd_engine.losses import cross_entropy, mean_squared_error
 from spmd_engine.models.mlp import class_loss
 from spmd_engine.models.model import Model
+from spmd_engine.models.user_code import call, name_of
 from spmd_engine.sharding.groups import Member, Sum, make_groups
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.shards import Shards
@@ -236,24 +237,20 @@ def make_engine(make: Callable[..., Any], mesh: Mesh, **offered: Any) -> Sharded
     It is called with ``mesh`` and with what else is ``offered`` if it takes arguments of these names, and with
     nothing else. Raises UsageError if it needs more, or makes no ShardedEngine.
     """
-    wanted, offered = signature(make).parameters, {"mesh": mesh, **offered}
-    required = {
-        name for name, p in wanted.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    }
-    needs = [name for name in wanted if name in required and name not in offered]
-    if needs:
-        raise UsageError(
-            f"{name_of(make)} needs {', '.join(needs)}: give values, as in MODULE:NAME(6, 11), or write a function "
-            "that makes the engine"
-        )
-    made = make(**{name: value for name, value in offered.items() if name in wanted})
+    made = call(make, "the engine", mesh=mesh, **offered)
+    if isinstance(made, Model):
+        made = LayeredEngine(made, mesh, dtype=offered.get("dtype", np.float32))
     if not isinstance(made, ShardedEngine):
-        raise UsageError(f"{name_of(make)} made a {type(made).__name__}; it must make a ShardedEngine")
+        raise UsageError(f"{name_of(make)} made a {type(made).__name__}; it must make a ShardedEngine or a Model")
     if "_mesh" not in made.__dict__:
         made.mesh = mesh
     return made
 
 
-def name_of(make: Callable[..., Any]) -> str:
-    """What people call it; of a partial, what that calls."""
-    return getattr(getattr(make, "func", make), "__name__", str(make))
+def check_mesh(name: str, engine: ShardedEngine, mesh: Mesh, axes: Mapping[str, int] | None) -> None:
+    """Raise UsageError if ``--mesh`` gave ``axes``, and the engine has made another mesh."""
+    if axes and str(engine.mesh) != str(mesh):
+        raise UsageError(
+            f"{name} makes a mesh of its own, {engine.mesh}, instead of --mesh {mesh}: let it take the mesh, "
+            "def __init__(self, mesh), or omit --mesh"
+        )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from inspect import signature
+from typing import Any, Self
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from spmd_engine.axes import MeshPosition, parse_axes
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import schedules
+from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.state.assignment import (
@@ -36,6 +38,7 @@ from spmd_engine.models import DecoderConfig, ImageShape, Mixture, Model, layout
 from spmd_engine.models.layouts import attends, note_of_shared_keys
 from spmd_engine.models.lora import LoRAOptions, with_adapters
 from spmd_engine.models.names import IMAGES, MODELS, build_model, family_of, has_weights, unknown_model
+from spmd_engine.models.user_code import call, code_named, digest_of, is_code, own_model
 from spmd_engine.sharding.groups import CAP, THRESHOLD
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.units import BYTES
@@ -60,10 +63,10 @@ class ModelConfig(Configuration):
     name: str = setting(
         "gpt-nano",
         option="model",
-        metavar="NAME|PATH",
+        metavar="NAME|PATH|CODE",
         fixed=True,
         help=f"One of {', '.join(MODELS)}; or weights: a folder in Hugging Face's format, a GGUF file, or org/name in "
-        "the hub's local cache.",
+        "the hub's local cache; or code of your own: MODULE:NAME, or FILE.py:NAME.",
     )
     dropout: float = setting(0.0, least=0, below=1, fixed=True, help="Probability that an activation is set to 0.")
     dtype: str = setting(
@@ -93,21 +96,67 @@ class ModelConfig(Configuration):
     adapter: str | None = setting(
         None, metavar="FOLDER", unset="new adapters", help="Folder of adapters in PEFT's format to begin with."
     )
+    code: str | None = setting(
+        None,
+        option=None,
+        unset="no code of your own",
+        help="SHA-256 of the file that has the code of a model of your own: other code is not run.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.shape is None and self.name not in MODELS and not has_weights(self.name):
+        if is_code(self.name):
+            self._check_code()
+        elif self.shape is None and self.name not in MODELS and not has_weights(self.name):
             raise unknown_model(self.name)
         if self.images is not None:
             _check_images(self.name, self.images)
+
+    def _check_code(self) -> None:
+        """Code that a user names here is what its file has now; see ``from_json`` for code that a file names."""
+        if self.code is None:
+            object.__setattr__(self, "code", digest_of(self.name))
+        for option in ("dropout", "images", "mixture", "vocabulary"):
+            if value := getattr(self, option):
+                raise UsageError(f"{option} {value} does not go with {self.name}: set it in that code, or by --set")
+
+    def changed(self, **values: Any) -> Self:
+        return super().changed(**{"code": None} | values if "name" in values else values)
+
+    @classmethod
+    def from_json(cls, content: Any, where: str = "", base: Self | None = None) -> Self:
+        """As Configuration.from_json; raises UsageError for code without its digest, which is not run."""
+        if isinstance(content, Mapping) and not content.get("code") and is_code(str(content.get("name"))):
+            raise UsageError(f"{where}: it names code, {content['name']}, without its SHA-256; name it by --model")
+        return super().from_json(content, where, base)
 
     @property
     def path(self) -> str | None:
         """Where the weights are that it begins with; None: they are drawn by the seed."""
         return self.name if has_weights(self.name) else None
 
+    @property
+    def engine(self) -> Callable[..., Any] | None:
+        """The class or function that makes an engine of the user's own; None if the name is that of a model.
+
+        A function makes an engine if it takes the mesh, or returns an engine without it.
+        """
+        if not is_code(self.name):
+            return None
+        make = code_named(self.name, digest=self.code)
+        if {"mesh", "dtype"} & set(signature(make).parameters):
+            return make
+        return make if isinstance(call(make, "the model or the engine"), ShardedEngine) else None
+
     def build(self, composition: ParallelConfig) -> Model:
-        """The model, as this composition computes it."""
+        """The model, as this composition computes it; raises UsageError for the name of an engine of the user's own."""
+        if is_code(self.name):
+            if self.engine is not None:
+                raise UsageError(
+                    f"{self.name} makes an engine, which shards itself; here a Model is needed, as in docs/layers.md"
+                )
+            model = own_model(self.name, self.code)
+            return model if self.lora is None else with_adapters(model, self.lora, family_of(self.name))
         image = ImageShape(**self.images) if self.images else None
         method = composition.context_method or "ring"
         how = method, image, composition.reshard_after, self.mixture, self.shape, self.vocabulary

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from spmd_engine.errors import CheckpointError
 from spmd_engine.models.decoder import DecoderConfig
+from spmd_engine.models.user_code import is_code, name_of_code
 
 if TYPE_CHECKING:
     from spmd_engine.tokens.hugging_face import JsonTokenizer
@@ -52,7 +53,12 @@ def snapshot_of(name: str) -> Path | None:
 
 
 def short_name(name: str) -> str:
-    """The last part of a model's name or path; of a snapshot in the hub's cache, of the name that it has there."""
+    """The last part of a model's name or path; of a snapshot in the hub's cache, of the name that it has there.
+
+    For code, it is the name of the class or function.
+    """
+    if is_code(name):
+        return name_of_code(name)
     path = Path(name)
     kept = path.parent.parent.name
     return kept.rpartition("--")[2] if path.parent.name == "snapshots" and kept.startswith(_KEPT) else path.name

@@ -11,6 +11,7 @@ from spmd_engine.models.load_config import is_description, is_path, load_config,
 from spmd_engine.models.mixture import Mixture
 from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
 from spmd_engine.models.model import Model
+from spmd_engine.models.user_code import is_code
 
 DENSE = {"mlp": mlp, "deep-mlp": deep_mlp, "two-layers": two_layers}
 #: Models of images, and the images that they are for unless told otherwise.
@@ -34,20 +35,23 @@ def shape_named(name: str) -> DecoderConfig:
 
 
 def has_weights(name: str) -> bool:
-    """Whether a model's name is that of weights, and neither a built-in one nor a mere description."""
-    return name not in MODELS and is_path(name) and not is_description(name)
+    """Whether a model's name is that of weights, and neither a built-in one, nor code, nor a mere description."""
+    return name not in MODELS and not is_code(name) and is_path(name) and not is_description(name)
 
 
 def family_of(name: str, shape: DecoderConfig | None = None) -> str:
     """The family of a decoder by name or path, or of this shape; of all other models "gpt2", whose names they have."""
     if shape is None:
-        shape = load_config(name) if name not in MODELS and is_path(name) else DECODERS.get(name)
+        shape = load_config(name) if name not in MODELS and not is_code(name) and is_path(name) else DECODERS.get(name)
     return "gpt2" if shape is None else shape.family
 
 
 def unknown_model(name: str) -> UsageError:
     """The error for a name that is neither one of ``MODELS`` nor that of weights."""
-    return UsageError(f"unknown model {name!r}; {one_of(name, MODELS)}, or the path of a folder with config.json")
+    return UsageError(
+        f"unknown model {name!r}; {one_of(name, MODELS)}, the path of a folder with config.json, or "
+        "FILE.py:NAME for a model of your own"
+    )
 
 
 def other_meaning(name: str) -> str | None:

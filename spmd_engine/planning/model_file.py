@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import parse_toml, read_text, reading
 from spmd_engine.formats.safetensors_file import read_json
@@ -22,6 +22,7 @@ from spmd_engine.models.load_config import (
 )
 from spmd_engine.models.lora import LoRAOptions, with_adapters
 from spmd_engine.models.names import MODELS, family_of
+from spmd_engine.models.user_code import is_code
 
 KINDS = {int: "a whole number from 1", bool: "true or false", float: "a number above 0, as 1e-5"}
 
@@ -37,14 +38,17 @@ def planned_model(
     key_value_heads), a ``config.json`` of Hugging Face or its folder, and GGUF. With ``lora`` the model is frozen and
     has adapters. Raises UsageError for unknown names, and for files with unknown or missing fields.
     """
-    model, family = _read(name, base.context_method or "ring", base.reshard_after)
+    model, family = _read(name, base)
     return model if lora is None else with_adapters(model, lora, family)
 
 
-def _read(name: str, method: str, reshard_after: int | None) -> tuple[Model, str]:
-    """The model, with this ``method`` of attention for sharded sequences, and the family of its weight names."""
+def _read(name: str, base: ParallelConfig) -> tuple[Model, str]:
+    """The model as this composition computes it, and the family of its weight names."""
+    method = base.context_method or "ring"
+    if is_code(name):
+        return ModelConfig(name).build(base), family_of(name)
     if name in MODELS:
-        return build_model(name, context_method=method, reshard_after=reshard_after), family_of(name)
+        return build_model(name, context_method=method, reshard_after=base.reshard_after), family_of(name)
     path = Path(name) if is_description(name) or not is_path(name) else located(name)
     if (path / "config.json").is_file():
         path = path / "config.json"

@@ -19,6 +19,7 @@ from spmd_engine.foreign import json_at
 from spmd_engine.models import Model
 from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.models.names import MODELS, has_weights
+from spmd_engine.models.user_code import is_code
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.plan_evaluation import PlanEvaluation
@@ -169,7 +170,7 @@ class PlanResult:
 
         Raises UsageError for a model that cannot be trained by name.
         """
-        if model not in MODELS and not has_weights(model):
+        if model not in MODELS and not has_weights(model) and not is_code(model):
             raise UsageError(f"--output: {model} cannot be trained by name, so a plan file for it could not be used")
         request, evaluation, plan, composition = self.request, self.evaluation, self.plan, self.composition
         assert composition is not None and composition.mesh is not None

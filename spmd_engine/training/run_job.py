@@ -67,8 +67,9 @@ def train(
         made.trainer.first_step_check = first_step_check(workload, enforce)
         with made.locked():  # before anything is read or written there
             loaded = _begin(made, workload, resume)
+            parameters = workload.parameter_count  # on all ranks: an engine may have to exchange shapes
             for each in observers if mesh.rank == 0 else ():
-                each.opened(workload, workload.parameter_count, notices)
+                each.opened(workload, parameters, notices)
                 each.loaded(loaded)
             made.train(stop_at or steps)
     return made
@@ -101,7 +102,7 @@ def _with_shape(job: TrainConfig, mesh: Mesh) -> TrainConfig:
 
 def _fitted(job: TrainConfig, mesh: Mesh, resume: bool, given: Collection[str]) -> tuple[TrainConfig, list[str]]:
     """The job as this mesh can have it, and what of its composition is left out."""
-    if job.strategy:
+    if job.strategy or job.model.engine is not None:
         return job, []
     composition, left_out = job.composition, []
     model = job.model.build(composition)
@@ -114,7 +115,12 @@ def _fitted(job: TrainConfig, mesh: Mesh, resume: bool, given: Collection[str]) 
 def _without_effect(workload: Workload) -> list[str]:
     """Notices of what has no effect, or little, on the model, which may have the sizes of the data."""
     job, mesh = workload.job, workload.engine.mesh
-    return [] if job.strategy else job.composition.check(mesh.axes, job.model.build(job.composition))
+    notices = []
+    if job.model.code is not None:
+        notices = [f"the model is code: {job.model.name}, SHA-256 {job.model.code[:12]}... of its file"]
+    if job.strategy or job.model.engine is not None:
+        return notices
+    return notices + job.composition.check(mesh.axes, job.model.build(job.composition))
 
 
 def _begin(made: Run, workload: Workload, resume: bool) -> list[str]:

@@ -13,6 +13,7 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, check_batch
+from spmd_engine.engine.distributed import check_mesh, make_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import SGD, AdamW, Optimizer, WarmupCosine
 from spmd_engine.engine.parallel_config import ParallelConfig, build_engine
@@ -20,6 +21,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models.convnet import ImageShape
 from spmd_engine.models.decoder import BYTES
 from spmd_engine.models.names import IMAGES
+from spmd_engine.models.user_code import is_code
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.strategies import strategy_named
 from spmd_engine.training.data.array_data import SampledData
@@ -28,6 +30,7 @@ from spmd_engine.training.train_config import StepConfig, TrainConfig
 from spmd_engine.training.trainer import Trainer
 
 if TYPE_CHECKING:
+    from spmd_engine.training.data.array_file import LabelledArrays
     from spmd_engine.formats.token_file import TokenFile
     from spmd_engine.training.data.images import Images
     from spmd_engine.training.data.token_data import PreparedData
@@ -42,7 +45,7 @@ class Workload:
 
     job: TrainConfig
     engine: ShardedEngine
-    corpus: Corpus | Images | PreparedData
+    corpus: Corpus | Images | PreparedData | LabelledArrays
     data: SampledData
     writes: bool = False  #: whether it is a model of text
     token_file: TokenFile | None = None  #: what the corpus is read from, if it is one
@@ -71,6 +74,8 @@ def open_workload(job: TrainConfig, mesh: Mesh) -> Workload:
             raise UsageError(f"--{option} {value}: {what} learns from no file of tokens; leave it out")
     if job.model.name in IMAGES and not job.strategy:
         workload = _of_images(job, mesh)
+    elif is_code(job.model.name) and not job.strategy:
+        workload = _of_code(job, mesh)
     elif job.data.augment != "none":
         raise UsageError(f"--augment {job.data.augment}: {job.model.name} learns from no images; leave it out")
     else:
@@ -79,7 +84,7 @@ def open_workload(job: TrainConfig, mesh: Mesh) -> Workload:
     return workload
 
 
-def _check_corpus(job: TrainConfig, corpus: Corpus | Images | PreparedData) -> None:
+def _check_corpus(job: TrainConfig, corpus: Corpus | Images | PreparedData | LabelledArrays) -> None:
     """Raise UsageError if the job was made for other data."""
     if job.corpus and job.corpus.sha256 != corpus.sha256:
         usual = "Python's standard library" if isinstance(corpus, Corpus) else "scikit-learn"
@@ -93,7 +98,7 @@ def _model(job: TrainConfig, mesh: Mesh) -> Workload:
     if job.data.documents is not None:
         raise UsageError(f"--documents {job.data.documents} goes with a file of tokens: 'data prepare' makes one")
     engine = build_engine(job.model, mesh, job.composition, device=job.device, drawn=job.model.path is None)
-    if job.model.path is not None and engine.model.vocabulary != BYTES:
+    if (job.model.path is not None or job.model.code) and engine.model.vocabulary not in (0, BYTES):
         raise UsageError(
             f"--data {job.data.path or 'left out'}: {job.model.name} reads tokens of its own, not bytes; encode the "
             f"text first: data prepare --tokenizer {job.model.name} --output FILE, then --data FILE"
@@ -121,7 +126,7 @@ def _of_tokens(job: TrainConfig, mesh: Mesh) -> Workload:
     file = on_all_ranks(mesh.group(), lambda: open_token_file(str(job.data.path)))
     check_file(mesh.group(), file)
     vocabulary = file.facts.vocabulary
-    if job.model.path is None and job.model.vocabulary is None:
+    if job.model.path is None and job.model.code is None and job.model.vocabulary is None:
         job = job.with_options(vocabulary=vocabulary)
     engine = build_engine(job.model, mesh, job.composition, device=job.device, drawn=job.model.path is None)
     if engine.model.vocabulary < vocabulary:
@@ -141,6 +146,27 @@ def _length(job: TrainConfig, engine: LayeredEngine) -> int:
     if 0 < context < length:
         raise UsageError(f"--length {length}: the context of {job.model.name} is {context}; give at most that")
     return length
+
+
+def _of_code(job: TrainConfig, mesh: Mesh) -> Workload:
+    """A model or an engine of the user's own; it learns from arrays unless it is a Model of text."""
+    from spmd_engine.training.data.array_file import FileData, load_arrays
+
+    make, path = job.model.engine, str(job.data.path or "")
+    if make is None and not path.endswith(".npz"):
+        return _model(job, mesh)
+    if not path.endswith(".npz"):
+        raise UsageError(f"{job.model.name} is an engine of your own: give --data FILE.npz, with arrays x and y")
+    if make is not None:
+        _check_undivided(job, f"{job.model.name}, which makes an engine,")
+        engine = make_engine(make, mesh, dtype=np.dtype(job.model.dtype))
+        check_mesh(job.model.name, engine, mesh, job.composition.mesh)
+    else:
+        engine = build_engine(job.model, mesh, job.composition, device=job.device)
+    corpus = load_arrays(mesh.group(), path)
+    _check_corpus(job, corpus)
+    numbers = isinstance(engine, LayeredEngine) and not engine.model.vocabulary  # else whole numbers may be tokens
+    return Workload(job, engine, corpus, FileData(corpus, job.model.dtype, numbers, job.model.seed))
 
 
 def _of_images(job: TrainConfig, mesh: Mesh) -> Workload:
@@ -172,10 +198,7 @@ def _page(job: TrainConfig, mesh: Mesh) -> Workload:
     page: Any = strategy_named(name)
     if job.model.name != PAGE_MODEL:
         raise UsageError(f"--strategy {name} has a small model of its own: leave --model out, or give {PAGE_MODEL}")
-    chosen, usual = job.composition.as_json(), ParallelConfig().as_json()
-    if composed := [each for each in chosen if chosen[each] != usual[each] and each != "mesh"]:
-        listed = ", ".join("--" + each.replace("_", "-") for each in composed)
-        raise UsageError(f"--strategy {name} is one strategy, whole: it does not go with {listed}")
+    _check_undivided(job, f"--strategy {name}")
     if job.device != "cpu" or job.model.dropout:
         raise UsageError(f"--strategy {name}: these pages are NumPy alone, and without dropout")
     if any(axis not in mesh.axes for axis in page.axes):
@@ -188,6 +211,14 @@ def _page(job: TrainConfig, mesh: Mesh) -> Workload:
     sizes = {"s": _LENGTH, "d": _WIDTH, "h": IMAGE[0], "w": IMAGE[1], "c": _WIDTH}
     shape = tuple(sizes[letter] for letter in page.sample.split()[1:])
     return Workload(job, engine, corpus, BytePairs(corpus, prod(shape), dtype, job.model.seed, shape))
+
+
+def _check_undivided(job: TrainConfig, what: str) -> None:
+    """Raise UsageError for options of a composition: ``what`` has its own sharding."""
+    chosen, usual = job.composition.as_json(), ParallelConfig().as_json()
+    if options := [name for name in chosen if chosen[name] != usual[name] and name != "mesh"]:
+        listed = ", ".join("--" + name.replace("_", "-") for name in options)
+        raise UsageError(f"{what} has a sharding of its own: it does not go with {listed}")
 
 
 def optimizer_of(training: StepConfig) -> Optimizer:

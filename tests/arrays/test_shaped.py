@@ -31,6 +31,14 @@ CALLS = {
     "split": lambda x, y: np.split(x, 3, axis=1)[-1],
     "split: negative dim": lambda x, y: np.split(x, [1, 3], axis=-1)[1],
     "array_split": lambda x, y: np.array_split(x, 4, axis=1)[0],
+    "ufunc.outer": lambda x, y: np.subtract.outer(x, y),
+    "on zeros: average": lambda x, y: np.average(x, axis=1),
+    "on zeros: kron": lambda x, y: np.kron(x[0], y),
+    "on zeros: median": lambda x, y: np.median(x, axis=(0, 2)),
+    "on zeros: fft": lambda x, y: np.fft.rfft(x, axis=1),
+    "on zeros: list": lambda x, y: np.column_stack([x[0], y.T]),
+    "on zeros: several": lambda x, y: np.linalg.svd(y, full_matrices=False)[2],
+    "on zeros: select": lambda x, y: np.select([x > 0, x < 0], [x, 2 * x]),
     "norm": lambda x, y: np.linalg.norm(x, axis=-1, keepdims=True),
 }
 
@@ -44,6 +52,15 @@ def test_shapes_and_dtypes_are_numpys(call):
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
 
 
+@pytest.mark.parametrize("call", [np.argsort, lambda x, axis: np.argpartition(x, 2, axis)])
+def test_indices_have_values(call):
+    """They may be used as indices, so they are those of zeros: an order of all."""
+    with metered(Meter()) as meter:
+        found = call(ShapedArray.new(X.shape, X.dtype), 1)
+    assert found.shape == X.shape and (np.sort(found, 1) == np.arange(6)[:, None]).all()
+    assert meter.notes
+
+
 def test_one_that_only_values_tell_is_refused():
-    with metered(Meter()), pytest.raises(UsageError, match=r"numpy\.unique needs the values of an array"):
+    with metered(Meter()), pytest.raises(UsageError, match=r"numpy\.unique needs the values .*test_shaped\.py:\d+\)"):
         np.unique(ShapedArray.new(X.shape, X.dtype))

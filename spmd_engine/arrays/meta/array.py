@@ -18,7 +18,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from spmd_engine.arrays.meta import meter as metering
 from spmd_engine.arrays.meta.meter import Memory
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, user_line
 
 
 class ShapedArray(NDArrayOperatorsMixin):
@@ -177,7 +177,7 @@ def count(elements: int, read: Sequence[Any], written: Sequence[Any]) -> None:
 def _no_values(x: ShapedArray, why: str) -> UsageError:
     return UsageError(
         f"this cannot be computed from shapes alone: {why}, of an array {list(x.shape)} of {x.dtype} whose values only "
-        "a real step has"
+        f"a real step has{user_line()}"
     )
 
 

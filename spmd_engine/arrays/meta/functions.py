@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd_engine.arrays.meta.array import ShapedArray, count
 from spmd_engine.arrays.meta.meter import meter
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, user_line
 
 # --- operators and other functions that go element by element
 
@@ -37,6 +37,9 @@ def apply_ufunc(ufunc: np.ufunc, method: str, inputs: Sequence[Any], out: Any, o
         target, places = inputs[:2]
         count(target[places].size, (target,), (target,))
         return None
+    if method == "outer":
+        a, b = inputs
+        return ufunc(a.reshape(*np.shape(a), *[1] * np.ndim(b)), b, out=out)
     raise UsageError(f"numpy.{ufunc.__name__}.{method} of arrays that are only shapes is not known")
 
 
@@ -272,7 +275,8 @@ def _argpartition(x: Any, kth: int, axis: int = -1, **_: Any) -> np.ndarray:
     """Some order; which elements come last is not looked at, but how many."""
     meter().assume("only the number of the largest entries matters, not which they are")
     count(x.size, (x,), ())
-    return np.arange(x.shape[axis])
+    shape = [size if dim == axis % x.ndim else 1 for dim, size in enumerate(x.shape)]
+    return np.broadcast_to(np.arange(x.shape[axis]).reshape(shape), x.shape)
 
 
 def _memory(x: Any) -> Any:
@@ -328,13 +332,43 @@ FUNCTIONS: dict[Callable, Callable] = {
 
 def apply_function(function: Callable, args: Sequence[Any], options: dict[str, Any]) -> Any:
     """``function(*args, **options)``; raises UsageError if the shape of the result depends on values."""
-    known = FUNCTIONS.get(function)
-    if known is None:
+    if function in FUNCTIONS:
+        return FUNCTIONS[function](*args, **options)
+    if function in NEED_VALUES:
         raise UsageError(
-            f"this cannot be computed from shapes alone: numpy.{function.__name__} needs the values "
-            "of an array that only a real step has"
+            f"this cannot be computed from shapes alone: numpy.{function.__name__} needs the values of an array that "
+            f"only a real step has{user_line()}"
         )
-    return known(*args, **options)
+    return _of_zeros(function, args, options)
+
+
+#: Functions whose results' shapes depend on values.
+NEED_VALUES = {
+    *(np.argwhere, np.bincount, np.compress, np.delete, np.extract, np.flatnonzero, np.histogram, np.intersect1d),
+    *(np.nonzero, np.setdiff1d, np.setxor1d, np.trim_zeros, np.union1d, np.unique),
+}
+
+
+def _of_zeros(function: Callable, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """What NumPy itself makes of zeros of these shapes; integers are kept, since they may be indices."""
+    read: list[ShapedArray] = []
+
+    def zeros(value: Any) -> Any:
+        if isinstance(value, ShapedArray):
+            read.append(value)
+            return np.broadcast_to(np.zeros((), value.dtype), value.shape)
+        return type(value)(map(zeros, value)) if type(value) in (list, tuple) else value
+
+    def shaped(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [shaped(part) for part in value]
+        integers = np.asarray(value).dtype.kind in "iu"
+        result = value if integers else ShapedArray.new(np.shape(value), np.asarray(value).dtype)
+        count(max(np.size(value), *(x.size for x in read)), read, () if integers else (result,))
+        return result
+
+    meter().assume(f"numpy.{function.__name__} is counted as one pass, and computed on zeros")
+    return shaped(function(*zeros(args), **{name: zeros(value) for name, value in options.items()}))
 
 
 ShapedArray.apply_ufunc = staticmethod(apply_ufunc)

@@ -20,7 +20,7 @@ from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.blocks import span
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, CutsBatches, make_batch
-from spmd_engine.engine.distributed import DistributedEngine, make_engine, name_of
+from spmd_engine.engine.distributed import DistributedEngine, make_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, composed_assignment, composed_layout
@@ -29,6 +29,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models.layouts import layout_for
 from spmd_engine.models.model import Model
+from spmd_engine.models.user_code import name_of
 from spmd_engine.planning.dry_run.engine import DryRunEngine, PassCache, RecordedLayer, StepPasses
 from spmd_engine.planning.dry_run.rank_classes import (
     UnevenParts,
@@ -288,18 +289,18 @@ def synthetic_batch(
     Token ids and classes are always real, and spread evenly.
     """
     inputs, targets = sample_shapes(model, length)
-    samples = Samples(inputs, targets, size, micro_batches, dtype, _class_count(model))
-    return _make_batch(engine, samples, model.vocabulary, np.zeros if real else ShapedArray.new)
+    samples = Samples(inputs, targets, size, micro_batches, dtype, _class_count(model), model.vocabulary)
+    return _make_batch(engine, samples, np.zeros if real else ShapedArray.new)
 
 
-def _make_batch(engine: CutsBatches, samples: Samples, vocabulary: int, floats: Callable[..., Array]) -> Batch:
+def _make_batch(engine: CutsBatches, samples: Samples, floats: Callable[..., Array]) -> Batch:
     """This rank's shard of a batch; ``floats`` makes arrays of floats, integers are spread evenly."""
 
     def load(rows: np.ndarray) -> Sequence[Array]:
         shapes = (len(rows), *samples.inputs), (len(rows), *samples.targets)
         return [
             _spread(shape, below) if below else floats(shape, samples.dtype)
-            for shape, below in zip(shapes, (vocabulary, samples.classes), strict=True)
+            for shape, below in zip(shapes, (samples.tokens, samples.classes), strict=True)
         ]
 
     count = samples.batch_size * prod(samples.targets)
@@ -373,6 +374,7 @@ class Samples:
     micro_batches: int = 1
     dtype: Any = np.float32
     classes: int = 0  #: targets are integers below it; 0: floats like the outputs
+    tokens: int = 0  #: inputs are integers below it; 0: floats, or tokens of the engine's Model
 
 
 def analyze_engine(
@@ -420,8 +422,8 @@ def analyze_engine(
             prepared = _prepared(optimizer or AdamW(), engine, recorder)
             with recorder.meter.taking("activations", "the batch"):
                 vocabulary = engine.model.vocabulary if isinstance(engine, LayeredEngine) else 0
-                tokens = replace(samples, classes=samples.classes or vocabulary)
-                batch = _make_batch(engine, tokens, vocabulary, ShapedArray.new)
+                integers = replace(samples, classes=samples.classes or vocabulary, tokens=samples.tokens or vocabulary)
+                batch = _make_batch(engine, integers, ShapedArray.new)
             recorded = _record_step(engine, prepared, recorder, compute)
             notes.update(recorder.meter.notes)
             return recorded

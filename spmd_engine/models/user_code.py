@@ -1,0 +1,157 @@
+"""The user's own models and engines, by name: ``MODULE:NAME``, ``FILE.py:NAME`` or ``FILE.py:NAME(6, hidden=11)``."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from hashlib import sha256
+from importlib.machinery import PathFinder
+from inspect import signature
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from spmd_engine.errors import UsageError
+from spmd_engine.models.model import Model
+
+_CODE = re.compile(r"(?P<module>[^:()\0]+):(?P<attribute>[^\W\d]\w*)(?P<call>\(.*\))?", re.DOTALL)
+
+
+def is_code(name: str) -> bool:
+    """Whether a model's name is that of code, and of no file that exists."""
+    return _CODE.fullmatch(name) is not None and not Path(name).exists()
+
+
+def name_of_code(name: str) -> str:
+    """``NAME`` of ``FILE.py:NAME(6)``."""
+    return name.partition(":")[2].partition("(")[0]
+
+
+def with_arguments(name: str, values: Sequence[str]) -> str:
+    """``FILE.py:NAME(hidden=11)`` of ``FILE.py:NAME`` and ``["hidden=11"]``; a value that is no literal is a text.
+
+    Raises UsageError for a name that is not that of code, and for values that are not of the form ``name=value``.
+    """
+    if not is_code(name):
+        raise UsageError(f"--set {values[0]}: {name} is no code of your own; --set goes with --model FILE.py:NAME")
+    arguments = []
+    for text in values:
+        argument, equals, value = text.partition("=")
+        if not (equals and argument.isidentifier()):
+            raise UsageError(f"--set {text}: write --set name=value")
+        arguments.append(f"{argument}={_literal(value)!r}")
+    target, _, call = name.partition("(")
+    return f"{target}({', '.join([*filter(None, [call.rstrip().removesuffix(')').strip()]), *arguments])})"
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def code_named(name: str, option: str = "--model", digest: str | None = None) -> Callable[..., Any]:
+    """The class or function of this name, with the arguments that the name gives.
+
+    MODULE is a name as in import, also of a file in the current folder, or the path of a Python file, whose folder is
+    then on the import path. Raises UsageError, naming the ``option``, if it cannot be imported, if an argument is not a
+    literal, and if a ``digest`` is given and the file has another.
+    """
+    match = _CODE.fullmatch(name)
+    if not match:
+        raise UsageError(f"{option} {name}: write MODULE:NAME or FILE.py:NAME")
+    if digest is not None and digest != digest_of(name, option):
+        raise UsageError(
+            f"{name}: the file has changed since the run began (its SHA-256 differs); to run what it is now, name the "
+            f"code again by --model {name}, or restore the file"
+        )
+    arguments, keywords = [], {}
+    try:
+        if match["call"]:
+            call = ast.parse(match["attribute"] + match["call"], mode="eval").body
+            if not isinstance(call, ast.Call):
+                raise SyntaxError("write NAME(ARGUMENTS)")
+            arguments = [ast.literal_eval(argument) for argument in call.args]
+            keywords = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in call.keywords}
+        make = getattr(_imported(match["module"]), match["attribute"])
+        signature(make).bind_partial(*arguments, **keywords)
+        return partial(make, *arguments, **keywords)
+    except (ImportError, AttributeError, TypeError, ValueError, SyntaxError) as error:
+        raise UsageError(f"{option} {name}: {error}") from error
+
+
+def _imported(module: str) -> ModuleType:
+    """A module by name or by the path of its file; it may import modules of its folder."""
+    folder, _, file = module.rpartition("/")
+    path = None
+    if file.endswith(".py"):
+        path = Path(module).resolve()
+        if not path.is_file():
+            raise ImportError(f"there is no file {module}")
+        folder, module = str(path.parent), path.stem
+    elif folder:
+        raise ImportError(f"{module} is not a module; write the path of a file with its ending .py")
+    if (folder := folder or str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, folder)
+    imported = importlib.import_module(module)
+    if path and Path(imported.__file__ or "").resolve() != path:
+        raise ImportError(f"{path} has the name of another module, {imported.__file__}; give the file another name")
+    return imported
+
+
+def digest_of(name: str, option: str = "--model") -> str:
+    """The SHA-256 of the file that has the code, which is not run. Raises UsageError if there is no such file."""
+    module = name.partition(":")[0]
+    path = Path(module) if module.endswith(".py") else _file_of(module)
+    try:
+        return sha256(path.read_bytes()).hexdigest() if path else ""
+    except OSError as error:
+        raise UsageError(f"{option} {name}: {module} cannot be read: {error.strerror}") from error
+
+
+def _file_of(module: str) -> Path | None:
+    """The file of a module, found without importing its packages; None for one that has no file."""
+    folders: Sequence[str] | None = [str(Path.cwd()), *sys.path]
+    spec = None
+    package = ""
+    for part in module.split("."):
+        package = f"{package}.{part}" if package else part
+        spec = PathFinder.find_spec(package, folders)
+        folders = spec.submodule_search_locations if spec else []
+    return Path(spec.origin) if spec and spec.has_location and spec.origin else None
+
+
+def call(make: Callable[..., Any], what: str, **offered: Any) -> Any:
+    """What ``make``, a class or a function, returns; it is called with what is ``offered`` and it takes, by name.
+
+    Raises UsageError if it needs other arguments; ``what`` is what it should make.
+    """
+    wanted = signature(make).parameters
+    required = {
+        name for name, p in wanted.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
+    if needs := [name for name in wanted if name in required and name not in offered]:
+        raise UsageError(
+            f"{name_of(make)} needs {', '.join(needs)}: give values, as in MODULE:NAME(6, 11) or --set {needs[0]}=6, "
+            f"or write a function that makes {what}"
+        )
+    return make(**{name: value for name, value in offered.items() if name in wanted})
+
+
+def name_of(make: Callable[..., Any]) -> str:
+    """The name of a class or a function; that of the function which a partial calls."""
+    return getattr(getattr(make, "func", make), "__name__", str(make))
+
+
+def own_model(name: str, digest: str | None = None) -> Model:
+    """The ``Model`` that the code of this name makes; raises UsageError if it makes anything else."""
+    make = code_named(name, digest=digest)
+    model = call(make, "the model")
+    if not isinstance(model, Model):
+        raise UsageError(f"{name} made a {type(model).__name__}; it must make a Model, as in docs/layers.md")
+    return model
