@@ -37,5 +37,5 @@ __all__ = [
     "plan",
 ]
 
-#: The search is imported when it is first used: a training needs the dry run alone.
+#: The search is imported when it is first used: training needs only the dry run.
 __getattr__ = imported_when_asked(__name__, {"plan_result": ("PlanResult",), "planner": ("plan",)})

@@ -22,7 +22,7 @@ from spmd_engine.units import readable_bytes, readable_seconds
 MOST_BATCH = 1 << 20
 MOST_DOUBLINGS = 12
 
-Answer = tuple[Sequence[str], Any]  #: as lines of text, and as data
+Answer = tuple[Sequence[str], Any]  #: lines of text, and the same as data
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Explanation:
 
 
 def explain(request: Request) -> tuple[str, list[Explanation]]:
-    """The plan that is explained, and fourteen answers about it: the given mesh or, without one, data parallelism."""
+    """A line about the explained plan, with the requested mesh or data parallelism, and fourteen answers about it."""
     explainer = _Explainer(request)
     answers = (
         ("What is the peak memory now, where and when?", explainer.peak),
@@ -60,7 +60,7 @@ def explain(request: Request) -> tuple[str, list[Explanation]]:
 
 
 class _Explainer:
-    """The answers; each method is one."""
+    """Answers questions about a plan, each by one method."""
 
     def __init__(self, request: Request) -> None:
         self.request, self.model, self.ranks = request, request.model, max(request.ranks)
@@ -78,18 +78,18 @@ class _Explainer:
 
     @property
     def subject(self) -> str:
-        """The plan that is explained, in one line."""
+        """The explained plan, in one line."""
         request = self.request
-        given = "" if request.fixed.get("mesh") else " (no --mesh: data parallelism)"
+        note = "" if request.fixed.get("mesh") else " (no --mesh: data parallelism)"
         return (
             f"{self.model.name}, {self.model.parameter_count:,} parameters in {request.dtype}, batch "
-            f"{self.base.batch_size}, on {self.ranks} ranks of machine {request.machine.name}: {self.base}{given}"
+            f"{self.base.batch_size}, on {self.ranks} ranks of machine {request.machine.name}: {self.base}{note}"
         )
 
     # --- common parts of answers
 
     def _estimate(self, planner: Planner | None = None, **changes: Any) -> Estimate | None:
-        """The estimate of the explained plan with these changes; None if the model cannot be sharded so."""
+        """The estimate of the explained plan with these changes; None if the model cannot be sharded by them."""
         estimator = (planner or self.planner).estimator(replace(self.base, stages=None, **changes))
         return estimator.estimate() if estimator is not None else None
 
@@ -97,7 +97,7 @@ class _Explainer:
         return estimate is not None and estimate.memory <= self.memory
 
     def _compare(self, changes: Mapping[Any, tuple[str, Mapping[str, Any]]]) -> tuple[list[str], dict[Any, Any]]:
-        """A line for the plan with each of these changes, given as key -> (name, fields of the candidate)."""
+        """A line for the plan with each of the ``changes``: key -> (name, fields of the candidate)."""
         lines, data = [], {}
         for key, (name, fields) in changes.items():
             estimate = self._estimate(**fields)
@@ -112,9 +112,9 @@ class _Explainer:
 
     def vary(self, name: str, options: Sequence[Any]) -> Answer:
         """The plan with each of several values of one field."""
-        shown, now = name.replace("_", " "), getattr(self.base, name)
+        label, current = name.replace("_", " "), getattr(self.base, name)
         changes = {
-            str(option): (f"{shown} {option}" + " (now)" * (option == now), {name: option}) for option in options
+            str(option): (f"{label} {option}" + " (now)" * (option == current), {name: option}) for option in options
         }
         return self._compare(changes)
 
@@ -152,14 +152,14 @@ class _Explainer:
     def contents(self) -> Answer:
         kinds = sorted(self.at_peak.bytes_by_kind.items(), key=lambda entry: -entry[1])
         lines = [f"{readable_bytes(size):>12}  {kind}" for kind, size in kinds if size]
-        lines += [f"{readable_bytes(size):>12}  of which {kind}, {what}" for kind, what, size in self.at_peak.holds[:4]]
+        lines += [f"{readable_bytes(size):>12}  of which {kind}, {name}" for kind, name, size in self.at_peak.holds[:4]]
         return lines, dict(kinds)
 
     def batch(self) -> Answer:
         parts = self.base.batch_ranks * self.base.micro_batches
         best = self._largest(lambda n: self._fits(self._estimate(batch_size=n * parts)), 1, MOST_BATCH) * parts
-        one = self._estimate(batch_size=parts)
-        needs = f"; that needs {readable_bytes(one.memory)}" if one is not None else ""
+        smallest = self._estimate(batch_size=parts)
+        needs = f"; that needs {readable_bytes(smallest.memory)}" if smallest is not None else ""
         text = f"{best} samples a step" if best else f"none: one sample per rank does not fit{needs}"
         return [f"{text}, in {readable_bytes(self.memory)} per rank"], best
 
@@ -177,11 +177,11 @@ class _Explainer:
         return [f"{best} tokens of {most}" if best else "not even 16 tokens fit"], best
 
     def data_ranks(self) -> Answer:
-        rest = {axis: size for axis, size in self.base.axes if axis != "data"}
-        most = min(self.planner.machine.ranks // prod(rest.values()), self.base.batch_size // self.base.micro_batches)
+        others = {axis: size for axis, size in self.base.axes if axis != "data"}
+        most = min(self.planner.machine.ranks // prod(others.values()), self.base.batch_size // self.base.micro_batches)
         changes = {}
         for n in (1 << power for power in range(MOST_DOUBLINGS) if 1 << power <= most):
-            axes = {"data": n} | rest if n > 1 or not rest else rest
+            axes = {"data": n} | others if n > 1 or not others else others
             changes[n] = f"data={n}", {"axes": tuple(axes.items())}
         lines, data = self._compare(changes)
         fewest = next((n for n, numbers in data.items() if numbers and numbers["bytes"] <= self.memory), None)
@@ -195,7 +195,7 @@ class _Explainer:
 
     def largest_group(self) -> Answer:
         groups = sorted(self._groups(), key=lambda group: -group.size)[:5]
-        sizes = {_members(group): group.size * self.planner.itemsize for group in groups}
+        sizes = {_describe_members(group): group.size * self.planner.itemsize for group in groups}
         return [f"{readable_bytes(size):>12}  {name}" for name, size in sizes.items()], sizes
 
     def module(self) -> Answer:
@@ -236,8 +236,8 @@ class _Explainer:
 
     def offload(self) -> Answer:
         state = self.at_peak.bytes_by_kind.get("optimizer state", 0)
-        now, sharded = self._estimate(), self._estimate(zero=1)
-        saved = now.memory - sharded.memory if sharded and now else 0
+        current, sharded = self._estimate(), self._estimate(zero=1)
+        saved = current.memory - sharded.memory if sharded and current else 0
         lines = [
             f"optimizer state is {readable_bytes(state)} of the peak; the engine does not offload",
             f"ZeRO-1 saves {readable_bytes(max(saved, 0))} of it without offloading",
@@ -246,17 +246,17 @@ class _Explainer:
 
     def not_sharded(self) -> Answer:
         groups = self._groups()
-        whole = [group for group in groups if not group.summed.cut]
-        size = sum(group.size for group in whole) * self.planner.itemsize
+        unsharded = [group for group in groups if not group.summed.cut]
+        size = sum(group.size for group in unsharded) * self.planner.itemsize
         lines = [
-            f"{len(whole)} of {len(groups)} parameter groups, {readable_bytes(size)}, are stored whole on each "
+            f"{len(unsharded)} of {len(groups)} parameter groups, {readable_bytes(size)}, are stored whole on each "
             f"rank that uses them, of {self.base.ranks} ranks"
         ]
-        names = [member.name for group in whole for member in group.members][:6]
+        names = [member.name for group in unsharded for member in group.members][:6]
         return lines + ([f"for example {', '.join(names)}"] if names else []), size
 
 
-def _members(group: ParameterGroup) -> str:
+def _describe_members(group: ParameterGroup) -> str:
     """The content of a parameter group, by its largest parameter."""
     largest = max(group.members, key=lambda member: member.size)
     others = len(group.members) - 1

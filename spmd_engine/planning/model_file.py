@@ -65,16 +65,16 @@ def _read(name: str, base: ParallelConfig) -> tuple[Model, str]:
         content = parse_toml(read_text(name))
     size = _size(content, name)
     try:
-        return gpt(size, Path(name).stem, context_method=method), "gpt2"  # whose names a GPT's weights have
+        return gpt(size, Path(name).stem, context_method=method), "gpt2"  # a GPT's weights have the names of GPT-2
     except UsageError as error:
         raise UsageError(f"model {name}: {error}") from error
 
 
 def _size(content: dict, where: str) -> GPTSize:
-    known = {field.name: field for field in fields(GPTSize) if field.name != "mixture"}
-    if unknown := sorted(set(content) - set(known)):
-        raise UsageError(f"model {where}: unknown field {unknown[0]!r}; {one_of(unknown[0], known)}")
-    for name, field in known.items():
+    size_fields = {field.name: field for field in fields(GPTSize) if field.name != "mixture"}
+    if unknown := sorted(set(content) - set(size_fields)):
+        raise UsageError(f"model {where}: unknown field {unknown[0]!r}; {one_of(unknown[0], size_fields)}")
+    for name, field in size_fields.items():
         if field.default is MISSING and name not in content:
             raise UsageError(f"model {where}: the field {name!r} is missing")
     for name, value in content.items():

@@ -1,4 +1,4 @@
-"""The input of ``plan`` and its result: the plan with its evaluation, or why there is none; as data and JSON."""
+"""The input of ``plan`` and its result: the plan with its evaluation, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Request:
     batch_sizes: Sequence[int]
     goal: str = "latency"
     limits: Limits = Limits()
-    fixed: Mapping[str, Any] = field(default_factory=dict)  #: of ``search_space.FIXABLE``
+    fixed: Mapping[str, Any] = field(default_factory=dict)  #: choices by name, from ``search_space.FIXABLE``
     axes: Sequence[str] | None = None
     sequence: int | None = None
     dtype: Any = np.float32
@@ -55,10 +55,10 @@ class Request:
         model, context = self.model.name, self.model.context
         if self.sequence is not None and 0 < context < self.sequence:
             raise UsageError(f"--sequence {self.sequence}: the context of {model} is {context}; give at most that")
-        known = axes_that_shard(self.model)
+        usable = axes_that_shard(self.model)
         for axis in self.axes or ():
-            if axis not in known:
-                raise UsageError(f"--axes: {axis} shards nothing of {model}; choose from {', '.join(known)}")
+            if axis not in usable:
+                raise UsageError(f"--axes: {axis} shards nothing of {model}; choose from {', '.join(usable)}")
         if not self.seconds >= 0:
             raise UsageError(f"--seconds {self.seconds:g}: it must be at least 0")
         chunks, schedule = self.fixed.get("chunks"), self.fixed.get("schedule")
@@ -80,7 +80,7 @@ class Request:
         return min(most, self.machine.ranks or most)
 
     def planner(self, sequence: int | None = None) -> Planner:
-        """The planner of this request, or of another length of sequences."""
+        """The planner of this request; ``sequence`` overrides the length of sequences."""
         options = {**self.analyze_options, "sequence": sequence or self.sequence}
         return Planner(self.model, self.machine.with_ranks(self.most_ranks), base=self.base, **options)
 
@@ -95,9 +95,9 @@ class PlanResult:
     evaluation: PlanEvaluation | None = None  #: None if the step is too large to be simulated
     reasons: Sequence[str] = ()
     conflict: Conflict | None = None
-    nearest_evaluation: PlanEvaluation | None = None  #: of the closest plan
+    nearest_evaluation: PlanEvaluation | None = None  #: the evaluation of the closest plan
     took: float = 0.0  #: seconds of planning
-    composition: ParallelConfig | None = None  #: of the plan, or the given one
+    composition: ParallelConfig | None = None  #: that of the plan, or the fixed one
     micro_batches: int = 1
     batch_size: int = 0  #: samples per step
 
@@ -111,17 +111,17 @@ class PlanResult:
         """Why nothing fits, in one line."""
         conflict, certificate = self.conflict, self.search.certificate
         assert conflict is not None
-        kept = " and ".join(map(self._constraint_text, conflict.constraints))
+        constraints = " and ".join(map(self._constraint_text, conflict.constraints))
         if not conflict.decided:
             text = (
                 f"time ran out (--seconds {self.request.seconds:g}): of {certificate.candidates:,} candidates "
                 f"{certificate.excluded:,} break a constraint by their bounds, {certificate.estimated:,} were "
-                f"estimated, and none of these keeps {kept}; whether another does is unknown"
+                f"estimated, and none of these keeps {constraints}; whether another does is unknown"
             )
         elif len(conflict.constraints) > 1:
-            text = f"nothing fits: {kept} cannot be kept together"
+            text = f"nothing fits: {constraints} cannot be kept together"
         else:
-            text = f"{kept} cannot be kept"
+            text = f"{constraints} cannot be kept"
         if (nearest := self.nearest_evaluation) is not None:
             closest = f"the closest plan ({conflict.nearest.candidate}) needs" if conflict.nearest else "it needs"
             size = readable_bytes(nearest.analysis.peak_bytes)
@@ -140,12 +140,12 @@ class PlanResult:
     def as_json(self) -> dict[str, Any]:
         """The result as JSON."""
         if self.conflict is not None:
-            ways = [
+            relaxations = [
                 {"gives_up": relaxation.gives_up, "with": relaxation.text, **relaxation.plan.as_json()}
                 for relaxation in self.conflict.relaxations
             ]
             content: dict[str, Any] = {"fits": False if self.conflict.decided else None}
-            content |= {"conflict": list(self.conflict.constraints), "reason": self.why_not, "ways": ways}
+            content |= {"conflict": list(self.conflict.constraints), "reason": self.why_not, "ways": relaxations}
             return content | ({"nearest": self.nearest_evaluation.as_json()} if self.nearest_evaluation else {})
         request = self.request
         content = {"fits": True, "model": request.model.name, "machine": request.machine.name, "goal": request.goal}
@@ -211,11 +211,11 @@ class PlanFile(Configuration):
     micro_batches: int = setting(1, least=1)
     composition: ParallelConfig = ParallelConfig()
     optimizer: str = "adamw"
-    machine: str = ""  #: that the plan is for
+    machine: str = ""  #: the machine that the plan is for
     goal: str = ""
-    seconds: float = 0.0  #: of a step, as predicted
-    bytes_sent: int = 0  #: of a step, by all ranks
-    peak_bytes: int = 0  #: of the rank that holds most
+    seconds: float = 0.0  #: predicted seconds of a step
+    bytes_sent: int = 0  #: predicted bytes that all ranks send in a step
+    peak_bytes: int = 0  #: predicted bytes of the rank that holds most
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
@@ -236,8 +236,8 @@ class PlanFile(Configuration):
         """Raise UsageError if the plan is for another number of ranks, or another model."""
         if ranks != self.ranks:
             raise UsageError(
-                f"{where} was made for {self.ranks} ranks, and there are {ranks}: start {self.ranks} ranks, or plan "
-                "for the ranks that there are"
+                f"{where} is a plan for {self.ranks} ranks, but the job has {ranks}: start {self.ranks} ranks, or "
+                "plan for the ranks of the job"
             )
         if model is not None and model != self.model.name:
-            raise UsageError(f"{where} was made for {self.model.name}, not for {model}: plan --model {model}")
+            raise UsageError(f"{where} is a plan for {self.model.name}, not for {model}: run plan --model {model}")

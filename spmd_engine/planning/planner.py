@@ -1,4 +1,4 @@
-"""``plan``: the best way to train a model on a machine, and why; or why there is none."""
+"""``plan``: the best way to train a model on a machine, with reasons; or the reason why nothing fits."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ from spmd_engine.planning.search.search_space import FIXABLE, Candidate, SearchS
 
 NOTHING_FITS = 1  #: the exit code
 MOST_TO_SIMULATE = 20_000  #: layers times micro-batches that fill the pipeline; larger steps are only estimated
-EVALUATION_SHARE = 0.25  #: of the seconds for the search, the share for simulating more than one plan
+EVALUATION_SHARE = 0.25  #: share of the search's seconds for simulating more than one plan
 MOST_ROUNDS = 4  #: rounds at most in which a plan is chosen and its alternatives are simulated
-MOST_SEARCHES = 4  #: searches at most, with limits that make up for the errors of the estimates of the one before
+MOST_SEARCHES = 4  #: searches at most; each corrects the limits by the errors of the estimates before
 
 
 def plan(
@@ -110,7 +110,7 @@ def plan(
     return fixed_plan(request) if mesh else find_plan(request)
 
 
-@uncollected()  # costs of layers live as long as the search, and their traversal took a third of its time
+@uncollected()  # costs of layers live as long as the search; garbage collection took a third of its time
 def find_plan(request: Request) -> PlanResult:
     """The best plan, or why there is none."""
     return _PlanSearch(request).run()
@@ -145,7 +145,7 @@ class PlanEvaluator:
 
     def __init__(self, request: Request, cache: PassCache) -> None:
         self.request = request
-        self._known: dict[tuple[Candidate, bool], PlanEvaluation | None] = {}
+        self._steps: dict[tuple[Candidate, bool], PlanEvaluation | None] = {}
         self._seconds_left = EVALUATION_SHARE * request.seconds
         self._cache = cache  # similar plans have the same layers
         machine = request.machine.with_ranks(max(request.ranks))
@@ -162,12 +162,12 @@ class PlanEvaluator:
         if even:
             model = with_even_vocabulary(model, candidate.mesh, candidate.composition(request.base))
         key = candidate, model.vocabulary != request.model.vocabulary
-        if key not in self._known:
-            self._known[key] = None
+        if key not in self._steps:
+            self._steps[key] = None
             if self._is_small_enough(candidate):
                 machine, options = request.machine.with_ranks(candidate.ranks), request.analyze_options
-                self._known[key] = evaluate_plan(model, machine, candidate, request.base, cache=self._cache, **options)
-        return EvaluatedPlan(estimate, self._known[key], self.memory_limits[: candidate.ranks])
+                self._steps[key] = evaluate_plan(model, machine, candidate, request.base, cache=self._cache, **options)
+        return EvaluatedPlan(estimate, self._steps[key], self.memory_limits[: candidate.ranks])
 
     def evaluate_all(self, estimates: Sequence[Estimate]) -> list[EvaluatedPlan]:
         """Evaluate plans while there is time left, and the first in any case."""
@@ -176,12 +176,12 @@ class PlanEvaluator:
             began = process_time()
             if plans and self._seconds_left <= 0:
                 break
-            plans += self._with_shares(estimate)
+            plans += self._evaluate_with_shares(estimate)
             self._seconds_left -= process_time() - began
         return plans
 
-    def _with_shares(self, estimate: Estimate) -> list[EvaluatedPlan]:
-        """A plan and, if ranks are unequal, the same with shares of work, and then of state, that suit them."""
+    def _evaluate_with_shares(self, estimate: Estimate) -> list[EvaluatedPlan]:
+        """Evaluate a plan and, if ranks are unequal, the plan with uneven shares of work, and then also of state."""
         plans = [self.evaluate(estimate, even=True)]
         if not self.memory_limits:
             return plans
@@ -230,10 +230,10 @@ class _PlanSearch:
             plans = self.evaluator.evaluate_all(search.best)
             if self._keeps_limits(plans):
                 return self._choose(search, plans)
-            tightened = _tightened(tightened, self.limits, plans)
+            tightened = _tighten(tightened, self.limits, plans)
         question = Question(self.space, Constraints(tightened, request.fixed), request.goal, request.most_ranks)
         plans = self.evaluator.evaluate_all(closest(self.planner, question, request.seconds))
-        if self._keeps_limits(plans):  # though their estimates do not
+        if self._keeps_limits(plans):  # although their estimates break them
             return self._choose(replace(search, best=[]), plans)
         return self._explain_conflict(search, question, plans)
 
@@ -255,7 +255,7 @@ class _PlanSearch:
         else:
             conflict = Conflict(question.constraints.names, [], decided=False)
         question = replace(question, constraints=Constraints(self.limits, self.request.fixed))
-        relaxations = [self._with_simulated_need(each, question, plans) for each in conflict.relaxations]
+        relaxations = [self._relax_by_simulation(relaxation, question, plans) for relaxation in conflict.relaxations]
         nearest = min(plans, key=lambda plan: objective("memory", plan.refined), default=None)
         if nearest is not None:
             nearest = self.evaluator.evaluate(nearest.estimate)
@@ -268,10 +268,10 @@ class _PlanSearch:
             took=perf_counter() - self.began,
         )
 
-    def _with_simulated_need(
+    def _relax_by_simulation(
         self, relaxation: Relaxation, question: Question, plans: Sequence[EvaluatedPlan]
     ) -> Relaxation:
-        """A relaxation of a limit by what the simulated step needs; or a smaller one, by one of ``plans``."""
+        """The relaxation of a limit to the need of the simulated step, or to a smaller need of one of ``plans``."""
         name, limits = relaxation.gives_up, self.limits
         if name not in LIMITS:
             return relaxation
@@ -281,7 +281,7 @@ class _PlanSearch:
         return Relaxation(name, instead(name, best, question), best)
 
     def _choose(self, search: SearchResult, plans: Sequence[EvaluatedPlan]) -> PlanResult:
-        """The best of the evaluated plans that keep the limits, among them those that differ from it in one choice."""
+        """The best evaluated plan that keeps the limits; plans that differ from it in one choice are evaluated too."""
         request, certificate = self.request, search.certificate
         constraints = Constraints(self.limits, request.fixed)
 
@@ -289,20 +289,20 @@ class _PlanSearch:
             return objective(request.goal, plan.refined)
 
         def fitting() -> list[EvaluatedPlan]:
-            kept = (plan for plan in plans if not constraints.broken(plan.estimate.candidate, plan.refined))
-            return sorted(kept, key=goal_of)
+            fitting_plans = (plan for plan in plans if not constraints.broken(plan.estimate.candidate, plan.refined))
+            return sorted(fitting_plans, key=goal_of)
 
         best, others = fitting()[0], []
         for _ in range(MOST_ROUNDS):
             best = fitting()[0]
             others = list(alternatives(self.planner, self.space, self.limits, best.estimate, request.goal))
-            known = {plan.estimate.candidate for plan in plans}
-            more = [*(other.estimate for other in others if other.estimate), *thinned(search.front)]
-            plans = [*plans, *self.evaluator.evaluate_all([each for each in more if each.candidate not in known])]
+            tried = {plan.estimate.candidate for plan in plans}
+            proposed = [*(other.estimate for other in others if other.estimate), *thinned(search.front)]
+            plans = [*plans, *self.evaluator.evaluate_all([plan for plan in proposed if plan.candidate not in tried])]
             if fitting()[0] is best:
                 break
         chosen = self.evaluator.evaluate(best.estimate)
-        if not search.best:  # no estimate keeps the limits, so none that does is better
+        if not search.best:  # no estimate keeps the limits, so none within the limits is better
             reached = objective(request.goal, chosen.estimate)[0]
             bound = reached if certificate.complete else min(reached, certificate.bound)
             certificate = replace(certificate, best=reached, bound=bound)
@@ -326,19 +326,19 @@ class _PlanSearch:
 
 def _gains_of_shares(chosen: EvaluatedPlan, plans: Sequence[EvaluatedPlan]) -> Iterator[str]:
     """What uneven shares gain over even ones."""
-    candidate, mine = chosen.estimate.candidate, chosen.refined
+    candidate, refined = chosen.estimate.candidate, chosen.refined
     for name in ("shares", "state_shares"):
-        without = replace(candidate, **{name: None, "state_shares": None})
-        other = next((plan.refined for plan in plans if plan.estimate.candidate == without), None)
+        even = replace(candidate, **{name: None, "state_shares": None})
+        other = next((plan.refined for plan in plans if plan.estimate.candidate == even), None)
         if getattr(candidate, name) and other is not None:
-            slower, larger = other.seconds / mine.seconds - 1, other.memory / mine.memory - 1
-            what = f"{name.replace('_', ' ')} {getattr(candidate, name)}, not even"
-            yield f"{what}: that would take {slower:+.1%} time, and {larger:+.1%} of the memory that ranks have"
+            slower, larger = other.seconds / refined.seconds - 1, other.memory / refined.memory - 1
+            choice = f"{name.replace('_', ' ')} {getattr(candidate, name)}, not even"
+            yield f"{choice}: that would take {slower:+.1%} time, and {larger:+.1%} of the memory that ranks have"
 
 
-def _tightened(tightened: Limits, limits: Limits, plans: Sequence[EvaluatedPlan]) -> Limits:
-    """Tighter limits for estimates, if all evaluated plans break the limits that their estimates keep: by the smallest
-    error of an estimate."""
+def _tighten(tightened: Limits, limits: Limits, plans: Sequence[EvaluatedPlan]) -> Limits:
+    """Limits for estimates, tightened by the smallest error of an estimate: all evaluated plans break limits that their
+    estimates keep."""
     tighter = {}
     for name in LIMITS:
         ratios = [
@@ -366,9 +366,9 @@ def fixed_plan(request: Request) -> PlanResult:
     check_batch(batch_size, micro_batches, layout.spec("b"), position)
     options = request.analyze_options
     evaluation = evaluate_step(request.model, machine, axes, composition, batch_size, micro_batches, **options)
-    unequal = request.limits.memory_by_rank(machine) if machine.heterogeneous else ()
+    memory_limits = request.limits.memory_by_rank(machine) if machine.heterogeneous else ()
     needs = {
-        "memory": peak_memory(evaluation.analysis, unequal),
+        "memory": peak_memory(evaluation.analysis, memory_limits),
         "latency": evaluation.seconds,
         "bandwidth": evaluation.bytes_sent / ranks / evaluation.seconds,
         "compute": max(evaluation.prediction.working.values(), default=0.0),
@@ -398,7 +398,7 @@ SINGLE_STRATEGIES = (
     ("tensor parallelism", "model", None),
     ("a pipeline", "pipe", None),
 )
-SEARCH_SECONDS = 0.5  #: for the best plan of each of these
+SEARCH_SECONDS = 0.5  #: of the search for the best plan of each
 
 
 @dataclass(frozen=True)
@@ -414,7 +414,7 @@ def alternatives(
 ) -> Iterator[Alternative]:
     """The best plans, by their estimates, that differ in one choice."""
     candidate = chosen.candidate
-    mine = ",".join(f"{axis}={size}" for axis, size in candidate.axes)
+    mesh_text = ",".join(f"{axis}={size}" for axis, size in candidate.axes)
     for name, axis, zeros in SINGLE_STRATEGIES:
         mesh = {axis: candidate.ranks}
         usable = axis in axes_that_shard(planner.model) and axis in (space.axes or [axis])
@@ -422,12 +422,12 @@ def alternatives(
             zeros = [space.zero] if zeros is None or space.zero in zeros else []
         if candidate.ranks == 1 or mesh == candidate.mesh or not usable or zeros == []:
             continue
-        best = _best_on(planner, replace(space, mesh=mesh, ranks=[candidate.ranks]), zeros or [None], limits, goal)
-        shown = best.candidate if best is not None else f"{axis}={candidate.ranks}"
-        yield Alternative(f"mesh {mine}, not {shown} ({name})", best)
+        best = _search_on(planner, replace(space, mesh=mesh, ranks=[candidate.ranks]), zeros or [None], limits, goal)
+        alternative = best.candidate if best is not None else f"{axis}={candidate.ranks}"
+        yield Alternative(f"mesh {mesh_text}, not {alternative} ({name})", best)
     free = {name: None for name in FIXABLE} | {"mesh": candidate.mesh, "batch_sizes": [candidate.batch_size]}
     possible = set(candidates(replace(space, **free)))
-    for name, options in _options(candidate):
+    for name, options in _list_options(candidate):
         others = []
         for option in options:
             changed = {name: option, "stages": None} | ({"chunks": 1} if name == "schedule" else {})
@@ -441,16 +441,16 @@ def alternatives(
             yield Alternative(f"{name.replace('_', ' ')} {getattr(candidate, name)}, not {option}", other)
 
 
-def _best_on(
+def _search_on(
     planner: Planner, space: SearchSpace, zeros: Sequence[int | None], limits: Limits, goal: str
 ) -> Estimate | None:
     """The best plan on a mesh with one of these ZeRO stages; if none keeps the limits, the one with least memory."""
     plans = []
     for zero in zeros:
-        for kept, wanted in ((limits, goal), (Limits(), "memory")):
+        for tried_limits, tried_goal in ((limits, goal), (Limits(), "memory")):
             seconds = SEARCH_SECONDS / len(zeros)
             search = planner.search(
-                replace(space, zero=zero), Constraints(kept), wanted, seconds=seconds, front=False, keep=1
+                replace(space, zero=zero), Constraints(tried_limits), tried_goal, seconds=seconds, front=False, keep=1
             )
             if search.best:
                 plans.append(search.best[0])
@@ -467,18 +467,18 @@ def without_shares(candidate: Candidate) -> Candidate:
 def reasons(
     limits: Limits, chosen: Estimate, others: Sequence[Alternative], simulated: Mapping[Candidate, Estimate]
 ) -> Iterator[str]:
-    """What the plan gains over its alternatives, each as ``simulated`` (by candidate without shares) or estimated."""
+    """What the plan gains over each alternative. ``simulated`` has simulated plans, by candidate without shares."""
     for alternative in others:
         if alternative.estimate is None:
             yield f"{alternative.what}: the model or the batch cannot be sharded so"
             continue
         other = simulated.get(without_shares(alternative.estimate.candidate), alternative.estimate)
-        yield _reason(alternative.what, chosen, other, limits) + ("" if other.simulated else " (an estimate)")
+        yield _explain_gain(alternative.what, chosen, other, limits) + ("" if other.simulated else " (an estimate)")
 
 
-def _options(candidate: Candidate) -> Iterator[tuple[str, Sequence[Any]]]:
-    stored = candidate.batch_ranks * candidate.mesh.get("context", 1)
-    if stored > 1:
+def _list_options(candidate: Candidate) -> Iterator[tuple[str, Sequence[Any]]]:
+    zero_ranks = candidate.batch_ranks * candidate.mesh.get("context", 1)
+    if zero_ranks > 1:
         yield "zero", [zero for zero in range(4) if zero != candidate.zero]
     batch_ranks, m = candidate.batch_ranks, candidate.micro_batches
     sizes = [n for n in (m // 2, 2 * m) if n >= 1 and candidate.batch_size // max(n, 1) >= batch_ranks]
@@ -486,20 +486,20 @@ def _options(candidate: Candidate) -> Iterator[tuple[str, Sequence[Any]]]:
         sizes = [n for n in sizes if n % candidate.pipe == 0]
     if sizes:
         yield "micro_batches", sizes
-    yield "recompute", [again for again in ("none", "attention", "block") if again != candidate.recompute][:2]
+    yield "recompute", [option for option in ("none", "attention", "block") if option != candidate.recompute][:2]
     if candidate.mesh.get("model", 1) > 1:
         yield "sequence_parallel", [not candidate.sequence_parallel]
     if candidate.pipe > 1:
         yield "schedule", [name for name in ("1f1b", "zero-bubble", "gpipe") if name != candidate.schedule]
 
 
-def _reason(what: str, chosen: Estimate, other: Estimate, limits: Limits) -> str:
+def _explain_gain(choice: str, chosen: Estimate, other: Estimate, limits: Limits) -> str:
     if broken := limits.broken(other):
         needs = limits.measured(other)
         shown = " and ".join(f"{limits.shown(name, needs[name])} of {name}" for name in sorted(broken))
-        return f"{what}: that would need {shown}"
+        return f"{choice}: that would need {shown}"
     slower, larger = other.seconds / chosen.seconds - 1, other.memory / chosen.memory - 1
     gains = {part: other.parts[part] - chosen.parts[part] for part in other.parts}
-    why = max(gains, key=lambda part: gains[part])
-    because = f", most of it {why}" if slower > 0.002 and gains[why] > 0 else ""
-    return f"{what}: that would take {slower:+.1%} time{because}, and {larger:+.1%} memory"
+    largest_gain = max(gains, key=lambda part: gains[part])
+    cause = f", most of it {largest_gain}" if slower > 0.002 and gains[largest_gain] > 0 else ""
+    return f"{choice}: that would take {slower:+.1%} time{cause}, and {larger:+.1%} memory"

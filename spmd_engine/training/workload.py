@@ -30,8 +30,8 @@ from spmd_engine.training.train_config import StepConfig, TrainConfig
 from spmd_engine.training.trainer import Trainer
 
 if TYPE_CHECKING:
-    from spmd_engine.training.data.array_file import LabelledArrays
     from spmd_engine.formats.token_file import TokenFile
+    from spmd_engine.training.data.array_file import LabelledArrays
     from spmd_engine.training.data.images import Images
     from spmd_engine.training.data.token_data import PreparedData
 

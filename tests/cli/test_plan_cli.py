@@ -93,7 +93,7 @@ def test_mistakes_are_one_line_and_exit_code_2(options, said, capsys):
 def test_a_plan_for_other_ranks_or_another_model_is_refused(capsys, tmp_path):
     file = tmp_path / "plan.json"
     PlanFile(ranks=2).write(file)
-    for options, said in ((("--model", "gpt-nano"), "made for 2 ranks, and there are 1"),):
+    for options, said in ((("--model", "gpt-nano"), "a plan for 2 ranks, but the job has 1"),):
         with pytest.raises(SystemExit) as end:
             main(["train", "--plan", str(file), *options])
         assert end.value.code == 2

@@ -1,1 +1,1 @@
-"""A step run on shapes: what each rank would send, compute and keep."""
+"""The dry run of a step, on shapes: what each rank computes, sends and holds."""

@@ -76,7 +76,7 @@ def analyze(
     ModelConfig, it is that of ``build_engine``, which shards the sequence of attention in a zigzag.
 
     ``batch_size`` is global. ``sequence`` is the length of samples (None: the model's context). ``optimizer`` is AdamW
-    by default. ``choose`` says how choices fall that depend on values: "balanced" or "worst". ``nodes`` names the host
+    by default. ``choose`` decides choices that depend on values: "balanced" or "worst". ``nodes`` names the host
     of each rank (None: one host). ``every``: run every rank, not one of each class of equal ranks. ``layout`` overrides
     the layout of the composition, for example after experts have moved. A ``cache`` of layer passes speeds up further
     analyses of the same layers.
@@ -129,7 +129,7 @@ def analyze(
 def _layers_are_uniform(
     model: Model, layout: Layout, axes: Mapping[str, int], samples: set[int], sequence: int | None, classes: int
 ) -> bool:
-    """Whether the ranks that communicate inside layers are all equal, though they may store different parts."""
+    """Whether all ranks that communicate inside layers are equal, although they may store different shards."""
     stages = axes.get(PIPE, 1)
     if classes == stages:
         return True
@@ -139,7 +139,7 @@ def _layers_are_uniform(
 
 
 def _sharding_key(layout: Layout, axes: Mapping[str, int]) -> Hashable:
-    """Which axes, of which sizes, shard the letters inside layers, without the batch."""
+    """The axes that shard letters inside layers, with their sizes, without the batch."""
     letters = {**layout.inside, **layout.residual}
     shards = sorted((x, layout.inside.get(x, ()), layout.residual.get(x, ())) for x in letters if x != "b")
     sizes = {axis: axes[axis] for _, inside, residual in shards for axis in (*inside, *residual)}
@@ -168,9 +168,9 @@ class DryRun:
     def step(
         self, number: int, cache: PassCache, scope: Hashable, kinds: Mapping[str, Hashable], samples: Sequence[int]
     ) -> tuple[RankStep, list[str]]:
-        """The step of one rank, and what was assumed about values.
+        """The step of one rank, and the assumptions about values.
 
-        ``samples`` are those of each micro-batch, or () if passes through layers are the same on all ranks.
+        ``samples`` are the samples of each micro-batch, or () if passes through layers are the same on all ranks.
         """
         recorder, axes = Recorder(Meter(self.choose)), self.ranks.axes
         with metered(recorder.meter):
@@ -182,8 +182,8 @@ class DryRun:
 
             def compute() -> None:
                 passes = StepPasses(recorder, cache, scope, self.choose, kinds, samples)
-                names, placed = [name for name, _ in self.model.layers], engine.assignment
-                chunks = {names[layer]: number for number in placed.mine for layer in placed.chunks[number]}
+                names, assignment = [name for name, _ in self.model.layers], engine.assignment
+                chunks = {names[layer]: number for number in assignment.mine for layer in assignment.chunks[number]}
 
                 def loss(outputs, targets, **options):
                     with recorder.phase(Phase("loss", phase=LOSS)):
@@ -192,7 +192,7 @@ class DryRun:
                 with engine.wrapped(partial(RecordedLayer, passes, chunks)):
                     engine.step(batch, loss)
 
-            optimizer = _prepared(self.optimizer, engine, recorder)
+            optimizer = _prepare_optimizer(self.optimizer, engine, recorder)
             with recorder.meter.taking("activations", "the batch"):
                 batch = synthetic_batch(self.model, engine, *self.sizes, engine.dtype)
             step = _record_step(engine, optimizer, recorder, compute)
@@ -200,7 +200,7 @@ class DryRun:
             return replace(step, shards=shards, groups=mesh.group_keys(step.communications)), list(recorder.meter.notes)
 
 
-def _prepared(optimizer: Optimizer, engine: ShardedEngine, recorder: Recorder) -> Optimizer:
+def _prepare_optimizer(optimizer: Optimizer, engine: ShardedEngine, recorder: Recorder) -> Optimizer:
     """A copy of the optimizer with its state allocated, as between two steps of a training."""
     optimizer = copy(optimizer)
     optimizer.state = {}
@@ -238,7 +238,7 @@ def _record_step(
 def _uneven_summed_parts(
     model: Model, layout: Layout, composition: ParallelConfig, axes: Mapping[str, int], itemsize: int
 ) -> list[UnevenParts]:
-    """Parts of different sizes that several stages, or several replicas of a shard, sum part by part."""
+    """Uneven shards that several stages, or several replicas of a shard, sum shard by shard."""
     tied = axes.get(PIPE, 1) > 1 and any(layer.tied for _, layer in model.layers)
     if not tied and not (composition.storage.stage(axes) and sum(size > 1 for size in axes.values()) > 1):
         return []
@@ -257,7 +257,7 @@ def sample_shapes(model: Model, length: int | None) -> tuple[tuple[int, ...], tu
 
     Raises UsageError if the size of a dim is unknown.
     """
-    known = {"s": length or model.context}
+    lengths = {"s": length or model.context}
     shapes = []
     for dims, sizes in (
         (model.inputs, model.layers[0][1].sizes),
@@ -267,10 +267,10 @@ def sample_shapes(model: Model, length: int | None) -> tuple[tuple[int, ...], tu
         if dims == model.inputs and model.sample is not None:
             shapes.append(tuple(model.sample))
             continue
-        missing = [letter for letter in letters if letter not in known and letter not in sizes]
+        missing = [letter for letter in letters if letter not in lengths and letter not in sizes]
         if missing:
             raise UsageError(f"{model.name}: the size of {missing[0]} in [{dims}] is unknown; give Model a sample")
-        shapes.append(tuple(known.get(letter) or sizes[letter] for letter in letters))
+        shapes.append(tuple(lengths.get(letter) or sizes[letter] for letter in letters))
     return shapes[0], shapes[1]
 
 
@@ -294,7 +294,7 @@ def synthetic_batch(
 
 
 def _make_batch(engine: CutsBatches, samples: Samples, floats: Callable[..., Array]) -> Batch:
-    """This rank's shard of a batch; ``floats`` makes arrays of floats, integers are spread evenly."""
+    """This rank's shard of a batch; ``floats`` makes arrays of floats; integers are spread evenly."""
 
     def load(rows: np.ndarray) -> Sequence[Array]:
         shapes = (len(rows), *samples.inputs), (len(rows), *samples.targets)
@@ -361,7 +361,7 @@ def shards_of(engine: LayeredEngine, states: int) -> list[ModelShard]:
     return records
 
 
-# --- Engines of a user's own, and the pages of ``strategies``
+# --- A user's engines, and those of ``strategies``
 
 
 @dataclass(frozen=True)
@@ -389,11 +389,11 @@ def analyze_engine(
 ) -> StepAnalysis:
     """The dry run of the first step of an engine, on every rank.
 
-    ``make`` is the engine's class, or a function that returns the engine and may take the mesh. The engine has the
-    parameters that it is made with or, with ``parameters`` (global shapes by name), those after it has loaded such a
-    checkpoint. ``checks``: whether replicas of gradients are compared, as in a first step.
+    ``make`` is the engine's class, or a function that returns the engine and may take the mesh. The engine has its
+    initial parameters or, with ``parameters`` (global shapes by name), those of a loaded checkpoint. ``checks``:
+    whether replicas of gradients are compared, as in a first step.
 
-    Raises UsageError where the engine's own code reads values, which shapes do not have.
+    Raises UsageError if the engine reads values, which shapes do not have.
     """
     mailbox = Mailbox()
     ranks = DryRunRanks(axes, separate_classes(axes), mailbox, nodes or ["here"] * prod(axes.values()))
@@ -419,7 +419,7 @@ def analyze_engine(
                 with recorder.phase(Phase("step", phase="forward and backward")):
                     engine.step(batch)
 
-            prepared = _prepared(optimizer or AdamW(), engine, recorder)
+            prepared = _prepare_optimizer(optimizer or AdamW(), engine, recorder)
             with recorder.meter.taking("activations", "the batch"):
                 vocabulary = engine.model.vocabulary if isinstance(engine, LayeredEngine) else 0
                 integers = replace(samples, classes=samples.classes or vocabulary, tokens=samples.tokens or vocabulary)
@@ -450,7 +450,7 @@ def _drop_values(engine: ShardedEngine) -> None:
 
 
 class _ShapedTensor:
-    """A tensor of a checkpoint, of which slices are read."""
+    """A tensor of a checkpoint, without values, which is read in slices."""
 
     slices_are_copies = True
 

@@ -1,8 +1,8 @@
 """The layered engine in a dry run: each distinct pass through a layer is executed once, and recorded for all others.
 
 A layer's forward and backward are executed in isolation, on stand-ins for their inputs. What they compute, send and
-hold is a ``LayerPass``. Where an equal pass follows, the record is repeated, and the layer keeps memory without content
-for its backward.
+hold is a ``LayerPass``. For an equal pass, the record is repeated, and the layer keeps memory without content for its
+backward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from spmd_engine.planning.dry_run.step_analysis import (
 )
 from spmd_engine.sharding.shards import Shards
 
-#: A layer's inputs and outputs, of which it may keep some.
+#: The input, output and output gradient of a layer, which it may keep.
 X, Y, DY = "x", "y", "dy"
 
 
@@ -48,13 +48,13 @@ class LayerPass:
     computations: list[Computation]
     tops: list[int]  #: peak bytes of each computation, above what was held at the beginning
     communications: list[Communication]
-    begun: list[int]  #: indices, in ``communications``, of those under way at the end
+    begun: list[int]  #: indices of the ``communications`` that are under way at the end
     ended: list[tuple[int, int, int]] = field(
         default_factory=list
-    )  #: earlier communications that end: (which, at which computation, bytes received)
+    )  #: earlier communications that end: (index, computation, bytes received)
     kept: int = 0  #: bytes kept for later calls, without inputs and outputs
     keeps: frozenset[str] = frozenset()  #: which of X, Y and DY are kept as well
-    result: ShapeAndDtype | None = None  #: of the result; None: no result
+    result: ShapeAndDtype | None = None  #: the result's shape and dtype; None: no result
     under_way: bool = False  #: whether the result must be waited for
     extra: tuple = ()  #: side outputs of a forward
     same: bool = False  #: whether the result shares the memory of the input
@@ -99,15 +99,15 @@ class LayerCall:
 
 
 class IsolatedLayer:
-    """Executes one layer's calls outside the step, each continuing after the one before."""
+    """Executes one layer's calls outside the step, one after the other."""
 
     def __init__(self, call: LayerCall, choose: str) -> None:
         self._call, self._recorder = call, Recorder(Meter(choose))
         self._recorder.own_class = call.sh.mesh.recorder.own_class
         self._mark: tuple[int, int, int] = (0, 0, 0)
         self.done: tuple[str, ...] = ()  #: the calls executed so far
-        self._last = LayerPass([], [], [], [])  #: the pass of the last of them
-        self._given: dict[str, Any] = {}  #: inputs and outputs
+        self._last = LayerPass([], [], [], [])  #: the pass of the last executed call
+        self._arrays: dict[str, Any] = {}  #: inputs, outputs and their gradients
         self._held: list = []  #: what the layer keeps for its next call
 
     def run(self, names: Sequence[str], side: tuple = (), gradients: GradientSums | None = None) -> LayerPass:
@@ -147,34 +147,34 @@ class IsolatedLayer:
         return layer_pass
 
     def _forward(self) -> LayerPass:
-        call, self._given = self._call, {X: ShapedArray.new(*self._call.x)}
-        given = self._given
+        call, self._arrays = self._call, {X: ShapedArray.new(*self._call.x)}
+        arrays = self._arrays
         self._begin()
-        y, saved, *extra = call.layer.forward(call.sh, call.p, given[X], call.ctx)
-        given[Y], self._held = y, [saved]
-        same, result = y.memory is given[X].memory, (y.shape, y.dtype)
+        y, saved, *extra = call.layer.forward(call.sh, call.p, arrays[X], call.ctx)
+        arrays[Y], self._held = y, [saved]
+        same, result = y.memory is arrays[X].memory, (y.shape, y.dtype)
         del y, saved
         return self._end(result, tuple(extra), same)
 
     def _backward(self, side: tuple) -> LayerPass:
         call, before = self._call, self._last
-        self._given = {name: self._given[name] for name in before.keeps}  # the rest is released
-        given = self._given
+        self._arrays = {name: self._arrays[name] for name in before.keeps}  # the rest is released
+        arrays = self._arrays
         assert before.result is not None
-        given[DY] = ShapedArray.new(*before.result)
+        arrays[DY] = ShapedArray.new(*before.result)
         self._begin()
-        dx, rest = call.layer.backward_input(call.sh, call.p, self._held.pop(), given[DY], *side)
-        self._held, given["dx"] = [rest], dx
+        dx, rest = call.layer.backward_input(call.sh, call.p, self._held.pop(), arrays[DY], *side)
+        self._held, arrays["dx"] = [rest], dx
         del rest
         ready = isinstance(dx, ShapedArray)
         result = (dx.shape, dx.dtype) if ready else None
-        layer_pass = self._end(result, (), ready and dx.memory is given[DY].memory)
+        layer_pass = self._end(result, (), ready and dx.memory is arrays[DY].memory)
         layer_pass.under_way = dx is not None and not ready
         return layer_pass
 
     def _wait(self) -> LayerPass:
         self._begin()
-        dx = self._given["dx"] = wait_for(self._given["dx"])
+        dx = self._arrays["dx"] = wait_for(self._arrays["dx"])
         return self._end((dx.shape, dx.dtype))
 
     def _weights(self, gradients: GradientSums) -> LayerPass:
@@ -196,15 +196,15 @@ class IsolatedLayer:
         """The pass since ``_begin``."""
         recorder = self._recorder
         recorder.flush()
-        first, calls, total = self._mark
-        made = recorder.communications[calls:]
+        first, first_call, total = self._mark
+        communications = recorder.communications[first_call:]
         last = len(recorder.computations)
-        kept, keeps = _kept(self._held, self._given)
+        kept, keeps = _find_kept(self._held, self._arrays)
         return LayerPass(
             recorder.computations[first:],
             [max(0, top.total - total) for top in recorder.tops[first:]],
-            [call.as_communication(last).moved(-first) for call in made],
-            [index for index, call in enumerate(made) if call.ends is None],
+            [call.as_communication(last).moved(-first) for call in communications],
+            [index for index, call in enumerate(communications) if call.ends is None],
             kept=kept,
             keeps=keeps,
             result=result,
@@ -232,8 +232,8 @@ def kind_of(x: Any) -> Hashable:
 
 
 def untouched(gradients: GradientSums) -> frozenset[str]:
-    """The layer's own names of its parameters without a gradient so far."""
-    return frozenset(own for own, full in gradients._full_names.items() if full in gradients._untouched)
+    """The layer's names of its parameters without a gradient so far."""
+    return frozenset(name for name, full_name in gradients._full_names.items() if full_name in gradients._untouched)
 
 
 def stand_ins(tree: Any) -> Any:
@@ -243,11 +243,11 @@ def stand_ins(tree: Any) -> Any:
     return ShapedArray(tree.shape, tree.dtype)
 
 
-def _kept(held: list, given: Mapping[str, Any]) -> tuple[int, frozenset[str]]:
-    """Bytes that are held, and which inputs and outputs are held as well."""
+def _find_kept(held: list, arrays: Mapping[str, Any]) -> tuple[int, frozenset[str]]:
+    """Bytes that are held, and the names of the inputs and outputs that are held too."""
     memories: dict[int, Any] = {}
-    _collect([held, given.get("dx")] if not isinstance(given.get("dx"), ShapedArray) else held, memories, set())
-    names = {id(x.memory): name for name, x in given.items() if isinstance(x, ShapedArray) and x.memory is not None}
+    _collect([held, arrays.get("dx")] if not isinstance(arrays.get("dx"), ShapedArray) else held, memories, set())
+    names = {id(x.memory): name for name, x in arrays.items() if isinstance(x, ShapedArray) and x.memory is not None}
     keeps = frozenset(names[key] for key in memories if key in names) - {"dx"}
     return sum(memory.bytes for key, memory in memories.items() if key not in names), keeps
 
@@ -281,7 +281,7 @@ def _parts(x: Any) -> Iterable[Any]:
     return parts + [cell.cell_contents for cell in getattr(x, "__closure__", None) or ()]
 
 
-# --- The engine: its own code, with a recorder that knows the current layer and micro-batch
+# --- The layered engine, with a recorder of the current layer and micro-batch
 
 
 class DryRunEngine(LayeredEngine):
@@ -297,16 +297,16 @@ class StepPasses:
 
     recorder: Recorder
     cache: PassCache
-    scope: Hashable  #: of this rank: what passes depend on, besides the layer and its inputs
+    scope: Hashable  #: what this rank's passes depend on, besides the layer and its inputs
     choose: str
-    kinds: Mapping[str, Hashable]  #: of each layer by name: equal for equal layers
-    samples: Sequence[int]  #: of each micro-batch over all ranks, if a rank's own do not determine the others'; else ()
+    kinds: Mapping[str, Hashable]  #: a key of each layer by name, equal for equal layers
+    samples: Sequence[int]  #: those of each micro-batch over all ranks, if a rank's samples do not imply them; else ()
     _started: dict[Hashable, IsolatedLayer] = field(default_factory=dict)  #: layers by the calls that were executed
 
     def find(
         self, call: LayerCall, names: tuple[str, ...], more: Hashable = None, gradients: GradientSums | None = None
     ) -> LayerPass:
-        """The pass of the last of these calls; ``more``: what it depends on besides."""
+        """The pass of the last of these calls; ``more``: what else the pass depends on."""
         side = tuple(tuple(outputs.items()) for outputs in call.side)
         key = self.scope, call.key, names, side, more
         with self.cache.lock:
@@ -329,7 +329,7 @@ class _Saved:
         self.arrays: Mapping[str, Any] = {}
 
     def keep(self, layer_pass: LayerPass, meter: Any, arrays: Mapping[str, Any]) -> None:
-        """From now on, hold what this pass keeps."""
+        """Hold what this pass keeps, instead of what was held before."""
         self.memory = None
         self.memory = meter.allocate(layer_pass.kept)
         self.arrays = {name: arrays[name] for name in layer_pass.keeps if name in arrays}
@@ -364,9 +364,9 @@ class RecordedLayer(Layer):
 
     def forward(self, sh, p, x, ctx):
         m = ctx.micro_batch
-        again = m in self._computed
+        recomputed = m in self._computed
         self._computed.add(m)
-        with self._phase(RECOMPUTED if again else FORWARD, m):
+        with self._phase(RECOMPUTED if recomputed else FORWARD, m):
             if not isinstance(x, ShapedArray):  # token ids are values: each pass is executed
                 y, saved, *extra = self._layer.forward(sh, p, x, ctx)
                 return y, (m, saved), *extra
@@ -411,15 +411,15 @@ class RecordedLayer(Layer):
             with self._phase(BACKWARD_WEIGHTS, m):
                 self._layer.backward_weight(sh, rest, g)
             return
-        saved, first = rest, untouched(g)
+        saved, without_gradient = rest, untouched(g)
         with self._phase(BACKWARD_WEIGHTS, saved.micro_batch):
             saved.names += ("weights",)
-            sums = GradientSums(stand_ins(g._arrays), g._full_names, {g._full_names[own] for own in first})
-            layer_pass = self._passes.find(saved.call, saved.names, first, sums)
+            sums = GradientSums(stand_ins(g._arrays), g._full_names, {g._full_names[name] for name in without_gradient})
+            layer_pass = self._passes.find(saved.call, saved.names, without_gradient, sums)
             saved.under_way = self._recorder.repeat(layer_pass, saved.under_way)
             saved.keep(layer_pass, self._recorder.meter, {})
-        for own in layer_pass.touched:
-            g._untouched.discard(g._full_names[own])
+        for name in layer_pass.touched:
+            g._untouched.discard(g._full_names[name])
 
     def wait_input_gradient(self, saved: _Saved) -> ShapedArray:
         """The input gradient whose reduction was under way."""
@@ -434,7 +434,7 @@ class RecordedLayer(Layer):
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The arrays of a layer's tree by the layer's own names: "norm/scale"."""
+    """The arrays of a layer's tree by the layer's names: "norm/scale"."""
     arrays: dict[str, Any] = {}
     for name, node in tree.items():
         arrays |= _flat(node, f"{prefix}{name}/") if isinstance(node, Mapping) else {prefix + name: node}

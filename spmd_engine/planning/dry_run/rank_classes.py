@@ -33,9 +33,9 @@ def find_rank_classes(
 ) -> np.ndarray:
     """The class of each rank, int[axes]: ranks along an axis are in one class if all their blocks have equal sizes.
 
-    ``samples`` are the sizes of micro-batches; ``sequence`` is the length of samples (None: the model's context). Which
-    shard of an array a rank stores makes no difference, except for the ``uneven`` parts, which ranks of several stages,
-    or replicas of shards, sum.
+    ``samples`` are the sizes of micro-batches; ``sequence`` is the length of samples (None: the model's context). The
+    class of a rank does not depend on which shard it stores, except for ``uneven`` parts, which several stages, or
+    replicas of a shard, sum.
     """
     images = {"h", "w"} <= set(model.inputs.split())
     lengths: dict[str, set[int]] = {"b": set(samples), "s": {sequence or model.context or 1}}
@@ -43,12 +43,12 @@ def find_rank_classes(
         for letter, size in layer.sizes.items():
             lengths.setdefault(letter, set()).add(size)
     distinct = {"pipe"}
-    # channels of images, too, may travel between ranks, by a transfer plan in which no rank sends to itself
+    # channels of images may also be sent between ranks, by a transfer plan in which no rank sends to itself
     letters = {*POSITIONAL, *layout.inside, *layout.residual} - {"b"} if images else set(POSITIONAL) - {"h"}
     batch = layout.axes("b")
     for letter in letters:
         over = layout.axes(letter)
-        # samples that are sharded further than the batch travel between ranks with the same part of the batch
+        # samples that are sharded further than the batch are sent between ranks with the same part of the batch
         distinct.update(over[len(batch) :] if images and letter == "n" and over[: len(batch)] == batch else over)
     numbers = []
     for axis, size in axes.items():
@@ -63,8 +63,8 @@ def find_rank_classes(
             for length in sorted(sizes)
         ]
         rows += [_uneven_along(axis, over, parts, axes) for over, parts in uneven if axis in over]
-        known: dict[tuple, int] = {}
-        numbers.append([known.setdefault(tuple(row[index] for row in rows), len(known)) for index in range(size)])
+        unique: dict[tuple, int] = {}
+        numbers.append([unique.setdefault(tuple(row[index] for row in rows), len(unique)) for index in range(size)])
     counts = [max(row) + 1 for row in numbers]
     return np.ravel_multi_index(np.ix_(*numbers), counts)
 
@@ -77,7 +77,7 @@ def separate_classes(axes: Mapping[str, int]) -> np.ndarray:
 def _lengths_along(
     axis: str, over: Sequence[str], length: int, axes: Mapping[str, int], weights: Mapping[str, tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
-    """For each index along an axis, the lengths of all shards there of a letter that is sharded over ``over``."""
+    """For each index along an axis, the lengths of its shards of a letter that is sharded over ``over``."""
     others = [other for other in over if other != axis]
     lengths = []
     for index in range(axes[axis]):
@@ -91,8 +91,8 @@ def _lengths_along(
 
 
 def uneven_parts(groups: Iterable[ParameterGroup], axes: Mapping[str, int]) -> list[UnevenParts]:
-    """The stored shards, where their sizes differ, of parameter groups whose gradients are summed shard by shard: with
-    other stages, or along axes other than those that shard them."""
+    """The uneven stored shards of parameter groups whose gradients are summed shard by shard: with other stages, or
+    along axes that do not shard them."""
     parts: list[UnevenParts] = []
     for group in groups:
         summed, over = group.summed, group.summed.cut
@@ -107,7 +107,7 @@ def uneven_parts(groups: Iterable[ParameterGroup], axes: Mapping[str, int]) -> l
 def _uneven_along(
     axis: str, over: Sequence[str], parts: Sequence[int], axes: Mapping[str, int]
 ) -> list[tuple[int, ...]]:
-    """For each index along an axis, the lengths of all shards there of what is stored over the axes ``over``."""
+    """For each index along an axis, the lengths of its shards of a group that is stored over the axes ``over``."""
     by_index = np.moveaxis(np.reshape(parts, [axes[name] for name in over]), over.index(axis), 0)
     return [tuple(row.reshape(-1).tolist()) for row in by_index]
 
@@ -120,11 +120,11 @@ def ranks_by_class(classes: np.ndarray) -> dict[int, list[int]]:
     return dict(zip(numbers.tolist(), (part.tolist() for part in np.split(order, starts[1:])), strict=True))
 
 
-# --- Slot tables: the shared memory in which the ranks of a group agree lies with the first of them on each node. Its
-# --- size is the same throughout a job, and differs between ranks that are equal in all else
+# --- Slot tables: the first rank of a group on each node holds the shared memory in which the group agrees. Its size
+# --- does not change during a job, and differs between ranks that are otherwise equal
 
 
-Coordinates = tuple[int, ...]  #: of a rank, along the axes of its mesh in their order
+Coordinates = tuple[int, ...]  #: indices of a rank along the axes of its mesh, in order
 Along = tuple[tuple[int, Coordinates], ...]  #: the axes along which a group's ranks differ, by number, and the indices
 
 
@@ -145,7 +145,7 @@ def slot_table_bytes(analysis: StepAnalysis, nodes: Sequence[str]) -> list[int]:
 
 
 def _distinct_groups(axes: Mapping[str, int], keys: Sequence[GroupKey]) -> set[Along]:
-    """The groups that a rank is in, the world among them; keys with the same members are one group."""
+    """The groups that a rank is in, including the world; keys with the same members are one group."""
     groups = set()
     for names, places in [(tuple(axes), ()), *keys]:
         indices = {axis: dict(places).get(axis, tuple(range(axes[axis]))) for axis in names}
@@ -153,15 +153,15 @@ def _distinct_groups(axes: Mapping[str, int], keys: Sequence[GroupKey]) -> set[A
     return groups
 
 
-def _table_bytes(own: Coordinates, along: Along, near: Sequence[Coordinates]) -> int:
+def _table_bytes(rank: Coordinates, along: Along, near: Sequence[Coordinates]) -> int:
     """Bytes of a group's table if this rank is the first member on its node, else 0.
 
     Only ranks of the node are visited: a group may have thousands of members.
     """
     places = dict(along)
-    here = [
+    indices = [
         tuple(row.index(other[axis]) for axis, row in along)
         for other in near
-        if all(index in places[axis] if axis in places else index == own[axis] for axis, index in enumerate(other))
+        if all(index in places[axis] if axis in places else index == rank[axis] for axis, index in enumerate(other))
     ]
-    return size_of_table(len(here)) if min(here) == tuple(row.index(own[axis]) for axis, row in along) else 0
+    return size_of_table(len(indices)) if min(indices) == tuple(row.index(rank[axis]) for axis, row in along) else 0

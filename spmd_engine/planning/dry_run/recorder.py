@@ -27,7 +27,7 @@ _FACTS = ("operation", "axes", "label", "ranks", "place", "payload", "sent", "pe
 
 @dataclass(frozen=True)
 class Phase:
-    """What a rank is doing."""
+    """What a rank does at a moment of the step."""
 
     name: str
     layer: str = ""
@@ -45,16 +45,16 @@ class Recorder:
         self.communications: list[_RecordedCall] = []
         self.timeline: list[Moment] = []
         self.tops: list[Top] = []  #: the peak memory of each computation
-        self.own_class = 0  #: the class of the rank whose step this is
+        self.own_class = 0  #: the class of the recorded rank
         self.saved: dict[str, int] = {}  #: bytes that a forward keeps, by layer
         self.temporaries: dict[str, int] = {}  #: bytes at their peak, by a phase's name
-        self.sending: list[list] = []  #: [phases since then, pending call] of each array handed in
+        self.sending: list[list] = []  #: for each array handed in: [phases since then, pending call]
         #: messages that arrive before they are waited for: first and last computation, and bytes
         self._arriving: list[tuple[int, int, int]] = []
         self._now = Phase("before the step")
 
     def restart(self) -> None:
-        """Discard the records of what came before a step, and keep the account of memory."""
+        """Discard the records from before a step, except those of memory."""
         self.meter.take_work()
         self.meter.take_top()
         self._now = Phase("between layers")
@@ -62,13 +62,13 @@ class Recorder:
 
     @property
     def next_computation(self) -> int:
-        """The number of the next computation, after what was computed so far has been recorded."""
+        """The number of the next computation, after all work so far is recorded."""
         self.flush()
         return len(self.computations)
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """A context in which all work belongs to ``phase``. What it has allocated at its end counts as kept."""
+        """A context in which all work belongs to ``phase``. Memory still allocated at its end counts as kept."""
         self.flush()
         before, self._now, total = self._now, phase, self.meter.total
         self.meter.what, first = phase.name, len(self.tops)
@@ -130,17 +130,17 @@ class Recorder:
         """
         first, now = self.next_computation, self._now
         self.meter.constants.update(layer_pass.constants)
-        for known, top in zip(layer_pass.computations, layer_pass.tops, strict=True):
-            work = known.products, known.elements, known.calls, known.bytes_read, known.bytes_written
+        for cached, top in zip(layer_pass.computations, layer_pass.tops, strict=True):
+            work = cached.products, cached.elements, cached.calls, cached.bytes_read, cached.bytes_written
             self._append(self._computation(*work), top)
         for index, ends, received in layer_pass.ended:
             under_way[index].end(first + ends, received)
-        calls = [_RecordedCall.repeat(known, first, now.layer, self.own_class) for known in layer_pass.communications]
+        calls = [_RecordedCall.repeat(cached, first, now.layer, self.own_class) for cached in layer_pass.communications]
         for number, call in enumerate(calls):
             if number in layer_pass.begun:
                 call.ends = None
         self.communications += calls
-        self.waited(any(known.begins == known.ends for known in layer_pass.communications))
+        self.waited(any(cached.begins == cached.ends for cached in layer_pass.communications))
         return [call for call in (*under_way, *calls) if call.ends is None]
 
     def begin(self, **facts: Any) -> _RecordedCall:
@@ -172,25 +172,25 @@ class Recorder:
         computation = moment.computation
         top = self.tops[computation]
         held: dict[int, tuple[int, str, str]] = {}
-        for size, number, kind, what in self.meter.events[: top.event]:
+        for size, number, kind, origin in self.meter.events[: top.event]:
             if size < 0:
                 held.pop(number, None)
             else:
-                held[number] = size or held[number][0], kind, what
+                held[number] = size or held[number][0], kind, origin
         sums: dict[tuple[str, str], int] = {}
-        for size, kind, what in held.values():
-            sums[kind, what] = sums.get((kind, what), 0) + size
+        for size, kind, origin in held.values():
+            sums[kind, origin] = sums.get((kind, origin), 0) + size
         if top.more:
             sums[TEMPORARIES, self.computations[computation].name] = top.more
         if early := moment.total - top.total:
             sums[RECEIVED, "from other stages, ahead of time"] = early
-        listed = sorted(((kind, what, size) for (kind, what), size in sums.items()), key=lambda entry: -entry[2])
+        listed = sorted(((kind, origin, size) for (kind, origin), size in sums.items()), key=lambda entry: -entry[2])
         return Peak(moment.total, computation, moment.bytes_by_kind, tuple(listed[:24]))
 
 
 @dataclass(frozen=True)
 class Top:
-    """The peak memory of a computation: bytes, the event after which it was reached, and the temporary part of it."""
+    """The peak memory of a computation: bytes, the event after which they were reached, and the temporary part."""
 
     total: int
     event: int
@@ -201,20 +201,20 @@ class _RecordedCall:
     """A communication that has begun."""
 
     @classmethod
-    def repeat(cls, known: Communication, first: int, layer: str, own_class: int) -> _RecordedCall:
-        """A known communication, ``first`` computations later, of this layer and of ranks of this class."""
-        facts = {name: getattr(known, name) for name in _FACTS}
-        facts["label"] = layer if known.label == ANY_LAYER else known.label
-        facts["classes"] = (own_class,) if len(known.classes) == 1 else known.classes
-        call = cls(facts, known.begins + first)
-        call.ends = known.ends + first
+    def repeat(cls, cached: Communication, first: int, layer: str, own_class: int) -> _RecordedCall:
+        """A cached communication, ``first`` computations later, of this layer and of ranks of this class."""
+        facts = {name: getattr(cached, name) for name in _FACTS}
+        facts["label"] = layer if cached.label == ANY_LAYER else cached.label
+        facts["classes"] = (own_class,) if len(cached.classes) == 1 else cached.classes
+        call = cls(facts, cached.begins + first)
+        call.ends = cached.ends + first
         return call
 
     def __init__(self, facts: dict[str, Any], begins: int) -> None:
         self.facts, self.begins, self.ends = facts, begins, None
 
     def end(self, computation: int, received: int) -> None:
-        """It is waited for before the computation of this number; later waits have no effect."""
+        """Record a wait for the call, before the computation of this number; later waits have no effect."""
         if self.ends is None:
             self.ends, self.facts["received"] = computation, received
 
@@ -236,16 +236,16 @@ def watch_storage(engine: LayeredEngine, recorder: Recorder) -> None:
         ):
             if array is not None:
                 meter.relabel(array.memory, kind, name)
-        storage._empty = _taking(meter, storage._empty, None, name)
+        storage._empty = _count_as(meter, storage._empty, None, name)
     unsharder, reducer = engine._placed.unsharder, engine._placed.reducer
-    unsharder.unshard = _taking(meter, unsharder.unshard, "gathered groups")
-    reducer.sums = _taking(meter, reducer.sums, "whole gradients")
-    reducer.layer_done = _taking(meter, reducer.layer_done, "communication buffers")
-    reducer.finish = _taking(meter, reducer.finish, "communication buffers")
+    unsharder.unshard = _count_as(meter, unsharder.unshard, "gathered groups")
+    reducer.sums = _count_as(meter, reducer.sums, "whole gradients")
+    reducer.layer_done = _count_as(meter, reducer.layer_done, "communication buffers")
+    reducer.finish = _count_as(meter, reducer.finish, "communication buffers")
 
 
-def _taking(meter: Any, function: Callable, kind: str | None, *name: str) -> Callable:
-    """The function, whose allocations count as this kind (None: the current kind)."""
+def _count_as(meter: Any, function: Callable, kind: str | None, *name: str) -> Callable:
+    """The function; its allocations count as this kind (None: the current kind)."""
 
     def run(*args: Any, **options: Any) -> Any:
         with meter.taking(kind or meter.kind, *name):

@@ -43,7 +43,7 @@ class _NoCommunicator:
     device_aware, table, lanes, node_table, library, neighbours, spin_tests = True, None, None, None, None, None, 0
     collectives, lane_collectives, tuning = None, None, Tuning()
     hosts = range(2)  # no rank initializes parameters for another
-    progress = Progress()  # never anything under way
+    progress = Progress()  # no call is ever under way
 
     def __init__(self, rank: int, size: int, node: str) -> None:
         self.rank, self.size, self.node = rank, size, node
@@ -59,7 +59,7 @@ class _NoCommunicator:
 
 
 class ShapedMesh(Mesh):
-    """One rank's view of a mesh whose other ranks do not exist."""
+    """One rank's view of a mesh, without the other ranks."""
 
     def __init__(
         self, ranks: DryRunRanks, coordinates: Mapping[str, int], recorder: Recorder, *, checks: bool = False
@@ -104,9 +104,9 @@ class ShapedMesh(Mesh):
     def group_keys(self, communications: Sequence[Communication]) -> list[GroupKey]:
         """The groups that were used, and those of cached passes."""
         keys = dict.fromkeys(self._groups)
-        known = {names for names, _ in keys}
+        used = {names for names, _ in keys}
         for names in {tuple(communication.axes.split(",")) for communication in communications}:
-            if names not in known and set(names) <= set(self.axes):
+            if names not in used and set(names) <= set(self.axes):
                 keys[names, ()] = None
         return list(keys)
 
@@ -121,17 +121,17 @@ class ShapedMesh(Mesh):
 
 
 class ShapedGroup(Group):
-    """A group of which only this rank exists. Its calls are checked and counted as usual; nothing is sent."""
+    """A group without its other ranks. Its calls are checked and counted as usual; nothing is sent."""
 
     def __init__(
         self, comm: _NoCommunicator, names: tuple[str, ...], places: tuple, classes: Sequence[int], mesh: ShapedMesh
     ) -> None:
-        stands_in: Any = comm  # for a communicator that sends nothing
-        super().__init__(stands_in, ",".join(names) or "nobody", mesh.ledger, check=False, timeout=None)
+        stand_in: Any = comm  # replaces a Communicator
+        super().__init__(stand_in, ",".join(names) or "nobody", mesh.ledger, check=False, timeout=None)
         self._mesh, self._mailbox, self._classes = mesh, mesh.all.mailbox, classes
-        self._own, self._key = mesh.recorder.own_class, (names, places)
-        self._others = sorted(set(classes) - {self._own})
-        self._equals = [index for index, number in enumerate(classes) if number == self._own]  # ranks of this class
+        self._own_class, self._key = mesh.recorder.own_class, (names, places)
+        self._others = sorted(set(classes) - {self._own_class})
+        self._peers = [index for index, number in enumerate(classes) if number == self._own_class]  # in this class
         self._calls = 0
         self._means: dict[tuple[int, int], tuple[PreparedCall, float]] = {}
 
@@ -169,8 +169,8 @@ class ShapedGroup(Group):
         return min(CACHE // self.size, part) * ((self.size - 1) * apart + (self.size > 2))
 
     def _sent(self, call: PreparedCall, result: Any) -> float:
-        """Bytes sent, as the ledger counts them; the mean over the ranks of this class, whose shards may differ."""
-        if len(self._equals) < 2 or call.where[0] not in ("all_reduce", "reduce_scatter", "all_gather"):
+        """Bytes sent, as the ledger counts them: the mean over the ranks of this class, as their shards may differ."""
+        if len(self._peers) < 2 or call.where[0] not in ("all_reduce", "reduce_scatter", "all_gather"):
             return call.sent(result) if callable(call.sent) else call.sent
         key = id(call), getattr(result, "nbytes", 0)
         if key not in self._means:
@@ -181,17 +181,17 @@ class ShapedGroup(Group):
         sent = call.sent(result) if callable(call.sent) else call.sent
         match call.where[0]:
             case "all_reduce":
-                whole, rest = divmod(prod(call.shape), self.size)  # the first ranks have one more
-                mine = whole + bisect_left(self._equals, rest) / len(self._equals)
-                return call.payload + mine * call.dtype.itemsize * (self.size - 2)
+                share, rest = divmod(prod(call.shape), self.size)  # the first ranks have one more
+                mean_share = share + bisect_left(self._peers, rest) / len(self._peers)
+                return call.payload + mean_share * call.dtype.itemsize * (self.size - 2)
             case "reduce_scatter":
                 parts = _parts(call)
                 row = call.payload / max(1, parts[-1][-1].stop)
-                rows = sum(parts[place][-1].stop - parts[place][-1].start for place in self._equals)
-                return call.payload - rows * row / len(self._equals)
+                rows = sum(parts[place][-1].stop - parts[place][-1].start for place in self._peers)
+                return call.payload - rows * row / len(self._peers)
             case "all_gather" if call.sizes is not None:
                 row = result.nbytes / max(1, sum(call.sizes))
-                return sum(call.sizes[place] for place in self._equals) * row * (self.size - 1) / len(self._equals)
+                return sum(call.sizes[place] for place in self._peers) * row * (self.size - 1) / len(self._peers)
         return sent
 
     def _facts(self, operation: str, label: str, payload: int, sent: float) -> dict[str, Any]:
@@ -203,11 +203,11 @@ class ShapedGroup(Group):
             "place": self.rank,
             "payload": payload,
             "sent": sent,
-            "classes": tuple(sorted({self._own, *self._others})),
+            "classes": tuple(sorted({self._own_class, *self._others})),
         }
 
     def _result(self, call: PreparedCall, x: Array | None, out: Any) -> Any:
-        """The result of the call: of values (counts, lengths) if all ranks give values, else a shape."""
+        """The result of the call: values (counts, lengths) if all ranks pass values, else a shape."""
         operation = call.where[0]
         if operation == "barrier":
             return None
@@ -233,8 +233,8 @@ class ShapedGroup(Group):
         self._calls += 1
         call, x = mine
         without_memory = ShapedArray(x.shape, x.dtype) if isinstance(x, ShapedArray) else x
-        self._mailbox.put(("call", self._key, self._own, self._calls), (call, without_memory))
-        of_class = {self._own: mine}
+        self._mailbox.put(("call", self._key, self._own_class, self._calls), (call, without_memory))
+        of_class = {self._own_class: mine}
         for other in self._others:
             of_class[other] = self._mailbox.take(("call", self._key, other, self._calls))
         return [of_class[number] for number in self._classes]
@@ -247,7 +247,7 @@ class ShapedGroup(Group):
 
     def start_send(self, to: int, x: Array, *, channel: int | None = None, label: str = "") -> Pending:
         self._check_peer("send", to)
-        key = self._message_key("to", to, (to - self.rank) % self.size, self._own, channel)
+        key = self._message_key("to", to, (to - self.rank) % self.size, self._own_class, channel)
         self._mailbox.put(key, (x.shape, x.dtype))
         facts = self._facts("send", label, x.nbytes, x.nbytes) | {"peer": to, "channel": channel}
         return _PendingShape(self._mesh.recorder, self._mesh.recorder.begin(**facts), lambda: None, held=x)
@@ -268,8 +268,8 @@ class ShapedGroup(Group):
 
 
 class _PendingShape(Pending):
-    """A call under way whose result is known. Its input is held until it is waited for; during the wait ``scratch``
-    bytes are held as well."""
+    """A call under way with a known result. It holds its input until the wait, and ``scratch`` more bytes during the
+    wait."""
 
     __slots__ = ("_recorder", "_call", "_make", "_held", "_scratch")
 
@@ -283,7 +283,7 @@ class _PendingShape(Pending):
             recorder.sending.append([0, self])
 
     def release(self) -> None:
-        """Release the input: the other ranks have it."""
+        """Release the input, which the other ranks have received."""
         self._held = None
 
     @property
@@ -316,8 +316,8 @@ def _result_of_shapes(group: ShapedGroup, call: PreparedCall, inputs: list[tuple
     operation, axis = call.where[0], call.signature.axis
     if operation == "all_gather":
         first = inputs[0][1].shape
-        whole = sum(block.shape[axis] for _, block in inputs)
-        return ShapedArray.new((*first[:axis], whole, *first[axis + 1 :]), call.dtype)
+        length = sum(block.shape[axis] for _, block in inputs)
+        return ShapedArray.new((*first[:axis], length, *first[axis + 1 :]), call.dtype)
     if operation == "all_to_all":
         parts = [block[group.part_for_me(theirs)].shape for theirs, block in inputs]
         along = call.signature.concat_axis
@@ -337,23 +337,23 @@ def _result_of_values(group: ShapedGroup, call: PreparedCall, inputs: list[tuple
     if operation == "all_to_all":
         parts = [block[group.part_for_me(theirs)] for theirs, block in inputs]
         return joined(parts, call.signature.concat_axis, call.dtype)
-    mine = [x.astype(call.dtype) for x in blocks]
+    summands = [x.astype(call.dtype) for x in blocks]
     if operation == "reduce_scatter":
-        mine = [x[group.part_for_me(call)] for x in mine]
-    result = np.empty_like(mine[0])
-    reduce_into(result, mine, call.signature.reduction)
+        summands = [x[group.part_for_me(call)] for x in summands]
+    result = np.empty_like(summands[0])
+    reduce_into(result, summands, call.signature.reduction)
     return result
 
 
-# --- The mailbox. One rank represents each class, in a thread of its own. To gather from ranks of other classes, or to
-# --- receive from one, it needs the shapes of their inputs, which they put here
+# --- The mailbox. One rank represents each class, in its own thread. To gather from ranks of other classes, or to
+# --- receive from one, it takes the shapes of their inputs from the mailbox
 
 
-PATIENCE = 60.0  #: seconds without progress after which the ranks are taken to wait for each other forever
+PATIENCE = 60.0  #: seconds without progress after which a deadlock of the ranks is assumed
 
 
 class Mailbox:
-    """Shapes that classes of ranks have put, by key. A class that takes one waits for it."""
+    """Shapes that classes of ranks have put, by key. A class that takes a shape waits for it."""
 
     def __init__(self) -> None:
         self._items: dict[Hashable, Any] = {}
@@ -391,7 +391,7 @@ class Mailbox:
 
         def body(number: int) -> None:
             try:
-                with self._condition:  # one at a time, until it waits: the interpreter runs no more
+                with self._condition:  # one at a time, until it waits: the interpreter runs only one
                     results[number] = programs[number]()
             except BaseException as error:
                 self.fail(error)

@@ -1,6 +1,6 @@
 """The records of a dry run: computations, communications and memory of every rank in a step.
 
-``analyze`` makes them. Bytes are integers, counted as the ledger counts them. A FLOP is one multiplication or one
+``analyze`` returns them. Bytes are integers, counted as the ledger counts them. A FLOP is one multiplication or one
 addition: a product of [m k] by [k n] has 2 m n k.
 """
 
@@ -58,8 +58,8 @@ class Product:
     batch: int = 1
     itemsize: int = 4
     calls: int = 1
-    #: of a fused kernel, which consumes the result where it is computed: the share of the device's speed that it
-    #: reaches; 0: not fused, the result goes to memory
+    #: share of the device's speed that a fused kernel reaches, which consumes the result where it is computed; 0: not
+    #: fused, the result goes to memory
     fused: float = 0.0
     kernel: str = ""  #: one of the host's KERNELS; "": BLAS, or a device's library
 
@@ -80,17 +80,17 @@ class Products(HashedOnce):
 class Computation:
     """What a rank computes between two communications, in one layer, one phase and one micro-batch.
 
-    A layer that communicates in between is two computations of the same name.
+    A layer that communicates in between has two computations of the same name.
     """
 
     name: str  #: "block0/mlp forward"
     layer: str  #: "" for the loss, the gradient norm and the update
     phase: str
     micro_batch: int | None = None
-    chunk: int | None = None  #: of a pipeline
+    chunk: int | None = None  #: the chunk of a pipeline
     products: Products = Products()
     elements: int = 0  #: elements of the results of elementwise operations
-    calls: int = 0  #: of array operations, including products
+    calls: int = 0  #: calls of array operations, including products
     bytes_read: int = 0
     bytes_written: int = 0
 
@@ -105,26 +105,26 @@ class Communication:
     """A collective or a message of one rank.
 
     It begins before the computation number ``begins`` and is waited for before the computation number ``ends``. Both
-    may be one more than the last.
+    may be the number after the last.
     """
 
     operation: str  #: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, barrier, send or receive
     axes: str  #: mesh axes of the group, as in the ledger: "data,context"
     label: str
-    ranks: int  #: in the group
+    ranks: int  #: ranks in the group
     place: int  #: index of this rank in the group
     payload: int  #: bytes of the array handed in
     sent: float  #: bytes that this rank sends, as the ledger counts them; the mean of its class if shards differ
     begins: int
     ends: int
-    peer: int | None = None  #: of send and receive: the index of the other rank in the group
-    channel: int | None = None  #: of send and receive: which of several messages under way
+    peer: int | None = None  #: for send and receive: the index of the other rank in the group
+    channel: int | None = None  #: for send and receive: which of several messages under way
     received: int = 0  #: bytes of the result
     classes: tuple[int, ...] = ()  #: the classes of the ranks in the group, by number
 
     @property
     def priority(self) -> int:
-        """The number of computations that may hide it; fewer are more urgent."""
+        """The number of computations that may hide the communication; fewer are more urgent."""
         return self.ends - self.begins
 
     def moved(self, by: int) -> Communication:
@@ -133,12 +133,12 @@ class Communication:
 
     @property
     def where(self) -> tuple[str, str, str]:
-        """Its line of the ledger: operation, axes, label."""
+        """The line of the ledger: operation, axes, label."""
         return self.operation, self.axes, self.label
 
     @property
     def trace_name(self) -> str:
-        """Its name in a trace."""
+        """The name in a trace."""
         return f"{self.operation} over {self.axes}" + (f" ({self.label})" if self.label else "")
 
     @property
@@ -151,7 +151,7 @@ class Communication:
 
     @property
     def whole_bytes(self) -> int:
-        """S: bytes of the whole array of a collective; of a message, its own bytes."""
+        """S: bytes of the whole array of a collective, or of a message."""
         if self.operation in ("all_gather", "broadcast", "receive", "scatter"):
             return max(self.received, self.payload)
         return self.payload * (self.ranks if self.operation == "all_to_all" else 1)
@@ -176,7 +176,7 @@ class Peak:
     bytes: int
     computation: int
     bytes_by_kind: Mapping[str, int]
-    holds: Sequence[tuple[str, str, int]] = ()  #: (kind, what, bytes), the largest first
+    holds: Sequence[tuple[str, str, int]] = ()  #: (kind, phase or group, bytes), the largest first
 
 
 @dataclass(frozen=True)
@@ -185,16 +185,16 @@ class ModelShard:
 
     name: str
     sharding: str  #: "d f/model"
-    shape: tuple[int, ...]  #: of this rank's block when unsharded
+    shape: tuple[int, ...]  #: the shape of this rank's block when unsharded
     whole_shape: tuple[int, ...]
     dtype: str
-    bytes: int  #: of the block
-    stored_bytes: int  #: of the part that is stored here between uses
-    owned_bytes: int  #: of the part that this rank updates
-    group: str  #: the parameter group that it is stored and communicated with
+    bytes: int  #: bytes of the block
+    stored_bytes: int  #: bytes of the part that this rank stores between uses
+    owned_bytes: int  #: bytes of the part that this rank updates
+    group: str  #: the parameter group that contains it
     layers: tuple[str, ...]  #: the layers of this rank that use it
     requires: Mapping[str, int]  #: bytes: gradient, optimizer_state, gathered
-    depends_on: tuple[str, ...]  #: mesh axes over which it is gathered, or its gradient summed
+    depends_on: tuple[str, ...]  #: mesh axes over which it is gathered, or its gradient is summed
 
 
 #: The axes of a group and, for axes of which the group has only some indices, these indices.
@@ -241,7 +241,7 @@ class RankClass:
     """Ranks whose steps are equal except for their coordinates: the step of one, and the numbers of all."""
 
     step: RankStep
-    ranks: Sequence[int]  #: in row-major order of the mesh's axes
+    ranks: Sequence[int]  #: their numbers, in row-major order of the mesh's axes
 
     @property
     def count(self) -> int:
@@ -256,9 +256,9 @@ class StepAnalysis:
     axes: Mapping[str, int]
     classes: Sequence[RankClass]
     micro_batches: int
-    parameters: int  #: of the whole model
+    parameters: int  #: parameters of the whole model
     composition: Mapping[str, Any] = field(default_factory=dict)  #: as JSON
-    approximate: Sequence[str] = ()  #: what depends on values, and what was assumed
+    approximate: Sequence[str] = ()  #: assumptions about quantities that depend on values
     tables: Sequence[int] = ()  #: bytes of slot tables on each rank; (): none
 
     @property
@@ -268,16 +268,16 @@ class StepAnalysis:
     @property
     def bytes_sent(self) -> int:
         """Bytes sent by all ranks, as ``metrics.jsonl`` counts them."""
-        return round(sum(kind.count * kind.step.bytes_sent for kind in self.classes))
+        return round(sum(rank_class.count * rank_class.step.bytes_sent for rank_class in self.classes))
 
     @property
     def calls(self) -> int:
         """Collectives and messages of all ranks; one is counted on each rank that takes part."""
-        return sum(kind.count * len(kind.step.communications) for kind in self.classes)
+        return sum(rank_class.count * len(rank_class.step.communications) for rank_class in self.classes)
 
     @property
     def flops(self) -> int:
-        return sum(kind.count * kind.step.flops for kind in self.classes)
+        return sum(rank_class.count * rank_class.step.flops for rank_class in self.classes)
 
     @property
     def peak_bytes(self) -> int:
@@ -286,13 +286,13 @@ class StepAnalysis:
 
     def of_rank(self, rank: int) -> RankStep:
         """The step of a rank; its coordinates are those of another rank of the class."""
-        return next(kind.step for kind in self.classes if rank in kind.ranks)
+        return next(rank_class.step for rank_class in self.classes if rank in rank_class.ranks)
 
     def peak_bytes_by_rank(self) -> list[int]:
         peaks = [0] * self.ranks
-        for kind in self.classes:
-            for rank in kind.ranks:
-                peaks[rank] = kind.step.peak.bytes + kind.step.constants + self.tables_of_rank(rank)
+        for rank_class in self.classes:
+            for rank in rank_class.ranks:
+                peaks[rank] = rank_class.step.peak.bytes + rank_class.step.constants + self.tables_of_rank(rank)
         return peaks
 
     def tables_of_rank(self, rank: int) -> int:
@@ -303,10 +303,10 @@ class StepAnalysis:
         """Calls and bytes sent by all ranks, by operation and axes."""
         calls: dict[tuple[str, str], int] = defaultdict(int)
         sent: dict[tuple[str, str], float] = defaultdict(float)
-        for kind in self.classes:
-            for (operation, axes, _), line in kind.step.ledger().items():
-                calls[operation, axes] += kind.count * line[0]
-                sent[operation, axes] += kind.count * line[2]
+        for rank_class in self.classes:
+            for (operation, axes, _), line in rank_class.step.ledger().items():
+                calls[operation, axes] += rank_class.count * line[0]
+                sent[operation, axes] += rank_class.count * line[2]
         return {key: (calls[key], round(sent[key])) for key in calls}
 
     def as_json(self) -> dict[str, Any]:
@@ -342,18 +342,18 @@ Node = tuple[int, int]  # class of ranks, number of the computation
 class CriticalPath:
     """A chain of computations, each of which waits for the one before, on its own rank or on another."""
 
-    flops: int  #: of the chain: on any number of ranks a step executes at least these one after the other
+    flops: int  #: FLOPs of the chain, which a step executes in sequence on any number of ranks
     nodes: Sequence[Node]
 
     @property
     def classes(self) -> list[int]:
-        """The classes of ranks that it passes through, in order."""
+        """The classes of ranks that the chain passes through, in order."""
         passed = [number for number, _ in self.nodes]
         return [number for index, number in enumerate(passed) if not index or passed[index - 1] != number]
 
 
 def critical_path(analysis: StepAnalysis) -> CriticalPath:
-    """The longest chain. Communication takes no time here, but is waited for."""
+    """The longest chain. Communication takes no time, but computations wait for it."""
     return _PathFinder([rank_class.step for rank_class in analysis.classes]).find()
 
 
@@ -362,10 +362,10 @@ class _PathFinder:
 
     def __init__(self, steps: Sequence[RankStep]) -> None:
         self.steps = steps
-        self.keys = [list(_keys(step)) for step in steps]
+        self.keys = [list(_list_keys(step)) for step in steps]
         self.done: list[list[int]] = [[] for _ in steps]  # FLOPs before the end of each computation
         self.after: dict[Node, Node | None] = {}  # what each computation waited for
-        #: of each communication, by class: the FLOPs before it began, and the computation before it
+        #: for each communication, by class: the FLOPs before it began, and the computation before it
         self.begun: dict[Any, dict[int, tuple[int, Node | None]]] = defaultdict(dict)
         self.parties: dict[Any, set[int]] = defaultdict(set)
         for number, keys in enumerate(self.keys):
@@ -390,7 +390,7 @@ class _PathFinder:
         return CriticalPath(flops, nodes[::-1])
 
     def _advance(self, number: int) -> bool:
-        """Execute one class of ranks until it waits; whether it moved."""
+        """Execute one class of ranks until it waits; return whether it executed a computation."""
         step, done, keys = self.steps[number], self.done[number], self.keys[number]
         first = len(done)
         while True:
@@ -407,7 +407,7 @@ class _PathFinder:
             self.after[number, index] = node
 
 
-def _keys(step: RankStep) -> Iterator[tuple[Any, Communication]]:
+def _list_keys(step: RankStep) -> Iterator[tuple[Any, Communication]]:
     """A key for each communication, equal on all ranks that take part in it."""
     counts: dict[Any, int] = defaultdict(int)
     for communication in step.communications:

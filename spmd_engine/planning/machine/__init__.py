@@ -1,1 +1,1 @@
-"""Machines: their speeds and links, from files or measured."""
+"""Machines: their speeds and links, from files or from measurements."""

@@ -58,7 +58,7 @@ def parse_machine(text: str, where: str = "machine") -> Machine:
 
 def _record(kind: type, /, **readers: Reader) -> Reader:
     """Reads a table as a record of this kind; its fields without defaults are required."""
-    required = [each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
+    required = [field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING]
 
     def read(table: Any, where: str) -> Any:
         if not isinstance(table, Mapping):
@@ -73,7 +73,7 @@ def _record(kind: type, /, **readers: Reader) -> Reader:
 
 
 def _list(read: Reader) -> Reader:
-    """Reads a list, each of whose values is read by ``read``."""
+    """Reads a list of values, each by ``read``."""
 
     def read_all(values: Any, where: str) -> tuple:
         if not isinstance(values, list) or not values:
@@ -124,7 +124,7 @@ def _size(value: Any, where: str) -> float:
     return float(bytes_of(value, where)) if isinstance(value, str) else _number()(value, where)
 
 
-def _two(value: Any, where: str) -> tuple[int, int]:
+def _two_numbers(value: Any, where: str) -> tuple[int, int]:
     """Two numbers of ranks or nodes."""
     if not isinstance(value, list) or len(value) != 2 or any(type(n) is not int or n < 0 for n in value):
         raise UsageError(f"{where} is {value!r}: it must be two numbers from 0, as in [0, 5]")
@@ -143,21 +143,21 @@ def _curve(value: Any, where: str) -> Curve:
 
 
 def _speeds(table: Any, where: str) -> dict[str, Curve]:
-    known = ("float16", "bfloat16", "float32", "float64", "fused16", *KERNELS)
+    names = ("float16", "bfloat16", "float32", "float64", "fused16", *KERNELS)
     if not isinstance(table, Mapping) or not table:
-        raise UsageError(f"{where}: at least one is required, as in float32 = 1e12")
+        raise UsageError(f"{where}: at least one speed is required, as in float32 = 1e12")
     for dtype in table:
-        if dtype not in known:
-            raise UsageError(f"{where}: unknown field {dtype!r}; {one_of(dtype, known)}")
+        if dtype not in names:
+            raise UsageError(f"{where}: unknown field {dtype!r}; {one_of(dtype, names)}")
     return {dtype: _curve(speed, f"{where}: {dtype}") for dtype, speed in table.items()}
 
 
-def _pairs(tables: Any, where: str) -> dict[tuple[int, int], Link]:
+def _links_of_pairs(tables: Any, where: str) -> dict[tuple[int, int], Link]:
     """The links of [[pairs]], by their ranks."""
 
     def read(table: Any, where: str) -> tuple[tuple[int, int], Link]:
         link = dict(table) if isinstance(table, Mapping) else {}
-        a, b = _two(link.pop("ranks", None), f"{where}: ranks")
+        a, b = _two_numbers(link.pop("ranks", None), f"{where}: ranks")
         if a == b:
             raise UsageError(f"{where}: ranks is [{a}, {b}]: a rank has no link to itself")
         return (min(a, b), max(a, b)), _LINK(link, where)
@@ -165,7 +165,7 @@ def _pairs(tables: Any, where: str) -> dict[tuple[int, int], Link]:
     return dict(_list(read)(tables, where))
 
 
-def _node(table: Any, where: str) -> NodeKind:
+def _node_kind(table: Any, where: str) -> NodeKind:
     return _NODE({"count": 1, **table} if isinstance(table, Mapping) else table, where)
 
 
@@ -197,18 +197,18 @@ _NODE = _record(
 _MACHINE = _record(
     Machine,
     name=_text(),
-    nodes=_list(_node),
+    nodes=_list(_node_kind),
     between=_LINK,
-    pairs=_pairs,
+    pairs=_links_of_pairs,
     topology=_record(
         Topology,
         kind=_text(*TOPOLOGIES),
         leaf=_integer(1),
         oversubscription=_number(1),
         shape=_list(_integer(1)),
-        edges=_list(_two),
+        edges=_list(_two_numbers),
     ),
-    fitted=_record(Fitted, **{each.name: _number(None if "share" in each.name else 0) for each in fields(Fitted)}),
+    fitted=_record(Fitted, **{field.name: _number(None if "share" in field.name else 0) for field in fields(Fitted)}),
     source=_text(),
 )
 
@@ -238,8 +238,8 @@ def _check(machine: Machine, where: str) -> None:
         if beyond := [n for edge in topology.edges for n in edge if n >= nodes]:
             raise UsageError(f"{where}: topology: edges name node {beyond[0]}, but there are {nodes} nodes")
         if len(reached) < nodes:
-            apart = min(set(range(nodes)) - reached)
-            raise UsageError(f"{where}: topology: node 0 and node {apart} are not connected")
+            unreached = min(set(range(nodes)) - reached)
+            raise UsageError(f"{where}: topology: node 0 and node {unreached} are not connected")
 
 
 def calibrated_file() -> Path:
@@ -278,13 +278,13 @@ def toml_of(machine: Machine) -> str:
 
 def _entries(record: Any) -> list[str]:
     """The fields of a record as lines, without those that have their default, and without tables."""
-    values = {each.name: getattr(record, each.name) for each in fields(record)}
-    usual = {each.name: each.default for each in fields(record)}
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    defaults = {field.name: field.default for field in fields(record)}
     tables = (Link, Mapping)
     return [
         f"{name} = {_toml(value)}"
         for name, value in values.items()
-        if value != usual[name] and not isinstance(value, tables)
+        if value != defaults[name] and not isinstance(value, tables)
     ]
 
 

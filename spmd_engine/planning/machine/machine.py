@@ -70,19 +70,19 @@ class NodeKind:
 
     name: str
     count: int  #: number of such nodes
-    ranks: int  #: per node
+    ranks: int  #: ranks per node
     #: dtype -> FLOP/s by the FLOPs of a product of square matrices; one of a host's KERNELS -> by the FLOPs of a call
     speeds: Mapping[str, Curve]
     memory: float  #: bytes per rank; where ranks share cores, bytes of the node
     memory_bandwidth: Curve  #: bytes/s (read plus written) by the bytes of an operation
-    inside: Link  #: between ranks of a node
-    cores: float | None = None  #: shared by the ranks of a node; None: each rank has its own device
+    inside: Link  #: the link between ranks of a node
+    cores: float | None = None  #: cores that the ranks of a node share; None: each rank has its own device
     kind: str = "cloud"  #: one of KINDS
-    processors: int = 0  #: of a device, each of which computes one tile of a product at a time; 0: any number
+    processors: int = 0  #: processors of a device; each computes one tile of a product at a time; 0: any number
 
     @property
     def has_devices(self) -> bool:
-        """Whether each rank has a device of its own, to which its host launches work."""
+        """Whether each rank has its own device, on which a host launches work."""
         return self.cores is None
 
 
@@ -106,10 +106,10 @@ class Fitted:
     product_share: float = 1.0  #: share of the speed of products that is reached within a step
     product_half: float = 0.0  #: FLOPs of a product at which half of that share is reached
     memory_share: float = 1.0  #: share of the memory's bandwidth that is reached
-    #: added for each pass of a micro-batch through a layer; for devices: on the host, while the device works
+    #: seconds added for each pass of a micro-batch through a layer; on a device's host, while the device works
     pass_seconds: float = 0.0
     link_share: float = 1.0  #: share of the links' bandwidth that is reached
-    wait_seconds: float = 0.0  #: added to the latency of each collective
+    wait_seconds: float = 0.0  #: seconds added to the latency of each collective
 
 
 @dataclass(frozen=True)
@@ -118,13 +118,13 @@ class Machine:
 
     name: str
     nodes: tuple[NodeKind, ...]
-    between: Link  #: between nodes
+    between: Link  #: the link between nodes
     pairs: Mapping[tuple[int, int], Link] = field(
         default_factory=dict
-    )  #: pairs of ranks with a link of their own, in both directions
+    )  #: links of single pairs of ranks, in both directions
     topology: Topology = Topology()
     fitted: Fitted = Fitted()
-    source: str = ""  #: where the numbers are from
+    source: str = ""  #: the source of the numbers
 
     @cached_property
     def places(self) -> tuple[tuple[int, NodeKind], ...]:
@@ -203,8 +203,8 @@ class Machine:
         """The link between two ranks."""
         if other := self.pairs.get((min(a, b), max(a, b))):
             return other
-        (here, node), (there, _) = self.places[a], self.places[b]
-        return node.inside if here == there else self.between
+        (node_of_a, node), (node_of_b, _) = self.places[a], self.places[b]
+        return node.inside if node_of_a == node_of_b else self.between
 
     def peak(self, rank: int, dtype: str, flops: float) -> float:
         """A rank's FLOP/s in a matrix product of ``flops`` FLOPs, by the machine file."""

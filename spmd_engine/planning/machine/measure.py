@@ -26,14 +26,14 @@ PRODUCTS = (8, 16, 32, 64, 128, 256, 512, 1024)  #: widths of square matrices
 ARRAYS = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)  #: elements
 IMAGES = (1, 8, 64)  #: images of a 3x3 convolution, with 16 rows, 16 columns and 32 channels
 #: Bytes through which operands rotate, so that they leave the cache as in a step. Measured products were as fast as
-#: those in steps; operands in a cache are up to twice as fast, operands in memory 0.8 times.
+#: those in steps; products of cached operands are up to twice as fast, of operands in memory 0.8 times.
 POOL = 1 << 24
 SMALL, LARGE = 8, 1 << 20  #: bytes of messages that measure latency and bandwidth
 SECONDS = 6.0  #: about how long products, convolutions and memory are measured
 REPEATS = 5
 TINY = 50  #: all_reduces that measure the latency
 OVERSUBSCRIBED = 8  #: ranks per core of the machine file
-OUTLIER = 1.5  #: a pair whose bandwidth differs from the median by this factor is listed by itself
+OUTLIER = 1.5  #: a pair of ranks gets its own link if its bandwidth differs from the median by this factor
 
 
 def measure_machine(mesh: Mesh, seconds: float = SECONDS) -> Machine | None:
@@ -50,26 +50,26 @@ def measure_machine(mesh: Mesh, seconds: float = SECONDS) -> Machine | None:
             acts[kernel, _convolution_flops(n)] = partial(_convolution, kernel, n)
     acts |= {("memory", 12.0 * elements): partial(_addition, elements) for elements in ARRAYS}
     with threadpool_limits(1, "blas"):
-        took = np.array([_turns(mesh, make(), seconds / len(acts)) for make in acts.values()])
+        took = np.array([_time_turns(mesh, make(), seconds / len(acts)) for make in acts.values()])
     ranks = mesh.all_gather(took[None], label="calibrate") if mesh.size > 1 else took[None]
-    inside, between, pairs = _links(mesh)
+    inside, between, pairs = _measure_links(mesh)
     if mesh.rank:
         return None
     nodes = tuple(
-        _node(node, [r for r, other in enumerate(mesh.nodes_by_rank) if other == node], ranks, list(acts), inside)
+        _node_kind(node, [r for r, other in enumerate(mesh.nodes_by_rank) if other == node], ranks, list(acts), inside)
         for node in dict.fromkeys(mesh.nodes_by_rank)
     )
     return Machine("here", nodes, between or inside, pairs, source="measured by calibrate")
 
 
-def _node(
+def _node_kind(
     name: str, members: list[int], ranks: np.ndarray, measured: Sequence[tuple[str, float]], inside: Link
 ) -> NodeKind:
     points: dict[str, list[tuple[float, float]]] = {}
     took = np.median(ranks[members].max(axis=0), axis=1)
-    for (what, size), seconds in zip(measured, took.tolist(), strict=True):
-        points.setdefault(what, []).append((size, size / seconds))
-    curves = {what: Curve(tuple(each)) for what, each in points.items()}
+    for (kind, size), seconds in zip(measured, took.tolist(), strict=True):
+        points.setdefault(kind, []).append((size, size / seconds))
+    curves = {kind: Curve(tuple(curve_points)) for kind, curve_points in points.items()}
     cores = cores_here()
     return NodeKind(
         name=name,
@@ -86,7 +86,7 @@ def _node(
 Act = Callable[[], object]
 
 
-def _turns(mesh: Mesh, act: Act, seconds: float) -> list[float]:
+def _time_turns(mesh: Mesh, act: Act, seconds: float) -> list[float]:
     """Processor seconds of one ``act`` while all ranks execute it, for each of several turns. Collective."""
     act()
     began = process_time()
@@ -102,16 +102,16 @@ def _turns(mesh: Mesh, act: Act, seconds: float) -> list[float]:
     return turns
 
 
-def _rotating(shape: tuple[int, ...], dtype: str, arrays: int) -> Iterator[list[np.ndarray]]:
+def _rotate(shape: tuple[int, ...], dtype: str, arrays: int) -> Iterator[list[np.ndarray]]:
     """Lists of ``arrays`` arrays of a shape, which rotate through POOL bytes."""
     size = np.dtype(dtype).itemsize * arrays * prod(shape)
     pool = np.ones((max(2, POOL // size), arrays, *shape), dtype)
-    return cycle([list(each) for each in pool])
+    return cycle([list(operands) for operands in pool])
 
 
 def _product(dtype: str, width: int) -> Act:
     """A product of square matrices."""
-    operands = _rotating((width, width), dtype, 3)
+    operands = _rotate((width, width), dtype, 3)
 
     def act() -> None:
         a, b, out = next(operands)
@@ -122,7 +122,7 @@ def _product(dtype: str, width: int) -> Act:
 
 def _addition(elements: int) -> Act:
     """A sum of two arrays."""
-    operands = _rotating((elements,), "float32", 3)
+    operands = _rotate((elements,), "float32", 3)
 
     def act() -> None:
         a, b, out = next(operands)
@@ -136,8 +136,8 @@ def _convolution_flops(images: int) -> float:
 
 
 def _convolution(kernel: str, images: int) -> Act:
-    """A convolution, or its weight gradient, by the host's own kernels."""
-    operands = _rotating((images, 16, 16, 32), "float32", 2)
+    """A convolution, or its weight gradient, by the host's kernels."""
+    operands = _rotate((images, 16, 16, 32), "float32", 2)
     window = Window(3, before=1, after=1)
     w = np.ones((3, 3, 32, 32), np.float32)
 
@@ -161,7 +161,7 @@ def _available_bytes() -> int:
 # --- links
 
 
-def _links(mesh: Mesh) -> tuple[Link, Link | None, dict[tuple[int, int], Link]]:
+def _measure_links(mesh: Mesh) -> tuple[Link, Link | None, dict[tuple[int, int], Link]]:
     """The link inside a node, the link between nodes (None: one node), and pairs that differ. Collective."""
     if mesh.size == 1:
         return Link(1e-5, 5e9, by_copy=True), None, {}
@@ -169,25 +169,25 @@ def _links(mesh: Mesh) -> tuple[Link, Link | None, dict[tuple[int, int], Link]]:
     links_of_pairs: dict[tuple[int, int], Link] = {}
     for a in range(mesh.size):
         for b in range(a + 1, mesh.size):
-            latency, bandwidth = _pair(mesh, a, b)
+            latency, bandwidth = _measure_pair(mesh, a, b)
             links_of_pairs[a, b] = Link(latency, bandwidth, by_copy=nodes[a] == nodes[b])
-    usual = {}
-    for together in (True, False):
-        links = [link for (a, b), link in links_of_pairs.items() if (nodes[a] == nodes[b]) is together]
+    medians = {}
+    for same_node in (True, False):
+        links = [link for (a, b), link in links_of_pairs.items() if (nodes[a] == nodes[b]) is same_node]
         if links:
-            middle = Link(
-                median(link.latency for link in links), median(link.bandwidth for link in links), by_copy=together
+            typical = Link(
+                median(link.latency for link in links), median(link.bandwidth for link in links), by_copy=same_node
             )
-            usual[together] = _by_copy(mesh, middle) if together and mesh.node_count == 1 else middle
+            medians[same_node] = _measure_copies(mesh, typical) if same_node and mesh.node_count == 1 else typical
     pairs = {
         pair: link
         for pair, link in links_of_pairs.items()
-        if not link.by_copy and not 1 / OUTLIER < link.bandwidth / usual[False].bandwidth < OUTLIER
+        if not link.by_copy and not 1 / OUTLIER < link.bandwidth / medians[False].bandwidth < OUTLIER
     }
-    return usual.get(True) or Link(1e-5, 5e9, by_copy=True), usual.get(False), pairs
+    return medians.get(True) or Link(1e-5, 5e9, by_copy=True), medians.get(False), pairs
 
 
-def _pair(mesh: Mesh, a: int, b: int) -> tuple[float, float]:
+def _measure_pair(mesh: Mesh, a: int, b: int) -> tuple[float, float]:
     """Latency and bandwidth between ranks a and b, on all ranks. Collective."""
     world = mesh.group()
     times = np.zeros(2)
@@ -210,7 +210,7 @@ def _pair(mesh: Mesh, a: int, b: int) -> tuple[float, float]:
     return small, LARGE / max(large - small, 1e-9)
 
 
-def _by_copy(mesh: Mesh, link: Link) -> Link:
+def _measure_copies(mesh: Mesh, link: Link) -> Link:
     """The link with latency and bandwidth of an all_reduce, in which cores move the bytes. Collective."""
     x = np.ones(LARGE, np.float32)
     world = mesh.group()

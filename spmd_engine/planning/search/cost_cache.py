@@ -27,14 +27,14 @@ _KINDS = {Forward: FORWARD, BackwardInput: INPUT, BackwardWeight: WEIGHT, Backwa
 class Slots:
     """All slots of a schedule, in an order in which each follows the slots that it waits for.
 
-    Times are those of ``engine.schedules.timeline``, but for thousands of calls: the dependencies between slots are
-    computed once for each schedule, number of stages and number of micro-batches. Sends do not delay their own stage.
+    Times equal those of ``engine.schedules.timeline``, but thousands of calls are fast: the dependencies between slots
+    are computed once for each schedule, number of stages and number of micro-batches. Sends do not delay their stage.
     """
 
     def __init__(self, schedule: Schedule, stages: int, micro_batches: int) -> None:
         self.stages, self.chunks = stages, stages * schedule.chunks
         orders = [schedule.order(stages, micro_batches, stage) for stage in range(stages)]
-        self.held = [_changes(order) for order in orders]
+        self.held = [_list_changes(order) for order in orders]
         numbers: dict[tuple[int, int, int], int] = {}  # (whether forward, micro-batch, chunk) -> slot
         #: stage, chunk, kind, the slot whose result is needed (or -1), and whether that is on another stage
         self.slots: list[tuple[int, int, int, int, bool]] = []
@@ -45,7 +45,7 @@ class Slots:
             for stage, order in enumerate(orders):
                 while at[stage] < len(order):
                     work = order[at[stage]]
-                    need = self._need(work)
+                    need = self._find_source(work)
                     if need is not None and need not in numbers:
                         break
                     kind = _KINDS[type(work)]
@@ -57,7 +57,7 @@ class Slots:
                     at[stage] += 1
                     moved = True
 
-    def _need(self, work: Compute) -> tuple[int, int, int] | None:
+    def _find_source(self, work: Compute) -> tuple[int, int, int] | None:
         """The slot whose result a slot needs: (whether forward, micro-batch, chunk)."""
         if isinstance(work, Forward):
             return (1, work.m, work.chunk - 1) if work.chunk else None
@@ -69,15 +69,15 @@ class Slots:
         """Seconds from the first start to the last end. ``costs`` are seconds of each chunk's forward, input gradient
         and weight gradients; ``transfer`` is the time of a message between stages."""
         of_kind = [(f, i, w, i + w) for f, i, w in costs]
-        clock, handed = [0.0] * self.stages, []
+        clock, ends = [0.0] * self.stages, []
         for stage, chunk, kind, source, far in self.slots:
             begin = clock[stage]
             if source >= 0:
-                there = handed[source] + transfer if far else handed[source]
-                begin = there if there > begin else begin
+                arrival = ends[source] + transfer if far else ends[source]
+                begin = arrival if arrival > begin else begin
             end = begin + of_kind[chunk][kind]
             clock[stage] = end
-            handed.append(end)
+            ends.append(end)
         return max(clock)
 
     @cached_property
@@ -92,7 +92,7 @@ class Slots:
         return max(accumulate(sign * of_chunk[chunk] for chunk, sign in self.held[stage]))
 
 
-def _changes(order: Sequence[Compute]) -> list[tuple[int, int]]:
+def _list_changes(order: Sequence[Compute]) -> list[tuple[int, int]]:
     """(chunk, 1 or -1) where activations are saved and freed."""
     kinds = [(work, _KINDS[type(work)]) for work in order]
     return [(work.chunk, 1 if kind == FORWARD else -1) for work, kind in kinds if kind != INPUT]
@@ -108,7 +108,7 @@ class MeshRanks:
     ranks: int
     pipe: int
     summed: HashedOnce  #: the ranks over which gradients are summed
-    stored: HashedOnce  #: of these, the ranks over which ZeRO shards
+    stored: HashedOnce  #: the ranks of ``summed`` over which ZeRO shards
     replicas: HashedOnce  #: the ranks that store the same shard
     next_stage: int  #: the distance to the rank of the next stage
 
@@ -119,7 +119,7 @@ class MeshRanks:
 
     @classmethod
     def of(cls, axes: Sequence[tuple[str, int]]) -> MeshRanks:
-        """The groups of a mesh with these axes, of which the last varies fastest."""
+        """The groups of a mesh with these axes; the last axis varies fastest."""
         summed = (*BATCH, "context")
         stored = [axis for axis in summed if axis != "replicate"]
         stages = first_group(axes, [PIPE])
@@ -144,7 +144,7 @@ class LayerTimes:
 
     @classmethod
     def of(cls, layers: ShardedLayers, comm: ZeroCommTime, zero: int) -> LayerTimes:
-        """The times under this ZeRO stage. 0 also stands for machines whose ranks move the bytes themselves."""
+        """The times under this ZeRO stage; 0 also for machines on which ranks move the bytes themselves."""
         forward, back = layers.forward, layers.back
         if zero:
             forward = comm.forward(forward, zero)
@@ -165,19 +165,19 @@ class ShardedCosts:
     mesh: MeshRanks
     by_copy: bool  #: whether ranks that sum gradients move the bytes themselves
     times: LayerTimes
-    slowdowns: np.ndarray | None = None  #: of each stage on unequal nodes: see ``stage_slowdowns``
+    slowdowns: np.ndarray | None = None  #: the slowdown of each stage on unequal nodes: ``stage_slowdowns``
 
 
 @dataclass(frozen=True)
 class CostCache:
-    """What is equal for all candidates, and a cache of what several candidates share."""
+    """The data that all candidates share, and a cache of costs that several of them share."""
 
     model: Model
     machine: Machine
     itemsize: int
     states: int  #: arrays of optimizer state per parameter
     overlap: bool = True  #: whether the reduction of gradients overlaps with the last backward
-    _known: dict[tuple, Any] = field(default_factory=dict)
+    _results: dict[tuple, Any] = field(default_factory=dict)
 
     @cached_property
     def collectives(self) -> CollectiveTimes:
@@ -185,9 +185,9 @@ class CostCache:
 
     def once(self, key: tuple, compute: Callable[[], Any]) -> Any:
         """The result of ``compute``, which is called once for each key."""
-        if key not in self._known:
-            self._known[key] = compute()
-        return self._known[key]
+        if key not in self._results:
+            self._results[key] = compute()
+        return self._results[key]
 
     def slots(self, candidate: Candidate, micro_batches: int) -> Slots:
         """The slots of the candidate's schedule."""
@@ -205,9 +205,9 @@ class CostCache:
         """The costs of layers on this mesh. The layers must live as long as the cache, which uses their id."""
         mesh = self.once(("mesh", axes), lambda: MeshRanks.of(axes))
         by_copy = self.once(("by copy", mesh.summed), lambda: self.collectives.of("all_reduce", mesh.summed, 1.0).works)
-        inside = zero if mesh.shards > 1 and not by_copy and zero > 1 else 0  # ZeRO-1 sends nothing per micro-batch
-        key = "times", id(layers), mesh.stored if inside else (), inside
-        times = self.once(key, lambda: LayerTimes.of(layers, self.zero_comm(layers, mesh.stored), inside))
+        inner_zero = zero if mesh.shards > 1 and not by_copy and zero > 1 else 0  # ZeRO-1 sends nothing per micro-batch
+        key = "times", id(layers), mesh.stored if inner_zero else (), inner_zero
+        times = self.once(key, lambda: LayerTimes.of(layers, self.zero_comm(layers, mesh.stored), inner_zero))
         return ShardedCosts(layers, update, mesh, by_copy, times)
 
     def zero_comm(self, layers: ShardedLayers, ranks: HashedOnce) -> ZeroCommTime:

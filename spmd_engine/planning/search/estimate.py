@@ -1,8 +1,8 @@
 """Estimates a candidate's step in about a millisecond: seconds and memory from the costs of its layers.
 
 The pipeline's schedule is timed with the costs of each stage, and the memory of each stage follows from the same order.
-Communication of gradients and parameters is added where no work hides it. The planner compares candidates by these
-estimates; the whole step of the plans that it proposes is analyzed and simulated.
+Exposed communication of gradients and parameters is added. The planner compares candidates by these estimates; the
+whole step of the plans that it proposes is analyzed and simulated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Estimate:
     imbalance: float  #: the most work of a rank over the mean
     parts: Mapping[str, float]  #: seconds by cause
     holds: Mapping[str, float]  #: bytes by kind, on the rank that holds most
-    stage: int  #: the stage of that rank
+    stage: int  #: the stage of the rank that holds most
     simulated: bool = False  #: whether seconds, memory and sent are those of the simulated step
 
     @property
@@ -91,28 +91,28 @@ class Estimator:
             share = min(path / work, 1.0) if work else 0.0
             seconds = path / (1 - (1 - share) ** p) if share > 1e-9 else seconds
         quickest = 1.0 if self.slowdowns is None else float(self.slowdowns.min())
-        seconds = max(seconds, self._contended(quickest * work / p))
+        seconds = max(seconds, self._contended_seconds(quickest * work / p))
         if p == 1:
-            seconds += self._exposed(self._undivided, quickest * self.times.before[:, -1:])
+            seconds += self._exposed_seconds(self._undivided, quickest * self.times.before[:, -1:])
         elements = layers.own_elements / p
-        return Bound(seconds + self._update(elements), elements * self._stored_each() + layers.all_kept / p)
+        return Bound(seconds + self._update_seconds(elements), elements * self._element_bytes() + layers.all_kept / p)
 
-    def _contended(self, work: float) -> float:
+    def _contended_seconds(self, work: float) -> float:
         """The least seconds if each rank works for ``work`` seconds, where ranks share cores."""
         node = self.cache.machine.nodes[0]
         if node.cores is None:
             return work
         return work * max(1.0, min(self.mesh.ranks, node.ranks) / node.cores)
 
-    def _stored_each(self) -> float:
-        """Bytes that a rank stores between steps per parameter."""
+    def _element_bytes(self) -> float:
+        """Bytes that a rank stores between steps for each parameter."""
         zero, part = self.candidate.zero, 1 / self.mesh.shards
-        whole = [
+        shares = [
             1.0 if zero < 3 else part,
             1.0 if zero < 2 else part,
             self.cache.states * (1.0 if zero < 1 else part),
         ]
-        return self.itemsize * sum(whole)
+        return self.itemsize * sum(shares)
 
     @property
     def _undivided(self) -> StageSums:
@@ -122,8 +122,8 @@ class Estimator:
     # --- stages
 
     def divide(self, limit: float = np.inf) -> tuple[int, ...] | None:
-        """The first layer of each chunk in the division whose slowest stage is fastest among those whose stages fit in
-        ``limit`` bytes; None if there is none.
+        """The first layer of each chunk, in the division into stages of at most ``limit`` bytes whose slowest stage is
+        fastest; None if there is none.
 
         The limit is not checked for interleaved schedules, whose stages have several chunks.
         """
@@ -131,7 +131,7 @@ class Estimator:
             return (0,)
         if self.candidate.stages is not None:
             return self.candidate.stages
-        chunks, hops = self.pipe * self.candidate.chunks, self._hops()
+        chunks, hops = self.pipe * self.candidate.chunks, self._boundary_seconds()
         work = self.times.work
         slowdowns = () if self.slowdowns is None else tuple(self.slowdowns.tolist()) * self.candidate.chunks
         key = "division", id(self.times), chunks, hops[-1], self.mesh.next_stage, slowdowns
@@ -144,21 +144,21 @@ class Estimator:
             return starts
         return best_division(work.tolist(), chunks, boundary=hops, fits=room, slowdowns=slowdowns)
 
-    def _hops(self) -> list[float]:
+    def _boundary_seconds(self) -> list[float]:
         """Seconds that a stage boundary before each layer costs both stages, if ranks move the bytes themselves."""
-        if not self._between(1.0).works:
+        if not self._message_time(1.0).works:
             return [0.0] * len(self.costs)
-        return [0.0, *(2 * self._between(layer.output).seconds for layer in self.costs[:-1])]
+        return [0.0, *(2 * self._message_time(layer.output).seconds for layer in self.costs[:-1])]
 
-    def _between(self, size: float) -> Duration:
+    def _message_time(self, size: float) -> Duration:
         """The duration of a message between neighbouring stages."""
         return self.cache.collectives.of("send", (0, self.mesh.next_stage), size)
 
     def _fits(self, limit: float) -> Callable[[int], np.ndarray]:
         elements = np.array([0.0, *np.cumsum(self.layers.elements)])
-        kept = np.array([0.0, *np.cumsum(self.layers.kept)])
-        stored = self._stored_each() * (elements[None, :] - elements[:, None])
-        in_flight = kept[None, :] - kept[:, None]
+        kept_before = np.array([0.0, *np.cumsum(self.layers.kept)])
+        stored = self._element_bytes() * (elements[None, :] - elements[:, None])
+        in_flight = kept_before[None, :] - kept_before[:, None]
 
         def fits(k: int) -> np.ndarray:
             flight = self.m if self.candidate.schedule == "gpipe" else min(self.m, self.pipe - k)
@@ -168,7 +168,7 @@ class Estimator:
 
     # --- memory
 
-    def _stored(self, elements: np.ndarray) -> dict[str, np.ndarray]:
+    def _stored_bytes(self, elements: np.ndarray) -> dict[str, np.ndarray]:
         """Bytes that each stage stores between steps, by kind, for ``elements`` parameters."""
         zero, n = self.candidate.zero, self.mesh.shards
         size, part = elements * self.itemsize, elements * self.itemsize / n
@@ -178,9 +178,9 @@ class Estimator:
             "optimizer state": self.cache.states * (part if zero >= 1 else size),
         }
 
-    def _held(self, division: StageSums, slots: Slots | None) -> dict[str, np.ndarray]:
+    def _held_bytes(self, division: StageSums, slots: Slots | None) -> dict[str, np.ndarray]:
         """Peak bytes of a rank of each stage, by kind."""
-        held = self._stored(division.elements)
+        held = self._stored_bytes(division.elements)
         if self.mesh.shards > 1 and self.candidate.zero >= 2:
             if self.candidate.zero >= 3:
                 held["gathered groups"] = division.gathered * self.itemsize
@@ -210,15 +210,15 @@ class Estimator:
         costs = np.diff(self.times.before[:, division.edges], axis=1)
         if self.slowdowns is not None:
             costs = costs * np.tile(self.slowdowns, self.candidate.chunks)
-        slots, seconds = self._run(costs)
+        slots, seconds = self._time_schedule(costs)
         work_of_stage = self.m * division.by_stage(costs.sum(axis=0))
         mean, most = float(work_of_stage.mean()), float(work_of_stage.max())
         idle = max(seconds - mean, 0.0)
-        seconds = max(seconds, self._contended(mean))
-        exposed = self._exposed(division, costs) + self._shared(division)
-        update = self._update(float(division.elements.max()))
+        seconds = max(seconds, self._contended_seconds(mean))
+        exposed = self._exposed_seconds(division, costs) + self._tied_seconds(division)
+        update = self._update_seconds(float(division.elements.max()))
         total = seconds + exposed + update
-        held = self._held(division, slots)
+        held = self._held_bytes(division, slots)
         stage = int(np.argmax(sum(held.values())))
         holds = {name: float(sizes[stage]) for name, sizes in held.items()}
         hops = 2 * sum(self.costs[first - 1].output for first in starts if first)
@@ -237,7 +237,7 @@ class Estimator:
             candidate=replace(self.candidate, stages=starts if self.pipe > 1 else None),
             seconds=total,
             memory=sum(holds.values()),
-            sent=inside_sent + self._sent(division),
+            sent=inside_sent + self._sent_bytes(division),
             work=most + update,
             imbalance=most / mean if most else 1.0,
             parts={name: max(value, 0.0) for name, value in parts.items()},
@@ -245,45 +245,45 @@ class Estimator:
             stage=stage,
         )
 
-    def _run(self, costs: np.ndarray) -> tuple[Slots | None, float]:
+    def _time_schedule(self, costs: np.ndarray) -> tuple[Slots | None, float]:
         """The slots of the schedule, and their seconds with these costs, float64[3, chunks]; a long schedule is
         extrapolated from its first micro-batches."""
         if self.pipe == 1:
             return None, self.m * float(costs.sum())
-        duration = self._between(float(self.layers.output[:-1].max(initial=0)))
+        duration = self._message_time(float(self.layers.output[:-1].max(initial=0)))
         transfer = 0.0 if duration.works else duration.seconds
-        few, of_chunks = 2 * self.pipe, costs.T.tolist()
-        if self.m * len(of_chunks) <= LONG or self.m <= few + self.pipe:
+        few, chunk_costs = 2 * self.pipe, costs.T.tolist()
+        if self.m * len(chunk_costs) <= LONG or self.m <= few + self.pipe:
             slots = self.cache.slots(self.candidate, self.m)
-            return slots, slots.seconds(of_chunks, transfer)
+            return slots, slots.seconds(chunk_costs, transfer)
         slots, more = self.cache.slots(self.candidate, few), self.cache.slots(self.candidate, few + self.pipe)
-        seconds = slots.seconds(of_chunks, transfer)
-        of_micro_batch = (more.seconds(of_chunks, transfer) - seconds) / self.pipe
-        return slots, seconds + (self.m - few) * of_micro_batch
+        seconds = slots.seconds(chunk_costs, transfer)
+        added = (more.seconds(chunk_costs, transfer) - seconds) / self.pipe
+        return slots, seconds + (self.m - few) * added
 
-    def _exposed(self, division: StageSums, costs: np.ndarray) -> float:
-        """Seconds of exposed communication of gradients and updated parameters, of the stage with most of it.
+    def _exposed_seconds(self, division: StageSums, costs: np.ndarray) -> float:
+        """Exposed seconds of communication of gradients and updated parameters, in the stage that has most.
 
         Communication inside micro-batches is part of ``LayerTimes``, unless ranks move the bytes themselves.
         """
         if len(self.mesh.summed) == 1:
             return 0.0
         zero = self.candidate.zero
-        times = {0: (0, 0, 1), 1: (1, 1, 0), 2: (1, self.m, 0), 3: (2 * self.m, self.m, 0)}[zero]
+        counts = {0: (0, 0, 1), 1: (1, 1, 0), 2: (1, self.m, 0), 3: (2 * self.m, self.m, 0)}[zero]
         comm = self.cache.zero_comm(self.layers, self.mesh.stored if zero else self.mesh.summed)
         gather, scatter, reduce = division.zero_comm(comm)
         if self.by_copy:
-            seconds = times[0] * gather + times[1] * scatter + times[2] * reduce
+            seconds = counts[0] * gather + counts[1] * scatter + counts[2] * reduce
         elif zero < 2:
             last = division.by_stage(costs[1] + costs[2])
             hidden = last * (1 - 1 / division.counts) * self.cache.overlap
-            seconds = np.maximum(scatter * times[1] + reduce * times[2] - hidden, 0.0) + gather * times[0]
+            seconds = np.maximum(scatter * counts[1] + reduce * counts[2] - hidden, 0.0) + gather * counts[0]
         else:
             seconds = comm.last[division.starts[: self.pipe]] + (gather if zero == 2 else 0.0)
-        worst = float((seconds + self._replicas(division.elements)).max())
-        return self._contended(worst) if self.by_copy else worst
+        worst = float((seconds + self._replica_seconds(division.elements)).max())
+        return self._contended_seconds(worst) if self.by_copy else worst
 
-    def _shared(self, division: StageSums) -> float:
+    def _tied_seconds(self, division: StageSums) -> float:
         """Seconds in which stages that share parameters sum their gradients."""
         size = float(division.apart.max()) * self.itemsize
         if not size:
@@ -291,7 +291,7 @@ class Estimator:
         ranks = 0, self.mesh.next_stage * (self.pipe - 1)
         return self.cache.collectives.of("all_reduce", ranks, size).seconds
 
-    def _replicas(self, elements: np.ndarray) -> np.ndarray | float:
+    def _replica_seconds(self, elements: np.ndarray) -> np.ndarray | float:
         """Seconds in which the replicas of a ZeRO shard sum it."""
         if len(self.mesh.replicas) == 1 or not self.candidate.zero:
             return 0.0
@@ -299,7 +299,7 @@ class Estimator:
         collectives, replicas = self.cache.collectives, self.mesh.replicas
         return np.array([collectives.of("all_reduce", replicas, part).seconds for part in parts.tolist()])
 
-    def _sent(self, division: StageSums) -> float:
+    def _sent_bytes(self, division: StageSums) -> float:
         """Bytes of parameters and gradients that all ranks send."""
         mesh, zero, m = self.mesh, self.candidate.zero, self.m
         ranks = self.candidate.ranks / self.pipe
@@ -312,15 +312,15 @@ class Estimator:
         gathered = size
         if zero == 3:
             gathered = m * 2 * (size + division.tied * self.itemsize)
-            last = (len(division.starts) - 1) % self.pipe  # its last layer is still gathered when its backward begins
+            last = (len(division.starts) - 1) % self.pipe  # the last layer is still gathered when its backward begins
             gathered[last] -= m * self.costs[-1].parameters * self.itemsize
         reduced = size * (1 if zero == 1 else m)
         sent = (gathered + reduced) * (n - 1) + 2 * size * (replicas - 1) / replicas + shared
         return float(sent.sum()) * ranks / n
 
-    def _update(self, elements: float) -> float:
+    def _update_seconds(self, elements: float) -> float:
         parts = self.mesh.shards if self.candidate.zero else 1
-        return self._contended(elements / parts * self.update)
+        return self._contended_seconds(elements / parts * self.update)
 
 
 # --- The division of layers into pipeline stages whose slowest stage is fastest
@@ -359,7 +359,7 @@ def best_division(
         worst = np.maximum(best[:, None], part * slowdowns[k] if len(slowdowns) else part)
         if fits is not None:
             worst = np.where(fits(k), worst, np.inf)
-        chosen = layers - np.argmin(worst[::-1], axis=0)  # of equal ones the latest start
+        chosen = layers - np.argmin(worst[::-1], axis=0)  # the latest of equal starts
         best = worst[chosen, np.arange(layers + 1)]
         choices.append(chosen)
     if not np.isfinite(best[layers]):

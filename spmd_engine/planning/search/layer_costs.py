@@ -32,7 +32,7 @@ class LayerCosts:
     above_forward: int = 0  #: peak bytes of its forward, above what it saves
     above_backward: int = 0  #: peak bytes of its backward, above what it had saved
     parameters: int = 0  #: elements on the rank, unsharded
-    tied: int = 0  #: of these, those tied to another layer
+    tied: int = 0  #: elements of ``parameters`` that are tied to another layer
     groups: tuple[int, ...] = ()  #: elements of its own parameter groups, in the order of their gathers
     tied_groups: tuple[int, ...] = ()  #: elements of groups of other layers that it uses
     host_forward: float = 0.0  #: seconds in which a device's host launches the forward
@@ -44,7 +44,7 @@ class LayerCosts:
 
 
 def between(a: LayerCosts, b: LayerCosts, share: float) -> LayerCosts:
-    """Linear interpolation from ``a`` to ``b``, also beyond them, but never below 0."""
+    """Linear interpolation from ``a`` to ``b``, or extrapolation, but never below 0."""
     values = {}
     for cost in fields(LayerCosts):
         low, high = getattr(a, cost.name), getattr(b, cost.name)
@@ -72,48 +72,48 @@ class ShardedLayers:
     def __init__(self, model: Model, costs: Sequence[LayerCosts], repeated: Sequence[range]) -> None:
         """``repeated``: the layers of each recomputed segment (``repeated_layers``)."""
         self.costs = costs
-        again = np.zeros(len(costs), bool)
+        recomputed = np.zeros(len(costs), bool)
         for layers in repeated:
-            again[layers.start : layers.stop] = True
+            recomputed[layers.start : layers.stop] = True
         self.later_repeated = [layer for layers in repeated for layer in layers[1:]]
-        self.forward = self._of(lambda each: each.all_forward)
-        self.forward += self._idle(model, self._of(lambda each: each.host_forward), self.forward)
-        inputs, inside = self._of(lambda each: each.backward_input), self._of(lambda each: each.inside_backward)
-        self.weights = self._of(lambda each: each.backward_weights)
+        self.forward = self._array(lambda cost: cost.all_forward)
+        self.forward += self._idle(model, self._array(lambda cost: cost.host_forward), self.forward)
+        inputs, inside = self._array(lambda cost: cost.backward_input), self._array(lambda cost: cost.inside_backward)
+        self.weights = self._array(lambda cost: cost.backward_weights)
         work = inputs + inside + self.weights
-        idle = self._idle(model, self._of(lambda each: each.host_backward), work)
-        self.back = inputs + inside + idle + again * self.forward
+        idle = self._idle(model, self._array(lambda cost: cost.host_backward), work)
+        self.back = inputs + inside + idle + recomputed * self.forward
         self.work = self.forward + self.back + self.weights
         self.whole = float(self.work.sum())
         #: seconds of the forward and backward of a micro-batch, without weight gradients and recomputation
         self.path = float(self.forward.sum() + inputs.sum())
-        #: of the work, seconds of communication inside layers; and bytes that a rank with all layers sends in them
-        self.inside = float((self._of(lambda each: each.inside_forward) * (1 + again) + inside).sum())
-        sent = self._of(lambda each: each.sent_forward), self._of(lambda each: each.sent_backward)
-        self.sent = float((sent[0] * (1 + again) + sent[1]).sum())
-        self.output = self._of(lambda each: each.output)
-        saved = self._of(lambda each: each.saved)
-        self.kept = np.where(again, 0.0, saved)
+        #: seconds of ``work`` in communication inside layers; and bytes that a rank with all layers sends in them
+        self.inside = float((self._array(lambda cost: cost.inside_forward) * (1 + recomputed) + inside).sum())
+        sent = self._array(lambda cost: cost.sent_forward), self._array(lambda cost: cost.sent_backward)
+        self.sent = float((sent[0] * (1 + recomputed) + sent[1]).sum())
+        self.output = self._array(lambda cost: cost.output)
+        saved = self._array(lambda cost: cost.saved)
+        self.kept = np.where(recomputed, 0.0, saved)
         for layers in repeated:
             if layers.start > 0:
                 self.kept[layers.start] = costs[layers.start - 1].output
         self.all_kept = float(self.kept.sum())
         self.kept_before = np.cumsum(self.kept) - self.kept
-        above = self._of(lambda each: max(each.above_forward, each.above_backward))
+        above = self._array(lambda cost: max(cost.above_forward, cost.above_backward))
         self.running = self.kept_before + self.kept + above
         for layers in repeated:
             part = slice(layers.start, layers.stop)
             self.running[part] += np.cumsum(saved[part])
-        self.elements = self._of(lambda each: each.parameters)
-        self.own_elements = float(self.elements.sum() - self._of(lambda each: each.tied).sum())
+        self.elements = self._array(lambda cost: cost.parameters)
+        self.own_elements = float(self.elements.sum() - self._array(lambda cost: cost.tied).sum())
         #: elements that are gathered at once for a layer: those of its segment if that is recomputed
         self.gathered = self.elements.copy()
         for layers in repeated:
             part = slice(layers.start, layers.stop)
             self.gathered[part] = self.elements[part].sum()
         #: elements of each layer's first gathered group, and of its last reduced groups
-        self.first_group = self._of(lambda each: max(each.groups[:1], default=0))
-        self.last_groups = self._of(lambda each: sum(each.groups[-IN_FLIGHT:]))
+        self.first_group = self._array(lambda cost: max(cost.groups[:1], default=0))
+        self.last_groups = self._array(lambda cost: sum(cost.groups[-IN_FLIGHT:]))
         numbers = {name: number for number, (name, _) in enumerate(model.layers)}
         #: layer with a tied parameter -> the layer that owns it
         self.owners = {
@@ -125,10 +125,10 @@ class ShardedLayers:
     def __len__(self) -> int:
         return len(self.costs)
 
-    def _of(self, number: Callable[[LayerCosts], float]) -> np.ndarray:
+    def _array(self, number: Callable[[LayerCosts], float]) -> np.ndarray:
         """``number`` of each layer: float64[layers]."""
-        different, at = self.different
-        return np.array([float(number(each)) for each in different])[at]
+        distinct, indices = self.different
+        return np.array([float(number(cost)) for cost in distinct])[indices]
 
     def _idle(self, model: Model, host: np.ndarray, work: np.ndarray) -> np.ndarray:
         """Seconds that a device waits for its host, float64[layers]. Within a block the host launches ahead of the
@@ -144,21 +144,21 @@ class ShardedLayers:
     @cached_property
     def groups(self) -> HashedOnce:
         """The parameter groups of all layers: what communication of ZeRO depends on."""
-        different, at = self.different
-        return HashedOnce((tuple((each.groups, each.tied_groups) for each in different), tuple(at)))
+        distinct, indices = self.different
+        return HashedOnce((tuple((cost.groups, cost.tied_groups) for cost in distinct), tuple(indices)))
 
     @cached_property
     def different(self) -> tuple[list[LayerCosts], list[int]]:
-        """The distinct costs, and for each layer the index of its own: most layers of a model are equal."""
+        """The distinct costs, and the index of each layer's costs: most layers of a model are equal."""
         numbers: dict[int, int] = {}
-        at = [numbers.setdefault(id(each), len(numbers)) for each in self.costs]
-        return [self.costs[at.index(number)] for number in range(len(numbers))], at
+        indices = [numbers.setdefault(id(cost), len(numbers)) for cost in self.costs]
+        return [self.costs[indices.index(number)] for number in range(len(numbers))], indices
 
 
 # --- Communication of ZeRO, by parameter group. Under ZeRO-3 the first group of a layer is prefetched while the layer
 # --- before it computes (``engine.zero.unsharder``); the others are gathered when the layer begins, exposed. All groups
 # --- of a recomputed segment are gathered at its beginning. From ZeRO-2 on gradients are reduced in every micro-batch,
-# --- at most ``IN_FLIGHT`` groups at a time (``engine.zero.reducer``). A rank's link serves one at a time
+# --- at most ``IN_FLIGHT`` groups at a time (``engine.zero.reducer``). A rank's link serves one collective at a time
 
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -168,7 +168,7 @@ OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
 class ZeroCommTime:
     """Seconds of the communication of each layer's parameter groups, float64[layers], each alone on its link.
 
-    ``own`` and ``tied`` are by operation: of the layer's own groups, and of groups of other layers that it uses.
+    ``own`` and ``tied`` have seconds by operation: for the layer's groups, and for those of other layers that it uses.
     """
 
     own: dict[str, np.ndarray]
@@ -181,17 +181,17 @@ class ZeroCommTime:
         cls, layers: ShardedLayers, collectives: CollectiveTimes, ranks: Sequence[int], itemsize: int
     ) -> ZeroCommTime:
         """The times for layers whose parameters are sharded over these ranks."""
-        different, at = layers.different
+        distinct, indices = layers.different
 
         def seconds(operation: str, groups: Sequence[Sequence[int]]) -> np.ndarray:
-            times = [sum(collectives.of(operation, ranks, size * itemsize).seconds for size in some) for some in groups]
-            return np.array(times)[at]
+            times = [sum(collectives.of(operation, ranks, size * itemsize).seconds for size in row) for row in groups]
+            return np.array(times)[indices]
 
         return cls(
-            {name: seconds(name, [each.groups for each in different]) for name in OPERATIONS},
-            {name: seconds(name, [each.tied_groups for each in different]) for name in OPERATIONS},
-            seconds("all_gather", [(*each.groups, *each.tied_groups)[:1] for each in different]),
-            seconds("reduce_scatter", [each.groups[-IN_FLIGHT:] for each in different]),
+            {name: seconds(name, [cost.groups for cost in distinct]) for name in OPERATIONS},
+            {name: seconds(name, [cost.tied_groups for cost in distinct]) for name in OPERATIONS},
+            seconds("all_gather", [(*cost.groups, *cost.tied_groups)[:1] for cost in distinct]),
+            seconds("reduce_scatter", [cost.groups[-IN_FLIGHT:] for cost in distinct]),
         )
 
     def all(self, operation: str) -> np.ndarray:
@@ -258,7 +258,7 @@ class StageSums:
         return self.worst_chunk(most - self.layers.kept_before[self.starts] - self.kept)
 
     @cached_property
-    def _places(self) -> list[tuple[int, int, int]]:
+    def _tied_layers(self) -> list[tuple[int, int, int]]:
         """For each layer with a tied parameter: the layer, its stage, and the stage of the owner."""
         chunks = {layer: int(np.searchsorted(self.starts, layer, side="right")) - 1 for layer in self._tied_or_owner}
         stage = {layer: chunk % self.stages for layer, chunk in chunks.items()}
@@ -272,25 +272,25 @@ class StageSums:
     def elements(self) -> np.ndarray:
         """Parameters of a rank; a tied parameter counts once on each stage."""
         return self.by_stage(self.by_chunk(self.layers.elements)) - self._tied_elements(
-            lambda here, there: here == there
+            lambda stage, owner_stage: stage == owner_stage
         )
 
     @cached_property
     def tied(self) -> np.ndarray:
-        """Of these, parameters that are tied to another layer."""
-        return self._tied_elements(lambda here, there: True)
+        """Parameters of a rank that are tied to another layer."""
+        return self._tied_elements(lambda stage, owner_stage: True)
 
     @cached_property
     def apart(self) -> np.ndarray:
-        """Of these, parameters that are tied to a layer of another stage."""
-        return self._tied_elements(lambda here, there: here != there)
+        """Parameters of a rank that are tied to a layer of another stage."""
+        return self._tied_elements(lambda stage, owner_stage: stage != owner_stage)
 
     def _tied_elements(self, counts: Callable[[int, int], bool]) -> np.ndarray:
-        """Tied parameters of each stage; ``counts``: whether those count, by their stage and that of their owner."""
+        """Tied parameters of each stage that ``counts``: a function of their stage and the stage of their owner."""
         elements = np.zeros(self.stages)
-        for layer, here, there in self._places:
-            if counts(here, there):
-                elements[here] += self.layers.costs[layer].tied
+        for layer, stage, owner_stage in self._tied_layers:
+            if counts(stage, owner_stage):
+                elements[stage] += self.layers.costs[layer].tied
         return elements
 
     def zero_comm(self, comm: ZeroCommTime) -> list[np.ndarray]:
@@ -298,9 +298,9 @@ class StageSums:
         times = []
         for name in OPERATIONS:
             seconds = self.by_stage(self.by_chunk(comm.own[name]))
-            for layer, here, there in self._places:
-                if here != there:
-                    seconds[here] += comm.tied[name][layer]
+            for layer, stage, owner_stage in self._tied_layers:
+                if stage != owner_stage:
+                    seconds[stage] += comm.tied[name][layer]
             times.append(seconds)
         return times
 

@@ -18,7 +18,7 @@ import numpy as np
 from spmd_engine.errors import UsageError
 
 Places = tuple[int, ...]  #: the node of each task
-MOST_TRIED = 2_000_000  #: placements that ``exact`` tries
+MOST_TRIED = 2_000_000  #: placements that ``exact`` tries at most
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def exact(tasks: Tasks) -> Places:
         raise UsageError(f"{tasks.nodes} nodes to the power of {tasks.count} tasks are too many placements to try")
     fitting = (places for places in product(range(tasks.nodes), repeat=tasks.count) if tasks.fits(places))
     best = min(fitting, key=tasks.cost, default=None)
-    return _checked(best, tasks)
+    return _require_fitting(best, tasks)
 
 
 def assigned(cost: np.ndarray) -> Places:
@@ -120,12 +120,12 @@ def first_fit(tasks: Tasks, random: Random | None = None) -> Places | None:
 
 def _groups(tasks: Tasks) -> list[tuple[int, ...]]:
     """Sets of tasks that are placed together."""
-    of = list(range(tasks.count))
+    group_of = list(range(tasks.count))
     for group in tasks.together:
-        least = min(of[task] for task in group)
-        joined = {of[task] for task in group}
-        of = [least if number in joined else number for number in of]
-    return [tuple(t for t in range(tasks.count) if of[t] == number) for number in sorted(set(of))]
+        least = min(group_of[task] for task in group)
+        joined = {group_of[task] for task in group}
+        group_of = [least if number in joined else number for number in group_of]
+    return [tuple(t for t in range(tasks.count) if group_of[t] == number) for number in sorted(set(group_of))]
 
 
 def _fill(tasks: Tasks, order: Sequence[tuple[int, ...]], at: list[int], random: Random) -> bool:
@@ -135,7 +135,7 @@ def _fill(tasks: Tasks, order: Sequence[tuple[int, ...]], at: list[int], random:
         size = float(sum(tasks.size[t] for t in group))
         pins = {tasks.pinned[t] for t in group if t in tasks.pinned}
         taken = {
-            at[o] for each in tasks.apart for t in group if t in each for o in each if o not in group and at[o] >= 0
+            at[o] for peers in tasks.apart for t in group if t in peers for o in peers if o not in group and at[o] >= 0
         }
         nodes = [
             n
@@ -159,26 +159,26 @@ def annealed(tasks: Tasks, *, turns: int = 20_000, seed: int = 0) -> Places:
     Raises UsageError if no initial placement that fits was found.
     """
     random = Random(seed)
-    now = _checked(first_fit(tasks, random), tasks)
-    groups, cost = _groups(tasks), tasks.cost(now)
-    best, least = now, cost
-    heat = 0.3 * cost
-    cool = (1e-4) ** (1 / max(turns, 1))
+    current = _require_fitting(first_fit(tasks, random), tasks)
+    groups, cost = _groups(tasks), tasks.cost(current)
+    best, least = current, cost
+    temperature = 0.3 * cost
+    cooling = (1e-4) ** (1 / max(turns, 1))
     for _ in range(turns):
-        heat *= cool
-        there = _neighbour(tasks, groups, now, random)
-        if not tasks.fits(there):
+        temperature *= cooling
+        candidate = _change_at_random(tasks, groups, current, random)
+        if not tasks.fits(candidate):
             continue
-        found = tasks.cost(there)
-        if found <= cost or random.random() < exp((cost - found) / max(heat, 1e-30)):
-            now, cost = there, found
+        candidate_cost = tasks.cost(candidate)
+        if candidate_cost <= cost or random.random() < exp((cost - candidate_cost) / max(temperature, 1e-30)):
+            current, cost = candidate, candidate_cost
             if cost < least:
-                best, least = now, cost
-    return _descended(tasks, groups, best)
+                best, least = current, cost
+    return _descend(tasks, groups, best)
 
 
-def _neighbour(tasks: Tasks, groups: Sequence[tuple[int, ...]], now: Places, random: Random) -> Places:
-    at = list(now)
+def _change_at_random(tasks: Tasks, groups: Sequence[tuple[int, ...]], current: Places, random: Random) -> Places:
+    at = list(current)
     group = random.choice(groups)
     if random.random() < 0.5 or len(groups) < 2:
         node = random.randrange(tasks.nodes)
@@ -194,26 +194,26 @@ def _neighbour(tasks: Tasks, groups: Sequence[tuple[int, ...]], now: Places, ran
     return tuple(at)
 
 
-def _descended(tasks: Tasks, groups: Sequence[tuple[int, ...]], now: Places) -> Places:
+def _descend(tasks: Tasks, groups: Sequence[tuple[int, ...]], current: Places) -> Places:
     """The local optimum that moves of single groups reach."""
-    cost, better = tasks.cost(now), True
+    cost, better = tasks.cost(current), True
     while better:
         better = False
-        for there in _moves(tasks, groups, now):
-            if tasks.fits(there) and (found := tasks.cost(there)) < cost * (1 - 1e-12):
-                now, cost, better = there, found, True
+        for candidate in _list_moves(tasks, groups, current):
+            if tasks.fits(candidate) and (candidate_cost := tasks.cost(candidate)) < cost * (1 - 1e-12):
+                current, cost, better = candidate, candidate_cost, True
                 break
-    return now
+    return current
 
 
-def _moves(tasks: Tasks, groups: Sequence[tuple[int, ...]], now: Places) -> Iterator[Places]:
+def _list_moves(tasks: Tasks, groups: Sequence[tuple[int, ...]], current: Places) -> Iterator[Places]:
     for number, group in enumerate(groups):
         for node in range(tasks.nodes):
-            yield tuple(node if t in group else at for t, at in enumerate(now))
+            yield tuple(node if t in group else at for t, at in enumerate(current))
         for other in groups[number + 1 :]:
-            mine, theirs = now[group[0]], now[other[0]]
+            mine, theirs = current[group[0]], current[other[0]]
             if mine != theirs:
-                yield tuple(theirs if t in group else mine if t in other else at for t, at in enumerate(now))
+                yield tuple(theirs if t in group else mine if t in other else at for t, at in enumerate(current))
 
 
 def evolved(tasks: Tasks, *, generations: int = 150, population: int = 40, seed: int = 0) -> Places:
@@ -223,27 +223,27 @@ def evolved(tasks: Tasks, *, generations: int = 150, population: int = 40, seed:
     """
     random = Random(seed)
     groups = _groups(tasks)
-    living = [_checked(first_fit(tasks, random), tasks) for _ in range(population)]
+    survivors = [_require_fitting(first_fit(tasks, random), tasks) for _ in range(population)]
     price: Callable[[Places], float] = tasks.cost
     for _ in range(generations):
-        living = sorted(set(living), key=price)[: population // 2]
+        survivors = sorted(set(survivors), key=price)[: population // 2]
         children = []
-        while len(living) + len(children) < population:
-            one, other = random.choice(living), random.choice(living)
-            child = list(one)
+        while len(survivors) + len(children) < population:
+            parent, other_parent = random.choice(survivors), random.choice(survivors)
+            child = list(parent)
             for group in groups:
                 if random.random() < 0.5:
                     for t in group:
-                        child[t] = other[t]
-            there = tuple(child)
+                        child[t] = other_parent[t]
+            mutated = tuple(child)
             for _ in range(random.randrange(3)):
-                there = _neighbour(tasks, groups, there, random)
-            children.append(there if tasks.fits(there) else one)
-        living += children
-    return _descended(tasks, groups, min(living, key=price))
+                mutated = _change_at_random(tasks, groups, mutated, random)
+            children.append(mutated if tasks.fits(mutated) else parent)
+        survivors += children
+    return _descend(tasks, groups, min(survivors, key=price))
 
 
-def _checked(places: Places | None, tasks: Tasks) -> Places:
+def _require_fitting(places: Places | None, tasks: Tasks) -> Places:
     if places is None:
         need, room = float(tasks.size.sum()), float(tasks.room.sum())
         raise UsageError(
@@ -254,8 +254,8 @@ def _checked(places: Places | None, tasks: Tasks) -> Places:
 
 
 def shares(speeds: Sequence[float], whole: int) -> tuple[int, ...]:
-    """Weights by speed, as layouts take them (``"b/data:3:1"``): ``whole`` parts, divided such that the last rank is
-    done soonest. Parts that are left after rounding down go to fast ranks.
+    """Weights by speed, as layouts take them (``"b/data:3:1"``): ``whole`` parts, divided such that the last rank
+    ends soonest. Parts that are left after rounding down go to fast ranks.
 
     >>> shares([0.8, 0.4], 12), shares([8, 1], 16)
     ((8, 4), (15, 1))
@@ -264,10 +264,10 @@ def shares(speeds: Sequence[float], whole: int) -> tuple[int, ...]:
     if not total or min(speeds) < 0:
         raise UsageError(f"speeds {tuple(speeds)}: they must be at least 0, and one above 0")
     parts = [int(whole * speed / total) for speed in speeds]
-    done = [((parts[rank] + 1) / speed, rank) for rank, speed in enumerate(speeds) if speed]  # with one part more
-    heapify(done)
+    ends = [((parts[rank] + 1) / speed, rank) for rank, speed in enumerate(speeds) if speed]  # with one part more
+    heapify(ends)
     for _ in range(whole - sum(parts)):
-        _, rank = done[0]
+        _, rank = ends[0]
         parts[rank] += 1
-        heapreplace(done, ((parts[rank] + 1) / speeds[rank], rank))
+        heapreplace(ends, ((parts[rank] + 1) / speeds[rank], rank))
     return tuple(parts)

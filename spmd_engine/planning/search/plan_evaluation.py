@@ -1,4 +1,4 @@
-"""The evaluation of a plan: the dry run of its whole step, simulated on a machine; and uneven shares by it."""
+"""The evaluation of a plan: the dry run of its whole step, simulated on a machine; and uneven shares from it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PlanEvaluation:
 
     @property
     def peak_bytes_by_kind(self) -> dict[str, int]:
-        """Bytes that this rank holds at its peak, by kind."""
+        """Bytes that the rank that holds most holds at its peak, by kind."""
         more = {
             "tables of groups": self.analysis.tables_of_rank(self.peak_rank),
             "places of convolutions": self.peak_step.constants,
@@ -59,7 +59,7 @@ class PlanEvaluation:
 
     @property
     def peak_moment(self) -> str:
-        """What this rank computes at its peak."""
+        """What the rank that holds most computes at its peak."""
         step = self.peak_step
         if not step.computations:
             return "the start"
@@ -160,7 +160,7 @@ def peak_memory(analysis: StepAnalysis, limits: Sequence[float]) -> float:
 def work_shares(
     candidate: Candidate, evaluation: PlanEvaluation, machine: Machine, limits: Sequence[float]
 ) -> str | None:
-    """The shares of samples that suit the ranks along each axis, as ``--shares`` takes them; None: even shares."""
+    """The shares of samples by the speed of the ranks along each axis, as for ``--shares``; None: even shares."""
     positions = {rank: position_of(rank, candidate.mesh) for rank in evaluation.prediction.working}
     by_axis = {}
     for axis, size in candidate.axes:
@@ -173,14 +173,14 @@ def work_shares(
         others = candidate.batch_ranks // size
         samples = candidate.batch_size // candidate.micro_batches // others
         if min(seconds) > 0 and max(seconds) > ALIKE * min(seconds) and samples >= size:
-            by_axis[axis] = _at_least_one(shares([1 / time for time in seconds], samples))
+            by_axis[axis] = _ensure_one(shares([1 / time for time in seconds], samples))
     return _format_uneven(by_axis)
 
 
 def state_shares(
     candidate: Candidate, evaluation: PlanEvaluation, machine: Machine, limits: Sequence[float]
 ) -> str | None:
-    """The shares of ZeRO's state that suit the ranks along each axis, as ``--state-shares`` takes them; None: even
+    """The shares of ZeRO's state by the free memory of the ranks along each axis, as for ``--state-shares``; None: even
     shares. ``limits`` are the bytes that each rank may hold."""
     kinds, by_axis = STORED[: candidate.zero], {}
     peaks = evaluation.analysis.peak_bytes_by_rank()
@@ -196,24 +196,24 @@ def state_shares(
         for position, room in zip(positions, free, strict=True):
             least[position.coordinates[axis]] = min(least[position.coordinates[axis]], room)
         if max(least) > ALIKE * min(least):
-            by_axis[axis] = _reduced(shares(least, STATE_PARTS * size))
+            by_axis[axis] = _divide_by_gcd(shares(least, STATE_PARTS * size))
     return _format_uneven(by_axis)
 
 
-def _at_least_one(numbers: Sequence[int]) -> tuple[int, ...]:
+def _ensure_one(numbers: Sequence[int]) -> tuple[int, ...]:
     """The shares with at least one sample on each rank, taken from the largest shares."""
     counts = list(numbers)
     while 0 in counts:
         counts[counts.index(0)] += 1
         counts[counts.index(max(counts))] -= 1
-    return _reduced(counts)
+    return _divide_by_gcd(counts)
 
 
 def _format_uneven(by_axis: Mapping[str, tuple[int, ...]]) -> str | None:
     return shares_text({axis: numbers for axis, numbers in by_axis.items() if len(set(numbers)) > 1}) or None
 
 
-def _reduced(numbers: Sequence[int]) -> tuple[int, ...]:
+def _divide_by_gcd(numbers: Sequence[int]) -> tuple[int, ...]:
     divisor = gcd(*numbers)
     return tuple(number // divisor for number in numbers)
 
@@ -224,12 +224,12 @@ def _reduced(numbers: Sequence[int]) -> tuple[int, ...]:
 def stage_slowdowns(
     machine: Machine, seconds: Mapping[str, float], candidate: Candidate, given: Shares
 ) -> np.ndarray | None:
-    """The factor by which each stage is slower than one of ranks like rank 0: float64[stages]; None if all ranks are
+    """The factor by which each stage is slower than with ranks like rank 0: float64[stages]; None if all ranks are
     equal.
 
-    Along axes that shard samples, ranks get as many as suit their speeds, as by ``work_shares``; along other axes all
-    wait for the slowest. ``seconds`` are of the same work, by the name of the kind of node; ``given`` are shares of
-    samples that are fixed.
+    Along axes that shard samples, ranks get samples by their speeds, as in ``work_shares``; along other axes all ranks
+    wait for the slowest. ``seconds`` are those of the same work, by the name of the kind of node; ``given`` are fixed
+    shares of samples.
     """
     if not machine.heterogeneous:
         return None
@@ -251,10 +251,10 @@ def stage_slowdowns(
     return factors.reshape(-1)
 
 
-def _sample_counts(factors: np.ndarray, samples: int, given: tuple[int, ...] | None) -> np.ndarray:
+def _sample_counts(factors: np.ndarray, samples: int, fixed: tuple[int, ...] | None) -> np.ndarray:
     """Samples of each rank along an axis: float64[size]."""
-    if given is not None:
-        return np.array(given, float)
+    if fixed is not None:
+        return np.array(fixed, float)
     if samples < len(factors):
         return np.ones(len(factors))
     counts = np.array(shares(list(1 / factors), samples), float)

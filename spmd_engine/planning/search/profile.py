@@ -42,8 +42,8 @@ from spmd_engine.sharding.layout import Layout
 
 #: Samples of a micro-batch per rank for which layers are dry run; other costs are interpolated linearly.
 SAMPLES = (1, 8)
-Costs = tuple[dict[str, LayerCosts], float]  #: of layers by name; the optimizer's seconds per element
-Find = Callable[[Mapping[str, int], Candidate, int], Costs]  #: costs on a small mesh, with so many samples
+Costs = tuple[dict[str, LayerCosts], float]  #: costs of layers by name; the optimizer's seconds per element
+Find = Callable[[Mapping[str, int], Candidate, int], Costs]  #: finds costs on a small mesh, for a number of samples
 STATES = ("parameters", "gradients", "optimizer state")
 #: The fields of ``LayerCosts`` that hold the seconds of each phase.
 _SECONDS = {FORWARD: "forward", BACKWARD_INPUT: "backward_input", BACKWARD_WEIGHTS: "backward_weights"}
@@ -65,10 +65,10 @@ class Profiles:
         self.optimizer = optimizer
         self.compute, self.collectives = ComputeTimes(machine), CollectiveTimes(machine)
         self.small, self.like = reduced(model)
-        self._images = {"h", "w"} <= set(model.inputs.split())
-        self._known: dict[tuple, Costs] = {}
-        self._listed: dict[tuple, tuple[list[LayerCosts], float]] = {}
-        #: dry runs by what is on the small mesh: they do not depend on the machine
+        self._has_images = {"h", "w"} <= set(model.inputs.split())
+        self._costs_by_key: dict[tuple, Costs] = {}
+        self._lists_by_key: dict[tuple, tuple[list[LayerCosts], float]] = {}
+        #: dry runs by the axes and options of the small mesh: they do not depend on the machine
         self.analyses: dict[tuple, StepAnalysis] = {}
         self.seconds_by_node: dict[str, float] = {}  #: seconds of the same work, by the name of the kind of node
         self.cache = PassCache()  #: other analyses of the model may share it
@@ -76,11 +76,11 @@ class Profiles:
     def costs(self, candidate: Candidate) -> tuple[list[LayerCosts], float]:
         """The costs of each layer as the candidate shards it, and the seconds of the optimizer and the gradient norm
         per element that a rank updates. Equal layers have one name."""
-        return self._list_costs(self._sharded, candidate)
+        return self._list_costs(self._find_sharded, candidate)
 
     def bounds(self, candidate: Candidate) -> tuple[list[LayerCosts], float]:
-        """Lower bounds of these costs: of equal shares of the unsharded layers, without communication inside them."""
-        return self._list_costs(self._unsharded, candidate)
+        """Lower bounds of ``costs``: those of equal shares of unsharded layers, without communication inside them."""
+        return self._list_costs(self._find_unsharded, candidate)
 
     def shards_layers(self, candidate: Candidate) -> bool:
         """Whether the candidate shards layers; if not, ``costs`` needs no more dry runs than ``bounds``."""
@@ -88,47 +88,47 @@ class Profiles:
 
     def _inner_axes(self, candidate: Candidate) -> dict[str, int]:
         """The axes of the small mesh."""
-        outer = (PIPE, "replicate", "shard") if self._images else (PIPE, "data", "replicate", "shard")
+        outer = (PIPE, "replicate", "shard") if self._has_images else (PIPE, "data", "replicate", "shard")
         return {axis: size for axis, size in candidate.axes if axis not in outer and size > 1}
 
     def _list_costs(self, find: Find, candidate: Candidate) -> tuple[list[LayerCosts], float]:
-        """The costs of each layer of the model, by those of the equal layer of the small model."""
+        """The costs of each layer of the model, from those of the equal layer of the small model."""
         inner = self._inner_axes(candidate)
         key = self._key(find, inner, candidate, candidate.samples)
-        if key not in self._listed:
-            costs, update = self._with_samples(find, inner, candidate, candidate.samples)
-            self._listed[key] = [costs[self.like[name]] for name, _ in self.model.layers], update
-        return self._listed[key]
+        if key not in self._lists_by_key:
+            costs, update = self._interpolate(find, inner, candidate, candidate.samples)
+            self._lists_by_key[key] = [costs[self.like[name]] for name, _ in self.model.layers], update
+        return self._lists_by_key[key]
 
     @staticmethod
     def _key(find: Find, inner: Mapping[str, int], candidate: Candidate, samples: int) -> tuple:
         options = candidate.sequence_parallel, candidate.context_method
         return find.__name__, tuple(inner.items()), *options, samples
 
-    def _with_samples(self, find: Find, inner: Mapping[str, int], candidate: Candidate, samples: int) -> Costs:
-        """Costs with so many samples: by a dry run, or by linear interpolation between two."""
+    def _interpolate(self, find: Find, inner: Mapping[str, int], candidate: Candidate, samples: int) -> Costs:
+        """Costs for a number of samples: by a dry run, or by linear interpolation between two."""
         if samples in SAMPLES:
             key = self._key(find, inner, candidate, samples)
-            if key not in self._known:
-                self._known[key] = find(inner, candidate, samples)
-            return self._known[key]
+            if key not in self._costs_by_key:
+                self._costs_by_key[key] = find(inner, candidate, samples)
+            return self._costs_by_key[key]
         above = min((n for n in SAMPLES if n > samples), default=SAMPLES[-1])
         low = max(n for n in SAMPLES if n < above)
-        (few, _), (many, update) = (self._with_samples(find, inner, candidate, n) for n in (low, above))
+        (few, _), (many, update) = (self._interpolate(find, inner, candidate, n) for n in (low, above))
         share = (samples - low) / (above - low)
         return {name: between(few[name], many[name], share) for name in few}, update
 
-    def _sharded(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> Costs:
+    def _find_sharded(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> Costs:
         """Costs of layers that are sharded over ``inner``."""
-        analysis = self._analyzed(inner, candidate, samples)
+        analysis = self._analyze(inner, candidate, samples)
         step = max((rank_class.step for rank_class in analysis.classes), key=lambda step: step.flops)
         position = MeshPosition(dict(inner) or {"data": 1}, dict(step.coordinates))
         return self._costs(step, position, candidate, samples)
 
-    def _unsharded(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> Costs:
+    def _find_unsharded(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> Costs:
         """Costs of an equal share of unsharded layers, without saved memory, which either of two layers may count."""
         plain = replace(candidate, sequence_parallel=False, context_method=None)
-        step = self._analyzed({}, plain, samples).classes[0].step
+        step = self._analyze({}, plain, samples).classes[0].step
         position = MeshPosition(dict(inner), dict.fromkeys(inner, 0))
         return self._costs(step, position, candidate, samples, _shard_count(inner))
 
@@ -158,7 +158,7 @@ class Profiles:
                 seconds[node.name] = work * self.machine.contention(rank)
         return seconds
 
-    def _analyzed(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> StepAnalysis:
+    def _analyze(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> StepAnalysis:
         key = tuple(inner.items()), candidate.sequence_parallel, candidate.context_method, samples
         if key not in self.analyses:
             composition = ParallelConfig(
@@ -182,7 +182,7 @@ class Profiles:
     ) -> list[LayerCosts]:
         names = [name for name, _ in self.small.layers]
         costs: dict[str, dict[str, Any]] = {name: dict.fromkeys(_SECONDS.values(), 0.0) for name in names}
-        launched: dict[tuple[str, str], float] = {}  # seconds of a device's host, whatever the parts
+        launched: dict[tuple[str, str], float] = {}  # seconds of a device's host, for any number of parts
         for computation in step.computations:
             layer, phase = computation.layer, computation.phase
             if phase == LOSS:
@@ -212,12 +212,12 @@ class Profiles:
             if computation.phase in (UPDATE, NORM) or call.begins >= len(computations):
                 continue
             fields = costs[computation.layer or self.small.layers[-1][0]]
-            when = "backward" if computation.phase in (BACKWARD_INPUT, BACKWARD_WEIGHTS) else "forward"
+            direction = "backward" if computation.phase in (BACKWARD_INPUT, BACKWARD_WEIGHTS) else "forward"
             ranks = first_group(candidate.axes, call.axes.split(","))
             seconds = self.collectives.of(call.operation, ranks, call.whole_bytes).seconds
             hidden = sum(self.compute.of(0, c).seconds for c in computations[call.begins : call.ends])
-            fields[f"inside_{when}"] = fields.get(f"inside_{when}", 0.0) + max(seconds - hidden, 0.0)
-            fields[f"sent_{when}"] = fields.get(f"sent_{when}", 0) + call.sent
+            fields[f"inside_{direction}"] = fields.get(f"inside_{direction}", 0.0) + max(seconds - hidden, 0.0)
+            fields[f"sent_{direction}"] = fields.get(f"sent_{direction}", 0) + call.sent
 
 
 def reduced(model: Model) -> tuple[Model, dict[str, str]]:
@@ -227,26 +227,26 @@ def reduced(model: Model) -> tuple[Model, dict[str, str]]:
     """
     first_like: dict[Hashable, str] = {}
     like: dict[str, str] = {}
-    kept = []
+    distinct = []
     images = {"h", "w"} <= set(model.inputs.split())
     for name, layer in model.layers:
-        key = kind_of(layer) if images else _kind(name, layer)
+        key = kind_of(layer) if images else _layer_key(name, layer)
         if images and key not in first_like:
             first_like.clear()
         if layer.inputs.dims != layer.outputs.dims or key not in first_like:
             first_like.setdefault(key, name)
             like[name] = name
-            kept.append((name, layer))
+            distinct.append((name, layer))
         else:
             like[name] = first_like[key]
-    return replace(model, layers=tuple(kept)), like
+    return replace(model, layers=tuple(distinct)), like
 
 
-def _kind(name: str, layer: Layer) -> Hashable:
+def _layer_key(name: str, layer: Layer) -> Hashable:
     """A key that is equal for equal layers."""
-    declared = tuple((own, array.dims, array.whole(layer.sizes)) for own, array in layer.parameters.items())
-    what = type(layer).__name__, layer.inputs, layer.outputs, name.partition("/")[2]
-    return *what, tuple(sorted(layer.sizes.items())), declared
+    declared = tuple((parameter, array.dims, array.whole(layer.sizes)) for parameter, array in layer.parameters.items())
+    signature = type(layer).__name__, layer.inputs, layer.outputs, name.partition("/")[2]
+    return *signature, tuple(sorted(layer.sizes.items())), declared
 
 
 def with_even_vocabulary(model: Model, axes: Mapping[str, int], composition: ParallelConfig) -> Model:
@@ -272,17 +272,17 @@ def _shard_count(inner: Mapping[str, int]) -> int:
 
 def _add_memory(costs: Mapping[str, dict[str, Any]], step: RankStep) -> None:
     """Add bytes that a forward keeps, and peak bytes above these in the forward and the backward."""
-    kept: dict[tuple[str, str], int] = {}
+    activations: dict[tuple[str, str], int] = {}
     peaks: dict[tuple[str, str], int] = {}
     static = sum(step.before.get(kind, 0) for kind in STATES)
     for moment in step.timeline:
         computation = step.computations[moment.computation]
         key = computation.layer or computation.phase, computation.phase
-        kept.setdefault(key, moment.bytes_by_kind.get("activations", 0))
+        activations.setdefault(key, moment.bytes_by_kind.get("activations", 0))
         peaks[key] = max(peaks.get(key, 0), moment.total - static)
     for name, following in zip(costs, [*list(costs)[1:], LOSS], strict=True):
-        before = kept.get((name, FORWARD), 0)
-        after = kept.get((following, LOSS if following == LOSS else FORWARD), before)
+        before = activations.get((name, FORWARD), 0)
+        after = activations.get((following, LOSS if following == LOSS else FORWARD), before)
         saved = max(after - before, 0)
         forward = peaks.get((name, FORWARD), 0)
         if following == LOSS:
@@ -326,12 +326,12 @@ def _add_parameters(costs: Mapping[str, dict[str, Any]], model: Model, place: Me
     """Add elements of each layer's parameters on a rank, and how many of them are tied."""
     for name, layer in model.layers:
         counts = {}
-        for own, parameter in layer.parameters.items():
+        for key, parameter in layer.parameters.items():
             count = prod(layout.spec(parameter.dims).largest_shape(parameter.whole(layer.sizes), place))
             shards = place.axis_size(layout.axes(parameter.element[0])) if parameter.element else 1
-            counts[own] = -(-count // shards)
+            counts[key] = -(-count // shards)
         costs[name]["parameters"] = sum(counts.values())
-        costs[name]["tied"] = sum(count for own, count in counts.items() if own in layer.tied)
+        costs[name]["tied"] = sum(count for key, count in counts.items() if key in layer.tied)
 
 
 def _add_groups(
@@ -344,7 +344,7 @@ def _add_groups(
 ) -> None:
     """Add elements of each layer's parameter groups in the order of their use: its own, and those of other layers.
 
-    A group that several layers share is the first layer's own.
+    A group that several layers share belongs to the first of them.
     """
     assignment = assign(model, place, layout, itemsize, storage=base.storage)
     group_of = {name: group for group in assignment.groups for name in group.spans}
@@ -352,7 +352,7 @@ def _add_groups(
     for number, (name, layer) in enumerate(model.layers):
         tied = set(layer.tied.values())
         used = dict.fromkeys((group_of[full], full in tied) for full in assignment.uses[number].values())
-        own = [group for group, is_tied in used if not is_tied and group not in assigned]
-        assigned.update(own)
-        costs[name]["groups"] = tuple(group.size for group in own)
+        own_groups = [group for group, is_tied in used if not is_tied and group not in assigned]
+        assigned.update(own_groups)
+        costs[name]["groups"] = tuple(group.size for group in own_groups)
         costs[name]["tied_groups"] = tuple(group.size for group, is_tied in used if is_tied)

@@ -10,7 +10,7 @@ from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.search import LIMITS, Constraints, Limits, Planner
 from spmd_engine.planning.search.search_space import SearchSpace
 
-MORE = (2, 4, 8)  #: factors by which ranks are increased, or the batch reduced, where those are given up
+MORE = (2, 4, 8)  #: factors by which ranks are increased, or the batch is reduced, if that constraint is given up
 
 
 @dataclass(frozen=True)
@@ -18,18 +18,18 @@ class Relaxation:
     """A plan that fits if one constraint is given up as far as the plan needs."""
 
     gives_up: str  #: the name of the constraint
-    text: str  #: what the plan needs instead of it
+    text: str  #: what the plan needs instead of the constraint
     plan: Estimate
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """Constraints that cannot all be kept together, while each smaller set of them can; or, if it is not ``decided``,
-    constraints that no plan was found to keep before time ran out."""
+    """Constraints that cannot be kept together, while each smaller set of them can; or, if not ``decided``, constraints
+    for which no plan was found before time ran out."""
 
     constraints: Sequence[str]
     relaxations: Sequence[Relaxation]  #: the smallest first
-    nearest: Estimate | None = None  #: the plan closest to the limits that keeps all else
+    nearest: Estimate | None = None  #: the plan closest to the limits that keeps all other constraints
     decided: bool = True
 
 
@@ -40,80 +40,80 @@ class Question:
     space: SearchSpace
     constraints: Constraints
     goal: str
-    most_ranks: int  #: of the machine
+    most_ranks: int  #: the most ranks of a relaxation
 
 
 def conflict_of(planner: Planner, question: Question, seconds: float = 20.0) -> Conflict:
     """Why nothing fits. Sets of constraints are tried, the smallest first, each by a search that ends with the first
     plan that keeps them."""
-    names, share = _all_names(question), seconds / 12
-    sets = (kept for size in range(1, len(names)) for kept in combinations(names, size))
-    smallest = next((kept for kept in sets if not _possible(planner, question, kept, share)), names)
-    relaxations = _relaxations(planner, question, smallest, share)
-    return Conflict(smallest, sorted(relaxations, key=lambda relaxation: _distance(relaxation, question)))
+    names, share = _list_names(question), seconds / 12
+    sets = (subset for size in range(1, len(names)) for subset in combinations(names, size))
+    smallest = next((subset for subset in sets if not _is_possible(planner, question, subset, share)), names)
+    relaxations = _relax(planner, question, smallest, share)
+    return Conflict(smallest, sorted(relaxations, key=lambda relaxation: _relaxation_factor(relaxation, question)))
 
 
 def closest(planner: Planner, question: Question, seconds: float = 20.0) -> Sequence[Estimate]:
-    """The plans that need least memory of those that keep the fixed space, without limits."""
+    """The plans of the search space that need least memory, without limits."""
     unlimited = replace(question.constraints, limits=Limits())
     return planner.search(question.space, unlimited, "memory", seconds=seconds / 12, front=False).best
 
 
-def _all_names(question: Question) -> list[str]:
+def _list_names(question: Question) -> list[str]:
     names = list(question.constraints.names)
     return names + [name for name in ("ranks", "batch_size") if name not in names]
 
 
-def _possible(planner: Planner, question: Question, kept: Sequence[str], seconds: float) -> bool:
-    """Whether any plan keeps these constraints, without all others; True also if time ran out."""
-    space, constraints = _with(question, kept)
-    goal = _easiest(constraints)
+def _is_possible(planner: Planner, question: Question, names: Sequence[str], seconds: float) -> bool:
+    """Whether any plan keeps these constraints, without the others; True also if time ran out."""
+    space, constraints = _keep_only(question, names)
+    goal = _easiest_goal(constraints)
     result = planner.search(space, constraints, goal, seconds=seconds, front=False, first=True)
     return bool(result.best) or not result.certificate.complete
 
 
-def _easiest(constraints: Constraints) -> str:
+def _easiest_goal(constraints: Constraints) -> str:
     """The goal by which a search finds a plan within the limits soonest."""
     return "memory" if constraints.limits.memory is not None else "latency"
 
 
-def _with(question: Question, kept: Sequence[str]) -> tuple[SearchSpace, Constraints]:
-    """The search space and the constraints, with only these constraints kept."""
+def _keep_only(question: Question, names: Sequence[str]) -> tuple[SearchSpace, Constraints]:
+    """The search space and the constraints, with only the constraints of these ``names``."""
     space, constraints = question.space, question.constraints
-    given_up = [name for name in constraints.fixed if name not in kept and name not in ("ranks", "batch_size")]
+    given_up = [name for name in constraints.fixed if name not in names and name not in ("ranks", "batch_size")]
     space = space.without(*given_up)
-    if "ranks" not in kept:
+    if "ranks" not in names:
         most = max(space.ranks)
         space = replace(space, ranks=[*space.ranks, *(most * n for n in MORE if most * n <= question.most_ranks)])
-        if space.mesh is not None and "mesh" not in kept:
+        if space.mesh is not None and "mesh" not in names:
             space = replace(space, mesh=None)
-    if "batch_size" not in kept:
+    if "batch_size" not in names:
         least = min(space.batch_sizes)
         smaller = [least // n for n in MORE if least // n]
         space = replace(space, batch_sizes=sorted({*space.batch_sizes, *smaller, 1}))
-    limits = Limits(**{name: getattr(constraints.limits, name) for name in LIMITS if name in kept})
-    fixed = {name: wanted for name, wanted in constraints.fixed.items() if name in kept}
+    limits = Limits(**{name: getattr(constraints.limits, name) for name in LIMITS if name in names})
+    fixed = {name: wanted for name, wanted in constraints.fixed.items() if name in names}
     return space, Constraints(limits, fixed)
 
 
-def _relaxations(planner: Planner, question: Question, conflict: Sequence[str], seconds: float) -> Iterator[Relaxation]:
-    """For each constraint of the conflict, the plan that needs the smallest relaxation of it and keeps all others."""
-    everything = _all_names(question)
+def _relax(planner: Planner, question: Question, conflict: Sequence[str], seconds: float) -> Iterator[Relaxation]:
+    """For each constraint of the conflict, the plan that keeps all others and needs the smallest relaxation."""
+    all_names = _list_names(question)
     for name in conflict:
-        kept = [other for other in everything if other != name]
-        space, constraints = _with(question, kept)
+        others = [other for other in all_names if other != name]
+        space, constraints = _keep_only(question, others)
         if name == "ranks":
-            tried: Sequence[Mapping] = [{"ranks": [n]} for n in space.ranks if n not in question.space.ranks]
+            changes: Sequence[Mapping] = [{"ranks": [n]} for n in space.ranks if n not in question.space.ranks]
         elif name == "batch_size":
             smaller = [n for n in space.batch_sizes if n not in question.space.batch_sizes]
-            tried = [{"batch_sizes": [n]} for n in reversed(smaller)]
+            changes = [{"batch_sizes": [n]} for n in reversed(smaller)]
         else:
-            tried = [{}]
+            changes = [{}]
         goal = name if name in ("memory", "latency") else question.goal
-        for change in tried:
+        for change in changes:
             changed = replace(space, **change)
             options = {"seconds": seconds, "front": False, "keep": 1}
-            first = planner.search(changed, constraints, _easiest(constraints), first=True, **options)
+            first = planner.search(changed, constraints, _easiest_goal(constraints), first=True, **options)
             if first.best:
                 best = (planner.search(changed, constraints, goal, **options).best or first.best)[0]
                 yield Relaxation(name, instead(name, best, question), best)
@@ -121,7 +121,7 @@ def _relaxations(planner: Planner, question: Question, conflict: Sequence[str], 
 
 
 def instead(name: str, plan: Estimate, question: Question) -> str:
-    """What a plan that gives up a constraint needs instead of it, as text."""
+    """What a plan needs instead of a constraint that it gives up, as text."""
     limits = question.constraints.limits
     if name in LIMITS:
         need = replace(limits, **{name: 1.0}).measured(plan)[name]
@@ -133,7 +133,7 @@ def instead(name: str, plan: Estimate, question: Question) -> str:
     return f"another {name.replace('_', ' ')} than {question.constraints.shown(name).removeprefix(name + ' ')}"
 
 
-def _distance(relaxation: Relaxation, question: Question) -> float:
+def _relaxation_factor(relaxation: Relaxation, question: Question) -> float:
     """The factor by which the constraint is relaxed."""
     limits, plan, name = question.constraints.limits, relaxation.plan, relaxation.gives_up
     if name in LIMITS:

@@ -83,8 +83,8 @@ class Limits(Configuration):
         return [min(self.memory or size, size) for size in sizes]
 
     def with_memory_of(self, machine: Machine) -> Limits:
-        """The limits with the memory of the machine's ranks. For unequal ranks, whose state may be stored unevenly, it
-        is the mean; whether each rank has room is checked by the evaluation of a plan."""
+        """The limits with the memory of the machine's ranks. For unequal ranks it is the mean, since they may store
+        state unevenly; the evaluation of a plan checks whether each rank has room."""
         sizes = self.memory_by_rank(machine)
         return replace(self, memory=fmean(sizes) if machine.heterogeneous else min(sizes))
 
@@ -165,13 +165,13 @@ def _keeps(candidate: Candidate, name: str, wanted: Any) -> bool:
 
 
 SHOWN_PLANS = 5  #: the best plans that a search keeps
-PATIENCE = 3  #: while no plan was found, the search continues for so many times the time limit
+PATIENCE = 3  #: additional time limits for which a search that has found no plan continues
 FRONT_SECONDS = 0.2  #: for estimates of further plans on the Pareto front
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """How good the best plan is known to be, by the planner's own estimates."""
+    """How far the best plan is from the best possible, by the planner's estimates."""
 
     best: float  #: the objective of the best plan
     bound: float  #: no candidate has a smaller objective
@@ -201,7 +201,7 @@ class SearchResult:
     certificate: Certificate
     broken: Mapping[frozenset[str], Estimate] = field(
         default_factory=dict
-    )  #: limits that are broken -> the best such candidate
+    )  #: broken limits -> the best candidate that breaks them
 
 
 class _Entry(NamedTuple):
@@ -215,7 +215,7 @@ class _Entry(NamedTuple):
 
 
 class Planner:
-    """Searches for plans; costs of layers are kept from one search to the next."""
+    """Searches for plans; searches share the costs of layers."""
 
     def __init__(
         self,
@@ -235,11 +235,11 @@ class Planner:
         self.profiles = Profiles(model, machine, dtype, sequence, optimizer, base)
         self._layers: dict[tuple[int, str], ShardedLayers] = {}
         self._cache = CostCache(model, machine, self.itemsize, len(optimizer.kinds), overlap)
-        self._given = parse_shares(base.shares, "--shares", WORK, least=1)
-        self._costs: dict[tuple, ShardedCosts | None] = {}  # None if the model cannot be sharded so
+        self._fixed_shares = parse_shares(base.shares, "--shares", WORK, least=1)
+        self._costs: dict[tuple, ShardedCosts | None] = {}  # None: the model cannot be sharded by the candidate
 
     def estimator(self, candidate: Candidate, first: bool = False) -> Estimator | None:
-        """The estimator of a candidate, or of its ``first`` bound; None if the model cannot be sharded so."""
+        """The estimator of a candidate, or of its ``first`` bound; None if the model cannot be sharded by it."""
         samples = candidate.batch_size // candidate.micro_batches
         key = candidate.axes, samples, candidate.sequence_parallel, candidate.recompute, candidate.zero, first
         if key not in self._costs:
@@ -254,13 +254,13 @@ class Planner:
             return None
         key = id(costs), candidate.recompute
         if key not in self._layers:
-            self._layers[key] = ShardedLayers(self.model, costs, self._repeated(candidate.recompute))
+            self._layers[key] = ShardedLayers(self.model, costs, self._repeated_layers(candidate.recompute))
         zero = 0 if first else candidate.zero  # a bound on work does not bound what hides ZeRO's gathers
         sharded = self._cache.sharded_costs(candidate.axes, zero, self._layers[key], update)
-        slowdowns = stage_slowdowns(self.machine, self.profiles.seconds_by_node, candidate, self._given)
+        slowdowns = stage_slowdowns(self.machine, self.profiles.seconds_by_node, candidate, self._fixed_shares)
         return replace(sharded, slowdowns=slowdowns)
 
-    def _repeated(self, recompute: str) -> list[range]:
+    def _repeated_layers(self, recompute: str) -> list[range]:
         return self._cache.once(("repeated", recompute), lambda: repeated_layers(self.model, recompute))
 
     def search(
@@ -285,7 +285,7 @@ class Planner:
         total = excluded = 0
         for candidate in candidates(space):
             total += 1
-            entry = self._entry(goal, candidate, total, limits, first=self.profiles.shards_layers(candidate))
+            entry = self._bound(goal, candidate, total, limits, first=self.profiles.shards_layers(candidate))
             if entry is None:
                 excluded += 1
             else:
@@ -293,7 +293,7 @@ class Planner:
         heapify(entries)
         second_bounds = sum(not entry.first for entry in entries)
         best: list[Estimate] = []
-        known: dict[Candidate, Estimate | None] = {}
+        estimates: dict[Candidate, Estimate | None] = {}
         broken: dict[frozenset[str], Estimate] = {}
         left: list[tuple[float, ...]] = []  # bounds of candidates that were not estimated
         complete = True
@@ -302,42 +302,42 @@ class Planner:
             entry = heappop(entries)
             candidate, late = entry.candidate, process_time() > deadline
             done = first and best or len(best) == keep and entry.least >= objective(goal, best[-1])
-            given_up = late and len(known) >= keep and (best or process_time() > patience)
+            given_up = late and len(estimates) >= keep and (best or process_time() > patience)
             if done or given_up:
                 left.append(entry.least)
                 complete = complete and bool(done)
                 break
-            if entry.first and late and second_bounds > len(known):
+            if entry.first and late and second_bounds > len(estimates):
                 left.append(
                     entry.least
                 )  # estimate candidates that have their second bound, rather than compute more bounds
                 complete = False
                 continue
             if entry.first:
-                second = self._entry(goal, candidate, entry.number, limits, first=False)
+                second = self._bound(goal, candidate, entry.number, limits, first=False)
                 if second is None:
                     excluded += 1
                 else:
                     heappush(entries, second)
                     second_bounds += 1
                 continue
-            estimate = known[candidate] = self._estimate(candidate, limits.memory)
+            estimate = estimates[candidate] = self._estimate(candidate, limits.memory)
             if estimate is None:
                 continue
-            if wrong := limits.broken(estimate):
-                if wrong not in broken or objective(goal, estimate) < objective(goal, broken[wrong]):
-                    broken[wrong] = estimate
+            if broken_limits := limits.broken(estimate):
+                if broken_limits not in broken or objective(goal, estimate) < objective(goal, broken[broken_limits]):
+                    broken[broken_limits] = estimate
                 continue
             best = sorted([*best, estimate], key=lambda plan: objective(goal, plan))[:keep]
         reached = objective(goal, best[0])[0] if best else float("inf")
         bound = min([reached, *(values[0] for values in left)])
-        certificate = Certificate(reached, bound, total, excluded, len(known), complete)
-        points = [plan for plan in known.values() if plan is not None and not limits.broken(plan)]
+        certificate = Certificate(reached, bound, total, excluded, len(estimates), complete)
+        points = [plan for plan in estimates.values() if plan is not None and not limits.broken(plan)]
         if front and best:
-            points += self._more_of_front(entries, points, limits, min(deadline, process_time() + FRONT_SECONDS))
+            points += self._extend_front(entries, points, limits, min(deadline, process_time() + FRONT_SECONDS))
         return SearchResult(best, pareto(points), certificate, broken)
 
-    def _entry(self, goal: str, candidate: Candidate, number: int, limits: Limits, *, first: bool) -> _Entry | None:
+    def _bound(self, goal: str, candidate: Candidate, number: int, limits: Limits, *, first: bool) -> _Entry | None:
         """A candidate with its first bound, or its second; None if it is impossible or breaks a limit."""
         estimator = self.estimator(candidate, first)
         if estimator is None or limits.surely_broken(bound := estimator.bound()):
@@ -349,10 +349,10 @@ class Planner:
         assert estimator is not None
         return estimator.estimate(memory if memory is not None else np.inf) or estimator.estimate()
 
-    def _more_of_front(
+    def _extend_front(
         self, entries: Sequence[_Entry], points: Sequence[Estimate], limits: Limits, deadline: float
     ) -> Iterator[Estimate]:
-        """Estimates of candidates that may belong to the front: no plan is better than their bounds in both."""
+        """Estimates of candidates that may belong to the front: no plan beats both of their bounds."""
         front = pareto(points)
         for _, _, candidate, bound, _ in sorted(entries, key=lambda entry: entry.bound.memory):
             if process_time() > deadline:
@@ -373,7 +373,7 @@ def thinned(front: Sequence[Estimate], most: int = 8) -> Sequence[Estimate]:
 
 
 def pareto(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """The estimates that no other beats in both seconds and memory, by seconds."""
+    """The estimates that no other estimate beats in both seconds and memory, by seconds."""
     front: list[Estimate] = []
     for estimate in sorted(estimates, key=lambda estimate: (estimate.seconds, estimate.memory)):
         if not front or estimate.memory < front[-1].memory:

@@ -27,9 +27,9 @@ HYBRID = ("replicate", "shard")  #: axes of hybrid sharding, instead of data
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to distribute a step over ranks."""
+    """A mesh with options that distributes a step over ranks."""
 
-    axes: tuple[tuple[str, int], ...]  #: of the mesh, in order
+    axes: tuple[tuple[str, int], ...]  #: the mesh's axes, in order
     batch_size: int  #: samples per step
     micro_batches: int
     zero: int = 0
@@ -39,8 +39,8 @@ class Candidate:
     chunks: int = 1
     recompute: str = "none"
     stages: tuple[int, ...] | None = None  #: the first layer of each chunk; None: chosen by the planner
-    shares: str | None = None  #: of the samples, by rank; None: even, or those of the base
-    state_shares: str | None = None  #: of what ZeRO shards, by rank; None: even, or those of the base
+    shares: str | None = None  #: shares of the samples, by rank; None: even, or those of the base
+    state_shares: str | None = None  #: shares of ZeRO's state, by rank; None: even, or those of the base
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -94,7 +94,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What may be chosen; a field that is not None is fixed."""
+    """The choices of a search; a field that is not None is fixed."""
 
     model: Model
     ranks: Sequence[int]  #: numbers of ranks to consider
@@ -122,7 +122,7 @@ def candidates(space: SearchSpace) -> Iterator[Candidate]:
     """All candidates of the search space, each once."""
     for axes in meshes(space):
         for batch_size in space.batch_sizes:
-            yield from _on(space, axes, batch_size)
+            yield from _candidates_on(space, axes, batch_size)
 
 
 def meshes(space: SearchSpace) -> Iterator[dict[str, int]]:
@@ -158,8 +158,8 @@ def _hybrid(space: SearchSpace, axes: Mapping[str, int]) -> Iterator[dict[str, i
     shard, rest = divmod(space.node_ranks, inner)
     if rest or not 1 < shard < axes["data"] or axes["data"] % shard:
         return
-    apart = {"replicate": axes["data"] // shard, "shard": shard}
-    yield {name: n for axis in order for name, n in (apart.items() if axis == "data" else [(axis, axes[axis])])}
+    hybrid_axes = {"replicate": axes["data"] // shard, "shard": shard}
+    yield {name: n for axis in order for name, n in (hybrid_axes.items() if axis == "data" else [(axis, axes[axis])])}
 
 
 def across_nodes(axes: Mapping[str, int], node_ranks: int) -> tuple[list[str], list[str]]:
@@ -172,7 +172,7 @@ def across_nodes(axes: Mapping[str, int], node_ranks: int) -> tuple[list[str], l
 
 
 def first_group(axes: Sequence[tuple[str, int]], over: Collection[str]) -> HashedOnce:
-    """The ranks of the first group over some of the axes, of which the last varies fastest."""
+    """The ranks of the first group over some of the axes; the last axis varies fastest."""
     members, stride = [0], 1
     for axis, size in axes[::-1]:
         if axis in over:
@@ -182,13 +182,13 @@ def first_group(axes: Sequence[tuple[str, int]], over: Collection[str]) -> Hashe
 
 
 def axes_that_shard(model: Model) -> list[str]:
-    """Mesh axes that can shard a model, the outermost first, including those that are used only where named."""
+    """Mesh axes that can shard a model, the outermost first, including those that are used only if they are named."""
     queries = ["queries"] * any("r" in layer.sizes for _, layer in model.layers)
     return [*_limits(model, ["context"]), *queries, *HYBRID]
 
 
 def _limits(model: Model, named: Sequence[str] = ()) -> dict[str, int]:
-    """Axes that can shard the model, the outermost first, with the most shards of each."""
+    """Axes that can shard the model, the outermost first, with the most shards along each."""
     letters = set(model.inputs.split())
     sizes: dict[str, int] = {}
     for _, layer in model.layers:
@@ -208,7 +208,7 @@ def _limits(model: Model, named: Sequence[str] = ()) -> dict[str, int]:
 
 
 def _factorings(number: int, limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a product of factors, each at most its limit."""
+    """All lists of factors with the product ``number``, each at most its limit."""
     if not limits:
         if number == 1:
             yield ()
@@ -241,13 +241,13 @@ def _can_shard(model: Model, axes: Mapping[str, int]) -> bool:
     return True
 
 
-def _on(space: SearchSpace, axes: Mapping[str, int], batch_size: int) -> Iterator[Candidate]:
+def _candidates_on(space: SearchSpace, axes: Mapping[str, int], batch_size: int) -> Iterator[Candidate]:
     """Candidates on one mesh."""
     model, pipe = space.model, axes.get(PIPE, 1)
     shards = prod(size for axis, size in axes.items() if axis in BATCH)
     stored = prod(size for axis, size in axes.items() if axis in (*BATCH, "context"))
     micro = [space.micro_batches] if space.micro_batches else micro_batch_numbers(batch_size, shards, pipe)
-    hybrid = space.mesh is None and "shard" in axes  # differs from data only if ZeRO shards
+    hybrid = space.mesh is None and "shard" in axes  # hybrid sharding differs from data only if ZeRO shards
     zeros = [space.zero] if space.zero is not None else range(int(hybrid), 4) if stored > 1 else [0]
     parallel = [False]
     if "s" in model.inputs.split() and any(axes.get(axis, 1) > 1 for axis in TENSOR):
@@ -259,7 +259,7 @@ def _on(space: SearchSpace, axes: Mapping[str, int], batch_size: int) -> Iterato
         if batch_size // m < shards:
             continue
         schedules = _schedules(space, pipe, m, len(model.layers))
-        for (schedule, chunks), zero, sequence, again in product(schedules, zeros, parallel, recompute):
+        for (schedule, chunks), zero, sequence, recomputed in product(schedules, zeros, parallel, recompute):
             yield Candidate(
                 tuple(axes.items()),
                 batch_size,
@@ -268,7 +268,7 @@ def _on(space: SearchSpace, axes: Mapping[str, int], batch_size: int) -> Iterato
                 sequence,
                 schedule=schedule,
                 chunks=chunks,
-                recompute=again,
+                recompute=recomputed,
                 stages=space.stages,
             )
 

@@ -1,1 +1,1 @@
-"""How long a recorded step takes on a machine, and how a prediction compares with a trace."""
+"""Predicts the time of a recorded step on a machine, and compares predictions with traces."""

@@ -23,11 +23,11 @@ Sums = Mapping[Line, tuple[int, float]]  # calls and bytes sent
 def predicted_sums(analysis: StepAnalysis) -> dict[Line, tuple[int, float]]:
     """Predicted calls and bytes of all ranks, by line of the ledger, in the order in which they begin."""
     sums: dict[Line, list[float]] = {}
-    for kind in analysis.classes:
-        for line, (calls, _, sent) in kind.step.ledger().items():
+    for rank_class in analysis.classes:
+        for line, (calls, _, sent) in rank_class.step.ledger().items():
             total = sums.setdefault(line, [0, 0])
-            total[0] += kind.count * calls
-            total[1] += kind.count * sent
+            total[0] += rank_class.count * calls
+            total[1] += rank_class.count * sent
     return {line: (round(calls), round(sent)) for line, (calls, sent) in sums.items()}
 
 
@@ -55,7 +55,7 @@ def differences(
         (calls, sent), (real_calls, real_sent) = predicted.get(line, (0, 0)), sums.get(line, (0, 0))
         operation, axes, label = line
         if operation == "all_to_all" and label in routed:
-            most = _most(sent, axes, sizes or {})
+            most = _most_bytes(sent, axes, sizes or {})
             if calls == real_calls and real_sent <= most:
                 continue
             sent_text = f"at most {most:,.0f} bytes"
@@ -70,7 +70,7 @@ def differences(
     return texts
 
 
-def _most(sent: float, axes: str, sizes: Mapping[str, int]) -> float:
+def _most_bytes(sent: float, axes: str, sizes: Mapping[str, int]) -> float:
     """Bytes if every row leaves its rank; ``sent`` are the bytes if rows go evenly to all ranks of the axes."""
     ranks = prod(sizes.get(axis, 1) for axis in axes.split(","))
     return sent * ranks / max(1, ranks - 1)
@@ -87,7 +87,7 @@ def routed_bytes(
     return {
         "sent": sum(ledger[line][1] for ledger in measured for line in lines if line in ledger),
         "balanced": sum(predicted[line][1] for line in lines),
-        "most": round(sum(_most(predicted[line][1], line[1], sizes) for line in lines)),
+        "most": round(sum(_most_bytes(predicted[line][1], line[1], sizes) for line in lines)),
     }
 
 
@@ -174,9 +174,9 @@ def _split(spans: Mapping[int, Sequence], steps: int, seconds: float, machine: M
     ranks = max(len(spans), 1)
     layers: dict[str, float] = defaultdict(float)
     compute = waiting = 0.0
-    for own in spans.values():
-        waiting += sum(end - begin for _, kind, begin, end in own if kind == COMMUNICATION)
-        for name, begin, end in _computing(own):
+    for rank_spans in spans.values():
+        waiting += sum(end - begin for _, kind, begin, end in rank_spans if kind == COMMUNICATION)
+        for name, begin, end in _list_computations(rank_spans):
             compute += end - begin
             layers[name] += (end - begin) / steps
     contention = _contention(spans, machine) / steps / ranks
@@ -189,10 +189,10 @@ def _split(spans: Mapping[int, Sequence], steps: int, seconds: float, machine: M
     return Split(seconds, parts, dict(layers))
 
 
-def _computing(own: Sequence[tuple[str, str, float, float]]) -> Iterator[tuple[str, float, float]]:
+def _list_computations(rank_spans: Sequence[tuple[str, str, float, float]]) -> Iterator[tuple[str, float, float]]:
     """The computations of a rank's layers, without the waits that lie inside their spans: (name, begin, end)."""
-    waits = sorted((begin, end) for _, kind, begin, end in own if kind == COMMUNICATION)
-    for name, kind, begin, end in own:
+    waits = sorted((begin, end) for _, kind, begin, end in rank_spans if kind == COMMUNICATION)
+    for name, kind, begin, end in rank_spans:
         if kind != COMPUTE or name in OTHERS:
             continue
         for since, until in waits[bisect_left(waits, (begin,)) : bisect_left(waits, (end,))]:
@@ -205,19 +205,19 @@ def _computing(own: Sequence[tuple[str, str, float, float]]) -> Iterator[tuple[s
 def _contention(spans: Mapping[int, Sequence], machine: Machine) -> float:
     """Seconds that computations of layers lost to others on the same node, sum over ranks."""
     by_node: dict[int, list[tuple[float, int]]] = defaultdict(list)
-    for rank, own in spans.items():
-        for _, begin, end in _computing(own):
+    for rank, rank_spans in spans.items():
+        for _, begin, end in _list_computations(rank_spans):
             by_node[machine.places[rank][0]] += [(begin, 1), (end, -1)]
     lost = 0.0
     for number, changes in by_node.items():
-        cores = next(node.cores for at, node in machine.places if at == number)
+        cores = next(node.cores for place, node in machine.places if place == number)
         if cores is None:
             continue
         active, since = 0, 0.0
-        for when, change in sorted(changes):
+        for time, change in sorted(changes):
             if active > cores:
-                lost += (when - since) * (active - cores)
-            active, since = active + change, when
+                lost += (time - since) * (active - cores)
+            active, since = active + change, time
     return lost
 
 

@@ -34,7 +34,7 @@ Edge = tuple[Vertex, Vertex]
 class Network:
     """The graph of a machine's nodes and switches.
 
-    A message takes a shortest path; of several the first. So the load of a link is an upper bound of that under better
+    A message takes the first of the shortest paths. So the load of a link is an upper bound of its load under better
     routing.
     """
 
@@ -86,8 +86,8 @@ class Network:
         if a == b:
             return []
         if self._switch is not None:
-            here, there = self._switch(a), self._switch(b)
-            return [(a, here), (here, b)] if here == there else [(a, here), (here, "core"), ("core", there), (there, b)]
+            leaf, other = self._switch(a), self._switch(b)
+            return [(a, leaf), (leaf, b)] if leaf == other else [(a, leaf), (leaf, "core"), ("core", other), (other, b)]
         if a not in self._trees:
             self._trees[a] = self._tree(a)
         before = self._trees[a]
@@ -103,10 +103,10 @@ class Network:
         """Vertex -> the vertex before it on the path from ``root``, breadth first."""
         before, left = {root: root}, deque([root])
         while left:
-            here = left.popleft()
-            for neighbour in self.neighbours.get(here, {}):
+            vertex = left.popleft()
+            for neighbour in self.neighbours.get(vertex, {}):
                 if neighbour not in before:
-                    before[neighbour] = here
+                    before[neighbour] = vertex
                     left.append(neighbour)
         return before
 
@@ -139,7 +139,7 @@ class GroupLinks:
     def __init__(self, machine: Machine, network: Network, ranks: Sequence[int]) -> None:
         self.machine, self.network, self.ranks = machine, network, ranks
         self.size = len(ranks)
-        self.node = machine.node(ranks[0])  #: of the first rank
+        self.node = machine.node(ranks[0])  #: the node of the first rank
         self._between_nodes: dict[int, float] = {}
 
     @cached_property
@@ -153,7 +153,7 @@ class GroupLinks:
         return self.machine.node_numbers[np.asarray(self.ranks)]
 
     def _neighbours(self) -> Iterator[tuple[int, int]]:
-        """Neighbours in the ring of ranks; of equal pairs one."""
+        """Neighbours in the ring of ranks; one of several pairs with equal links."""
         ring = zip(self.ranks, (*self.ranks[1:], self.ranks[0]), strict=True)
         if self.machine.pairs:
             yield from ((a, b) for a, b in ring if a != b)
@@ -174,7 +174,7 @@ class GroupLinks:
 
     @cached_property
     def inside_bandwidth(self) -> float:
-        """Bandwidth of that link while all ranks of the node send."""
+        """Bandwidth of the link ``inside`` while all ranks of the node send."""
         return self.inside.bandwidth * min(1.0, (self.inside.lanes or self.node.ranks) / self.node.ranks)
 
     @cached_property
@@ -185,9 +185,9 @@ class GroupLinks:
     def between(self, a: int, b: int) -> tuple[float, float]:
         """Latency and bandwidth of messages from rank a to rank b while all ranks of the node send."""
         link = self.machine.link(a, b)
-        (here, node), (there, _) = self.machine.places[a], self.machine.places[b]
+        (node_of_a, node), (node_of_b, _) = self.machine.places[a], self.machine.places[b]
         lanes = min(1.0, (link.lanes or node.ranks) / node.ranks)
-        hops = self.network.hops(here, there) if here != there else 1
+        hops = self.network.hops(node_of_a, node_of_b) if node_of_a != node_of_b else 1
         return link.latency * hops, link.bandwidth * lanes
 
     def between_nodes(self, streams: int) -> float:
@@ -198,7 +198,7 @@ class GroupLinks:
 
     def _bandwidth_between_nodes(self, streams: int) -> float:
         link, node = self.machine.between, self.node
-        groups = max(1, node.ranks // max(self.nodes.values()))  # like this one, on each node
+        groups = max(1, node.ranks // max(self.nodes.values()))  # groups like this one on each node
         share = min(float(streams), (link.lanes or node.ranks) / groups)
         contention = self.network.contention(self.network.ring(sorted(self.nodes)))
         return link.bandwidth * share / max(contention, 1.0)
@@ -241,16 +241,16 @@ class CollectiveTimes:
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self.network = machine, Network(machine)
-        self._known: dict[tuple, Duration] = {}
+        self._durations: dict[tuple, Duration] = {}
         self._links: dict[HashedOnce, GroupLinks] = {}
 
     def of(self, operation: str, ranks: Sequence[int], size: float) -> Duration:
         """The duration of an operation over these ranks; ``size`` is S, or the bytes of a message."""
         ranks = ranks if isinstance(ranks, HashedOnce) else HashedOnce(ranks)
         key = operation, ranks, size
-        if key not in self._known:
-            self._known[key] = self._of(operation, self.links(ranks), size)
-        return self._known[key]
+        if key not in self._durations:
+            self._durations[key] = self._compute(operation, self.links(ranks), size)
+        return self._durations[key]
 
     def links(self, ranks: HashedOnce) -> GroupLinks:
         """The links of these ranks."""
@@ -258,30 +258,30 @@ class CollectiveTimes:
             self._links[ranks] = GroupLinks(self.machine, self.network, ranks)
         return self._links[ranks]
 
-    def _of(self, operation: str, links: GroupLinks, size: float) -> Duration:
+    def _compute(self, operation: str, links: GroupLinks, size: float) -> Duration:
         fitted, n = self.machine.fitted, links.size
         if n == 1:
             return Duration(0.0, 0.0)
         if len(links.nodes) == 1 and links.inside.by_copy:
-            return self._by_copy(operation, n, size, links.inside)
+            return self._compute_by_copy(operation, n, size, links.inside)
         if operation in ("send", "receive"):
             begin, bandwidth = links.between(*links.ranks[:2])
             return Duration(begin + fitted.wait_seconds, size / (bandwidth * fitted.link_share))
         if operation == "barrier":
             return Duration(fitted.wait_seconds + ceil(log2(n)) * links.latency, 0.0)
-        times = [_all_to_all(links, size)] if operation == "all_to_all" else _algorithms(operation, links, size)
+        times = [_time_all_to_all(links, size)] if operation == "all_to_all" else _list_times(operation, links, size)
         begin, move = min(times, key=lambda time: time[0] + time[1] / fitted.link_share)
         return Duration(begin + fitted.wait_seconds, move / fitted.link_share)
 
-    def _by_copy(self, operation: str, n: int, size: float, link: Link) -> Duration:
-        """Through shared memory: a gather copies S, a reduce_scatter reads n parts of S/n, an all_reduce does both."""
+    def _compute_by_copy(self, operation: str, n: int, size: float, link: Link) -> Duration:
+        """The time of copies: a gather copies S, a reduce_scatter reads n parts of S/n, an all_reduce does both."""
         copies = {"all_reduce": 2.0, "all_to_all": 1 / n, "send": 0.5, "receive": 1.0, "barrier": 0.0}
         fitted = self.machine.fitted
         moved = copies.get(operation, 1.0) * size
         return Duration(link.latency + fitted.wait_seconds, moved / (link.bandwidth * fitted.link_share), True)
 
 
-def _algorithms(operation: str, links: GroupLinks, size: float) -> list[tuple[float, float]]:
+def _list_times(operation: str, links: GroupLinks, size: float) -> list[tuple[float, float]]:
     """Seconds of (latency, moving bytes) of each algorithm."""
     n, rounds, nodes = links.size, ROUNDS[operation], links.nodes
     inside, latency = links.inside_bandwidth, links.latency
@@ -304,12 +304,12 @@ def _algorithms(operation: str, links: GroupLinks, size: float) -> list[tuple[fl
     return times
 
 
-def _all_to_all(links: GroupLinks, size: float) -> tuple[float, float]:
+def _time_all_to_all(links: GroupLinks, size: float) -> tuple[float, float]:
     """Seconds of (latency, moving bytes): each rank has size/n bytes and sends all but its own part."""
-    n, own = links.size, size / links.size
+    n, rank_bytes = links.size, size / links.size
     begin, inside = (n - 1) * links.latency, links.inside_bandwidth
     if len(links.nodes) == 1:
-        return begin, own * (n - 1) / n / inside
+        return begin, rank_bytes * (n - 1) / n / inside
     most = max(links.nodes.values())
-    out = own * most * (n - most) / n  # bytes that leave a node
-    return begin, max(own * most / n / inside, out / links.between_nodes(most) * links.all_to_all_contention)
+    leaving = rank_bytes * most * (n - most) / n  # bytes that leave a node
+    return begin, max(rank_bytes * most / n / inside, leaving / links.between_nodes(most) * links.all_to_all_contention)

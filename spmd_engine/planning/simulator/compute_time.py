@@ -26,7 +26,7 @@ FUSED = "fused16"  #: the speed of products in fused kernels, if a machine has o
 
 @dataclass(frozen=True)
 class ComputeTime:
-    """Seconds of work of a rank, with one core where cores are shared: in matrix products, and in all else.
+    """Seconds of work of a rank, with one core where cores are shared: in matrix products, and in other work.
 
     ``host``: seconds in which a device's host launches the pass that the computation belongs to.
     """
@@ -50,7 +50,7 @@ class ComputeTimes:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self._known: dict[tuple, ComputeTime] = {}
+        self._times: dict[tuple, ComputeTime] = {}
         self._steps: dict[tuple[str, int], tuple[Sequence[Computation], tuple[list[float], list[float]]]] = {}
 
     def of(self, rank: int, computation: Computation) -> ComputeTime:
@@ -62,12 +62,12 @@ class ComputeTimes:
             computation.calls,
             computation.bytes_read + computation.bytes_written,
         )
-        if key not in self._known:
-            self._known[key] = self._of(rank, computation)
-        return self._known[key]
+        if key not in self._times:
+            self._times[key] = self._compute(rank, computation)
+        return self._times[key]
 
     def least(self, rank: int, computation: Computation, parts: int) -> float:
-        """The least seconds for one of ``parts`` shards of a computation, whatever the sharding."""
+        """The least seconds for one of ``parts`` shards of a computation, for any sharding."""
         node, fitted = self.machine.node(rank), self.machine.fitted
 
         def bandwidth(size: float) -> float:
@@ -89,20 +89,20 @@ class ComputeTimes:
         nodes share the result. A pass is launched before the last of its computations ends."""
         key = self.machine.node(rank).name, id(computations)
         if key not in self._steps:  # keeps the computations so that their id is not reused
-            times, passes = [self.of(rank, each) for each in computations], [_pass(each) for each in computations]
+            times, passes = [self.of(rank, work) for work in computations], [_pass_key(work) for work in computations]
             following = pairwise((*passes, None))
-            hosts = [time.host * (this != after) for time, (this, after) in zip(times, following, strict=True)]
+            hosts = [time.host * (before != after) for time, (before, after) in zip(times, following, strict=True)]
             self._steps[key] = computations, ([time.seconds for time in times], hosts)
         return self._steps[key][1]
 
-    def _of(self, rank: int, computation: Computation) -> ComputeTime:
+    def _compute(self, rank: int, computation: Computation) -> ComputeTime:
         node, fitted = self.machine.node(rank), self.machine.fitted
         of_matrices = of_vectors = 0.0
         for product in computation.products:
             if self._is_of_matrices(rank, product):
-                of_matrices += self._product(rank, product)
+                of_matrices += self._product_seconds(rank, product)
             else:
-                of_vectors += self._product(rank, product)
+                of_vectors += self._product_seconds(rank, product)
         moved = computation.bytes_read + computation.bytes_written - sum(map(bytes_of, computation.products))
         calls = computation.calls - sum(product.calls for product in computation.products)
         bandwidth = node.memory_bandwidth(max(moved, 1) / max(calls, 1)) * fitted.memory_share
@@ -111,7 +111,7 @@ class ComputeTimes:
             return ComputeTime(of_matrices, rest, fitted.pass_seconds)
         return ComputeTime(of_matrices, rest + fitted.pass_seconds)
 
-    def _product(self, rank: int, product: Product) -> float:
+    def _product_seconds(self, rank: int, product: Product) -> float:
         if not product.flops:
             return 0.0
         moved = bytes_of(product)
@@ -123,14 +123,14 @@ class ComputeTimes:
         return max(product.flops / self._speed(rank, product) * idle, moved / bandwidth)
 
     def _is_of_matrices(self, rank: int, product: Product) -> bool:
-        """Whether it is limited by FLOPs; a product with a vector on a host takes the time of its bytes."""
+        """Whether a product is limited by FLOPs; one with a vector on a host takes the time of its bytes."""
         return self.machine.node(rank).has_devices or 1 not in (product.m, product.n, product.k)
 
     def _speed(self, rank: int, product: Product) -> float:
         """FLOP/s of a product, or of a fused kernel by its share of the device's speed.
 
-        A device computes a batch at once. A host is as fast as in the cube with as many FLOPs per element, whose width
-        is the harmonic mean of m, n and k.
+        A device computes a batch at once. A host is as fast as for square matrices with as many FLOPs per element; that
+        width is the harmonic mean of m, n and k.
         """
         speeds, dtype = self.machine.node(rank).speeds, DTYPES[product.itemsize]
         flops = 2 * product.m * product.n * product.k * product.batch
@@ -161,12 +161,12 @@ def rounds_of_tiles(m: int, n: int, batch: int, processors: int) -> float:
     return min(taken(*tile) for tile in TILES) / full
 
 
-def _pass(computation: Computation) -> tuple:
+def _pass_key(computation: Computation) -> tuple:
     """The key of the pass that a computation belongs to."""
     return computation.layer, computation.phase, computation.micro_batch, computation.chunk
 
 
 def bytes_of(product: Product) -> int:
     """Bytes read and written by all calls of a product."""
-    one = product.m * product.k + product.k * product.n + product.m * product.n * (not product.fused)
-    return product.itemsize * product.batch * product.calls * one
+    elements = product.m * product.k + product.k * product.n + product.m * product.n * (not product.fused)
+    return product.itemsize * product.batch * product.calls * elements

@@ -3,7 +3,7 @@
 Each rank follows its own ``RankStep``: it computes, begins communications, and waits where the step waits. A
 communication starts when all its ranks have begun it, and takes the time of ``CollectiveTimes``. Communications that
 need the same rank's link are executed one after the other, the most urgent first (``Communication.priority``). Ranks of
-a node share its cores evenly. Ranks that move bytes themselves do so while they wait, with a core.
+a node share its cores evenly. Ranks that move bytes themselves do so while they wait, on a core.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from spmd_engine.planning.simulator.compute_time import ComputeTimes
 
 
 PIPE = "pipe"
-#: Up to so many ranks are all simulated; of more, one rank of each pipeline stage represents the others.
+#: The most ranks that are all simulated; in a larger job, one rank of each pipeline stage represents the others.
 MOST_RANKS = 32
-FEW_RANKS = 8  #: the same where ranks share nothing but links, and all links are equal
+FEW_RANKS = 8  #: the same for ranks that share only links, if all links are equal
 
 
 @dataclass
@@ -36,7 +36,7 @@ class SimulatedCall:
     """A collective or a message: the simulated ranks that take part, and its progress."""
 
     operation: str
-    ranks: tuple[int, ...]  #: the whole group in order; of a message the sender and the receiver
+    ranks: tuple[int, ...]  #: the whole group in order; for a message, sender and receiver
     size: int  #: bytes of the whole array
     priority: int  #: the fewest computations that may hide it, over its ranks
     expected: int = 0  #: simulated ranks that take part
@@ -47,7 +47,7 @@ class SimulatedCall:
 
 
 def simulated_ranks(analysis: StepAnalysis, most: int = MOST_RANKS) -> list[int]:
-    """The ranks to simulate: all or, of more than ``most``, the rank of each stage that computes most."""
+    """The ranks to simulate: all or, if they are more than ``most``, the rank of each stage that computes most."""
     if analysis.ranks <= most:
         return list(range(analysis.ranks))
     chosen: dict[int, tuple[int, int]] = {}
@@ -83,7 +83,7 @@ def match_calls(analysis: StepAnalysis, steps: Mapping[int, RankStep]) -> dict[i
             key = (*key, counts[key])
             size, priority = communication.whole_bytes, communication.priority
             if key not in calls:
-                calls[key] = SimulatedCall(kind, _members(groups, position, axes, communication), size, priority)
+                calls[key] = SimulatedCall(kind, _call_ranks(groups, position, axes, communication), size, priority)
             call = calls[key]
             call.expected += 1
             call.priority = min(call.priority, priority)
@@ -99,7 +99,7 @@ def match_calls(analysis: StepAnalysis, steps: Mapping[int, RankStep]) -> dict[i
     return by_rank
 
 
-def _members(
+def _call_ranks(
     groups: _Groups, position: MeshPosition, axes: tuple[str, ...], communication: Communication
 ) -> tuple[int, ...]:
     members = groups.members(position, axes)
@@ -112,24 +112,24 @@ class _Groups:
     """Groups of a mesh's ranks, by the axes along which their ranks differ."""
 
     def __init__(self, axes: Mapping[str, int]) -> None:
-        self.axes, self._known = axes, {}
+        self.axes, self._ranks_by_group = axes, {}
 
     def number(self, position: MeshPosition, over: Sequence[str]) -> tuple[int, ...]:
-        """Which group over these axes a position is in."""
+        """The key of the group over these axes that contains a position."""
         return tuple(index for axis, index in position.coordinates.items() if axis not in over)
 
     def members(self, position: MeshPosition, over: tuple[str, ...]) -> tuple[int, ...]:
-        """All ranks of that group, in its order."""
+        """All ranks of the group over these axes that contains a position, in the group's order."""
         key = over, self.number(position, over)
-        if key not in self._known:
+        if key not in self._ranks_by_group:
             peers = position.peers(over) if over else [position]
-            self._known[key] = tuple(peer.index(None) for peer in peers)
-        return self._known[key]
+            self._ranks_by_group[key] = tuple(peer.index(None) for peer in peers)
+        return self._ranks_by_group[key]
 
 
 def calls_by_computation(step: RankStep) -> dict[int, tuple[list[int], list[int], list[list[int]]]]:
-    """For each computation's number: the communications that begin before it and last, those that began earlier and
-    are waited for before it, and runs of those that begin and end there. Communications are given by number.
+    """For each computation's number: the communications that begin before it and end later, those that began earlier
+    and end before it, and runs of those that begin and end before it. Communications are given by number.
 
     The communications of a run begin together: one collective, or consecutive messages. They are waited for when all
     have begun, as in a ring, where each rank sends before it receives.
@@ -176,7 +176,7 @@ class Prediction:
     """A predicted step."""
 
     seconds: float
-    ranks: Sequence[int]  #: that were simulated; if not all, they represent the others
+    ranks: Sequence[int]  #: the simulated ranks; if not all, they represent the others
     spans: Sequence[Span]
     working: Mapping[int, float]  #: seconds of work of each rank, with a core to itself
 
@@ -199,8 +199,8 @@ def simulate(analysis: StepAnalysis, machine: Machine, placement: Sequence[int] 
     Raises UsageError for a machine with too few ranks, and for a step that would hang.
     """
     machine = machine.with_ranks(max([analysis.ranks, *(rank + 1 for rank in placement or ())]))
-    alike = all(node.cores is None for node in machine.nodes) and not machine.pairs and not machine.heterogeneous
-    ranks = simulated_ranks(analysis, FEW_RANKS if alike else MOST_RANKS)
+    uniform = all(node.cores is None for node in machine.nodes) and not machine.pairs and not machine.heterogeneous
+    ranks = simulated_ranks(analysis, FEW_RANKS if uniform else MOST_RANKS)
     steps = {rank: analysis.of_rank(rank) for rank in ranks}
     return _Simulation(machine, steps, match_calls(analysis, steps), placement).run()
 
@@ -222,7 +222,7 @@ class _Simulation:
         self.at = placement if placement is not None else range(machine.ranks)
         self.compute, self.collectives = ComputeTimes(machine), CollectiveTimes(machine)
         self.clock, self._events, self._order = 0.0, [], count()
-        self.processors = Processors(machine, self._at)
+        self.processors = Processors(machine, self._schedule)
         self.spans: list[Span] = []
         self.working = dict.fromkeys(steps, 0.0)
         self._ports: dict[int, bool] = {}  # ranks whose link is busy
@@ -238,10 +238,10 @@ class _Simulation:
             act()
         if self._live:
             stuck = {call.operation for calls in self.calls.values() for call in calls if not call.done}
-            raise UsageError(f"the step would hang: some ranks never complete {', '.join(sorted(stuck)) or 'it'}")
+            raise UsageError(f"the step would hang: some ranks never complete {', '.join(sorted(stuck)) or 'the step'}")
         return Prediction(self.clock, tuple(self.steps), self.spans, self.working)
 
-    def _at(self, when: float, act: Callable[[], None]) -> None:
+    def _schedule(self, when: float, act: Callable[[], None]) -> None:
         heappush(self._events, (when, next(self._order), act))
 
     # --- ranks
@@ -253,14 +253,14 @@ class _Simulation:
         launched = 0.0  # when a device's host has launched the next work
         for number in range(len(step.computations) + 1):
             if number in plan:
-                begins, ends, both = plan[number]
+                begins, ends, runs = plan[number]
                 for index in begins:
                     self._begin(rank, calls[index])
                 for index in ends:
                     yield from self._wait(rank, calls[index], step.communications[index].trace_name)
                     if calls[index].operation == "message":  # the host, too, waits for messages of other stages
                         launched = max(launched, self.clock)
-                for run in both:
+                for run in runs:
                     for index in run:
                         self._begin(rank, calls[index])
                     for index in run:
@@ -275,8 +275,8 @@ class _Simulation:
 
     def _advance(self, rank: int, program: Waits) -> None:
         """Continue a rank until it waits."""
-        for what, value in program:
-            if what == "work":
+        for kind, value in program:
+            if kind == "work":
                 if value:
                     self.processors.work(self.clock, self.at[rank], value, lambda: self._advance(rank, program))
                     return
@@ -320,7 +320,7 @@ class _Simulation:
             for rank in call.begun:
                 self._ports[rank] = True
             ends = self.clock + self._duration(call).seconds
-            self._at(ends, lambda call=call: self._arrived(call))
+            self._schedule(ends, lambda call=call: self._arrived(call))
         for entry in left:
             heappush(self._queue, entry)
 
@@ -372,14 +372,14 @@ class Processors:
     """
 
     def __init__(self, machine: Machine, at: Callable[[float, Act], None]) -> None:
-        self.machine, self._at, self._order = machine, at, count()
+        self.machine, self._schedule, self._order = machine, at, count()
         self._shared: dict[int, _SharedCores] = {}
 
     def work(self, now: float, rank: int, seconds: float, then: Act) -> None:
         """Let a rank work from ``now`` on for ``seconds`` of a full core, and then call ``then``."""
         number, node = self.machine.places[rank]
         if node.cores is None or node.cores >= node.ranks:
-            self._at(now + seconds, then)
+            self._schedule(now + seconds, then)
             return
         shared = self._shared.setdefault(number, _SharedCores(node.cores))
         shared.pass_time(now)
@@ -405,7 +405,7 @@ class Processors:
             for then in ended:
                 then()
 
-        self._at(ends, end_work)
+        self._schedule(ends, end_work)
 
 
 class _SharedCores:
