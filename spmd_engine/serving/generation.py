@@ -57,7 +57,7 @@ class NextTokens(ShardedEngine):
         self._cache = Cache()
         self._rows: list[int] = []  # sequences in the cache, in its order: this rank's
         self._texts: dict[int, list[int]] = {}  # of all sequences
-        self._known: set[int] = set()  # sequences of the last call
+        self._sequences: set[int] = set()  # sequences of the last call
 
     def load_checkpoint(self, params: Mapping[str, Any]) -> None:
         self.engine.load_checkpoint(params)
@@ -68,34 +68,34 @@ class NextTokens(ShardedEngine):
     def forward(self, x: np.ndarray) -> np.ndarray:
         """x[b TOKENS+s], as ``call`` makes it -> [b 3]. Collective."""
         x = np.asarray(x)
-        here = self._sequences_here(x)
-        mine = x[here]
+        local_rows = self._select_local_rows(x)
+        mine = x[local_rows]
         self._cache.truncate(mine[:, KEPT].tolist())
         chosen = np.full((len(x), 3), -np.inf)
         with self.engine.inference():
             step = decode_inputs(self.engine, mine[:, TOKENS:], self._cache, mine[:, COUNT].tolist(), last=True)
             scores = self.engine.forward(step.inputs, step.ctx)
         if scores is not None:
-            rows = [here[row] for row in step.rows]
+            rows = [local_rows[row] for row in step.rows]
             chosen[rows] = self._choose(backend_of(scores).to_host(scores)[:, 0], x[rows])
         if self.num_devices > 1:
             chosen = self.all_reduce(chosen, "max", label="next tokens")
         if (chosen[:, TOKEN] == np.inf).any():
-            raise NotFiniteError(f"{self.engine.model.name}: its scores are not finite; are its parameters?")
+            raise NotFiniteError(f"{self.engine.model.name}: its scores are not finite; check its parameters")
         return chosen
 
-    def _sequences_here(self, x: np.ndarray) -> list[int]:
-        """The rows of this rank, in the order of the cache, from which all others are removed."""
+    def _select_local_rows(self, x: np.ndarray) -> list[int]:
+        """The rows of this rank's sequences, in the order of the cache, from which all other sequences are removed."""
         sequences = x[:, SEQUENCE].tolist()
         for sequence, line in zip(sequences, x, strict=True):
             text = self._texts.setdefault(sequence, [])
             text[line[BEFORE] :] = line[TOKENS : TOKENS + line[COUNT]].tolist()
-        if set(sequences) == self._known:
+        if set(sequences) == self._sequences:
             at = {sequence: row for row, sequence in enumerate(sequences)}
             return [at[sequence] for sequence in self._rows]
-        new = [sequence for sequence in sequences if sequence not in self._known]
+        new = [sequence for sequence in sequences if sequence not in self._sequences]
         self._texts = {sequence: self._texts[sequence] for sequence in sequences}
-        self._known = set(sequences)
+        self._sequences = set(sequences)
         at = {sequence: row for row, sequence in enumerate(sequences)}
         if self._cache.lengths or self._rows:
             self._cache.select([row for row, sequence in enumerate(self._rows) if sequence in at])
@@ -143,12 +143,12 @@ class StoppingCriteria:
 
 @dataclass(frozen=True)
 class Completion:
-    """What followed a prompt."""
+    """The continuation of a prompt."""
 
     prompt: list[int]
     tokens: list[int]
-    finish: str  #: "length": as many tokens as wanted; "end": an end's token; "stop": a stop string; "context": no room
-    text: str | None = None  #: of the tokens, without an end's token or a stop string; None without a tokenizer
+    finish: str  #: "length": as many tokens as wanted; "end": an end token; "stop": a stop string; "context": no room
+    text: str | None = None  #: of the tokens, without an end token or a stop string; None without a tokenizer
     stop: str | None = None  #: that stop string
     log_probs: list[float] | None = None  #: of the tokens, by the model alone
     near_ties: int = 0  #: tokens whose margin is within rounding: another mesh may choose the second best
@@ -156,7 +156,7 @@ class Completion:
 
 @dataclass
 class _Sequence:
-    """A text under way, on rank 0."""
+    """A text in progress, on rank 0."""
 
     number: int
     prompt: list[int]
@@ -189,22 +189,22 @@ def generate(
     batch_size: int = BATCH,
     on_text: OnText | None = None,
 ) -> list[Completion]:
-    """What follows each prompt, the same on every rank. Collective.
+    """The completion of each prompt, the same on every rank. Collective.
 
     A text is a function of its prompt, of the options and of the seed; it depends neither on the mesh nor on the other
-    prompts. A prompt that is given several times is sampled anew each time. ``on_text(number, text)`` is called on
-    rank 0 with each piece of text as soon as later tokens cannot change it. Raises UsageError for a prompt that is
-    empty, has unknown tokens or leaves no room in the context, and for a model that takes no tokens.
+    prompts. A repeated prompt is sampled anew each time. ``on_text(number, text)`` is called on rank 0 with each piece
+    of text as soon as later tokens cannot change it. Raises UsageError for a prompt that is empty, has unknown tokens
+    or leaves no room in the context, and for a model that takes no tokens.
     """
     _check(engine, prompts, stopping, tokenizer)
     model = NextTokens(engine, sampling, log_probs=log_probs)
-    writing = _Writing(engine, prompts, stopping, tokenizer, sampling, on_text, batch_size)
-    model.inference_loop(writing.calls(), writing)
+    writer = _Writer(engine, prompts, stopping, tokenizer, sampling, on_text, batch_size)
+    model.inference_loop(writer.calls(), writer)
 
     def as_json() -> str:
-        return json.dumps([asdict(sequence.completion(log_probs)) for sequence in writing.sequences])
+        return json.dumps([asdict(sequence.completion(log_probs)) for sequence in writer.sequences])
 
-    return [Completion(**each) for each in json.loads(text_from_rank_zero(engine.group(), as_json))]
+    return [Completion(**fields) for fields in json.loads(text_from_rank_zero(engine.group(), as_json))]
 
 
 def _check(
@@ -231,7 +231,7 @@ def _check(
             )
 
 
-class _Writing:
+class _Writer:
     """The state of all texts, on rank 0: makes the inputs of ``NextTokens`` and appends its outputs."""
 
     def __init__(
@@ -247,12 +247,12 @@ class _Writing:
         self._context, self._stopping, self._on_text = engine.model.context, stopping, on_text
         self._batch_size = batch_size
         self._rounding = ROUNDING[engine.dtype.itemsize] / (sampling.temperature if sampling.draws else 1.0)
-        before: Counter[tuple[int, ...]] = Counter()
+        repeats: Counter[tuple[int, ...]] = Counter()
         self.sequences = []
         for number, prompt in enumerate(prompts):
             prompt = [int(token) for token in prompt]
-            key = key_of(sampling.seed, "generate", crc32(np.array(prompt, "<i8").tobytes()), before[tuple(prompt)])
-            before[tuple(prompt)] += 1
+            key = key_of(sampling.seed, "generate", crc32(np.array(prompt, "<i8").tobytes()), repeats[tuple(prompt)])
+            repeats[tuple(prompt)] += 1
             stream = TextStream(tokenizer, prompt, stopping.stop) if tokenizer else None
             self.sequences.append(_Sequence(number, prompt, key, stream))
         self._under_way: list[_Sequence] = []

@@ -29,7 +29,7 @@ AT_RANDOM = ("temperature", "top_k", "top_p", "min_p")
 
 @dataclass(frozen=True)
 class SamplingOptions(Configuration):
-    """What is done to logits, in the order of the fields, before the best token is taken or one is sampled."""
+    """Changes to the logits, in the order of the fields, before the best token is taken or one is sampled."""
 
     sample: bool = False  #: whether tokens are sampled; else the likeliest is taken
     repetition_penalty: float = setting(1.0, least=1e-6, most=LARGEST)  #: divides positive logits of earlier tokens
@@ -44,12 +44,12 @@ class SamplingOptions(Configuration):
         """Whether tokens are chosen at random."""
         return self.sample and self.temperature > 0
 
-    def with_given(self, **given: Any) -> SamplingOptions:
+    def with_given(self, **values: Any) -> SamplingOptions:
         """These options with the values that are not None; one of ``AT_RANDOM`` turns sampling on."""
-        given = {name: value for name, value in given.items() if value is not None}
-        if any(name in given for name in AT_RANDOM):
-            given.setdefault("sample", True)
-        return self.changed(**given)
+        values = {name: value for name, value in values.items() if value is not None}
+        if any(name in values for name in AT_RANDOM):
+            values.setdefault("sample", True)
+        return self.changed(**values)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def read_generation_config(folder: str | Path) -> GenerationConfig:
         if not isinstance(content, Mapping):
             raise UsageError(f"{file} must hold an object, {{...}}")
         return generation_config(content, str(file))
-    file = file.with_name("config.json")  # a run's has no such field
+    file = file.with_name("config.json")  # a training run's file has no such field
     content = None
     with suppress(UsageError):
         content = json_at(file)
@@ -96,12 +96,12 @@ def read_generation_config(folder: str | Path) -> GenerationConfig:
 
 def generation_config(content: Mapping[str, Any], where: str = "generation_config.json") -> GenerationConfig:
     """The configuration in a JSON object; raises UsageError, naming ``where``, for values that a field cannot have."""
-    known = {each.name for each in fields(SamplingOptions)} - {"sample", "seed"}
-    given = {name: value for name, value in content.items() if name in known and value is not None}
+    names = {field.name for field in fields(SamplingOptions)} - {"sample", "seed"}
+    options = {name: value for name, value in content.items() if name in names and value is not None}
     if content.get("do_sample"):
-        given = {"top_k": _USUAL_TOP_K, **given, "sample": True}
+        options = {"top_k": _USUAL_TOP_K, **options, "sample": True}
     try:
-        sampling = SamplingOptions(**given)
+        sampling = SamplingOptions(**options)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
     ends = content.get("eos_token_id")
@@ -124,7 +124,7 @@ _NONE = -np.inf
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """This rank's shard of the vocabulary, and the group of ranks that have the others."""
+    """This rank's shard of the vocabulary, and the group of ranks that have the other shards."""
 
     start: int = 0  #: its first token
     over: Group | None = None  #: None: this rank has all
@@ -160,7 +160,7 @@ def choose(
 ) -> Chosen:
     """The next token of each row of scores[n v], where v is this rank's shard. Collective over the vocabulary's group.
 
-    ``seen`` are the earlier tokens of each row, ``keys`` the keys of its noise. Of equal scores, the lower token wins.
+    ``seen`` are the earlier tokens of each row, ``keys`` the keys of its noise. Ties go to the lower token.
     """
     if not len(scores):
         return Chosen(np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
@@ -168,14 +168,14 @@ def choose(
     if options.draws:
         scores = _noisy(scores, keys, vocabulary.start)
     best = _best_two(scores, vocabulary)
-    of_ranks = vocabulary.gather(best)  # [n ranks (score, token, second score)]
-    order = np.lexsort((of_ranks[..., 1], -of_ranks[..., 0]), axis=1)
+    by_rank = vocabulary.gather(best)  # [n ranks (score, token, second score)]
+    order = np.lexsort((by_rank[..., 1], -by_rank[..., 0]), axis=1)
     rows = np.arange(len(scores))
     first = order[:, 0]
-    value, token = of_ranks[rows, first, 0], of_ranks[rows, first, 1]
-    second = of_ranks[rows, first, 2]
-    if of_ranks.shape[1] > 1:
-        second = np.maximum(second, of_ranks[rows, order[:, 1], 0])
+    value, token = by_rank[rows, first, 0], by_rank[rows, first, 1]
+    second = by_rank[rows, first, 2]
+    if by_rank.shape[1] > 1:
+        second = np.maximum(second, by_rank[rows, order[:, 1], 0])
     tokens = token.astype(np.int64)
     likely = _log_probs(raw, tokens, vocabulary) if log_probs else np.full(len(tokens), np.nan)
     return Chosen(tokens, value - second, likely)
@@ -184,8 +184,8 @@ def choose(
 def allowed_scores(
     scores: np.ndarray, options: SamplingOptions, seen: Sequence[Sequence[int]], vocabulary: Vocabulary
 ) -> np.ndarray:
-    """scores[n v] after all options, -inf for excluded tokens: what noise is added to. Collective over the
-    vocabulary's group."""
+    """scores[n v] after all options, before the noise, -inf for excluded tokens. Collective over the vocabulary's
+    group."""
     if options.repetition_penalty != 1.0:
         scores = _penalised(scores.copy(), seen, options.repetition_penalty, vocabulary.start)
     if options.draws:
@@ -193,11 +193,11 @@ def allowed_scores(
     return scores
 
 
-def _penalised(scores: np.ndarray, seen: Sequence[Sequence[int]], penalty: float, start: int) -> np.ndarray:
-    for row, tokens in zip(scores, seen, strict=True):
-        here = np.unique(np.asarray(tokens, np.int64)) - start
-        here = here[(here >= 0) & (here < len(row))]
-        row[here] = np.where(row[here] < 0, row[here] * penalty, row[here] / penalty)
+def _penalised(scores: np.ndarray, texts: Sequence[Sequence[int]], penalty: float, start: int) -> np.ndarray:
+    for row, tokens in zip(scores, texts, strict=True):
+        columns = np.unique(np.asarray(tokens, np.int64)) - start
+        columns = columns[(columns >= 0) & (columns < len(row))]
+        row[columns] = np.where(row[columns] < 0, row[columns] * penalty, row[columns] / penalty)
     return scores
 
 
@@ -225,22 +225,22 @@ def _kth_highest(scores: np.ndarray, k: int, vocabulary: Vocabulary) -> np.ndarr
 
 
 def _highest(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The k highest scores of each row, padded with -inf, and their indices; of equal ones the first."""
-    have = min(k, scores.shape[1])
+    """The k highest scores of each row, padded with -inf, and their indices; among equal ones the first."""
+    count = min(k, scores.shape[1])
     values, places = np.full((len(scores), k), _NONE), np.zeros((len(scores), k), np.int64)
     for row, line in enumerate(scores):
-        at_least = np.partition(line, -have)[-have] if have else _NONE
+        at_least = np.partition(line, -count)[-count] if count else _NONE
         indices = np.flatnonzero(line >= at_least)
-        indices = indices[np.lexsort((indices, -line[indices]))][:have]
-        values[row, :have], places[row, :have] = line[indices], indices
+        indices = indices[np.lexsort((indices, -line[indices]))][:count]
+        values[row, :count], places[row, :count] = line[indices], indices
     return values, places
 
 
 def _last_of_nucleus(scores: np.ndarray, p: float, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
     """[n], [n]: score and token of the last of the likeliest tokens that together reach probability ``p``.
 
-    Every rank sends its highest scores. The order of all is certain down to the largest of the ranks' lowest scores
-    sent; if the probability is not reached by then, they send more.
+    Every rank sends its highest scores. Their order is certain down to the largest of the ranks' lowest sent scores; if
+    the probability is not reached by then, the ranks send more.
     """
     top = vocabulary.reduce(scores.max(axis=1, initial=_NONE), "max")
     total = vocabulary.reduce(np.exp(scores - top[:, None]).sum(axis=1), "sum")
@@ -248,14 +248,14 @@ def _last_of_nucleus(scores: np.ndarray, p: float, vocabulary: Vocabulary) -> tu
     while True:
         values, places = _highest(scores, count)
         sent = np.stack((values, places + vocabulary.start), axis=1).reshape(len(scores), -1)
-        of_ranks = vocabulary.gather(sent).reshape(len(scores), -1, 2, count)
-        certain = of_ranks[:, :, 0, -1].max(axis=1)  # -inf: every rank has sent all
-        candidates = of_ranks[:, :, 0].reshape(len(scores), -1), of_ranks[:, :, 1].reshape(len(scores), -1)
+        by_rank = vocabulary.gather(sent).reshape(len(scores), -1, 2, count)
+        certain = by_rank[:, :, 0, -1].max(axis=1)  # -inf: every rank has sent all
+        candidates = by_rank[:, :, 0].reshape(len(scores), -1), by_rank[:, :, 1].reshape(len(scores), -1)
         order = np.lexsort((candidates[1], -candidates[0]), axis=1)
-        value, token = (np.take_along_axis(each, order, axis=1) for each in candidates)
+        value, token = (np.take_along_axis(array, order, axis=1) for array in candidates)
         before = np.cumsum(np.exp(value - top[:, None]), axis=1) / total[:, None]
-        kept = np.concatenate([np.full((len(scores), 1), True), before[:, :-1] < p], axis=1) & (value > _NONE)
-        last = np.maximum(kept.sum(axis=1) - 1, 0)
+        in_nucleus = np.concatenate([np.full((len(scores), 1), True), before[:, :-1] < p], axis=1) & (value > _NONE)
+        last = np.maximum(in_nucleus.sum(axis=1) - 1, 0)
         rows = np.arange(len(scores))
         if (value[rows, last] > certain).all() or (certain == _NONE).all():
             return value[rows, last], token[rows, last]
@@ -270,7 +270,7 @@ def _noisy(scores: np.ndarray, keys: Sequence[int], start: int) -> np.ndarray:
 
 
 def _best_two(scores: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
-    """[n 3]: the highest score here, its token, and the second highest score."""
+    """[n 3]: the highest score of this rank, its token, and the second highest score."""
     best = np.full((len(scores), 3), _NONE)
     best[:, 1] = vocabulary.start
     if scores.shape[1]:
@@ -289,7 +289,7 @@ def _log_probs(scores: np.ndarray, tokens: np.ndarray, vocabulary: Vocabulary) -
     sums = np.zeros((2, len(scores)))
     sums[0] = np.exp(scores - top[:, None]).sum(axis=1)
     place = tokens - vocabulary.start
-    here = (place >= 0) & (place < scores.shape[1])
-    sums[1, here] = scores[here, place[here]] - top[here]
+    local = (place >= 0) & (place < scores.shape[1])
+    sums[1, local] = scores[local, place[local]] - top[local]
     sums = vocabulary.reduce(sums, "sum")
     return sums[1] - np.log(sums[0])

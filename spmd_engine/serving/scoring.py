@@ -36,20 +36,20 @@ def score(
     """The scores of texts as tokens, the same on every rank and every mesh. Collective.
 
     A text that is longer than the model's context is read in windows that begin ``stride`` tokens (half a context)
-    after each other, and the first window with a token scores it, given at least context - stride tokens before it.
-    Raises UsageError for texts of less than two tokens, and for tokens that the model does not know.
+    after each other. The first window with a token scores it, so that at least context - stride tokens precede it.
+    Raises UsageError for texts of less than two tokens, and for tokens outside the vocabulary.
     """
     context = engine.model.context or max(map(len, texts), default=1)
     stride = stride or max(1, context // 2)
     if not 0 < stride <= context:
-        raise UsageError(f"stride {stride}: it is from 1 to the context of {context}")
-    windows: list[tuple[int, int, int, int]] = []  # text, begin, end of what is read, first target that is scored
+        raise UsageError(f"stride {stride}: it must be from 1 to the context of {context}")
+    windows: list[tuple[int, int, int, int]] = []  # text, begin and end of the read tokens, first scored target
     for number, text in enumerate(texts):
         if len(text) < 2:
             raise UsageError(f"text {number} has {len(text)} token(s); at least two are needed to score one")
         if unknown := [token for token in text if not 0 <= token < engine.model.vocabulary]:
-            known = engine.model.vocabulary - 1
-            raise UsageError(f"text {number} has token {unknown[0]}; {engine.model.name} knows 0 to {known}")
+            last_token = engine.model.vocabulary - 1
+            raise UsageError(f"text {number} has token {unknown[0]}; {engine.model.name} knows 0 to {last_token}")
         begin, scored = 0, 1
         while scored < len(text):
             end = min(begin + context + 1, len(text))
@@ -58,28 +58,28 @@ def score(
     log_probs = [np.zeros(len(text) - 1) for text in texts]
     with engine.inference():
         for first in range(0, len(windows), batch_size):
-            some = windows[first : first + batch_size]
-            likely = _of_windows(engine, [texts[number][begin:end] for number, begin, end, _ in some])
-            for line, (number, begin, end, scored) in zip(likely, some, strict=True):
+            batch = windows[first : first + batch_size]
+            likely = _score_windows(engine, [texts[number][begin:end] for number, begin, end, _ in batch])
+            for line, (number, begin, end, scored) in zip(likely, batch, strict=True):
                 log_probs[number][scored - 1 : end - 1] = line[scored - 1 - begin : end - 1 - begin]
-    if not all(np.isfinite(each).all() for each in log_probs):
-        raise NotFiniteError(f"{engine.model.name}: its scores are not finite; are its parameters?")
-    return [Score(each) for each in log_probs]
+    if not all(np.isfinite(values).all() for values in log_probs):
+        raise NotFiniteError(f"{engine.model.name}: its scores are not finite; check its parameters")
+    return [Score(values) for values in log_probs]
 
 
-def _of_windows(engine: LayeredEngine, windows: Sequence[Sequence[int]]) -> np.ndarray:
-    """[b s]: the log-probability of each token but the first of each window, on every rank. Collective."""
+def _score_windows(engine: LayeredEngine, windows: Sequence[Sequence[int]]) -> np.ndarray:
+    """[b s]: the log-probability of each token except the first of each window, on every rank. Collective."""
     length = max(map(len, windows)) - 1
-    whole = np.zeros((len(windows), length + 1), np.int64)  # what follows a window is ignored
-    for line, window in zip(whole, windows, strict=True):
+    tokens = np.zeros((len(windows), length + 1), np.int64)  # positions after a window's end are ignored
+    for line, window in zip(tokens, windows, strict=True):
         line[: len(window)] = window
-    part = engine.batch_span(len(whole))
-    inputs, targets = engine.cut_rows(whole[part, :-1], whole[part, 1:])
+    part = engine.batch_span(len(tokens))
+    inputs, targets = engine.cut_rows(tokens[part, :-1], tokens[part, 1:])
     outputs = engine.forward(inputs)
-    likely = np.full((len(whole), length), -np.inf)
+    likely = np.full((len(tokens), length), -np.inf)
     if outputs is not None:
-        here = _log_probs(engine, outputs, engine.backend.asarray(targets))
-        likely[part, engine.layout.positions(length, engine.mesh)] = backend_of(here).to_host(here)
+        local = _log_probs(engine, outputs, engine.backend.asarray(targets))
+        likely[part, engine.layout.positions(length, engine.mesh)] = backend_of(local).to_host(local)
     return engine.all_reduce(likely, "max", label="score") if engine.num_devices > 1 else likely
 
 
@@ -92,7 +92,7 @@ def _log_probs(engine: LayeredEngine, scores: Array, targets: Array) -> Array:
     for number in range(len(scores)):  # a sample at a time: float64 of all would be twice the scores' memory
         sums[0, number] = xp.exp(scores[number].astype(xp.float64) - top[number, :, None]).sum(axis=-1)
     place = targets - sh.span("v", engine.model.vocabulary).start
-    ours = (place >= 0) & (place < scores.shape[-1])
-    sums[1][ours] = scores[ours, place[ours]] - top[ours]
+    local = (place >= 0) & (place < scores.shape[-1])
+    sums[1][local] = scores[local, place[local]] - top[local]
     sums = sh.all_reduce(sums, over="v")
     return sums[1] - xp.log(sums[0])

@@ -1,10 +1,11 @@
-"""Letters: how an array's dims are named, which mesh axes cut them, and collectives spoken in them.
+"""Shardings: letters name the dims of an array, mesh axes shard them, and collectives go over them.
 
 A *placement* says which rectangles of which global arrays each rank has: blocks of a sharding, rows, zigzag
 sequences, stages of a pipeline, on any set of ranks. An element has one owner; other ranks may have copies of it,
-replicas or halos. ``plan_transfer(source, target)`` plans the exchange from one placement to another: each rank gets
-what it lacks, once, in pieces of bounded memory; ``plan.execute(group, blocks)`` makes it, and ``plan.adjoint()`` goes
-the same ways back and adds. ``reshard``, an engine's ``gather`` and halos of convolutions are such transfers:
+replicas or halos. ``plan_transfer(source, target)`` plans the exchange from one placement to another: each rank
+receives the elements that it lacks, once, in pieces of bounded memory. ``plan.execute(group, blocks)`` runs the plan;
+``plan.adjoint()`` sends back along the same routes and adds. ``reshard``, an engine's ``gather`` and halos of
+convolutions are such transfers:
 
     places = all_positions(mesh.axes)
     source = Placement({"x": ArrayPlacement.of_spec("h/data w", shape, dtype, places)})

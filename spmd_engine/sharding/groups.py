@@ -1,4 +1,4 @@
-"""Parameter groups: neighbours that share one flat buffer, and so one collective and one optimizer pass."""
+"""Parameter groups: neighbouring parameters in one flat buffer, with one collective and one optimizer pass."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from spmd_engine.arrays.backend import Array
 from spmd_engine.axes import MeshPosition
 
 THRESHOLD = 1 << 20  # bytes: below this, one more neighbour costs less than one more collective
-CAP = 32 << 20  # bytes: beyond this, neighbours share nothing: what is gathered for one is held for all
+CAP = 32 << 20  # bytes: no larger groups, since an unshard for one member holds all of them in memory
 
 
 class Sum(NamedTuple):
     """The ranks over which a gradient is unreduced after a backward, and which of them share its state.
 
-    ``over`` are mesh axes; ``cut`` those of them along which gradients, optimizer state and, fully sharded,
-    parameters are stored in parts. ``stages``, if there are several, are the pipeline's places that hold the
-    parameter: a tied one is summed over them, too.
+    ``over`` are mesh axes; ``cut`` are those of them that shard gradients, optimizer state and, at ZeRO stage 3,
+    parameters. ``stages``, if there are several, are the pipeline stages that hold the parameter: a tied parameter is
+    summed over them, too.
     """
 
     over: tuple[str, ...] = ()
     cut: tuple[str, ...] = ()
     stages: tuple[int, ...] = ()
-    shares: tuple[int, ...] = ()  #: what each owner has beside the others, in their order; (): as much each
+    shares: tuple[int, ...] = ()  #: relative shares of the owners, in their order; (): equal
 
 
 class Home(NamedTuple):
-    """The ranks that have a parameter, where not all of a stage do: those with this ``part`` along these axes."""
+    """The ranks that have a parameter that only some ranks of a stage have: those with ``part`` along ``axes``."""
 
     axes: tuple[str, ...]
     part: int
 
     def has(self, place: MeshPosition) -> bool:
-        """Whether the rank at ``place`` is one of them."""
+        """Whether the rank at ``place`` has the parameter."""
         return place.index(self.axes) == self.part
 
 
@@ -48,10 +48,10 @@ class Member:
     shape: tuple[int, ...]  #: of the local block
     decay: bool  #: whether weight decay applies
     summed: Sum
-    largest: int  #: elements of the largest block on any rank, by which every rank cuts the same groups
+    largest: int  #: elements of the largest block on any rank, so that every rank makes the same groups
     chunk: int = 0  #: the chunk of layers that it belongs to
     home: Home | None = None  #: the ranks that have it; None: all of the stage
-    small: bool = False  #: whether it is stored in no parts, being too small, though others are
+    small: bool = False  #: whether it is too small to be sharded, unlike others
 
     @property
     def size(self) -> int:
@@ -59,26 +59,26 @@ class Member:
 
     @property
     def row(self) -> int:
-        """Elements of one row, of which an owner has none or all."""
+        """Elements of one row, which is never split between owners."""
         return max(1, prod(self.shape[1:]))
 
     def shaped(self, flat: Array) -> Array:
-        """Some of its rows, flat, in their shape."""
+        """``flat``, which has some of its rows, reshaped."""
         return flat.reshape(self.shape_of(flat.size))
 
     def shape_of(self, size: int) -> tuple[int, ...]:
-        """The shape of so many elements of it, whole rows."""
+        """The shape of ``size`` of its elements, which are whole rows."""
         return self.shape if size == self.size else (size // self.row, *self.shape[1:])
 
 
-Place = tuple[str, slice, tuple[int, ...]]  # the name of a segment, what of it, and in what shape
+Place = tuple[str, slice, tuple[int, ...]]  # the name of a segment, the slice of it, and the shape of that slice
 
 
 class ParameterGroup:
     """Members whose gradients are summed over the same ranks, side by side in one flat array.
 
-    Decayed members lie first, so that weight decay is one segment. An *interval* is a part of the flat array;
-    the owners' intervals end where rows do, so that everyone owns rectangles of whole arrays.
+    Decayed members come first, so that weight decay is one segment. An *interval* is a part of the flat array; the
+    owners' intervals end where rows do, so that every rank owns rectangles of whole arrays.
     """
 
     def __init__(self, index: int, members: Sequence[Member], kind: str = "group") -> None:
@@ -92,15 +92,14 @@ class ParameterGroup:
         self._decayed = sum(member.size for member in self.members if member.decay)
 
     def intervals(self, parts: int) -> list[slice]:
-        """The flat array in ``parts`` consecutive intervals, as even, or as near to the owners' shares, as rows
-        allow."""
+        """The flat array in ``parts`` consecutive intervals, even or by the owners' shares, rounded to rows."""
         shares = self.summed.shares or (1,) * parts
         ends = accumulate(shares[:-1], initial=0)
-        cuts = [self._row_boundary(self.size * end // sum(shares)) for end in ends]
-        return [slice(*pair) for pair in pairwise([*cuts, self.size])]
+        starts = [self._row_boundary(self.size * end // sum(shares)) for end in ends]
+        return [slice(*pair) for pair in pairwise([*starts, self.size])]
 
     def _row_boundary(self, position: int) -> int:
-        """The beginning of a row that is nearest to a position."""
+        """The row boundary nearest to a position."""
         for member in self.members:
             span = self.spans[member.name]
             if position < span.stop:
@@ -108,17 +107,17 @@ class ParameterGroup:
         return self.size
 
     def rows(self, interval: slice) -> dict[str, slice]:
-        """Of each member, the rows (of its first dim) that lie in an interval."""
-        found = {}
+        """The rows (of the first dim) of each member that lie in an interval."""
+        rows_by_member = {}
         for member in self.members:
             span = self.spans[member.name]
             part = _part_within(span, interval) if member.size else span
             rows = slice((part.start - span.start) // member.row, (part.stop - span.start) // member.row)
-            found[member.name] = rows if member.size else slice(0, *member.shape[:1])
-        return found
+            rows_by_member[member.name] = rows if member.size else slice(0, *member.shape[:1])
+        return rows_by_member
 
     def views(self, flat: Array, interval: slice | None = None) -> dict[str, Array]:
-        """A flat array of an interval (None: of all) as one array a member: those of its rows that are in it."""
+        """A flat array of an interval (None: of all) as one array per member, with the member's rows in it."""
         first = interval.start if interval else 0
         views = {}
         for member in self.members:
@@ -140,22 +139,22 @@ class ParameterGroup:
         return [flat[start:stop] for start, stop in bounds]
 
     def segments(self, flat: Array, interval: slice | None = None) -> dict[str, Array]:
-        """A flat array of an interval, cut where weight decay ends; what is empty is left out."""
+        """A flat array of an interval, split where weight decay ends, without empty segments."""
         interval = interval or self.whole
         end = min(max(self._decayed, interval.start), interval.stop) - interval.start
-        cut = {f"{self.name}/decayed": flat[:end], f"{self.name}/plain": flat[end:]}
-        return {name: part for name, part in cut.items() if part.size}
+        segments = {f"{self.name}/decayed": flat[:end], f"{self.name}/plain": flat[end:]}
+        return {name: part for name, part in segments.items() if part.size}
 
     def join(self, segments: Mapping[str, Array], like: Array, interval: slice | None = None) -> dict[str, Array]:
-        """Arrays by member, as ``views`` gives them, from arrays by segment: views, since rows are not divided.
+        """Arrays by member, as ``views`` returns them, from arrays by segment: views, since rows are not split.
 
-        ``like`` is an array of the module of those segments: an empty block belongs to none, yet must be there,
-        since collectives go by name on all ranks.
+        ``like`` is any array of the segments' backend: empty segments are missing, but collectives need all names on
+        all ranks.
         """
         return {member.name: joined(self.place(member, interval), segments, like) for member in self.members}
 
     def place(self, member: Member, interval: slice | None = None) -> Place:
-        """Of the rows of a member that lie in an interval: their segment, where in it they are, and their shape."""
+        """Where a member's rows of an interval are: their segment, their slice of it, and their shape."""
         interval = interval or self.whole
         kind = "decayed" if member.decay else "plain"
         span = slice(0, self._decayed) if member.decay else slice(self._decayed, self.size)
@@ -166,7 +165,7 @@ class ParameterGroup:
 
 
 def joined(place: Place, segments: Mapping[str, Array], like: Array) -> Array:
-    """What ``ParameterGroup.join`` has of one member, whose place it is."""
+    """The array of one member in ``ParameterGroup.join``, from its place."""
     segment, part, shape = place
     if segment not in segments:
         return like[:0].reshape(shape if 0 in shape else (0, *shape[1:]))
@@ -178,10 +177,10 @@ def make_groups(
 ) -> list[ParameterGroup]:
     """Group neighbours in order: a group grows until it has ``threshold`` bytes, never beyond ``cap``.
 
-    A parameter larger than the cap stands alone, and so does one that several stages of a pipeline hold: the
-    stages' other parameters differ. Members with different homes are never together, nor small ones with others, and
-    those of other homes, or small ones, do not part neighbours. So, given the members of all homes, every rank makes
-    the same groups under the same names, of which it then has some.
+    A parameter larger than the cap is a group alone, and so is one that several pipeline stages hold: the stages' other
+    parameters differ. Members with different homes are never in one group, nor small members with others; but members
+    of another home, or small ones, do not separate neighbours. So every rank, given the members of all homes, makes the
+    same groups under the same names, and stores some of them.
     """
     position, by_home = {}, {}
     for number, member in enumerate(members):
@@ -196,13 +195,13 @@ def _batches(members: Iterable[Member], itemsize: int, threshold: int, cap: int)
     batch: list[Member] = []
     size = 0  # bytes
     for member in members:
-        more = member.largest * itemsize
+        nbytes = member.largest * itemsize
         alone = len(member.summed.stages) > 1
-        if batch and (alone or _part_ways(batch[0], member) or size + more > cap or size >= threshold):
+        if batch and (alone or _must_separate(batch[0], member) or size + nbytes > cap or size >= threshold):
             yield batch
             batch, size = [], 0
         batch.append(member)
-        size += more
+        size += nbytes
         if alone:
             yield batch
             batch, size = [], 0
@@ -210,12 +209,12 @@ def _batches(members: Iterable[Member], itemsize: int, threshold: int, cap: int)
         yield batch
 
 
-def _part_ways(one: Member, other: Member) -> bool:
+def _must_separate(one: Member, other: Member) -> bool:
     return one.summed != other.summed or one.chunk != other.chunk
 
 
 def _part_within(span: slice, interval: slice) -> slice:
-    """The part of ``span`` that lies in an interval: within ``span``, and empty, where they do not meet."""
+    """The part of ``span`` that lies in an interval; an empty slice within ``span`` where they do not overlap."""
     if interval.start <= span.start and span.stop <= interval.stop:
         return span
     start = min(max(span.start, interval.start), span.stop)

@@ -1,7 +1,7 @@
-"""Halos: of a letter that is cut, what a rank's part of the outputs reads, and that is not its own part.
+"""Halos: the elements of a sharded dim that a rank's outputs read outside the rank's own shard.
 
-Outputs are cut as evenly as inputs are, each on their own. So what a rank needs may begin and end anywhere: before or
-behind its own part, inside it, several neighbours away, or nowhere, if it has no outputs.
+Outputs are sharded as evenly as inputs, but independently of them. So the interval that a rank needs may begin and end
+before, inside or behind its own shard, several neighbours away, or be empty, if the rank has no outputs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spmd_engine.sharding.transfer import TransferPlan, plan_transfer
 
 
 class Reads(Protocol):
-    """What outputs read of a dim, as a ``Window`` of a convolution says. Hashable: transfers are planned once."""
+    """The inputs of a dim that given outputs read, such as a ``Window``. Hashable: transfers are planned once."""
 
     def outputs(self, length: int) -> int:
         """The number of outputs for ``length`` inputs."""
@@ -35,36 +35,36 @@ class Reads(Protocol):
 
 @dataclass(frozen=True)
 class Reach:
-    """A dim, and outputs made of it, as one rank has them: intervals of the whole dim and of all outputs."""
+    """The intervals of a dim that one rank holds and needs, and of the outputs that it computes from the dim."""
 
-    own: Interval  #: inputs that it has
-    outputs: Interval  #: outputs that it is to make
-    needed: Interval  #: inputs that these read, with the halo; where the letter is not cut, all that there are
+    own: Interval  #: inputs that the rank holds
+    outputs: Interval  #: outputs that the rank computes
+    needed: Interval  #: inputs that these read, with the halo; all inputs where the letter is not sharded
 
     @classmethod
     def of(cls, length: int, reads: Reads, axes: Sequence[str], place: MeshPosition) -> Reach:
-        """That of the rank at ``place``, where both are cut over ``axes``."""
-        spans = (nested_span(each, axes, place.axes, place.coordinates) for each in (length, reads.outputs(length)))
-        own, outputs = ((span.start, span.stop) for span in spans)
-        return cls(own, outputs, reads.needs(*outputs, length) if axes else own)
+        """The reach of the rank at ``place``, with inputs and outputs sharded over ``axes``."""
+        spans = (nested_span(size, axes, place.axes, place.coordinates) for size in (length, reads.outputs(length)))
+        held, outputs = ((span.start, span.stop) for span in spans)
+        return cls(held, outputs, reads.needs(*outputs, length) if axes else held)
 
 
 @lru_cache(maxsize=512)  # many layers of a network have halos of the same shapes
 def plan_halos(
     shape: tuple[int, ...], dtype: np.dtype, reaches: tuple[tuple[tuple[int, Reach], ...], ...]
 ) -> TransferPlan | None:
-    """How each rank of a group gets what it needs of an array of which each has a part; None if each has it already.
+    """The transfer from each rank's shard of an array to what its outputs need; None where both are equal on all ranks.
 
-    ``shape`` is that of the whole array, ``reaches`` are of each rank, with the number of the dim; others are whole.
-    Only owners give, so that the adjoint leaves sums with them.
+    ``shape`` is the shape of the whole array; ``reaches`` has each rank's pairs of a dim and its reach; the other dims
+    are whole. Only owners send, so that the adjoint leaves sums with them.
     """
-    own, needed = (
-        [_rectangle(shape, {dim: getattr(reach, what) for dim, reach in each}) for each in reaches]
-        for what in ("own", "needed")
+    held, needed = (
+        [_rectangle(shape, {dim: getattr(reach, side) for dim, reach in dims}) for dims in reaches]
+        for side in ("own", "needed")
     )
-    if own == needed:
+    if held == needed:
         return None
-    parts, wanted = (tuple((each,) for each in rectangles) for rectangles in (own, needed))
+    parts, wanted = (tuple((rectangle,) for rectangle in rectangles) for rectangles in (held, needed))
     source = ArrayPlacement(shape, np.dtype(dtype), parts, parts)
     target = ArrayPlacement(shape, np.dtype(dtype), wanted, ((),) * len(wanted))
     return plan_transfer(Placement({"x": source}), Placement({"x": target}), from_owners=True)
@@ -75,7 +75,7 @@ def _rectangle(shape: Sequence[int], intervals: Mapping[int, Interval]) -> Recta
     return Rectangle(tuple(start for start, _ in sides), tuple(stop for _, stop in sides))
 
 
-# --- From one cut of an array to another in mid-model: rows and columns for samples, and the like
+# --- Resharding between the layers of a model, such as from rows and columns to samples
 
 
 Axes = tuple[str, ...]
@@ -84,9 +84,9 @@ Axes = tuple[str, ...]
 def reshard_axes(
     before: Sequence[Axes], after: Sequence[Axes], place: MeshPosition
 ) -> tuple[Axes, list[tuple[Axes, Axes]]]:
-    """Along which axes of a mesh an array's cut changes, and by which of them each dim is cut before and after.
+    """The mesh axes along which an array's sharding changes, and the changed axes of each dim before and after.
 
-    ``before`` and ``after``: the axes that cut each dim. What both begin with stays as it is.
+    ``before`` and ``after``: the axes that shard each dim. Their common first axes do not change.
 
     >>> reshard_axes([("data",), ("rows",)], [("data", "rows"), ()], MeshPosition({"rows": 2, "data": 4}, {}))
     (('rows',), [((), ('rows',)), (('rows',), ())])
@@ -102,7 +102,7 @@ def reshard_axes(
 def plan_reshard(
     shape: Sequence[int], dtype: np.dtype, changes: Sequence[tuple[Axes, Axes]], peers: Sequence[MeshPosition]
 ) -> TransferPlan:
-    """The exchange among ``peers``, who have an array of this ``shape`` together. Of copies, each keeps its own."""
+    """The exchange among ``peers``, which hold an array of this ``shape`` together. A rank keeps what it has."""
     source, target = (
         ArrayPlacement.of_rectangles(shape, dtype, [(_block(shape, [pair[k] for pair in changes], p),) for p in peers])
         for k in (0, 1)
@@ -110,6 +110,6 @@ def plan_reshard(
     return plan_transfer(Placement({"x": source}), Placement({"x": target}))
 
 
-def _block(shape: Sequence[int], cuts: Sequence[Axes], place: MeshPosition) -> Rectangle:
-    sides = zip(shape, cuts, strict=True)
+def _block(shape: Sequence[int], axes_by_dim: Sequence[Axes], place: MeshPosition) -> Rectangle:
+    sides = zip(shape, axes_by_dim, strict=True)
     return Rectangle.of(nested_span(length, axes, place.axes, place.coordinates) for length, axes in sides)

@@ -1,4 +1,4 @@
-"""Where each letter lives: the one place in which a strategy is chosen."""
+"""Layouts: the mesh axes that shard each letter, and so the strategy of a model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from spmd_engine.axes import MeshPosition
 from spmd_engine.errors import MeshError, NotationError, one_of
 from spmd_engine.sharding.notation import EVEN, Spec, nested_span
 
-#: What each mesh axis, by its customary name, cuts: data parallel cuts the batch (``replicate`` and ``shard``
-#: say how parameters are stored meanwhile); expert parallel the experts and, outside the layers that have any, the
-#: batch; tensor parallel the heads, the hidden width and the vocabulary, and, where key heads are fewer than ranks, the
-#: ``queries`` that share one, and the rest once more; a 2-D mesh of weights their rows and their columns; context
-#: parallel the sequence; a pipeline the list of layers, and so no letter.
+#: The letters that a mesh axis of a customary name shards. Data parallelism shards the batch (``replicate`` and
+#: ``shard`` say how parameters are stored); expert parallelism the experts and, in layers without experts, the batch;
+#: tensor parallelism the heads, the hidden width and the vocabulary, and, with fewer key heads than ranks, ``queries``
+#: the queries that share a key head, and again the other two; a 2-D mesh of weights their rows and their columns;
+#: context parallelism the sequence; a pipeline the list of layers, and so no letter.
 CUSTOMARY = {
     **dict.fromkeys(("data", "replicate", "shard"), "b"),
     "expert": "be",
@@ -30,7 +30,7 @@ CUSTOMARY = {
     "pipe": "",
 }
 
-SAMPLES = "bn"  #: letters of samples: n, of images, is cut by rows and columns, too
+SAMPLES = "bn"  #: letters of samples: b, and n of images, which the axes of rows and columns shard, too
 
 TENSOR = ("model", "queries")  #: axes of tensor parallelism, whose ranks have the same samples
 
@@ -39,17 +39,17 @@ Axes = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Layout:
-    """Letters to mesh axes, ``inside`` a layer and on the ``residual`` stream between layers.
+    """The mesh axes that shard each letter, ``inside`` a layer and on the ``residual`` stream between layers.
 
-    The two differ under sequence parallelism: the stream's ``s`` is then cut over the axis that cuts the
-    heads inside. A letter that is not named is whole on every rank.
+    The two differ under sequence parallelism: the stream's ``s`` is then sharded over the axis that shards the heads
+    inside. A letter without axes is whole on every rank.
     """
 
     inside: Axes = field(default_factory=dict)
     residual: Axes = field(default_factory=dict)
     zigzag: str = ""  #: letters of which each rank has an early and a late part: see ``positions_by_rank``
-    experts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  #: layer -> the part each is in: see ``parts``
-    #: axis -> what each of its ranks has of the samples, beside the others: (3, 1); those not named cut evenly
+    experts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  #: layer -> each expert's part: see ``parts``
+    #: axis -> its ranks' relative shares of the samples: (3, 1); other axes shard evenly
     shares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     _specs: dict[tuple[str, str], Spec] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -64,13 +64,13 @@ class Layout:
         experts_over: Sequence[str] | None = None,
         experts: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> Layout:
-        """The customary layout of a mesh whose axes have customary names; raises MeshError for others.
+        """The customary layout of a mesh whose axes have customary names; raises MeshError for other axes.
 
-        ``sequence_parallel`` cuts the residual stream's s over ``model`` and ``queries``, too. ``zigzag`` cuts the
-        sequence over ``context`` so that causal attention is as much work on every rank. ``queries_cut`` lets ``model``
-        cut the r queries that share a key head instead of the key heads: for models with too few of those.
-        ``experts_over`` are the axes that cut the experts instead of ``expert``: of those that cut tokens.
-        ``experts`` says, for some layers, in which part each expert is: see ``parts``.
+        ``sequence_parallel`` shards the residual stream's s over ``model`` and ``queries``, too. ``zigzag`` shards the
+        sequence over ``context`` so that causal attention is equal work on every rank. ``queries_cut`` lets ``model``
+        shard the r queries that share a key head instead of the key heads: for models with too few key heads.
+        ``experts_over`` are the axes that shard the experts instead of ``expert``, from those that shard tokens.
+        ``experts`` has, for some layers, the part of each expert: see ``parts``.
         """
         inside: dict[str, tuple[str, ...]] = {}
         for axis in mesh.axes:
@@ -81,12 +81,12 @@ class Layout:
             for letter in letters:
                 inside[letter] = (*inside.get(letter, ()), axis)
         if experts_over is not None:
-            cutting = [axis for axis in mesh.axes if set(CUSTOMARY[axis]) & set("bs")]
+            token_axes = [axis for axis in mesh.axes if set(CUSTOMARY[axis]) & set("bs")]
             for axis in experts_over:
-                if axis not in cutting:
+                if axis not in token_axes:
                     raise MeshError(
                         f"mesh {mesh}: experts cannot be over axis {axis!r}, along which ranks have the same tokens or "
-                        f"none; they can be over {', '.join(cutting) or 'no axis here'}"
+                        f"none; they can be over {', '.join(token_axes) or 'no axis here'}"
                     )
             inside["e"] = tuple(experts_over)
         residual = dict(inside)
@@ -95,39 +95,39 @@ class Layout:
         return cls(inside, residual, "s" if zigzag else "", experts)
 
     def axes(self, letter: str, where: str = "inside") -> tuple[str, ...]:
-        """The axes that cut a letter ``inside`` a layer or on the ``residual`` stream."""
+        """The axes that shard a letter ``inside`` a layer or on the ``residual`` stream."""
         return {"inside": self.inside, "residual": self.residual}[where].get(letter, ())
 
     def weights(self, letter: str, where: str = "inside") -> Mapping[str, tuple[int, ...]]:
-        """By what weights axes cut a letter, of those that do so by any: samples alone are."""
+        """The weights of the axes that shard a letter by weights; only letters of samples have such axes."""
         if letter not in SAMPLES:
             return EVEN
         return {axis: self.shares[axis] for axis in self.axes(letter, where) if axis in self.shares}
 
     def parts(self, layer: str, letter: str, count: int, mesh: MeshPosition) -> tuple[int, ...]:
-        """In which part each of a layer's ``count`` elements of a letter is, such as its experts.
+        """The part of each of a layer's ``count`` elements of a letter, such as its experts.
 
-        Parts are numbered along the axes that cut the letter, as ranks are in ``mesh.group(self.axes(letter))``. They
-        are as even as can be, consecutive elements together, unless ``experts`` has the layer. Raises MeshError for
-        parts there that the mesh does not have.
+        Parts are numbered along the axes that shard the letter, as ranks are in ``mesh.group(self.axes(letter))``. They
+        are consecutive elements, as even as possible, unless ``experts`` has the layer. Raises MeshError if ``experts``
+        has another number of elements there, or parts that the mesh does not have.
         """
         axes = self.axes(letter)
         if layer not in self.experts:
             spans = (nested_span(count, axes, mesh.axes, peer.coordinates) for peer in mesh.peers(axes))
             return tuple(part for part, span in enumerate(spans) for _ in range(span.start, span.stop))
-        parts, there = tuple(self.experts[layer]), mesh.axis_size(axes)
-        if len(parts) != count or not set(parts) <= set(range(there)):
+        parts, total = tuple(self.experts[layer]), mesh.axis_size(axes)
+        if len(parts) != count or not set(parts) <= set(range(total)):
             listed = ", ".join(map(str, parts))
-            raise MeshError(f"{layer}: {count} experts in parts {listed}; on mesh {mesh} parts are 0 to {there - 1}")
+            raise MeshError(f"{layer}: {count} experts in parts {listed}; on mesh {mesh} parts are 0 to {total - 1}")
         return parts
 
     def positions_by_rank(self, length: int, mesh: MeshPosition, letter: str = "s") -> list[np.ndarray]:
-        """The indices of a letter, ``length`` long in all, that each rank of the axes that cut it has inside.
+        """The indices of a letter, ``length`` long in all, that each rank of the letter's axes has inside.
 
-        Ranks come in the order of ``mesh.group(self.axes(letter))``; each one's indices ascend. Every rank has
-        as many as ``nested_span`` says: consecutive ones, or, where the letter is cut in a ``zigzag``, half of them
-        from the beginning and half from the end. The letter is then cut into 2n parts, of which rank i has
-        parts i and 2n-1-i, so that early queries, which see few keys, come together with late ones.
+        Ranks are in the order of ``mesh.group(self.axes(letter))``; each rank's indices ascend. Every rank has as many
+        as ``nested_span`` returns: consecutive ones, or, where the letter is sharded in a ``zigzag``, half of them from
+        the beginning and half from the end. A zigzag splits the letter into 2n parts, of which rank i has parts i and
+        2n-1-i, so that early queries, which read few keys, are on a rank with late ones.
         """
         axes = self.axes(letter)
         ranks = product(*(range(mesh.axis_size(axis)) for axis in axes))
@@ -143,9 +143,9 @@ class Layout:
         return ranges
 
     def positions(self, length: int, mesh: MeshPosition, where: str = "inside", letter: str = "s") -> np.ndarray:
-        """The indices, ascending, that this rank has of a letter, ``length`` long in all: of a sequence, by default.
+        """The ascending indices that this rank has of a letter, ``length`` long in all: of a sequence, by default.
 
-        On the ``residual`` stream they are those inside, cut further by the axes that the stream adds.
+        On the ``residual`` stream they are the indices inside, further sharded over the axes that the stream adds.
         """
         inside = self.axes(letter)
         positions = self.positions_by_rank(length, mesh, letter)[mesh.index(inside)]
@@ -157,9 +157,9 @@ class Layout:
     def check(self, name: str, letters: Iterable[str], may_cut: str, across: str, stream: str = "bs") -> None:
         """Raise NotationError if a layer cannot work under this layout.
 
-        ``letters`` are those of its arrays, ``may_cut`` those that may be cut inside it, ``stream`` those of what
-        comes in and goes out. ``across`` are the letters over whose axes it gathers from the residual stream, which
-        may cut the stream's letters further over those axes and no others.
+        ``letters`` are those of its arrays, ``may_cut`` those that may be sharded inside it, ``stream`` those of its
+        inputs and outputs. ``across`` are the letters over whose axes it gathers from the residual stream, which may
+        shard the stream's letters further over those axes and no others.
         """
         try:
             self.spec(" ".join(dict.fromkeys("bs" + across)))  # an activation has all of these letters
@@ -180,30 +180,30 @@ class Layout:
                     f"{name}: the residual stream shards {letter} over {outside}; it must shard it over {inside} "
                     "first, as inside the layers"
                 )
-            if across and not set(borrowed) <= {axis for each in across for axis in self.axes(each)}:
+            if across and not set(borrowed) <= {axis for gathered in across for axis in self.axes(gathered)}:
                 raise NotationError(
                     f"{name}: the residual stream shards {letter} over {borrowed}, which do not shard {across} inside; "
-                    f"cut {across} over the same axes, or {letter} over no more than inside"
+                    f"shard {across} over the same axes, or {letter} over no more than inside"
                 )
 
     def spec(self, dims: str, where: str = "inside") -> Spec:
-        """``spec("d f")`` is ``"d f/model"`` where the layout cuts f over model."""
-        if (dims, where) not in self._specs:  # layers of a kind ask for the same
+        """``spec("d f")`` is ``"d f/model"`` where the layout shards f over model."""
+        if (dims, where) not in self._specs:  # equal layers use the same
             try:
                 letters = dims.split()
                 weights = (pair for letter in letters for pair in self.weights(letter, where).items())
-                cut = Spec(tuple((letter, self.axes(letter, where)) for letter in letters), tuple(weights)).checked()
+                spec = Spec(tuple((letter, self.axes(letter, where)) for letter in letters), tuple(weights)).checked()
             except NotationError as error:
                 raise NotationError(f"{error} (dims {dims!r} {where} a layer)") from None
-            self._specs[dims, where] = cut
+            self._specs[dims, where] = spec
         return self._specs[dims, where]
 
 
-# --- Blocks of whole arrays where a layout cuts a letter in a zigzag, and the whole in order again
+# --- Blocks of whole arrays, and whole arrays from blocks, where a letter may be sharded in a zigzag
 
 
 def block_of(x: Array, dims: str, layout: Layout, mesh: MeshPosition, first: int = 0) -> Array:
-    """This rank's block of the whole ``x[dims]``, as it is inside layers; dims before number ``first`` are left."""
+    """This rank's block of the whole ``x[dims]``, as it is inside layers; the first ``first`` dims stay as they are."""
     for dim, letter in enumerate(dims.split()):
         axes = layout.axes(letter)
         if dim < first or not axes:
@@ -214,9 +214,9 @@ def block_of(x: Array, dims: str, layout: Layout, mesh: MeshPosition, first: int
 
 
 def in_order(x: Array, dims: str, layout: Layout, mesh: MeshPosition) -> Array:
-    """The whole ``x[dims]`` in order, from blocks that were joined rank by rank."""
+    """The whole ``x[dims]`` in order, from the ranks' blocks joined rank by rank."""
     for dim, letter in enumerate(dims.split()):
         if letter in layout.zigzag and layout.axes(letter):
-            places = np.argsort(np.concatenate(layout.positions_by_rank(x.shape[dim], mesh, letter)))
-            x = backend_of(x).xp.take(x, places, axis=dim)
+            order = np.argsort(np.concatenate(layout.positions_by_rank(x.shape[dim], mesh, letter)))
+            x = backend_of(x).xp.take(x, order, axis=dim)
     return x

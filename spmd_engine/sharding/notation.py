@@ -1,4 +1,4 @@
-"""The written form of a sharding: ``"b/data s d"``, read "b divided by data, s, d"."""
+"""The written form of a sharding: ``"b/data s d"``, read "b sharded over data, s, d"."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from spmd_engine.comm.blocks import span
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.errors import MeshError, NotationError, one_of
 
-EVEN: Mapping[str, tuple[int, ...]] = MappingProxyType({})  #: no axis cuts by weights
+EVEN: Mapping[str, tuple[int, ...]] = MappingProxyType({})  #: no axis has weights
 
 
 @dataclass(frozen=True)
 class Spec:
-    """The dims of an array, by letter, with the mesh axes that cut each.
+    """The dims of an array, by letter, with the mesh axes that shard each.
 
-    A dim cut by several axes, ``"b/data,expert"``, is cut by the first, then each part by the next. Shards
-    are as even as they can be: of n = q P + r, the first r parts have one more. Or they are cut by weights:
-    ``"b/data:3:1"`` gives the first of the two ranks along data three times as much as the second.
+    A dim over several axes, ``"b/data,expert"``, is split over the first, then each part over the next. Shards are as
+    even as possible: of n = q P + r, the first r shards have one more. Weights change that: ``"b/data:3:1"`` gives the
+    first of the two ranks along data three times as much as the second.
     """
 
     dims: tuple[tuple[str, tuple[str, ...]], ...]
-    weights: tuple[tuple[str, tuple[int, ...]], ...] = ()  #: of the axes that cut unevenly by choice
+    weights: tuple[tuple[str, tuple[int, ...]], ...] = ()  #: by axis, for the axes that have any
 
     @classmethod
     def parse(cls, text: str) -> Spec:
-        """Read ``"d f/model"``. Raises NotationError for repeated letters or an axis that cuts two dims."""
+        """Read ``"d f/model"``. Raises NotationError for repeated letters or an axis that shards two dims."""
         return _parsed(text)
 
     @classmethod
@@ -39,15 +39,15 @@ class Spec:
         weights: dict[str, tuple[int, ...]] = {}
         for term in text.split():
             letter, slash, axes = term.partition("/")
-            cuts = [cut.split(":") for cut in axes.split(",")] if slash else []
-            read = all(name.isidentifier() and all(map(str.isdecimal, shares)) for name, *shares in cuts)
-            if len(letter) != 1 or not letter.isalpha() or not read:
+            fields = [axis.split(":") for axis in axes.split(",")] if slash else []
+            readable = all(name.isidentifier() and all(map(str.isdecimal, shares)) for name, *shares in fields)
+            if len(letter) != 1 or not letter.isalpha() or not readable:
                 raise NotationError(
                     f'cannot read sharding "{text}" at "{term}"; write letters as in "b/data s d", weights as in '
                     '"b/data:3:1"'
                 )
-            dims.append((letter, tuple(name for name, *_ in cuts)))
-            weights |= {name: tuple(map(int, shares)) for name, *shares in cuts if shares}
+            dims.append((letter, tuple(name for name, *_ in fields)))
+            weights |= {name: tuple(map(int, shares)) for name, *shares in fields if shares}
         return cls(tuple(dims), tuple(weights.items())).checked(text)
 
     def checked(self, text: str | None = None) -> Spec:
@@ -57,9 +57,9 @@ class Spec:
         axes = self.axes
         for axis in axes:
             if axes.count(axis) > 1:
-                cut = " and ".join(letter for letter, names in self.dims if axis in names)
+                sharded = " and ".join(letter for letter, names in self.dims if axis in names)
                 raise NotationError(
-                    f'sharding "{text or self}": axis "{axis}" shards {cut}; only diagonal blocks would be left. '
+                    f'sharding "{text or self}": axis "{axis}" shards {sharded}; only diagonal blocks would be left. '
                     "One axis shards at most one letter of an array"
                 )
         for axis, weights in self.weights:
@@ -73,14 +73,14 @@ class Spec:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All mesh axes that cut this array."""
+        """All mesh axes that shard this array."""
         return tuple(axis for _, names in self.dims for axis in names)
 
     def axes_of(self, letter: str) -> tuple[str, ...]:
         return dict(self.dims)[letter]
 
     def cuts_of(self, letter: str) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
-        """The axes that cut a letter, each with its weights; None where it cuts evenly."""
+        """The axes that shard a letter, each with its weights; None where it shards evenly."""
         weights = dict(self.weights)
         return tuple((axis, weights.get(axis)) for axis in self.axes_of(letter))
 
@@ -102,7 +102,7 @@ class Spec:
         return tuple(part.stop - part.start for part in self.block(shape, place))
 
     def largest_shape(self, shape: Sequence[int], place: MeshPosition) -> tuple[int, ...]:
-        """The lengths of the largest block that any rank has: the first's, which gets one more, but for weights."""
+        """The shape of the largest block of any rank: without weights the first rank's, which has the remainder."""
         if not self.weights:
             return self.local_shape(shape, MeshPosition(place.axes, dict.fromkeys(place.axes, 0)))
         axes = [self.dims[dim][1] for dim in range(len(shape))]
@@ -110,7 +110,7 @@ class Spec:
         return tuple(max(part.stop - part.start for part in parts) for parts in lengths)
 
     def gather(self, x: Array, mesh: Mesh, label: str = "") -> Array:
-        """The whole array on every rank, from each rank's block. Collective over the axes that cut it."""
+        """The whole array on every rank, from each rank's block. Collective over the axes that shard it."""
         for dim, (_, axes) in enumerate(self.dims):
             for axis in reversed(axes):
                 x = mesh.all_gather(x, dim, over=axis, label=label)
@@ -121,13 +121,13 @@ class Spec:
 
     def __str__(self) -> str:
         weights = {axis: "".join(f":{share}" for share in shares) for axis, shares in self.weights}
-        cuts = ((letter, ",".join(axis + weights.get(axis, "") for axis in axes)) for letter, axes in self.dims)
-        return " ".join(letter + ("/" + cut if cut else "") for letter, cut in cuts)
+        terms = ((letter, ",".join(axis + weights.get(axis, "") for axis in axes)) for letter, axes in self.dims)
+        return " ".join(letter + ("/" + axes if axes else "") for letter, axes in terms)
 
 
 @cache
 def _parsed(text: str) -> Spec:
-    """Shardings are read in every step."""
+    """``Spec._parse``, cached, since shardings are parsed in every step."""
     return Spec._parse(text)
 
 
@@ -138,7 +138,7 @@ def nested_span(
     coordinates: Mapping[str, int],
     weights: Mapping[str, tuple[int, ...]] = EVEN,
 ) -> slice:
-    """The part of ``length`` at ``coordinates``: cut by the first axis, that part by the second, and so on."""
+    """The part of ``length`` at ``coordinates``: split over the first axis, that part over the second, and so on."""
     start, stop = 0, length
     for axis in axes:
         if axis not in sizes:
@@ -153,18 +153,18 @@ def nested_span(
 
 def _weighted_span(length: int, axis: str, weights: tuple[int, ...], size: int, index: int) -> slice:
     if len(weights) != size:
-        said = ":".join(map(str, weights))
-        raise MeshError(f'a sharding is over "{axis}:{said}", in {len(weights)} parts; axis {axis} has {size} ranks')
+        listed = ":".join(map(str, weights))
+        raise MeshError(f'a sharding is over "{axis}:{listed}", in {len(weights)} parts; axis {axis} has {size} ranks')
     lengths = weighted_lengths(length, weights)
     start = sum(lengths[:index])
     return slice(start, start + lengths[index])
 
 
 def weighted_lengths(length: int, weights: Sequence[int]) -> list[int]:
-    """``length`` in whole parts that are to each other as ``weights``: each within one of its exact share.
+    """``length`` as integer parts in the ratio of ``weights``, each within one of its exact share.
 
-    The parts are rounded down, and what is left goes, one each, to those that lost most, the first of these first:
-    so equal weights cut as evenly as ``span`` does.
+    The parts are rounded down; the remainder goes, one each, to the parts that lost most, the first of equal ones
+    first. So equal weights split as evenly as ``span`` does.
 
     >>> weighted_lengths(10, (3, 1)), weighted_lengths(11, (1, 1, 1))
     ([8, 2], [4, 4, 3])

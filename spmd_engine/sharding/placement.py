@@ -23,9 +23,9 @@ Interval = tuple[int, int]  # start and stop along a dim
 
 @dataclass(frozen=True)
 class ArrayPlacement:
-    """Which rank has what of one array. Ranks are numbers in the group that will communicate.
+    """The rectangles of one array on each rank. Ranks are numbers in the group that will communicate.
 
-    A rank stores an array for each rectangle that it *holds*; of those it *owns* some parts, or all, or none. An
+    A rank stores an array for each rectangle that it *holds*; it *owns* all, some or none of the elements it holds. An
     element has one owner; any other rank that holds it has a copy: a replica, or a halo. The rectangles of one rank are
     disjoint. A rank that stores nothing has no rectangles.
     """
@@ -43,10 +43,10 @@ class ArrayPlacement:
         held: Sequence[Sequence[Rectangle]],
         owned: Sequence[Sequence[Rectangle]] | None = None,
     ) -> ArrayPlacement:
-        """From what every rank holds. Without ``owned``, the first rank that holds an element owns it."""
-        everyone = tuple(map(tuple, held))
-        owners = tuple(map(tuple, owned)) if owned is not None else _first_holders(tuple(shape), everyone)
-        return cls(tuple(shape), np.dtype(dtype), everyone, owners)
+        """The placement of each rank's rectangles. Without ``owned``, the first rank that holds an element owns it."""
+        by_rank = tuple(map(tuple, held))
+        owners = tuple(map(tuple, owned)) if owned is not None else _first_holders(tuple(shape), by_rank)
+        return cls(tuple(shape), np.dtype(dtype), by_rank, owners)
 
     @classmethod
     def of_spec(
@@ -59,11 +59,11 @@ class ArrayPlacement:
         among: Mapping[str, Sequence[int]] | None = None,
         halos: Mapping[str, Interval] | None = None,
     ) -> ArrayPlacement:
-        """Blocks of a sharding on a mesh, of which ``places`` are the ranks in order.
+        """Blocks of a sharding on a mesh whose ranks are at ``places``, in order.
 
         ``among={"pipe": (0, 2)}``: only ranks with these coordinates hold the array at all. ``halos={"h": (1, 2)}``:
-        along h a block goes on for 1 element before and 2 behind what it owns, as far as the array goes; a block
-        that owns nothing holds nothing.
+        along h a rank also holds 1 element before and 2 behind its block, within the array; a rank whose block is
+        empty holds nothing.
 
         >>> from spmd_engine.axes import all_positions
         >>> ranks = all_positions({"data": 2})
@@ -86,7 +86,7 @@ class ArrayPlacement:
         return cls(tuple(shape), np.dtype(dtype), tuple(held), tuple(owned))
 
     def on(self, ranks: Sequence[int], size: int) -> ArrayPlacement:
-        """The same in a group of ``size`` ranks, of which number ``ranks[i]`` is this placement's rank i."""
+        """The same in a group of ``size`` ranks, in which this placement's rank i is number ``ranks[i]``."""
         held: list[Rectangles] = [()] * size
         owned: list[Rectangles] = [()] * size
         for number, rank in enumerate(ranks):
@@ -94,8 +94,8 @@ class ArrayPlacement:
         return ArrayPlacement(self.shape, self.dtype, tuple(held), tuple(owned))
 
     def nbytes(self, rank: int) -> int:
-        """The bytes of what a rank holds."""
-        return sum(each.size for each in self.held[rank]) * self.dtype.itemsize
+        """The bytes that a rank holds."""
+        return sum(rectangle.size for rectangle in self.held[rank]) * self.dtype.itemsize
 
     def check(self, name: str) -> None:
         """Raise UsageError unless every element has one owner, which holds it."""
@@ -113,12 +113,12 @@ class ArrayPlacement:
         for bad in grid.rectangles(owners != 1)[:1]:
             at, one = bad.start, Rectangle(bad.start, tuple(n + 1 for n in bad.start))
             ranks = [rank for rank, owned in enumerate(self.owned) if any(one in part for part in owned if part.size)]
-            who = f"ranks {', '.join(map(str, ranks))} all own" if ranks else "no rank owns"
-            raise UsageError(f"{name}: {who} the element at {at}; each element must have exactly one owner")
+            subject = f"ranks {', '.join(map(str, ranks))} all own" if ranks else "no rank owns"
+            raise UsageError(f"{name}: {subject} the element at {at}; each element must have exactly one owner")
 
 
 class Placement(Mapping[str, ArrayPlacement]):
-    """Which rank has what of several arrays, by name; the same on every rank."""
+    """The placements of several arrays, by name; the same on every rank."""
 
     def __init__(self, arrays: Mapping[str, ArrayPlacement]) -> None:
         self._arrays = dict(arrays)
@@ -127,7 +127,7 @@ class Placement(Mapping[str, ArrayPlacement]):
 
     @cached_property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return next((len(array.held) for array in self.values()), 0)
 
     def on(self, ranks: Sequence[int], size: int) -> Placement:
@@ -135,17 +135,17 @@ class Placement(Mapping[str, ArrayPlacement]):
         return Placement({name: array.on(ranks, size) for name, array in self.items()})
 
     def nbytes(self, rank: int) -> int:
-        """The bytes of what a rank holds."""
+        """The bytes that a rank holds."""
         return sum(array.nbytes(rank) for array in self.values())
 
     def checked(self) -> Placement:
-        """Itself; raises UsageError unless every element of every array has one owner, which holds it."""
+        """Return self; raises UsageError unless every element of every array has one owner, which holds it."""
         for name, array in self.items():
             array.check(name)
         return self
 
     def items(self) -> ItemsView[str, ArrayPlacement]:
-        return self._arrays.items()  # in C: there are hundreds
+        return self._arrays.items()  # faster than Mapping's: there may be hundreds of arrays
 
     def __getitem__(self, name: str) -> ArrayPlacement:
         return self._arrays[name]
@@ -158,35 +158,35 @@ class Placement(Mapping[str, ArrayPlacement]):
 
 
 def ranks_of_blocks(placed: Sequence[Rectangles]) -> dict[Rectangle, list[int]]:
-    """Every block that is not empty, with the ranks that have it."""
+    """The ranks that hold each block that is not empty."""
     ranks: dict[Rectangle, list[int]] = {}
     for rank, held in enumerate(placed):
-        for each in held:
-            if each.size:
-                ranks.setdefault(each, []).append(rank)
+        for block in held:
+            if block.size:
+                ranks.setdefault(block, []).append(rank)
     return ranks
 
 
 @lru_cache(maxsize=256)
 def _first_holders(shape: tuple[int, ...], held: tuple[Rectangles, ...]) -> tuple[Rectangles, ...]:
-    """The parts of the array of which each rank is the first that holds them; of layers of a kind, the same."""
-    grid = Grid(shape, [each for of_rank in held for each in of_rank])
+    """For each rank, the elements of which it is the first holder; equal layers share the result."""
+    grid = Grid(shape, [rectangle for rectangles in held for rectangle in rectangles])
     first = np.full(grid.shape, -1)
-    for rank, of_rank in enumerate(held):
-        for each in of_rank:
-            if each.size:
-                part = first[(..., *grid.cells(each))]  # a view, also of a number
+    for rank, rectangles in enumerate(held):
+        for rectangle in rectangles:
+            if rectangle.size:
+                part = first[(..., *grid.cells(rectangle))]  # a view, also of a 0-d array
                 part[part < 0] = rank
     owned = []
-    for rank, of_rank in enumerate(held):
+    for rank, rectangles in enumerate(held):
         parts = grid.rectangles(first == rank)
-        owned.append(tuple(shared for part in parts for each in of_rank if (shared := part & each).size))
+        owned.append(tuple(shared for part in parts for rectangle in rectangles if (shared := part & rectangle).size))
     return tuple(owned)
 
 
 def _with_halo(block: Rectangle, shape: Sequence[int], around: Sequence[Interval]) -> Rectangle:
-    """A block with what is around it; of an empty batch, too, but nothing is around no rows at all."""
-    if any(a == b and any(beside) for (a, b), beside in zip(_sides(block), around, strict=True)):
+    """A block with its halo; the block itself if it is empty along a dim that has a halo."""
+    if any(a == b and any(widths) for (a, b), widths in zip(_sides(block), around, strict=True)):
         return block
     start = tuple(max(0, a - before) for a, (before, _) in zip(block.start, around, strict=True))
     ends = zip(block.stop, around, shape, strict=True)
@@ -197,68 +197,68 @@ def _sides(rectangle: Rectangle) -> list[Interval]:
     return list(zip(rectangle.start, rectangle.stop, strict=True))
 
 
-# --- Placements that no rank knows alone: every rank describes what it holds, of all arrays at once
+# --- Placements from communication: every rank describes what it holds of all arrays at once
 
 
 def exchange_placements(
     group: Group, held: Mapping[str, tuple[np.dtype, Rectangle]], *, label: str = "placement"
 ) -> Placement:
-    """The placement of arrays of which this rank holds one rectangle each, or none: those it does not name.
+    """The placement of arrays of which each rank holds at most one rectangle: this rank those in ``held``.
 
-    One all_gather. An array is as large as the rectangles reach; ``check`` and ``plan_transfer`` find out whether they
-    cover it. The first rank that holds an element owns it.
+    One all_gather. An array extends to the largest stop of its rectangles; ``check`` and ``plan_transfer`` raise if
+    they do not cover it. The first rank that holds an element owns it.
     """
     return placement_of_all(gather_json(group, describe_held(held), label))
 
 
 def describe_held(held: Mapping[str, tuple[np.dtype, Rectangle]]) -> dict[str, Any]:
-    """The rectangles that a rank holds, as JSON: each once, and for each array the number of its rectangle."""
+    """The rectangles that a rank holds, as JSON: each rectangle once, and its number for each array."""
     kinds: dict[tuple[np.dtype, Rectangle], int] = {}
-    numbers = {name: kinds.setdefault(each, len(kinds)) for name, each in held.items()}
+    numbers = {name: kinds.setdefault(kind, len(kinds)) for name, kind in held.items()}
     return {"kinds": [(describe(dtype), part.start, part.stop) for dtype, part in kinds], "arrays": numbers}
 
 
 def placement_of_all(everyone: Sequence[Mapping[str, Any]]) -> Placement:
     """The placement from the descriptions of all ranks; arrays with equal descriptions share one ArrayPlacement."""
-    kinds = [[_hashable(each) for each in said["kinds"]] + [None] for said in everyone]
-    found: dict[tuple[int, ...], ArrayPlacement] = {}
+    kinds = [[_hashable(kind) for kind in description["kinds"]] + [None] for description in everyone]
+    placements: dict[tuple[int, ...], ArrayPlacement] = {}
     arrays = {}
-    for name in dict.fromkeys(name for said in everyone for name in said["arrays"]):
-        numbers = tuple(said["arrays"].get(name, -1) for said in everyone)
-        if numbers not in found:
-            found[numbers] = _placed(tuple(of_rank[n] for of_rank, n in zip(kinds, numbers, strict=True)))
-        arrays[name] = found[numbers]
+    for name in dict.fromkeys(name for description in everyone for name in description["arrays"]):
+        numbers = tuple(description["arrays"].get(name, -1) for description in everyone)
+        if numbers not in placements:
+            placements[numbers] = _placed(tuple(row[n] for row, n in zip(kinds, numbers, strict=True)))
+        arrays[name] = placements[numbers]
     return Placement(arrays)
 
 
 def exchange_shapes(
     group: Group, place: MeshPosition, blocks: Mapping[str, tuple[Spec, Sequence[int]]], *, label: str = "shape"
 ) -> dict[str, tuple[int, ...]]:
-    """The whole shapes of arrays cut over a mesh, from the shapes of everyone's blocks. One all_gather.
+    """The whole shapes of arrays sharded over a mesh, from the shapes of all ranks' blocks. One all_gather.
 
-    ``group`` is all of the mesh, at ``place`` on it this rank. Of arrays that not all of those have along whose axes
-    they are cut, nothing is said.
+    ``group`` has all ranks of the mesh, and this rank is at ``place``. The result lacks an array if a rank along the
+    axes that shard it does not have it.
     """
-    everyone = gather_json(group, {name: tuple(shape) for name, (_, shape) in blocks.items()}, label)
+    gathered = gather_json(group, {name: tuple(shape) for name, (_, shape) in blocks.items()}, label)
     shapes = {}
     for name, (spec, shape) in blocks.items():
-        along = [[everyone[peer.index(None)].get(name) for peer in place.peers(axes)] for _, axes in spec]
-        if all(len(said or ()) == len(shape) for found in along for said in found):
-            shapes[name] = tuple(sum(said[dim] for said in found) for dim, found in enumerate(along))
+        along = [[gathered[peer.index(None)].get(name) for peer in place.peers(axes)] for _, axes in spec]
+        if all(len(other or ()) == len(shape) for others in along for other in others):
+            shapes[name] = tuple(sum(other[dim] for other in others) for dim, others in enumerate(along))
     return shapes
 
 
-_Said = tuple[str, tuple[int, ...], tuple[int, ...]]  # a dtype, start and stop
+_Kind = tuple[str, tuple[int, ...], tuple[int, ...]]  # a dtype, start and stop
 
 
-def _hashable(said: Sequence) -> _Said:
-    return said[0], tuple(said[1]), tuple(said[2])
+def _hashable(kind: Sequence) -> _Kind:
+    return kind[0], tuple(kind[1]), tuple(kind[2])
 
 
 @lru_cache(maxsize=256)
-def _placed(said: tuple[_Said | None, ...]) -> ArrayPlacement:
-    """By what each rank said; of layers of a kind, all say the same."""
-    held = [() if each is None else (Rectangle(each[1], each[2]),) for each in said]
+def _placed(kinds: tuple[_Kind | None, ...]) -> ArrayPlacement:
+    """The placement from each rank's kind, None if it holds nothing; equal layers share the result."""
+    held = [() if kind is None else (Rectangle(kind[1], kind[2]),) for kind in kinds]
     stops = [part.stop for parts in held for part in parts]
-    dtype = next(each[0] for each in said if each is not None)
+    dtype = next(kind[0] for kind in kinds if kind is not None)
     return ArrayPlacement.of_rectangles(tuple(map(max, zip(*stops, strict=True))), described(dtype), held)

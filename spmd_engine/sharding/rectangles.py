@@ -1,4 +1,4 @@
-"""Rectangles of a global array, and the grid that the edges of many of them cut it into."""
+"""Rectangles of a global array, and the grid that their edges form."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 
 
 class Rectangle(NamedTuple):
-    """The elements of an array from ``start`` up to, and without, ``stop``, one number a dim.
+    """The elements of an array from ``start`` up to, and without, ``stop``, one number per dim.
 
-    A number, an array without dims, is the rectangle ``Rectangle((), ())`` of one element. A rectangle may be empty.
+    An array without dims is the rectangle ``Rectangle((), ())`` of one element. A rectangle may be empty.
     """
 
     start: tuple[int, ...]
@@ -22,7 +22,7 @@ class Rectangle(NamedTuple):
 
     @classmethod
     def of(cls, index: Iterable[slice]) -> Rectangle:
-        """The rectangle of ``array[index]``, whose slices say where they begin and end."""
+        """The rectangle of ``array[index]``, whose slices have both a start and a stop."""
         index = tuple(index)
         return cls(tuple(int(part.start) for part in index), tuple(int(part.stop) for part in index))
 
@@ -46,28 +46,28 @@ class Rectangle(NamedTuple):
         return tuple(slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True))
 
     def __and__(self, other: Rectangle) -> Rectangle:
-        """What two rectangles share; empty where they share nothing."""
+        """The elements that two rectangles share; empty if they share none."""
         start = tuple(map(max, self.start, other.start))
         return Rectangle(start, tuple(map(max, start, map(min, self.stop, other.stop))))
 
     def __sub__(self, other: Rectangle) -> list[Rectangle]:
-        """The rest without ``other``, as disjoint rectangles."""
+        """The elements that are not in ``other``, as disjoint rectangles."""
         shared = self & other
         if not shared.size:
             return [self] if self.size else []
         rest, left = [], self
         for dim in range(len(self.start)):
-            before = left._with(dim, left.start[dim], shared.start[dim])
-            after = left._with(dim, shared.stop[dim], left.stop[dim])
+            before = left._replace_dim(dim, left.start[dim], shared.start[dim])
+            after = left._replace_dim(dim, shared.stop[dim], left.stop[dim])
             rest += [part for part in (before, after) if part.size]
-            left = left._with(dim, shared.start[dim], shared.stop[dim])
+            left = left._replace_dim(dim, shared.start[dim], shared.stop[dim])
         return rest
 
     def __contains__(self, other: Rectangle) -> bool:
         return not other.size or self & other == other
 
     def within(self, outer: Rectangle) -> Rectangle:
-        """The same elements, counted from where ``outer`` begins: where they are in a block that is ``outer``."""
+        """The same elements in the coordinates of ``outer``: their place in a block that is ``outer``."""
         return Rectangle(tuple(map(sub, self.start, outer.start)), tuple(map(sub, self.stop, outer.start)))
 
     def elements(self, first: int, last: int) -> Iterator[Rectangle]:
@@ -78,24 +78,24 @@ class Rectangle(NamedTuple):
             yield self
             return
         row = self.size // self.shape[0]
-        rows, begun = divmod(first, row)  # a row of which the first elements are left out
-        if begun:
+        rows, skipped = divmod(first, row)  # elements of the first row before ``first``
+        if skipped:
             end = min(last, (rows + 1) * row)
-            yield from self._row(rows, begun, end - rows * row)
+            yield from self._row(rows, skipped, end - rows * row)
             first, rows = end, rows + 1
         if first < last:
             whole_rows = (last - first) // row
             if whole_rows:
-                yield self._with(0, self.start[0] + rows, self.start[0] + rows + whole_rows)
+                yield self._replace_dim(0, self.start[0] + rows, self.start[0] + rows + whole_rows)
             yield from self._row(rows + whole_rows, 0, last - first - whole_rows * row)
 
     def _row(self, number: int, first: int, last: int) -> Iterator[Rectangle]:
-        """Some elements of one of its rows."""
+        """Elements ``first`` up to, and without, ``last`` of row ``number``."""
         for part in Rectangle(self.start[1:], self.stop[1:]).elements(first, last):
             at = self.start[0] + number
             yield Rectangle((at, *part.start), (at + 1, *part.stop))
 
-    def _with(self, dim: int, start: int, stop: int) -> Rectangle:
+    def _replace_dim(self, dim: int, start: int, stop: int) -> Rectangle:
         return Rectangle(
             (*self.start[:dim], start, *self.start[dim + 1 :]), (*self.stop[:dim], stop, *self.stop[dim + 1 :])
         )
@@ -107,50 +107,50 @@ class Rectangle(NamedTuple):
 def intersections(
     ones: Collection[Rectangle], others: Collection[Rectangle]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What each of some rectangles shares with each of others: start and stop, (ones, others, dims), and size.
+    """The intersections of ``ones`` with ``others``: start and stop[ones others dims], and size[ones others].
 
-    Where they share nothing, that is empty. There is one at least of both.
+    An intersection may be empty. Each side has at least one rectangle.
     """
-    one, other = (np.array([(each.start, each.stop) for each in side], np.int64) for side in (ones, others))
+    one, other = (np.array([(part.start, part.stop) for part in side], np.int64) for side in (ones, others))
     start = np.maximum(one[:, None, 0], other[None, :, 0])
     stop = np.maximum(start, np.minimum(one[:, None, 1], other[None, :, 1]))
     return start, stop, (stop - start).prod(axis=-1)
 
 
 class Grid:
-    """An array cut along every edge of some rectangles: a cell lies inside or outside each of them, never across."""
+    """An array split at every edge of some rectangles: a cell lies inside or outside each rectangle, never across."""
 
     def __init__(self, shape: Sequence[int], rectangles: Iterable[Rectangle]) -> None:
-        whole = Rectangle.whole(shape)
+        bounds = Rectangle.whole(shape)
         edges = [{0, length} for length in shape]
         for rectangle in rectangles:
             if not rectangle.size:
                 continue
-            if rectangle not in whole:
+            if rectangle not in bounds:
                 raise ValueError(f"{rectangle} is not a part of an array of shape {tuple(shape)}")
             for dim, ends in enumerate(zip(rectangle.start, rectangle.stop, strict=True)):
                 edges[dim].update(ends)
-        self._edges = [sorted(each) for each in edges]
-        self.shape = tuple(len(each) - 1 for each in self._edges)  #: in cells
+        self._edges = [sorted(positions) for positions in edges]
+        self.shape = tuple(len(positions) - 1 for positions in self._edges)  #: in cells
 
     def cells(self, rectangle: Rectangle) -> tuple[slice, ...]:
-        """The cells that a rectangle, one of those the grid was made of, consists of."""
+        """The cells of a rectangle, which is one of those that the grid was made from."""
         return tuple(
             slice(bisect_left(edges, start), bisect_left(edges, stop))
             for edges, start, stop in zip(self._edges, rectangle.start, rectangle.stop, strict=True)
         )
 
     def sizes(self) -> np.ndarray:
-        """How many elements each cell has: an array of the grid's shape."""
+        """The number of elements of each cell: an array of the grid's shape."""
         sizes = np.ones(self.shape, np.int64)
         for dim, edges in enumerate(self._edges):
             sizes *= np.diff(edges).reshape(-1, *(1,) * (len(self.shape) - dim - 1))
         return sizes
 
     def rectangles(self, mask: np.ndarray) -> list[Rectangle]:
-        """The cells where ``mask``, of the grid's shape, is true, neighbours joined: disjoint, in order."""
+        """The cells where ``mask``, of the grid's shape, is true: disjoint rectangles in order, neighbours joined."""
         cells = [Rectangle(tuple(at), tuple(n + 1 for n in at)) for at in np.argwhere(mask).tolist()]
-        return [self._elements(each) for each in joined(cells)]
+        return [self._elements(block) for block in joined(cells)]
 
     def _elements(self, cells: Rectangle) -> Rectangle:
         ends = zip(self._edges, cells.start, cells.stop, strict=True)
@@ -159,13 +159,13 @@ class Grid:
 
 
 def joined(rectangles: Iterable[Rectangle]) -> list[Rectangle]:
-    """Disjoint rectangles with neighbours made one, along the last dim first: as few and long ones, in order."""
-    found = sorted(rectangles)
-    for dim in reversed(range(len(found[0].start) if found else 0)):
+    """Disjoint rectangles with neighbours joined, along the last dim first: few and long rectangles, in order."""
+    merged = sorted(rectangles)
+    for dim in reversed(range(len(merged[0].start) if merged else 0)):
         open_ended: dict[tuple, Rectangle] = {}  # by where it ends along this dim, and its ends along the others
-        for each in sorted(found, key=lambda each: each.start[dim]):
-            across = (*each.start[:dim], *each.start[dim + 1 :]), (*each.stop[:dim], *each.stop[dim + 1 :])
-            before = open_ended.pop((each.start[dim], across), each)
-            open_ended[each.stop[dim], across] = Rectangle(before.start, each.stop)
-        found = sorted(open_ended.values())
-    return found
+        for part in sorted(merged, key=lambda part: part.start[dim]):
+            across = (*part.start[:dim], *part.start[dim + 1 :]), (*part.stop[:dim], *part.stop[dim + 1 :])
+            before = open_ended.pop((part.start[dim], across), part)
+            open_ended[part.stop[dim], across] = Rectangle(before.start, part.stop)
+        merged = sorted(open_ended.values())
+    return merged

@@ -1,4 +1,4 @@
-"""Arrays cut, gathered and cut anew: ``shard``, ``gather``, and ``reshard`` with the fewest bytes that can do it."""
+"""Functions that ``shard``, ``gather`` and ``reshard`` arrays, and the plans that send the fewest bytes possible."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def shard(x: Array, sharding: str | Spec, mesh: Mesh) -> Array:
 
 
 def gather(x: Array, sharding: str | Spec, mesh: Mesh, *, label: str = "") -> Array:
-    """The whole array on every rank, from each rank's block ``x``; ``x`` itself if nothing cuts it.
+    """The whole array on every rank, from each rank's block ``x``; ``x`` itself if no axis shards it.
 
-    One all_gather for each letter that is cut: S (n - 1) / n bytes a rank in all, for an array of S bytes cut in n.
-    The backward is ``shard``, of a gradient that is the same on every rank. Errors are those of ``reshard``.
+    One all_gather for each sharded letter: S (n - 1) / n bytes per rank in all, for an array of S bytes in n shards.
+    The backward is ``shard``, of a gradient that is equal on every rank. Errors are those of ``reshard``.
     """
     spec = _spec(sharding)
-    whole = Spec(tuple((letter, ()) for letter in spec.letters))
-    return reshard(x, spec, whole, mesh, label=label)
+    replicated = Spec(tuple((letter, ()) for letter in spec.letters))
+    return reshard(x, spec, replicated, mesh, label=label)
 
 
 def reshard(
@@ -49,22 +49,21 @@ def reshard(
     shape: Sequence[int] | None = None,
     label: str = "",
 ) -> Array:
-    """This rank's block of an array cut as ``target``, from its block ``x`` of the same array cut as ``source``.
+    """This rank's block of an array sharded as ``target``, from its block ``x`` of the array sharded as ``source``.
 
-    ``reshard(x, "b/data f", "b f/model", mesh)`` or ``reshard(x, "b/data f -> b f/model", mesh)``. How it is done
-    is told by ``reshard_plan``; where nothing changes the result is ``x`` itself. Blocks may be uneven and empty,
-    and of any dtype.
+    ``reshard(x, "b/data f", "b f/model", mesh)`` or ``reshard(x, "b/data f -> b f/model", mesh)``. ``reshard_plan``
+    says how it is done; where nothing changes the result is ``x`` itself. Blocks may be uneven and empty, and of any
+    dtype.
 
-    Collective over the axes that go or move. Only an ``exchange`` has to know the ``shape`` of the whole array: if
-    that is not given, one all_gather of the blocks' lengths over all axes of ``source`` goes before it.
+    Collective over the axes that no longer shard a letter as before. Only an ``exchange`` needs the ``shape`` of the
+    whole array: without it, one all_gather of the blocks' shapes over all axes of ``source`` goes first.
 
-    The backward is ``reshard`` the other way: a replicated array's gradient is, like the array, the same on every
-    copy, so that both are the whole array's, cut, and nothing has to be summed. A gradient still unreduced over an
-    axis is no such array: reduce it first.
+    The backward is the opposite ``reshard``: the gradient of a replicated array is equal on every copy, as the array
+    is, so that nothing has to be summed. A gradient that is unreduced over an axis must be reduced first.
 
-    Raises NotationError if the letters differ, or if ``x`` is not the block that ``source`` says; MeshError for an
-    axis that the mesh does not have; UsageError for an exchange, or an all_to_all over several axes, among more than
-    512 ranks.
+    Raises NotationError if the letters differ, or if ``x`` does not have the shape of this rank's block of ``source``;
+    MeshError for an axis that the mesh does not have; UsageError for an exchange, or an all_to_all over several axes,
+    among more than 512 ranks.
     """
     if isinstance(target, Mesh):
         target, mesh = None, target
@@ -78,17 +77,17 @@ def reshard(
 def reshard_plan(source: str | Spec, target: str | Spec, axes: Mapping[str, int]) -> ReshardPlan:
     """The moves from one sharding to another on a mesh of these ``axes``; a pure function, the same on every rank.
 
-    1. Letters that only axes new to the array come to cut are sliced: no bytes.
-    2. The innermost axes of one letter that become another's move by one all_to_all.
-    3. Letters whose innermost axes only go are gathered.
-    4. If that does not end at ``target``, or weights are in play, all is one exchange of the intersections of old and
-       new blocks: a planned transfer (``plan_transfer``), in rounds where it is large.
+    1. A letter that gains axes new to the array is sliced: no bytes.
+    2. The innermost axes of one letter that move to another do so by one all_to_all.
+    3. A letter that only loses innermost axes is gathered.
+    4. If these moves do not end at ``target``, or if there are weights, the only move is an exchange of the
+       intersections of old and new blocks: a planned transfer (``plan_transfer``), in rounds if it is large.
 
-    Each sends the fewest bytes that can do it: every rank receives what its new block has and its old one had not,
-    once. An exchange does so by its making, from the one holder at the rank's own coordinates on all axes that do
-    not cut the source, so that copies share the work. So do 1 to 3: after the slices and in the one all_to_all
-    no rank receives what it drops later, and nothing it dropped belongs to its new block. With a second all_to_all,
-    or a slice after a gather, that would not hold.
+    Each plan sends the fewest bytes possible: every rank receives, once, the elements of its new block that its old
+    block lacks. For an exchange this holds by construction: an element comes from the one holder at the receiver's
+    coordinates on all axes that do not shard the source, so that replicas share the work. It also holds for moves 1 to
+    3: after the slices and in the one all_to_all no rank receives elements that it drops later, and none that it
+    dropped belong to its new block. With a second all_to_all, or a slice after a gather, it would not hold.
 
     >>> print(reshard_plan("b/data f", "b f/model", {"data": 2, "model": 2}))
     slice f by model, then all_gather b over data
@@ -99,7 +98,7 @@ def reshard_plan(source: str | Spec, target: str | Spec, axes: Mapping[str, int]
     """
     source, target = _spec(source), _spec(target)
     _check(source, target, axes)
-    old, new = _cutting(source, axes), _cutting(target, axes)
+    old, new = _drop_unit_axes(source, axes), _drop_unit_axes(target, axes)
     moves = [] if old.weights or new.weights else _collectives(old, new)
     if (moves[-1].target if moves else old) != new:
         moves = [GeneralMove(old, new)]
@@ -108,7 +107,7 @@ def reshard_plan(source: str | Spec, target: str | Spec, axes: Mapping[str, int]
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """What ``reshard`` will do: ``moves`` in order, none where nothing changes."""
+    """The ``moves`` of a ``reshard``, in order; none if nothing changes."""
 
     source: Spec
     target: Spec
@@ -121,9 +120,9 @@ class ReshardPlan:
         return sum(move.sent(shape, place) for move in self.moves) * np.dtype(dtype).itemsize
 
     def do(self, x: Array, mesh: Mesh, *, shape: Sequence[int] | None = None, label: str = "") -> Array:
-        """Make the moves with this rank's block ``x``; as ``reshard`` says."""
+        """Make the moves with this rank's block ``x``; errors are those of ``reshard``."""
         if x.ndim != len(self.source.dims):
-            raise NotationError(f"{self._said}: the array has {x.ndim} dims, of shape {x.shape}")
+            raise NotationError(f"{self._title}: the array has {x.ndim} dims, of shape {x.shape}")
         if shape is None and any(move.needs_shape for move in self.moves):
             shape = self._find_shape(x, mesh, label)
         if shape is not None:
@@ -136,20 +135,20 @@ class ReshardPlan:
         return ", then ".join(map(str, self.moves)) or "nothing to do"
 
     @property
-    def _said(self) -> str:
+    def _title(self) -> str:
         return f'reshard "{self.source}" -> "{self.target}"'
 
     def _find_shape(self, x: Array, mesh: Mesh, label: str) -> tuple[int, ...]:
-        """The whole shape, from everyone's lengths."""
-        axes = _cutting(self.source, mesh.axes).axes
-        everyone = mesh.group(axes).all_gather(np.array([x.shape], np.int64), label=label)
-        table = everyone.reshape(*(mesh.axes[axis] for axis in axes), x.ndim)
+        """The shape of the whole array, from all ranks' blocks."""
+        axes = _drop_unit_axes(self.source, mesh.axes).axes
+        gathered = mesh.group(axes).all_gather(np.array([x.shape], np.int64), label=label)
+        table = gathered.reshape(*(mesh.axes[axis] for axis in axes), x.ndim)
         shape = []
         for dim, (_, names) in enumerate(self.source):
             along = tuple(slice(None) if axis in names else 0 for axis in axes)
             shape.append(int(table[(*along, dim)].sum()))
-        for lengths, place in zip(everyone.tolist(), mesh.peers(axes), strict=True):
-            self._check_block(lengths, shape, place)  # everybody's, so that all raise alike
+        for lengths, place in zip(gathered.tolist(), mesh.peers(axes), strict=True):
+            self._check_block(lengths, shape, place)  # all ranks' blocks, so that all raise the same error
         return tuple(shape)
 
     def _check_block(self, lengths: Sequence[int], shape: Sequence[int], place: MeshPosition) -> None:
@@ -157,13 +156,13 @@ class ReshardPlan:
         if tuple(lengths) != expected:
             where = ", ".join(f"{axis}={place.coordinates[axis]}" for axis in self.source.axes) or "any rank"
             raise NotationError(
-                f'{self._said}: an array of shape {tuple(shape)} cut as "{self.source}" has the block {expected} '
+                f'{self._title}: an array of shape {tuple(shape)} sharded as "{self.source}" has the block {expected} '
                 f"at {where}; the block there is {tuple(lengths)}"
             )
 
 
 def _collectives(source: Spec, target: Spec) -> list[Move]:
-    """Slices, at most one all_to_all, gathers: as far as these go; ``target`` may be elsewhere."""
+    """Slices, at most one all_to_all, and gathers towards ``target``, which they may not reach."""
     moves: list[Move] = []
     spec = source
 
@@ -181,7 +180,7 @@ def _collectives(source: Spec, target: Spec) -> list[Move]:
 
     for letter, axes in spec:
         moving = beyond(letter, target, spec)
-        giver = next((other for other, cuts in spec if moving and cuts[-len(moving) :] == moving), None)
+        giver = next((other for other, names in spec if moving and names[-len(moving) :] == moving), None)
         if giver:
             move(AllToAll, {giver: spec.axes_of(giver)[: -len(moving)], letter: axes + moving})
             break
@@ -192,36 +191,36 @@ def _collectives(source: Spec, target: Spec) -> list[Move]:
     return moves
 
 
-def _cutting(spec: Spec, axes: Mapping[str, int]) -> Spec:
-    """The same sharding without axes of size 1, which cut nothing."""
+def _drop_unit_axes(spec: Spec, axes: Mapping[str, int]) -> Spec:
+    """The same sharding without axes of size 1, which shard nothing."""
     dims = tuple((letter, tuple(axis for axis in names if axes[axis] > 1)) for letter, names in spec)
     return Spec(dims, tuple((axis, weights) for axis, weights in spec.weights if axes[axis] > 1))
 
 
 def _check(source: Spec, target: Spec, axes: Mapping[str, int]) -> None:
-    said = f'reshard "{source}" -> "{target}"'
+    title = f'reshard "{source}" -> "{target}"'
     if source.letters != target.letters:
         same = sorted(source.letters) == sorted(target.letters)
-        what = "transpose the array first" if same else "both sides must name the same dims"
-        raise NotationError(f"{said}: the letters {source.letters} and {target.letters} differ; {what}")
+        advice = "transpose the array first" if same else "both sides must name the same dims"
+        raise NotationError(f"{title}: the letters {source.letters} and {target.letters} differ; {advice}")
     for axis in (*source.axes, *target.axes):
         if axis not in axes:
-            raise MeshError(f'{said}: axis "{axis}", which the mesh does not have; {one_of(axis, axes)}')
+            raise MeshError(f'{title}: axis "{axis}", which the mesh does not have; {one_of(axis, axes)}')
 
 
 def _spec(sharding: str | Spec) -> Spec:
     return sharding if isinstance(sharding, Spec) else Spec.parse(sharding)
 
 
-# --- The moves that turn an array cut one way into the same array cut another way, and what each of them sends
+# --- The moves from one sharding of an array to another, and the number of elements that each sends
 
 
 @dataclass(frozen=True)
 class Move(ABC):
-    """One step from blocks cut as ``source`` to blocks cut as ``target``: the same letters, other axes.
+    """One step from blocks sharded as ``source`` to blocks sharded as ``target``: the same letters, other axes.
 
-    What a rank sends is where its old block meets another's new one, to the ranks at its own coordinates on all
-    axes but ``over``. Along the others nothing has to go: they cut as before, or did not cut, and all had the same.
+    A rank sends the intersections of its old block with the new blocks of the ranks at its own coordinates on all axes
+    but ``over``. Nothing has to be sent along the other axes: they shard as before, or their ranks had equal copies.
     """
 
     source: Spec
@@ -229,16 +228,16 @@ class Move(ABC):
 
     @property
     def over(self) -> tuple[str, ...]:
-        """The axes that cease to cut a letter as they did, outer ones first: ranks along them exchange."""
+        """The axes that no longer shard a letter as they did, outer ones first: ranks along them exchange."""
         return tuple(axis for letter, _ in self.source for axis in beyond(letter, self.source, self.target))
 
     @property
     def needs_shape(self) -> bool:
-        """Whether ``do`` must be told the shape of the whole array."""
+        """Whether ``do`` needs the shape of the whole array."""
         return False
 
     def sent(self, shape: Sequence[int], place: MeshPosition) -> int:
-        """How many elements of an array of the whole ``shape`` the rank at ``place`` sends."""
+        """The number of elements that the rank at ``place`` sends, of an array of the whole ``shape``."""
         mine = Rectangle.of(self.source.block(shape, place))
         others = (peer for peer in place.peers(self.over) if peer.coordinates != place.coordinates)
         return sum((mine & Rectangle.of(self.target.block(shape, peer))).size for peer in others)
@@ -248,12 +247,12 @@ class Move(ABC):
         """This rank's new block from its old one. Collective over ``over``."""
 
     def _changed(self, into: Spec, out_of: Spec) -> tuple[str, int, tuple[str, ...]]:
-        """The first letter that more axes cut in ``into``, its dim, and those axes."""
+        """The first letter that more axes shard in ``into``, its dim, and those axes."""
         gained = ((letter, beyond(letter, into, out_of)) for letter, _ in into)
         return next((letter, dim, axes) for dim, (letter, axes) in enumerate(gained) if axes)
 
     def _check_joined(self, dim: int, before: Array, after: Array, mesh: Mesh) -> None:
-        """Raise NotationError if what this rank gave along ``dim`` is not its part of what came of it."""
+        """Raise NotationError if ``before`` is not as long along ``dim`` as this rank's part of ``after``."""
         part = nested_span(after.shape[dim], self.over, mesh.axes, mesh.coordinates)
         if before.shape[dim] != part.stop - part.start:
             letter = self.source.letters[dim]
@@ -264,14 +263,14 @@ class Move(ABC):
 
 
 def beyond(letter: str, one: Spec, other: Spec) -> tuple[str, ...]:
-    """The axes that cut ``letter`` in ``one``, without the first few by which ``other`` cuts it alike."""
-    cuts, others = one.cuts_of(letter), other.cuts_of(letter)
-    alike = next((i for i, cut in enumerate(cuts) if others[i : i + 1] != (cut,)), len(cuts))
-    return one.axes_of(letter)[alike:]
+    """The axes that shard ``letter`` in ``one``, without the first ones by which ``other`` shards it equally."""
+    axes, other_axes = one.cuts_of(letter), other.cuts_of(letter)
+    common = next((i for i, axis in enumerate(axes) if other_axes[i : i + 1] != (axis,)), len(axes))
+    return one.axes_of(letter)[common:]
 
 
 class Slice(Move):
-    """Axes come in: each rank keeps its part of what it has. No communication."""
+    """New axes shard letters: each rank keeps its part of its block. No communication."""
 
     def do(self, x: Array, mesh: Mesh, shape: Sequence[int] | None, label: str) -> Array:
         coming = (beyond(letter, self.target, self.source) for letter, _ in self.source)
@@ -284,7 +283,7 @@ class Slice(Move):
 
 
 class AllGather(Move):
-    """The innermost axes of one letter go: its parts are joined, by one all_gather over all of them."""
+    """The innermost axes of one letter no longer shard it: one all_gather over all of them joins its parts."""
 
     def do(self, x: Array, mesh: Mesh, shape: Sequence[int] | None, label: str) -> Array:
         _, dim, _ = self._changed(self.source, self.target)
@@ -298,16 +297,16 @@ class AllGather(Move):
 
 
 class AllToAll(Move):
-    """The innermost axes of one letter become the innermost ones of another."""
+    """The innermost axes of one letter become the innermost axes of another."""
 
     def do(self, x: Array, mesh: Mesh, shape: Sequence[int] | None, label: str) -> Array:
         _, joined, _ = self._changed(self.source, self.target)
-        _, cut, axes = self._changed(self.target, self.source)
+        _, split, axes = self._changed(self.target, self.source)
         splits = None
-        if len(axes) > 1:  # cut by the first, then each part by the next: not always as evenly as by all at once
-            parts = (nested_span(x.shape[cut], axes, mesh.axes, peer.coordinates) for peer in mesh.peers(axes))
+        if len(axes) > 1:  # split over one axis after the other: may be less even than over all at once
+            parts = (nested_span(x.shape[split], axes, mesh.axes, peer.coordinates) for peer in mesh.peers(axes))
             splits = [part.stop - part.start for part in parts]
-        moved = mesh.group(axes).all_to_all(x, cut, joined, splits=splits, label=label)
+        moved = mesh.group(axes).all_to_all(x, split, joined, splits=splits, label=label)
         if splits is not None:
             moved, _ = moved
         self._check_joined(joined, x, moved, mesh)
@@ -315,12 +314,12 @@ class AllToAll(Move):
 
     def __str__(self) -> str:
         joined, _, axes = self._changed(self.source, self.target)
-        cut, _, _ = self._changed(self.target, self.source)
-        return f"all_to_all {joined} -> {cut} over {','.join(axes)}"
+        split, _, _ = self._changed(self.target, self.source)
+        return f"all_to_all {joined} -> {split} over {','.join(axes)}"
 
 
 class GeneralMove(Move):
-    """Anything else: each rank sends each other one exactly what its old block and the other's new one share."""
+    """Any other change: each rank sends each other one the intersection of its old block and the other's new one."""
 
     @property
     def needs_shape(self) -> bool:
@@ -345,7 +344,7 @@ def _exchange_plan(
     axes: tuple[tuple[str, int], ...],
     coordinates: tuple[tuple[str, int], ...],
 ) -> TransferPlan:
-    """The transfer among the ranks that differ only along the axes of an exchange: no others need each other."""
+    """The transfer among the ranks that differ only along the axes of an exchange; other ranks take no part."""
     places = MeshPosition(dict(axes), dict(coordinates)).peers(move.over)
     old, new = (ArrayPlacement.of_spec(spec, shape, dtype, places) for spec in (move.source, move.target))
     return plan_transfer(Placement({"x": old}), Placement({"x": new}))

@@ -1,4 +1,4 @@
-"""Which rank sends which rectangles to which, so that each element goes once to every rank that lacks it."""
+"""Routes: which rank sends which rectangles to which ranks, so that each rank receives what it lacks once."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from spmd_engine.sharding.rectangles import Grid, Rectangle, intersections
 
 @dataclass(frozen=True)
 class Multicast:
-    """What one rank sends to some ranks, perhaps itself: ``parts``, one behind the other."""
+    """The ``parts`` that one rank sends to some ranks, perhaps to itself, one after the other."""
 
     sender: int
     receivers: tuple[int, ...]  #: ascending
-    parts: tuple[tuple[str, Rectangle], ...]  #: name of the array, and what of it
+    parts: tuple[tuple[str, Rectangle], ...]  #: the array's name, and a rectangle of it
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
+        """The number of its elements."""
         return self._ends[-1]
 
     @cached_property
@@ -37,14 +37,14 @@ class Multicast:
         return [0, *accumulate(part.size for _, part in self.parts)]
 
     def portion(self, number: int, of: int) -> Iterator[tuple[str, Rectangle]]:
-        """One of so many consecutive portions, as even as can be, as rectangles."""
+        """Portion ``number`` of ``of`` consecutive portions, as even as possible, as rectangles."""
         if of == 1:
             yield from self.parts
             return
         mine = span(self.size, of, number)
         for (name, part), (start, stop) in zip(self.parts, pairwise(self._ends), strict=True):
-            for each in part.elements(max(mine.start, start) - start, min(mine.stop, stop) - start):
-                yield name, each
+            for rectangle in part.elements(max(mine.start, start) - start, min(mine.stop, stop) - start):
+                yield name, rectangle
 
 
 def find_routes(
@@ -53,36 +53,37 @@ def find_routes(
     nodes: Sequence[Hashable],
     from_owners: bool,
 ) -> dict[np.dtype, tuple[Multicast, ...]]:
-    """All routes by which ``target`` comes about, by dtype; the same on every rank.
+    """All routes from ``source`` to ``target``, by dtype; the same on every rank.
 
-    A rank that has an element keeps it. It receives what it lacks once: from a rank of its own node if one has it, and
-    among several from the first with the least to send so far. ``nodes``: an identifier of each rank's node.
+    A rank keeps the elements that it has. It receives each element that it lacks once: from a rank of its own node if
+    one has it, and among several from the first with the fewest bytes to send so far. ``nodes``: an identifier of each
+    rank's node.
 
     Raises UsageError where a rank wants elements that no rank has.
     """
     load = [0] * len(nodes)  # bytes that each rank sends
-    found: dict[np.dtype, dict[tuple[int, tuple[int, ...]], list[tuple[str, Rectangle]]]] = {}
-    known: dict[tuple[int, int], tuple[SharedPart, ...]] = {}  # of placements that layers of a kind share
+    routes_by_dtype: dict[np.dtype, dict[tuple[int, tuple[int, ...]], list[tuple[str, Rectangle]]]] = {}
+    shared_parts: dict[tuple[int, int], tuple[SharedPart, ...]] = {}  # of placements that equal layers share
     for name, wanted in target.items():
-        routes, held = found.setdefault(wanted.dtype, {}), source[name]
+        routes, held = routes_by_dtype.setdefault(wanted.dtype, {}), source[name]
         kind = id(held), id(wanted)
         try:
-            if kind not in known:
-                known[kind] = _parts(held.shape, held.owned if from_owners else held.held, wanted.held)
+            if kind not in shared_parts:
+                shared_parts[kind] = _parts(held.shape, held.owned if from_owners else held.held, wanted.held)
         except UsageError as error:
             raise UsageError(f"{name}: {error}") from None
-        for part in known[kind]:
+        for part in shared_parts[kind]:
             for sender, ranks in _senders(part, nodes, load, wanted.dtype.itemsize):
-                routes.setdefault((sender, ranks), []).extend([(name, each) for each in part.rectangles])
+                routes.setdefault((sender, ranks), []).extend([(name, rectangle) for rectangle in part.rectangles])
     return {
         dtype: tuple(Multicast(*ends, tuple(parts)) for ends, parts in sorted(routes.items()))
-        for dtype, routes in found.items()
+        for dtype, routes in routes_by_dtype.items()
     }
 
 
 @dataclass(frozen=True)
 class SharedPart:
-    """Elements of an array that the same ranks have and the same ranks want; never across two blocks of a rank."""
+    """Elements of an array that the same ranks have and the same ranks want, within one block of each rank."""
 
     holders: Sequence[int]
     takers: Sequence[int]
@@ -91,7 +92,7 @@ class SharedPart:
 
     @cached_property
     def kept(self) -> list[tuple[int, tuple[int, ...]]]:
-        """The ranks that have what they want, each as its own sender."""
+        """The takers that have the elements already, each as its own sender."""
         return [(rank, (rank,)) for rank in self.takers if rank in self.holders]
 
     @cached_property
@@ -102,7 +103,7 @@ class SharedPart:
 def _senders(
     part: SharedPart, nodes: Sequence[Hashable], load: list[int], itemsize: int
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Which ranks send a part to which, perhaps to themselves; adds to the bytes that each sends."""
+    """The ranks that send a part, each with its receivers, perhaps itself; adds to the bytes that each rank sends."""
     if not part.lacking:
         return part.kept
     receivers = {rank: [rank] for rank, _ in part.kept}
@@ -116,48 +117,48 @@ def _senders(
 
 @lru_cache(maxsize=1024)
 def _parts(
-    shape: tuple[int, ...], given: tuple[Rectangles, ...], wanted: tuple[Rectangles, ...]
+    shape: tuple[int, ...], held: tuple[Rectangles, ...], wanted: tuple[Rectangles, ...]
 ) -> tuple[SharedPart, ...]:
-    """All that is wanted of an array, by the ranks that have it and those that want it; layers of a kind share it.
+    """The shared parts of all wanted elements of an array; equal layers share the result.
 
-    Raises UsageError where no rank has it.
+    Raises UsageError where no rank has a wanted element.
     """
-    of_blocks = _parts_of_blocks(ranks_of_blocks(given), ranks_of_blocks(wanted))
-    return tuple(of_blocks if of_blocks is not None else _parts_of_grid(shape, given, wanted))
+    of_blocks = _parts_of_blocks(ranks_of_blocks(held), ranks_of_blocks(wanted))
+    return tuple(of_blocks if of_blocks is not None else _parts_of_grid(shape, held, wanted))
 
 
 def _parts_of_blocks(
-    given: Mapping[Rectangle, list[int]], wanted: Mapping[Rectangle, list[int]]
+    held: Mapping[Rectangle, list[int]], wanted: Mapping[Rectangle, list[int]]
 ) -> list[SharedPart] | None:
-    """What each block that is given shares with each that is wanted; None where blocks of a side overlap, or lack some.
+    """Intersections of held with wanted blocks; None if blocks of a side overlap, or wanted elements are missing.
 
-    Models' parameters are cut like this, hundreds of them: all pairs of blocks are compared at once.
+    Parameters of models are sharded like this, hundreds of them: all pairs of blocks are compared at once.
     """
-    if not wanted or not given:
+    if not wanted or not held:
         return None if wanted else []
-    sizes = [intersections(side, side)[2] for side in (given, wanted)]
-    begin, end, shared = intersections(given, wanted)
-    if any(np.count_nonzero(each) > len(each) for each in sizes) or (shared.sum(axis=0) < sizes[1].diagonal()).any():
+    sizes = [intersections(side, side)[2] for side in (held, wanted)]
+    begin, end, shared = intersections(held, wanted)
+    if any(np.count_nonzero(pairs) > len(pairs) for pairs in sizes) or (shared.sum(axis=0) < sizes[1].diagonal()).any():
         return None
-    holders, takers, parts = list(given.values()), list(wanted.values()), []
+    holders, takers, parts = list(held.values()), list(wanted.values()), []
     for i, j in np.argwhere(shared).tolist():
         rectangle = Rectangle(tuple(begin[i, j].tolist()), tuple(end[i, j].tolist()))
         parts.append(SharedPart(holders[i], takers[j], rectangle.size, [rectangle]))
     return parts
 
 
-def _parts_of_grid(shape: Sequence[int], given: Sequence[Rectangles], wanted: Sequence[Rectangles]) -> list[SharedPart]:
-    """The same of blocks that may overlap, by cells that lie inside or outside each of them."""
-    grid = Grid(shape, [each for side in (given, wanted) for held in side for each in held])
+def _parts_of_grid(shape: Sequence[int], held: Sequence[Rectangles], wanted: Sequence[Rectangles]) -> list[SharedPart]:
+    """The shared parts of blocks that may overlap, by cells that lie inside or outside each block."""
+    grid = Grid(shape, [part for side in (held, wanted) for rectangles in side for part in rectangles])
     sizes = grid.sizes()
-    ranks = len(given)
-    # Of each side, rank and cell, the number of the rank's rectangle that has the cell: parts never go across two.
+    ranks = len(held)
+    # By side, rank and cell: the number of the rank's rectangle that has the cell. No part spans two rectangles.
     number = np.full((2, ranks, *grid.shape), -1, np.int32)
-    for side, placed in enumerate((given, wanted)):
-        for rank, held in enumerate(placed):
-            for i, each in enumerate(held):
-                if each.size:
-                    number[(side, rank, *grid.cells(each))] = i
+    for side, placed in enumerate((held, wanted)):
+        for rank, rectangles in enumerate(placed):
+            for i, part in enumerate(rectangles):
+                if part.size:
+                    number[(side, rank, *grid.cells(part))] = i
     has, wants = np.any(number >= 0, axis=1)
     for lacking in grid.rectangles(wants & ~has)[:1]:
         raise UsageError(
@@ -177,9 +178,9 @@ def _parts_of_grid(shape: Sequence[int], given: Sequence[Rectangles], wanted: Se
 
 
 def count_rounds(routes: Sequence[Multicast], ranks: int, most: int) -> int:
-    """How many portions the routes need, so that in each no rank sends or receives more than ``most`` elements.
+    """The number of rounds in which no rank sends or receives more than ``most`` elements per round.
 
-    0 if nothing has to be sent at all. A portion of a route is at least an element, until there are no more.
+    0 if nothing has to be sent. A portion of a route has at least one element, until none are left.
     """
     travelling = [route for route in routes if route.receivers != (route.sender,)]
     if not travelling:
@@ -195,7 +196,7 @@ def count_rounds(routes: Sequence[Multicast], ranks: int, most: int) -> int:
     return 1 + bisect_left(range(1, int(sizes.max())), True, key=lambda rounds: largest(rounds) <= most)
 
 
-# --- A rank's part in one round of a transfer: a flat piece, and where in the rank's blocks its elements belong
+# --- A rank's part in one round of a transfer: a flat piece, and the places of its elements in the rank's blocks
 
 
 Blocks = Mapping[str, Sequence[Array]]  #: by name, an array for each rectangle that a rank holds, in their order
@@ -205,11 +206,11 @@ Blocks = Mapping[str, Sequence[Array]]  #: by name, an array for each rectangle 
 class Copy:
     """Consecutive elements of a flat array that are a rectangle of one of a rank's blocks."""
 
-    elements: slice  #: those, in the flat array
+    elements: slice  #: their slice of the flat array
     shape: tuple[int, ...]
     name: str
     number: int  #: which of the rank's blocks of that name
-    index: tuple  #: where in the block
+    index: tuple  #: their place in the block
 
     def of(self, flat: Array) -> Array:
         """Its elements in the flat array, in their shape: a view."""
@@ -222,40 +223,39 @@ class Copy:
 
 @dataclass(frozen=True)
 class Segment:
-    """What of a piece one route brings to, or from, one other rank."""
+    """The elements of a piece that one route brings to, or from, one other rank."""
 
     route: Multicast
-    first: int  #: element of the piece
+    first: int  #: its first element in the piece
     size: int
     copies: tuple[Copy, ...]  #: counted from ``first``
-    link: tuple[int, int] = (0, 0)  #: where in the piece that begins, and ends, which goes to, or comes from, that rank
+    link: tuple[int, int] = (0, 0)  #: start and stop in the piece of all elements to, or from, that rank
 
     def of(self, piece: Array, number: int = 0, several: int = 1) -> Array:
-        """What of a piece this is; of one of ``several`` sets of blocks, of each link side by side, what of set
-        ``number``."""
-        begun, ended = self.link
-        first = self.first + (several - 1) * begun + number * (ended - begun)
+        """Its elements of a piece; if ``several`` sets lie side by side in each link, those of set ``number``."""
+        start, stop = self.link
+        first = self.first + (several - 1) * start + number * (stop - start)
         return piece[first : first + self.size]
 
     def pack(self, blocks: Blocks, flat: Array) -> None:
-        """Fill its flat array from the rank's blocks."""
+        """Copy the elements from the rank's blocks to ``flat``."""
         for copy in self.copies:
             copy.of(flat)[...] = copy.at(blocks)
 
     def unpack(self, flat: Array, blocks: Blocks) -> None:
-        """Put the elements of its flat array where they belong."""
+        """Copy the elements of ``flat`` to the rank's blocks."""
         for copy in self.copies:
             copy.at(blocks)[...] = copy.of(flat)
 
     def add(self, flat: Array, blocks: Blocks) -> None:
-        """Add the elements of its flat array where they belong."""
+        """Add the elements of ``flat`` to the rank's blocks."""
         for copy in self.copies:
             add(copy.of(flat), copy.at(blocks))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """All that a rank sends, or receives, in a round: segments in the order of the other ranks."""
+    """All elements that a rank sends, or receives, in a round: segments in the order of the other ranks."""
 
     splits: tuple[int, ...]  #: elements for, or from, each rank
     segments: tuple[Segment, ...]
@@ -266,26 +266,26 @@ class Piece:
 
 
 def make_segment(placement: Placement, rank: int, route: Multicast, first: int, number: int, of: int) -> Segment:
-    """Portion ``number`` of ``of`` of a route, as it lies in a rank's blocks."""
+    """Portion ``number`` of ``of`` of a route, with its places in a rank's blocks."""
     copies, size = [], 0
     for name, part in route.portion(number, of):
         held = placement[name].held[rank]
-        block = 0 if len(held) == 1 else next(i for i, each in enumerate(held) if part in each)
+        block = 0 if len(held) == 1 else next(i for i, rectangle in enumerate(held) if part in rectangle)
         end, within = size + part.size, part.within(held[block])
-        copies.append(Copy(slice(size, end), part.shape, name, block, (..., *within.index)))  # of a number, too, a view
+        copies.append(Copy(slice(size, end), part.shape, name, block, (..., *within.index)))  # a view, of 0-d, too
         size = end
     return Segment(route, first, size, tuple(copies))
 
 
 def sent_piece(placement: Placement, rank: int, routes: Sequence[Multicast], number: int, of: int) -> Piece:
-    """What a rank sends in a round."""
+    """The piece that a rank sends in a round."""
     mine = [route for route in routes if route.sender == rank]
     links = [[route for route in mine if other in route.receivers] for other in range(placement.ranks)]
     return _piece(placement, rank, links, number, of)
 
 
 def received_piece(placement: Placement, rank: int, routes: Sequence[Multicast], number: int, of: int) -> Piece:
-    """What a rank receives in a round."""
+    """The piece that a rank receives in a round."""
     mine = [route for route in routes if rank in route.receivers]
     links = [[route for route in mine if route.sender == other] for other in range(placement.ranks)]
     return _piece(placement, rank, links, number, of)
@@ -294,48 +294,48 @@ def received_piece(placement: Placement, rank: int, routes: Sequence[Multicast],
 def _piece(placement: Placement, rank: int, links: Sequence[Sequence[Multicast]], number: int, of: int) -> Piece:
     segments, splits, first = [], [], 0
     for other, routes in enumerate(links):
-        begun, here = first, []
+        start, on_link = first, []
         for route in routes if other != rank else ():
-            here.append(make_segment(placement, rank, route, first, number, of))
-            first += here[-1].size
-        segments += [replace(each, link=(begun, first)) for each in here]
-        splits.append(first - begun)
+            on_link.append(make_segment(placement, rank, route, first, number, of))
+            first += on_link[-1].size
+        segments += [replace(segment, link=(start, first)) for segment in on_link]
+        splits.append(first - start)
     return Piece(tuple(splits), tuple(segments))
 
 
 def add(x: Array, place: Array) -> None:
-    """``place += x``, where ``place`` may be a view of a number."""
+    """``place += x``, where ``place`` may be a 0-d view."""
     backend_of(place).xp.add(place, x, out=place)
 
 
 def copy_unless_there(x: Array, place: Array) -> None:
-    """``place[...] = x``, which is nothing to do where ``x`` lies there already, as what is inside a halo may."""
+    """``place[...] = x``, unless ``x`` is that memory already, as the inside of a block with a halo may be."""
     if not (isinstance(x, np.ndarray) and address_of(x) == address_of(place) and x.strides == place.strides):
         place[...] = x
 
 
 def new_blocks(placement: Placement, rank: int, backend: Backend, *, zero: bool = False) -> Blocks:
-    """A rank's blocks, of zeros or with any values in them."""
+    """New blocks of a rank, zero or uninitialized."""
     make = backend.xp.zeros if zero else backend.empty
-    return {name: [make(each.shape, array.dtype) for each in array.held[rank]] for name, array in placement.items()}
+    return {name: [make(part.shape, array.dtype) for part in array.held[rank]] for name, array in placement.items()}
 
 
 def backend_of_blocks(placement: Placement, blocks: Blocks) -> Backend | None:
-    """That of the first; None of a rank that has none."""
+    """The backend of the first block; None if the rank has no blocks."""
     return next((backend_of(block) for name in placement for block in blocks.get(name, ())), None)
 
 
 def check_blocks(placement: Placement, group: Group, blocks: Blocks) -> Backend | None:
-    """Raise UsageError unless ``blocks`` are this rank's of the placement. Returns the backend of the first."""
+    """Raise UsageError unless ``blocks`` match the placement on this rank. Returns the backend of the first block."""
     if placement and group.size != placement.ranks:
         raise UsageError(f"transfer over {group.axes!r}, {group.size} ranks: it is planned for {placement.ranks}")
     for name, array in placement.items():
-        found, held = blocks.get(name, ()), array.held[group.rank]
-        if [(x.shape, x.dtype) for x in found] != [(each.shape, array.dtype) for each in held]:
-            here = ", ".join(f"{x.dtype}{list(x.shape)}" for x in found)
-            there = ", ".join(f"{array.dtype}{list(each.shape)}" for each in held)
+        arrays, held = blocks.get(name, ()), array.held[group.rank]
+        if [(x.shape, x.dtype) for x in arrays] != [(rectangle.shape, array.dtype) for rectangle in held]:
+            actual = ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
+            expected = ", ".join(f"{array.dtype}{list(rectangle.shape)}" for rectangle in held)
             raise UsageError(
-                f"transfer: the blocks of {name} on rank {group.rank} are {here or 'none'}; placed there are "
-                f"{there or 'none'}"
+                f"transfer: the blocks of {name} on rank {group.rank} are {actual or 'none'}; the placement has "
+                f"{expected or 'none'}"
             )
     return backend_of_blocks(placement, blocks)

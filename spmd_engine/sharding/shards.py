@@ -1,4 +1,4 @@
-"""Collectives spoken in letters. One whose letter is not cut does nothing, so one text serves every mesh."""
+"""Collectives over letters. Over a letter that is not sharded they do nothing, so a layer runs on every mesh."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from spmd_engine.sharding.halos import Axes, Reach, Reads
     from spmd_engine.sharding.transfer import Blocks, TransferPlan, UnderWay
 
-    Reading = tuple[int, Reads]  #: how long a letter is in all, and what outputs read of it
+    Reading = tuple[int, Reads]  #: the whole length of a letter, and the inputs that outputs read
 
 
 class Transferred:
-    """An array on its way: ``which`` finds it in what comes. ``wait()`` returns it, and may be called again."""
+    """An array in transfer: ``which`` takes it from the result. ``wait()`` returns it, and may be called again."""
 
     def __init__(self, under_way: UnderWay | Pending, which: Callable[[Any], Array]) -> None:
         self._under_way, self._which = under_way, which
@@ -32,24 +32,24 @@ class Transferred:
 
 
 def _only_block(blocks: Blocks) -> Array:
-    """Of a transfer of one array ``x``, which each rank has one block of."""
+    """The block of a transfer of one array ``x``, of which each rank has one block."""
     return blocks["x"][0]
 
 
 class Shards:
-    """A mesh seen through a layout, as a layer needs it. ``label`` names the layer in the ledger; one that
-    ``takes_data``, a model's first, need not give its inputs a gradient."""
+    """A mesh with a layout, as a layer uses them. ``label`` names the layer in the ledger; a layer that
+    ``takes_data``, a model's first, need not compute the gradient of its inputs."""
 
     def __init__(self, mesh: Mesh, layout: Layout, label: str = "", *, takes_data: bool = True) -> None:
         self.mesh, self.layout, self.label, self.takes_data = mesh, layout, label, takes_data
-        self.checked: set[tuple] = set()  #: what calls of the layer have been found right
+        self.checked: set[tuple] = set()  #: keys of the layer's calls that were checked
         self._axes: dict[tuple[str, str], tuple[str, ...]] = {}
         self._common: dict[tuple[str, str], tuple[str, ...]] = {}
         self._plans: dict[tuple, TransferPlan | None] = {}
         self._parts: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def axes(self, letters: Iterable[str], where: str = "inside") -> tuple[str, ...]:
-        """The mesh axes that cut any of these letters, in the mesh's order, without those of size 1."""
+        """The mesh axes that shard any of these letters, in the mesh's order, without those of size 1."""
         key = letters if isinstance(letters, str) else "".join(letters), where
         if key not in self._axes:
             wanted = {axis for letter in key[0] for axis in self.layout.axes(letter, where)}
@@ -57,7 +57,7 @@ class Shards:
         return self._axes[key]
 
     def axes_in_order(self, letter: str, where: str = "inside") -> tuple[str, ...]:
-        """The same of one letter, in the order in which they cut it: not always the mesh's."""
+        """The axes of one letter, in the order in which they shard it: not always the mesh's."""
         return self._order(letter, where, self.axes(letter, where))
 
     def is_cut(self, letter: str, where: str = "inside") -> bool:
@@ -66,14 +66,14 @@ class Shards:
     def span(self, letter: str, length: int, where: str = "inside") -> slice:
         """This rank's part of a letter that is ``length`` long in all.
 
-        Raises MeshError, as all do here that take a rank's part for an interval, if the letter is cut in a zigzag.
+        Raises MeshError if the letter is sharded in a zigzag, as do all methods here for which a part is an interval.
         """
         self._check_consecutive(letter)
         axes, weights = self.layout.axes(letter, where), self.layout.weights(letter, where)
         return nested_span(length, axes, self.mesh.axes, self.mesh.coordinates, weights)
 
     def parts(self, letter: str, count: int) -> tuple[int, ...]:
-        """In which part each of this layer's ``count`` elements of a letter is: see ``Layout.parts``."""
+        """The part of each of this layer's ``count`` elements of a letter: see ``Layout.parts``."""
         key = letter, count
         if key not in self._parts:
             self._parts[key] = self.layout.parts(self.label, letter, count, self.mesh)
@@ -84,12 +84,12 @@ class Shards:
         return self.mesh.index(self.layout.axes(letter))
 
     def group_of(self, letter: str, where: str = "inside") -> Group | None:
-        """The ranks among which a letter is cut, in the order of its parts; None where it is whole."""
+        """The ranks along the axes of a letter, in the order of its parts; None where it is whole."""
         axes = self.axes_in_order(letter, where)
         return self.mesh.group(axes) if axes else None
 
     def all_reduce(self, x: Array, over: Iterable[str], op: str = "sum", where: str = "inside") -> Array:
-        """``x``, unreduced over the axes of the letters ``over``, reduced. ``x`` must be contiguous: it is reused."""
+        """``x``, unreduced over the axes of the letters ``over``, reduced in place. ``x`` must be contiguous."""
         axes = self.axes(over, where)
         if not axes:
             return x
@@ -98,7 +98,7 @@ class Shards:
     def start_all_reduce(
         self, x: Array, over: Iterable[str], op: str = "sum", where: str = "inside"
     ) -> Array | Pending:
-        """As ``all_reduce``, to be waited for later; ``x`` itself where there is nothing to reduce."""
+        """``all_reduce`` without waiting for it; ``x`` itself where there is nothing to reduce."""
         axes = self.axes(over, where)
         if not axes:
             return x
@@ -107,7 +107,7 @@ class Shards:
     def all_gather(self, x: Array, dims: str, letter: str, *, across: str) -> Array:
         """``x[dims]`` of the residual stream with ``letter`` whole along the axes of ``across``.
 
-        Moves bytes only where the stream cuts ``letter`` over those axes: sequence parallelism.
+        Moves bytes only where the stream shards ``letter`` over those axes: sequence parallelism.
         """
         for axis in reversed(self._borrowed(letter, across)):
             group = self.mesh.group(axis)
@@ -117,7 +117,7 @@ class Shards:
     def reduce_scatter(self, x: Array, dims: str, *, over: str, onto: str) -> Array:
         """``x[dims]``, unreduced over the axes of ``over``, reduced onto the residual stream.
 
-        Where the stream cuts ``onto`` over those axes each rank keeps its part; else this is an all_reduce.
+        Where the stream shards ``onto`` over those axes each rank keeps its part; else this is an all_reduce.
         """
         borrowed = self._scattered(dims, over, onto)
         if not borrowed:
@@ -127,7 +127,7 @@ class Shards:
         return x
 
     def start_reduce_scatter(self, x: Array, dims: str, *, over: str, onto: str) -> Array | Pending:
-        """As ``reduce_scatter``, to be waited for later; ``x`` itself where there is nothing to reduce."""
+        """``reduce_scatter`` without waiting for it; ``x`` itself where there is nothing to reduce."""
         borrowed = self._scattered(dims, over, onto)
         if not borrowed:
             return self.start_all_reduce(x, over)
@@ -145,11 +145,11 @@ class Shards:
         received: Sequence[int] | None = None,
         out: Array | None = None,
     ) -> tuple[Array, list[int]]:
-        """Rows of ``x`` sent to the ranks among which the letter ``over`` is cut: ``splits[i]`` of them to the i-th.
+        """Send rows of ``x`` to the ranks along the axes of the letter ``over``: ``splits[i]`` rows to the i-th rank.
 
-        Returns the rows that came, in rank order (in ``out``, if there is one), and how many came from whom: the
-        ``splits`` of the way back, in the backward. Who knows that number says it (``received``), and it need not be
-        asked for; it must be right. Any number may be 0. Where the letter is whole, all rows stay here.
+        Returns the received rows, in rank order (in ``out``, if there is one), and the number of rows from each rank:
+        the ``splits`` of the backward. A caller that has these numbers passes them (``received``), which saves their
+        exchange; they must be right. Any number may be 0. Where the letter is whole, all rows stay on their rank.
         """
         group = self.group_of(over)
         if group is None:
@@ -161,7 +161,7 @@ class Shards:
     def start_all_to_all(
         self, x: Array, splits: Sequence[int], *, over: str, received: Sequence[int] | None = None
     ) -> Array | Transferred:
-        """The rows of ``all_to_all``, to be waited for later."""
+        """The rows of ``all_to_all``, without waiting for them."""
         group = self.group_of(over)
         if group is None:
             return x
@@ -169,7 +169,7 @@ class Shards:
         return Transferred(rows, itemgetter(0))
 
     def gather_rows(self, x: Array, *, over: str, where: str = "inside") -> Array:
-        """The rows of ``x``, however many, of all ranks along the axes of these letters; in order if of one."""
+        """The rows of ``x``, however many, of all ranks along the axes of these letters; for one letter in order."""
         axes = self.axes(over, where)
         if len(over) == 1:
             self._check_consecutive(over)
@@ -184,9 +184,9 @@ class Shards:
         return x
 
     def reshard(self, x: Array, dims: str, after: str, shape: Sequence[int]) -> Array:
-        """``x[dims]`` as ``x[after]``: the same array, cut as other letters are. Who has an element already keeps it.
+        """``x[dims]`` as ``x[after]``: the same array, sharded as other letters are. A rank keeps what it has.
 
-        ``shape`` is that of the array which the ranks have together between whom the cut changes.
+        ``shape`` is the shape of the array that the ranks along the changed axes hold together.
         """
         axes, changes = self._change(dims, after)
         if not axes:
@@ -200,14 +200,14 @@ class Shards:
         return plan.execute(self.mesh.group(axes), {"x": [x]}, label=self.label)["x"][0]
 
     def gather_further(self, x: Array, dims: str, after: str) -> Array:
-        """``x[dims]`` as ``x[after]``, whose letters are cut over fewer axes, the first of those that cut ``dims``."""
+        """``x[dims]`` as ``x[after]``, whose letters are sharded over fewer axes, the first ones of ``dims``."""
         for dim, (further, _) in enumerate(self._change(dims, after)[1]):
             for axis in reversed(further):
                 x = self.mesh.group(axis).all_gather(x, dim, label=self.label)
         return x
 
     def cut_further(self, x: Array, dims: str, after: str) -> Array:
-        """This rank's part of ``x[dims]``, of which the letters ``after`` are cut over more axes: the way back."""
+        """This rank's part of ``x[dims]``, as ``after`` shards it over more axes: inverts ``gather_further``."""
         for dim, (_, further) in enumerate(self._change(dims, after)[1]):
             part = nested_span(x.shape[dim], further, self.mesh.axes, self.mesh.coordinates)
             x = x[(slice(None),) * dim + (part,)]
@@ -220,18 +220,19 @@ class Shards:
         return reshard_axes(source, target, self.mesh)
 
     def reach(self, letter: str, length: int, reads: Reads, where: str = "inside") -> Reach:
-        """What this rank has of a letter, ``length`` long in all, which outputs it makes of it, and what they read."""
+        """This rank's part of a letter, ``length`` long in all, and of its outputs, and the inputs that these read."""
         from spmd_engine.sharding.halos import Reach
 
         self._check_consecutive(letter)
         return Reach.of(length, reads, self.axes_in_order(letter, where), self.mesh)
 
     def with_halo(self, x: Array, dims: str, reads: Mapping[str, Reading], where: str = "inside") -> Array:
-        """``x[dims]`` with all that this rank's outputs read of the letters in ``reads``, and nothing more of them.
+        """``x[dims]`` with exactly those elements of the letters in ``reads`` that this rank's outputs read.
 
-        ``reads={"h": (224, Window(7, stride=2, before=3, after=3))}``: of 224 rows in all, of which this rank has a
-        part, its part of the window's outputs, which are cut as evenly, reads an interval: ``reach`` says which. Its
-        elements come from whichever ranks have them, of several letters at once. ``x`` itself where none is cut.
+        ``reads={"h": (224, Window(7, stride=2, before=3, after=3))}``: of 224 rows in all this rank has a shard; its
+        shard of the outputs, which are sharded as evenly, reads an interval of rows, which ``reach`` returns. The
+        elements come from the ranks that have them, for several letters at once. ``x`` itself where no letter is
+        sharded.
         """
         halo = self._halo(x, dims, reads, where)
         return x if halo is None else halo[0].execute(halo[1], {"x": [x]}, label=self.label)["x"][0]
@@ -239,14 +240,14 @@ class Shards:
     def start_with_halo(
         self, x: Array, dims: str, reads: Mapping[str, Reading], where: str = "inside"
     ) -> Array | Transferred:
-        """As ``with_halo``, to be waited for later; ``x`` itself where nothing is to come."""
+        """``with_halo`` without waiting for it; ``x`` itself where nothing is received."""
         halo = self._halo(x, dims, reads, where)
         return x if halo is None else Transferred(halo[0].start(halo[1], {"x": [x]}, label=self.label), _only_block)
 
     def add_halo(self, dx: Array, dims: str, reads: Mapping[str, Reading], where: str = "inside") -> Array:
-        """The adjoint of ``with_halo``: from gradients of what outputs read, the sums of all at each rank's own part.
+        """The adjoint of ``with_halo``: from gradients of what outputs read, the sums for each rank's part.
 
-        What no output reads has gradient 0.
+        Elements that no output reads have gradient 0.
         """
         halo = self._halo(dx, dims, reads, where)
         return dx if halo is None else halo[0].adjoint().execute(halo[1], {"x": [dx]}, label=self.label)["x"][0]
@@ -254,7 +255,7 @@ class Shards:
     def start_add_halo(
         self, dx: Array, dims: str, reads: Mapping[str, Reading], where: str = "inside"
     ) -> Array | Transferred:
-        """As ``add_halo``, to be waited for later; ``dx`` itself where nothing is to be sent."""
+        """``add_halo`` without waiting for it; ``dx`` itself where nothing is sent."""
         halo = self._halo(dx, dims, reads, where)
         if halo is None:
             return dx
@@ -262,20 +263,20 @@ class Shards:
 
     def _halo(self, x: Array, dims: str, reads: Mapping[str, Reading], where: str) -> tuple[TransferPlan, Group] | None:
         """The transfer and its group, or None if nothing is sent; ``x`` may have its halo already."""
-        cut = {dims.split().index(letter): letter for letter in reads if self.axes(letter, where)}
-        if not cut:
+        sharded = {dims.split().index(letter): letter for letter in reads if self.axes(letter, where)}
+        if not sharded:
             return None
-        for letter in cut.values():
+        for letter in sharded.values():
             self._check_consecutive(letter)
-        shape = tuple(reads[cut[dim]][0] if dim in cut else length for dim, length in enumerate(x.shape))
-        key = shape, x.dtype, where, tuple((dim, letter, *reads[letter]) for dim, letter in cut.items())
-        group_axes = self.axes("".join(cut.values()), where)
+        shape = tuple(reads[sharded[dim]][0] if dim in sharded else length for dim, length in enumerate(x.shape))
+        key = shape, x.dtype, where, tuple((dim, letter, *reads[letter]) for dim, letter in sharded.items())
+        group_axes = self.axes("".join(sharded.values()), where)
         if key not in self._plans:
             from spmd_engine.sharding.halos import Reach, plan_halos
 
-            axes = {letter: self.axes_in_order(letter, where) for letter in cut.values()}
+            axes = {letter: self.axes_in_order(letter, where) for letter in sharded.values()}
             reaches = tuple(
-                tuple((dim, Reach.of(*reads[letter], axes[letter], peer)) for dim, letter in cut.items())
+                tuple((dim, Reach.of(*reads[letter], axes[letter], peer)) for dim, letter in sharded.items())
                 for peer in self.mesh.peers(group_axes)
             )
             self._plans[key] = plan_halos(shape, x.dtype, reaches)
@@ -283,16 +284,16 @@ class Shards:
         return None if plan is None else (plan, self.mesh.group(group_axes))
 
     def _check_consecutive(self, letter: str) -> None:
-        """In a zigzag a rank has an early and a late part: what reads an interval would compute something else."""
+        """Raise MeshError for a letter in a zigzag, of which a rank has an early and a late part, not an interval."""
         if letter in self.layout.zigzag and self.is_cut(letter):
             raise MeshError(
                 f"{self.label or 'a layer'} takes this rank's part of {letter} for an interval, but {letter} is "
                 f"sharded over {', '.join(self.axes(letter))} in a zigzag: an early and a late part on each rank. "
-                "Shard it without the zigzag, or ask Layout.positions which indices a rank has"
+                "Shard it without the zigzag, or use Layout.positions for the indices of a rank"
             )
 
     def _scattered(self, dims: str, over: str, onto: str) -> tuple[str, ...]:
-        """The axes of ``over`` over which the residual stream cuts ``onto``: all of them, or none."""
+        """The axes of ``over`` over which the residual stream shards ``onto``: all of them, or none."""
         borrowed = self._borrowed(onto, over)
         if borrowed and set(borrowed) != set(self.axes(over)):
             raise NotationError(
@@ -302,12 +303,12 @@ class Shards:
         return borrowed
 
     def _borrowed(self, letter: str, from_letter: str) -> tuple[str, ...]:
-        """Axes that cut ``letter`` on the residual stream and ``from_letter`` inside."""
+        """Axes that shard ``letter`` on the residual stream and ``from_letter`` inside."""
         key = letter, from_letter
         if key not in self._common:
             self._common[key] = self._order(letter, "residual", self.axes(from_letter))
         return self._common[key]
 
     def _order(self, letter: str, where: str, among: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of the axes that cut ``letter``, in the order in which they cut it: not always the mesh's."""
+        """The axes ``among`` that shard ``letter``, in the order in which they shard it: not always the mesh's."""
         return tuple(axis for axis in self.layout.axes(letter, where) if axis in among)

@@ -1,8 +1,8 @@
 """The planned exchange from one placement of arrays to another, and its adjoint, which adds.
 
-A plan is a pure function of the two placements, so that all ranks make the same. Every rank receives what its new
-placement holds and its old one had not, once; in rounds, so that beside its blocks it holds no more than a piece that
-leaves and a piece that comes.
+A plan is a pure function of the two placements, so that all ranks make the same plan. Every rank receives, once, the
+elements of its new placement that its old one lacks. The exchange has rounds, so that beside its blocks a rank holds no
+more than one piece to send and one received piece.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from spmd_engine.sharding.routes import (
 
 PIECE = 32 << 20  # bytes
 
-#: A transfer: it yields what a round sends, with the split by rank; is sent what arrives; returns the new blocks.
+#: A transfer: yields the sent piece of each round, with its split by rank; takes the received one; returns new blocks.
 Steps = Generator[tuple[Array, tuple[int, ...]], Array | None, Blocks]
 
 
@@ -52,11 +52,11 @@ def plan_transfer(
     piece_bytes: int = PIECE,
     from_owners: bool = False,
 ) -> TransferPlan:
-    """How the arrays of ``target`` come about from those of ``source``, placed on ranks of the same group.
+    """The plan from the arrays of ``source`` to those of ``target``, placed on ranks of the same group.
 
-    A rank keeps what it has; it prefers to receive from ranks of its own node (``nodes``: an identifier of each rank's
-    node), and these share the work. ``from_owners``: only owners send, so that the adjoint leaves the whole sum with
-    the one owner of an element.
+    A rank keeps the elements that it has; it prefers to receive from ranks of its own node (``nodes``: an identifier of
+    each rank's node), and these share the work. ``from_owners``: only owners send, so that the adjoint leaves the whole
+    sum with the one owner of an element.
 
     In a round, no rank sends or receives more than ``piece_bytes``, but at least one element of what one rank sends to
     the same ranks.
@@ -81,46 +81,46 @@ def plan_transfer(
         source.checked()
     routes = find_routes(source, target, nodes if nodes is not None else [0] * source.ranks, from_owners)
     rounds = {
-        dtype: count_rounds(each, source.ranks, max(1, piece_bytes // max(1, dtype.itemsize)))
-        for dtype, each in routes.items()
+        dtype: count_rounds(multicasts, source.ranks, max(1, piece_bytes // max(1, dtype.itemsize)))
+        for dtype, multicasts in routes.items()
     }
     return TransferPlan(source, target, routes, rounds)
 
 
 class PlannedExchange(ABC):
-    """What takes blocks from one placement to another, in rounds: a plan, or its adjoint."""
+    """An exchange of blocks from one placement to another, in rounds: a plan, or its adjoint."""
 
     def execute(
         self, group: Group, blocks: Blocks, *, out: Blocks | None = None, like: Backend = CPU, label: str = "transfer"
     ) -> Blocks:
         """This rank's blocks of ``target``, in ``out`` or new, from its ``blocks`` of ``source``. Collective.
 
-        By name, an array for each rectangle that this rank holds. Those of ``source`` may lie in ``out``, where they
-        belong there, as what is inside a halo does. ``like``: where new blocks are made by a rank that has none itself.
-        Raises UsageError for blocks that are not those of the placement.
+        By name, an array for each rectangle that this rank holds. Blocks of ``source`` may lie in those of ``out`` at
+        their own place, as the inside of a block with a halo does. ``like``: the backend of new blocks on a rank
+        without old ones. Raises UsageError for blocks that do not match the placement.
         """
         return _carry_out(self._steps(group, blocks, out, like), group, label)
 
     def start(
         self, group: Group, blocks: Blocks, *, out: Blocks | None = None, like: Backend = CPU, label: str = "transfer"
     ) -> UnderWay:
-        """As ``execute``, to be waited for later. Of several rounds, the first is under way meanwhile."""
+        """``execute`` without waiting for it. Of several rounds, the first runs meanwhile."""
         return UnderWay(self._steps(group, blocks, out, like), group, label)
 
     @abstractmethod
     def _steps(self, group: Group, blocks: Blocks, out: Blocks | None, like: Backend) -> Steps:
-        """Yields what each round sends and is sent what arrived; returns this rank's blocks of the target."""
+        """Yields the sent piece of each round and takes the received one; returns this rank's blocks of the target."""
 
 
 @dataclass(frozen=True)
 class TransferPlan(PlannedExchange):
-    """What ``plan_transfer`` found: made once, the same on every rank, and executed as often as one likes."""
+    """The result of ``plan_transfer``: made once, the same on every rank, and executed any number of times."""
 
     source: Placement
     target: Placement
     routes: Mapping[np.dtype, tuple[Multicast, ...]]
     rounds: Mapping[np.dtype, int]  #: collectives, in which every rank takes part
-    _made: dict[tuple, Any] = field(default_factory=dict, repr=False, compare=False)
+    _cache: dict[tuple, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def bytes_sent(self, rank: int) -> int:
         """The bytes that a rank sends, as the ledger counts them."""
@@ -131,7 +131,7 @@ class TransferPlan(PlannedExchange):
         )
 
     def bytes_received(self, rank: int) -> int:
-        """The bytes that a rank receives: all that it lacked."""
+        """The bytes that a rank receives: the elements that it lacks."""
         return sum(
             route.size * dtype.itemsize
             for dtype, route in self._all_routes()
@@ -139,13 +139,13 @@ class TransferPlan(PlannedExchange):
         )
 
     def adjoint(self) -> Adjoint:
-        """The transposed operation: back by the same routes, where what several had received is added up."""
+        """The transposed operation: back along the same routes, and adding the copies that several ranks received."""
         return Adjoint(self)
 
     def execute_all(self, group: Group, several: Sequence[tuple[Blocks, Blocks]], *, label: str = "transfer") -> None:
-        """As ``execute``, of several times such blocks, each with its ``out``, in as many collectives as of one.
+        """``execute`` for several sets of blocks, each with its ``out``, in as many collectives as for one.
 
-        Pieces are as many times as large, and are not kept for the next time.
+        Pieces are as many times as large, and are not cached.
         """
         _carry_out(self._steps_of_all(group, several, CPU, keep=False), group, label)
 
@@ -157,11 +157,11 @@ class TransferPlan(PlannedExchange):
     def _steps_of_all(
         self, group: Group, several: Sequence[tuple[Blocks, Blocks]], like: Backend, *, keep: bool
     ) -> Steps:
-        """Returns the last one's blocks of the target."""
+        """Returns the target's blocks of the last set."""
         for blocks, out in several:
             like = check_blocks(self.source, group, blocks) or like
             check_blocks(self.target, group, out)
-            for _, old, new in self._kept(group.rank):
+            for _, old, new in self._local_copies(group.rank):
                 copy_unless_there(old.at(blocks), new.at(out))
         for dtype, number in self._rounds():
             coming = self._piece(received_piece, group.rank, dtype, number, keep=keep)
@@ -175,17 +175,17 @@ class TransferPlan(PlannedExchange):
     def _all_routes(self) -> Iterator[tuple[np.dtype, Multicast]]:
         return ((dtype, route) for dtype, routes in self.routes.items() for route in routes)
 
-    def _kept(self, rank: int) -> Sequence[tuple[Multicast, Copy, Copy]]:
-        """What a rank has already: by which route, where in its old blocks, and where in its new ones."""
-        if ("kept", rank) not in self._made:
-            routes = [each for _, each in self._all_routes() if each.sender == rank and rank in each.receivers]
-            both = [[make_segment(side, rank, each, 0, 0, 1) for each in routes] for side in (self.source, self.target)]
-            self._made["kept", rank] = [
+    def _local_copies(self, rank: int) -> Sequence[tuple[Multicast, Copy, Copy]]:
+        """The elements that a rank keeps: their route, and their copies in its old and in its new blocks."""
+        if ("kept", rank) not in self._cache:
+            routes = [route for _, route in self._all_routes() if route.sender == rank and rank in route.receivers]
+            both = [[make_segment(end, rank, route, 0, 0, 1) for route in routes] for end in (self.source, self.target)]
+            self._cache["kept", rank] = [
                 (route, *copies)
                 for route, old, new in zip(routes, *both, strict=True)
                 for copies in zip(old.copies, new.copies, strict=True)
             ]
-        return self._made["kept", rank]
+        return self._cache["kept", rank]
 
     def _rounds(self) -> Iterator[tuple[np.dtype, int]]:
         return ((dtype, number) for dtype, rounds in self.rounds.items() for number in range(rounds))
@@ -193,22 +193,22 @@ class TransferPlan(PlannedExchange):
     def _piece(
         self, make: Callable[..., Piece], rank: int, dtype: np.dtype, number: int, *, keep: bool = True
     ) -> Piece:
-        """What a rank sends (``sent_piece``) or receives (``received_piece``) in a round; ``keep`` stores it."""
+        """What a rank sends (``sent_piece``) or receives (``received_piece``) in a round; ``keep`` caches the piece."""
         key = make, rank, dtype, number
-        if key in self._made:
-            return self._made[key]
+        if key in self._cache:
+            return self._cache[key]
         placement = self.source if make is sent_piece else self.target
         piece = make(placement, rank, self.routes[dtype], number, self.rounds[dtype])
         if keep:
-            self._made[key] = piece
+            self._cache[key] = piece
         return piece
 
-    def _own(self, rank: int, route: Multicast, dtype: np.dtype, number: int) -> Segment:
-        """What a rank keeps of a route's portion in a round, as it lies in its new blocks; kept for the next time."""
+    def _own_segment(self, rank: int, route: Multicast, dtype: np.dtype, number: int) -> Segment:
+        """The elements of a route's portion that a rank keeps, with their places in its new blocks; cached."""
         key = id(route), rank, number
-        if key not in self._made:
-            self._made[key] = make_segment(self.target, rank, route, 0, number, self.rounds[dtype])
-        return self._made[key]
+        if key not in self._cache:
+            self._cache[key] = make_segment(self.target, rank, route, 0, number, self.rounds[dtype])
+        return self._cache[key]
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class Adjoint(PlannedExchange):
     """The transpose of a transfer: the copies of an element that several ranks received come back and are added.
 
     They are added in the order of the ranks, on the rank that sent the element: with ``from_owners``, on its owner. The
-    adjoint of a gather is a reduce_scatter; of halos, the sum of what overlaps. Its blocks are new, or added to
+    adjoint of a gather is a reduce_scatter; of halos, the sum where they overlap. The result is new, or added to
     ``out``; elements that the transfer sent to no rank are zero. 16-bit floats are added in float32.
     """
 
@@ -242,8 +242,8 @@ class Adjoint(PlannedExchange):
         backend = check_blocks(self.source, group, blocks) or like
         result = new_blocks(self.target, rank, backend, zero=True) if out is None else out
         check_blocks(self.target, group, result)
-        for route, old, new in plan._kept(rank):
-            if len(route.receivers) == 1:  # what others have, too, is added with theirs
+        for route, old, new in plan._local_copies(rank):
+            if len(route.receivers) == 1:  # elements with other receivers are added below
                 add(new.at(blocks), old.at(result))
         for dtype, number in plan._rounds():
             leaving, coming = (plan._piece(side, rank, dtype, number) for side in (received_piece, sent_piece))
@@ -253,17 +253,17 @@ class Adjoint(PlannedExchange):
                 by_route.setdefault(id(segment.route), []).append(segment)
             for segments in by_route.values():
                 total = self._sum(segments, received, number, rank, blocks)
-                segments[0].add(total, result)  # all of a route lie in the same places here
+                segments[0].add(total, result)  # all segments of a route have the same places
         return result
 
     def _sum(self, segments: Sequence[Segment], received: Array, number: int, rank: int, blocks: Blocks) -> Array:
-        """What comes back by one route in one round, and this rank's own share, added up in the order of ranks."""
+        """The sum, in the order of ranks, of the copies that one route returns in a round and this rank's own copy."""
         route, plan = segments[0].route, self.plan
         shares = [segment.of(received) for segment in segments]
         if rank in route.receivers:
-            own = plan._own(rank, route, received.dtype, number)
-            flat = backend_of(received).empty((own.size,), received.dtype)
-            own.pack(blocks, flat)
+            own_segment = plan._own_segment(rank, route, received.dtype, number)
+            flat = backend_of(received).empty((own_segment.size,), received.dtype)
+            own_segment.pack(blocks, flat)
             shares.insert(route.receivers.index(rank), flat)
         if len(shares) == 1:
             return shares[0]
@@ -273,20 +273,20 @@ class Adjoint(PlannedExchange):
 
 
 class UnderWay:
-    """A transfer that has begun. ``wait()`` returns this rank's blocks, and may be called again."""
+    """A started transfer. ``wait()`` returns this rank's blocks, and may be called again."""
 
     def __init__(self, steps: Steps, group: Group, label: str) -> None:
         self._steps, self._group, self._label = steps, group, label
         self._result: Blocks = {}
         self._pending: Pending | None = None
-        self._go_on(None)
+        self._advance(None)
 
     def wait(self) -> Blocks:
         while self._pending is not None:
-            self._go_on(self._pending.wait()[0])
+            self._advance(self._pending.wait()[0])
         return self._result
 
-    def _go_on(self, received: Array | None) -> None:
+    def _advance(self, received: Array | None) -> None:
         try:
             packed, splits = self._steps.send(received)
             self._pending = self._group.start_all_to_all(packed, splits=splits, label=self._label)
@@ -295,7 +295,7 @@ class UnderWay:
 
 
 def _carry_out(steps: Steps, group: Group, label: str) -> Blocks:
-    """Make all exchanges of a transfer, one after the other."""
+    """Run all rounds of a transfer, one after the other."""
     received = None
     try:
         while True:
@@ -308,7 +308,7 @@ def _carry_out(steps: Steps, group: Group, label: str) -> Blocks:
 def _packed(
     several: Sequence[Blocks], leaving: Piece, dtype: np.dtype, backend: Backend
 ) -> tuple[Array, tuple[int, ...]]:
-    """The flat piece that is sent in a round, and its split by rank."""
+    """The flat piece that a rank sends in a round, and its split by rank."""
     packed = backend.empty((leaving.size * len(several),), dtype)
     for segment in leaving.segments:
         for which, blocks in enumerate(several):

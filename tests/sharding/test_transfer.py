@@ -425,7 +425,7 @@ def test_blocks_that_are_not_those_that_are_placed():
     plan = plan_transfer(Placement({"x": rows(5, 6)}), Placement({"x": rows(6, 5)}))
 
     def program():
-        with Mesh() as mesh, pytest.raises(UsageError, match=r"x on rank [01] are float64\[4, 6\]; placed there are"):
+        with Mesh() as mesh, pytest.raises(UsageError, match=r"x on rank [01] are float64\[4, 6\]; the placement has"):
             plan.execute(mesh.group(), {"x": [np.ones((4, 6))]})
 
     run_threads(program, 2)
