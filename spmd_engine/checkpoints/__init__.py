@@ -1,4 +1,4 @@
-"""Checkpoints: each rank writes blocks of what it holds; one commit completes them; any mesh can load them."""
+"""Checkpoints: each rank writes blocks of its shards; one commit completes the checkpoint; any mesh can load it."""
 
 from typing import TYPE_CHECKING
 

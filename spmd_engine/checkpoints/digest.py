@@ -1,9 +1,9 @@
-"""A digest of arrays that does not depend on their sharding: equal across meshes, computed without moving them.
+"""A digest of arrays that does not depend on their sharding: equal on all meshes, computed without moving the arrays.
 
-Every element counts by its bits times an odd number that follows from its name and place in the whole array; sums are
-modulo 2^64, so their order does not matter. An array is summed in chunks of whole rows, so that a difference is located
-to within a chunk: a flipped bit always changes its chunk's sum, since it adds a power of two times an odd number. The
-digest does not protect against intent; the SHA-256 in the manifest do.
+The digest sums each element's bits times an odd number, which depends on the array's name and the element's place in
+the global array. Sums are modulo 2^64, so their order does not matter. An array is summed in chunks of whole rows, so
+that a difference is located to within a chunk. A flipped bit always changes the sum of its chunk, since it adds a power
+of two times an odd number. The digest does not protect against intent; the SHA-256 in the manifest do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spmd_engine.errors import ReplicasDifferError
 from spmd_engine.sharding.placement import Placement
 from spmd_engine.sharding.rectangles import Rectangle
 
-CHUNK = 1 << 18  #: elements, about
+CHUNK = 1 << 18  #: elements of a chunk, approximately
 _AT_ONCE = 1 << 15  # elements: a few temporaries of that size stay in cache
 
 
@@ -39,7 +39,7 @@ class ArrayDigest:
 
     shape: tuple[int, ...]
     dtype: str
-    sums: np.ndarray  #: uint64, one a chunk
+    sums: np.ndarray  #: uint64, one for each chunk
 
     @property
     def rows(self) -> int:
@@ -47,7 +47,7 @@ class ArrayDigest:
         return rows_of_chunk(self.shape)
 
     def text(self) -> str:
-        """Sixteen hexadecimal digits that stand for all of it."""
+        """Sixteen hexadecimal digits that represent the shape, the dtype and all sums."""
         content = f"{self.shape}{self.dtype}".encode() + self.sums.astype("<u8").tobytes()
         return hashlib.sha256(content).hexdigest()[:16]
 
@@ -56,7 +56,7 @@ Digests = Mapping[str, ArrayDigest]  # by section and name: "model/block0/mlp/w0
 
 
 def digest_of_engine(engine: ShardedEngine, optimizer: Optimizer | None = None) -> Digests:
-    """The digests of all that a checkpoint would hold now, the same on every rank. Collective: one small all_reduce."""
+    """The digests of all arrays that a checkpoint would hold, equal on all ranks. Collective: one small all_reduce."""
     plans = write_plans(engine, optimizer)
     tables: dict[str, tuple[tuple[int, ...], str, np.ndarray]] = {}
     for plan in plans:
@@ -71,13 +71,13 @@ def digest_of_engine(engine: ShardedEngine, optimizer: Optimizer | None = None) 
     ends = np.cumsum([len(table) for _, _, table in tables.values()])[:-1].tolist()
     sums = np.split(flat, ends) if tables else []
     return {
-        key: ArrayDigest(shape, dtype, each)
-        for (key, (shape, dtype, _)), each in zip(tables.items(), sums, strict=True)
+        key: ArrayDigest(shape, dtype, chunk_sums)
+        for (key, (shape, dtype, _)), chunk_sums in zip(tables.items(), sums, strict=True)
     }
 
 
 def digest_of_checkpoint(checkpoint: Checkpoint) -> Digests:
-    """The digests of what a checkpoint holds, read block by block, with the hash of each checked."""
+    """The digests of all arrays in a checkpoint, read block by block with a check of the hashes."""
     digests = {}
     assert checkpoint.manifest is not None
     for section in (MODEL, OPTIMIZER):
@@ -91,43 +91,43 @@ def digest_of_checkpoint(checkpoint: Checkpoint) -> Digests:
 
 def digest_text(digests: Digests) -> str:
     """One line for all arrays: 64 hexadecimal digits."""
-    content = {key: each.text() for key, each in digests.items()}
+    content = {key: digest.text() for key, digest in digests.items()}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def differences(one: Digests, other: Digests) -> list[str]:
-    """Sentences that say where two digests differ: arrays that only one has, and rows of chunks whose sums differ."""
-    found = [f"{key}: only one of the two has it" for key in sorted(set(one) ^ set(other))]
+    """Sentences for the differences of two digests: arrays that only one has, rows of chunks with different sums."""
+    sentences = [f"{key}: only one of the two has it" for key in sorted(set(one) ^ set(other))]
     for key in one:
         if key not in other:
             continue
         a, b = one[key], other[key]
         if (a.shape, a.dtype) != (b.shape, b.dtype):
-            found.append(f"{key}: {a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}")
+            sentences.append(f"{key}: {a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}")
             continue
         for chunk in np.flatnonzero(a.sums != b.sums).tolist():
             first, last = chunk * a.rows, min((chunk + 1) * a.rows, a.shape[0] if a.shape else 1)
-            found.append(f"{key}: rows {first} to {last - 1} of {list(a.shape)} differ")
-    return found
+            sentences.append(f"{key}: rows {first} to {last - 1} of {list(a.shape)} differ")
+    return sentences
 
 
 def rows_of_chunk(shape: tuple[int, ...]) -> int:
-    """How many rows of an array make a chunk."""
+    """The number of rows of an array in a chunk."""
     return max(1, CHUNK // max(1, prod(shape[1:])))
 
 
 def chunks_of(shape: tuple[int, ...]) -> int:
-    """How many chunks an array has."""
+    """The number of chunks of an array."""
     return -(-shape[0] // rows_of_chunk(shape)) if shape else 1
 
 
 def _add(sums: np.ndarray, key: str, block: Array, rectangle: Rectangle, shape: tuple[int, ...]) -> None:
-    """Add what a rectangle's elements count to the sums of the chunks that they are in."""
+    """Add the contributions of a rectangle's elements to the sums of their chunks."""
     if not rectangle.size:
         return
     host = np.asarray(backend_of(block).to_host(block), order="C")
     bits = host.reshape(-1).view(np.dtype(f"u{host.dtype.itemsize}")).reshape(len(host) if shape else 1, -1)
-    within = np.zeros(1, np.uint64)  # of a row: where the rectangle's elements are in a whole one
+    within = np.zeros(1, np.uint64)  # the places of the rectangle's elements in a whole row
     for start, stop, length in zip(rectangle.start[1:], rectangle.stop[1:], shape[1:], strict=True):
         within = (within[:, None] * np.uint64(length) + np.arange(start, stop, dtype=np.uint64)).reshape(-1)
     seed = np.uint64(crc32(key.encode())) << np.uint64(32)
@@ -137,12 +137,12 @@ def _add(sums: np.ndarray, key: str, block: Array, rectangle: Rectangle, shape: 
         for top in range(0, len(bits), at_once):
             part = bits[top : top + at_once].astype(np.uint64)
             numbers = np.arange(first + top, first + top + len(part), dtype=np.uint64)
-            part *= _odd(numbers[:, None] * row + within + seed)
+            part *= _odd_numbers(numbers[:, None] * row + within + seed)
             np.add.at(sums, (numbers // np.uint64(rows)).astype(np.int64), part.sum(axis=1, dtype=np.uint64))
 
 
-def _odd(x: np.ndarray) -> np.ndarray:
-    """An odd number for each: splitmix64 (Steele, Lea and Flood, 2014), with the last bit set."""
+def _odd_numbers(x: np.ndarray) -> np.ndarray:
+    """An odd number for each element: splitmix64 (Steele, Lea and Flood, 2014), with the last bit set."""
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(27)
@@ -158,8 +158,8 @@ def _odd(x: np.ndarray) -> np.ndarray:
 def compare_replicas(engine: ShardedEngine, optimizer: Optimizer | None = None) -> None:
     """Raise ReplicasDifferError, on every rank, unless all ranks that hold a block have the same bits of it.
 
-    Parameters, buffers and the optimizer's state are compared by the CRC-32 of each block, in one all_gather, which
-    finds any single flipped bit. Processors or libraries that round differently may differ in last bits. Collective.
+    One all_gather compares the CRC-32 of each block of parameters, buffers and the optimizer's state, which detects any
+    single flipped bit. Processors or libraries that round differently may differ in last bits. Collective.
     """
     kinds: list[tuple[str, Placement, Mapping[str, Array]]] = [
         ("", engine.placement(), {**engine.parameters, **engine.buffers})
@@ -168,39 +168,39 @@ def compare_replicas(engine: ShardedEngine, optimizer: Optimizer | None = None) 
         owned = engine.placement(owned=True)
         kinds += [(f"{kind} of ", owned, engine.named(state)) for kind, state in sorted(optimizer.state.items())]
     group = engine.group()
-    mine = [
+    local = [
         _checksum(arrays[name])
         for _, placement, arrays in kinds
-        for name, each in placement.items()
-        if each.held[group.rank]
+        for name, placed in placement.items()
+        if placed.held[group.rank]
     ]
-    checksums = iter(group.all_gather(np.array(mine, np.int64), label="replicas").tolist())
-    by_rank = [list(_held(kinds, rank, checksums)) for rank in range(group.size)]
-    found: dict[tuple[str, Rectangle], dict[int, int]] = {}
-    for rank, held in enumerate(by_rank):
-        for block, checksum in held:
-            found.setdefault(block, {})[rank] = checksum
-    differ = {block: sums for block, sums in found.items() if len(set(sums.values())) > 1}
+    checksums = iter(group.all_gather(np.array(local, np.int64), label="replicas").tolist())
+    by_rank = [list(_checksums_of_rank(kinds, rank, checksums)) for rank in range(group.size)]
+    by_block: dict[tuple[str, Rectangle], dict[int, int]] = {}
+    for rank, blocks in enumerate(by_rank):
+        for block, checksum in blocks:
+            by_block.setdefault(block, {})[rank] = checksum
+    differ = {block: sums for block, sums in by_block.items() if len(set(sums.values())) > 1}
     if differ:
         (name, rectangle), sums = next(iter(differ.items()))
         more = f" (and {len(differ) - 1} more blocks)" if len(differ) > 1 else ""
         raise ReplicasDifferError(
-            f"{name}{rectangle} is not the same on the ranks that hold it{more}: {_odd_ones_out(sums)}. A bit was "
-            "flipped, or something made it differ; continue from the last checkpoint (--resume). On several kinds of "
-            "processors, which round differently, switch the comparison off: --check-replicas-every 0"
+            f"{name}{rectangle} is not the same on the ranks that hold it{more}: {_differing_ranks(sums)}. A bit was "
+            "flipped, or a rank computed another value; continue from the last checkpoint (--resume). On several kinds "
+            "of processors, which round differently, switch the comparison off: --check-replicas-every 0"
         )
 
 
-def _held(kinds, rank: int, checksums: Iterator[int]) -> Iterator[tuple[tuple[str, Rectangle], int]]:
-    """The blocks of a rank with their checksums, in the order in which it sent them."""
+def _checksums_of_rank(kinds, rank: int, checksums: Iterator[int]) -> Iterator[tuple[tuple[str, Rectangle], int]]:
+    """The blocks of a rank with their checksums, in the order in which the rank sent them."""
     for kind, placement, _ in kinds:
-        for name, each in placement.items():
-            if each.held[rank]:
-                yield (f"{kind}{name}", each.held[rank][0]), next(checksums)
+        for name, placed in placement.items():
+            if placed.held[rank]:
+                yield (f"{kind}{name}", placed.held[rank][0]), next(checksums)
 
 
-def _odd_ones_out(sums: Mapping[int, int]) -> str:
-    """The ranks that differ from the majority, or all groups where there is none."""
+def _differing_ranks(sums: Mapping[int, int]) -> str:
+    """The ranks that differ from the majority, or all groups of equal ranks if there is no majority."""
     counts = Counter(sums.values()).most_common()
     if len(counts) > 1 and counts[0][1] == counts[1][1]:
         groups = [[rank for rank in sums if sums[rank] == value] for value, _ in counts]

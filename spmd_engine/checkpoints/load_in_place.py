@@ -1,8 +1,8 @@
-"""Loading into existing arrays: each rank reads its part of each block straight to where it belongs.
+"""Loading into existing arrays: each rank reads its part of each block directly into its shard.
 
-Among the ranks of a node that need a block, one reads all of it and checks its hash; the others read their part of the
-same file, through the node's file cache. A checkpoint's files never change. So a node reads what its ranks need from
-the disk once and hashes it once, and ranks exchange nothing but whether all succeeded.
+Among the ranks of a node that need a block, one reads all of it and checks its hash; the others read their parts of the
+same file through the node's page cache. A checkpoint's files never change. So a node reads the blocks of its ranks from
+the disk once and hashes them once, and ranks exchange only whether all succeeded.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from spmd_engine.formats.safetensors_file import read_header
 from spmd_engine.sharding.placement import ArrayPlacement, Rectangles, ranks_of_blocks
 from spmd_engine.sharding.rectangles import Rectangle, intersections
 
-AT_ONCE = 64 << 20  #: bytes, about, that are read beside the arrays, where those cannot be read into
-UNEVEN = 8 << 20  #: bytes that a rank may check more than others, rather than that several read one file
-READERS = 4  #: threads that read and hash for a rank, where it has so many cores
+AT_ONCE = 64 << 20  #: bytes, approximately, of temporary arrays for shards that cannot be read into
+UNEVEN = 8 << 20  #: bytes that a rank may check more than others, so that fewer ranks read one file
+READERS = 4  #: threads of a rank that read and hash, if it has so many cores
 
 
 @dataclass(frozen=True)
@@ -57,48 +57,48 @@ class Wanted:
 
     @property
     def dtype(self) -> np.dtype:
-        """The one that is stored."""
+        """The stored dtype."""
         return DTYPES[self.stored.dtype]
 
     def on_host(self) -> np.ndarray:
-        """An array like ``here`` of the stored dtype: itself, if it can be read into."""
+        """``here`` if it can be read into, otherwise an array of its shape and the stored dtype."""
         x: Array = self.here
         readable = isinstance(x, np.ndarray) and x.dtype == self.dtype and x.flags.c_contiguous
         return x if readable else np.empty(x.shape, self.dtype)
 
 
 def fill(group: Group, arrays: Sequence[Wanted], folder: Path, headers: Headers, nodes: Sequence[Hashable]) -> None:
-    """Fill this rank's parts of ``arrays``, the same on all ranks, from the files in a checkpoint's folder. Collective.
+    """Fill this rank's shards of ``arrays`` from the files in a checkpoint's folder. Collective.
 
-    ``nodes``: an identifier of each rank's node. Raises CheckpointError on every rank if one could not read its part,
-    or found it damaged.
+    ``arrays`` is the same on all ranks; ``nodes`` has an identifier of each rank's node. Raises CheckpointError on
+    every rank if one rank could not read its part, or if the part is damaged.
     """
 
-    def fill_here() -> None:
-        near = [rank for rank, node in enumerate(nodes) if node == nodes[group.rank]]
-        threads = max(1, min(READERS, int(cores_here() // len(near))))
+    def fill_local() -> None:
+        node_ranks = [rank for rank, node in enumerate(nodes) if node == nodes[group.rank]]
+        threads = max(1, min(READERS, int(cores_here() // len(node_ranks))))
         with PartReader(folder, headers) as reader:
             reads: list[PartOfBlock] = []
-            beside: list[tuple[Wanted, np.ndarray]] = []  # what cannot be read into, and what is read in its place
-            for array, parts in _mine(arrays, group.rank, near):
+            staged: list[tuple[Wanted, np.ndarray]] = []  # arrays that cannot be read into, and temporary ones
+            for array, parts in _parts_of_rank(arrays, group.rank, node_ranks):
                 host = array.on_host()
                 reads += [
                     PartOfBlock(array.name, array.stored, block, part, checked, host[place])
                     for block, part, checked, place in parts
                 ]
                 if host is not array.here:
-                    beside.append((array, host))
-                    if sum(each.nbytes for _, each in beside) > AT_ONCE:
+                    staged.append((array, host))
+                    if sum(temporary.nbytes for _, temporary in staged) > AT_ONCE:
                         _read(reader, reads, threads)
-                        _move(beside)
+                        _move(staged)
             _read(reader, reads, threads)
-            _move(beside)
+            _move(staged)
 
-    on_all_ranks(group, fill_here, CheckpointError)
+    on_all_ranks(group, fill_local, CheckpointError)
 
 
 def _read(reader: PartReader, reads: list[PartOfBlock], threads: int) -> None:
-    """Read all of them, in about this order, on so many threads, including this one; empties the list.
+    """Read all parts, approximately in order, on ``threads`` threads including this one, and empty the list.
 
     While a part is hashed, the system reads the next from the disk.
     """
@@ -109,143 +109,143 @@ def _read(reader: PartReader, reads: list[PartOfBlock], threads: int) -> None:
             for number in numbers:
                 if errors or number >= len(reads):
                     return
-                if number + 1 < len(reads) and reads[number + 1].checked:  # the rest is read by another rank, too
+                if number + 1 < len(reads) and reads[number + 1].checked:  # another rank reads the others from the disk
                     reader.expect(reads[number + 1])
                 reader.read(reads[number])
-        except BaseException as error:  # also Ctrl-C: the rest need not be read any more
+        except BaseException as error:  # also Ctrl-C: the other threads stop
             errors.append(error)
             raise
 
     if threads == 1:
         work()
     else:
-        with ThreadPoolExecutor(threads - 1, "reading") as others:
-            reading = [others.submit(work) for _ in range(threads - 1)]
+        with ThreadPoolExecutor(threads - 1, "reading") as pool:
+            futures = [pool.submit(work) for _ in range(threads - 1)]
             work()
-        for each in reading:
-            each.result()
+        for future in futures:
+            future.result()
     reads.clear()
 
 
-def _move(beside: list[tuple[Wanted, np.ndarray]]) -> None:
-    """Copy what was read into temporary arrays to where it belongs; empties the list."""
-    for array, host in beside:
-        here: Array = array.here
-        here[...] = backend_of(here).asarray(host)
-    beside.clear()
+def _move(staged: list[tuple[Wanted, np.ndarray]]) -> None:
+    """Copy temporary arrays into the shards that they were read for, and empty the list."""
+    for array, host in staged:
+        shard: Array = array.here
+        shard[...] = backend_of(shard).asarray(host)
+    staged.clear()
 
 
-#: Of a block: the ranks of this node that want some of it, its elements, and what of it this rank wants, if it does,
-#: and where that belongs in its array.
+#: For a block: the ranks of this node that need a part of it, its number of elements, the part that this rank needs or
+#: None, and the place of that part in this rank's shard.
 _Share = tuple[list[int], int, Rectangle | None, tuple]
 
 
-def _mine(
-    arrays: Sequence[Wanted], rank: int, near: Sequence[int]
+def _parts_of_rank(
+    arrays: Sequence[Wanted], rank: int, node_ranks: Sequence[int]
 ) -> Iterator[tuple[Wanted, list[tuple[StoredBlock, Rectangle, bool, tuple]]]]:
-    """The arrays of which a rank needs a part, with their blocks, its part of each, whether it checks the block, and
-    where the part belongs in its array.
+    """The arrays of which a rank needs a part: blocks, its part of each, whether it checks the block, and the part's
+    place in its shard.
 
-    Among the ranks ``near``, on its node, that need a block, the one with the least to check so far checks it; or one
-    with not much more, if it has read that file's header already.
+    Among the ranks of the node that need a block, the one with the least bytes to check so far checks it; or one with
+    not much more, if it has already read that file's header.
     """
-    loads, readers = dict.fromkeys(near, 0), {}  # bytes to check; who has checked something of a file
-    known: dict[tuple, list[_Share]] = {}  # layers of a kind, and all state of a parameter, are alike
+    loads, readers = dict.fromkeys(node_ranks, 0), {}  # bytes to check, by rank; the last checking rank, by file
+    shares: dict[tuple, list[_Share]] = {}  # equal layers, and all state of a parameter, have equal ones
     for array in arrays:
         blocks = array.stored.blocks
-        kind = id(array.placed), tuple(each.rectangle for each in blocks)
-        if kind not in known:
-            known[kind] = _shares(kind[1], array.placed.held, rank, loads)
+        kind = id(array.placed), tuple(block.rectangle for block in blocks)
+        if kind not in shares:
+            shares[kind] = _shares(kind[1], array.placed.held, rank, loads)
         parts = []
-        for block, (ranks, size, part, place) in zip(blocks, known[kind], strict=True):
+        for block, (ranks, size, part, place) in zip(blocks, shares[kind], strict=True):
             if ranks:
-                least, checks = min(ranks, key=loads.__getitem__), readers.get(block.file)
-                if checks not in ranks or loads[checks] > loads[least] + UNEVEN:
-                    checks = readers[block.file] = least
-                loads[checks] += size * array.dtype.itemsize
+                least, checker = min(ranks, key=loads.__getitem__), readers.get(block.file)
+                if checker not in ranks or loads[checker] > loads[least] + UNEVEN:
+                    checker = readers[block.file] = least
+                loads[checker] += size * array.dtype.itemsize
                 if part is not None:
-                    parts.append((block, part, rank == checks, place))
+                    parts.append((block, part, rank == checker, place))
         if parts:
             yield array, parts
 
 
 def _shares(
-    blocks: tuple[Rectangle, ...], held: tuple[Rectangles, ...], rank: int, near: Iterable[int]
+    blocks: tuple[Rectangle, ...], held: tuple[Rectangles, ...], rank: int, node_ranks: Iterable[int]
 ) -> list[_Share]:
-    """The ranks that need each block, and what this rank needs of it."""
-    found = []
-    for block, wanting in zip(blocks, _wanting(blocks, held), strict=True):
+    """For each block the ranks that need it, and the part that this rank needs."""
+    shares = []
+    for block, holders in zip(blocks, _holders(blocks, held), strict=True):
         part, place = None, ()
-        if rank in wanting:
-            (here,) = held[rank]
-            part = block & here
-            place = (..., *part.within(here).index)
-        found.append(([each for each in near if each in wanting], block.size, part, place))
-    return found
+        if rank in holders:
+            (shard,) = held[rank]
+            part = block & shard
+            place = (..., *part.within(shard).index)
+        shares.append(([node_rank for node_rank in node_ranks if node_rank in holders], block.size, part, place))
+    return shares
 
 
-def _wanting(blocks: tuple[Rectangle, ...], held: tuple[Rectangles, ...]) -> list[list[int]]:
-    """For each block, the ranks that hold some of it."""
+def _holders(blocks: tuple[Rectangle, ...], held: tuple[Rectangles, ...]) -> list[list[int]]:
+    """For each block the ranks that hold a part of it."""
     ranks = ranks_of_blocks(held)
-    if not ranks or len(blocks) < 2:  # a single one is all of the array
-        return [sorted({rank for some in ranks.values() for rank in some})] * len(blocks)
+    if not ranks or len(blocks) < 2:  # a single block is the whole array
+        return [sorted({rank for peers in ranks.values() for rank in peers})] * len(blocks)
     shared = intersections(blocks, ranks)[2].tolist()
     return [
-        sorted({rank for n, some in zip(sizes, ranks.values(), strict=True) if n for rank in some}) for sizes in shared
+        sorted({rank for n, peers in zip(row, ranks.values(), strict=True) if n for rank in peers}) for row in shared
     ]
 
 
-# --- Parts of blocks, read from a checkpoint's files straight to where they belong, and hashed on the way if asked
+# --- Parts of blocks, read from a checkpoint's files directly into shards, and hashed on the way if required
 
 
 @dataclass(frozen=True)
 class PartOfBlock:
-    """A part of a stored block, and where it is to be read to. Neither is empty."""
+    """A part of a stored block, and the array that it is read into. Neither is empty."""
 
     name: str  #: of the array
     array: StoredArray
     block: StoredBlock
-    part: Rectangle  #: of the array, within the block
-    checked: bool  #: whether all of the block is read, and checked
-    place: np.ndarray  #: of the shape of the part, and of the array's dtype
+    part: Rectangle  #: the part, in the coordinates of the array; within the block
+    checked: bool  #: whether the whole block is read and checked
+    place: np.ndarray  #: has the shape of the part and the array's dtype
 
     @property
     def row(self) -> int:
-        """The bytes of a row of the block; its file has one behind the other."""
+        """The bytes of a row of the block; rows are contiguous in the file."""
         return prod(self.block.rectangle.shape[1:]) * DTYPES[self.array.dtype].itemsize
 
     @property
     def within(self) -> tuple[slice, ...]:
-        """Where the part lies in the block: rows, and what of them."""
+        """The place of the part in the block: its rows, and the index within each row."""
         return self.part.within(self.block.rectangle).index or (slice(0, 1),)
 
     @property
     def rows(self) -> slice:
-        """The rows that are read."""
+        """The rows of the block that are read."""
         return slice(0, (self.block.rectangle.shape or (1,))[0]) if self.checked else self.within[0]
 
 
 class PartReader:
-    """Reads parts of the blocks in a folder's files, each of which it opens once. Any thread may; ``with`` closes."""
+    """Reads parts of blocks from a folder's files, and opens each file once. Thread-safe; ``with`` closes the files."""
 
     def __init__(self, folder: Path, headers: Headers) -> None:
         self._folder, self._headers, self._opening = folder, headers, Lock()
         self._descriptors: dict[str, int] = {}
 
     def expect(self, wanted: PartOfBlock) -> None:
-        """Have the system read from the disk, in the background, what will be needed soon."""
+        """Let the system read a part from the disk in the background, because it will be needed soon."""
         if hasattr(os, "posix_fadvise"):
             block, rows, row = wanted.block, wanted.rows, wanted.row
             first, size = block.offset + rows.start * row, (rows.stop - rows.start) * row
-            with suppress(OSError):  # reading it reports the error
+            with suppress(OSError):  # the later read reports the error
                 os.posix_fadvise(self._descriptor(block.file), first, size, os.POSIX_FADV_WILLNEED)
 
     def read(self, asked: PartOfBlock) -> None:
-        """Fill its place.
+        """Read a part into its place.
 
-        ``checked``: the file's header must agree with the manifest, and all of the block is read, some rows at a time,
-        which are hashed and tested while the cache has them. Raises CheckpointError for damage, and for values that are
-        not finite.
+        If the part is ``checked``, the file's header must agree with the manifest, and the whole block is read, some
+        rows at a time, which are hashed and tested while they are in the processor's cache. Raises CheckpointError for
+        damage, and for values that are not finite.
         """
         block, part, rows, row, checked = asked.block, asked.part, asked.rows, asked.row, asked.checked
         if checked:
@@ -253,14 +253,14 @@ class PartReader:
         name, shape = f"{asked.name}{block.rectangle}", block.rectangle.shape or (1,)
         wanted, *across = asked.within
         place = asked.place.reshape(part.shape or (1,))
-        is_straight = part.shape[1:] == shape[1:] and place.flags.c_contiguous
-        step = max(1, IN_CACHE // row) if checked or not is_straight else rows.stop - rows.start
+        is_direct = part.shape[1:] == shape[1:] and place.flags.c_contiguous
+        step = max(1, IN_CACHE // row) if checked or not is_direct else rows.stop - rows.start
         digest, finite, spare = sha256(), True, None
         for first in range(rows.start, rows.stop, step):
             last = min(first + step, rows.stop)
-            begin, end = max(first, wanted.start), min(last, wanted.stop)  # what of these rows belongs here
-            here = place[begin - wanted.start : end - wanted.start] if begin < end else None
-            into = here if is_straight and (begin, end) == (first, last) else None
+            begin, end = max(first, wanted.start), min(last, wanted.stop)  # those of these rows that belong to the part
+            target = place[begin - wanted.start : end - wanted.start] if begin < end else None
+            into = target if is_direct and (begin, end) == (first, last) else None
             if into is None:
                 spare = np.empty((step, *shape[1:]), place.dtype) if spare is None else spare
                 into = spare[: last - first]
@@ -269,8 +269,8 @@ class PartReader:
             if checked:
                 digest.update(data)
                 finite = finite and is_finite(into)
-            if here is not None and into is not here:
-                here[...] = into[(slice(begin - first, end - first), *across)]
+            if target is not None and into is not target:
+                target[...] = into[(slice(begin - first, end - first), *across)]
         if checked and digest.hexdigest() != block.sha256:
             raise damaged(self._folder / block.file, name, block.offset, shape[0] * row)
         if not finite:
@@ -299,16 +299,16 @@ class PartReader:
             os.close(self._descriptors.popitem()[1])
 
 
-# --- Headers of a checkpoint's files, which must agree with the manifest
+# --- The headers of a checkpoint's files, which must agree with the manifest
 
 
 LARGEST = 1 << 30  #: bytes of a header, or a manifest
 
-HeaderBlocks = dict[str, tuple[str, list[int], int]]  # of each block: dtype, shape, and where it begins in the file
+HeaderBlocks = dict[str, tuple[str, list[int], int]]  # by block name: dtype, shape, and first byte in the file
 
 
 class Headers:
-    """The headers of the files in a checkpoint's folder, of this step; each is read when it is first needed."""
+    """The headers of the files of a checkpoint of this step; each is read on first use."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self._folder, self._step = folder, step
@@ -321,8 +321,8 @@ class Headers:
             step, self._read[block.file] = read_file_header(path)
             if step != str(self._step):
                 raise CheckpointError(f"{path} is damaged, or of another checkpoint: it says step {step!r:.40}")
-        said = self._read[block.file].get(block_name(name, block.rectangle, array.shape))
-        if said != (array.dtype, list(block.rectangle.shape), block.offset):
+        in_header = self._read[block.file].get(block_name(name, block.rectangle, array.shape))
+        if in_header != (array.dtype, list(block.rectangle.shape), block.offset):
             raise CheckpointError(
                 f"{self._folder / block.file}: its header and the manifest differ in {name}{block.rectangle}: one of "
                 "them was altered"
@@ -330,12 +330,12 @@ class Headers:
 
 
 def read_file_header(path: Path) -> tuple[str, HeaderBlocks]:
-    """The step that a safetensors file belongs to, and what its header has of its blocks. Raises CheckpointError."""
+    """The step in the header of a safetensors file, and its blocks. Raises CheckpointError."""
     try:
         blocks, after, _ = read_header(path, LARGEST)
         facts = blocks.pop("__metadata__", {})
         return facts.get("step", ""), {
-            name: (each["dtype"], each["shape"], after + each["data_offsets"][0]) for name, each in blocks.items()
+            name: (block["dtype"], block["shape"], after + block["data_offsets"][0]) for name, block in blocks.items()
         }
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{path}: its header cannot be read ({error})") from error

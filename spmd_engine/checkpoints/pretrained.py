@@ -22,19 +22,20 @@ from spmd_engine.models.names import other_meaning
 
 
 def with_shape(model: ModelConfig, group: Group) -> ModelConfig:
-    """A model by path with the shape that rank 0 finds there, and the path from the root; any other as it is.
+    """Return a model that is given by path with its absolute path and the shape that rank 0 reads from it.
 
-    Adapters by path get their options likewise. Collective. Raises CheckpointError for what is not there.
+    Adapters that are given by path get their options in the same way; any other model is returned unchanged.
+    Collective. Raises CheckpointError if a path does not exist.
     """
 
     def read() -> str:
-        found = model
+        config = model
         if model.path is not None and model.shape is None:
-            found = found.changed(name=str(located(model.name).absolute()), shape=load_config(model.name, warn=True))
+            config = config.changed(name=str(located(model.name).absolute()), shape=load_config(model.name, warn=True))
         if model.adapter is not None and model.lora is None:
             folder = located(model.adapter, "adapter").absolute()
-            found = found.changed(adapter=str(folder), lora=adapter_options(folder))
-        return json.dumps(found.as_json())
+            config = config.changed(adapter=str(folder), lora=adapter_options(folder))
+        return json.dumps(config.as_json())
 
     if model.path is None and model.adapter is None:
         return model
@@ -48,9 +49,9 @@ def open_pretrained(
     *,
     device: str = "cpu",
 ) -> tuple[LayeredEngine, Pretrained]:
-    """The engine of a model by path with its weights, on this mesh, and where each came from. Collective.
+    """The engine, on this mesh, of a model that is given by path, with its weights, and their source. Collective.
 
-    Raises UsageError for a model that has none: one of ``MODELS``, which are drawn.
+    Raises UsageError for a built-in model of ``MODELS``: it has no weights, since they are drawn at random.
     """
     if model.path is None:
         other = other_meaning(model.name)
@@ -64,30 +65,30 @@ def open_pretrained(
 def load_pretrained(engine: LayeredEngine, path: str | Path, adapter: str | Path | None = None) -> Pretrained:
     """Load weights into an engine of their shape: each rank reads only its own slices. Collective.
 
-    Adapters that the engine has are those of the folder ``adapter``, if one is given, and else are drawn. Raises
-    UsageError, the same on all ranks, for whatever is wrong with the weights on any of them.
+    The engine's adapters are read from the folder ``adapter``, if it is given; otherwise they are drawn. Raises the
+    same UsageError on all ranks if the weights are wrong on any rank.
     """
 
     def read() -> tuple[Pretrained, dict[str, Sliceable]]:
         pretrained = Pretrained(path)
         adapters = read_adapters(adapter, pretrained.shape) if adapter is not None else {}
-        return pretrained, {name: each.array for name, each in adapters.items()}
+        return pretrained, {name: adapter.array for name, adapter in adapters.items()}
 
-    found, adapters = on_all_ranks(engine.group(), read)
-    if not {*engine.names} <= found.keys() | adapters.keys():
+    pretrained, adapters = on_all_ranks(engine.group(), read)
+    if not {*engine.names} <= pretrained.keys() | adapters.keys():
         engine.initialize(frozen=False)
-    on_all_ranks(engine.group(), lambda: engine.load_checkpoint(_weights(engine, found, adapters)))
-    on_rank_zero(engine.group(), found.check_copies)
+    on_all_ranks(engine.group(), lambda: engine.load_checkpoint(_weights(engine, pretrained, adapters)))
+    on_rank_zero(engine.group(), pretrained.check_copies)
     engine.after_update()
-    return found
+    return pretrained
 
 
 def _weights(
     engine: LayeredEngine, weights: Mapping[str, Sliceable], adapters: Mapping[str, Sliceable]
 ) -> dict[str, Sliceable]:
-    """Weights and adapters; what neither has is as the engine has it. A frozen head has the table it is tied to."""
+    """Weights and adapters, and the engine's values of other names. A frozen tied head gets the embedding table."""
 
-    def here(name: str) -> Sliceable:
+    def current(name: str) -> Sliceable:
         def read(spans: tuple[slice, ...]) -> np.ndarray:
             return engine.backend.to_host(engine.parameters[name]).copy()
 
@@ -96,26 +97,26 @@ def _weights(
     arrays = {**weights, **adapters}
     if "head/table" in engine.buffer_names:
         arrays.setdefault("head/table", arrays["embedding/table"])
-    return {name: arrays[name] if name in arrays else here(name) for name in (*engine.names, *engine.buffer_names)}
+    return {name: arrays[name] if name in arrays else current(name) for name in (*engine.names, *engine.buffer_names)}
 
 
-# --- What went where when weights were loaded, as a table: a line for what all blocks have
+# --- A table of the tensor that each parameter was read from, with one line for the same parameter of all blocks
 
 
 _NUMBER = re.compile(r"(?<=block)\d+|(?<=expert)\d+|(?<=\.)\d+(?=\.)")
 
 
 def table(pretrained: Pretrained, shardings: Mapping[str, str]) -> Iterator[str]:
-    """Lines: each parameter with its sharding, and the tensor, its dtype and dims, that it is read from.
+    """Yield a line for each parameter: its sharding, and the tensor that it is read from, with dtype and dims.
 
-    Parameters of several blocks or experts share a line, with ``*`` for the numbers and how many they are.
+    The same parameter of several blocks or experts has one line, with ``*`` for the number, and a count.
     """
-    alike: dict[tuple[str, ...], int] = {}
-    for each in pretrained.filled.values():
-        row = _row(each, shardings[each.name])
-        alike[row] = alike.get(row, 0) + 1
+    counts: dict[tuple[str, ...], int] = {}
+    for parameter in pretrained.filled.values():
+        row = _row(parameter, shardings[parameter.name])
+        counts[row] = counts.get(row, 0) + 1
     rows = [("parameter", "sharding", "", "tensor", "stored as")]
-    rows += [(row[0], row[1], f"x {count}" if count > 1 else "", *row[2:]) for row, count in alike.items()]
+    rows += [(row[0], row[1], f"x {count}" if count > 1 else "", *row[2:]) for row, count in counts.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     yield f"{pretrained.path}: {len(pretrained)} parameters from {pretrained.nbytes / 1e6:,.1f} MB"
     for row in rows:
@@ -124,5 +125,5 @@ def table(pretrained: Pretrained, shardings: Mapping[str, str]) -> Iterator[str]
 
 def _row(filled: Filled, sharding: str) -> tuple[str, ...]:
     at = "".join(f"[{letter}={number}]" for letter, (number, _) in filled.view.stored.at.items() if letter != "e")
-    tensor, name = (_NUMBER.sub("*", each) for each in (filled.tensor.name, filled.name))
+    tensor, name = (_NUMBER.sub("*", full_name) for full_name in (filled.tensor.name, filled.name))
     return name, sharding, tensor + at, f"{filled.tensor.dtype} {filled.view.stored.dims} {list(filled.tensor.shape)}"

@@ -1,4 +1,4 @@
-"""Reading: a checkpoint as a mapping of names to arrays that are read only where they are sliced."""
+"""Reading: a checkpoint as a mapping of names to arrays; only the parts that are sliced are read."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ EXPORTED = "parameters.safetensors"  #: the plain file that a folder may hold in
 class Checkpoint(Mapping):
     """Parameters and buffers by name, of a checkpoint's folder, of the newest one of a run, or of a safetensors file.
 
-    Only the blocks of what is sliced are read, and their hashes are checked. Raises CheckpointError if there is no
+    A slice reads only the blocks that it overlaps, and checks their hashes. Raises CheckpointError if there is no
     checkpoint, or if it is damaged.
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
-        self.path = _found(path)
-        self.manifest: Manifest | None = None  #: None of a plain safetensors file
+        self.path = _find(path)
+        self.manifest: Manifest | None = None  #: None for a plain safetensors file
         if os.path.isfile(self.path):
             self._arrays, self.metadata = _plain_file(self.path)
         else:
@@ -58,20 +58,20 @@ class Checkpoint(Mapping):
         """The arrays of a section of the manifest, such as ``optimizer``, by name; none if there is no such section."""
         assert self.manifest is not None
         arrays = self.manifest.sections.get(name, {})
-        return {each: _sliceable(each, array, self.read_block) for each, array in arrays.items()}
+        return {array_name: _sliceable(array_name, array, self.read_block) for array_name, array in arrays.items()}
 
     def read_block(
         self, name: str, array: StoredArray, block: StoredBlock, out: np.ndarray | None = None
     ) -> np.ndarray:
-        """One block of an array of this manifest, in ``out`` (contiguous, of its shape and dtype) if that is given.
+        """Read a block of an array in this manifest, into ``out`` (contiguous, of its shape and dtype) if it is given.
 
-        Raises CheckpointError unless hash, header and values are sound.
+        Raises CheckpointError if the hash or the header is wrong, or a value is not finite.
         """
         self.headers.check(name, array, block)
-        said, shape, dtype = f"{name}{block.rectangle}", block.rectangle.shape, DTYPES[array.dtype]
-        data = read_block(self.path / block.file, block.offset, shape, dtype, block.sha256, said, out)
+        full_name, shape, dtype = f"{name}{block.rectangle}", block.rectangle.shape, DTYPES[array.dtype]
+        data = read_block(self.path / block.file, block.offset, shape, dtype, block.sha256, full_name, out)
         if not is_finite(data):
-            raise CheckpointError(f"{self.path / block.file}: {said} has values that are not finite")
+            raise CheckpointError(f"{self.path / block.file}: {full_name} has values that are not finite")
         return data
 
     def __getitem__(self, name: str) -> Sliceable:
@@ -84,8 +84,8 @@ class Checkpoint(Mapping):
         return len(self._arrays)
 
 
-def _found(path: str | os.PathLike) -> Path:
-    """The plain file, or the folder of the checkpoint, at a path. Raises CheckpointError."""
+def _find(path: str | os.PathLike) -> Path:
+    """The plain file, or the folder of the checkpoint, at a path. Raises CheckpointError if there is neither."""
     path = Path(path)
     if os.path.isfile(path / EXPORTED) and not os.path.isdir(path / CHECKPOINTS):
         path /= EXPORTED
@@ -93,7 +93,7 @@ def _found(path: str | os.PathLike) -> Path:
 
 
 class Sliceable:
-    """An array on disk: a shape, a dtype, and parts of it, as NumPy's basic slicing gives them but always copies."""
+    """An array on disk, with a shape and a dtype. NumPy's basic slicing reads parts of it, always as copies."""
 
     slices_are_copies = True
 
@@ -106,39 +106,39 @@ class Sliceable:
         rows_are_cheap: bool = False,
         blocks: Sequence[Rectangle] = (),
     ) -> None:
-        """``rows_are_cheap`` says that some rows at a time cost no more than all at once.
+        """``rows_are_cheap``: to read a few rows at a time costs no more than to read all at once.
 
-        ``blocks``, which make up the array, are those that are read as a whole, if it consists of such.
+        ``blocks``, if the array is stored in blocks, are the rectangles that are read only as a whole.
         """
         self.shape, self.dtype, self._read_spans, self.rows_are_cheap = shape, dtype, read, rows_are_cheap
         self._blocks = blocks
 
     @property
     def blocks(self) -> Sequence[Rectangle]:
-        """Parts, of a few megabytes if rows are, in which all of it is read without reading anything twice."""
-        whole = Rectangle.whole(self.shape)
-        return self._blocks or (list(pieces_of(whole, self.dtype.itemsize, BLOCK)) if whole.size else [])
+        """Parts that cover the array, each read once; of a few megabytes, unless stored blocks or rows are larger."""
+        full = Rectangle.whole(self.shape)
+        return self._blocks or (list(pieces_of(full, self.dtype.itemsize, BLOCK)) if full.size else [])
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """``self[...]``, ``self[2:5]``, ``self[-1, :, ::2]``, ...; only what lies between the ends is read.
+        """``self[...]``, ``self[2:5]``, ``self[-1, :, ::2]``, ...; reads only the elements between the ends.
 
-        Raises IndexError as NumPy does, and for what is no basic slicing (lists, masks, None).
+        Raises IndexError as NumPy does, and for an index that is no basic slicing (lists, masks, None).
         """
-        spans, wanted = [], []  # what is read, and what of that is asked for
-        for part, length in zip(self._of_every_dim(index), self.shape, strict=True):
+        spans, within = [], []  # the spans that are read, and the index within them
+        for part, length in zip(self._expand(index), self.shape, strict=True):
             if isinstance(part, slice):
                 places = range(length)[part]
                 first, last = sorted((places[0], places[-1])) if places else (0, -1)
                 spans.append(slice(first, last + 1))
-                wanted.append(slice(None, None, places.step))
+                within.append(slice(None, None, places.step))
             else:
                 place = range(length)[part]  # raises IndexError
                 spans.append(slice(place, place + 1))
-                wanted.append(0)
-        return self._read(tuple(spans))[tuple(wanted)]
+                within.append(0)
+        return self._read(tuple(spans))[tuple(within)]
 
-    def _of_every_dim(self, index: Any) -> list[slice | int]:
-        """An index with ``...``, and whatever dims it leaves out, written out."""
+    def _expand(self, index: Any) -> list[slice | int]:
+        """The index with one entry for each dim: ``...`` and omitted dims become full slices."""
         parts = list(index) if isinstance(index, tuple) else [index]
         for part in parts:
             if part is not ... and not isinstance(part, (slice, int, np.integer)) or isinstance(part, bool):
@@ -155,7 +155,7 @@ class Sliceable:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint's folder, checked, and the sizes of the files that it speaks of.
+    """Read and check the manifest of a checkpoint's folder, and check the sizes of the files that it lists.
 
     Raises CheckpointError.
     """
@@ -171,8 +171,8 @@ def read_manifest(folder: Path) -> Manifest:
             )
         for file, size in manifest.file_sizes().items():
             if (folder / file).stat().st_size != size:
-                there = (folder / file).stat().st_size
-                raise CheckpointError(f"{folder / file} is damaged: it has {there} bytes, {size} were written")
+                nbytes = (folder / file).stat().st_size
+                raise CheckpointError(f"{folder / file} is damaged: it has {nbytes} bytes, {size} were written")
     except OSError as error:
         raise CheckpointError(
             f"{folder}: a part of this checkpoint cannot be read: {error}. Take it from a copy, or remove the folder "
@@ -184,14 +184,14 @@ def read_manifest(folder: Path) -> Manifest:
 def load_checkpoint(
     folder: str | os.PathLike, engine: ShardedEngine, optimizer: Optimizer | None = None
 ) -> dict[str, Any]:
-    """Load each rank's blocks into engine and optimizer; returns the ``facts`` that were saved, and the ``step``.
+    """Load each rank's blocks into engine and optimizer; return the saved ``facts`` and the ``step``.
 
-    ``folder`` is a run's, whose newest checkpoint is taken, or a checkpoint's own. The engine's mesh, ZeRO stage and
-    stages may be any. Raises CheckpointError for what is damaged, missing or of another shape. Collective over the
-    world, of an engine that ``is_filled_in_place``.
+    ``folder`` is a run's folder, of which the newest checkpoint is loaded, or a checkpoint's own. The engine may have
+    any mesh, ZeRO stage and pipeline stages. Raises CheckpointError if an array is damaged, missing or of another
+    shape. Collective over the world for an engine that ``is_filled_in_place``.
     """
-    if engine.is_filled_in_place:  # rank 0 decides which one: a run that goes on may be saving a newer one just now
-        folder = text_from_rank_zero(engine.group(), lambda: str(_found(folder)), CheckpointError)
+    if engine.is_filled_in_place:  # rank 0 chooses: a running job may be saving a newer one just now
+        folder = text_from_rank_zero(engine.group(), lambda: str(_find(folder)), CheckpointError)
     checkpoint = Checkpoint(folder)
     if engine.is_filled_in_place and checkpoint.manifest is not None:
         _fill(checkpoint, engine, optimizer)
@@ -203,30 +203,30 @@ def load_checkpoint(
 
 
 def _fill(checkpoint: Checkpoint, engine: ShardedEngine, optimizer: Optimizer | None) -> None:
-    """Into the arrays that engine and optimizer have. Collective over the world."""
+    """Fill the existing arrays of engine and optimizer. Collective over the world."""
     assert checkpoint.manifest is not None
     sections, rank = checkpoint.manifest.sections, engine.group().rank
-    stored, here = engine.placement(), {**engine.parameters, **engine.buffers}
-    check_shapes(checkpoint, {name: each.shape for name, each in stored.items()})
+    stored, blocks = engine.placement(), {**engine.parameters, **engine.buffers}
+    check_shapes(checkpoint, {name: placed.shape for name, placed in stored.items()})
     wanted = [
-        Wanted(name, sections[MODEL][name], each, here[name] if each.held[rank] else None)
-        for name, each in stored.items()
+        Wanted(name, sections[MODEL][name], placed, blocks[name] if placed.held[rank] else None)
+        for name, placed in stored.items()
     ]
     if optimizer is not None:
         optimizer.prepare(engine)
         for kind, state in optimizer.state.items():
-            here = engine.named(state)
-            for name, each in engine.placement(owned=True).items():
-                key, known = f"{kind}/{name}", sections.get(OPTIMIZER, {})
-                if key not in known or known[key].shape != each.shape:
+            blocks = engine.named(state)
+            for name, placed in engine.placement(owned=True).items():
+                key, saved = f"{kind}/{name}", sections.get(OPTIMIZER, {})
+                if key not in saved or saved[key].shape != placed.shape:
                     raise _other_optimizer(checkpoint, key)
-                wanted.append(Wanted(key, known[key], each, here[name] if each.held[rank] else None))
+                wanted.append(Wanted(key, saved[key], placed, blocks[name] if placed.held[rank] else None))
     fill(engine.group(), wanted, checkpoint.path, checkpoint.headers, engine.mesh.nodes_by_rank)
     engine.filled()
 
 
 def _slice(checkpoint: Checkpoint, engine: ShardedEngine, optimizer: Optimizer | None) -> None:
-    """Each rank reads what the engine's own ``load_checkpoint`` needs."""
+    """Load by the engine's own ``load_checkpoint``: each rank reads only what it slices."""
     engine.load_checkpoint(checkpoint)
     engine.after_update()
     if optimizer is None:
@@ -237,7 +237,7 @@ def _slice(checkpoint: Checkpoint, engine: ShardedEngine, optimizer: Optimizer |
         for name, array in engine.named(arrays).items():
             if f"{kind}/{name}" not in state:
                 raise _other_optimizer(checkpoint, f"{kind}/{name}")
-            if engine.owned_index(name) is not None:  # of a number, others may be the owners
+            if engine.owned_index(name) is not None:  # a scalar may be owned by other ranks alone
                 array[...] = engine.block(name, state[f"{kind}/{name}"], owned=True)
 
 
@@ -246,29 +246,29 @@ def _other_optimizer(checkpoint: Checkpoint, key: str) -> CheckpointError:
 
 
 def _take_residues(checkpoint: Checkpoint, engine: ShardedEngine) -> None:
-    """Load this rank's residues if they were saved on the same mesh; else they start from zero. Collective."""
+    """Load this rank's residues if they were saved on the same mesh; otherwise they start from zero. Collective."""
     if engine.residues is None:
         return
     assert checkpoint.manifest is not None
     group, section = engine.group(), checkpoint.section(RESIDUES)
-    begins = f"{group.rank:05d}/"
-    own = {name.removeprefix(begins): array[...] for name, array in section.items() if name.startswith(begins)}
-    saved_on, here = checkpoint.manifest.mesh, mesh_name(engine)
-    taken = engine.take_residues(own if saved_on == here else {})
-    if section and group.rank == 0 and not (taken and saved_on == here):
-        why = f"on mesh {saved_on}; on mesh {here}" if saved_on != here else "by another --compress; with this one"
+    prefix = f"{group.rank:05d}/"
+    residues = {name.removeprefix(prefix): array[...] for name, array in section.items() if name.startswith(prefix)}
+    saved_on, mesh = checkpoint.manifest.mesh, mesh_name(engine)
+    taken = engine.take_residues(residues if saved_on == mesh else {})
+    if section and group.rank == 0 and not (taken and saved_on == mesh):
+        why = f"on mesh {saved_on}; on mesh {mesh}" if saved_on != mesh else "by another --compress; with this one"
         logger.warning("%s: what --compress has yet to send was saved %s it starts from zero", checkpoint.path, why)
 
 
 def _sliceable(name: str, array: StoredArray, read_block: Callable[..., np.ndarray]) -> Sliceable:
     dtype = DTYPES[array.dtype]
-    last: list[tuple[StoredBlock, np.ndarray]] = []  # of many small slices, most are of the block before
+    last: list[tuple[StoredBlock, np.ndarray]] = []  # most of many small slices are in the block of the slice before
 
-    def loaded(block: StoredBlock) -> np.ndarray:
-        found = last[:]  # which another thread may change
-        if not found or found[0][0] is not block:
-            last[:] = found = [(block, read_block(name, array, block))]
-        return found[0][1]
+    def load(block: StoredBlock) -> np.ndarray:
+        cached = last[:]  # a copy, because another thread may change it
+        if not cached or cached[0][0] is not block:
+            last[:] = cached = [(block, read_block(name, array, block))]
+        return cached[0][1]
 
     def read(spans: tuple[slice, ...]) -> np.ndarray:
         wanted = Rectangle.of(spans)
@@ -279,22 +279,22 @@ def _sliceable(name: str, array: StoredArray, read_block: Callable[..., np.ndarr
                 continue
             place = out[shared.within(wanted).index or ...]
             if shared == block.rectangle and place.flags.c_contiguous:
-                read_block(name, array, block, place)  # straight to where it is wanted
+                read_block(name, array, block, place)  # directly into the result
             else:
-                place[...] = loaded(block)[shared.within(block.rectangle).index]
+                place[...] = load(block)[shared.within(block.rectangle).index]
         return out
 
     return Sliceable(array.shape, dtype, read, blocks=[block.rectangle for block in array.blocks])
 
 
 def _plain_file(path: Path) -> tuple[dict[str, Sliceable], dict[str, Any]]:
-    """The arrays of any safetensors file, and the facts in its header, if this package wrote them."""
+    """The arrays of any safetensors file, and the facts in its header if this package wrote it."""
     with reading(f"{path} is damaged or cannot be read", kind=CheckpointError):
         file = safe_open(path, framework="numpy")
         pieces = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         arrays = {
-            name: Sliceable(tuple(each.get_shape()), DTYPES[each.get_dtype()], each.__getitem__)
-            for name, each in pieces.items()
+            name: Sliceable(tuple(piece.get_shape()), DTYPES[piece.get_dtype()], piece.__getitem__)
+            for name, piece in pieces.items()
         }
         facts = parse_json((file.metadata() or {}).get("facts", "{}"))
         if not isinstance(facts, dict):

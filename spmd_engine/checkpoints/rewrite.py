@@ -1,4 +1,4 @@
-"""A complete checkpoint written anew, on any number of ranks or none: as one plain file, or in other parts."""
+"""Rewriting a complete checkpoint, on any number of ranks or none: as one plain file, or in other parts."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def export_checkpoint(
 ) -> None:
     """Write a section of a checkpoint as one plain safetensors file, in which every array is whole.
 
-    All else is as of ``write_tensors``.
+    The rest is as in ``write_tensors``.
     """
     arrays = _arrays(checkpoint, section).items()
-    tensors = [TensorToWrite(name, each.dtype, each.shape, {name: as_it_is(each.shape)}) for name, each in arrays]
+    tensors = [TensorToWrite(name, array.dtype, array.shape, {name: as_it_is(array.shape)}) for name, array in arrays]
     write_tensors(checkpoint.section(section), {Path(path): tensors}, group, {"format": "np"})
 
 
 def reshard_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike, files: int) -> Path:
-    """Write a checkpoint anew, as so many ranks would, into another run's folder; returns where it is.
+    """Write a checkpoint into a run's folder as ``files`` ranks would write it; return its path.
 
-    Any mesh loads any checkpoint; this is for file systems that want few large files, or many. The folder is a new one,
-    or the run's own, where no other process may be writing. Raises CheckpointError if it holds another run, OSError or
-    UsageError where it cannot be written.
+    Any mesh loads any checkpoint; this is for file systems that prefer few large files, or many. The folder is new, or
+    that of the same run, to which no other process may write. Raises CheckpointError if it holds another run, OSError
+    or UsageError if it cannot be written.
     """
     into = CheckpointFolder(folder)
     if (other := into.newest()) and not checkpoint.path.resolve().parent.samefile(into.path):
@@ -56,15 +56,15 @@ def _reshard(checkpoint: Checkpoint, into: CheckpointFolder, files: int) -> Path
     unfinished = into.begin()
     try:
         for section, arrays in checkpoint.manifest.sections.items():
-            placement, readable = _whole_on_all(arrays, files), checkpoint.section(section)
+            placement, readable = _replicate_on_all(arrays, files), checkpoint.section(section)
             pieces = assign_blocks(placement, loads)
             parts = {
-                unfinished / file_name(section, number): [_source(name, readable[name], piece) for name, piece in own]
-                for number, own in enumerate(pieces)
-                if own
+                unfinished / file_name(section, number): [_source(name, readable[name], piece) for name, piece in share]
+                for number, share in enumerate(pieces)
+                if share
             }
             written = iter(write_files(parts, {"step": str(checkpoint.manifest.step)}))
-            by_file = [next(written) if own else [] for own in pieces]
+            by_file = [next(written) if share else [] for share in pieces]
             sections[section] = stored_arrays(section, placement, pieces, by_file)
         manifest = replace(checkpoint.manifest, sections=sections)
         return into.commit(unfinished, manifest.step, manifest.text(), keep=1 << 30)
@@ -74,14 +74,14 @@ def _reshard(checkpoint: Checkpoint, into: CheckpointFolder, files: int) -> Path
 
 
 def problems(checkpoint: Checkpoint) -> Iterator[str]:
-    """In words, all that is wrong with a checkpoint, if anything: reads every block, and every file's header."""
+    """Yield a sentence for each fault of a checkpoint: reads every block and the header of every file."""
     assert checkpoint.manifest is not None
-    said: dict[str, dict[str, tuple]] = {}
+    expected: dict[str, dict[str, tuple]] = {}
     for section, arrays in checkpoint.manifest.sections.items():
         for name, array in arrays.items():
             for block in array.blocks:
                 facts = array.dtype, list(block.rectangle.shape), block.offset
-                said.setdefault(block.file, {})[block_name(name, block.rectangle, array.shape)] = facts
+                expected.setdefault(block.file, {})[block_name(name, block.rectangle, array.shape)] = facts
                 try:
                     data = _read(checkpoint, f"{section} {name}", array, block)
                 except CheckpointError as error:
@@ -89,7 +89,7 @@ def problems(checkpoint: Checkpoint) -> Iterator[str]:
                     continue
                 if not is_finite(data):
                     yield f"{section} {name}{block.rectangle}: values that are not finite"
-    for file, blocks in said.items():
+    for file, blocks in expected.items():
         try:
             if read_file_header(checkpoint.path / file) != (str(checkpoint.manifest.step), blocks):
                 yield f"{checkpoint.path / file}: its header and the manifest differ"
@@ -107,18 +107,18 @@ def _arrays(checkpoint: Checkpoint, section: str) -> Arrays:
 
 
 def _read(checkpoint: Checkpoint, name: str, array: StoredArray, block: StoredBlock) -> np.ndarray:
-    said, shape = f"{name}{block.rectangle}", block.rectangle.shape
-    return read_block(checkpoint.path / block.file, block.offset, shape, DTYPES[array.dtype], block.sha256, said)
+    full_name, shape = f"{name}{block.rectangle}", block.rectangle.shape
+    return read_block(checkpoint.path / block.file, block.offset, shape, DTYPES[array.dtype], block.sha256, full_name)
 
 
 def _source(name: str, array: Sliceable, piece: Rectangle) -> BlockToWrite:
     return BlockToWrite(block_name(name, piece, array.shape), piece.shape, array.dtype, lambda: array[piece.index])
 
 
-def _whole_on_all(arrays: Arrays, ranks: int) -> Placement:
+def _replicate_on_all(arrays: Arrays, ranks: int) -> Placement:
     return Placement(
         {
-            name: ArrayPlacement.of_rectangles(each.shape, DTYPES[each.dtype], [(Rectangle.whole(each.shape),)] * ranks)
-            for name, each in arrays.items()
+            name: ArrayPlacement.of_rectangles(x.shape, DTYPES[x.dtype], [(Rectangle.whole(x.shape),)] * ranks)
+            for name, x in arrays.items()
         }
     )

@@ -1,4 +1,4 @@
-"""Saving: each rank writes blocks of what it holds; then rank 0 commits them as a checkpoint."""
+"""Saving: each rank writes blocks of its shards; then rank 0 commits them as a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.sharding.placement import ArrayPlacement, Placement, exchange_placements, ranks_of_blocks
 from spmd_engine.sharding.rectangles import Rectangle
 
-BLOCK = 4 << 20  #: bytes; larger rectangles become several blocks, so that a rank reads little more than it needs
+BLOCK = 4 << 20  #: bytes; larger rectangles become several blocks, so that a rank reads little more than its shard
 KEEP = 2  #: complete checkpoints that are kept
 
-Piece = tuple[str, Rectangle]  # a name in its section, and a part of that array
+Piece = tuple[str, Rectangle]  # the name of an array in its section, and a part of the array
 
 
 def save_checkpoint(
@@ -51,8 +51,8 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint into a run's ``folder``: parameters, buffers and, if given, the optimizer's state. Collective.
 
-    Every rank writes blocks of what it holds, replicas share the work, and nothing is gathered. The checkpoint gets its
-    name when all of it is on the disk, never before; of earlier ones, the last ``keep - 1`` are kept. ``config`` and
+    Every rank writes blocks of its shards, replicas share the work, and nothing is gathered. The checkpoint gets its
+    name only when all of it is on the disk; the last ``keep - 1`` earlier checkpoints are kept. ``config`` and
     ``facts`` (JSON) are stored with it. Raises CheckpointError on every rank if one could not write, or has a value
     that is not finite; earlier checkpoints are then unchanged.
     """
@@ -61,24 +61,24 @@ def save_checkpoint(
 
 @dataclass
 class WritePlan:
-    """What each rank writes of the arrays of one section."""
+    """The parts of a section's arrays that each rank writes."""
 
     section: str
     placement: Placement
     pieces: list[list[Piece]]  #: by rank
-    array: Callable[[str], Array]  #: this rank's, of a name
+    array: Callable[[str], Array]  #: returns this rank's shard of an array by name
 
     def blocks_of(self, rank: int) -> Iterator[tuple[str, Rectangle, Array]]:
-        """What this rank, number ``rank``, writes: an array's name, a rectangle of it, and its elements there."""
+        """The blocks that this rank, number ``rank``, writes: array name, rectangle and elements."""
         for name, piece in self.pieces[rank]:
-            held = next(each for each in self.placement[name].held[rank] if piece in each)
+            held = next(rectangle for rectangle in self.placement[name].held[rank] if piece in rectangle)
             yield name, piece, self.array(name)[piece.within(held).index]
 
 
 class Save:
-    """One save; once it is constructed, parameters may change. ``finish`` commits it. Both are collective.
+    """One save. Parameters may change after its construction; ``finish`` commits it. Both are collective.
 
-    In the ``background``, what this rank writes is copied, and a thread writes it.
+    With ``background``, this rank copies its blocks, and a thread writes the copies.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Save:
         self._thread: Thread | None = None
         blocks = {plan.section: list(_blocks(plan, self._group.rank)) for plan in self._plans}
         if background:
-            copies = {section: [_copied(block) for block in own] for section, own in blocks.items()}
+            copies = {section: [_copied(block) for block in part] for section, part in blocks.items()}
             self._thread = Thread(target=self._write, args=(copies,), name=f"save of step {step}", daemon=True)
             self._thread.start()
         else:
@@ -118,8 +118,8 @@ class Save:
         """Wait until all ranks have written, and commit. Raises CheckpointError on all ranks if one failed."""
         if self._thread is not None:
             self._thread.join()
-        mine = {section: [[x.dtype, x.offset, x.sha256] for x in own] for section, own in self._written.items()}
-        results = gather_json(self._group, {"error": self._error, "written": mine}, "save")
+        places = {section: [[x.dtype, x.offset, x.sha256] for x in part] for section, part in self._written.items()}
+        results = gather_json(self._group, {"error": self._error, "written": places}, "save")
         failed = {rank: result["error"] for rank, result in enumerate(results) if result["error"]}
         if failed:
             on_rank_zero(self._group, lambda: discard(self._into))
@@ -142,9 +142,9 @@ class Save:
 
     def _write(self, blocks: Mapping[str, Sequence[BlockToWrite]]) -> None:
         try:
-            own = {section: some for section, some in blocks.items() if some}
-            files = {self._into / file_name(section, self._group.rank): some for section, some in own.items()}
-            self._written = dict(zip(own, write_files(files, {"step": str(self.step)}), strict=True))
+            parts = {section: part for section, part in blocks.items() if part}
+            files = {self._into / file_name(section, self._group.rank): part for section, part in parts.items()}
+            self._written = dict(zip(parts, write_files(files, {"step": str(self.step)}), strict=True))
         except (OSError, UsageError) as error:
             self._error = str(error) or repr(error)
         except Exception as error:  # noqa: BLE001 (in a thread: finish reports it to all ranks)
@@ -159,18 +159,18 @@ class Save:
 
 
 def file_name(section: str, rank: int) -> str:
-    """The file of what a rank writes of a section."""
+    """The file in which a rank writes its blocks of a section."""
     return f"{section}-{rank:05d}.safetensors"
 
 
 def stored_arrays(
     section: str, placement: Placement, pieces: Sequence[Sequence[Piece]], written: Sequence[Sequence[Written]]
 ) -> Arrays:
-    """A section of the manifest, from the pieces assigned to every rank and where it has written each of them."""
+    """A section of the manifest, from the pieces of every rank and the places where the rank has written them."""
     blocks: dict[str, list[StoredBlock]] = {name: [] for name in placement}
-    dtypes: dict[str, str] = {}  # as written; the placement of optimizer state has other ones
-    for rank, (own, places) in enumerate(zip(pieces, written, strict=True)):
-        for (name, rectangle), place in zip(own, places, strict=True):
+    dtypes: dict[str, str] = {}  # as written; optimizer state has other dtypes in its placement
+    for rank, (rank_pieces, places) in enumerate(zip(pieces, written, strict=True)):
+        for (name, rectangle), place in zip(rank_pieces, places, strict=True):
             blocks[name].append(StoredBlock(rectangle, file_name(section, rank), place.offset, place.sha256))
             dtypes[name] = place.dtype
     return {
@@ -180,13 +180,13 @@ def stored_arrays(
 
 
 def assign_blocks(placement: Placement, loads: list[int], *, block_bytes: int = BLOCK) -> list[list[Piece]]:
-    """Which pieces each rank writes: each element once, by a rank that holds it, in pieces of ``block_bytes``.
+    """Assign pieces of ``block_bytes`` to ranks, so that each element is written once, by a rank that holds it.
 
-    Among replicas, the rank with the least to write, by ``loads`` (bytes by rank, which grow), writes a piece. A pure
-    function, so that all ranks get the same result.
+    Among replicas, the rank with the least load writes a piece. ``loads``, the bytes of each rank, are increased. The
+    result depends on the arguments alone, so all ranks get the same one.
     """
     assigned: list[list[Piece]] = [[] for _ in loads]
-    parts: dict[int, list[tuple[list[Rectangle], list[int]]]] = {}  # layers of a kind share one placement
+    parts: dict[int, list[tuple[list[Rectangle], list[int]]]] = {}  # equal layers share one placement
     for name, array in placement.items():
         if id(array) not in parts:
             parts[id(array)] = [
@@ -195,24 +195,24 @@ def assign_blocks(placement: Placement, loads: list[int], *, block_bytes: int = 
             ]
         for pieces, ranks in parts[id(array)]:
             for piece in pieces:
-                rank = min(ranks, key=loads.__getitem__)  # of several, the first
+                rank = min(ranks, key=loads.__getitem__)  # the first of equals
                 loads[rank] += piece.size * array.dtype.itemsize
                 assigned[rank].append((name, piece))
     return assigned
 
 
 def _holders(array: ArrayPlacement) -> Iterator[tuple[Rectangle, list[int]]]:
-    """Every owned rectangle with the ranks that hold the rectangle that contains it."""
+    """Every owned rectangle with the ranks that hold it: replicas of the rectangle that contains it."""
     ranks = ranks_of_blocks(array.held)
     for owner, owned in enumerate(array.owned):
-        for each in owned:
-            if each.size:
-                within = next(held for held in array.held[owner] if each in held)
-                yield each, ranks[within]
+        for rectangle in owned:
+            if rectangle.size:
+                within = next(held for held in array.held[owner] if rectangle in held)
+                yield rectangle, ranks[within]
 
 
 def pieces_of(rectangle: Rectangle, itemsize: int, block_bytes: int) -> Iterator[Rectangle]:
-    """A rectangle that is not empty, in runs of whole rows of about ``block_bytes``."""
+    """Split a rectangle that is not empty into runs of whole rows of about ``block_bytes``."""
     row = prod(rectangle.shape[1:])
     run = row * max(1, block_bytes // (row * itemsize))
     for first in range(0, rectangle.size, run):
@@ -220,7 +220,7 @@ def pieces_of(rectangle: Rectangle, itemsize: int, block_bytes: int) -> Iterator
 
 
 def write_plans(engine: ShardedEngine, optimizer: Optimizer | None) -> list[WritePlan]:
-    """What each rank writes of an engine and of its optimizer's state. Collective over the world."""
+    """The parts of an engine and of its optimizer's state that each rank writes. Collective over the world."""
     loads = [0] * engine.group().size
     stored = engine.placement()
     plans = [
@@ -229,7 +229,7 @@ def write_plans(engine: ShardedEngine, optimizer: Optimizer | None) -> list[Writ
     if optimizer is not None:
         optimizer.prepare(engine)
         owned, kinds = engine.placement(owned=True), sorted(optimizer.state)
-        placement = Placement({f"{kind}/{name}": each for kind in kinds for name, each in owned.items()})
+        placement = Placement({f"{kind}/{name}": placed for kind in kinds for name, placed in owned.items()})
         states = {kind: engine.named(optimizer.state[kind]) for kind in kinds}
 
         def state(key: str) -> Array:
@@ -241,18 +241,18 @@ def write_plans(engine: ShardedEngine, optimizer: Optimizer | None) -> list[Writ
 
 
 def residue_plans(engine: ShardedEngine) -> list[WritePlan]:
-    """What each rank writes of the residues that it alone keeps from step to step: all of them. Collective, if any."""
+    """The plan by which each rank writes all of its own residues. Collective, if the engine has residues."""
     if engine.residues is None:
         return []
     group = engine.group()
-    mine = {f"{group.rank:05d}/{name}": array for name, array in engine.residues.items()}
-    held = {name: (array.dtype, Rectangle.whole(array.shape)) for name, array in mine.items()}
+    residues = {f"{group.rank:05d}/{name}": array for name, array in engine.residues.items()}
+    held = {name: (array.dtype, Rectangle.whole(array.shape)) for name, array in residues.items()}
     placement = exchange_placements(group, held, label="residues")
-    return [WritePlan(RESIDUES, placement, assign_blocks(placement, [0] * group.size), mine.__getitem__)]
+    return [WritePlan(RESIDUES, placement, assign_blocks(placement, [0] * group.size), residues.__getitem__)]
 
 
 def mesh_name(engine: ShardedEngine) -> str:
-    """The mesh that a checkpoint is written on, with its nodes if there are several: both affect the last bits."""
+    """The mesh on which a checkpoint is written, with its nodes if there are several: both affect the last bits."""
     mesh = engine.mesh
     if mesh.node_count == 1:
         return str(mesh)
@@ -261,16 +261,16 @@ def mesh_name(engine: ShardedEngine) -> str:
 
 
 def _blocks(plan: WritePlan, rank: int) -> Iterator[BlockToWrite]:
-    """The blocks that this rank writes, with names for readers of its file."""
+    """The blocks that this rank writes, with their names in its file."""
     for name, piece, block in plan.blocks_of(rank):
-        named = block_name(name, piece, plan.placement[name].shape)
-        yield BlockToWrite(named, block.shape, block.dtype, partial(_itself, block))
+        full_name = block_name(name, piece, plan.placement[name].shape)
+        yield BlockToWrite(full_name, block.shape, block.dtype, partial(_return_block, block))
 
 
 def _copied(block: BlockToWrite) -> BlockToWrite:
     x = block.read()
-    return block._replace(read=partial(_itself, np.array(backend_of(x).to_host(x), order="C", copy=True)))
+    return block._replace(read=partial(_return_block, np.array(backend_of(x).to_host(x), order="C", copy=True)))
 
 
-def _itself(block: Array) -> Array:
+def _return_block(block: Array) -> Array:
     return block

@@ -1,4 +1,4 @@
-"""Files of other programs: images and arrays, texts, safetensors and GGUF; and files of tokens."""
+"""Files of other programs (images, arrays, texts, safetensors, GGUF), and files of tokens."""
 
 from typing import TYPE_CHECKING
 

@@ -18,7 +18,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.foreign import distinct, reading
 from spmd_engine.formats.tensor import MappedArray
 
-# --- IDX, the format of MNIST: four bytes with the dtype and the number of dims, the sizes, the numbers
+# --- IDX, the format of MNIST: four bytes with the dtype and the number of dims, then the sizes, then the numbers
 
 _DTYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 _GZIP = b"\x1f\x8b"
@@ -28,7 +28,7 @@ _LONGEST_HEADER = 4 + 4 * 255
 def read_idx(path: str | Path) -> MappedArray | np.ndarray:
     """The array of an IDX file: its place in the file or, if the file is compressed (.gz), the array itself.
 
-    Raises UsageError for another file, a damaged one, and one that is longer or shorter than its header says.
+    Raises UsageError if the file has another format, is damaged, or is longer or shorter than its header says.
     """
     with open(path, "rb") as file:
         content, length = file.read(_LONGEST_HEADER), Path(path).stat().st_size
@@ -46,20 +46,20 @@ def read_idx(path: str | Path) -> MappedArray | np.ndarray:
     if length - offset != expected:
         raise UsageError(
             f"{path}: its header says {' x '.join(map(str, shape))}, {expected} bytes, but {length - offset} follow: "
-            "it was cut short, or is another file. Fetch it again"
+            "it is truncated, or is another file. Fetch it again"
         )
     if is_compressed:
         return np.frombuffer(content, dtype, offset=offset).reshape(shape)
     return MappedArray(str(Path(path).resolve()), dtype, offset, shape)
 
 
-# --- .npz: NumPy arrays in a zip file; those that are not compressed are mapped
+# --- .npz: NumPy arrays in a zip file; uncompressed arrays are mapped
 
 _LOCAL_HEADER = 30  # bytes of a zip member's own header, before its name and its extra field
 
 
 def npz_names(path: str | Path) -> tuple[str, ...]:
-    """The names of the arrays; raises UsageError for a file that is damaged or no .npz."""
+    """The names of the arrays. Raises UsageError for a file that is damaged or no .npz."""
     with _opened(path) as archive:
         return tuple(distinct([(name.removesuffix(".npy"), None) for name in archive.namelist()]))
 
@@ -67,7 +67,7 @@ def npz_names(path: str | Path) -> tuple[str, ...]:
 def read_npz(path: str | Path, name: str) -> MappedArray | np.ndarray:
     """An array: its place in the file or, if it is compressed (``savez_compressed``), the array itself.
 
-    Its checksum is compared in both cases. Raises UsageError for damaged arrays, and for arrays of Python's objects.
+    Compares its checksum in both cases. Raises UsageError for a damaged array, and for an array of Python objects.
     """
     with _opened(path, name) as archive:
         info = archive.getinfo(f"{name}.npy")
@@ -86,7 +86,7 @@ def read_npz(path: str | Path, name: str) -> MappedArray | np.ndarray:
             if info.compress_type != zipfile.ZIP_STORED or fortran_order:
                 member.seek(0)
                 return np.lib.format.read_array(member, allow_pickle=False)
-            while member.read(1 << 20):  # to its end, where the checksum is compared
+            while member.read(1 << 20):  # zipfile compares the checksum at the end
                 pass
     with open(path, "rb") as file:
         file.seek(info.header_offset + _LOCAL_HEADER - 4)
@@ -97,22 +97,23 @@ def read_npz(path: str | Path, name: str) -> MappedArray | np.ndarray:
 
 @contextmanager
 def _opened(path: str | Path, name: str = "") -> Iterator[zipfile.ZipFile]:
-    what = f"{path}: array {name!r}" if name else str(path)
+    subject = f"{path}: array {name!r}" if name else str(path)
     hint = ". Write or fetch it again"
-    with reading(f"{what} is damaged or cannot be read", hint), zipfile.ZipFile(path) as archive:
+    with reading(f"{subject} is damaged or cannot be read", hint), zipfile.ZipFile(path) as archive:
         yield archive
 
 
-# --- A folder of images, with a subfolder for each class. Needs Pillow
+# --- A folder of images, with a subfolder for each class; it needs Pillow
 
-_GREY = {"1", "L", "I;16", "LA"}  # Pillow's modes of one channel; all others become three
+_GREY = {"1", "L", "I;16", "LA"}  # Pillow's modes of one channel; images of other modes get three
 
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """Images[n h w c] of bytes, a file each. Rows, by numbers or slices, are read from the files each time.
+    """Images[n h w c] of bytes, one file for each. An index by numbers or a slice reads the files each time.
 
-    Plain values, like a MappedArray. Raises UsageError, naming the file, for one that is damaged or has changed size.
+    It consists of plain values, like a MappedArray. Raises UsageError, naming the file, for an image that is damaged or
+    has changed its size.
     """
 
     paths: Sequence[str]
@@ -130,7 +131,7 @@ class ImageFiles:
         return rows
 
     def open(self) -> ImageFiles:
-        """An object to take rows from, as of a MappedArray."""
+        """An object that is indexed by rows, as ``MappedArray.open`` returns it."""
         return self
 
     def _read(self, path: str) -> np.ndarray:
@@ -142,13 +143,13 @@ class ImageFiles:
 
 
 def image_files(folder: str | Path) -> tuple[ImageFiles, np.ndarray, list[str]]:
-    """The images of a folder, the class of each (int64[n]), and the names of the classes: of its subfolders.
+    """The images of a folder, their classes (int64[n]), and the names of the classes, which are its subfolders.
 
-    Only the beginnings of files are read, for their sizes and channels. Raises UsageError for a folder without
-    such subfolders, for files that are no images, and for images of several sizes.
+    Reads only the beginnings of files, for sizes and channels. Raises UsageError for a folder without such
+    subfolders, for files that are no images, and for images of several sizes.
     """
     open_image = _pillow().open
-    names = sorted(each.name for each in Path(folder).iterdir() if each.is_dir() and not each.name.startswith("."))
+    names = sorted(path.name for path in Path(folder).iterdir() if path.is_dir() and not path.name.startswith("."))
     paths, labels, modes, size = [], [], set(), None
     for label, name in enumerate(names):
         for path in sorted(Path(folder, name).iterdir()):
@@ -156,9 +157,9 @@ def image_files(folder: str | Path) -> tuple[ImageFiles, np.ndarray, list[str]]:
                 continue
             with reading(f"{path} is no image that Pillow reads", ". Replace or remove it"), open_image(path) as image:
                 modes.add(image.mode)
-                here = image.height, image.width
-            size = size or here
-            _check_size(str(path), here, size)
+                image_size = image.height, image.width
+            size = size or image_size
+            _check_size(str(path), image_size, size)
             paths.append(str(path.resolve()))
             labels.append(label)
     if size is None:

@@ -1,8 +1,8 @@
 """GGUF files of llama.cpp: metadata by name, and tensors, plain or packed in blocks. Versions 2 and 3, little-endian.
 
-After https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. In a block, a few bits of each number share a scale and
-often an offset, after https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h: in each unpacking function ``b``
-are the bytes of n blocks, uint8[n bytes]; the result is float32[n numbers], computed as ggml does, product by product.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Blocks, in which numbers of a few bits share a scale
+and often an offset: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. The argument ``b`` of an unpacking
+function is the bytes of n blocks, uint8[n bytes]; the result is float32[n numbers], with the same products as in ggml.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53,
 
 @dataclass(frozen=True)
 class BlockKind:
-    """A kind of block: how many numbers are packed into how many bytes."""
+    """A kind of block: the count of packed numbers, the bytes, and the function that unpacks them."""
 
     name: str
     numbers: int
@@ -37,7 +37,7 @@ class BlockKind:
 
 
 def _half(b: np.ndarray, at: int) -> np.ndarray:
-    """float32[n 1] of the float16 that begins at that byte."""
+    """float32[n 1]: the float16 that begins at byte ``at``."""
     return b[:, at : at + 2].copy().view(np.float16).astype(np.float32)
 
 
@@ -47,7 +47,7 @@ def _nibbles(b: np.ndarray) -> np.ndarray:
 
 
 def _bits(b: np.ndarray, shifts: range, mask: int) -> np.ndarray:
-    """uint8[... shifts bytes]: of all bytes the bits from each shift on."""
+    """uint8[... shifts bytes]: each byte shifted right by each shift, and masked."""
     return b[..., None, :] >> np.array(shifts, np.uint8)[:, None] & np.uint8(mask)
 
 
@@ -60,7 +60,7 @@ def _q4_1(b: np.ndarray) -> np.ndarray:
 
 
 def _fifth_bit(b: np.ndarray) -> np.ndarray:
-    """uint8[n 32] of four bytes: a bit a number, as the 16."""
+    """uint8[n 32] of four bytes: one bit for each number, with the value 16."""
     return np.unpackbits(b, axis=1, bitorder="little") << 4
 
 
@@ -79,14 +79,14 @@ def _q8_0(b: np.ndarray) -> np.ndarray:
 
 
 def _q2_k(b: np.ndarray) -> np.ndarray:
-    """16 scales and offsets of 4 bits; 2 bits a number, four neighbouring runs of 32 of which share 32 bytes."""
+    """16 scales and offsets of 4 bits; 2 bits for each number; four neighbouring runs of 32 numbers share 32 bytes."""
     small = _bits(b[:, 16:80].reshape(-1, 2, 32), range(0, 8, 2), 3).reshape(-1, 16, 16)
     scale, offset = _half(b, 80) * (b[:, :16] & 15), _half(b, 82) * (b[:, :16] >> 4)
     return (scale[:, :, None] * small - offset[:, :, None]).reshape(-1, 256)
 
 
 def _q3_k(b: np.ndarray) -> np.ndarray:
-    """16 scales of 6 bits, about 32; 2 bits a number as in Q2_K, a third one in the first 32 bytes, about 4."""
+    """16 scales of 6 bits, minus 32; numbers of 3 bits, minus 4: two as in Q2_K, the third in the first 32 bytes."""
     high = _bits(b[:, :32], range(8), 1).reshape(-1, 16, 16)
     small = _bits(b[:, 32:96].reshape(-1, 2, 32), range(0, 8, 2), 3).reshape(-1, 16, 16)
     low, upper = _nibbles(b[:, 96:104]).reshape(-1, 16), _bits(b[:, 104:108], range(0, 8, 2), 3).reshape(-1, 16)
@@ -95,7 +95,7 @@ def _q3_k(b: np.ndarray) -> np.ndarray:
 
 
 def _scales_and_offsets(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """float32[n 8 1] each, 6 bits in twelve bytes that follow the two float16 by which all are multiplied."""
+    """float32[n 8 1] each: 6 bits, in the twelve bytes after the two float16 that multiply scales and offsets."""
     first, second, third = (b[:, at : at + 4] for at in (4, 8, 12))
     scale = np.concatenate((first & 63, third & 15 | first >> 6 << 4), axis=1)
     offset = np.concatenate((second & 63, third >> 4 | second >> 6 << 4), axis=1)
@@ -115,7 +115,7 @@ def _q5_k(b: np.ndarray) -> np.ndarray:
 
 
 def _q6_k(b: np.ndarray) -> np.ndarray:
-    """16 scales of 8 bits; 4 bits a number, and two more, about 32; each half of the 256 by itself."""
+    """16 scales of 8 bits; numbers of 4 + 2 bits, minus 32; both halves of the 256 numbers are stored separately."""
     low = _nibbles(b[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 128)
     high = _bits(b[:, 128:192].reshape(-1, 2, 32), range(0, 8, 2), 3).reshape(-1, 2, 128)
     small = ((low | high << 4).astype(np.int8) - 32).reshape(-1, 16, 16)
@@ -127,14 +127,14 @@ def _iq4_nl(b: np.ndarray) -> np.ndarray:
 
 
 def _iq4_xs(b: np.ndarray) -> np.ndarray:
-    """8 scales of 6 bits, about 32: four bits of each in bytes 4 to 8, the upper two in bytes 2 and 3."""
+    """8 scales of 6 bits, minus 32: the lower four bits in bytes 4 to 7, the upper two in bytes 2 and 3."""
     low = np.stack((b[:, 4:8] & 15, b[:, 4:8] >> 4), axis=2).reshape(-1, 8)
     high = (b[:, 2:4, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3).reshape(-1, 8)
     scale = _half(b, 0) * ((low | high << 4).astype(np.int8) - 32)
     return (scale[:, :, None] * _LEVELS[_nibbles(b[:, 8:].reshape(-1, 8, 16))].reshape(-1, 8, 32)).reshape(-1, 256)
 
 
-#: By the type number in a file.
+#: Kinds of blocks by their type number in a file.
 KINDS = {
     2: BlockKind("Q4_0", 32, 18, _q4_0),
     3: BlockKind("Q4_1", 32, 20, _q4_1),
@@ -156,13 +156,13 @@ BY_NAME = {kind.name: kind for kind in KINDS.values()}
 
 
 _MAGIC = b"GGUF"
-_PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")  # of a model in several files
+_PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")  # a file of a model in several files
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
-_TRUTH, _TEXT, _LIST = 7, 8, 9
+_BOOL, _TEXT, _LIST = 7, 8, 9
 _PLAIN = {0: ("F32", "float32"), 1: ("F16", "float16"), 28: ("F64", "float64"), 30: ("BF16", "bfloat16")}
-_CUT = "it ends within its header: it is truncated"
+_TRUNCATED = "it ends within its header: it is truncated"
 MOST_DIMS = 4
-ELEMENTS = 1 << 22  #: unpacked at a time
+ELEMENTS = 1 << 22  #: elements that are unpacked at a time
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class GGUF:
 
 @dataclass(frozen=True)
 class BlockedTensor(FileTensor):
-    """A tensor in blocks of neighbours along its last dim, each with a scale and a few bits a number."""
+    """A tensor in blocks of neighbours along its last dim; a block has a scale, and a few bits for each number."""
 
     def read(self, split: Sequence[Sequence[int]], index: Index) -> np.ndarray:
         outer = [size for sizes in split[:-1] for size in sizes]
@@ -187,12 +187,12 @@ class BlockedTensor(FileTensor):
         out = np.empty((len(rows), *probe.shape), np.float32)
         step = max(1, ELEMENTS // self.shape[-1])
         for first in range(0, len(rows), step):  # whole rows, a few at a time
-            some = self._unpacked(rows[first : first + step])
-            out[first : first + step] = some.reshape(-1, *split[-1])[(slice(None), *inner)]
+            unpacked = self._unpack(rows[first : first + step])
+            out[first : first + step] = unpacked.reshape(-1, *split[-1])[(slice(None), *inner)]
         return out.reshape(*raw.shape[:-1], *probe.shape)
 
-    def _unpacked(self, rows: np.ndarray) -> np.ndarray:
-        """float32[n last] of rows[n bytes]."""
+    def _unpack(self, rows: np.ndarray) -> np.ndarray:
+        """Unpack rows[n bytes] to float32[n last]."""
         kind = BY_NAME[self.dtype]
         with np.errstate(invalid="ignore", over="ignore"):  # the reader refuses numbers that are not finite
             return kind.unpack(rows.reshape(-1, kind.nbytes)).reshape(len(rows), -1)
@@ -203,7 +203,7 @@ class BlockedTensor(FileTensor):
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether the path is a file with GGUF's magic number."""
+    """Whether the file at the path begins with GGUF's magic number."""
     try:
         with Path(path).open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
@@ -214,13 +214,13 @@ def is_gguf(path: str | Path) -> bool:
 def read_gguf(path: str | Path) -> GGUF:
     """The metadata and the tensors of a file, from its header alone. Shapes have the outermost dim first.
 
-    ``path`` may be any file of a model in several files; the first has the metadata. Raises CheckpointError, naming the
-    tensor, for a file that is missing, truncated or no GGUF file, and for tensors of unsupported types or out of order.
+    ``path`` may be any file of a model in several files; the first has the metadata. Raises CheckpointError for a file
+    that is missing, truncated or no GGUF file, and, naming the tensor, for unsupported types and misplaced tensors.
     """
     path = Path(path)
     file = _read_file(path)
     count = file.facts.get("split.count", 1)
-    return file if count in (0, 1) else _joined([_read_file(each) for each in _parts(path, count)], path)
+    return file if count in (0, 1) else _joined([_read_file(part) for part in _parts(path, count)], path)
 
 
 def _parts(path: Path, count: int) -> list[Path]:
@@ -229,9 +229,9 @@ def _parts(path: Path, count: int) -> list[Path]:
     if match is None or int(match[2]) != count:
         raise CheckpointError(f"{path} is one of {count} files of a model; call them NAME-00001-of-00003.gguf, ...")
     parts = [path.with_name(f"{match[1]}-{number:05}-of-{match[2]}.gguf") for number in range(1, count + 1)]
-    for each in parts:
-        if not each.is_file():
-            raise CheckpointError(f"{path} is one of {count} files of a model, of which {each.name} is not there")
+    for part in parts:
+        if not part.is_file():
+            raise CheckpointError(f"{path} is one of {count} files of a model, of which {part.name} is not there")
     return parts
 
 
@@ -275,14 +275,14 @@ def _read(path: Path, cursor: _Cursor) -> GGUF:
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise CheckpointError(f"{path}: general.alignment is {alignment!r}: it must be a power of 2")
     begin = -(-cursor.at // alignment) * alignment
-    tensors = distinct([(each[0], _tensor(path, *each, begin, len(cursor.content))) for each in described])
+    tensors = distinct([(entry[0], _tensor(path, *entry, begin, len(cursor.content))) for entry in described])
     _check_places(path, tensors.values(), cursor.at, alignment, len(cursor.content))
     return GGUF(facts, tensors)
 
 
 def _check_places(path: Path, tensors: Iterable[FileTensor], end: int, alignment: int, size: int) -> None:
-    """Raise CheckpointError unless tensors lie as the format says: in the order in which the header lists them, each at
-    the next multiple of the ``alignment`` behind the one before, from the header's ``end`` to the end of the file."""
+    """Raise CheckpointError unless tensors are placed as in the format: in the order of the header, each at the next
+    multiple of ``alignment`` after the one before, from the header's ``end`` to the end of the file."""
     for tensor in tensors:
         if tensor.offset != (expected := -(-end // alignment) * alignment):
             raise CheckpointError(
@@ -305,9 +305,9 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: in
             raise CheckpointError(f"{path}: {name} is {list(shape)}, which does not fall into {blocks}")
         tensor = BlockedTensor(*where, KINDS[kind].name, begin + offset)
     else:
-        known = ", ".join([dtype for dtype, _ in _PLAIN.values()] + list(BY_NAME))
+        types = ", ".join([dtype for dtype, _ in _PLAIN.values()] + list(BY_NAME))
         raise CheckpointError(
-            f"{path}: {name} is of type number {kind}, which is not read here. Take the file in one of {known}"
+            f"{path}: {name} is of type number {kind}, which is not read here. Take the file in one of {types}"
         )
     if (end := tensor.offset + tensor.nbytes) > size:
         raise CheckpointError(f"{path} is truncated: {name} should extend to byte {end} of {size}. Fetch it again")
@@ -322,7 +322,7 @@ class _Cursor:
 
     def take(self, count: int) -> bytes:
         if self.at + count > len(self.content):
-            raise ValueError(_CUT)
+            raise ValueError(_TRUNCATED)
         self.at += count
         return self.content[self.at - count : self.at]
 
@@ -333,8 +333,8 @@ class _Cursor:
         return self.take(self.number("Q")).decode("utf-8", errors="surrogateescape")
 
     def value(self, kind: int, depth: int = 0) -> Any:
-        if kind == _TRUTH:
-            return self.truths(1)[0]
+        if kind == _BOOL:
+            return self.booleans(1)[0]
         if kind in _NUMBERS:
             return self.number(_NUMBERS[kind])
         if kind == _TEXT:
@@ -344,20 +344,20 @@ class _Cursor:
         if depth == DEPTH:
             raise RecursionError
         of, count = self.number("I"), self.number("Q")
-        if of == _TRUTH:
-            return self.truths(count)
+        if of == _BOOL:
+            return self.booleans(count)
         if of in _NUMBERS:
             code = np.dtype(f"<{_NUMBERS[of]}")
             return np.frombuffer(self.take(count * code.itemsize), code).tolist()
         return self._texts(count) if of == _TEXT else [self.value(of, depth + 1) for _ in range(count)]
 
-    def truths(self, count: int) -> list[bool]:
+    def booleans(self, count: int) -> list[bool]:
         if (content := self.take(count)).strip(b"\0\1"):
             raise ValueError("a fact that is true or false is a byte other than 0 and 1")
         return [byte == 1 for byte in content]
 
     def _texts(self, count: int) -> list[str]:
-        """Reads ``count`` texts, in a loop without calls: a vocabulary has a quarter of a million."""
+        """Read ``count`` texts, in a loop without calls, because a vocabulary has up to a quarter of a million."""
         texts, at, content, length = [], self.at, self.content, struct.Struct("<Q").unpack_from
         try:
             for _ in range(count):
@@ -365,7 +365,7 @@ class _Cursor:
                 at = begin + length(content, at)[0]
                 texts.append(content[begin:at].decode("utf-8", errors="surrogateescape"))
         except (struct.error, OverflowError):
-            raise ValueError(_CUT) from None
+            raise ValueError(_TRUNCATED) from None
         self.at = at
         self.take(0)
         return texts

@@ -1,8 +1,8 @@
-"""Safetensors files, and folders in Hugging Face's format: ``config.json``, and weights in one file or several.
+"""Safetensors files, and folders in Hugging Face's format: ``config.json``, and weights in one or several files.
 
-A safetensors file is the length of its header (eight bytes), the header, and the numbers. The header is JSON: dtype,
-shape and place of each tensor. It is checked against the file. The format's own library is not used: it reads BF16
-tensors whole, and cannot map a tensor to be sliced.
+A safetensors file consists of the length of its header (eight bytes), the header, and the numbers. The header is JSON:
+dtype, shape and place of each tensor. It is checked against the file. The format's own library is not used, because it
+reads BF16 tensors whole, and cannot map a tensor that is to be sliced.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from spmd_engine.errors import CheckpointError
 from spmd_engine.foreign import distinct, json_at, parse_json, reading
 from spmd_engine.formats.tensor import FileTensor, PlainTensor
 
-#: dtypes of weights in the format, and in NumPy.
+#: dtypes of weights: names in the format, and in NumPy.
 NUMPY = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-#: dtypes of other tensors, such as masks, whose sizes are checked and which are not read.
+#: dtypes of other tensors, such as masks. Their sizes are checked; they are not read.
 OTHERS = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
     "U64": "uint64", "I64": "int64", "F8_E4M3": "uint8", "F8_E5M2": "uint8", "F8_E8M0": "uint8", "C64": "complex64",
@@ -39,9 +39,9 @@ def read_safetensors(path: str | Path) -> dict[str, PlainTensor]:
 
 
 def tensors_of(path: Path, described: dict[str, Any], after: int, size: int) -> dict[str, PlainTensor]:
-    """The tensors that a header describes, in the order of their places; raises as ``read_safetensors``."""
+    """The tensors that a header describes, in the order of their places. Raises as ``read_safetensors`` does."""
     tensors, end = {}, 0
-    unsorted = [_tensor(path, name, each, after) for name, each in described.items()]
+    unsorted = [_tensor(path, name, entry, after) for name, entry in described.items()]
     for tensor in sorted(unsorted, key=lambda tensor: (tensor.offset, tensor.nbytes)):
         if tensor.offset - after != end:
             raise CheckpointError(f"{path}: {tensor.name} begins at byte {tensor.offset - after}, not where others end")
@@ -57,8 +57,8 @@ def tensors_of(path: Path, described: dict[str, Any], after: int, size: int) -> 
 def read_header(path: str | Path, largest: int = LARGEST_HEADER) -> tuple[dict[str, Any], int, int]:
     """The content of a file's header, the byte after the header, and the file's size.
 
-    Raises CheckpointError for a header that is truncated, has more bytes than the ``largest``, is no JSON object, or
-    has a name twice.
+    Raises CheckpointError for a header that is truncated, has more than ``largest`` bytes, is no JSON object, or has a
+    name twice.
     """
     path = Path(path)
     with reading(f"{path} cannot be read as a safetensors file: its header", "", CheckpointError):
@@ -105,7 +105,7 @@ _PICKLES = ("*.bin", "*.pth", "*.pt", "*.ckpt")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object of a file; raises CheckpointError if it is none."""
+    """The JSON object in a file. Raises CheckpointError if the file holds none."""
     content = json_at(path, CheckpointError)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is no JSON object")
@@ -113,11 +113,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def folder_tensors(folder: Path) -> dict[str, FileTensor]:
-    """The tensors of a folder by name: of ``model.safetensors`` or, without it, of all files in the index.
+    """The tensors of a folder by name: those of ``model.safetensors`` or, without it, of all files in the index.
 
     Raises CheckpointError for a missing file, an index that contradicts its files, and pickled weights.
     """
-    if (folder / ONE_FILE).is_file():  # even beside an index: transformers takes it first
+    if (folder / ONE_FILE).is_file():  # even beside an index, as in transformers
         return dict(read_safetensors(folder / ONE_FILE))
     if (folder / INDEX).is_file():
         return _indexed(folder)
@@ -140,12 +140,12 @@ def _indexed(folder: Path) -> dict[str, FileTensor]:
         if Path(file).name != file:
             raise CheckpointError(f"{folder / INDEX}: {file!r} is not a file of the folder")
         if not (folder / file).is_file():
-            tensors = sum(each == file for each in index.values())
+            tensors = sum(name == file for name in index.values())
             raise CheckpointError(f"{folder / file} is missing: {tensors} tensors of the index are in it. Fetch it")
-        held = read_safetensors(folder / file)
-        expected = {name for name, where in index.items() if where == file}
-        if odd := sorted(expected ^ set(held)):
-            where = "is in the index, but not in the file" if odd[0] in expected else "is not in the index for it"
-            raise CheckpointError(f"{folder / file}: {odd[0]} {where}")
-        tensors_by_name |= held
+        in_file = read_safetensors(folder / file)
+        expected = {name for name, other in index.items() if other == file}
+        if differing := sorted(expected ^ set(in_file)):
+            where = "is in the index, but not in the file" if differing[0] in expected else "is not in the index for it"
+            raise CheckpointError(f"{folder / file}: {differing[0]} {where}")
+        tensors_by_name |= in_file
     return tensors_by_name

@@ -1,4 +1,4 @@
-"""Tensors in files: their shapes are known, and any rectangle can be read without the rest."""
+"""Tensors in files: each has a known shape, and any rectangle of it can be read without the rest."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Index = Sequence[slice | int]
 
 @dataclass(frozen=True)
 class FileTensor(ABC):
-    """The place and format of a tensor in a file; plain values."""
+    """The place and format of a tensor in a file, as plain values."""
 
     name: str
     path: str  #: of the file
     shape: tuple[int, ...]
-    dtype: str  #: the file format's name for it: BF16, Q8_0, ...
+    dtype: str  #: its name in the file format: BF16, Q8_0, ...
     offset: int  #: bytes from the file's beginning
 
     @abstractmethod
     def read(self, split: Sequence[Sequence[int]], index: Index) -> np.ndarray:
-        """A rectangle. ``split`` has for each dim the sizes of the dims that it is reshaped into, and ``index`` an
-        index for each of these.
+        """Read a rectangle. For each dim, ``split`` has the sizes of the dims that it is reshaped into; ``index`` has
+        an index for each of these.
 
         Plain tensors keep their dtype; packed ones become float32. The result may be a read-only view of the file.
         """
@@ -36,13 +36,13 @@ class FileTensor(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Its size in the file."""
+        """The bytes of the tensor in the file."""
 
     def check_weights(self) -> None:
         """Raise CheckpointError if its dtype is not supported for weights."""
 
     def rows(self, begin: int, end: int) -> FileTensor:
-        """Some of its rows, as a tensor."""
+        """The rows from ``begin`` to ``end`` - 1, as a tensor."""
         length = self.nbytes // max(1, self.shape[0])
         return replace(self, shape=(end - begin, *self.shape[1:]), offset=self.offset + begin * length)
 
@@ -62,21 +62,21 @@ class PlainTensor(FileTensor):
     numpy: str
 
     def read(self, split: Sequence[Sequence[int]], index: Index) -> np.ndarray:
-        whole = MappedArray(self.path, _known(self.numpy), self.offset, self.shape or (1,)).open()
-        part = whole.reshape([size for sizes in split for size in sizes])[tuple(index)]
+        tensor = MappedArray(self.path, _registered(self.numpy), self.offset, self.shape or (1,)).open()
+        part = tensor.reshape([size for sizes in split for size in sizes])[tuple(index)]
         return np.asarray(part)
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * np.dtype(_known(self.numpy)).itemsize
+        return prod(self.shape) * np.dtype(_registered(self.numpy)).itemsize
 
     def check_weights(self) -> None:
         if self.numpy not in ("float64", "float32", "float16", "bfloat16"):
             raise CheckpointError(f"{self.path}: {self.name} is of dtype {self.dtype}; no weights are read of that")
 
 
-def _known(name: str) -> str:
-    """The name, after ml_dtypes has registered bfloat16 with NumPy; its import is slow, so it waits until here."""
+def _registered(name: str) -> str:
+    """Return the name, after ml_dtypes has registered bfloat16 with NumPy. It is imported here, as that is slow."""
     if name == "bfloat16":
         import ml_dtypes  # noqa: F401
     return name
@@ -87,15 +87,15 @@ def _known(name: str) -> str:
 
 @dataclass(frozen=True)
 class MappedArray:
-    """The place of an array in C order in a file. Plain values, so that another rank can open it."""
+    """The place of an array in C order in a file, as plain values, so that another rank can open it."""
 
     path: str
-    dtype: str  #: as NumPy writes it, byte order included: ">f4"
-    offset: int  #: bytes before it
+    dtype: str  #: NumPy's name with the byte order: ">f4"
+    offset: int  #: bytes before the array
     shape: tuple[int, ...]
 
     def open(self) -> np.ndarray:
-        """The array, mapped: only what is used is read. Raises UsageError if the file cannot be opened."""
+        """Map the array, so that only the pages in use are read. Raises UsageError if the file cannot be opened."""
         if 0 in self.shape:  # an empty array cannot be mapped
             return np.empty(self.shape, self.dtype)
         with reading(f"{self.path} cannot be opened", "; every rank must see it by this name"):

@@ -1,4 +1,4 @@
-"""Documents of text in files and in lines of JSON, by spans of bytes, so that ranks share the reading."""
+"""Documents of text in files and in lines of JSON, read by spans of bytes, so that ranks share the work."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from spmd_engine.errors import UsageError
 from spmd_engine.foreign import parse_json, reading
 
 CHUNK = 1 << 20  #: bytes of a large file to read at once
-LINES = ".jsonl"  #: files with a document a line, as a JSON object; any other file is one document
+LINES = ".jsonl"  #: files with one document per line, a JSON object; any other file is one document
 
 _UNPACK, _CONVERT = "unpack it first", "convert it to text first"
 _IMAGES = "models of images learn from these (--model convnet)"
-#: First bytes of files that are no text; what they are, and what to do.
+#: By the first bytes of files that are no text: their format, and what the user can do.
 _SIGNATURES = {
     b"PK\3\4": ("a zip archive, as .npz and .docx files are", f"{_UNPACK}; of arrays of images, {_IMAGES}"),
     b"PK\5\6": ("an empty zip archive", "name a file of text"),
@@ -40,8 +40,8 @@ _SIGNATURES = {
     b"\xff\xfe": ("text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"),
     b"\xfe\xff": ("text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"),
 }
-_SAMPLE = 1 << 12  #: bytes of the beginning, the middle and the end of a file to check
-_MOST_ODD = 0.3  #: largest fraction that is no UTF-8: Western text in Latin-1 has a tenth, packed data half
+_SAMPLE = 1 << 12  #: bytes that are checked at the beginning, the middle and the end of a file
+_MOST_ODD = 0.3  #: largest fraction of bytes that are no UTF-8: a tenth in Western Latin-1 text, half in packed data
 _CONTROLS = bytes({*range(32), 127} - {*b"\t\n\v\f\r\b\x1b"})
 
 Message = Mapping[str, Any]
@@ -49,15 +49,15 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Document:
-    """A document: a text; or a prompt and its completion; or a conversation."""
+    """A document: a text, a prompt with its completion, or a conversation."""
 
     text: str = ""
-    prompt: str | None = None  #: before the text; its tokens are no targets
-    messages: Sequence[Message] | None = None  #: instead of both
-    file: str | None = None  #: instead of a text: the name of a large file
+    prompt: str | None = None  #: precedes the text; its tokens are no targets
+    messages: Sequence[Message] | None = None  #: a conversation, instead of text and prompt
+    file: str | None = None  #: the name of a large file, instead of a text
 
     def chunks(self) -> Iterator[bytes]:
-        """The text in parts, UTF-8."""
+        """The text in parts, as UTF-8."""
         if self.file is None:
             yield self.text.encode(errors="surrogateescape")
             return
@@ -67,7 +67,7 @@ class Document:
 
 
 def find_files(paths: Sequence[str]) -> list[tuple[str, int]]:
-    """The files at ``paths``, with their sizes; of folders all files except hidden and compiled ones, in order.
+    """The files at ``paths`` and in folders there, sorted, with their sizes; without hidden and compiled files.
 
     Raises UsageError for a path that does not exist.
     """
@@ -83,15 +83,15 @@ def find_files(paths: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def count_documents(files: Sequence[tuple[str, int]], begin: int, end: int) -> int:
-    """The number of ``documents`` for the same arguments, without parsing lines."""
+    """The number of documents that ``documents`` yields for these arguments; parses no lines."""
     return sum(1 if content is None else bool(content.strip()) for _, _, content in _pieces(files, begin, end))
 
 
 def documents(files: Sequence[tuple[str, int]], begin: int, end: int, large: int) -> Iterator[Document]:
-    """The documents that begin from byte ``begin`` to before byte ``end`` of all files concatenated.
+    """The documents whose first byte is in ``begin`` to ``end`` - 1 of the concatenation of all files.
 
-    Consecutive spans give each document once. A file of more than ``large`` bytes is given by name. Raises UsageError,
-    naming file and line, for a line that describes no document, and for a file that is no text.
+    Consecutive spans yield each document once. A file of more than ``large`` bytes is returned by name. Raises
+    UsageError, naming the file and the byte, for a line that is no document, and for a file that is no text.
     """
     for name, at, line in _pieces(files, begin, end):
         if line is None:
@@ -101,12 +101,12 @@ def documents(files: Sequence[tuple[str, int]], begin: int, end: int, large: int
 
 
 def _pieces(files: Sequence[tuple[str, int]], begin: int, end: int) -> Iterator[tuple[str, int, bytes | None]]:
-    """Names of files that are one document, and lines of the others with their first byte."""
+    """File name, first byte and content of each line in the span; a file that is one document has no content."""
     before = 0
     for name, size in files:
         if name.endswith(LINES) and before < end and begin < before + size:
             with _opened(name) as file:
-                if begin > before:  # a line that began before belongs to the span before
+                if begin > before:  # a line that begins before this span belongs to the one before
                     file.seek(begin - before - 1)
                     file.readline()
                 at = file.tell()
@@ -119,16 +119,16 @@ def _pieces(files: Sequence[tuple[str, int]], begin: int, end: int) -> Iterator[
 
 
 def check_text(file: BinaryIO, name: str) -> None:
-    """Raise UsageError, naming the file, if samples of it are no text; else return with the file at its beginning."""
+    """Raise UsageError, naming the file, if samples of it are no text; otherwise rewind it."""
     size = file.seek(0, os.SEEK_END)
     samples = []
     for place in dict.fromkeys((0, max(0, size // 2 - _SAMPLE // 2), max(0, size - _SAMPLE))):
         file.seek(place)
         samples.append(file.read(_SAMPLE))
     file.seek(0)
-    for signature, (what, remedy) in _SIGNATURES.items():
+    for signature, (kind, remedy) in _SIGNATURES.items():
         if samples[0].startswith(signature):
-            raise UsageError(f"{name} is no text: it is {what}; {remedy}")
+            raise UsageError(f"{name} is no text: it is {kind}; {remedy}")
     for sample in samples:
         if _odd_bytes(sample) > _MOST_ODD * len(sample):
             raise UsageError(
@@ -176,7 +176,7 @@ def _document(line: bytes, where: str) -> Document:
             return Document(text)
         if isinstance(prompt, str) and isinstance(completion, str):
             return Document(completion, prompt)
-        if isinstance(messages, list) and messages and all(isinstance(each, Mapping) for each in messages):
+        if isinstance(messages, list) and messages and all(isinstance(message, Mapping) for message in messages):
             return Document(messages=messages)
     raise UsageError(
         f'{where}: a document is {{"text": ...}}, {{"prompt": ..., "completion": ...}} or {{"messages": [...]}}'

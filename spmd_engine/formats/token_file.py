@@ -1,8 +1,8 @@
-"""Files of tokens: a corpus that is encoded once and mapped by each rank that trains on it.
+"""Files of tokens: a corpus that is encoded once, and that each rank maps for training.
 
 A file of tokens is a safetensors file. ``tokens`` has the tokens of all documents, first those for training, then those
-for validation; ``ends`` the end of each document; ``learnt``, which is optional, the tokens that are targets;
-``tokenizer`` the files of the tokenizer, as JSON. The metadata has counts and digests.
+for validation; ``ends`` has the end of each document; ``learnt``, which is optional, marks the tokens that are targets;
+``tokenizer`` has the files of the tokenizer, as JSON. The metadata has counts and digests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spmd_engine.formats.safetensors_file import read_header, tensors_of
 from spmd_engine.formats.tensor import MappedArray
 
 FORMAT = "spmd_engine tokens 1"
-_HASHED = 1 << 20  # values at a time
+_HASHED = 1 << 20  # values that are hashed at a time
 _DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "I64": "<i8"}
 
 
@@ -76,7 +76,7 @@ class TokenFile:
 
     @property
     def tokenizer(self) -> dict[str, str]:
-        """The tokenizer's files, texts by name; empty for bytes."""
+        """The texts of the tokenizer's files by name; empty for a byte tokenizer."""
         with reading(f"{self.path} is a damaged file of tokens: its tokenizer", "; prepare it again"):
             files = parse_json(self.arrays["tokenizer"].open().tobytes() or b"{}")
             if not isinstance(files, dict) or not all(isinstance(text, str) for text in files.values()):
@@ -84,11 +84,11 @@ class TokenFile:
             return files
 
     def digest(self) -> str:
-        """SHA-256 of all documents in the file; it differs from that of ``facts`` if the file was damaged."""
+        """SHA-256 of all documents in the file; it differs from that in ``facts`` if the file is damaged."""
         return sha256(self.digests(0, self.facts.documents)).hexdigest()
 
     def digests(self, first: int, last: int) -> bytes:
-        """SHA-256 of the documents from ``first`` to before ``last``, concatenated."""
+        """The concatenated SHA-256 of the documents ``first`` to ``last`` - 1."""
         tokens, learnt = np.asarray(self.tokens), None if self.learnt is None else np.asarray(self.learnt)
         begin, digests = int(self.ends[first - 1]) if first else 0, bytearray()
         for end in self.ends[first:last].tolist():
@@ -102,7 +102,7 @@ class TokenFile:
 
 
 def add_to_digest(digest: Any, values: np.ndarray, dtype: str) -> None:
-    """Hash numbers as this dtype, in pieces: a document may be as large as the file."""
+    """Hash numbers as this dtype, in pieces, because a document may be as large as the file."""
     for first in range(0, len(values), _HASHED):
         digest.update(np.ascontiguousarray(values[first : first + _HASHED], dtype))
 
@@ -117,15 +117,15 @@ def shapes_of(facts: TokenFacts, with_learnt: bool, tokenizer: int) -> dict[str,
 def layout(facts: TokenFacts, with_learnt: bool, tokenizer: bytes) -> tuple[bytes, dict[str, int]]:
     """The header of a file, and the first byte of each array; ``end`` is the end of the file."""
     shapes = shapes_of(facts, with_learnt, len(tokenizer))
-    described: dict[str, Any] = {}
+    header_arrays: dict[str, Any] = {}
     at, offsets = 0, {}
     for name in sorted(shapes, key=lambda name: -np.dtype(_DTYPES[shapes[name][0]]).itemsize):  # all stay aligned
         dtype, shape = shapes[name]
         offsets[name] = at
         at += prod(shape) * np.dtype(_DTYPES[dtype]).itemsize
-        described[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offsets[name], at]}
+        header_arrays[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offsets[name], at]}
     metadata = {"format": FORMAT, "facts": json.dumps(asdict(facts))}
-    header = json.dumps({"__metadata__": metadata, **described}).encode()
+    header = json.dumps({"__metadata__": metadata, **header_arrays}).encode()
     header += b" " * (-len(header) % 8)
     begin = 8 + len(header)
     return len(header).to_bytes(8, "little") + header, {name: begin + offset for name, offset in offsets.items()} | {
@@ -134,7 +134,7 @@ def layout(facts: TokenFacts, with_learnt: bool, tokenizer: bytes) -> tuple[byte
 
 
 def is_token_file(path: str | Path) -> bool:
-    """Whether the path is a file of tokens, by its first bytes."""
+    """Whether the file at the path is a file of tokens, by its first bytes."""
     try:
         if not Path(path).is_file():  # reading a pipe may block
             return False
@@ -145,7 +145,7 @@ def is_token_file(path: str | Path) -> bool:
 
 
 def open_token_file(path: str | Path) -> TokenFile:
-    """A file of tokens, from its header alone. Raises UsageError if it is missing or damaged."""
+    """Open a file of tokens; reads its header alone. Raises UsageError if the file is missing or damaged."""
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file")
     try:
@@ -154,11 +154,11 @@ def open_token_file(path: str | Path) -> TokenFile:
             facts = TokenFacts.from_json(parse_json(described.pop("__metadata__")["facts"]), f"{path}: its facts")
             tensors = tensors_of(Path(path), described, begin, size)
             expected = shapes_of(facts, "learnt" in tensors, prod(tensors["tokenizer"].shape))
-            if {name: (each.dtype, each.shape) for name, each in tensors.items()} != expected:
+            if {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()} != expected:
                 raise ValueError("its arrays are not those of its facts")
             arrays = {
-                name: MappedArray(str(path), _DTYPES[each.dtype], each.offset, each.shape)
-                for name, each in tensors.items()
+                name: MappedArray(str(path), _DTYPES[tensor.dtype], tensor.offset, tensor.shape)
+                for name, tensor in tensors.items()
             }
     except CheckpointError as error:
         raise UsageError(f"{error}; a damaged file of tokens: prepare it again") from error

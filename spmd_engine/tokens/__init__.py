@@ -1,4 +1,4 @@
-"""Text as tokens and back: bytes, tokenizers in files of models, chat templates, and decoding while tokens arrive."""
+"""Encoding and decoding of text: bytes, tokenizers of models, chat templates, and decoding while tokens arrive."""
 
 from spmd_engine.tokens.tokenizer import ByteTokenizer, TextStream, Tokenizer
 

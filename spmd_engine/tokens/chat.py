@@ -1,4 +1,4 @@
-"""Conversations as text in the format of a model's training, by its chat template."""
+"""Conversations as text in the format of a model's training, written by its chat template."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _one_at_a_time = Lock()
 
 
 def chat_text(tokenizer: Tokenizer, messages: Sequence[Message], *, answer: bool = True) -> str:
-    """A conversation as text; with the beginning of the assistant's next turn, if an ``answer`` is to follow.
+    """A conversation as text; if an ``answer`` is to follow, with the beginning of the assistant's next turn.
 
     Templates are untrusted programs: they run in jinja's sandbox, in a process with limits on time and memory.
-    Raises UsageError for a tokenizer without a template, for one that is damaged or takes too much, and
-    for messages that it refuses.
+    Raises UsageError for a tokenizer without a template, for a template that is damaged or exceeds the limits, and for
+    messages that the template refuses.
     """
     if not tokenizer.chat_template:
         raise UsageError("this model has no chat template; write the prompt in its format, without --chat")
     if find_spec("jinja2") is None:
         raise UsageError("a chat template needs jinja2: pip install 'spmd_engine[hf]'")
-    given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": answer}
-    request = {"template": tokenizer.chat_template, "values": {**tokenizer.special, **given}, "seconds": SECONDS}
+    values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": answer}
+    request = {"template": tokenizer.chat_template, "values": {**tokenizer.special, **values}, "seconds": SECONDS}
     with reading(_FAILED):
         text = json.dumps(request, default=dict)
     with _one_at_a_time:
@@ -47,7 +47,7 @@ def chat_text(tokenizer: Tokenizer, messages: Sequence[Message], *, answer: bool
 
 
 def _answer(request: bytes) -> dict[str, str]:
-    """The answer of the process, or how it ended; the next request then starts another."""
+    """The answer of the process, or the error with which it ended; the next request then starts another process."""
     process = _process()
     assert process.stdin is not None and process.stdout is not None
     try:
@@ -56,7 +56,7 @@ def _answer(request: bytes) -> dict[str, str]:
         line = process.stdout.readline()
     except BrokenPipeError:
         line = b""
-    except BaseException:  # Ctrl-C: the answer would be taken for that of the next request
+    except BaseException:  # Ctrl-C: otherwise the next request would get this answer
         _end(process)
         raise
     if line.endswith(b"\n"):
@@ -67,7 +67,7 @@ def _answer(request: bytes) -> dict[str, str]:
 
 @cache
 def _process() -> subprocess.Popen[bytes]:
-    """The process that runs templates. A session of its own keeps a terminal's Ctrl-C away from it."""
+    """The process that runs templates, in a session of its own, so that it does not receive a terminal's Ctrl-C."""
     process = subprocess.Popen(
         [sys.executable, "-P", str(Path(__file__).with_name("chat_process.py"))],
         stdin=subprocess.PIPE,

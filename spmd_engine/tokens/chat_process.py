@@ -1,7 +1,7 @@
 """A separate process that writes conversations by chat templates, which are untrusted programs.
 
-A template can loop forever, ask for all memory, or overflow the stack of its process. ``tokens.chat`` starts this file
-by its path, so it imports nothing of the package; a request is a line of JSON, and so is its answer.
+A template can loop forever, allocate all memory, or overflow the stack of its process. ``tokens.chat`` starts this file
+by its path, so it imports nothing of the package. A request is a line of JSON, and so is its answer.
 """
 
 import json
@@ -10,12 +10,12 @@ import signal
 import sys
 from datetime import datetime
 
-MEMORY = 1 << 30  #: bytes of the process's addresses
+MEMORY = 1 << 30  #: bytes of the process's address space
 LONGEST = 1 << 24  #: characters of a conversation
 
 
 def serve() -> None:
-    """Answer each line of standard input. A request that computes for too long ends the process, by SIGPROF."""
+    """Answer each line of standard input. SIGPROF ends the process if a request computes for too long."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     templates = {}
     for line in sys.stdin.buffer:
@@ -40,8 +40,8 @@ def serve() -> None:
 
 
 def compiled(source):
-    """A template in jinja's sandbox: without access to attributes that lead out of it, and it cannot change what it is
-    given. It finds what transformers gives templates."""
+    """Compile a template in jinja's sandbox: it cannot access unsafe attributes or change its arguments. It has the
+    functions and tags that transformers provides."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -50,7 +50,7 @@ def compiled(source):
         raise TemplateError(message)
 
     class Generation(Extension):
-        """``{% generation %}`` ... ``{% endgeneration %}``, which mark what an assistant says: written as it is."""
+        """``{% generation %}`` ... ``{% endgeneration %}``, which mark the assistant's text: written unchanged."""
 
         tags = {"generation"}
 
@@ -67,7 +67,7 @@ def compiled(source):
 
 
 def as_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """As transformers' filter of this name; jinja's own would write characters for HTML."""
+    """The same as transformers' filter ``tojson``; jinja's own filter escapes characters for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

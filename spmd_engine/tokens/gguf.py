@@ -1,4 +1,4 @@
-"""The vocabulary in a GGUF file's metadata, as the tokenizer that it was made from."""
+"""Tokenizers from the vocabulary in a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ENDS = frozenset((
 def gguf_tokenizer(metadata: Mapping[str, Any], where: str = "the GGUF file") -> JsonTokenizer:
     """The tokenizer that ``tokenizer.ggml.*`` describes: a byte-level BPE ("gpt2") or SentencePiece's BPE ("llama").
 
-    Raises UsageError, naming ``where``, for other kinds, and for what is missing or damaged.
+    Raises UsageError, naming ``where``, for other kinds, and for missing or damaged fields.
     """
     library = tokenizers_library()
     with reading(f"{where} describes no tokenizer", "; download the file again"):
@@ -35,7 +35,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str = "the GGUF file") ->
         elif kind == "llama":
             tokenizer = _sentence_piece(library, metadata, tokens, vocabulary, where)
         else:
-            raise UsageError(f"{where}: tokenizer.ggml.model is {kind!r}; known are gpt2 and llama")
+            raise UsageError(f"{where}: tokenizer.ggml.model is {kind!r}; supported are gpt2 and llama")
         for special in (True, False):
             wanted = CONTROL if special else USER_DEFINED
             added = [token for token, kind in zip(tokens, types, strict=True) if kind == wanted]
@@ -51,8 +51,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str = "the GGUF file") ->
                 names[name] = tokens[number]
         pre = metadata.get("tokenizer.ggml.pre", "default")
         around = {"add_bos_token": kind == "llama" or SPLITS[pre].begins, "add_eos_token": False}
-        for each in around:
-            around[each] = bool(metadata.get(f"tokenizer.ggml.{each}", around[each]))
+        for option in around:
+            around[option] = bool(metadata.get(f"tokenizer.ggml.{option}", around[option]))
         return JsonTokenizer(
             tokenizer.to_str(),
             where,
@@ -64,21 +64,21 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str = "the GGUF file") ->
 
 
 def gguf_ends(metadata: Mapping[str, Any], where: str = "the GGUF file") -> tuple[int, ...]:
-    """The tokens that end a generation: the ends of a text, a turn or a message by the metadata, and control tokens
-    with names of ends. Raises UsageError for a number that is no token."""
+    """The tokens that end a generation: those that end a text, a turn or a message by the metadata, and control tokens
+    with such names. Raises UsageError for a number that is no token."""
     with reading(f"{where} describes no tokenizer", "; download the file again"):
         tokens = _field(metadata, "tokens", where)
         types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
         listed = [_token(metadata, f"{name}_token_id", len(tokens), where) for name in ("eos", "eot", "eom")]
-        both = enumerate(zip(tokens, types, strict=False))
-        named = [number for number, (token, kind) in both if token in _ENDS and kind == CONTROL]
+        typed = enumerate(zip(tokens, types, strict=False))
+        named = [number for number, (token, kind) in typed if token in _ENDS and kind == CONTROL]
         return tuple(dict.fromkeys(number for number in (*listed, *named) if number is not None))
 
 
 def _byte_level(library: Any, metadata: Mapping[str, Any], vocabulary: Mapping[str, int], where: str) -> Any:
     split = SPLITS.get(pre := metadata.get("tokenizer.ggml.pre", "default"))
     if split is None:
-        raise UsageError(f"{where}: tokenizer.ggml.pre is {pre!r}; known are {', '.join(SPLITS)}")
+        raise UsageError(f"{where}: tokenizer.ggml.pre is {pre!r}; supported are {', '.join(SPLITS)}")
     merges = [tuple(pair.split(" ", 1)) for pair in _field(metadata, "merges", where)]
     with reading(f"{where}: its vocabulary cannot be read", "; download the file again"):
         tokenizer = library.Tokenizer(library.models.BPE(dict(vocabulary), merges, ignore_merges=split.whole_words))
@@ -101,14 +101,14 @@ def _sentence_piece(
     leading = metadata.get("tokenizer.ggml.add_space_prefix", True)
     steps = [library.normalizers.Prepend("▁")] if leading else []
     tokenizer.normalizer = library.normalizers.Sequence([*steps, library.normalizers.Replace(" ", "▁")])
-    after = library.decoders
-    stripped = [after.Strip(" ", 1, 0)] if leading else []
-    tokenizer.decoder = after.Sequence([after.Replace("▁", " "), after.ByteFallback(), after.Fuse(), *stripped])
+    module = library.decoders
+    strip = [module.Strip(" ", 1, 0)] if leading else []
+    tokenizer.decoder = module.Sequence([module.Replace("▁", " "), module.ByteFallback(), module.Fuse(), *strip])
     return tokenizer
 
 
 def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> Iterator[tuple[str, str]]:
-    """Every pair of tokens whose join is a token, the joins with the highest scores first."""
+    """Every pair of tokens that join to a token, in descending order of the joined token's score."""
     pairs = []
     for token, number in vocabulary.items():
         for at in range(1, len(token)):
@@ -119,7 +119,7 @@ def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> Iterator[
 
 
 def _token(metadata: Mapping[str, Any], field: str, count: int, where: str) -> int | None:
-    """The number of a token in the metadata, if it is there."""
+    """The number of a token in the metadata, or None."""
     number = metadata.get(f"tokenizer.ggml.{field}")
     if number is not None and not 0 <= number < count:
         raise UsageError(f"{where}: tokenizer.ggml.{field} is {number}, of {count} tokens")
@@ -133,32 +133,32 @@ def _field(metadata: Mapping[str, Any], name: str, where: str) -> Sequence[Any]:
     return value
 
 
-# --- How the byte-level vocabulary of a GGUF file splits a text before pairs are merged, by ``tokenizer.ggml.pre``
+# --- Splits of a text before pairs are merged, for byte-level vocabularies, by ``tokenizer.ggml.pre``
 #
-# Each split is that of the ``tokenizer.json`` from which such files are made.
+# Each split is that of the ``tokenizer.json`` from which such GGUF files are converted.
 
 
 @dataclass(frozen=True)
 class TextSplit:
-    """Patterns that split a text one after the other, and other properties of that name."""
+    """Patterns that split a text one after the other, and other properties of a ``tokenizer.ggml.pre``."""
 
     patterns: tuple[str, ...] = ()
-    is_gpt2: bool = True  #: finally by GPT-2's own pattern
-    whole_words: bool = False  #: a piece that is a token is not merged
-    begins: bool = False  #: a text begins with the begin token, unless the file says otherwise
+    is_gpt2: bool = True  #: whether GPT-2's own pattern splits the text last
+    whole_words: bool = False  #: whether a piece that is a token is not merged
+    begins: bool = False  #: whether a text begins with the begin token, unless the file says otherwise
 
     def pre_tokenizer(self, library: Any) -> Any:
-        """The ``tokenizers`` library's."""
-        before = library.pre_tokenizers
-        pieces = [before.Split(library.Regex(pattern), "isolated") for pattern in self.patterns]
-        return before.Sequence([*pieces, before.ByteLevel(add_prefix_space=False, use_regex=self.is_gpt2)])
+        """The splits as a pre-tokenizer of the ``tokenizers`` library."""
+        module = library.pre_tokenizers
+        splits = [module.Split(library.Regex(pattern), "isolated") for pattern in self.patterns]
+        return module.Sequence([*splits, module.ByteLevel(add_prefix_space=False, use_regex=self.is_gpt2)])
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n%s]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s|" + _REST % ""
 _LARGE, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-#: Words in which small letters follow large ones: %s is what ends a word.
+#: Words in which small letters follow large ones: %s is the end of a word.
 _BY_CASE = rf"[^\r\n\p{{L}}\p{{N}}]?{_LARGE}*{_SMALL}+%s|[^\r\n\p{{L}}\p{{N}}]?{_LARGE}+{_SMALL}*%s|"
 _LLAMA3, _QWEN2 = _WORDS % r"\p{N}{1,3}", _WORDS % r"\p{N}"
 _TEKKEN = _BY_CASE % ("", "") + r"\p{N}|" + _REST % "/"

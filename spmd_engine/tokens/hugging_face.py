@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face's models, by the ``tokenizers`` library (extra ``[hf]``)."""
+"""Tokenizers of Hugging Face's models, with the ``tokenizers`` library (extra ``[hf]``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spmd_engine.tokens.long_text import encode_long
 from spmd_engine.tokens.tokenizer import Tokenizer
 
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-#: Fields of tokenizer_config.json: whether a token belongs before or after every text, and which.
+#: Fields of tokenizer_config.json that enable a token before or after every text, and the names of these tokens.
 AROUND = {"add_bos_token": "bos_token", "add_eos_token": "eos_token"}
 
 
@@ -34,11 +34,11 @@ class JsonTokenizer(Tokenizer):
         special: Mapping[str, str] | None = None,
         around: Mapping[str, bool] | None = None,
     ) -> None:
-        """``end`` is the token after a text. ``around`` has ``add_bos_token`` and ``add_eos_token``, where they differ
+        """``end`` is the token after a text. ``around`` has ``add_bos_token`` and ``add_eos_token``, if they differ
         from the file. Raises UsageError, naming ``where``, for a text that describes no tokenizer.
         """
         with reading(f"{where} describes no tokenizer", "; download the file again"):
-            self._inner = _described(text, where)
+            self._inner = _parse(text, where)
             self._inner.no_padding()
             self._inner.no_truncation()
             self.vocabulary = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -47,7 +47,7 @@ class JsonTokenizer(Tokenizer):
             self.separator = self.end
             self.chat_template, self.special = chat_template, dict(special or {})
             if around:
-                self._put_around(around)
+                self._set_around(around)
             config = {**self.special, **(around or {}), **({"chat_template": chat_template} if chat_template else {})}
             self.files = {TOKENIZER: text, CONFIG: json.dumps(config)}
             if chat_template is not None and not isinstance(chat_template, str):
@@ -57,8 +57,8 @@ class JsonTokenizer(Tokenizer):
             if end is not None and self.end is None:
                 raise UsageError(f"{where} has no token {end!r}, which ends a text; download the files again")
 
-    def _put_around(self, around: Mapping[str, bool]) -> None:
-        """Add tokens before and after every text as the configuration says; the file decides where it is silent."""
+    def _set_around(self, around: Mapping[str, bool]) -> None:
+        """Add tokens before and after every text, as in the configuration or, without an entry, as in the file."""
         around_text, by_file = [], self._inner.encode("").ids
         for (name, token), at in zip(AROUND.items(), (0, -1), strict=True):
             text = self.special.get(token)
@@ -79,15 +79,15 @@ class JsonTokenizer(Tokenizer):
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         return [
-            each.ids for each in self._inner.encode_batch([_plain(text) for text in texts], add_special_tokens=False)
+            item.ids for item in self._inner.encode_batch([_plain(text) for text in texts], add_special_tokens=False)
         ]
 
     def encode_long(self, chunks: Iterable[bytes]) -> Iterator[np.ndarray]:
         return encode_long(self._inner, codecs.iterdecode(chunks, "utf-8", "replace"))
 
 
-def _described(text: str, where: str) -> Any:
-    """The library's tokenizer."""
+def _parse(text: str, where: str) -> Any:
+    """The ``tokenizers`` library's tokenizer for a ``tokenizer.json``."""
     library = tokenizers_library()
     _check_merges(parse_json(text))
     return library.Tokenizer.from_str(text)
@@ -119,7 +119,7 @@ def _plain(text: str) -> str:
 
 
 def tokenizers_library() -> Any:
-    """The library, imported when it is first needed."""
+    """The ``tokenizers`` library, imported on first use. Raises UsageError if it is not installed."""
     try:
         import tokenizers
     except ImportError:
@@ -129,8 +129,8 @@ def tokenizers_library() -> Any:
 
 def read_tokenizer(path: str | Path) -> JsonTokenizer:
     """The tokenizer of a model's folder or of a ``tokenizer.json``, with ``tokenizer_config.json`` and
-    ``chat_template.jinja`` of the same folder; for GPT-2's class without it, that of ``vocab.json`` and ``merges.txt``.
-    Raises UsageError for files that are missing or damaged."""
+    ``chat_template.jinja`` of the same folder. Without a ``tokenizer.json``, GPT-2's class is read from ``vocab.json``
+    and ``merges.txt``. Raises UsageError for files that are missing or damaged."""
     path = Path(path)
     file = path / TOKENIZER if path.is_dir() else path
     texts = {name: _text(file.with_name(name)) for name in (CONFIG, TEMPLATE) if file.with_name(name).is_file()}
@@ -144,7 +144,7 @@ def read_tokenizer(path: str | Path) -> JsonTokenizer:
 
 
 def tokenizer_of(files: Mapping[str, str], where: str) -> JsonTokenizer:
-    """The tokenizer of these files, texts by name. Raises UsageError, naming ``where``, if they are damaged."""
+    """The tokenizer of ``files``, texts by name. Raises UsageError, naming ``where``, if they are damaged."""
     config = _config(files, where)
     with reading(f"{where}: {CONFIG} beside it cannot be read", "; download the file again"):
         chat, special, around = _settings(files, config)
@@ -154,10 +154,10 @@ def tokenizer_of(files: Mapping[str, str], where: str) -> JsonTokenizer:
 
 
 def _settings(files: Mapping[str, str], config: Mapping[str, Any]) -> tuple[Any, dict[str, str], dict[str, bool]]:
-    """The chat template, the special tokens, and which of them belong around every text."""
+    """The chat template, the special tokens, and whether begin and end tokens are added around every text."""
     chat = files.get(TEMPLATE, config.get("chat_template"))
-    if isinstance(chat, list):  # several by name
-        named = {each.get("name"): each.get("template") for each in chat if isinstance(each, Mapping)}
+    if isinstance(chat, list):  # several templates by name
+        named = {entry.get("name"): entry.get("template") for entry in chat if isinstance(entry, Mapping)}
         chat = named.get("default") or next(iter(named.values()), None)
     special = {name: _content(value) for name, value in config.items() if name.endswith("_token") and _content(value)}
     around = {name: config[name] for name in AROUND if isinstance(config.get(name), bool)}
@@ -187,7 +187,7 @@ def _text(file: Path) -> str:
 
 
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
-#: Classes, as ``tokenizer_config.json`` names them, whose texts are split as GPT-2's before pairs are merged.
+#: Classes in ``tokenizer_config.json`` that split texts as GPT-2 does before pairs are merged.
 CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 
 
@@ -196,20 +196,20 @@ def byte_level_json(vocabulary: str, merges: str, config: Mapping[str, Any], lib
     ``tokenizers``. Raises UsageError, naming ``where``, for damaged files."""
     with reading(f"{where}: {VOCABULARY} and {MERGES} make no tokenizer", "; download them again"):
         pairs = [tuple(line.split(" ")) for line in merges.splitlines() if line and not line.startswith("#version")]
-        made = library.Tokenizer(library.models.BPE(parse_json(vocabulary), pairs))
+        tokenizer = library.Tokenizer(library.models.BPE(parse_json(vocabulary), pairs))
     spaced = bool(config.get("add_prefix_space"))
-    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=spaced)
-    made.decoder = library.decoders.ByteLevel()
-    made.post_processor = library.processors.ByteLevel(trim_offsets=False)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=spaced)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    tokenizer.post_processor = library.processors.ByteLevel(trim_offsets=False)
     named = [config.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")]
-    texts = [each.get("content") if isinstance(each, Mapping) else each for each in named]
-    texts = [each for each in texts if isinstance(each, str) and made.token_to_id(each) is not None]
-    made.add_special_tokens([library.AddedToken(each, special=True) for each in dict.fromkeys(texts)])
-    return made.to_str()
+    texts = [token.get("content") if isinstance(token, Mapping) else token for token in named]
+    texts = [text for text in texts if isinstance(text, str) and tokenizer.token_to_id(text) is not None]
+    tokenizer.add_special_tokens([library.AddedToken(text, special=True) for text in dict.fromkeys(texts)])
+    return tokenizer.to_str()
 
 
 def remedy(folder: Path) -> str:
-    """A hint for a folder that has a tokenizer of another format; empty if it has none."""
+    """A hint for a folder with a tokenizer of another format; empty if there is none."""
     others = ("tokenizer.model", "spiece.model", "vocab.txt", VOCABULARY)
     for name in others:
         if (folder / name).is_file():

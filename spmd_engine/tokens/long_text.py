@@ -1,15 +1,15 @@
-"""Encoding a long text in bounded memory, with the tokens that it has when it is encoded at once.
+"""Encoding of a long text in bounded memory; the tokens are the same as when the text is encoded at once.
 
-The text is encoded in overlapping windows. Two neighbours are joined at a border in their overlap across which no token
-depends on the text of the other side. There are two kinds:
+The text is encoded in overlapping windows. Two neighbours are joined at a border in their overlap: no token on one side
+of it depends on text of the other side. There are two kinds of borders:
 
-- for a tokenizer that splits a text into words, a border of words. Patterns that split read from left to right, so
-  after a border they find the same words, wherever the text began. Both windows must have it, with the same tokens for
-  a while on both sides: the end of a window can change its last words, and its beginning the first ones;
-- for a tokenizer to which a whole text is one word, a border of tokens whose two characters are neighbours in no token
-  of the vocabulary. No merge can cross it.
+- between words, if the tokenizer splits a text into words. Its patterns match from left to right, so after a border
+  they find the same words wherever the text begins. Both windows must have the border, with ``ALIKE`` equal tokens on
+  both sides, because the end of a window can change its last words, and its beginning the first ones;
+- between tokens, if a whole text is one word to the tokenizer: the two characters at the border are neighbours in no
+  token of the vocabulary, so no merge can cross it.
 
-Without a border (a word that is longer than the overlap), the two windows are encoded as one.
+If there is no border (a word is longer than the overlap), the two windows are encoded as one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 WINDOW = 1 << 17  #: characters of a window
-OVERLAP = 1 << 12  #: characters that two neighbours share
+OVERLAP = 1 << 12  #: characters that two neighbouring windows share
 TOGETHER = 8  #: windows that the library encodes in parallel
 ALIKE = 16  #: tokens on each side of a border that both windows must have
 _SAMPLE = "Some words, and 1234 numbers.\n\nA line;\t\u65e5\u672c."
@@ -36,15 +36,15 @@ class _Encoded:
     begin: int  #: in characters of the whole text
     text: str
     ids: np.ndarray
-    places: np.ndarray  #: of each token: the character of the whole text that it begins at
-    words: np.ndarray  #: and the number of its word, counted within the window
+    places: np.ndarray  #: of each token, its first character in the whole text
+    words: np.ndarray  #: of each token, the number of its word within the window
 
 
 def encode_long(inner: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:
-    """The tokens of one text that arrives in pieces; ``inner`` is a tokenizer of the ``tokenizers`` library."""
+    """Yield the tokens of a text in pieces; ``inner`` is a tokenizer of the ``tokenizers`` library."""
     separates = _separates(inner)
     windows = _windows(inner, texts)
-    left, first = next(windows, None), 0  # and its first token that is not yet emitted
+    left, first = next(windows, None), 0  # a window, and its first token that is not yet returned
     for right in windows:
         assert left is not None
         if border := _border(left, right, separates):
@@ -53,7 +53,7 @@ def encode_long(inner: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:
             continue
         # At least double the text: adding one window at a time to a word of n characters takes n^2 steps.
         more = islice(windows, len(left.text) // WINDOW)
-        text = "".join([left.text, *(each.text[OVERLAP:] for each in (right, *more))])
+        text = "".join([left.text, *(window.text[OVERLAP:] for window in (right, *more))])
         left = _encoded(inner, [(left.begin, text)])[0]
     if left is not None:
         yield left.ids[first:]
@@ -61,26 +61,26 @@ def encode_long(inner: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:
 
 def _windows(inner: Any, texts: Iterable[str]) -> Iterator[_Encoded]:
     windows = _overlapping(texts)
-    while some := list(islice(windows, TOGETHER)):
-        yield from _encoded(inner, some)
+    while batch := list(islice(windows, TOGETHER)):
+        yield from _encoded(inner, batch)
 
 
 def _overlapping(texts: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """Windows of the text, and where each begins."""
+    """Overlapping windows of the text, each with the place where it begins."""
     begin, held = 0, ""
     for text in texts:
         held += text
-        while len(held) > WINDOW + OVERLAP:  # the last one is no shorter than what it shares
+        while len(held) > WINDOW + OVERLAP:  # the last window is at least as long as its overlap
             yield begin, held[:WINDOW]
             begin, held = begin + WINDOW - OVERLAP, held[WINDOW - OVERLAP :]
     if held:
         yield begin, held
 
 
-def _encoded(inner: Any, some: Sequence[tuple[int, str]]) -> list[_Encoded]:
+def _encoded(inner: Any, texts: Sequence[tuple[int, str]]) -> list[_Encoded]:
     windows = []
-    encodings = inner.encode_batch([text for _, text in some], add_special_tokens=False)
-    for (begin, text), encoding in zip(some, encodings, strict=True):
+    encodings = inner.encode_batch([text for _, text in texts], add_special_tokens=False)
+    for (begin, text), encoding in zip(texts, encodings, strict=True):
         places = np.array([place for place, _ in encoding.offsets], np.int64) + begin
         words = np.array([-1 if word is None else word for word in encoding.word_ids], np.int64)
         windows.append(_Encoded(begin, text, np.array(encoding.ids, np.uint32), places, words))
@@ -88,10 +88,10 @@ def _encoded(inner: Any, some: Sequence[tuple[int, str]]) -> list[_Encoded]:
 
 
 def _border(left: _Encoded, right: _Encoded, separates: Separates) -> tuple[int, int] | None:
-    """The index, in both windows, of the first token after a border; None without one."""
+    """The indices, in both windows, of the first token after a border; None if there is no border."""
     for middle in (right.begin + OVERLAP * part // 4 for part in (2, 1, 3)):
-        i, j = (int(np.searchsorted(each.places, middle)) for each in (left, right))
-        # i and j are the same token; the border is the first place from here on where both windows agree.
+        i, j = (int(np.searchsorted(window.places, middle)) for window in (left, right))
+        # i and j are the same token; the border is the first place after it where both windows agree.
         count = min(len(left.ids) - i, len(right.ids) - j) - ALIKE
         before = min(i, j, ALIKE)
         if before < ALIKE or count < 1:
@@ -100,7 +100,7 @@ def _border(left: _Encoded, right: _Encoded, separates: Separates) -> tuple[int,
         same = (left.ids[ours] == right.ids[theirs]) & (left.places[ours] == right.places[theirs])
         agreed = np.convolve(same, np.ones(2 * ALIKE, np.int64), "valid") == 2 * ALIKE
         for k in np.flatnonzero(agreed[:count]).tolist():
-            borders = all(each.words[at + k - 1] != each.words[at + k] for each, at in ((left, i), (right, j)))
+            borders = all(window.words[at + k - 1] != window.words[at + k] for window, at in ((left, i), (right, j)))
             if borders or separates(int(left.ids[i + k - 1]), int(left.ids[i + k])):
                 return i + k, j + k
     return None
@@ -111,7 +111,7 @@ def _separates(inner: Any) -> Separates:
     marks = (
         "continuing_subword_prefix",
         "end_of_word_suffix",
-    )  # these change a token's characters
+    )  # they change a token's characters
     if (
         _splits(inner)
         or type(model).__name__ not in ("BPE", "Unigram")
@@ -129,7 +129,7 @@ def _separates(inner: Any) -> Separates:
 
 
 def _splits(inner: Any) -> bool:
-    """Whether a text has several words to this tokenizer."""
+    """Whether this tokenizer splits a text into words."""
     if inner.pre_tokenizer is None:
         return False
     sample = inner.normalizer.normalize_str(_SAMPLE) if inner.normalizer else _SAMPLE

@@ -11,42 +11,42 @@ import numpy as np
 
 
 class Tokenizer(ABC):
-    """Text as numbers below ``vocabulary``, and back."""
+    """Encodes text as numbers below ``vocabulary``, and decodes them."""
 
     vocabulary: int  #: tokens are 0 to vocabulary - 1
     end: int | None = None  #: the token that ends a text, if there is one
-    separator: int | None = None  #: the token after each document of a corpus; usually the same
-    files: Mapping[str, str] = MappingProxyType({})  #: texts by name: the files that describe it
-    sha256: str = ""  #: of everything that determines how text is encoded, in hexadecimal digits
+    separator: int | None = None  #: the token after each document of a corpus; usually equal to ``end``
+    files: Mapping[str, str] = MappingProxyType({})  #: texts by name: the files that describe the tokenizer
+    sha256: str = ""  #: of all that determines the encoding, in hexadecimal digits
     chat_template: str | None = None  #: a jinja template that writes a conversation as text
     special: Mapping[str, str] = MappingProxyType({})  #: special tokens by name: {"bos_token": "<s>"}
 
     @abstractmethod
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Tokens of a text; with those that belong before or after every text (a begin token), if ``special``."""
+        """Tokens of a text; if ``special``, with the tokens before and after every text, such as a begin token."""
 
     @abstractmethod
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of tokens, without special ones; a broken character becomes a replacement mark."""
+        """Text of tokens, without special tokens; an incomplete character becomes a replacement mark."""
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Many texts, without special tokens before or after each; in parallel if possible."""
+        """Tokens of many texts, without special tokens before and after each; encoded in parallel if possible."""
         return [self.encode(text, special=False) for text in texts]
 
     def encode_long(self, chunks: Iterable[bytes]) -> Iterator[np.ndarray]:
-        """The tokens, in pieces, of a text in pieces of UTF-8: those of ``encode_all`` for the whole text."""
+        """Encode a text in pieces of UTF-8; yield its tokens in pieces: those of ``encode_all`` for the whole text."""
         (tokens,) = self.encode_all([b"".join(chunks).decode(errors="surrogateescape")])
         yield np.array(tokens, np.int64)
 
 
-# --- Bytes as tokens: the default of models that are trained here
+# --- Bytes as tokens: the default for models that are trained with this package
 
 
-END_OF_FILE = 256  #: the token after each file; the others are bytes
+END_OF_FILE = 256  #: the token after each file; smaller tokens are bytes
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes, and a separator after each file, which does not end a generation: models continue with a file."""
+    """UTF-8 bytes, with a separator after each file. It does not end a generation: models continue with a new file."""
 
     vocabulary = 257
     separator = END_OF_FILE
@@ -74,51 +74,51 @@ class ByteTokenizer(Tokenizer):
 
 
 BROKEN = "\ufffd"
-CONTEXT = 6  #: earlier tokens that are decoded with new ones, because the text of a token may depend on them
+CONTEXT = 6  #: earlier tokens that are decoded with new ones, because the text of a token can depend on them
 
 
 class TextStream:
-    """Decodes tokens one by one, and returns text once later tokens cannot change it.
+    """Decodes tokens one by one, and returns text as soon as later tokens cannot change it.
 
     Incomplete characters, and text that may begin one of the ``stop`` strings, are held back. When a stop string is
-    complete, ``stopped`` is that string, and the text ends before it. Decoding follows the window of vLLM's
-    detokenizer: the text of some tokens, minus that of all but the new ones.
+    complete, ``stopped`` is that string, and the text ends before it. Decoding uses a window, as in vLLM's detokenizer:
+    new text is the text of the window's tokens without the text of its earlier ones.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, [text for text in stop if text]
         self._tokens = list(prompt[-CONTEXT:])
-        self._begin, self._known = 0, len(self._tokens)
+        self._begin, self._decoded = 0, len(self._tokens)
         self._held = ""
-        self.text = ""  #: all that was returned so far
+        self.text = ""  #: all text that was returned so far
         self.stopped: str | None = None
 
     def feed(self, token: int) -> str:
-        """The text that becomes certain with one more token; empty after a stop string."""
+        """Add a token; return the text that later tokens cannot change any more. Empty after a stop string."""
         if self.stopped is not None:
             return ""
         self._tokens.append(token)
-        before = self._tokenizer.decode(self._tokens[self._begin : self._known])
-        now = self._tokenizer.decode(self._tokens[self._begin :])
-        if now.endswith(BROKEN) or len(now) <= len(before):
+        before = self._tokenizer.decode(self._tokens[self._begin : self._decoded])
+        current = self._tokenizer.decode(self._tokens[self._begin :])
+        if current.endswith(BROKEN) or len(current) <= len(before):
             return ""
-        self._begin, self._known = self._known, len(self._tokens)
-        return self._release(now[len(before) :])
+        self._begin, self._decoded = self._decoded, len(self._tokens)
+        return self._release(current[len(before) :])
 
     def finish(self) -> str:
-        """The text that was held back, when there are no more tokens."""
+        """Return the text that was held back. No more tokens may follow."""
         if self.stopped is not None:
             return ""
-        before = self._tokenizer.decode(self._tokens[self._begin : self._known])
+        before = self._tokenizer.decode(self._tokens[self._begin : self._decoded])
         self._held += self._tokenizer.decode(self._tokens[self._begin :])[len(before) :]
-        self._begin = self._known = len(self._tokens)
+        self._begin = self._decoded = len(self._tokens)
         certain = self._release("")
         rest, self._held = self._held, ""  # perhaps the beginning of a stop string
         self.text += rest
         return certain + rest
 
     def _release(self, new: str) -> str:
-        """The part of the held and the new text that is certain."""
+        """Return the part of the held and the new text that cannot begin a stop string; keep the rest."""
         self._held += new
         matches = [(at, text) for text in self._stop if (at := self._held.find(text)) >= 0]
         if matches:
@@ -132,5 +132,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The number of last characters of ``text`` that may be the beginning of ``stop``."""
+    """The number of characters at the end of ``text`` that may begin ``stop``."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -276,7 +276,7 @@ def test_sentence_piece_s_pairs_are_merged_by_score():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert'; known are gpt2 and llama"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert'; supported are gpt2 and llama"),
         ({"tokenizer.ggml.pre": "odd"}, "tokenizer.ggml.pre is 'odd'"),
         ({"tokenizer.ggml.tokens": []}, "has no tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.token_type": [1]}, "300 tokens, but 1 types of them"),

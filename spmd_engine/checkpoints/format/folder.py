@@ -1,11 +1,11 @@
-"""The checkpoints in a run's folder: each appears whole, by one rename, or not at all.
+"""The checkpoints in a run's folder: one rename makes each appear complete, or it does not appear at all.
 
-    runs/NAME/checkpoints/step-00000040/manifest.json        complete, since it has its name
+    runs/NAME/checkpoints/step-00000040/manifest.json        complete, as its name shows
                                         model-00000.safetensors ...
                           latest -> step-00000040
-                          unfinished-...                     of a save that is under way, or broke off
+                          unfinished-...                     a save that is running, or failed
 
-What a name promises is on the disk before the name is: files, their folder, and only then the rename.
+All content is on the disk before its name appears: first the files, then their folder, and only then the rename.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ class CheckpointFolder:
         self.path = Path(run) / CHECKPOINTS
 
     def complete(self) -> list[Path]:
-        """The folders of complete checkpoints, those of earlier steps first.
+        """The folders of complete checkpoints, in the order of their steps.
 
-        Raises CheckpointError where one may not be looked into: it might be the newest.
+        Raises CheckpointError if a folder cannot be read, because it may be the newest checkpoint.
         """
-        found = []
+        checkpoints = []
         try:
-            for each in self.path.iterdir() if os.path.isdir(self.path) else ():
-                matched = _COMPLETE.fullmatch(each.name)
-                if matched and (each / MANIFEST).is_file():
-                    found.append((int(matched[1]), int(matched[2] or 0), each))
+            for path in self.path.iterdir() if os.path.isdir(self.path) else ():
+                match = _COMPLETE.fullmatch(path.name)
+                if match and (path / MANIFEST).is_file():
+                    checkpoints.append((int(match[1]), int(match[2] or 0), path))
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error}") from error
-        return [path for _, _, path in sorted(found)]
+        return [path for _, _, path in sorted(checkpoints)]
 
     def newest(self) -> Path | None:
         """The folder of the last complete checkpoint."""
         return (self.complete() or [None])[-1]
 
     def begin(self) -> Path:
-        """A new folder for files that are not yet a checkpoint."""
+        """Create a folder for the files of a checkpoint that is not yet complete."""
         unfinished = self.path / f"unfinished-{os.urandom(16).hex()}"
         make_folder(self.path)
         unfinished.mkdir()
         return unfinished
 
     def commit(self, unfinished: Path, step: int, manifest: str, keep: int) -> Path:
-        """Make the files in ``unfinished`` the checkpoint of this step, and leave the last ``keep`` of all.
+        """Make the files in ``unfinished`` the checkpoint of this step; remove all but the last ``keep`` checkpoints.
 
-        Raises OSError where that cannot be done; whatever was complete before still is then.
+        Raises OSError if that fails; earlier checkpoints then stay complete.
         """
         path = unfinished / MANIFEST
         with path.open("x") as file:
@@ -78,36 +78,36 @@ class CheckpointFolder:
         return complete
 
     def prepare(self) -> None:
-        """Remove what saves have left that broke off, and see that one can begin. No other process may be saving here.
+        """Remove the files of failed saves, and check that a save can begin. No other process may save to this folder.
 
-        Raises OSError where nothing could be saved: better to report it before training than after it.
+        Raises OSError if nothing can be saved here, so that a run reports it before training and not after it.
         """
         self.sweep()
         self.begin().rmdir()
 
     def sweep(self) -> None:
-        """Remove what saves have left that broke off. No other process may be saving here."""
-        for each in list(self.path.iterdir()) if self.path.is_dir() else ():
-            if _UNFINISHED.fullmatch(each.name):
-                discard(each)
+        """Remove the files of failed saves. No other process may save to this folder."""
+        for path in list(self.path.iterdir()) if self.path.is_dir() else ():
+            if _UNFINISHED.fullmatch(path.name):
+                discard(path)
 
     def _free_name(self, step: int) -> Path:
-        """Of a step that was saved before, in a run that goes on from an earlier one, the newer one is the last.
+        """A name that is not in use. If a resumed run saves a step again, the newer checkpoint sorts after the older.
 
-        A folder that lost its manifest counts, too: its name is taken.
+        The name of a folder without a manifest counts as used, too.
         """
-        named = [matched for each in self.path.iterdir() if (matched := _COMPLETE.fullmatch(each.name))]
-        again = [int(matched[2] or 0) for matched in named if int(matched[1]) == step]
-        return self.path / (f"step-{step:08d}" + (f".{max(again) + 1}" if again else ""))
+        matches = [match for path in self.path.iterdir() if (match := _COMPLETE.fullmatch(path.name))]
+        versions = [int(match[2] or 0) for match in matches if int(match[1]) == step]
+        return self.path / (f"step-{step:08d}" + (f".{max(versions) + 1}" if versions else ""))
 
     def _point_to(self, complete: Path) -> None:
-        """Let ``latest`` be a link to it: for people; the newest is found by its number. Not all systems have links.
+        """Make ``latest`` a link to a checkpoint, for people; programs find the newest by its number.
 
-        Anything else of that name stays.
+        A file or folder of that name that is no such link stays. Not all file systems have links.
         """
         link, latest = self.path / f"{LATEST}-{os.urandom(16).hex()}", self.path / LATEST
         if not latest.is_symlink():
-            if (latest / MANIFEST).is_file():  # of a run that was copied by what follows links
+            if (latest / MANIFEST).is_file():  # left by a program that copied the run and followed links
                 discard(latest)
             elif os.path.lexists(latest):
                 return
@@ -118,14 +118,14 @@ class CheckpointFolder:
             discard(link)
 
     def _remove_all_but(self, keep: int) -> None:
-        for each in self._old(keep):
+        for checkpoint in self._old(keep):
             removed = self.path / f"removed-{os.urandom(16).hex()}"
-            with suppress(OSError):  # a full disk, or a process that reads it, is no reason to fail now
-                os.rename(each, removed)
+            with suppress(OSError):  # a full disk, or a process that reads the folder, must not fail the save
+                os.rename(checkpoint, removed)
                 discard(removed)
 
     def _old(self, keep: int) -> list[Path]:
-        """All complete checkpoints but the last so many; none where they cannot be listed: the new one exists."""
+        """All complete checkpoints but the last ``keep``; none if they cannot be listed, as the save has succeeded."""
         try:
             return self.complete()[: -max(1, keep)]
         except CheckpointError:
@@ -133,13 +133,13 @@ class CheckpointFolder:
 
 
 def step_in_name(folder: Path) -> int | None:
-    """The step that a checkpoint's folder is named after; None if it has a name of another kind."""
-    matched = _COMPLETE.fullmatch(folder.name)
-    return int(matched[1]) if matched else None
+    """The step in the name of a checkpoint's folder; None for a name of another form."""
+    match = _COMPLETE.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 def find_checkpoint(path: str | os.PathLike) -> Path:
-    """The folder of a checkpoint: ``path`` itself, or the newest of the run whose folder it is.
+    """The folder of a checkpoint: ``path`` itself, or the newest checkpoint of the run in the folder ``path``.
 
     Raises CheckpointError if there is none.
     """
@@ -153,7 +153,7 @@ def find_checkpoint(path: str | os.PathLike) -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, if it is not there; raises OSError, which of a link to nowhere says more than that it exists."""
+    """Make a folder if it does not exist. Raises OSError; for a broken link, the error shows the link's target."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
@@ -164,7 +164,7 @@ def make_folder(path: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a small file of that name: the old one, or this one whole, is there at any time."""
+    """Write a small file atomically: at any time, ``path`` is the old file or the complete new one."""
     unfinished = path.with_name(f".{path.name}-{os.urandom(16).hex()}")
     try:
         with unfinished.open("x") as file:
@@ -177,32 +177,32 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a folder, or a link, as far as that can be done."""
+    """Remove a folder or a link, ignoring errors."""
     if path.is_symlink():
         with suppress(OSError):
             path.unlink()
     else:
-        import shutil  # with all kinds of archives, which take longer to load than it mostly takes to save
+        import shutil  # here, because it imports archive formats, which often takes longer than a save
 
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync(folder: Path) -> None:
-    """See what a folder holds, its names, onto the disk."""
+    """Flush the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
-    except OSError as error:  # some file systems cannot, and then need not
+    except OSError as error:  # some file systems cannot flush folders, and do not need to
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(handle)
 
 
-# --- One writer a run: a lock in its folder, which the system takes back when the process ends, however it ends
+# --- One writer for each run: a lock in its folder, which the system releases when the process ends in any way
 #
-# Not all file systems have locks, and on some networks they exclude only processes of the same host. So the holder
-# writes its name into the file, and checks before each save that the name is still there.
+# Not all file systems have locks, and on some networks locks exclude only processes of the same host. So the holder
+# writes its name into the lock file, and checks before each save that the file still has this name.
 
 
 logger = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ LOCK = ".lock"
 
 
 class RunLock:
-    """``with RunLock(folder): ...``; raises UsageError where another process, or another run here, holds it."""
+    """``with RunLock(folder): ...``; raises UsageError if another process, or another run in this one, has the lock."""
 
     def __init__(self, folder: str | os.PathLike) -> None:
         self._path = Path(folder) / LOCK
@@ -232,7 +232,7 @@ class RunLock:
     def _take(self, handle: int) -> None:
         name = _name_in(handle)
         if name and not name.startswith("process "):
-            raise UsageError(f"{self._path} is not the lock of a run: move it away; the name of a run is written there")
+            raise UsageError(f"{self._path} is not the lock of a run: move it away; a run writes its name there")
         owner = name.rpartition(", ")[0]
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -250,23 +250,23 @@ class RunLock:
             )
 
     def check(self) -> None:
-        """Raise UsageError if another run has taken the folder meanwhile: from a host that does not see the lock.
+        """Raise UsageError if another run has since taken the folder, on a host that does not see the lock.
 
-        A folder that is gone is no error: a save makes it again.
+        A missing folder is no error: a save makes it again.
         """
         try:
             handle = open_regular(self._path, os.O_RDONLY)
         except FileNotFoundError:
             return
         try:
-            said = _name_in(handle)
+            name = _name_in(handle)
         finally:
             os.close(handle)
-        if said != self._name:
-            who = said.rpartition(", ")[0]
+        if name != self._name:
+            owner = name.rpartition(", ")[0]
             raise UsageError(
-                f"{self._path.parent} is being written by another run{f' ({who})' if who else ''}, which has begun "
-                "after this one: the lock of this one did not keep it out"
+                f"{self._path.parent} is being written by another run{f' ({owner})' if owner else ''}, which has begun "
+                "after this one and does not see its lock. Stop one of the two"
             )
 
     def __exit__(self, *_: object) -> None:
@@ -281,6 +281,6 @@ class RunLock:
 
 
 def _name_in(handle: int) -> str:
-    """The name in an open lock: its first line. What follows was there before, since a lock is never truncated."""
+    """The first line of an open lock file. Later lines are old names, since the file is never truncated."""
     line, _, _ = os.pread(handle, 200, 0).partition(b"\n")
     return line.strip(b"\0 ").decode(errors="replace")

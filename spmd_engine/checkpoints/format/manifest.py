@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: every array, the blocks that it is stored in, and the facts of the training.
+"""The manifest of a checkpoint: every array with the blocks that store it, and the facts of the training.
 
-It is JSON, with a SHA-256 of itself. Only the division of arrays into blocks depends on the mesh; what is read is the
-same for any division.
+It is JSON, with a SHA-256 of itself. Only the division of arrays into blocks depends on the mesh; the arrays that are
+read are the same for any division.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spmd_engine.foreign import parse_json, reading
 from spmd_engine.sharding.rectangles import Rectangle
 
 FORMAT, VERSION = "spmd_engine checkpoint", 1
-#: Sections: parameters and buffers by name; optimizer state by kind/name; what single ranks keep, by rank/name.
+#: Sections: parameters and buffers by name; optimizer state by kind/name; residues of single ranks by rank/name.
 MODEL, OPTIMIZER, RESIDUES = "model", "optimizer", "residues"
 _FILE = re.compile(r"[a-z]+-\d{5,}\.safetensors")
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -45,10 +45,10 @@ class StoredBlock:
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array in blocks, each of its elements in one of them."""
+    """An array in blocks; each element is in one block."""
 
     shape: tuple[int, ...]
-    dtype: str  #: as safetensors files call it
+    dtype: str  #: its name in safetensors files
     blocks: tuple[StoredBlock, ...]
 
     @property
@@ -56,10 +56,10 @@ class StoredArray:
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def check(self, name: str) -> None:
-        """Raise CheckpointError unless every element is in one block, and in one only."""
-        wrong = _wrong_with(self.shape, tuple(block.rectangle for block in self.blocks))
-        if wrong:
-            raise CheckpointError(f"{name}{list(self.shape)}: {wrong}")
+        """Raise CheckpointError unless every element is in exactly one block."""
+        fault = _wrong_with(self.shape, tuple(block.rectangle for block in self.blocks))
+        if fault:
+            raise CheckpointError(f"{name}{list(self.shape)}: {fault}")
 
 
 Arrays = Mapping[str, StoredArray]
@@ -67,21 +67,21 @@ Arrays = Mapping[str, StoredArray]
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     step: int  #: optimizer steps made
     sections: Mapping[str, Arrays]
-    facts: Mapping[str, Any] = field(default_factory=dict)  #: JSON; what the training was begun with
+    facts: Mapping[str, Any] = field(default_factory=dict)  #: JSON; the settings with which the training began
     config: Mapping[str, Any] | None = None  #: JSON of the job, if there is one
-    mesh: str = ""  #: for people: on which it was written
+    mesh: str = ""  #: the mesh of the run that wrote it
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays."""
+        """The bytes of all arrays."""
         return sum(array.nbytes for arrays in self.sections.values() for array in arrays.values())
 
     def text(self) -> str:
-        """As a file holds it; ``parse`` reads it."""
+        """The content of the file, which ``parse`` reads."""
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -98,7 +98,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: str | bytes, where: str) -> Manifest:
-        """Read and check a manifest; raises CheckpointError, naming ``where`` it stands, for anything unsound."""
+        """Read and check a manifest. Raises CheckpointError, naming its place ``where``, if it is invalid."""
 
         def refuse(why: str) -> CheckpointError:
             return CheckpointError(f"{where} is damaged, or none of ours: {why}")
@@ -111,14 +111,14 @@ class Manifest:
             raise CheckpointError(
                 f"{where} has version {content.get('version')!r}; this program reads version {VERSION}"
             )
-        said = content.pop("sha256", None)
-        if said != _digest(content):
+        stored_digest = content.pop("sha256", None)
+        if stored_digest != _digest(content):
             raise refuse("its SHA-256 of itself differs")
         try:
             manifest = cls(
-                step=_whole(content["step"]),
+                step=_whole_number(content["step"]),
                 sections={
-                    _text(section): {_text(name): _array(each) for name, each in _mapping(arrays).items()}
+                    _text(section): {_text(name): _array(array) for name, array in _mapping(arrays).items()}
                     for section, arrays in _mapping(content["sections"]).items()
                 },
                 facts=_mapping(content["facts"]),
@@ -132,12 +132,12 @@ class Manifest:
         for section, arrays in manifest.sections.items():
             for name, array in arrays.items():
                 array.check(f"{where}: {section} {name}")
-                if elsewhere := [each.file for each in array.blocks if not each.file.startswith(f"{section}-")]:
-                    raise refuse(f"{section} {name} should not be in {elsewhere[0]}")
+                if misplaced := [block.file for block in array.blocks if not block.file.startswith(f"{section}-")]:
+                    raise refuse(f"{section} {name} should not be in {misplaced[0]}")
         return manifest
 
     def file_sizes(self) -> dict[str, int]:
-        """The bytes that each file has at least, by what is said of its blocks."""
+        """The least size of each file in bytes, from the places of its blocks."""
         sizes: dict[str, int] = {}
         for arrays in self.sections.values():
             for array in arrays.values():
@@ -148,7 +148,7 @@ class Manifest:
 
 
 def _array_as_json(array: StoredArray) -> dict[str, Any]:
-    blocks = [[each.rectangle.start, each.rectangle.stop, each.file, each.offset, each.sha256] for each in array.blocks]
+    blocks = [[x.rectangle.start, x.rectangle.stop, x.file, x.offset, x.sha256] for x in array.blocks]
     return {"shape": array.shape, "dtype": array.dtype, "blocks": blocks}
 
 
@@ -157,17 +157,17 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _array(content: Any) -> StoredArray:
-    shape = _wholes(_mapping(content)["shape"])
+    shape = _whole_numbers(_mapping(content)["shape"])
     if prod(shape) >= _LARGEST:
         raise ValueError(f"an array of shape {shape}")
     if content["dtype"] not in DTYPES:
         raise ValueError(f"a dtype {content['dtype']!r}")
     blocks = []
     for start, stop, file, offset, sha256 in content["blocks"]:
-        rectangle = Rectangle(_wholes(start), _wholes(stop))
+        rectangle = Rectangle(_whole_numbers(start), _whole_numbers(stop))
         if len(rectangle.start) != len(rectangle.stop):
             raise ValueError(f"a block from {start} to {stop}")
-        blocks.append(StoredBlock(rectangle, _matched(_FILE, file), _whole(offset), _matched(_HASH, sha256)))
+        blocks.append(StoredBlock(rectangle, _match(_FILE, file), _whole_number(offset), _match(_HASH, sha256)))
     return StoredArray(shape, content["dtype"], tuple(blocks))
 
 
@@ -178,57 +178,57 @@ def _mapping(content: Any) -> Mapping[str, Any]:
 
 
 def _text(content: Any) -> str:
-    return _matched(_TEXT, content)
+    return _match(_TEXT, content)
 
 
-def _matched(pattern: re.Pattern, content: Any) -> str:
+def _match(pattern: re.Pattern, content: Any) -> str:
     if not isinstance(content, str) or not pattern.fullmatch(content):
         raise ValueError(f"{content!r:.80} where a text like {pattern.pattern} should be")
     return content
 
 
-def _whole(content: Any) -> int:
+def _whole_number(content: Any) -> int:
     if type(content) is not int or not 0 <= content < _LARGEST:
         raise ValueError(f"{content!r:.80} where a whole number should be")
     return content
 
 
-def _wholes(content: Any) -> tuple[int, ...]:
+def _whole_numbers(content: Any) -> tuple[int, ...]:
     if not isinstance(content, list) or len(content) > 32:
         raise ValueError(f"{content!r:.80} where a list of whole numbers should be")
-    for each in content:  # thousands of them: no call for each
-        if type(each) is not int or not 0 <= each < _LARGEST:
-            _whole(each)
+    for number in content:  # no call for each of thousands of numbers
+        if type(number) is not int or not 0 <= number < _LARGEST:
+            _whole_number(number)
     return tuple(content)
 
 
 @lru_cache(maxsize=1024)
 def _wrong_with(shape: tuple[int, ...], blocks: tuple[Rectangle, ...]) -> str:
-    """Why these blocks do not have each element of an array once; empty if they do. Layers of a kind are alike."""
-    whole, total = Rectangle.whole(shape), 0
-    if blocks == (whole,):
+    """The reason why these blocks do not hold each element once, or "". Cached, as many layers have equal blocks."""
+    full, total = Rectangle.whole(shape), 0
+    if blocks == (full,):
         return ""
     for block in blocks:
         is_part = len(block.start) == len(shape) and not any(map(gt, block.start, block.stop))
         if not is_part or any(map(gt, block.stop, shape)):
             return f"a block {block} is no part of it"
         total += block.size
-    twice = _overlap([block for block in blocks if block.size])
-    if twice:
-        return f"{twice[0]} and {twice[1]} overlap; each element is once"
-    return "" if total == whole.size else f"its blocks hold {total} of {whole.size} elements"
+    overlapping = _overlap([block for block in blocks if block.size])
+    if overlapping:
+        return f"{overlapping[0]} and {overlapping[1]} overlap; each element is once"
+    return "" if total == full.size else f"its blocks hold {total} of {full.size} elements"
 
 
 def _overlap(rectangles: Sequence[Rectangle]) -> tuple[Rectangle, Rectangle] | None:
     """Two rectangles that share an element, if there are any."""
-    if len(rectangles) <= 4:  # as most arrays have, of several blocks
+    if len(rectangles) <= 4:  # most arrays with several blocks have so few
         return next(((one, other) for one, other in combinations(rectangles, 2) if (one & other).size), None)
     ordered = sorted(rectangles)
-    start = np.array([each.start for each in ordered], np.int64)
-    stop = np.array([each.stop for each in ordered], np.int64)
-    if not start.shape[1]:  # two numbers are the same one
+    start = np.array([rectangle.start for rectangle in ordered], np.int64)
+    stop = np.array([rectangle.stop for rectangle in ordered], np.int64)
+    if not start.shape[1]:  # two scalars are the same element
         return ordered[0], ordered[1]
-    behind = np.searchsorted(start[:, 0], stop[:, 0])  # the first that begins where this one has ended
+    behind = np.searchsorted(start[:, 0], stop[:, 0])  # the first rectangle that begins behind the end of this one
     for i in np.flatnonzero(behind > np.arange(1, len(ordered) + 1)).tolist():
         others = slice(i + 1, behind[i])
         shared = (np.maximum(start[i], start[others]) < np.minimum(stop[i], stop[others])).all(axis=1)

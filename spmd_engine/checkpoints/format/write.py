@@ -1,8 +1,8 @@
-"""Writing safetensors files of blocks: each contiguous, hashed and looked at on the way, and seen onto the disk.
+"""Writing safetensors files: blocks are made contiguous, hashed, checked for finite values, and flushed to the disk.
 
-The format: eight bytes that say how long the header is, the header (JSON: of each block dtype, shape, and where it
-lies behind the header), and the blocks, without gaps. Written here and not by its library, which hashes nothing, and
-which writes arrays scrambled that are not contiguous (safetensors 0.8).
+A file consists of the length of the header (eight bytes), the header (JSON: the dtype, shape and offset behind the
+header of each block), and the blocks, without gaps. The format's library (safetensors 0.8) is not used, because it
+computes no hashes and scrambles arrays that are not contiguous.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from spmd_engine.arrays.backend import Array
 from spmd_engine.checkpoints.format.blocks import DTYPES, IN_CACHE, dtype_name, host_array, is_finite
 from spmd_engine.errors import CheckpointError
 
-WRITERS = 3  #: threads of a rank: while one waits for the disk, two hash, of which one is slower than many disks
-AT_ONCE = 16  #: blocks that are held, until they have been written
+WRITERS = 3  #: threads of a rank: one waits for the disk while two hash, because one is slower than many disks
+AT_ONCE = 16  #: blocks in memory that are not yet written
 
 
 class BlockToWrite(NamedTuple):
-    """A block to be written: what it is, known before it is there."""
+    """A block to be written; its name, shape and dtype are known before ``read`` returns its elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,34 +42,33 @@ class BlockToWrite(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Where a block lies in its file."""
+    """The place of a block in its file."""
 
-    dtype: str  #: as files call it
+    dtype: str  #: its name in files
     offset: int  #: bytes from the file's beginning
     sha256: str  #: of its bytes
 
 
 def write_files(files: Mapping[Path, Sequence[BlockToWrite]], facts: Mapping[str, str]) -> list[list[Written]]:
-    """Write new files of blocks, one after the other, each with a name of its own in its file, and see them onto disk.
+    """Write new files of blocks one after the other, and flush them to the disk. Block names are unique in a file.
 
-    Threads hash the blocks, look at their values, and write them: what takes longer, the disk or they, is what files
-    take. Raises OSError where one cannot be written, and CheckpointError for a value that is not finite; files are then
-    left as they are.
+    Threads hash, check and write the blocks while the disk works; the slower of the two sets the time. Raises OSError
+    if a file cannot be written, and CheckpointError for a value that is not finite; incomplete files then remain.
     """
-    opened: list[NewFile] = []
+    files_begun: list[NewFile] = []
     try:
         with ThreadPoolExecutor(WRITERS, "writing") as threads:
             try:
-                begun = [_begin(path, blocks, facts, threads, opened) for path, blocks in files.items()]
-                return [[Written(dtype, offset, hashed.result()) for dtype, offset, hashed in each] for each in begun]
-            except BaseException as error:  # also Ctrl-C: what has not begun need not be written any more
+                places = [_begin(path, blocks, facts, threads, files_begun) for path, blocks in files.items()]
+                return [[Written(dtype, offset, sha256.result()) for dtype, offset, sha256 in file] for file in places]
+            except BaseException as error:  # also Ctrl-C: writes that have not begun are cancelled
                 threads.shutdown(wait=False, cancel_futures=True)
-                for each in opened:
-                    each.fail(error)
+                for file in files_begun:
+                    file.fail(error)
                 raise
-    finally:  # no thread is at work on them
-        for each in opened:
-            each.close()
+    finally:  # all threads have ended
+        for file in files_begun:
+            file.close()
 
 
 def _begin(
@@ -79,7 +78,7 @@ def _begin(
     threads: ThreadPoolExecutor,
     opened: list[NewFile],
 ) -> list[tuple[str, int, Future[str]]]:
-    """Have threads write a file, which is added to ``opened``: of each block dtype, offset, and its hash to be."""
+    """Begin to write a file on threads and add it to ``opened``. Return dtype, offset and future hash of each block."""
     dtypes = [dtype_name(block.dtype, block.name) for block in blocks]
     head = header([(block.name, dtype, block.shape) for block, dtype in zip(blocks, dtypes, strict=True)], facts)
     offsets = [len(head)]
@@ -97,9 +96,9 @@ def _begin(
 
 
 def _write(file: NewFile, offset: int, name: str, host: np.ndarray) -> str:
-    """Put an array into its place, some of it at a time, which is hashed and looked at while it is in the cache.
+    """Write an array to its place in parts, each of which is hashed and checked while it is in the processor's cache.
 
-    Returns the SHA-256 of its bytes; raises CheckpointError for a value that is not finite.
+    Returns the SHA-256 of its bytes. Raises CheckpointError for a value that is not finite.
     """
     digest, flat = hashlib.sha256(), host.reshape(-1)
     try:
@@ -117,13 +116,13 @@ def _write(file: NewFile, offset: int, name: str, host: np.ndarray) -> str:
 
 
 def header(blocks: Sequence[tuple[str, str, Sequence[int]]], facts: Mapping[str, str]) -> bytes:
-    """The first bytes of a file of blocks: name, dtype and shape of each, in the order in which they follow."""
-    described: dict[str, object] = {"__metadata__": dict(facts)}
+    """The header of a file of blocks: their names, dtypes, shapes and offsets, in the order of the file."""
+    content: dict[str, object] = {"__metadata__": dict(facts)}
     end = 0
     for name, dtype, shape in blocks:
         begin, end = end, end + _nbytes(dtype, shape)
-        described[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(described, separators=(",", ":")).encode()
+        content[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the blocks are aligned
     return len(text).to_bytes(8, "little") + text
 
@@ -132,30 +131,29 @@ def _nbytes(dtype: str, shape: Sequence[int]) -> int:
     return prod(shape) * DTYPES[dtype].itemsize
 
 
-# --- A new file of a known size that threads fill side by side, written past the system's cache where that can be
+# --- A new file of a known size that threads fill in parallel, written past the system's page cache if possible
 #
-# What is written as usual is copied into that cache first, which takes a core as long as a fast disk takes to store
-# it, and drives out what others have there. What is written directly (O_DIRECT) is not copied; it has to lie in
-# memory, and in the file, at whole pages. So the file is made in windows of memory, and each is written when it is
-# full.
+# A normal write copies data into the page cache first. That takes a core as long as a fast disk takes to store them,
+# and evicts other pages. A direct write (O_DIRECT) copies nothing, but its data must be aligned to pages in memory and
+# in the file. So threads fill windows of memory, and each window is written when it is full.
 
 
-WINDOW = 2 << 20  #: bytes that are written at once
+WINDOW = 2 << 20  #: bytes of one write
 AHEAD = 4  #: windows in memory
-PAGE = max(4096, PAGESIZE)  #: bytes; what disks and systems want direct writes to be multiples of
+PAGE = max(4096, PAGESIZE)  #: bytes; disks and systems require direct writes of whole multiples
 
 
 @dataclass
 class _Window:
-    memory: np.ndarray  #: bytes, from the beginning of a page on
-    missing: int  #: bytes, until it is full
+    memory: np.ndarray  #: bytes; begins at a page
+    missing: int  #: bytes that are not yet filled
 
 
 class NewFile:
-    """``put`` every byte of it once, from any thread; who brings the last one sees the file onto the disk.
+    """``put`` every byte once, from any thread; the thread that puts the last one flushes the file to the disk.
 
-    Bytes must be put about in their order: who comes with later ones waits for memory until earlier ones are written.
-    If some will never come, ``fail`` frees those who wait. Raises OSError where the file cannot be made.
+    Bytes must be put approximately in order: later ones wait for memory until earlier ones are written. If some bytes
+    will never be put, ``fail`` releases the waiting threads. Raises OSError if the file cannot be created.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -163,14 +161,14 @@ class NewFile:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._is_direct = self._set_direct(True)
         self._changed = Condition()
-        self._windows: dict[int, _Window] = {}  # that are being filled, or written
-        self._spare: list[np.ndarray] = []  # memory that has been written
+        self._windows: dict[int, _Window] = {}  # windows that are being filled or written
+        self._spare: list[np.ndarray] = []  # memory of windows that are written
         self._written = [False] * self._count
-        self._first = 0  # window that is not written
+        self._first = 0  # the first window that is not written
         self._error: BaseException | None = None
 
     def put(self, offset: int, data: np.ndarray) -> None:
-        """These bytes belong there. Raises OSError where they cannot be written, and what others failed of."""
+        """Copy ``data`` to byte ``offset``. Raises OSError if a write fails, or the error of another thread."""
         while data.size:
             number, begin = divmod(offset, WINDOW)
             part = data[: WINDOW - begin]
@@ -184,19 +182,19 @@ class NewFile:
             offset, data = offset + part.size, data[part.size :]
 
     def fail(self, error: BaseException) -> None:
-        """Some bytes will not come: whoever waits, or puts more, is told the first such error."""
+        """Report that some bytes will not be put: all threads that wait or put more raise the first such error."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Close the file, on which no thread may be working any more."""
+        """Close the file. No thread may use it any more."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def _window(self, number: int) -> _Window:
-        """That window, as soon as there may be memory for it."""
+        """The window of this number; waits until there is memory for it."""
         with self._changed:
             self._changed.wait_for(lambda: self._error or number < self._first + AHEAD)
             if self._error:
@@ -218,8 +216,8 @@ class NewFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or not was_direct:
                     raise
-                self._is_direct = self._set_direct(False)  # of some file systems only the first writes tell
-        if not self._is_direct and hasattr(os, "posix_fadvise"):  # to the disk from now on, not when all are waited for
+                self._is_direct = self._set_direct(False)  # some systems fail only at the first write
+        if not self._is_direct and hasattr(os, "posix_fadvise"):  # write it to the disk now, not at the final fsync
             with suppress(OSError):
                 os.posix_fadvise(self._descriptor, offset, done, os.POSIX_FADV_DONTNEED)
         with self._changed:
@@ -236,7 +234,7 @@ class NewFile:
             self.close()
 
     def _set_direct(self, wanted: bool) -> bool:
-        """Whether, from now on, what is written goes past the cache; not all file systems can."""
+        """Switch direct writes on or off; return whether they are on, since not all file systems support them."""
         direct = getattr(os, "O_DIRECT", 0)
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         with suppress(OSError):
@@ -246,7 +244,7 @@ class NewFile:
 
 
 def _pages(size: int) -> np.ndarray:
-    """Memory for so many bytes, in whole pages."""
+    """Memory for ``size`` bytes, aligned to and in whole pages."""
     return np.frombuffer(mmap(-1, _whole_pages(size)), np.uint8)
 
 

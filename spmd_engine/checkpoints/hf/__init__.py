@@ -1,1 +1,1 @@
-"""Weights in Hugging Face's and PEFT's formats, read and written."""
+"""Weights in Hugging Face's and PEFT's formats: reading and writing."""

@@ -1,4 +1,4 @@
-"""Parameters written as a folder of Hugging Face's format, block by block, by any number of ranks or none."""
+"""Export of parameters to a folder in Hugging Face's format, block by block, by any number of ranks or none."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from spmd_engine.tokens.hugging_face import TOKENIZER
 
 logger = logging.getLogger(__name__)
 
-LARGEST_FILE = 5_000_000_000  #: bytes of tensors in a file, as transformers has it; one that is larger has its own
+LARGEST_FILE = 5_000_000_000  #: bytes of tensors in a file, as in transformers; a larger tensor has a file of its own
 NAMES = {"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16"}
-#: What belongs to a model beside its weights, and is handed on as it is.
+#: Files that belong to a model beside its weights, and are copied unchanged.
 BESIDE = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
@@ -51,20 +51,20 @@ def export_huggingface(
 ) -> None:
     """Write the parameters of a decoder as ``config.json`` and safetensors files that transformers reads.
 
-    ``arrays`` are those of a Checkpoint, or of several put together. ``beside`` is the folder, or GGUF file, that the
-    weights once came from: its tokenizer and its numbers of special tokens are handed on. The ranks of a ``group``, if
-    one is given, share the work: collective then. None holds more than a few megabytes. Raises CheckpointError, on all
-    of them, where something is damaged or cannot be written, or where a file is there already; files have their names
+    ``arrays`` are those of one Checkpoint or of several merged ones. ``beside`` is the folder or GGUF file that the
+    weights were first read from: its tokenizer and its numbers of special tokens are copied. If a ``group`` is given,
+    its ranks share the work, and the call is collective. A rank holds at most a few megabytes. Raises CheckpointError,
+    on all ranks, if the checkpoint is damaged, or if a file cannot be written or exists already. Files get their names
     only when all are complete.
     """
     tensors = tensors_of(decoder(shape), weight_map(shape), NAMES[dtype])
     files = _lay_out(tensors, largest)
 
     def describe() -> dict[str, bytes]:
-        texts = _handed_on(beside)
+        texts = _companion_files(beside)
         if len(files) > 1:
-            total = sum(each.nbytes for each in tensors)
-            weight_map = {each.name: file for file, held in files.items() for each in held}
+            total = sum(tensor.nbytes for tensor in tensors)
+            weight_map = {tensor.name: file for file, in_file in files.items() for tensor in in_file}
             texts[INDEX] = _as_json({"metadata": {"total_size": total}, "weight_map": weight_map})
         return texts | {CONFIG: _as_json(config_json(shape, dtype) | _special_tokens(beside))}
 
@@ -81,9 +81,9 @@ def export_adapters(
     dtype: str = "float32",
     base: str | None = None,
 ) -> None:
-    """Write adapters as ``adapter_config.json`` and a safetensors file that PEFT reads; ``base`` is what they adapt.
+    """Write adapters as ``adapter_config.json`` and a safetensors file that PEFT reads; ``base`` names the base model.
 
-    All else is as of ``export``.
+    The rest is as in ``export_huggingface``.
     """
     model = with_adapters(decoder(shape), options, shape.family)
     tensors = tensors_of(model, adapter_names(shape, options), NAMES[dtype])
@@ -101,57 +101,57 @@ def _write(
     group: Group | None,
     describe: Callable[[], Mapping[str, bytes]],
 ) -> None:
-    """The files, by all ranks of the group, beside those that ``describe`` what they are, by the first."""
+    """Write the tensors, by all ranks of the group, and the files that ``describe`` returns, by the first rank."""
 
     def begin() -> Mapping[Path, bytes]:
-        if found := next(folder.glob("*.safetensors"), None):
-            raise CheckpointError(f"{found} is there already; export into another folder")
+        if existing := next(folder.glob("*.safetensors"), None):
+            raise CheckpointError(f"{existing} is there already; export into another folder")
         return {folder / file: text for file, text in describe().items()}
 
-    write_tensors(arrays, {folder / file: held for file, held in files.items()}, group, {"format": "pt"}, begin)
+    write_tensors(arrays, {folder / file: in_file for file, in_file in files.items()}, group, {"format": "pt"}, begin)
 
 
 def tensors_of(model: Model, names: WeightMap, dtype: str) -> list[TensorToWrite]:
-    """What is to be written of a model, in the order of its parameters' names."""
-    found: dict[str, TensorToWrite] = {}
-    sizes = {f"{name}/{own}": layer.sizes for name, layer in model.layers for own in layer.parameters}
+    """The tensors of a model that are written, in the order of its parameters."""
+    tensors: dict[str, TensorToWrite] = {}
+    sizes = {f"{name}/{parameter}": layer.sizes for name, layer in model.layers for parameter in layer.parameters}
     dims = {name: parameter.dims for name, (parameter, _) in model.parameters()}
-    for name, ways in names:
-        view = StoredView(dims[name], sizes[name], ways[0])
-        whole = tuple(prod(letters) for letters in view.split)
+    for name, slices in names:
+        view = StoredView(dims[name], sizes[name], slices[0])
+        shape = tuple(prod(letters) for letters in view.split)
         if view.stored.rows is not None:
-            whole = view.stored.rows[2], *whole[1:]
-        found.setdefault(ways[0].tensor, TensorToWrite(ways[0].tensor, dtype, whole)).parts[name] = view
-    return list(found.values())
+            shape = view.stored.rows[2], *shape[1:]
+        tensors.setdefault(slices[0].tensor, TensorToWrite(slices[0].tensor, dtype, shape)).parts[name] = view
+    return list(tensors.values())
 
 
 def _lay_out(tensors: Sequence[TensorToWrite], largest: int) -> dict[str, list[TensorToWrite]]:
-    """The tensors of each file."""
+    """Assign the tensors to files; returns the tensors of each file."""
     files: list[list[TensorToWrite]] = [[]]
     size = 0
-    for each in tensors:
-        size += each.nbytes
+    for tensor in tensors:
+        size += tensor.nbytes
         if files[-1] and size > largest:
             files.append([])
-            size = each.nbytes
-        files[-1].append(each)
+            size = tensor.nbytes
+        files[-1].append(tensor)
     if len(files) == 1:
         return {ONE_FILE: files[0]}
-    return {f"model-{n:05}-of-{len(files):05}.safetensors": held for n, held in enumerate(files, 1)}
+    return {f"model-{n:05}-of-{len(files):05}.safetensors": in_file for n, in_file in enumerate(files, 1)}
 
 
-def _handed_on(source: str | Path | None) -> dict[str, bytes]:
-    """By name, the files that belong to a model beside its weights: of its folder, or as its GGUF file says them."""
+def _companion_files(source: str | Path | None) -> dict[str, bytes]:
+    """By name the files that belong to a model beside its weights: from its folder, or derived from its GGUF file."""
     if source is not None and is_gguf(source):
         try:
             files = tokenizer_at(source).files
         except UsageError as error:
             logger.warning("its tokenizer is not handed on: %s", error)
             return {}
-        as_it_is = {**json.loads(files[TOKENIZER_CONFIG]), "tokenizer_class": "PreTrainedTokenizerFast"}
-        return {TOKENIZER: files[TOKENIZER].encode(), TOKENIZER_CONFIG: _as_json(as_it_is)}
-    found = [Path(source, name) for name in BESIDE] if source is not None else []
-    return {path.name: path.read_bytes() for path in found if path.is_file()}
+        config = {**json.loads(files[TOKENIZER_CONFIG]), "tokenizer_class": "PreTrainedTokenizerFast"}
+        return {TOKENIZER: files[TOKENIZER].encode(), TOKENIZER_CONFIG: _as_json(config)}
+    paths = [Path(source, name) for name in BESIDE] if source is not None else []
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
 def _special_tokens(source: str | Path | None) -> dict[str, Any]:
@@ -170,5 +170,5 @@ def _special_tokens(source: str | Path | None) -> dict[str, Any]:
 
 
 def _as_json(content: Mapping[str, object]) -> bytes:
-    """As people read it."""
+    """Indented JSON."""
     return (json.dumps(content, indent=2) + "\n").encode()

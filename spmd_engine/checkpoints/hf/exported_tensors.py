@@ -1,4 +1,4 @@
-"""Whole tensors in new safetensors files, written block by block by any number of ranks or none."""
+"""Writing whole tensors to new safetensors files, block by block, by any number of ranks or none."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from spmd_engine.comm.shared_memory.cores import cores_here
 from spmd_engine.errors import CheckpointError
 from spmd_engine.sharding.rectangles import Rectangle
 
-WRITERS = 4  #: threads of a rank, where it has so many cores
-AT_ONCE = 8 << 20  #: bytes; tensors up to this are put together in memory
+WRITERS = 4  #: threads of a rank, if it has so many cores
+AT_ONCE = 8 << 20  #: bytes; tensors up to this size are assembled in memory
 
 
 @dataclass
 class TensorToWrite:
-    """One to be written: the parameters in it, and where in its file it begins."""
+    """A tensor to be written: its parameters, and its first byte in its file."""
 
     name: str
-    dtype: str  #: as files call it
+    dtype: str  #: its name in files
     shape: tuple[int, ...]
     parts: dict[str, StoredView] = field(default_factory=dict)
     offset: int = 0
@@ -52,27 +52,27 @@ def write_tensors(
     facts: Mapping[str, str],
     begin: Callable[[], Mapping[Path, bytes]] = dict,
 ) -> None:
-    """Write new files of tensors, which are made of ``arrays``, and ``facts`` of them.
+    """Write new files of tensors, which are assembled from ``arrays``, with ``facts`` in their headers.
 
-    The ranks of a ``group``, if one is given, share the blocks that the arrays are stored in: each is read by one of
-    them, once, and written to where it belongs. Collective then. No rank holds more than a few blocks. ``begin``, on
-    the first rank, may refuse, and says what other files there are to be. Raises CheckpointError, on all ranks, where
-    something is damaged, or a file is there already, or cannot be written, which without a group is an OSError. Files
-    have their names only when all are complete.
+    If a ``group`` is given, its ranks share the stored blocks of the arrays, and the call is collective: one rank reads
+    each block once and writes it to its place. A rank holds at most a few blocks. ``begin`` runs on the first rank; it
+    may raise an error, and returns the other files to write. Raises CheckpointError, on all ranks, if a block is
+    damaged, or a file exists already or cannot be written; the latter is an OSError without a group. Files get their
+    names only when all are complete.
     """
     rank, ranks, new = group.rank if group else 0, group.size if group else 1, ExportedFiles()
     threads = max(1, min(WRITERS, int(cores_here() // ranks)))
-    heads = {path: _header(held, facts) for path, held in files.items()}
+    heads = {path: _header(tensors, facts) for path, tensors in files.items()}
 
     def make() -> None:
         others = begin()
-        for path, held in files.items():
-            with new.open(path) as opened:
-                opened.write(heads[path])
-                os.posix_fallocate(opened.fileno(), 0, len(heads[path]) + sum(each.nbytes for each in held))
+        for path, tensors in files.items():
+            with new.open(path) as file:
+                file.write(heads[path])
+                os.posix_fallocate(file.fileno(), 0, len(heads[path]) + sum(tensor.nbytes for tensor in tensors))
         for path, content in others.items():
-            with new.open(path) as opened:
-                opened.write(content)
+            with new.open(path) as file:
+                file.write(content)
 
     def write() -> None:
         with ThreadPoolExecutor(threads, "exporting") as pool:
@@ -91,63 +91,63 @@ def write_tensors(
         new.discard()
 
 
-def _header(held: Sequence[TensorToWrite], facts: Mapping[str, str]) -> bytes:
-    """Of one file; gives each tensor its place there."""
-    head = header([(each.name, each.dtype, each.shape) for each in held], facts)
+def _header(tensors: Sequence[TensorToWrite], facts: Mapping[str, str]) -> bytes:
+    """The header of one file; also sets each tensor's ``offset``."""
+    head = header([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], facts)
     offset = len(head)
-    for each in held:
-        each.offset = offset
-        offset += each.nbytes
+    for tensor in tensors:
+        tensor.offset = offset
+        offset += tensor.nbytes
     return head
 
 
 def _share(
     arrays: Mapping[str, Sliceable], files: Files, rank: int, ranks: int
 ) -> Iterator[tuple[Path, TensorToWrite, list[tuple[str, Rectangle]]]]:
-    """The tensors that a rank writes some of, and which blocks of which arrays.
+    """The tensors of which a rank writes a part, and the blocks of arrays that it writes.
 
-    Of all in order that is one run, about as many bytes as those of others. A small tensor is one rank's.
+    A rank's blocks are consecutive, and have about as many bytes as those of others. One rank writes a small tensor.
     """
-    tensors = [(path, each) for path, held in files.items() for each in held]
-    total, before = sum(each.nbytes for _, each in tensors), 0
+    tensors = [(path, tensor) for path, in_file in files.items() for tensor in in_file]
+    total, before = sum(tensor.nbytes for _, tensor in tensors), 0
     for path, tensor in tensors:
-        own, begin, is_small = [], before, tensor.nbytes <= AT_ONCE
+        blocks, begin, is_small = [], before, tensor.nbytes <= AT_ONCE
         for name, view in tensor.parts.items():
             if name not in arrays or tuple((array := arrays[name]).shape) != view.shape:
                 raise CheckpointError(f"there is no {name} of shape {list(view.shape)}: is this another model?")
             for block in array.blocks:
                 if (begin if is_small else before) * ranks // total == rank:
-                    own.append((name, block))
+                    blocks.append((name, block))
                 before += block.size * DTYPES[tensor.dtype].itemsize
-        if own:
-            yield path, tensor, own
+        if blocks:
+            yield path, tensor, blocks
 
 
 def _write(file: BinaryIO, tensor: TensorToWrite, parts: Sequence[tuple[StoredView, Rectangle, Sliceable]]) -> None:
-    """Put parts into their places in a tensor: a small one is put together in memory, and written at once.
+    """Write parts to their places in a tensor: a small tensor is assembled in memory, and written at once.
 
-    Parts of a large one are written where they are one run of bytes there. Others are brought there by way of the
-    file's pages, which takes more than twice the time.
+    A part of a large tensor that is contiguous in the file is written directly. Other parts are copied into the mapped
+    file, which takes more than twice the time.
     """
     dtype, is_small = DTYPES[tensor.dtype], tensor.nbytes <= AT_ONCE
     if is_small:
-        whole = np.zeros(tensor.shape, dtype)
+        target = np.zeros(tensor.shape, dtype)
     else:
-        whole = np.memmap(file, dtype, "r+", tensor.offset, tensor.shape)
+        target = np.memmap(file, dtype, "r+", tensor.offset, tensor.shape)
     for view, block, array in parts:
-        part, place = np.asarray(array[block.index]), view.place(whole, block.index)
+        part, place = np.asarray(array[block.index]), view.place(target, block.index)
         if is_small or place.size > part.size or not place.flags.c_contiguous:
             view.fill(place, block.index, part)
         else:
             run = np.empty(place.shape, dtype)
             view.fill(run, block.index, part)
-            _write_run(file.fileno(), bytes_of(run), tensor.offset + _address(place) - _address(whole))
+            _write_run(file.fileno(), bytes_of(run), tensor.offset + _address(place) - _address(target))
     if is_small:
-        _write_run(file.fileno(), bytes_of(whole), tensor.offset)
+        _write_run(file.fileno(), bytes_of(target), tensor.offset)
 
 
 def _write_run(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write so many bytes there, and have the system see them onto the disk from now on, not when all are there."""
+    """Write ``data`` at ``offset``, and let the system begin to write it to the disk now, not at the final fsync."""
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done:], offset + done)
@@ -160,20 +160,20 @@ def _address(x: np.ndarray) -> int:
     return x.__array_interface__["data"][0]
 
 
-# --- New files beside others' files: all of them have their names when all are complete, and nothing there is replaced
+# --- New files that get their names when all are complete, and replace no existing file
 
 
 class ExportedFiles:
-    """Files that are being written under other names: ``open`` each, ``commit`` all, and ``discard`` in any case."""
+    """Files that are written under temporary names: ``open`` each, ``commit`` all, and ``discard`` in any case."""
 
     def __init__(self) -> None:
-        self._made: list[Path] = []
+        self._created: list[Path] = []
         self._paths: list[Path] = []
 
     def open(self, path: Path) -> BinaryIO:
-        """A new file that is to be ``path``, under its ``unfinished_name``.
+        """Create the file that is to become ``path``, under its ``unfinished_name``.
 
-        Raises CheckpointError where something of either name is there already, OSError where it cannot be made.
+        Raises CheckpointError if a file of either name exists already, OSError if it cannot be created.
         """
         self._refuse_existing(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -181,30 +181,30 @@ class ExportedFiles:
             file = unfinished_name(path).open("xb")
         except FileExistsError:
             raise CheckpointError(
-                f"{unfinished_name(path)} is there already, of an export that is going on or broke off: remove it, if "
-                "none is going on"
+                f"{unfinished_name(path)} is there already, from an export that is running or failed: remove it, if "
+                "none is running"
             ) from None
-        self._made.append(unfinished_name(path))
+        self._created.append(unfinished_name(path))
         self._paths.append(path)
         return file
 
     def commit(self) -> None:
-        """See them onto the disk and give them their names, the first ones first. Raises as ``open`` does."""
+        """Flush the files to the disk and give them their names, in the order of ``open``. Raises as ``open`` does."""
         for path in self._paths:
             self._refuse_existing(path)
             with unfinished_name(path).open("rb") as file:
                 os.fsync(file.fileno())
         for path in self._paths:
             os.rename(unfinished_name(path), path)
-            self._made.append(path)
-        self._made.clear()
+            self._created.append(path)
+        self._created.clear()
 
     def discard(self) -> None:
-        """Remove what was made, unless it was committed."""
-        for path in self._made:
+        """Remove the created files that are not committed."""
+        for path in self._created:
             with suppress(OSError):
                 path.unlink()
-        self._made.clear()
+        self._created.clear()
 
     def _refuse_existing(self, path: Path) -> None:
         if os.path.lexists(path):
@@ -212,5 +212,5 @@ class ExportedFiles:
 
 
 def unfinished_name(path: Path) -> Path:
-    """What a file is called until it is complete."""
+    """The name of a file until it is complete."""
     return path.with_name(f".{path.name}-unfinished")

@@ -1,4 +1,4 @@
-"""Pretrained weights and adapters, as mappings from names to arrays that are read only where they are sliced."""
+"""Pretrained weights and adapters, as mappings from names to arrays; only the parts that are sliced are read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from spmd_engine.models.lora import LoRAOptions, adapter_names, options_of_confi
 from spmd_engine.models.model import Model
 from spmd_engine.models.weight_map import HEADS, IGNORED, TensorSlice, WeightMap, gguf_weight_map, weight_map
 
-CHUNK, ROWS = 1 << 15, 16  #: elements, and rows, at least, that are copied at a time
+CHUNK, ROWS = 1 << 15, 16  #: elements that are copied at a time, in at least so many rows
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,19 @@ class StoredView:
     """The letters of a parameter, ``dims`` as "d h r k", and those of the tensor that it is ``stored`` in."""
 
     dims: str
-    sizes: Mapping[str, int]  #: of all letters, whole
+    sizes: Mapping[str, int]  #: by letter, in the global array
     stored: TensorSlice
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """The shape of the whole parameter."""
         return tuple(self.sizes[letter] for letter in self.dims.split())
 
     @property
     def split(self) -> list[list[int]]:
         """The sizes of the letters of each dim of the tensor."""
-        of_more = {**self.stored.at, **self.stored.among}
-        sizes = {**self.sizes, **{letter: count for letter, (_, count) in of_more.items()}}
+        selected = {**self.stored.at, **self.stored.among}
+        sizes = {**self.sizes, **{letter: count for letter, (_, count) in selected.items()}}
         return [[sizes[letter] for letter in word] for word in self.stored.dims.split()]
 
     @property
@@ -57,7 +57,7 @@ class StoredView:
         return self.stored.dims.replace(" ", "")
 
     def index(self, spans: tuple[slice, ...]) -> list[slice | int]:
-        """For each letter of the tensor, which part of it is this part of the parameter."""
+        """The index, by letter of the tensor, of a part of the parameter."""
         wanted: dict[str, slice | int] = dict(zip(self.dims.split(), spans, strict=True))
         wanted |= {letter: number for letter, (number, _) in self.stored.at.items()}
         for letter, (first, _) in self.stored.among.items():
@@ -69,40 +69,40 @@ class StoredView:
         return [wanted[letter] for letter in self.in_file]
 
     def copy(self, part: np.ndarray, spans: tuple[slice, ...], out: np.ndarray) -> None:
-        """Copy what ``index`` has of the tensor into ``out``, that part of the parameter, in its dtype."""
+        """Copy ``part``, the tensor at ``index(spans)``, to ``out``, a part of the parameter, in its dtype."""
         if self.stored.pairs:
             k = self.dims.split().index("k")
-            part = part.take(self._places()[spans[k]], axis=self._left.index("k"))
-        _turn(part, out.transpose([self.dims.split().index(letter) for letter in self._left]))
+            part = part.take(self._places()[spans[k]], axis=self._shared_letters.index("k"))
+        _copy_transposed(part, out.transpose([self.dims.split().index(letter) for letter in self._shared_letters]))
         if self.stored.offset:
             out += self.stored.offset
 
     def place(self, tensor: np.ndarray, spans: tuple[slice, ...]) -> np.ndarray:
-        """What ``index`` has of the whole tensor: a view."""
+        """A view of the whole tensor at ``index(spans)``."""
         if self.stored.rows is not None:
             tensor = tensor[slice(*self.stored.rows[:2])]
         return tensor.reshape([size for sizes in self.split for size in sizes])[(..., *self.index(spans))]
 
     def fill(self, place: np.ndarray, spans: tuple[slice, ...], part: np.ndarray) -> None:
-        """Put a part of the parameter into its ``place``, or an array like that, whose dtype it gets."""
+        """Copy a part of the parameter into its ``place``, or an array of that shape, in the dtype of ``place``."""
         if self.stored.offset:
             part = part - self.stored.offset
-        place = place.transpose([self._left.index(letter) for letter in self.dims.split()])
+        place = place.transpose([self._shared_letters.index(letter) for letter in self.dims.split()])
         if self.stored.pairs:
             k = self.dims.split().index("k")
             np.moveaxis(place, k, 0)[self._places()[spans[k]]] = np.moveaxis(part, k, 0)
         else:
-            _turn(part, place)
+            _copy_transposed(part, place)
 
     @property
-    def _left(self) -> list[str]:
-        """The letters of the tensor that the parameter has, in the tensor's order."""
+    def _shared_letters(self) -> list[str]:
+        """The letters of the tensor that the parameter has too, in the tensor's order."""
         return [letter for letter in self.in_file if letter not in self.stored.at]
 
     def _places(self) -> np.ndarray:
-        """Where in the file each number of a head is."""
+        """The place in the file of each element of a head."""
         numbers = np.arange(self.sizes["k"])
-        if self.stored.pairs == "halves":  # there, and neighbours here
+        if self.stored.pairs == "halves":  # pairs are halves in the file, and neighbours in the parameter
             return numbers.reshape(2, -1).T.reshape(-1)
         return numbers.reshape(-1, 2).T.reshape(-1)
 
@@ -113,10 +113,10 @@ def as_it_is(shape: tuple[int, ...]) -> StoredView:
     return StoredView(dims, dict(zip(dims.split(), shape, strict=True)), TensorSlice("", dims))
 
 
-def _turn(part: np.ndarray, target: np.ndarray) -> None:
-    """Copy, some rows at a time: they get their dtype as they lie and are then turned, out of the processor's cache.
+def _copy_transposed(part: np.ndarray, target: np.ndarray) -> None:
+    """Copy some rows at a time: convert their dtype in memory order, then transpose them in the processor's cache.
 
-    Not fewer than make a line of that cache when they are columns. It takes two thirds of the time, or less.
+    At least ``ROWS`` rows, so that they fill cache lines as columns. This takes at most two thirds of the time.
     """
     part, target = np.atleast_1d(part), np.atleast_1d(target)
     rows = max(ROWS, CHUNK * len(part) // max(1, part.size))
@@ -132,7 +132,7 @@ COMPARED = 1 << 22  #: elements at a time
 
 @dataclass(frozen=True)
 class Filled:
-    """A parameter, and the tensor that it is read from."""
+    """A parameter and the tensor that it is read from."""
 
     name: str
     view: StoredView
@@ -140,7 +140,7 @@ class Filled:
 
     @property
     def array(self) -> Sliceable:
-        """What of the parameter is sliced is read, as float32, or float64 where that holds more of what is stored."""
+        """The parameter as float32, or float64 if that preserves more of the stored values; read when it is sliced."""
         dtype = np.dtype(np.float64 if self.tensor.dtype == "F64" or self.view.stored.offset else np.float32)
         return Sliceable(self.view.shape, dtype, partial(self._read, dtype), rows_are_cheap=True)
 
@@ -150,24 +150,24 @@ class Filled:
         self.view.copy(part, spans, out)
         if not _finite(out):
             raise CheckpointError(
-                f"{self.tensor.path}: {self.tensor.name} has values that are infinite or not a number, so {self.name} "
-                "would; fetch it again, or ask its author"
+                f"{self.tensor.path}: {self.tensor.name} has values that are infinite or not a number, and {self.name} "
+                "is read from it; fetch the file again, or ask its author"
             )
         return out
 
 
 def _finite(x: np.ndarray) -> bool:
-    """Whether all values are; by their sum where that is finite, which one pass without an array tells."""
+    """Whether all values are finite. Tests their sum first, which needs one pass and no temporary array."""
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(x.sum())) or bool(np.isfinite(x).all())
 
 
 class Pretrained(Mapping[str, Sliceable]):
-    """The parameters of a decoder by our names, from a folder of Hugging Face's format or a GGUF file.
+    """The parameters of a decoder by this package's names, from a folder in Hugging Face's format or a GGUF file.
 
-    ``shape`` is its configuration, ``filled`` the part of a tensor that fills each parameter. When it is opened,
-    headers alone prove that every parameter is filled, and that all of every tensor is used exactly once. Raises
-    CheckpointError for anything else, naming the tensor or the parameter.
+    ``shape`` is the configuration; ``filled`` has the part of a tensor that fills each parameter. The constructor reads
+    only headers. It raises CheckpointError, naming the tensor or the parameter, unless every parameter is filled and
+    each element of every tensor is used exactly once.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -177,17 +177,17 @@ class Pretrained(Mapping[str, Sliceable]):
         self._copy = _check_used(str(self.path), self.shape, tensors, self.filled.values())
 
     def check_copies(self) -> None:
-        """Raise CheckpointError if the head is stored beside the embedding that it is tied to, and differs.
+        """Raise CheckpointError if the head is stored although it is tied to the embedding, and differs from it.
 
-        Reads both, a few megabytes at a time.
+        Reads both tensors, a few megabytes at a time.
         """
         table = self.filled["embedding/table"].tensor
         if self._copy is None:
             return
         rows, width = table.shape
         for first in range(0, rows, step := max(1, COMPARED // width)):
-            some = slice(first, min(first + step, rows)), slice(0, width)
-            one, other = (each.read([[rows], [width]], some) for each in (table, self._copy))
+            part = slice(first, min(first + step, rows)), slice(0, width)
+            one, other = (tensor.read([[rows], [width]], part) for tensor in (table, self._copy))
             if not np.array_equal(one, other):
                 raise CheckpointError(
                     f"{self.path}: tie_word_embeddings says that {self._copy.name} is {table.name}, but both are "
@@ -196,9 +196,9 @@ class Pretrained(Mapping[str, Sliceable]):
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors that are used."""
-        tensors = (each.tensor for each in self.filled.values())
-        return sum({(each.path, each.offset): each.nbytes for each in tensors}.values())
+        """The bytes of all tensors that are used."""
+        tensors = (parameter.tensor for parameter in self.filled.values())
+        return sum({(tensor.path, tensor.offset): tensor.nbytes for tensor in tensors}.values())
 
     def __getitem__(self, name: str) -> Sliceable:
         return self.filled[name].array
@@ -222,23 +222,23 @@ def _opened(path: Path) -> tuple[DecoderConfig, dict[str, FileTensor], WeightMap
 
 
 def fill(where: str, model: Model, tensors: Mapping[str, FileTensor], names: WeightMap) -> dict[str, Filled]:
-    """Every parameter of a model with the tensor that it is read from, ``where`` these are.
+    """Assign to every parameter of a model the tensor that it is read from; ``where`` names the file or folder.
 
-    Raises CheckpointError for one that none fills, and for a tensor of other sizes than the parameter's.
+    Raises CheckpointError for a parameter without a tensor, and for a tensor that differs from the parameter in size.
     """
     stored = dict(names)
-    sizes = {f"{name}/{own}": layer.sizes for name, layer in model.layers for own in layer.parameters}
+    sizes = {f"{name}/{parameter}": layer.sizes for name, layer in model.layers for parameter in layer.parameters}
     filled, unfilled = {}, []
     for name, (parameter, _) in model.parameters():
-        found = next((each for each in stored[name] if each.tensor in tensors), None)
-        if found is None:
+        tensor_slice = next((candidate for candidate in stored[name] if candidate.tensor in tensors), None)
+        if tensor_slice is None:
             unfilled.append((name, stored[name][0].tensor))
             continue
-        view, tensor = StoredView(parameter.dims, sizes[name], found), tensors[found.tensor]
+        view, tensor = StoredView(parameter.dims, sizes[name], tensor_slice), tensors[tensor_slice.tensor]
         tensor.check_weights()
-        if found.rows is not None:
-            tensor.check_sizes([[found.rows[2]], *view.split[1:]])
-            tensor = tensor.rows(*found.rows[:2])
+        if tensor_slice.rows is not None:
+            tensor.check_sizes([[tensor_slice.rows[2]], *view.split[1:]])
+            tensor = tensor.rows(*tensor_slice.rows[:2])
         tensor.check_sizes(view.split)
         filled[name] = Filled(name, view, tensor)
     if unfilled:
@@ -252,27 +252,27 @@ def fill(where: str, model: Model, tensors: Mapping[str, FileTensor], names: Wei
 def _check_used(
     where: str, shape: DecoderConfig, tensors: Mapping[str, FileTensor], filled: Collection[Filled]
 ) -> FileTensor | None:
-    """Raise CheckpointError unless all of every tensor is used once; returns a stored copy of a tied head, if any."""
+    """Raise CheckpointError unless all of each tensor is used once; return the stored copy of a tied head, if any."""
     used: dict[str, list[Filled]] = {}
-    for each in filled:
-        used.setdefault(each.tensor.name, []).append(each)
+    for parameter in filled:
+        used.setdefault(parameter.tensor.name, []).append(parameter)
     for name, parts in used.items():
-        apart = {(each.tensor.offset, *sorted(each.view.stored.at.items())) for each in parts}
-        elements = sum(prod(each.view.shape) for each in parts)
-        if len(apart) < len(parts) or elements != prod(tensors[name].shape):
+        places = {(part.tensor.offset, *sorted(part.view.stored.at.items())) for part in parts}
+        elements = sum(prod(part.view.shape) for part in parts)
+        if len(places) < len(parts) or elements != prod(tensors[name].shape):
             raise CheckpointError(
-                f"{where}: of the {prod(tensors[name].shape):,} numbers of {name} {elements:,} would be used"
+                f"{where}: of the {prod(tensors[name].shape):,} numbers of {name}, {elements:,} would be used"
             )
-    copy, left = None, []
+    copy, unused = None, []
     for name in sorted(tensors.keys() - used.keys()):
         if name in HEADS and shape.tied and tensors[name].shape == (shape.vocabulary, shape.width):
             copy = tensors[name]
         elif not name.endswith((*IGNORED, *OF_GGUF)):
-            left.append(name)
-    if left:
-        others = f" (and {len(left) - 1} more)" if left[1:] else ""
+            unused.append(name)
+    if unused:
+        others = f" (and {len(unused) - 1} more)" if unused[1:] else ""
         raise CheckpointError(
-            f"{where}: nothing of a {shape.family} is called {left[0]}{others}: this would not be the model that was "
+            f"{where}: nothing of a {shape.family} is called {unused[0]}{others}: this would not be the model that was "
             f"trained. Is {CONFIG}, or what the file says of itself, right?"
         )
     return copy
@@ -285,7 +285,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 
 def adapter_options(folder: str | Path) -> LoRAOptions:
-    """What a folder says of its adapters; raises CheckpointError."""
+    """The options of the adapters in a folder, from its configuration; raises CheckpointError."""
     path = Path(folder) / ADAPTER_CONFIG
     if not path.is_file():
         raise CheckpointError(f"{folder} holds no adapters: there is no {ADAPTER_CONFIG}")
@@ -294,19 +294,19 @@ def adapter_options(folder: str | Path) -> LoRAOptions:
 
 
 def read_adapters(folder: str | Path, shape: DecoderConfig) -> Mapping[str, Filled]:
-    """The adapters of a folder, for a decoder of this shape, by our names; proven as ``Pretrained`` is."""
+    """The adapters of a folder, for a decoder of this shape, by this package's names; checked as in ``Pretrained``."""
     options, path = adapter_options(folder), Path(folder) / ADAPTER_WEIGHTS
     if not path.is_file():
         raise CheckpointError(f"{folder}: there is no {ADAPTER_WEIGHTS}; pickled adapters are not read")
     tensors, model = read_safetensors(path), with_adapters(decoder(shape), options, shape.family)
     filled = fill(str(path), model, tensors, adapter_names(shape, options))
-    if left := sorted(tensors.keys() - {each.tensor.name for each in filled.values()}):
-        raise CheckpointError(f"{path}: nothing of a {shape.family} with these adapters is called {left[0]}")
+    if unused := sorted(tensors.keys() - {parameter.tensor.name for parameter in filled.values()}):
+        raise CheckpointError(f"{path}: nothing of a {shape.family} with these adapters is called {unused[0]}")
     return filled
 
 
 def merged(arrays: Mapping[str, Sliceable], shape: DecoderConfig, options: LoRAOptions) -> dict[str, Sliceable]:
-    """Arrays by name, those that have adapters as w + scale · a · b: only what is sliced is read and multiplied."""
+    """Arrays by name, merged with their adapters as w + scale · a · b: a slice reads and multiplies only its part."""
     adapters = {name for name, _ in adapter_names(shape, options)}
     dims = {name: parameter.dims for name, (parameter, _) in decoder(shape).parameters()}
     result = {name: array for name, array in arrays.items() if name not in adapters}
