@@ -54,6 +54,6 @@ _PUBLIC = {
     "verification": ("verify",),
 }
 
-#: Packages are imported when a name of theirs is first used: a command starts, and can be interrupted cleanly, before
-#: NumPy is loaded.
+#: A package is imported when one of its names is first used. So a command starts, and can be interrupted cleanly,
+#: before NumPy is loaded.
 __getattr__ = imported_when_asked(__name__, _PUBLIC)

@@ -5,8 +5,8 @@ import sys
 
 
 def main() -> None:
-    """Load the command line and run it; a signal meanwhile ends it with one line, on any rank."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until there are handlers
+    """Load and run the command line; a signal ends the process with a message of one line, on any rank."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until handlers are installed
     from spmd_engine.importing import many_imports
     from spmd_engine.runtime.launchers import one_blas_thread
     from spmd_engine.runtime.signals import StopFlag, exit_code, raise_interrupted
@@ -15,7 +15,7 @@ def main() -> None:
         with raise_interrupted():
             signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
             with StopFlag(), many_imports(), one_blas_thread():
-                # A signal is handled after the import: a half-loaded program cannot end well.
+                # StopFlag handles a signal after the import: a partly loaded program cannot end cleanly.
                 from spmd_engine.cli import main as run_command_line
             run_command_line()
     except KeyboardInterrupt as error:

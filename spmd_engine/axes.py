@@ -1,4 +1,4 @@
-"""Named axes of ranks and positions on them; the mesh need not exist, so that shardings can be planned and drawn."""
+"""Mesh axes and positions on them, without ranks, so that shardings of any mesh can be planned and drawn."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from spmd_engine.errors import MeshError, one_of
 
 Over = str | Iterable[str] | None  #: one axis, several, or None for all
 
-MOST = 1 << 16  # ranks that are listed
+MOST = 1 << 16  # ranks of a mesh that ``all_positions`` lists
 
 
 class MeshPosition:
-    """The axes of a mesh, and one rank's coordinates on them: enough to shard arrays. A Mesh is one, with ranks."""
+    """The axes of a mesh and the coordinates of one rank: enough to shard arrays. ``Mesh`` adds groups."""
 
     axes: Mapping[str, int]
     coordinates: Mapping[str, int]
@@ -23,23 +23,23 @@ class MeshPosition:
         self.axes, self.coordinates = axes, coordinates
 
     def axis_size(self, over: Over) -> int:
-        """The number of ranks along one axis or several; 1 along none."""
+        """The product of the sizes of the axes ``over``; 1 for no axis."""
         return prod(self.axes[name] for name in self._names(over))
 
     def index(self, over: Over) -> int:
-        """This rank's position along these axes, of which the last varies fastest: its rank in ``Mesh.group``."""
+        """This rank's rank in ``Mesh.group(over)``; the last axis varies fastest."""
         position = 0
         for name in self._names(over):
             position = position * self.axes[name] + self.coordinates[name]
         return position
 
     def peers(self, over: Over) -> list[MeshPosition]:
-        """The ranks that differ from this one only along ``over``, itself among them, as ``Mesh.group`` orders them."""
+        """The ranks that differ from this rank only along ``over``, with this rank, in the order of ``Mesh.group``."""
         names = self._names(over)
-        everywhere = product(*(range(self.axes[name]) for name in names))
+        all_coordinates = product(*(range(self.axes[name]) for name in names))
         return [
-            MeshPosition(self.axes, {**self.coordinates, **dict(zip(names, where, strict=True))})
-            for where in everywhere
+            MeshPosition(self.axes, {**self.coordinates, **dict(zip(names, coordinates, strict=True))})
+            for coordinates in all_coordinates
         ]
 
     def _names(self, over: Over) -> tuple[str, ...]:
@@ -50,7 +50,7 @@ class MeshPosition:
             if name not in self.axes:
                 raise MeshError(f"unknown mesh axis {name!r} of mesh {self}; {one_of(name, self.axes)}")
         if len(set(names)) < len(names):
-            raise MeshError(f"mesh axes {', '.join(names)}: each can be named once")
+            raise MeshError(f"mesh axes {', '.join(names)}: name each axis once")
         return names
 
     def __str__(self) -> str:
@@ -65,17 +65,17 @@ def all_positions(axes: Mapping[str, int]) -> list[MeshPosition]:
 
     Raises MeshError for an axis of size 0, and for more than MOST ranks.
 
-    >>> [place.coordinates["model"] for place in all_positions({"data": 2, "model": 2})]
+    >>> [position.coordinates["model"] for position in all_positions({"data": 2, "model": 2})]
     [0, 1, 0, 1]
     """
     mesh = MeshPosition(axes, {})
     if 0 in axes.values() or prod(axes.values()) > MOST:
-        raise MeshError(f"mesh {mesh}: sizes are from 1, and together at most {MOST} ranks here")
+        raise MeshError(f"mesh {mesh}: sizes are from 1, and their product is at most {MOST} here")
     return mesh.peers(None)
 
 
 def parse_axes(text: str) -> dict[str, int]:
-    """``"data=4,model=2"`` as {"data": 4, "model": 2}; raises MeshError saying what is wrong."""
+    """``"data=4,model=2"`` as {"data": 4, "model": 2}; raises MeshError if it cannot be read."""
     axes: dict[str, int] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, equals, size = (p.strip() for p in part.partition("="))

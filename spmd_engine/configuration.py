@@ -1,7 +1,7 @@
 """Configurations: frozen dataclasses whose fields describe their values, readable from and written to JSON.
 
 A field's ``setting`` is the only place where its default, range, choices, unit, help and option name are written: the
-command line, JSON, ``--help`` and the tables of ``docs/configuration.md`` are made from it.
+command line, JSON, ``--help`` and the tables of ``docs/configuration.md`` are generated from it.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ def setting(
     fixed: bool = False,
     of_images: Any = None,
 ) -> Any:
-    """A field with a default, the values that it takes, and how users see it.
+    """A field with its default, its allowed values, and its option on the command line.
 
     Numbers range from ``least`` to ``most``, or lie ``below`` a limit; texts are one of ``choices``. With a ``unit``,
-    BYTES or SECONDS, a text such as "2GiB" is a value, too; ``read`` converts any other text. ``unset`` says what None,
-    or an option that is not given, stands for.
+    BYTES or SECONDS, a text such as "2GiB" is also a value; ``read`` converts any other text. ``unset`` describes the
+    meaning of None and of an omitted option.
 
-    ``option`` is the name on the command line and among the keywords of ``with_options``, by default the field's; with
-    None, the field is no option of the command line. ``old_names`` are accepted there and in JSON, and not listed. The
-    fields of a nested configuration are options of their own, with ``prefix`` before their names, unless its ``option``
-    is None. A ``fixed`` field cannot change when a run resumes. ``of_images`` is the default for models of images.
+    ``option`` is the name on the command line and among the keywords of ``with_options``, by default the field's name;
+    with None, the command line lacks the field. Both, and JSON, also accept ``old_names``, which no table lists. Each
+    field of a nested configuration is an option with ``prefix`` before its name, unless the nested configuration's
+    ``option`` is None. A ``fixed`` field cannot change when a run resumes. ``of_images`` is the default for image
+    models.
     """
-    given = locals()
-    about = {name: given[name] for name in given if name != "default" and given[name] not in (None, "", ())}
+    arguments = locals()
+    about = {name: arguments[name] for name in arguments if name != "default" and arguments[name] not in (None, "", ())}
     if choices is not None:
         about["choices"] = tuple(choices)
     return field(default=default, metadata=about if option is not None else about | {"option": None})
@@ -57,7 +58,7 @@ def setting(
 
 @cache
 def _types(configuration: type) -> dict[str, Any]:
-    """The types of a configuration's fields. ``get_type_hints`` would compile equal annotations again and again."""
+    """The types of a configuration's fields. ``get_type_hints`` would compile equal annotations repeatedly."""
     annotations = [
         (name, _type(annotation, base.__module__) if isinstance(annotation, str) else annotation)
         for base in reversed(configuration.__mro__)
@@ -73,80 +74,80 @@ def _type(annotation: str, module: str) -> Any:
 
 @dataclass(frozen=True)
 class Configuration:
-    """Base of frozen dataclasses that are checked when they are made: each value by its field's type and ``setting``.
+    """Base of frozen dataclasses that check each value against its field's type and ``setting`` when created.
 
-    Raises UsageError, in one line that names the field, for a wrong type or a value out of range. A whole number is
-    converted to a float, and a text as the field's ``setting`` says; nothing else is converted.
+    Raises UsageError, in one line that names the field, for a wrong type or a value out of range. It converts whole
+    numbers to floats, and texts by the field's ``setting``, but nothing else.
     """
 
     def __post_init__(self) -> None:
         types = _types(type(self))
-        for each in fields(self):
-            value = _fitting(each.name, _read(each.name, getattr(self, each.name), each.metadata), types[each.name])
-            _check_range(each.name, value, each.metadata)
-            object.__setattr__(self, each.name, value)
+        for f in fields(self):
+            value = _convert(f.name, _read(f.name, getattr(self, f.name), f.metadata), types[f.name])
+            _check_range(f.name, value, f.metadata)
+            object.__setattr__(self, f.name, value)
 
     def changed(self, **values: Any) -> Self:
-        """The same with other values of some fields: ``changed(steps=3)``."""
+        """A copy with these values of some fields: ``changed(steps=3)``."""
         return replace(self, **values)
 
     def as_json(self) -> dict[str, Any]:
-        """What ``from_json`` reads: all fields by name, nested configurations as objects, mappings as they are."""
-        return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
+        """The input of ``from_json``: all fields by name, nested configurations as objects, mappings unchanged."""
+        return {f.name: _to_json(getattr(self, f.name)) for f in fields(self)}
 
     @classmethod
     def from_json(cls, content: Any, where: str = "", base: Self | None = None) -> Self:
-        """The configuration that a JSON object describes; fields that it lacks are as ``base`` has them, or by default.
+        """The configuration that a JSON object describes; missing fields come from ``base``, or are the defaults.
 
-        Raises UsageError, in one line beginning with ``where`` (a file's name), for unknown fields and values that a
-        field cannot have.
+        Raises UsageError, in one line that begins with ``where`` (a file's name), for unknown fields and invalid
+        values.
         """
         if not isinstance(content, Mapping):
             raise UsageError(f"{where}: it must be an object, {{...}}, not {json.dumps(content)}")
         types = _types(cls)
-        known = [each.name for each in fields(cls)]
-        renamed = {old: each.name for each in fields(cls) for old in each.metadata.get("old_names", ())}
+        names = [f.name for f in fields(cls)]
+        renamed = {old: f.name for f in fields(cls) for old in f.metadata.get("old_names", ())}
         content = {renamed.get(name, name): value for name, value in content.items()}
-        if unknown := sorted(set(content) - set(known)):
-            raise UsageError(f"{where}: unknown field {unknown[0]!r}; {one_of(unknown[0], known)}")
+        if unknown := sorted(set(content) - set(names)):
+            raise UsageError(f"{where}: unknown field {unknown[0]!r}; {one_of(unknown[0], names)}")
         values = {}
         for name, value in content.items():
-            section = _configuration(types[name])
+            section = _find_configuration_class(types[name])
             if section and value is not None:
-                usual = next(each.default for each in fields(cls) if each.name == name)
-                value = section.from_json(value, f"{where}: {name}", usual if isinstance(usual, section) else None)
+                default = next(f.default for f in fields(cls) if f.name == name)
+                value = section.from_json(value, f"{where}: {name}", default if isinstance(default, section) else None)
             values[name] = value
         try:
             return replace(base, **values) if base is not None else cls(**values)
         except UsageError as error:
             raise UsageError(f"{where}: {error}" if where else str(error)) from None
         except TypeError:
-            missing = [each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING]
+            missing = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
             missing = [name for name in missing if name not in content]
             raise UsageError(f"{where}: the field {missing[0]!r} is missing") from None
 
 
 @dataclass(frozen=True)
 class ConfigField:
-    """A field of a configuration, or of one nested in it, as an option."""
+    """A field of a configuration or of a nested configuration, as an option."""
 
     name: str  #: with underscores
-    path: tuple[str, ...]  #: of fields that lead to it
+    path: tuple[str, ...]  #: names of the nested fields, from the outermost to this one
     kind: Any  #: the type of its values other than None
     default: Any
-    about: Mapping[str, Any]  #: what ``setting`` was given
+    about: Mapping[str, Any]  #: the arguments of ``setting``
 
     @property
     def is_option(self) -> bool:
-        """Whether the command line has it."""
+        """Whether the field is an option of the command line."""
         return "help" in self.about and self.about.get("option", "") is not None and not is_dataclass(self.kind)
 
     def read(self, value: Any) -> Any:
-        """The value that a text stands for."""
+        """The value of a text; any other value unchanged."""
         return _read(self.name, value, self.about)
 
     def text(self, value: Any) -> str:
-        """A value as the command line has it; of None, what it stands for."""
+        """A value as the command line takes it; for None, the text of ``unset``."""
         if value is None:
             return self.about.get("unset", "")
         if self.about.get("unit") == BYTES:
@@ -158,48 +159,48 @@ class ConfigField:
 
 @cache
 def settings_of(configuration: type[Configuration]) -> dict[str, ConfigField]:
-    """The fields of a configuration and of those nested in it, by their names as options."""
-    return {each.name: each for each in _settings(configuration(), (), "")}
+    """The fields of a configuration and of its nested configurations, by option name."""
+    return {config_field.name: config_field for config_field in _settings(configuration(), (), "")}
 
 
-def _settings(usual: Configuration, path: tuple[str, ...], prefix: str) -> Iterator[ConfigField]:
-    types = _types(type(usual))
-    for each in fields(usual):
-        about, where = each.metadata, (*path, each.name)
-        section, kind = _configuration(types[each.name]), _without_none(types[each.name])
-        name = about.get("option") or prefix + each.name
-        yield ConfigField(name, where, kind, getattr(usual, each.name), about)
+def _settings(defaults: Configuration, path: tuple[str, ...], prefix: str) -> Iterator[ConfigField]:
+    types = _types(type(defaults))
+    for f in fields(defaults):
+        about, field_path = f.metadata, (*path, f.name)
+        section, kind = _find_configuration_class(types[f.name]), _without_none(types[f.name])
+        name = about.get("option") or prefix + f.name
+        yield ConfigField(name, field_path, kind, getattr(defaults, f.name), about)
         if section and about.get("option", "") is not None:
-            yield from _settings(section_of(usual, each.name), where, about.get("prefix", ""))
+            yield from _settings(section_of(defaults, f.name), field_path, about.get("prefix", ""))
 
 
 def section_of(configuration: Configuration, name: str) -> Configuration:
-    """A nested configuration, or the default one of its type where the field is None."""
+    """A nested configuration; the default of its type if the field is None."""
     section = getattr(configuration, name)
     if section is None:
-        kind = _configuration(_types(type(configuration))[name])
+        kind = _find_configuration_class(_types(type(configuration))[name])
         assert kind, f"{name} is no section of {type(configuration).__name__}"
         section = kind()
     return section
 
 
-def _configuration(kind: Any) -> type[Configuration] | None:
-    """The class of a field that holds a nested configuration, perhaps an optional one."""
-    for each in (kind, *get_args(kind)):
-        if isinstance(each, type) and issubclass(each, Configuration):
-            return each
+def _find_configuration_class(kind: Any) -> type[Configuration] | None:
+    """The class of a nested configuration, which may be optional; None for any other type."""
+    for candidate in (kind, *get_args(kind)):
+        if isinstance(candidate, type) and issubclass(candidate, Configuration):
+            return candidate
     return None
 
 
 def _without_none(kind: Any) -> Any:
     """``int`` for ``int | None``."""
     if get_origin(kind) in (Union, UnionType):
-        (kind,) = (each for each in get_args(kind) if each is not NoneType)
+        (kind,) = (argument for argument in get_args(kind) if argument is not NoneType)
     return kind
 
 
 def _read(name: str, value: Any, about: Mapping[str, Any]) -> Any:
-    """The value that a text stands for in a field with a unit, or with a way to read texts."""
+    """The value of a text in a field with ``unit`` or ``read``; any other value unchanged."""
     if not isinstance(value, str) or not ({"unit", "read"} & about.keys()):
         return value
     if "read" in about:
@@ -207,14 +208,14 @@ def _read(name: str, value: Any, about: Mapping[str, Any]) -> Any:
     return bytes_of(value, name, least=0) if about["unit"] == BYTES else seconds_of(value, name)
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, Configuration):
         return value.as_json()
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _fitting(name: str, value: Any, kind: Any) -> Any:
-    """``value`` as a field of type ``kind`` has it."""
+def _convert(name: str, value: Any, kind: Any) -> Any:
+    """``value`` converted to the type ``kind`` of its field. Raises UsageError if it has another type."""
     if value is None and kind != _without_none(kind):
         return None
     kind = _without_none(kind)

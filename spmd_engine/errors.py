@@ -1,4 +1,4 @@
-"""One family of exceptions. Each message says what is wrong, where, and what to do."""
+"""The exceptions of this package. Each message says what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher
 from traceback import walk_stack
 
-LIKE = 0.65  #: the similarity of difflib from which a name is suggested
+LIKE = 0.65  #: least similarity, by difflib, of a suggested name
 
 
 def one_of(given: object, names: Iterable[str]) -> str:
-    """For errors about an unknown name: the known names, those most similar to the one ``given`` first.
+    """The end of an error about an unknown name: the valid ``names``, those most similar to ``given`` first.
 
     >>> one_of("mpl", ["gpt", "mlp", "convnet"])
     "did you mean 'mlp'? There are: mlp, gpt, convnet"
@@ -20,10 +20,10 @@ def one_of(given: object, names: Iterable[str]) -> str:
     def likeness(name: str) -> float:
         return SequenceMatcher(None, str(given).lower(), name.lower()).ratio()
 
-    known = list(names)
-    near = sorted((name for name in known if likeness(name) >= LIKE), key=likeness, reverse=True)
-    listed = ", ".join(dict.fromkeys([*near, *known]))
-    return f"did you mean {near[0]!r}? There are: {listed}" if near else f"there are: {listed or 'none'}"
+    valid = list(names)
+    similar = sorted((name for name in valid if likeness(name) >= LIKE), key=likeness, reverse=True)
+    listed = ", ".join(dict.fromkeys([*similar, *valid]))
+    return f"did you mean {similar[0]!r}? There are: {listed}" if similar else f"there are: {listed or 'none'}"
 
 
 LONGEST = 4000  #: characters of a message
@@ -50,18 +50,18 @@ class NotFiniteError(UsageError):
 
 
 class MeshError(UsageError):
-    """A mesh does not fit the ranks there are, or an axis is unknown."""
+    """A mesh does not match the number of ranks, or an axis is unknown."""
 
 
 class WrongNumberOfRanks(MeshError):
-    """A mesh has places for more or fewer ranks than there are."""
+    """The size of a mesh is not the number of ranks."""
 
     def __init__(self, mesh: str, ranks: int, there_are: int) -> None:
         super().__init__(
             f"mesh {mesh} needs {ranks} ranks, but there are {there_are}. "
             f"Change the sizes, or start with: mpiexec -n {ranks} ..."
         )
-        self.mesh, self.ranks = mesh, ranks  #: its axes, as in "data=2,model=2"; how many ranks it needs
+        self.mesh, self.ranks = mesh, ranks  #: axes, as in "data=2,model=2"; number of ranks that they need
 
 
 class UnknownParameter(UsageError, KeyError):
@@ -70,7 +70,7 @@ class UnknownParameter(UsageError, KeyError):
     def __init__(self, name: str, names: Iterable[str], of: str = "engine") -> None:
         super().__init__(f"this {of} has no parameter {name!r}; {one_of(name, names)}")
 
-    __str__ = Exception.__str__  # a KeyError's is quoted
+    __str__ = Exception.__str__  # KeyError quotes its message
 
 
 class NotationError(UsageError):
@@ -78,15 +78,15 @@ class NotationError(UsageError):
 
 
 class MismatchError(SpmdError):
-    """Ranks of one group called different collectives; raised with the same text on each of them."""
+    """Ranks of one group called different collectives; all of them raise it with the same text."""
 
 
 class CommunicationTimeout(SpmdError):
-    """A rank waited longer than the group's timeout for others."""
+    """A rank waited for other ranks longer than the group's timeout."""
 
 
 class RankAborted(SpmdError):
-    """Another rank of this program failed first; that rank's own error is the one to read."""
+    """Another rank of this program failed first; the error of that rank gives the reason."""
 
 
 class CheckpointError(UsageError):
@@ -94,7 +94,7 @@ class CheckpointError(UsageError):
 
 
 class ReplicasDifferError(SpmdError):
-    """Ranks that hold the same part of an array have different bits of it; raised with the same text on each."""
+    """Replicas of an array differ in some bits; all ranks raise it with the same text."""
 
 
 _LIBRARIES = tuple(os.path.dirname(file) + os.sep for file in (__file__, os.__file__))

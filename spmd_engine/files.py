@@ -1,4 +1,4 @@
-"""Files that this program writes: only regular ones, and those of a command's option whole or not at all."""
+"""Output files: only regular files, and the files of a command's options completely or not at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from spmd_engine.errors import UsageError
 
-#: Endings of names that stand for a format.
+#: File name endings that denote a format.
 KNOWN = {
     *(".npy", ".npz", ".csv", ".tsv", ".json", ".jsonl", ".toml", ".yaml", ".txt", ".tokens", ".svg", ".png", ".pdf"),
     *(".safetensors", ".gguf", ".onnx", ".h5", ".hdf5", ".pt", ".pth", ".ckpt", ".bin", ".pickle", ".pkl", ".zip"),
@@ -20,7 +20,7 @@ KNOWN = {
 
 
 def open_regular(path: str | os.PathLike, flags: int, mode: int = 0o666) -> int:
-    """As ``os.open``, but only for regular files: no link redirects the write, and no pipe blocks this process.
+    """``os.open`` for regular files only: no link redirects the write, and no pipe blocks this process.
 
     Raises UsageError for links, pipes, folders and devices; OSError for other errors.
     """
@@ -33,13 +33,13 @@ def open_regular(path: str | os.PathLike, flags: int, mode: int = 0o666) -> int:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
         os.close(descriptor)
-    raise UsageError(f"{os.fspath(path)} is no file: move it away; a link, a pipe or a folder is not written to")
+    raise UsageError(f"{os.fspath(path)} is no file: move it away; links, pipes and folders are not written to")
 
 
 def check_ending(what: str, path: str | Path, *endings: str) -> None:
-    """Raise UsageError if the name has the ending of another format than the one that is written.
+    """Raise UsageError if the ending of ``path`` denotes another format than the written one.
 
-    ``endings`` are those of the format that is written; a folder has none.
+    ``endings``: of the written format; none for a folder.
     """
     ending = Path(path).suffix.lower()
     if ending in KNOWN and ending not in endings:
@@ -49,18 +49,18 @@ def check_ending(what: str, path: str | Path, *endings: str) -> None:
 
 @contextmanager
 def output_file(path: str | Path, option: str = "--output") -> Iterator[BinaryIO]:
-    """A file to write to, which gets its name when it is complete; until then, the old file stays.
+    """A file to write to, which replaces ``path`` when it is complete; until then, the old file stays.
 
     Raises UsageError, which names the option and the file, for errors of the file system.
     """
     path = Path(path)
     try:
-        if path.exists() and not path.is_file():  # a device or a pipe; a folder is refused
+        if path.exists() and not path.is_file():  # a device or a pipe; opening a folder fails
             with path.open("wb") as file:
                 yield file
             return
-        target = path.resolve()  # links stay
-        temporary = target.with_name(f".{target.name}.{os.urandom(16).hex()}")  # no link can be waiting at this name
+        target = path.resolve()  # keeps links
+        temporary = target.with_name(f".{target.name}.{os.urandom(16).hex()}")  # other programs cannot guess it
         try:
             with temporary.open("xb") as file:
                 yield file

@@ -1,4 +1,4 @@
-"""Imports that happen when a name is first used, and that take no longer than they must: every rank makes them."""
+"""Lazy and fast imports: all ranks import the package when they start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def imported_when_asked(package: str, public: Mapping[str, Sequence[str]]) -> Ca
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = import_module(f"{package}.{modules.get(name, name)}")
         value = getattr(module, name) if name in modules else module
-        setattr(sys.modules[package], name, value)  # later uses do not come here
+        setattr(sys.modules[package], name, value)  # later uses do not call this function
         return value
 
     return get
@@ -27,7 +27,7 @@ def imported_when_asked(package: str, public: Mapping[str, Sequence[str]]) -> Ca
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Pause the search for reference cycles, for work that makes many objects and keeps them."""
+    """Pause the search for reference cycles during work that creates many objects and keeps them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -39,9 +39,9 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def many_imports() -> Iterator[None]:
-    """Pause the search for reference cycles, and exclude what was imported from later searches.
+    """Pause the search for reference cycles, and exclude all present objects from later searches.
 
-    Modules, functions and classes stay. Repeated searches through them took a sixth of the time of loading.
+    Modules, functions and classes are permanent. Repeated searches through them took a sixth of the import time.
     """
     with uncollected():
         try:

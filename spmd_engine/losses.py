@@ -1,7 +1,7 @@
-"""Loss functions: ``loss(outputs, targets) -> (value, gradient)``, apart from every model.
+"""Loss functions and metrics, independent of models: ``loss(outputs, targets) -> (value, gradient)``.
 
 ``count`` is the number of terms of the *global* mean (all ranks, all micro-batches); by default the number of
-terms at hand. The value is this rank's share of the mean: gradients and values are then only ever summed.
+terms in this call. The value is this rank's share of the mean, so that values and gradients need only be summed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from spmd_engine.errors import UsageError
 def mean_squared_error(
     outputs: Array, targets: Array, *, count: float | None = None, mask: Array | None = None
 ) -> tuple[float, Array]:
-    """sum(mask · (outputs - targets)^2) / count, of any shape, and its gradient; mask is 1 if not given."""
+    """sum(mask · (outputs - targets)^2) / count, for any shape, and its gradient; the default mask is 1.
+
+    Raises UsageError if the shapes differ.
+    """
     if outputs.shape != targets.shape:
         raise UsageError(f"mean_squared_error: outputs of shape {outputs.shape}, targets of {targets.shape}")
     difference = outputs - targets
@@ -40,18 +43,19 @@ def cross_entropy(
     """Mean over tokens of -log softmax(outputs)[target], and its gradient (written over ``outputs``).
 
     outputs[... v], targets[...] of global indices into v, mask[...]: 0 hides a token. Where v is sharded, ``over``
-    is the group of ranks that hold it and ``start`` the first v of this rank: maxima, sums and the targets'
-    scores are reduced over it; the outputs are never gathered. After Shoeybi et al., "Megatron-LM" (2019).
+    is the group of ranks that hold v and ``start`` the first index of this rank: the group reduces maxima, sums and
+    the targets' scores; it never gathers the outputs. Raises UsageError for shapes that do not match and for targets
+    that are not classes. After Shoeybi et al., "Megatron-LM" (2019).
     """
     xp = backend_of(outputs).xp
     if targets.size * outputs.shape[-1] != outputs.size:
         raise UsageError(
             f"cross_entropy: outputs of shape {outputs.shape}, targets of {targets.shape}; give one class for each row"
         )
-    if over is None and not start:  # else the classes of other ranks are targets, too
+    if over is None and not start:  # otherwise targets may be classes of other ranks
         check_classes(targets, outputs.shape[-1], mask)
     scores = outputs.reshape(targets.size, outputs.shape[-1])
-    wanted = targets.reshape(-1).astype(xp.int64) - start  # small unsigned ones would wrap
+    local_targets = targets.reshape(-1).astype(xp.int64) - start  # small unsigned integers would wrap
     tokens, width = scores.shape
     weights = xp.ones(tokens, scores.dtype) if mask is None else mask.reshape(-1).astype(scores.dtype)
     count = float(weights.sum()) if count is None else count
@@ -59,8 +63,8 @@ def cross_entropy(
     top = scores.max(axis=1) if width else xp.full(tokens, -xp.inf, scores.dtype)
     if over is not None:
         top = over.all_reduce(top, "max", label="loss")
-    sums = xp.zeros((2, tokens), scores.dtype)  # of exponentials, and the targets' scores
-    sums[1] = scores_of_targets(scores, wanted, top)
+    sums = xp.zeros((2, tokens), scores.dtype)  # sums of exponentials; scores of the targets
+    sums[1] = scores_of_targets(scores, local_targets, top)
     for part in chunks(scores):
         piece = scores[part]
         exponentiate(piece, top[part, None])
@@ -70,41 +74,41 @@ def cross_entropy(
     value = float(((xp.log(sums[0]) - sums[1]) * weights).sum(dtype=xp.float64)) / (count or 1.0)
 
     weights /= scores.dtype.type(count or 1.0)
-    cross_entropy_gradient(scores, sums[0], weights, wanted)
+    cross_entropy_gradient(scores, sums[0], weights, local_targets)
     return value, scores.reshape(outputs.shape)
 
 
 def check_classes(targets: Array, classes: int, mask: Array | None = None) -> None:
-    """Raise UsageError for what is no class: it would count for nothing, in silence. Host arrays only."""
+    """Raise UsageError for a target that is not a class: the loss would ignore it silently. Host arrays only."""
     if backend_of(targets).on_device or not targets.size:
         return
     counted = targets if mask is None else targets[mask.reshape(targets.shape) != 0]
-    if targets.dtype.kind not in "iu" or (counted.astype("uint64") >= classes).any():  # -1 is very large there
+    if targets.dtype.kind not in "iu" or (counted.astype("uint64") >= classes).any():  # -1 becomes very large
         values = f"{targets.dtype} from {targets.min()} to {targets.max()}"
         raise UsageError(f"targets must be whole numbers from 0 to {classes - 1}; they are {values}")
 
 
-# --- Metrics: of how many targets something holds, apart from every model. Only ever summed, as losses are
+# --- Metrics: counts of targets, independent of models, and summed like losses
 
 
 def right_classes(
     outputs: Array, targets: Array, *, mask: Array | None = None, over: Group | None = None, start: int = 0
 ) -> float:
-    """How many targets[...] are the class of the largest score in outputs[... c]; of equal ones, the lowest class.
+    """The number of targets[...] that are the class of the largest score in outputs[... c]; of a tie, the lowest class.
 
-    Targets are global numbers of classes, mask[...] is 0 where one does not count. Where c is sharded, ``over`` is the
-    group of ranks that hold it and ``start`` the first c of this rank: largest scores and their classes are reduced
-    over it, and all of them get the same result.
+    Targets are global class numbers; mask[...] is 0 for a target that does not count. Where c is sharded, ``over`` is
+    the group of ranks that hold c and ``start`` the first class of this rank: the group reduces largest scores and
+    their classes, and all its ranks get the same result.
     """
     xp = backend_of(outputs).xp
     scores = outputs.reshape(targets.size, outputs.shape[-1])
     count, width = scores.shape
-    none = xp.iinfo(xp.int64).max  # beyond every class
+    no_class = xp.iinfo(xp.int64).max  # larger than every class
     top = scores.max(axis=1) if width else xp.full(count, -xp.inf, scores.dtype)
     if over is not None:
         top = over.all_reduce(top, "max", label="metric")
     numbers = xp.arange(start, start + width)
-    predicted = xp.where(scores == top[:, None], numbers, none).min(axis=1, initial=none)
+    predicted = xp.where(scores == top[:, None], numbers, no_class).min(axis=1, initial=no_class)
     if over is not None:
         predicted = over.all_reduce(predicted, "min", label="metric")
     right = predicted == targets.reshape(-1).astype(xp.int64)

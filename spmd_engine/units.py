@@ -15,7 +15,7 @@ _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\
 
 
 def bytes_of(text: str, where: str = "memory", least: int = 1) -> int:
-    """Bytes of ``"2GiB"``, ``"1.5 GB"`` or ``"1000000"``; raises UsageError for anything else, and below ``least``.
+    """Bytes of ``"2GiB"``, ``"1.5 GB"`` or ``"1000000"``; raises UsageError for other texts and below ``least``.
 
     >>> bytes_of("2GiB"), bytes_of("1.5kb")
     (2147483648, 1500)
@@ -29,7 +29,7 @@ def bytes_of(text: str, where: str = "memory", least: int = 1) -> int:
 
 
 def seconds_of(text: str, where: str = "time") -> float:
-    """Seconds of ``"30s"``, ``"100 ms"``, ``"2min"`` or ``"1.5"``; raises UsageError for anything else.
+    """Seconds of ``"30s"``, ``"100 ms"``, ``"2min"`` or ``"1.5"``; raises UsageError for other texts.
 
     >>> seconds_of("100ms"), seconds_of("2min"), seconds_of("1.5")
     (0.1, 120.0, 1.5)
@@ -45,7 +45,7 @@ def _quantity(text: str, where: str, units: Mapping[str, float], wanted: str) ->
 
 
 def exact_bytes(count: int) -> str:
-    """Bytes in the largest binary unit of which they are a multiple, as ``bytes_of`` reads them.
+    """Bytes as a whole number of the largest possible binary unit; the inverse of ``bytes_of``.
 
     >>> exact_bytes(32 << 20), exact_bytes(1500)
     ('32MiB', '1500')
@@ -57,7 +57,7 @@ def exact_bytes(count: int) -> str:
 
 
 def readable_bytes(count: float) -> str:
-    """Bytes in the largest binary unit of which there is one at least.
+    """Bytes in the largest binary unit that is not larger than them.
 
     >>> readable_bytes(3 << 29)
     '1.50 GiB'
@@ -69,7 +69,7 @@ def readable_bytes(count: float) -> str:
 
 
 def readable_seconds(seconds: float) -> str:
-    """Seconds with three digits in the unit that suits them.
+    """Seconds with three digits, in the largest unit that gives at least 1.
 
     >>> readable_seconds(0.01234)
     '12.3 ms'

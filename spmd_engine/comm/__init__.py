@@ -6,14 +6,14 @@ The path of a blocking ``mesh.all_reduce(x)`` through the files:
    (``Group._run``; ``start_...``: ``Group._begin``). On one node, where each rank has a core, a small call is one
    exchange in the slot table (``Group._run_fast``). Otherwise its ``steps`` become an Operation.
 2. ``pending``: advances all operations of this rank until this one is done.
-3. ``calls``: the ``steps`` of all collectives, which call what differs: an operation's signature, what ranks offer, how
-   data move, the result (``collectives``).
+3. ``calls``: the ``steps`` of all collectives. ``collectives`` implements the parts that differ: an operation's
+   signature, the arrays that ranks offer, how data move, and the result.
 4. ``agreement.call_agreement``: all ranks agree on the call, on one node in the slot table, between nodes in log2(n)
-   rounds of messages. Small arrays travel along.
-5. ``dispatch``: ``choose`` gives the route, a pure function of what all ranks now know.
-6. ``transports``: one file for each route moves the data; ``shared_memory.slot_table`` holds a node's exchange.
+   rounds of messages, which also carry small arrays.
+5. ``dispatch``: ``choose`` gives the route, a pure function of facts that all ranks now know.
+6. ``transports``: one file for each route moves the data; ``shared_memory.slot_table`` implements a node's exchange.
 
-The ledger is written, and the slot released, when the call ends.
+When the call ends, the rank writes the ledger and releases the slot.
 """
 
 from spmd_engine.comm.communicators.communicator import Communicator

@@ -1,4 +1,4 @@
-"""Blocks of arrays by rank: splitting a length, joining, and reducing in a fixed order."""
+"""Blocks of arrays by rank: split a length, join blocks, and reduce them in a fixed order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def span(length: int, parts: int, index: int) -> slice:
 
 
 def spans(lengths: Sequence[int]) -> list[slice]:
-    """Consecutive parts of these lengths."""
+    """Consecutive slices of these lengths."""
     parts, end = [], 0
     for length in lengths:
         start, end = end, end + length
@@ -54,9 +54,9 @@ _UFUNCS = {"sum": "add", "mean": "add", "max": "maximum", "min": "minimum", "pro
 
 
 def reducible(operation: str, x: Array, op: str) -> Array:
-    """``x`` in the dtype of its reduction: bool is counted, the mean of integers is float64.
+    """``x`` in the dtype of its reduction: int64 for bool except in max and min, float64 for the mean of integers.
 
-    Raises UsageError if there is no such reduction: later only ranks with non-empty parts would raise.
+    Raises UsageError if the dtype has no such reduction. Otherwise only ranks with non-empty parts would raise later.
     """
     if op not in _UFUNCS:
         raise UsageError(f"{operation}: unknown op {op!r}; {one_of(op, _UFUNCS)}")
@@ -64,9 +64,9 @@ def reducible(operation: str, x: Array, op: str) -> Array:
         x = x.astype(np.int64)
     if op == "mean" and x.dtype.kind in "iu":
         x = x.astype(np.float64)
-    nothing = np.empty(0, x.dtype)
+    empty = np.empty(0, x.dtype)
     try:
-        reducer(op, x.dtype, np)(nothing, [nothing, nothing])
+        reducer(op, x.dtype, np)(empty, [empty, empty])
     except TypeError:
         raise UsageError(f"{operation}: there is no {op} of {x.dtype}") from None
     return x
@@ -88,9 +88,9 @@ def reduce_into(out: Array, blocks: Sequence[Array], reduction: str) -> None:
 
 
 def reducer(reduction: str, dtype: np.dtype, xp: ModuleType) -> Reducer:
-    """A function (out, blocks) for at least two blocks, like ``reduce_into`` for an ``out`` that overlaps none.
+    """A function (out, blocks) that reduces at least two blocks as ``reduce_into`` does.
 
-    ``out`` may be one of them: only the last operation writes to it.
+    ``out`` may be one of the blocks, as only the last operation writes to it, but must not overlap any other.
     """
     ufunc, mean, half = getattr(xp, _UFUNCS[reduction]), reduction == "mean", accumulated_in(dtype) != dtype
 
@@ -98,10 +98,10 @@ def reducer(reduction: str, dtype: np.dtype, xp: ModuleType) -> Reducer:
         if half:
             blocks = [block.astype(np.float32) for block in blocks]
         total = blocks[0]
-        between = xp.empty_like(total) if half or len(blocks) > 2 else out
+        accumulator = xp.empty_like(total) if half or len(blocks) > 2 else out
         for block in blocks[1:-1]:
-            total = ufunc(total, block, out=between)
-        total = ufunc(total, blocks[-1], out=between if half else out)
+            total = ufunc(total, block, out=accumulator)
+        total = ufunc(total, blocks[-1], out=accumulator if half else out)
         if mean:
             total /= total.dtype.type(len(blocks))
         if half:

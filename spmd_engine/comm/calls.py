@@ -1,6 +1,6 @@
 """A prepared call, and the steps that all collectives share.
 
-Each has one text: for blocking calls and started ones, with ``out`` and without, on any route.
+The same code serves blocking and started calls, with and without ``out``, on any route.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Shape = tuple[int, ...]
 
 
 class Offer(NamedTuple):
-    """What a rank brings to a call."""
+    """The arrays that a rank contributes to a call."""
 
-    data: Array  #: contiguous, as the others are to receive it
-    readable: Array | None = None  #: the same where the other ranks of the node can read it; None: nowhere
-    result: Array | None = None  #: the buffer of the result, where they can read it
+    data: Array  #: contiguous, in the form in which other ranks receive it
+    readable: Array | None = None  #: the same data in memory that the node's other ranks can read; None: not offered
+    result: Array | None = None  #: the result buffer, if the node's other ranks can read it
 
 
 class FastExchange(NamedTuple):
-    """What a blocking call relies on that is made in one exchange, without a generator."""
+    """What a blocking call needs to take place in one exchange, without a generator."""
 
     table: SlotTable
     signatures: Signatures  #: of all ranks in the last such call, expected again
@@ -45,7 +45,7 @@ class FastExchange(NamedTuple):
 class PreparedCall:
     """Everything about a call except the values of its array. A group keeps it for the next such call.
 
-    This class itself describes a barrier, and calls without result: a text for the other ranks, a message.
+    The base class describes a barrier, a message, and a text for the other ranks.
     """
 
     signature: Signature
@@ -54,10 +54,10 @@ class PreparedCall:
     sent: int | Callable[[Array], int] = 0  # bytes; or a function of the result
     shape: tuple[int, ...] = ()  # of the result, if all ranks make the same call
     dtype: Any = None  # to which the array is cast
-    parts: Sequence[tuple[slice, ...]] = ()  # index of each rank's part of the array, if it is split
-    places: Sequence[slice] = ()  # of these parts, packed in flat memory
-    even: Sequence[int] = ()  # lengths of the blocks if they are joined, by rank, if all ranks make the same call
-    sizes: Sequence[int] | None = None  # these lengths as given by the caller
+    parts: Sequence[tuple[slice, ...]] = ()  # index of each rank's part of the array, if the call splits it
+    places: Sequence[slice] = ()  # of these parts when packed in flat memory
+    even: Sequence[int] = ()  # lengths of the blocks that the call joins, by rank, if all ranks make the same call
+    sizes: Sequence[int] | None = None  # these lengths, if the caller passed them
     returns_lengths: bool = False  # whether an all_to_all also returns the lengths that it received
     expected: Signatures = Signatures(())  # of the node's ranks in the last such call
     spins: bool = False  # whether a blocking call spins, and the array needs no cast
@@ -69,10 +69,10 @@ class PreparedCall:
     one_phase: ClassVar[bool] = True  # whether ``finish`` makes the result of readable arrays of any size
 
     def steps(self, routing: Routing, number: int, x: Array | None, out: Any) -> Steps:
-        """The whole of call ``number``, a generator (see ``pending``)."""
+        """Make call ``number``: a generator (see ``pending``)."""
         agreed = yield from routing.agreement.reach(self.signature, self.expected, number, x)
         self.expect(agreed.entries)
-        self.transport(routing, number, agreed, 0)  # nothing is moved; the route is kept for the next call
+        self.transport(routing, number, agreed, 0)  # moves no data; chooses the route of the next call
 
     def finish(self, signatures: Signatures | None, blocks: Sequence[Any], out: Any) -> Any:
         """The result of all ranks' ``blocks``, in ``out`` if given. ``signatures``: None if they are all the same."""
@@ -81,15 +81,15 @@ class PreparedCall:
         """Raise UsageError unless ``out`` can receive the result of a call of ``x``."""
 
     def expect(self, entries: Entries | None) -> None:
-        """Expect the same signatures in the next such call. If they have changed, its route must be chosen anew."""
+        """Expect these signatures in the next such call. If they have changed, choose its route again."""
         if entries is not None and entries.signatures is not self.expected:
             self.expected = entries.signatures
             self.inline, self.fast = False, None
 
     def transport(self, routing: Routing, number: int, agreed: Agreed, size: int) -> Transport | None:
-        """What moves the data of an agreed call, ``size`` bytes of all ranks or of each; None if they were inline.
+        """The transport of an agreed call with ``size`` bytes of all ranks or of each; None if its data were inline.
 
-        The next call with the same signatures need not choose again.
+        The next call with the same signatures uses this choice again.
         """
         if self.inline and routing.one_node:  # as in the last call, which had the same signatures
             return None
@@ -101,26 +101,26 @@ class PreparedCall:
 
     @property
     def sliced(self) -> bool:
-        """Whether arrays are split along another axis than the first."""
+        """Whether the call splits arrays along another axis than the first."""
         return bool(self.parts) and len(self.parts[0]) > 1
 
     def _is_readable(self, x: np.ndarray, out: Array | None, table: SlotTable) -> bool:
         """Whether the other ranks can read ``x`` in place."""
-        apart = out is None or not np.may_share_memory(x, out)
-        return apart and x.flags.c_contiguous and table.address(x, self.sliced) is not None
+        disjoint = out is None or not np.may_share_memory(x, out)
+        return disjoint and x.flags.c_contiguous and table.address(x, self.sliced) is not None
 
     def readable(self, routing: Routing, x: Array) -> np.ndarray | None:
-        """Contiguous ``x``, or a copy, where the others of the node can read it; None: not offered, or no room."""
+        """Contiguous ``x`` or a copy in memory that the node's other ranks can read; None: not offered, or no room."""
         table = routing.table_to_offer(self.signature, x, x.nbytes)
         return readable(table, x, routing.comm.tuning, self.sliced and routing.one_node) if table is not None else None
 
     def record(self, ledger: Ledger, result: Any, seconds: float | None = None) -> None:
-        """Enter one such call in the ledger; ``seconds``: of its wait, if it had only one."""
+        """Record one such call in the ledger; ``seconds``: of its wait, if it had only one."""
         sent = self.sent
         ledger.record(self.where, self.payload, sent if isinstance(sent, int) else sent(result), seconds)
 
     def suits(self, x: Array | None, out: Array | None, fast: FastExchange) -> bool:
-        """Whether a fast call can take ``x`` as it lies, and write to ``out``."""
+        """Whether a fast call can use ``x`` in place, and write to ``out``."""
         if not (self.inline or x is None or self._is_readable(x, out, fast.table)):
             return False
         return out is None or (
@@ -150,17 +150,17 @@ class Collective(PreparedCall, ABC):
         return call
 
     @abstractmethod
-    def offer(self, routing: Routing, own: Array, target: Array | None) -> Offer:
-        """What this rank, with contiguous ``own``, brings to the call; ``target``: ``out``, if usable."""
+    def offer(self, routing: Routing, local: Array, target: Array | None) -> Offer:
+        """The arrays that this rank contributes. ``local``: its contiguous array; ``target``: ``out``, if usable."""
 
     @abstractmethod
     def move(self, transport: Transport, x: Array, result: Array, lengths: Sequence[int] | None) -> Steps:
-        """Move data until ``result`` is that of contiguous ``x``; ``lengths``: of the blocks of all ranks."""
+        """Move data until ``result`` is the result for contiguous ``x``; ``lengths``: of the blocks of all ranks."""
 
     def lengths(self, routing: Routing, number: int, agreed: Agreed) -> Steps:
-        """Lengths of the blocks that are joined, unless all ranks make the same call (None).
+        """Lengths of the blocks that the call joins; None if all ranks make the same call.
 
-        Raises UsageError if they are not those that the caller gave.
+        Raises UsageError if they differ from those that the caller passed.
         """
         yield from ()
 
@@ -169,18 +169,18 @@ class Collective(PreparedCall, ABC):
         return self.shape
 
     def steps(self, routing: Routing, number: int, x: Array, out: Array | None) -> Steps:
-        """Offer, agree, exchange unknown lengths, choose a route, move."""
-        own, to_device = routing.ready(x)
+        """Offer arrays, agree, exchange unknown lengths, choose a route, and move the data."""
+        local, to_device = routing.ready(x)
         target = out if out is not None and routing.is_reachable(out) else None
-        offer = self.offer(routing, own, target)
+        offer = self.offer(routing, local, target)
         agreed = yield from routing.agreement.reach(self.signature, self.expected, number, *offer)
         self.expect(agreed.entries)
         lengths = yield from self.lengths(routing, number, agreed)
         shape = self.shape_of(lengths)
-        if out is not None and out.shape != shape:  # this rank must still give the others their parts
+        if out is not None and out.shape != shape:  # this rank must still send the others their parts
             target = None
-        whole = prod(shape) * own.itemsize
-        size = agreed.most if self.signature.operation == "all_to_all" else max(self.payload, whole)
+        result_bytes = prod(shape) * local.itemsize
+        size = agreed.most if self.signature.operation == "all_to_all" else max(self.payload, result_bytes)
         transport = self.transport(routing, number, agreed, size)
         if transport is None or (self.one_phase and transport.blocks):
             blocks = agreed.blocks if transport is None else transport.blocks
@@ -189,7 +189,7 @@ class Collective(PreparedCall, ABC):
         else:
             result = offer.result
             if result is None or result.shape != shape:
-                result = target if target is not None else backend_of(own).empty(shape, own.dtype)
+                result = target if target is not None else backend_of(local).empty(shape, local.dtype)
             yield from self.move(transport, offer.data, result, lengths)
         if transport is not None:
             yield from transport.end()
@@ -199,7 +199,7 @@ class Collective(PreparedCall, ABC):
         return (result, lengths or list(self.even)) if self.returns_lengths else result
 
     def packed(self, x: Array) -> Array:
-        """The parts of ``x``, each contiguous at its ``places`` in flat memory, as transports need them."""
+        """The parts of ``x`` in flat memory at ``places``, each contiguous, as transports need them."""
         if x.ndim == 1 or not self.sliced:  # or already packed
             return x.reshape(-1)
         packed = backend_of(x).empty((x.size,), x.dtype)
@@ -211,17 +211,17 @@ class Collective(PreparedCall, ABC):
         shape, joins = x.shape if ranks == 1 else self.shape, bool(self.even)
         fits = out.dtype == self.dtype and out.flags.c_contiguous
         fits = fits and getattr(out.flags, "writeable", True)  # CuPy's arrays always are
-        # The joined length may differ from the expected one; then it is checked later, when it is known.
+        # The joined length may differ from the expected one; ``steps`` checks it when it is known.
         if not fits or self.signature.concat_axis or (out.shape != shape and (ranks == 1 or not joins)):
-            wanted, given = f"{self.dtype}{list(shape)}", f"{out.dtype}{list(out.shape)}"
+            wanted, got = f"{self.dtype}{list(shape)}", f"{out.dtype}{list(out.shape)}"
             axis = ", joined along axis 0" if joins else ""
-            raise UsageError(f"{self.signature.operation}: out must be contiguous, writable {wanted}{axis}, is {given}")
+            raise UsageError(f"{self.signature.operation}: out must be contiguous, writable {wanted}{axis}, is {got}")
         if joins and self.parts and isinstance(x, np.ndarray) and np.may_share_memory(x, out):
             raise UsageError("all_to_all: out must not share memory with the array that is sent")
 
 
 def copied(x: Array, out: Array) -> Array:
-    """``out``, with the values of ``x``, which may be ``out`` itself."""
+    """``out``, filled with the values of ``x``, which may be ``out`` itself."""
     if x is not out:
         out[...] = x
     return out

@@ -1,4 +1,4 @@
-"""The collectives, one class each: what a rank offers, how data move, what the result is."""
+"""The collectives, one class each: the arrays that a rank offers, how data move, and the result."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ class BroadcastCall(PreparedCall):
     """``Group.broadcast``. ``out``: the backend of the result; None: the host's."""
 
     @classmethod
-    def of(cls, group: Routing, mine: Array | None, root: int, label: str) -> BroadcastCall:
-        """``mine``: the root's array, None elsewhere."""
+    def of(cls, group: Routing, root_array: Array | None, root: int, label: str) -> BroadcastCall:
+        """``root_array``: None on the other ranks. Raises UsageError for a wrong root, or if the root has no array."""
         if not 0 <= root < group.size:
             raise UsageError(f"broadcast over {group.axes!r}: root {root} is not one of {group.size} ranks")
-        if group.rank == root and mine is None:
+        if group.rank == root and root_array is None:
             raise UsageError(f"broadcast over {group.axes!r}: the root must pass an array")
 
         def sent(result: Array) -> int:  # the root scatters parts, then all ranks gather them
-            own = span(result.size, group.size, group.rank)
-            part = (own.stop - own.start) * result.itemsize
+            mine = span(result.size, group.size, group.rank)
+            part = (mine.stop - mine.start) * result.itemsize
             return result.nbytes - part + part * (group.size - 1) if group.rank == root else part * (group.size - 2)
 
-        signature, where = group.signature("broadcast", mine, root=int(root)), ("broadcast", group.axes, label)
-        payload, dtype = (mine.nbytes, mine.dtype) if mine is not None else (0, None)
+        signature, where = group.signature("broadcast", root_array, root=int(root)), ("broadcast", group.axes, label)
+        payload, dtype = (root_array.nbytes, root_array.dtype) if root_array is not None else (0, None)
         return cls(signature, where, payload=payload, sent=sent, dtype=dtype)
 
     def finish(self, signatures: Signatures | None, blocks: Sequence[Any], out: Any) -> Array:
         return blocks[self.signature.root].copy()
 
-    def steps(self, routing: Routing, number: int, mine: Array | None, home: Backend | None) -> Steps:
-        """The description of the root's array, and the array itself if it is small, come with the agreement."""
+    def steps(self, routing: Routing, number: int, root_array: Array | None, home: Backend | None) -> Steps:
+        """The agreement carries the description of the root's array, and the array itself if it is small."""
         home, comm = home or CPU, routing.comm
-        mine = routing.ready(mine)[0] if mine is not None else None
-        offered = self.readable(routing, mine) if routing.one_node and mine is not None else None
-        agreed = yield from routing.agreement.reach(self.signature, self.expected, number, mine, offered)
+        root_array = routing.ready(root_array)[0] if root_array is not None else None
+        offered = self.readable(routing, root_array) if routing.one_node and root_array is not None else None
+        agreed = yield from routing.agreement.reach(self.signature, self.expected, number, root_array, offered)
         self.expect(agreed.entries)
         shape, dtype = agreed.root.array_type
         transport = self.transport(routing, number, agreed, prod(shape) * dtype.itemsize)
         if transport is None or transport.blocks:
             data = self.finish(None, agreed.blocks if transport is None else transport.blocks, None)
         else:
-            where = home if comm.device_aware and not agreed.host else CPU
-            data = mine.copy() if mine is not None else where.empty(shape, dtype)
+            backend = home if comm.device_aware and not agreed.host else CPU
+            data = root_array.copy() if root_array is not None else backend.empty(shape, dtype)
             yield from transport.broadcast(data.reshape(-1), self.signature.root)
         if transport is not None:
             yield from transport.end()
@@ -83,27 +83,27 @@ class Reducing(Collective):
 
 
 class AllReduceCall(Reducing):
-    """``Group.all_reduce``. Of a large array each rank reduces a part, which the others then read."""
+    """``Group.all_reduce``. Each rank reduces a part of a large array, which the others then read."""
 
     one_phase = False
 
     @classmethod
     def of(cls, group: Routing, x: Array, op: str, label: str) -> AllReduceCall:
         """Raises UsageError if there is no such reduction."""
-        own = reducible("all_reduce", x, op)
-        mine = span(own.size, group.size, group.rank)
-        part = (mine.stop - mine.start) * own.itemsize
-        fields = {"sent": own.nbytes - part + part * (group.size - 1), "shape": own.shape}
-        fields["reduce"] = group.reducer(own, op)
-        return cls.prepare(group, "all_reduce", own, label, {"reduction": op}, **fields)
+        operand = reducible("all_reduce", x, op)
+        mine = span(operand.size, group.size, group.rank)
+        part_bytes = (mine.stop - mine.start) * operand.itemsize
+        fields = {"sent": operand.nbytes - part_bytes + part_bytes * (group.size - 1), "shape": operand.shape}
+        fields["reduce"] = group.reducer(operand, op)
+        return cls.prepare(group, "all_reduce", operand, label, {"reduction": op}, **fields)
 
-    def offer(self, routing: Routing, own: Array, target: Array | None) -> Offer:
-        own = own if target is None or keeps_apart(target, own, (...,)) else own.copy()
-        table = routing.table_to_offer(self.signature, own, own.nbytes)
+    def offer(self, routing: Routing, local: Array, target: Array | None) -> Offer:
+        local = local if target is None or keeps_apart(target, local, (...,)) else local.copy()
+        table = routing.table_to_offer(self.signature, local, local.nbytes)
         if table is None:
-            return Offer(own)
-        offered, result = readable_with_result(table, own, target)
-        return Offer(own if offered is None else offered, offered, result)
+            return Offer(local)
+        offered, result = readable_with_result(table, local, target)
+        return Offer(local if offered is None else offered, offered, result)
 
     def move(self, transport: Transport, x: Array, result: Array, lengths: Sequence[int] | None) -> Steps:
         return transport.all_reduce(x.reshape(-1), result.reshape(-1), self.signature.reduction)
@@ -114,23 +114,23 @@ class ReduceScatterCall(Reducing):
 
     @classmethod
     def of(cls, group: Routing, x: Array, axis: int, op: str, sizes: Shape | None, label: str) -> ReduceScatterCall:
-        """``sizes``: lengths of the parts; None: even."""
-        own = reducible("reduce_scatter", x, op)
-        axis = _axis(group, "reduce_scatter", own, axis)
-        parts = _parts(group, "reduce_scatter", own, axis, sizes)
-        mine = own[parts[group.rank]]
+        """``sizes``: lengths of the parts; None: even. Raises UsageError for a wrong ``op``, ``axis`` or ``sizes``."""
+        operand = reducible("reduce_scatter", x, op)
+        axis = _axis(group, "reduce_scatter", operand, axis)
+        parts = _parts(group, "reduce_scatter", operand, axis, sizes)
+        mine = operand[parts[group.rank]]
         signed = {"reduction": op, "axis": axis, "sizes": sizes or ()}
-        fields = {"sent": own.nbytes - mine.nbytes, "shape": mine.shape, "parts": parts}
-        fields["reduce"] = group.reducer(own, op)
-        return cls.prepare(group, "reduce_scatter", own, label, signed, **fields)
+        fields = {"sent": operand.nbytes - mine.nbytes, "shape": mine.shape, "parts": parts}
+        fields["reduce"] = group.reducer(operand, op)
+        return cls.prepare(group, "reduce_scatter", operand, label, signed, **fields)
 
     def finish(self, signatures: Signatures | None, blocks: Sequence[Any], out: Array | None) -> Array:
         return super().finish(signatures, [block[self.parts[self.rank]] for block in blocks], out)
 
-    def offer(self, routing: Routing, own: Array, target: Array | None) -> Offer:
-        own = own if target is None or keeps_apart(target, own, self.parts[self.rank]) else own.copy()
-        given = own if self.signature.inline or routing.one_node else self.packed(own)
-        return Offer(given, self.readable(routing, given))
+    def offer(self, routing: Routing, local: Array, target: Array | None) -> Offer:
+        local = local if target is None or keeps_apart(target, local, self.parts[self.rank]) else local.copy()
+        offered = local if self.signature.inline or routing.one_node else self.packed(local)
+        return Offer(offered, self.readable(routing, offered))
 
     def move(self, transport: Transport, x: Array, result: Array, lengths: Sequence[int] | None) -> Steps:
         reduction = self.signature.reduction
@@ -138,7 +138,7 @@ class ReduceScatterCall(Reducing):
 
 
 class Joining(Collective):
-    """Blocks of all ranks are joined along ``concat_axis``; the others may have to send their lengths."""
+    """A collective that joins blocks of all ranks along ``concat_axis``; it may first exchange their lengths."""
 
     def lengths(self, routing: Routing, number: int, agreed: Agreed) -> Steps:
         if agreed.alike:
@@ -150,10 +150,10 @@ class Joining(Collective):
         else:
             mine = [self.signature.length_for(r, self.ranks) for r in range(self.ranks)]
             lengths = yield from routing.numbers(number, mine)
-        wanted = lengths or self.even
-        if self.sizes is not None and list(self.sizes) != wanted:
-            operation, what = self.signature.operation, "received" if self.parts else "sizes"
-            raise UsageError(f"{operation} over {self.where[1]!r}: {what} {list(self.sizes)} should be {wanted}")
+        actual = lengths or self.even
+        if self.sizes is not None and list(self.sizes) != actual:
+            operation, argument = self.signature.operation, "received" if self.parts else "sizes"
+            raise UsageError(f"{operation} over {self.where[1]!r}: {argument} {list(self.sizes)} should be {actual}")
         return lengths
 
     def shape_of(self, lengths: Sequence[int] | None) -> Shape:
@@ -182,7 +182,7 @@ class AllGatherCall(Joining):
 
     @classmethod
     def of(cls, group: Routing, x: Array, axis: int, sizes: Shape | None, label: str) -> AllGatherCall:
-        """``sizes``: lengths of all ranks along ``axis``, if the caller knows them."""
+        """``sizes``: lengths of all ranks along ``axis``, if known. Raises UsageError for wrong arguments."""
         axis = _axis(group, "all_gather", x, axis)
         if sizes is not None and (len(sizes) != group.size or sizes[group.rank] != x.shape[axis]):
             raise UsageError(
@@ -199,21 +199,21 @@ class AllGatherCall(Joining):
         out = np.empty(self.shape, self.dtype) if out is None and signatures is None else out
         return joined(blocks, self.signature.axis, self.dtype, out)
 
-    def offer(self, routing: Routing, own: Array, target: Array | None) -> Offer:
-        """On one node the array is readable; on several nodes the result is, with this rank's part in it."""
+    def offer(self, routing: Routing, local: Array, target: Array | None) -> Offer:
+        """On one node, offer the array; on several nodes, offer the result buffer with this rank's part in it."""
         lengths = list(self.sizes or self.even)
         shape = self.shape_of(lengths)
         if routing.one_node:
-            offered = self.readable(routing, own)
-            if target is not None and offered is own and np.may_share_memory(own, target):
+            offered = self.readable(routing, local)
+            if target is not None and offered is local and np.may_share_memory(local, target):
                 part = target[spans(lengths)[self.rank]] if target.shape == shape else target[:0]
-                offered = own if part.size > 0 and address_of(part) == address_of(own) else own.copy()
-            return Offer(own, offered)
-        if self.signature.axis or routing.table_to_offer(self.signature, own, prod(shape) * own.itemsize) is None:
-            return Offer(own)
-        result = target if target is not None and target.shape == shape else backend_of(own).empty(shape, own.dtype)
-        copied(own, result[spans(lengths)[self.rank]])
-        return Offer(own, None, result)
+                offered = local if part.size > 0 and address_of(part) == address_of(local) else local.copy()
+            return Offer(local, offered)
+        if self.signature.axis or routing.table_to_offer(self.signature, local, prod(shape) * local.itemsize) is None:
+            return Offer(local)
+        result = target if target is not None and target.shape == shape else backend_of(local).empty(shape, local.dtype)
+        copied(local, result[spans(lengths)[self.rank]])
+        return Offer(local, None, result)
 
     def fill(self, transport: Transport, x: Array, packed: Array, places: list[slice]) -> Steps:
         copied(x.reshape(-1), packed[places[self.rank]])
@@ -234,7 +234,7 @@ class AllToAllCall(Joining):
         received: Shape | None,
         label: str,
     ) -> AllToAllCall:
-        """``received``: lengths of the blocks that arrive, if the caller knows them."""
+        """``received``: lengths of the blocks that arrive, if known. Raises UsageError for wrong axes or lengths."""
         axis = _axis(group, "all_to_all", x, axis)
         concat = axis if concat_axis is None else _axis(group, "all_to_all", x, concat_axis)
         parts = _parts(group, "all_to_all", x, axis, splits)
@@ -257,8 +257,8 @@ class AllToAllCall(Joining):
         y = joined(received, concat, self.dtype, out)
         return (y, [block.shape[concat] for block in received]) if self.returns_lengths else y
 
-    def offer(self, routing: Routing, own: Array, target: Array | None) -> Offer:
-        return Offer(own, self.readable(routing, own) if routing.one_node else None)
+    def offer(self, routing: Routing, local: Array, target: Array | None) -> Offer:
+        return Offer(local, self.readable(routing, local) if routing.one_node else None)
 
     def fill(self, transport: Transport, x: Array, packed: Array, places: list[slice]) -> Steps:
         sent = self.packed(x)

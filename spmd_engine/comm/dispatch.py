@@ -1,8 +1,8 @@
-"""The route of a call's data: one pure function of the call and of facts that all ranks of its group know.
+"""The route of a call's data: a pure function of the call and of facts that all ranks of its group know.
 
-``choose`` decides once for a call, after the ranks have agreed on it (a call that is repeated keeps the route), and
-once more for each of the two levels of a hierarchical call. ``show collective`` draws the same function. ``Routing``
-collects the facts, and creates the transport of the route.
+``choose`` decides once for a call, after the ranks have agreed on it (a repeated call keeps the route), and again for
+each of the two levels of a hierarchical call. ``show collective`` draws the same function. ``Routing`` collects the
+facts, and creates the transport of the route.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Route(Enum):
     """How the data of a call travel. All but the first are files of ``transports``."""
 
-    INLINE = "inline with the agreement"  # on one node in the slot table, which is shared memory, too
+    INLINE = "inline with the agreement"  # on one node in the slot table, which is also shared memory
     SHARED_MEMORY = "shared memory"
     HIERARCHICAL = "hierarchical: within nodes, then between them"
     MPI = "the MPI library's nonblocking collective"
@@ -47,37 +47,37 @@ class Tuning:
 
     #: Largest payload of all ranks together that travels inline between nodes, so that a small call is one exchange.
     with_agreement: int = 1 << 14
-    #: Largest payload of a node's ranks together that each rank reduces whole. Above it each rank reduces a part, which
-    #: takes one more phase.
+    #: Largest payload of a node's ranks together that every rank reduces completely. Above it each rank reduces a part,
+    #: which takes one more phase.
     reduced_by_all: int = 1 << 19
-    #: Largest block, not reduced, that a rank reads inline from the slot table. Larger ones are read where they lie, if
-    #: possible: a system call then costs less than a second copy.
+    #: Largest block, in collectives without reduction, that a rank reads inline from the slot table. It reads larger
+    #: blocks in place, if possible: a system call then costs less than a second copy.
     copied_to_table: int = 64 << 10
-    #: Largest array that is copied into shared memory because the other ranks cannot read it where it lies.
+    #: Largest array that a rank copies into shared memory because the other ranks cannot read it in place.
     copied: int = 1 << 22
-    #: Smallest whole array that takes the hierarchical route.
+    #: Smallest array, unsharded, that takes the hierarchical route.
     hierarchical: int = 1 << 16
-    #: Bytes from each rank to each other rank below which the MPI library moves them. Many small messages cost the
-    #: library less than us, few large ones more (4 MiB on 4 ranks: 2.5 times; 64 KiB on 32: 0.6 times).
+    #: Bytes from each rank to each other rank below which the MPI library moves the data. The library takes less time
+    #: than our messages for many small blocks, more for few large ones (4 MiB on 4 ranks: 2.5x; 64 KiB on 32: 0.6x).
     by_library: int = 1 << 14
-    #: Bytes of each rank's block that are received before they are reduced. Bounds the memory of a reduction.
+    #: Bytes of each rank's block that a rank receives before it reduces them. Bounds the memory of a reduction.
     piece: int = 4 << 20
-    #: Largest number of ranks for which sums on the MPI route are made here, in rank order; above it the library sums.
+    #: Largest number of ranks for which ranks sum in rank order on the MPI route; above it the library sums.
     #: Not measured: for 32 blocks of 16 KiB, all_to_all brings each rank 512 KiB, which fits into its cache.
     in_rank_order: int = 32
-    #: Largest count or displacement that the MPI library is given. Larger arrays are sent as messages.
+    #: Largest count or displacement passed to the MPI library. Larger arrays are sent as messages.
     largest_count: int = (1 << 31) - 1
 
 
 class Facts(NamedTuple):
-    """What all ranks of a group know of a call on which they have agreed. The same on every rank."""
+    """Facts about an agreed call, equal on all ranks of its group."""
 
-    size: int  #: bytes of an array: of all ranks together, or the same on each
+    size: int  #: bytes of the arrays of all ranks together, or of each rank's equal array
     ranks: int
     one_node: bool = False  #: whether all ranks are on one node and share memory
     even_nodes: bool = False  #: whether there are several nodes with equally many ranks, which share memory
     library: bool = False  #: whether there is an MPI library
-    lengths_known: bool = True  #: whether all ranks knew the lengths of the others' arrays before the call
+    lengths_known: bool = True  #: whether all ranks knew the lengths of all arrays before the call
     inline: bool = False  #: whether the data of all ranks travelled with the agreement
     readable: bool = False  #: whether the ranks of a node can read one another's data
     host: bool = True  #: whether all data are in host memory
@@ -95,15 +95,15 @@ def choose(call: Signature, facts: Facts) -> Route:
     splits_by_nodes = call.operation in ("all_reduce", "reduce_scatter") or gathers_known_rows
     if facts.even_nodes and splits_by_nodes and size >= tuning.hierarchical:
         return Route.HIERARCHICAL
-    largest = size * facts.ranks if call.operation == "all_to_all" else size  # one rank may receive all that all send
+    largest = size * facts.ranks if call.operation == "all_to_all" else size  # one rank may receive the data of all
     small = 0 < size < tuning.by_library * facts.ranks and largest <= tuning.largest_count
     return Route.MPI if facts.library and facts.host and small else Route.MESSAGES
 
 
 def inline_limit(operation: str, ranks: int, room: int, readable: bool, tuning: Tuning) -> int:
-    """The most bytes of a rank's array that travel inline, where there is ``room`` for so many.
+    """The most bytes of a rank's array that travel inline, at most ``room``.
 
-    ``readable``: whether the other ranks can read their parts of the array where it lies.
+    ``readable``: whether the other ranks can read their parts of the array in place.
     """
     if operation == "all_reduce":
         return min(room, tuning.reduced_by_all // ranks)
@@ -113,7 +113,7 @@ def inline_limit(operation: str, ranks: int, room: int, readable: bool, tuning: 
 
 
 class Routing:
-    """How the calls of one group are agreed on, and on which route their data move."""
+    """Agreement on the calls of one group, and the routes of their data."""
 
     def __init__(self, comm: Communicator, axes: str, check: bool, deterministic: bool) -> None:
         self.comm, self.axes, self.rank, self.size = comm, axes, comm.rank, comm.size
@@ -128,24 +128,24 @@ class Routing:
             return Signature(operation, **fields)
         if x.ndim > MAX_DIMS:
             raise UsageError(f"{operation}: the array has {x.ndim} dimensions; at most {MAX_DIMS} are supported")
-        # The others can read x in place if it is not sliced, and if all spin: a rank must wait until all have read.
-        whole, table = not (fields.get("axis") or fields.get("concat_axis")), self.comm.table
-        in_place = whole and self.spins and table is not None and table.neighbours.cross_memory is not None
+        # Other ranks can read x in place if it is not sliced and all ranks spin: this rank then waits for their reads.
+        unsliced, table = not (fields.get("axis") or fields.get("concat_axis")), self.comm.table
+        in_place = unsliced and self.spins and table is not None and table.neighbours.cross_memory is not None
         host = isinstance(x, np.ndarray)
         inline = host and x.nbytes <= inline_limit(operation, self.size, self._room, in_place, self.comm.tuning)
         fields.setdefault("inline", x.nbytes if inline else 0)
         return Signature(operation, dtype=dtypes.describe(x.dtype), shape=x.shape, host=host, **fields)
 
-    def table_to_offer(self, signature: Signature, own: Array, size: int) -> SlotTable | None:
-        """The slot table by which this rank offers its node ``own``, in a call of ``size`` bytes; None: it does not."""
-        if signature.inline or not isinstance(own, np.ndarray):
+    def table_to_offer(self, signature: Signature, local: Array, size: int) -> SlotTable | None:
+        """The slot table in which this rank offers ``local`` in a call of ``size`` bytes; None: it offers nothing."""
+        if signature.inline or not isinstance(local, np.ndarray):
             return None
         return self.comm.node_table if self.one_node or size >= self.comm.tuning.hierarchical else None
 
-    def numbers(self, number: int, own: Sequence[int]) -> Steps:
-        """One number from each rank; this rank sends ``own[r]`` to rank r. Part of call ``number``."""
-        sent, received = np.array(own, np.int64), np.empty(len(own), np.int64)
-        places = spans([1] * len(own))
+    def numbers(self, number: int, values: Sequence[int]) -> Steps:
+        """Receive one number from each rank, and send ``values[r]`` to rank r, as part of call ``number``."""
+        sent, received = np.array(values, np.int64), np.empty(len(values), np.int64)
+        places = spans([1] * len(values))
         library = self.comm.collectives
         transport = library.of_call(number, False) if library is not None else Messages(self.comm, number)
         yield from transport.all_to_all(sent, places, received, places, last=False)
@@ -153,7 +153,7 @@ class Routing:
         return received.tolist()
 
     def transport(self, signature: Signature, number: int, agreed: Agreed, size: int) -> Transport | None:
-        """What moves the data of an agreed call, ``size`` bytes of all ranks or of each; None if they were inline."""
+        """The transport of an agreed call with ``size`` bytes of all ranks or of each; None if its data were inline."""
         comm, table, entries = self.comm, self.comm.node_table, agreed.entries
         facts = Facts(
             size,
@@ -211,10 +211,10 @@ class Routing:
             self.comm.call_order.finish(number)
         return Messages(ranks, number)
 
-    # --- arrays where a transport can read them
+    # --- arrays in memory that a transport can read
 
     def reducer(self, x: Array, op: str) -> Reducer:
-        """Reduces arrays like ``x``, on their device if the transport can reach it."""
+        """The reducer of arrays like ``x``, on their device if the transport can access it."""
         return reducer(op, x.dtype, backend_of(x).xp if self.is_reachable(x) else np)
 
     def is_reachable(self, x: Array) -> bool:
@@ -222,17 +222,17 @@ class Routing:
         return isinstance(x, np.ndarray) or self.comm.device_aware
 
     def ready(self, x: Array) -> tuple[Array, Callable[[Array], Array]]:
-        """``x`` contiguous where the transport can read it, and a function that moves a result to its device."""
+        """``x``, contiguous in memory that the transport can read, and a function that moves a result to its device."""
         if isinstance(x, np.ndarray):
-            return x if x.flags.c_contiguous else np.ascontiguousarray(x).reshape(x.shape), _stays
+            return x if x.flags.c_contiguous else np.ascontiguousarray(x).reshape(x.shape), _identity
         backend = backend_of(x)
         if self.comm.device_aware:
-            return backend.xp.ascontiguousarray(x).reshape(x.shape), _stays  # ascontiguousarray makes scalars 1-D
+            return backend.xp.ascontiguousarray(x).reshape(x.shape), _identity  # ascontiguousarray makes scalars 1-D
         staged = backend.pinned_empty(x.shape, x.dtype)
         backend.synchronize()
         backend.copy_to_host(x, staged)
         return staged, backend.asarray
 
 
-def _stays(result: Array) -> Array:
+def _identity(result: Array) -> Array:
     return result

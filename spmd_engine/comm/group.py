@@ -1,4 +1,4 @@
-"""A group of ranks: its collectives and messages, whatever the route.
+"""A group of ranks: its collectives and messages, on any route.
 
 Every call takes and returns local arrays. ``start_...`` takes the same arguments as the blocking method and returns a
 Pending, whose ``wait()`` returns the result. Arrays may have any NumPy dtype, and be non-contiguous, uneven, or empty.
@@ -36,23 +36,23 @@ from spmd_engine.errors import UsageError
 from spmd_engine.runtime.activity import Line
 
 Sizes = Sequence[int] | None  #: a length for each rank
-Out = Array | None  #: where the result goes
+Out = Array | None  #: the array that receives the result
 
-KEPT = 512  # most prepared calls that a group keeps
+KEPT = 512  # most prepared calls of a group
 _NUMBERED, _CHANNELS = 4096, 4094  # messages of a pair that can be distinguished while in progress
 
 
 class Group:
     """Ranks that communicate.
 
-    Reductions are made once and in a fixed order, so results are equal on all ranks. That is rank order, except that
-    large arrays of a group with several ranks on each of several nodes are first combined within nodes, then node by
-    node, in the order of the nodes' first ranks (see ``transports.hierarchical``), and sums of small arrays of many
-    ranks are in the MPI library's order (see ``Tuning.in_rank_order``).
+    Each element is reduced once and in a fixed order, so results are equal on all ranks. The order is rank order, with
+    two exceptions: large arrays of a group with several ranks on each of several nodes are reduced within nodes, then
+    node by node in the order of the nodes' first ranks (see ``transports.hierarchical``); and sums of small arrays of
+    many ranks are in the MPI library's order (see ``Tuning.in_rank_order``).
 
-    ``comm``: its ranks. ``axes``: the mesh axes that it stands for. ``check``: compare the calls of all ranks before
-    data move. ``timeout``: seconds that a rank waits for others before it raises CommunicationTimeout (None: no
-    limit). ``deterministic``: all sums are made in rank order, none in the order of the MPI library.
+    ``comm``: the ranks. ``axes``: the mesh axes of the group. ``check``: compare the calls of all ranks before data
+    move. ``timeout``: seconds that a rank waits for others before it raises CommunicationTimeout (None: no limit).
+    ``deterministic``: make all sums in rank order, none in the order of the MPI library.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Group:
         self._prepared: dict[tuple, PreparedCall] = {}
 
     def _run(self, operation: str, x: Array | None, arguments: tuple = (), out: Any = None, label: str = "") -> Any:
-        """Make the next call and return its result. ``arguments``: those of ``PREPARE[operation]``."""
+        """Make the next call and return its result. ``arguments``: of ``PREPARE[operation]``, without the label."""
         key = _key(operation, x, arguments, label)
         call = self._prepared.get(key)
         if call is not None and (fast := call.fast) is not None and call.suits(x, out, fast):
@@ -82,7 +82,7 @@ class Group:
         except UsageError as error:
             return self._refuse(operation, label, error).wait()
         if self.size == 1:
-            return self._alone(call, x, out)
+            return self._run_alone(call, x, out)
         return self._start(call, x, out, spin_tests=self.comm.spin_tests).wait()
 
     def _begin(
@@ -93,7 +93,7 @@ class Group:
             call, x = self._prepare(_key(operation, x, arguments, label), x, arguments, out)
         except UsageError as error:
             return self._refuse(operation, label, error)
-        return self._start(call, x, out) if self.size > 1 else Pending.completed(self._alone(call, x, out))
+        return self._start(call, x, out) if self.size > 1 else Pending.completed(self._run_alone(call, x, out))
 
     def _prepare(self, key: tuple, x: Array | None, arguments: tuple, out: Any) -> tuple[PreparedCall, Array | None]:
         """The prepared call of ``key``, and ``x`` in its dtype. Raises UsageError if the call cannot be made."""
@@ -104,7 +104,7 @@ class Group:
             call.check_out(x, out, self.size)
         return call, x
 
-    def _alone(self, call: PreparedCall, x: Array | None, out: Any) -> Any:
+    def _run_alone(self, call: PreparedCall, x: Array | None, out: Any) -> Any:
         """The result of a call in a group of one rank."""
         if x is None:
             return None
@@ -127,15 +127,15 @@ class Group:
             call.expected = Signatures([call.signature] * table.size)
 
     def _refuse(self, operation: str, label: str, error: UsageError) -> Pending:
-        """Tell the other ranks that this rank cannot make its call. All ranks raise the same UsageError."""
+        """Notify the other ranks that this rank cannot make its call. All ranks raise the same UsageError."""
         if self.size == 1:
             raise error
         return self._send_text("refuse", (operation, self.axes, label), str(error))
 
-    def _send_text(self, what: str, where: tuple[str, str, str], text: str) -> Operation:
-        """Start a call that only carries a text, in place of a collective."""
+    def _send_text(self, operation: str, where: tuple[str, str, str], text: str) -> Operation:
+        """Start a call that carries only a text, in place of a collective."""
         data = bytes_of(text)
-        call = PreparedCall(Signature(what, inline=data.size), where)
+        call = PreparedCall(Signature(operation, inline=data.size), where)
         self._expect_same(call)
         return self._start(call, data)
 
@@ -153,7 +153,7 @@ class Group:
         return operation
 
     def _end(self, number: int) -> None:
-        """Release what call ``number`` holds."""
+        """Release the slot of call ``number`` and its place in the call order."""
         if self._table is None:
             self.comm.call_order.finish(number)
         if self.comm.node_table is not None:
@@ -180,7 +180,7 @@ class Group:
                     table.set_phase(number, RELEASED)
             in_place = not call.inline and x is not None  # others may still be reading x
             if in_place and not progress.spin(partial(table.all_reached, number, RELEASED), comm.spin_tests):
-                return progress.begin(GroupOperation(self, call, number, _until_released(table, number, result))).wait()
+                return progress.begin(GroupOperation(self, call, number, _await_release(table, number, result))).wait()
         call.record(self.ledger, result, perf_counter() - began)
         return result
 
@@ -195,9 +195,9 @@ class Group:
         return self._begin("barrier", None, label=label)
 
     def leave(self, reason: str = "") -> None:
-        """Announce that this rank's program ends. If another rank is in a collective, both get a MismatchError.
+        """Announce that this rank's program ends. If another rank is in a collective, both raise MismatchError.
 
-        With a ``reason``, an error that this rank reports, the others get RankAborted instead.
+        With a ``reason``, the text of this rank's error, the other ranks raise RankAborted instead.
         """
         if self.size > 1:
             if not reason:
@@ -215,18 +215,18 @@ class Group:
         return self._begin("broadcast", *self._broadcast(x, root), label)
 
     def _broadcast(self, x: Array | None, root: int) -> tuple[Array | None, tuple[int], Backend | None]:
-        """The root's array where the transport can read it, the arguments, and the backend of the result."""
-        mine, home = x if self.rank == root else None, None
+        """The root's array in memory that the transport can read, the arguments, and the backend of the result."""
+        root_array, backend = x if self.rank == root else None, None
         if x is not None and type(x) is not np.ndarray:
-            home = backend_of(x)
-            mine = self._routing.ready(mine)[0] if mine is not None and self.size > 1 else mine
-        return mine, (root,), home
+            backend = backend_of(x)
+            root_array = self._routing.ready(root_array)[0] if root_array is not None and self.size > 1 else root_array
+        return root_array, (root,), backend
 
     def all_gather(self, x: Array, axis: int = 0, *, sizes: Sizes = None, out: Out = None, label: str = "") -> Array:
         """The ``x`` of all ranks joined along ``axis`` in rank order. Shards may differ along ``axis`` and be empty.
 
         ``sizes`` (each rank's length along ``axis``) saves ranks of several nodes the exchange of lengths. ``out``
-        (contiguous, with axis 0) receives the result; ``x`` may be this rank's part of it.
+        (contiguous, with axis 0) receives the result; ``x`` may be this rank's part of ``out``.
         """
         return self._run("all_gather", x, (axis, _ints(sizes)), out, label)
 
@@ -253,8 +253,8 @@ class Group:
     ) -> Array:
         """This rank's part, along ``axis``, of the reduction over ranks.
 
-        The parts are even, by remainder on the first ranks, or have the lengths ``sizes``. ``out`` (contiguous; may be
-        this rank's part of ``x``) receives the result.
+        The parts are even, with the remainder on the first ranks, or have the lengths ``sizes``. ``out`` (contiguous;
+        may be this rank's part of ``x``) receives the result.
         """
         return self._run("reduce_scatter", x, (axis, op, _ints(sizes)), out, label)
 
@@ -277,10 +277,11 @@ class Group:
     ) -> Any:
         """Send part r of ``x`` along ``axis`` to rank r; join the received blocks along ``concat_axis`` (``axis``).
 
-        Parts are even. With ``splits``, their lengths, which may be 0 and differ on every rank, it returns
-        (y, received): also the lengths along ``concat_axis`` of the blocks from each rank, which are the splits of the
-        reverse call. ``received``: these lengths, if known; if all ranks pass it, ranks of several nodes skip the
-        exchange of lengths. It must be right. ``out`` (contiguous, with ``concat_axis`` 0) receives y.
+        Parts are even by default. ``splits`` are their lengths, which may be 0 and differ on every rank; the call then
+        returns (y, received), where ``received`` are the lengths along ``concat_axis`` of the blocks from each rank:
+        the splits of the reverse call. The argument ``received`` gives these lengths, if known, and must be correct;
+        if all ranks pass it, ranks of several nodes skip the exchange of lengths. ``out`` (contiguous, with
+        ``concat_axis`` 0) receives y.
         """
         return self._run("all_to_all", x, (axis, concat_axis, _ints(splits), _ints(received)), out, label)
 
@@ -305,30 +306,30 @@ class Group:
 
         Messages of one (sender, receiver) arrive in the order sent. Those of different *channels*, numbers on which
         both sides agree, may overtake each other; on a channel one message at a time may be in progress. If ``x``
-        cannot be sent, both sides raise the same UsageError. A missing partner is found by the timeout only.
+        cannot be sent, both ranks raise the same UsageError. Only the timeout detects a missing partner.
         """
         self.start_send(to, x, channel=channel, label=label).wait()
 
     def start_send(self, to: int, x: Array, *, channel: int | None = None, label: str = "") -> Pending:
         """Start ``send``."""
         self._check_peer("send", to)
-        own, _ = self._routing.ready(x)
+        local, _ = self._routing.ready(x)
         tag = self._tag("to", to, channel)
-        key = "send", own.dtype, own.shape, label
+        key = "send", local.dtype, local.shape, label
         call = self._prepared.get(key)
         if call is None:
             where = "send", self.axes, label
             try:
-                own_signature = self._routing.signature("send", own, inline=0)
+                signature = self._routing.signature("send", local, inline=0)
             except UsageError as error:
                 text = bytes_of(str(error))
                 call = PreparedCall(Signature("refuse", inline=text.size), where)
                 return self._begin_message(call, self._send_refusal(call, text, to, tag))
-            call = self._keep(key, PreparedCall(own_signature, where, payload=own.nbytes, sent=own.nbytes))
-        return self._begin_message(call, self._send(call, own, to, tag))
+            call = self._keep(key, PreparedCall(signature, where, payload=local.nbytes, sent=local.nbytes))
+        return self._begin_message(call, self._send(call, local, to, tag))
 
     def receive(self, source: int, *, like: Backend = CPU, channel: int | None = None, label: str = "") -> Array:
-        """The next array that rank ``source`` sends; shape and dtype come with it. ``like``: backend of the result."""
+        """The next array that rank ``source`` sends, with its shape and dtype. ``like``: backend of the result."""
         return self.start_receive(source, like=like, channel=channel, label=label).wait()
 
     def start_receive(
@@ -355,11 +356,11 @@ class Group:
     def _begin_message(self, call: PreparedCall, steps: Steps) -> Pending:
         return self.comm.progress.begin(GroupOperation(self, call, 0, steps))
 
-    def _send(self, call: PreparedCall, own: Array, to: int, tag: int) -> Steps:
+    def _send(self, call: PreparedCall, local: Array, to: int, tag: int) -> Steps:
         header = np.frombuffer(call.signature.packed, np.uint8)
-        backend_of(own).synchronize()
+        backend_of(local).synchronize()
         requests = Requests(self.comm).add(to, self.comm.start_send(header, to, tag))
-        yield requests.add(to, self.comm.start_send(own, to, tag + 1) if own.size else [])
+        yield requests.add(to, self.comm.start_send(local, to, tag + 1) if local.size else [])
 
     def _send_refusal(self, call: PreparedCall, text: np.ndarray, to: int, tag: int) -> Steps:
         """Send the error text instead of the array."""
@@ -370,20 +371,20 @@ class Group:
     def _receive(self, source: int, like: Backend, tag: int) -> Steps:
         header = np.empty(room(0) + INLINE, np.uint8)
         yield Requests(self.comm).add(source, self.comm.start_receive(header, source, tag))
-        theirs = Signature.unpack(header.tobytes())
-        if theirs.operation == "refuse":
-            begin = len(theirs.packed)
-            text = text_of(header[begin : begin + theirs.inline])
+        signature = Signature.unpack(header.tobytes())
+        if signature.operation == "refuse":
+            begin = len(signature.packed)
+            text = text_of(header[begin : begin + signature.inline])
             raise refused({text: [source]}, self.axes, self.comm.size)
-        where = like if self.comm.device_aware else CPU
-        data = where.empty(*theirs.array_type)
+        backend = like if self.comm.device_aware else CPU
+        data = backend.empty(*signature.array_type)
         if data.size:
-            where.synchronize()
+            backend.synchronize()
             yield Requests(self.comm).add(source, self.comm.start_receive(data, source, tag + 1))
         return like.asarray(data)
 
     def _tag(self, direction: str, rank: int, channel: int | None) -> int:
-        """The first of two tags, for signature and data. MPI allows tags up to 32,767 at least; the communicator uses
+        """The first of two tags, for signature and data. MPI allows tags up to at least 32,767; the communicator uses
         the last few."""
         if channel is None:
             return COLLECTIVE_TAGS + self.comm.next_message(direction, rank) % _NUMBERED * 2
@@ -402,9 +403,9 @@ class GroupOperation(Operation):
 
     def describe(self) -> str:
         operation, axes, label = self._call.where
-        what = str(NumberedCall(self._number, self._call.signature)) if self._number else operation
+        description = str(NumberedCall(self._number, self._call.signature)) if self._number else operation
         rank, size = self._group.rank, self._group.size
-        return f"{what} over {axes!r}{f' ({label})' if label else ''}, group rank {rank} of {size}"
+        return f"{description} over {axes!r}{f' ({label})' if label else ''}, group rank {rank} of {size}"
 
     def call(self) -> tuple[Line, int, int]:
         call, comm = self._call, self._group.comm
@@ -412,7 +413,7 @@ class GroupOperation(Operation):
 
     def on_end(self) -> None:
         if self._number:
-            self._group._end(self._number)  # first, as other ranks may wait for it
+            self._group._end(self._number)  # first, because other ranks may wait for the slot
         if self.error is None:
             self._call.record(self._group.ledger, self.result)
 
@@ -420,8 +421,8 @@ class GroupOperation(Operation):
         self._group.ledger.record_wait(*self._call.where, seconds)
 
 
-def _until_released(table: SlotTable, number: int, result: Any) -> Steps:
-    """Wait until no rank reads this rank's memory any more; returns ``result``."""
+def _await_release(table: SlotTable, number: int, result: Any) -> Steps:
+    """Wait until no other rank reads this rank's memory; returns ``result``."""
     yield from table.reach(number, RELEASED)
     return result
 
@@ -434,5 +435,5 @@ def _key(operation: str, x: Array | None, arguments: tuple, label: str) -> tuple
 
 
 def _ints(sizes: Sizes) -> tuple[int, ...] | None:
-    """Sizes as a signature carries them."""
+    """Sizes in the form of a signature."""
     return None if sizes is None else tuple(map(int, sizes))

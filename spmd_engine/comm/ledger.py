@@ -13,8 +13,8 @@ class Entry:
 
     calls: int = 0
     payload: int = 0  #: bytes of the input arrays
-    sent: int = 0  #: bytes this rank sends by the bandwidth-optimal algorithm, without signatures
-    seconds: float = 0.0  #: time in starts and waits, so without what overlapped with work
+    sent: int = 0  #: bytes that this rank sends by the bandwidth-optimal algorithm, without signatures
+    seconds: float = 0.0  #: time in starts and waits, without communication that overlaps with work
 
     def add(self, other: Entry) -> None:
         self.calls += other.calls
@@ -61,7 +61,7 @@ class Ledger:
         total = Entry()
         wanted = (operation, axes, label)
         for key, entry in self.entries.items():
-            if all(want is None or want == have for want, have in zip(wanted, key, strict=True)):
+            if all(want is None or want == field for want, field in zip(wanted, key, strict=True)):
                 total.add(entry)
         return total
 

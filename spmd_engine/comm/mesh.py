@@ -46,7 +46,7 @@ class _Starting:
 
 
 class Collectives:
-    """Collectives and messages ``over`` mesh axes, for anything that has groups of ranks.
+    """Collectives and messages ``over`` mesh axes, for any class with groups of ranks.
 
     Semantics, shapes and errors are those of ``Group``'s methods of the same names. ``start_...`` returns a Pending.
     """
@@ -59,9 +59,9 @@ class Collectives:
         """A host array in memory that the ranks of this node share, uninitialized or zero.
 
         Collectives read and reduce it in place, without a copy. Use it for flat buffers of parameters and gradients and
-        other large arrays that are communicated often, ``out`` included. The memory is released with its last view.
-        Every rank has an arena of bounded size for such arrays; without it, or when it is full, this is ordinary
-        memory, which works everywhere as well.
+        other large arrays that are communicated often, also as ``out``. The memory is released with its last view.
+        Every rank has an arena of bounded size for such arrays; without an arena, or when it is full, the array is in
+        ordinary memory, which all collectives accept.
         """
         x = self.group().comm.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)
         if zero:
@@ -136,10 +136,10 @@ class Collectives:
 class Mesh(Collectives, MeshPosition):
     """All ranks of a communicator, arranged row-major on named axes; the last-named axis varies fastest.
 
-    Ranks of one node are kept together, so that the last-named axes, which communicate most, stay inside a node
-    where their sizes allow. ``with Mesh(...) as mesh`` or ``close()`` releases what its groups hold.
+    Ranks of one node are neighbours, so that the last-named axes, which communicate most, stay inside a node where
+    their sizes allow. ``with Mesh(...) as mesh`` or ``close()`` frees the communicators of its groups.
     ``deterministic``: use rank order also for sums that the MPI library would make, of small arrays over more than 32
-    ranks on several nodes. (All sums are in a fixed order anyway.)
+    ranks on several nodes. (All sums are in a fixed order in either case.)
     Raises MeshError if the product of the sizes is not the number of ranks.
     """
 
@@ -164,12 +164,12 @@ class Mesh(Collectives, MeshPosition):
         nodes = list(self.comm.hosts)
         first_seen = {node: nodes.index(node) for node in nodes}
         order = sorted(range(self.comm.size), key=lambda r: (first_seen[nodes[r]], r))
-        #: ranks of the communicator by coordinates: an array with one dimension an axis
+        #: ranks of the communicator by coordinates: an array with one dimension for each axis
         self.ranks = np.array(order).reshape(tuple(self.axes.values()))
         self.nodes = nodes
         self.rank, self.size = self.comm.rank, self.comm.size
-        where = np.argwhere(self.ranks == self.rank)[0]
-        self.coordinates = dict(zip(self.axes, map(int, where), strict=True))
+        coordinates = np.argwhere(self.ranks == self.rank)[0]
+        self.coordinates = dict(zip(self.axes, map(int, coordinates), strict=True))
 
     def _validate(self) -> None:
         for axis, size in self.axes.items():
@@ -183,8 +183,8 @@ class Mesh(Collectives, MeshPosition):
         """The ranks that differ from this one only along ``over``, as a Group; created on first use.
 
         Their order follows the axes as written: over ("data", "expert"), expert varies fastest. ``among`` selects some
-        coordinates of an axis, including this rank's: ``group("pipe", among={"pipe": (0, 3)})``. Raises MeshError if it
-        does not, or names an axis that is not in ``over``.
+        coordinates of an axis, including this rank's: ``group("pipe", among={"pipe": (0, 3)})``. Raises MeshError if
+        ``among`` omits this rank's coordinate or names an axis that is not in ``over``.
         """
         names = self._names(over)
         places = tuple((name, tuple(among[name])) for name in names if name in among) if among else ()
@@ -227,7 +227,7 @@ class Mesh(Collectives, MeshPosition):
 
     @property
     def activity(self) -> Activity:
-        """What this rank is doing, for the watchdog: ``with mesh.activity.phase("reading data"): ...``."""
+        """The present activity of this rank, for the watchdog: ``with mesh.activity.phase("reading data"): ...``."""
         return self.comm.progress.activity
 
     @property

@@ -1,7 +1,7 @@
-"""Operations in progress, what they wait for, and the one loop in which a rank waits.
+"""Operations in progress, the conditions that they wait for, and the loop in which a rank waits.
 
-A collective is a generator: it starts something, yields a Condition to wait for, and continues once that holds. So it
-reads as a plain algorithm and can be suspended, which ``start_...`` and ``wait`` need. A rank that waits for one
+A collective is a generator: it starts a transfer, yields a Condition to wait for, and continues once it holds. So it
+reads like a plain algorithm and can be suspended, which ``start_...`` and ``wait`` need. A rank that waits for one
 operation advances *all* of its operations: otherwise two ranks that wait for two operations in opposite order would
 deadlock.
 """
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from spmd_engine.comm.communicators.communicator import Communicator
     from spmd_engine.comm.transports.messages import Ranks
 
-TIMEOUT = 1800.0  #: seconds a rank waits for others by default
+TIMEOUT = 1800.0  #: seconds that a rank waits for others by default
 
-CHECK_AFTER = 0.5  #: seconds without progress after which a rank checks whether the ranks it waits for have ended
-PUBLISH_AFTER = 0.5  #: seconds of waiting after which a rank publishes what it waits for; then after twice as long
-APART_AFTER = 10.0  #: seconds without progress after which it is a mismatch that all ranks end in different calls
+CHECK_AFTER = 0.5  #: seconds without progress after which a rank checks whether awaited ranks have ended
+PUBLISH_AFTER = 0.5  #: seconds of waiting after which a rank publishes its call; then after twice as long
+APART_AFTER = 10.0  #: seconds without progress after which ranks that end in different calls are a mismatch
 MESSAGES_AFTER = 2.0  #: CHECK_AFTER for messages, which a rank may have sent before it ended
-PERIOD = 1e-3  #: seconds between two polls of the progress thread: at 1 Gbit/s, 125 kB arrive in that time
+PERIOD = 1e-3  #: seconds between two polls of the progress thread: 125 kB at 1 Gbit/s
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 class Condition:
-    """What an operation waits for: messages, words in shared memory, or its place in the call order.
+    """A condition that an operation waits for: messages, words in shared memory, or its place in the call order.
 
     ``is_met``: whether it holds. ``has_begun``: whether a rank has done its part, or is about to. ``messages``: whether
-    the rank must poll for it; otherwise the rank that writes into shared memory wakes the others.
+    this rank must poll; otherwise the rank that writes into shared memory wakes the others.
     """
 
     __slots__ = ("is_met", "has_begun", "messages")
@@ -49,7 +49,7 @@ class Condition:
 
 
 class Requests(Condition):
-    """Completion of the messages that were given to ``add``."""
+    """Completion of the messages passed to ``add``."""
 
     __slots__ = ("_ranks", "_requests", "_peers")
 
@@ -58,7 +58,7 @@ class Requests(Condition):
         self._ranks, self._requests, self._peers = ranks, [], []
 
     def add(self, rank: int, requests: list) -> Requests:
-        """Wait for these requests of messages to or from ``rank``, too."""
+        """Wait also for these requests of messages to or from ``rank``."""
         self._requests += requests
         self._peers += [self._ranks.outer(rank)] * len(requests)
         return self
@@ -68,11 +68,11 @@ class Requests(Condition):
         return self._ranks.done([request for request, peer in requests if peer == rank])
 
 
-Steps = Generator[Condition, None, Any]  #: yields what to wait for, returns the operation's result
+Steps = Generator[Condition, None, Any]  #: yields conditions to wait for, returns the operation's result
 
 
 class RanksEnded(Exception):
-    """Thrown into an operation that waits for ranks of its communicator whose programs have ended."""
+    """Thrown into an operation that waits for ranks of its communicator after their programs have ended."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__(ranks)
@@ -87,7 +87,7 @@ class Pending:
     def __init__(self) -> None:
         self.done = False
         self.result: Any = None
-        self.error: Exception | None = None  # raised by its own wait(), whichever wait encountered it
+        self.error: Exception | None = None  # raised by wait() of this operation, whichever wait() encountered it
 
     @classmethod
     def completed(cls, result: Any) -> Pending:
@@ -105,40 +105,40 @@ class Pending:
 
 
 class Operation(Pending):
-    """An operation in progress: it takes its ``steps`` as their conditions hold. ``what``: its description."""
+    """An operation in progress, which executes ``steps`` as their conditions hold. ``what``: its description."""
 
     __slots__ = ("communicator", "_steps", "awaited", "_timeout", "_what", "until_the_end")
 
     def __init__(self, communicator: Communicator, steps: Steps, timeout: float | None = None, what: str = "") -> None:
         super().__init__()
         self.communicator, self._steps, self._timeout, self._what = communicator, steps, timeout, what
-        self.awaited: Condition | None = None  #: None: nothing, it can continue
-        self.until_the_end = False  #: whether this is the call in which programs end
+        self.awaited: Condition | None = None  #: None: the operation can continue
+        self.until_the_end = False  #: whether programs end in this call
 
-    # --- what kinds of operations override
+    # --- methods that subclasses override
 
     def describe(self) -> str:
-        """What is waited for, as text."""
+        """The call that it waits for, as text."""
         return self._what
 
     def call(self) -> tuple[Line | None, int, int]:
-        """Which call this is: its communicator's line, its number there, and the number of its text (see Activity)."""
+        """The communicator's line, the number of this call in it, and the number of its text (see Activity)."""
         return None, 0, 0
 
     def on_end(self) -> None:
-        """Called once the result or the error is available."""
+        """Called when the result or the error is available."""
 
     def on_wait(self, seconds: float) -> None:
-        """Called after the start and after each wait, with the seconds it took."""
+        """Called after the start and after each wait, with its seconds."""
 
     @property
     def must_poll(self) -> bool:
-        """Whether it waits for messages, for which this rank must poll."""
+        """Whether the operation waits for messages, for which this rank must poll."""
         return self.awaited is None or self.awaited.messages
 
     @property
     def check_after(self) -> float:
-        """Seconds without progress after which to check whether the ranks it waits for have ended."""
+        """Seconds without progress after which to check whether awaited ranks have ended."""
         return MESSAGES_AFTER if self.must_poll else CHECK_AFTER
 
     def is_ready(self) -> bool:
@@ -146,14 +146,14 @@ class Operation(Pending):
         return self.awaited is None or self.awaited.is_met()
 
     def waits_for(self, rank: int) -> bool:
-        """Whether it waits for ``rank``, possibly among others."""
+        """Whether the operation waits for ``rank``, possibly among others."""
         return self.awaited is not None and not self.awaited.has_begun(rank)
 
     def advance(self, ended: Sequence[int] = ()) -> bool:
-        """Continue as far as possible without waiting. Returns whether anything moved.
+        """Continue as far as possible without waiting. Returns whether the operation advanced.
 
-        ``ended``: ranks that it waits for, but whose programs have ended. The operation may have to notify other
-        ranks before it ends, too.
+        ``ended``: awaited ranks that have ended their programs. The operation may have to notify other ranks before
+        it ends itself.
         """
         moved = False
         try:
@@ -178,7 +178,7 @@ class Operation(Pending):
             try:
                 self.communicator.progress.wait_for(self, self._timeout)
             except SpmdError as error:
-                raise error.with_traceback(None) from None  # the caller's line matters, not this file's
+                raise error.with_traceback(None) from None  # report the caller's line, not this one
             self.on_wait(perf_counter() - began)
         return self.result
 
@@ -187,14 +187,14 @@ class Progress:
     """The operations of one rank that are in progress."""
 
     def __init__(self, activity: Activity | None = None) -> None:
-        self.activity = activity or Activity()  #: what this rank is doing, readable by others
+        self.activity = activity or Activity()  #: the present activity of this rank, which others can read
         self._pending: list[Operation] = []
         self.idle_seconds = 0.0  #: spent waiting for other ranks, not for data to move
         self.lock = RLock()  #: held while operations start or advance, and while shared memory is allocated
         self.on_begin: Callable[[], None] | None = None  #: wakes the progress thread
 
     def begin(self, pending: Operation, spin_tests: int = 0) -> Operation:
-        """Start an operation: its first messages are sent now. Spin for ``spin_tests`` tests, then return."""
+        """Start an operation and send its first messages. Spin for ``spin_tests`` tests, then return."""
         with self.lock:
             pending.advance()
             while not (pending.done or pending.error):
@@ -231,9 +231,9 @@ class Progress:
             raise wanted.error
 
     def spin(self, is_met: Callable[[], bool], spin_tests: int) -> bool:
-        """Whether the condition holds within that many tests.
+        """Whether the condition holds within ``spin_tests`` tests.
 
-        Where each rank has a core, the others usually arrive sooner than a sleeping rank would wake.
+        Where each rank has a core, the others usually arrive before a sleeping rank would wake.
         """
         if is_met():
             return True
@@ -276,9 +276,9 @@ class Progress:
             self.idle_seconds += now - paused
             waited = now - began
             if timeout and waited > timeout:
-                # It stays in progress: its messages may still arrive, into memory that must then still exist.
-                why = self.activity.explain()
-                raise CommunicationTimeout(f"waited {timeout:g} s: {wanted.describe()}{f'; {why}' if why else ''}")
+                # The operation stays in progress: its messages may still arrive, and need their memory.
+                cause = self.activity.explain()
+                raise CommunicationTimeout(f"waited {timeout:g} s: {wanted.describe()}{f'; {cause}' if cause else ''}")
             if waited <= min(check_after, publish_after):
                 continue
             missing = [r for r in range(communicator.size) if r != communicator.rank and wanted.waits_for(r)]
@@ -286,10 +286,10 @@ class Progress:
                 if wanted.until_the_end:
                     communicator.announce_end()
                 ended = communicator.ended(missing)
-                # A finishing rank waits for all to finish. If all are finishing, they have made different calls.
+                # A rank that ends waits until all ranks end. If all wait to end, they have made different calls.
                 if ended and (not wanted.until_the_end or (len(ended) == len(missing) and now - moved > APART_AFTER)):
                     self._advance(wanted, ended)
-                check_after = waited + CHECK_AFTER  # the missing ranks have received requests now
+                check_after = waited + CHECK_AFTER  # the missing ranks now have requests to report their end
             if waited > publish_after:
                 members = [communicator.line.members[rank] for rank in missing]
                 self.activity.waits_long(wanted.describe(), members, _calling_line())
@@ -307,8 +307,8 @@ class ProgressThread:
 
     It polls every PERIOD, only while the rank has operations in progress and is not in a call itself (a call holds
     ``Progress.lock``). Measured between two hosts at 1 Gbit/s: the wait for an all_reduce of 16 MiB after 400 ms of
-    other work took 160 ms without this thread, as long with a poll every 30 ms, and no time with this one. Call
-    ``wake`` when operations are in progress, and ``stop`` before the transport ends.
+    other work took 160 ms without this thread and with a poll every 30 ms, but no time with this thread. Call ``wake``
+    when operations are in progress, and ``stop`` before the transport ends.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -330,9 +330,7 @@ class ProgressThread:
             self._work.wait()
             sleep(PERIOD)
             self._work.clear()
-            if progress.lock.acquire(
-                blocking=False
-            ):  # otherwise the rank advances them itself and wakes this thread later
+            if progress.lock.acquire(blocking=False):  # otherwise the rank itself advances its operations
                 try:
                     if progress.advance_all():
                         self._work.set()
@@ -341,7 +339,7 @@ class ProgressThread:
 
 
 def _calling_line() -> str:
-    """The innermost line of this thread outside this package."""
+    """The innermost line of this thread outside the package ``comm``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""The ranks of this job, and what a rank sets up once when it joins them."""
+"""The ranks of this job, and the setup of a rank that joins them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def world() -> Communicator:
 def _process_world() -> MPICommunicator | ThreadCommunicator:
     keep_freed_memory()
     try:
-        with StopFlag(but_defaults=True):  # an interrupted import cannot be repeated
+        with StopFlag(but_defaults=True):  # Python cannot repeat an interrupted import
             join_mpi()
             from spmd_engine.comm.communicators.mpi import MPI, MPICommunicator
             from spmd_engine.comm.shared_memory.node import OwnMemory, mapped
@@ -60,9 +60,9 @@ def _process_world() -> MPICommunicator | ThreadCommunicator:
                 f"started by an MPI launcher, but mpi4py cannot load an MPI library ({error}). Install one: "
                 "pip install 'spmd_engine[mpich]', or load your cluster's MPI module"
             ) from error
-        return _alone()
+        return _open_solo_world()
     if MPI.COMM_WORLD.size == 1:
-        return _alone()
+        return _open_solo_world()
     record = OwnMemory(SIZE)
     comm = MPICommunicator(MPI.COMM_WORLD, Progress(Activity(record.map())))
     gather = partial(gather_json, Group(comm, "world", Ledger()), label="joining")
@@ -71,38 +71,38 @@ def _process_world() -> MPICommunicator | ThreadCommunicator:
     records = mapped(handles) or [comm.progress.activity.memory]
     _share_cores(cores // len(ranks))
     comm.open_node(hosts, cores, gather)
-    record.close()  # all ranks have opened it: they have communicated since
-    _watch(comm, dict(zip(ranks if len(records) == len(ranks) else [comm.rank], records, strict=True)))
-    leave_at_exit(lambda: Group(comm, "world", Ledger()).leave(), partial(_settle, comm))
+    record.close()  # all ranks have opened it, as ``open_node`` has communicated since
+    _start_watchdog(comm, dict(zip(ranks if len(records) == len(ranks) else [comm.rank], records, strict=True)))
+    leave_at_exit(lambda: Group(comm, "world", Ledger()).leave(), partial(_receive_side_messages, comm))
     return comm
 
 
-def _alone() -> ThreadCommunicator:
-    """Only this process. Raises UsageError if a launcher started it with others that MPI does not see."""
+def _open_solo_world() -> ThreadCommunicator:
+    """A world of this process only. Raises UsageError if a launcher started several but MPI sees only this one."""
     if (size := launcher_size()) > 1:
         raise UsageError(
             f"started as one of {size} processes, but MPI sees only this one: the launcher belongs to another MPI "
             "library, and each process would do all the work by itself. Start it with the mpiexec of this environment, "
             "or with srun: 'srun --mpi=pmi2' with MPICH, or with an MPI library that was built for srun"
         )
-    if (cores := cores_here()) < len(os.sched_getaffinity(0)):  # BLAS has started a thread for each
+    if (cores := cores_here()) < len(os.sched_getaffinity(0)):  # BLAS has started a thread for each core
         _share_cores(int(cores))
     return solo()
 
 
-def _watch(comm: MPICommunicator, records: Mapping[int, Memory]) -> None:
-    """Start a watchdog, which reads these ranks' records and requests those of other nodes."""
+def _start_watchdog(comm: MPICommunicator, records: Mapping[int, Memory]) -> None:
+    """Start the watchdog, which reads these ranks' records and requests those of other nodes."""
     from spmd_engine.runtime.other_nodes import MPI, OtherNodes
 
-    messages, elsewhere = comm.side_messages, None
+    messages, other_nodes = comm.side_messages, None
     if messages is not None and len(records) < comm.size and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
-        elsewhere = OtherNodes(messages, comm.size, list(records))
-    seen = [Record(rank, memory) for rank, memory in records.items()]
-    watchdog = Watchdog(comm.progress.activity, seen, comm.rank, comm.size, elsewhere)
+        other_nodes = OtherNodes(messages, comm.size, list(records))
+    local_records = [Record(rank, memory) for rank, memory in records.items()]
+    watchdog = Watchdog(comm.progress.activity, local_records, comm.rank, comm.size, other_nodes)
     atexit.register(watchdog.stop)
 
 
-def _settle(comm: MPICommunicator) -> None:
+def _receive_side_messages(comm: MPICommunicator) -> None:
     """Receive the remaining side messages to this rank, after all ranks have ended. Collective."""
     messages = comm.side_messages
     if messages is not None:
@@ -113,7 +113,7 @@ def _settle(comm: MPICommunicator) -> None:
 def _hosts_and_cores(
     comm: Communicator, record: str, gather: Callable[[Any], list[Any]]
 ) -> tuple[list[str], int, list[str]]:
-    """The host of each rank; the cores of this node's ranks together; and the handles of their records."""
+    """The host of each rank, the number of cores of this node's ranks together, and the handles of their records."""
     all_ranks = gather([comm.node, sorted(os.sched_getaffinity(0)), quota_here(), record])
     on_node = [fields for host, *fields in all_ranks if host == comm.node]
     cores = cores_of([(cores, quota) for cores, quota, _ in on_node])
@@ -127,13 +127,13 @@ def _share_cores(threads: int) -> None:
 
 
 def fail(message: str) -> None:
-    """Print a user's mistake in one line, whether one rank found it or all, and leave the job.
+    """Print a user's mistake in one line, whether one rank or all ranks detected it, and leave the job.
 
-    If all ranks call this, each may then exit normally. If only this one does, the job ends with code 2.
+    If all ranks call this function, each may then exit normally. If only this rank does, the job ends with code 2.
     """
     comm = _process_world() if _process_world.cache_info().currsize else None
-    if comm is None or isinstance(comm, ThreadCommunicator):  # only this process
-        if launcher_rank() == 0:  # before ranks have joined, all find the same mistake
+    if comm is None or isinstance(comm, ThreadCommunicator):  # this process only
+        if launcher_rank() == 0:  # before ranks have joined, all detect the same mistake
             sys.stderr.write(f"{message}\n")
             sys.stderr.flush()
         let_rank_zero_speak()
@@ -146,10 +146,10 @@ def fail(message: str) -> None:
     try:
         world.leave(message)
     except SpmdError:
-        time.sleep(0.1)  # the launcher forwards output before it learns of the end
+        time.sleep(0.1)  # the launcher must forward the output before the job ends
         comm._comm.Abort(2)
     for other in set(range(comm.size)) - {comm.rank}:
         # All ranks have failed and sent this message. With messages in flight MPICH does not finalize properly: the
-        # launcher then takes the first exit for a crash and kills the others.
+        # launcher then treats the first exit as a crash and kills the other ranks.
         comm._comm.Recv(bytearray(), other, FAILED)
-    _settle(comm)
+    _receive_side_messages(comm)

@@ -1,6 +1,6 @@
-"""Sharding strategies, a page each: hand-written einsums with every collective in plain sight.
+"""Sharding strategies, one page each: hand-written einsums with explicit collectives.
 
-Read ``single_device`` first, then any other: the same model, if it names no other, cut in another way.
+Read ``single_device`` first, then any other page: it shards the same model, unless it names another.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Attention heads: each rank attends with some of the heads."""
+"""Attention heads: each rank computes some of the heads."""
 
 import numpy as np
 
@@ -7,9 +7,9 @@ from spmd_engine.strategies.one_attention import OneAttention
 
 
 class AttentionHeads(OneAttention):
-    """h is cut over ``model``. No head knows of another until the output sums over them: y is {U_model}, and dx.
+    """h is split over ``model``. Heads are independent until the output sums over them: y and dx are {U_model}.
 
-    Write H for h/model. t is s too, that of the keys.
+    Write H for h/model, and t for s of the keys.
 
     Forward
         1. q[b s H k] = x[b s d] · query[d H k],                     likewise k[b t H k], v[b t H k]
@@ -60,8 +60,8 @@ class AttentionHeads(OneAttention):
         dq = einsum("bhst,bthk->bshk", dscores, k)
         dk = einsum("bhst,bshk->bthk", dscores, q)
         pairs = ((dq, self.query), (dk, self.key), (dv, self.value))
-        dx = sum(einsum("bshk,dhk->bsd", each, weights) for each, weights in pairs)
-        summing_dx = self.start_all_reduce(dx, over="model", label="dx")  # while the weights' are computed
+        dx = sum(einsum("bshk,dhk->bsd", gradient, weights) for gradient, weights in pairs)
+        summing_dx = self.start_all_reduce(dx, over="model", label="dx")  # while the weights' gradients are computed
         gradients = {
             "attention/query": einsum("bsd,bshk->dhk", x, dq),
             "attention/key": einsum("bsd,bshk->dhk", x, dk),
@@ -73,7 +73,7 @@ class AttentionHeads(OneAttention):
 
 
 def _causal_softmax(scores):
-    """p[b h s t]: exponentials of the scores of t <= s, as fractions of their sum."""
-    seen = np.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -np.inf)
-    weights = np.exp(seen - seen.max(axis=-1, keepdims=True))
+    """p[b h s t] = softmax of the scores over t <= s."""
+    causal_scores = np.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -np.inf)
+    weights = np.exp(causal_scores - causal_scores.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)

@@ -5,7 +5,7 @@ from spmd_engine.strategies.two_layers import relu
 
 
 class ChannelSplit(TwoConvolutions):
-    """f is cut over ``model``, as ``TensorParallel`` does it: output channels of w0, input channels of w1.
+    """f is split over ``model``, as in ``TensorParallel``: output channels of w0, input channels of w1.
 
     Write * for a convolution, i and j for the rows and columns of its window.
 
@@ -18,7 +18,7 @@ class ChannelSplit(TwoConvolutions):
         5. dw1[i j f/model c] = relu(z[b h w f/model]) · dy[b h w c]           window by window
         6. dw0[i j c f/model] = x[b h w c] · dz[b h w f/model]
 
-    Every rank has whole images: nothing is sent at their borders. f need not be a multiple of n.
+    Every rank has complete images, so no halos are sent. f need not be a multiple of n.
 
     Cost for each of n ranks, in numbers, with P = 18 c f parameters
         sent    4 b h w c (n-1)/n a micro-batch
@@ -26,7 +26,7 @@ class ChannelSplit(TwoConvolutions):
         saved   b h w (c + f / n)
 
     After Dryden et al., "Channel and filter parallelism for large-scale CNN training" (2019), section 3, which splits
-    channels and filters; in turn, as Shoeybi et al., "Megatron-LM" (2019), do it.
+    channels and filters, here in turn, as in Shoeybi et al., "Megatron-LM" (2019).
     """
 
     axes = ("model",)

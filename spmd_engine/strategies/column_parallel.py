@@ -1,4 +1,4 @@
-"""Column parallel with gathered output: each rank has some columns of every weight, and outputs are made whole."""
+"""Column parallel with gathered output: each rank has some columns of every weight, and gathers outputs."""
 
 from spmd_engine.arrays import einsum
 from spmd_engine.sharding.notation import Spec
@@ -6,7 +6,7 @@ from spmd_engine.strategies.two_layers import TwoLayers, relu
 
 
 class ColumnParallel(TwoLayers):
-    """The columns of each weight are cut over ``model``: f of w0[d f], d of w1[f d]. Inputs of each layer are whole.
+    """The columns of each weight are split over ``model``: f of w0[d f], d of w1[f d]. Layer inputs are unsharded.
 
     Forward
         1. z[b f/model] = x[b d] · w0[d f/model]
@@ -20,8 +20,8 @@ class ColumnParallel(TwoLayers):
         8. dx[b d] {U_model} = dz[b f/model] · w0[d f/model],        begin dx[b d] = AllReduce_model(...)
         9. dw0[d f/model] = x[b d] · dz[b f/model]
 
-    A gather's adjoint is to scatter sums (2 and 5); where everybody has the whole gradient already, each takes its
-    part (3 and 4). Layers need not come in pairs as in TensorParallel, which sends less as soon as f > d/2.
+    The adjoint of the gather in 2 is the reduce-scatter in 5; the adjoint of the gather in 3 takes a part (4), because
+    every rank has the complete gradient. Layers need not form pairs as in TensorParallel, which sends less if f > d/2.
 
     Cost for each of n ranks, in numbers, with P = 2 d f parameters
         sent    (2 b f + 3 b d) (n-1)/n a micro-batch

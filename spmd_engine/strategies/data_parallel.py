@@ -1,11 +1,11 @@
-"""Data parallel: every rank has the whole model and a part of the batch."""
+"""Data parallel: every rank has the complete model and a part of the batch."""
 
 from spmd_engine.arrays import einsum
 from spmd_engine.strategies.two_layers import TwoLayers, relu
 
 
 class DataParallel(TwoLayers):
-    """b is cut over ``data``. Sums over b are then unreduced, {U_data}: those of the weights' gradients.
+    """b is split over ``data``. Sums over b are unreduced, {U_data}: the weights' gradients.
 
     Forward
         1. z[b/data f] = x[b/data d] · w0[d f]

@@ -1,11 +1,11 @@
-"""Fully sharded (ZeRO stage 3): every rank has some rows of the weights, and gathers them whole while they are used."""
+"""Fully sharded (ZeRO stage 3): every rank has some rows of the weights, and gathers all rows while it uses them."""
 
 from spmd_engine.arrays import einsum
 from spmd_engine.strategies.two_layers import TwoLayers, relu
 
 
 class FullySharded(TwoLayers):
-    """b is cut over ``data``, and so are the rows of the weights as they are stored; computed is with whole ones.
+    """b and the rows of the stored weights are split over ``data``; ranks compute with gathered weights.
 
     Forward
         1. w0[d f] = AllGather_data(w0[d/data f])
@@ -21,9 +21,9 @@ class FullySharded(TwoLayers):
        10. dx[b/data d] = dz[b/data f] · w0[d f]; free w0[d f]
 
     Cost for each of n ranks, in numbers, with P = 2 d f parameters
-        sent    3 P (n-1)/n a micro-batch: half as much again as data parallel
+        sent    3 P (n-1)/n a micro-batch: 1.5 times as much as data parallel
         held    P/n parameters, P/n gradients, P/n of each kind of optimizer state;
-                while they are used, one whole weight and the next, and their gradients, d f each
+                in addition, at most two gathered weights and their gradients, d f each
         saved   b (d + f) / n
 
     After Rajbhandari et al., "ZeRO" (2020), section 5.3, and Zhao et al., "PyTorch FSDP" (2023).

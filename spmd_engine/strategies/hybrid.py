@@ -1,4 +1,4 @@
-"""3-D hybrid: a pipeline of stages, each of them replicas, each of those several ranks in tensor parallel."""
+"""3-D hybrid: a pipeline whose stages are replicated, and whose replicas are tensor parallel."""
 
 import numpy as np
 
@@ -8,9 +8,9 @@ from spmd_engine.strategies.two_layers import relu
 
 
 class Hybrid(Pipeline):
-    """l is cut over ``pipe``, b over ``data``, f over ``model``: each rule of those pages, side by side.
+    """l is split over ``pipe``, b over ``data``, f over ``model``, as in the pages on these axes.
 
-    Write B for b/data, F for f/model. Sends are to the rank of the next stage with the same place in data and model.
+    Write B for b/data, F for f/model. Ranks send to the rank of the next stage with equal data and model coordinates.
 
     Forward of one micro-batch, on stage i of p
         1. x[B d] = Receive from stage i-1                           (on stage 0, the input)
@@ -27,7 +27,7 @@ class Hybrid(Pipeline):
                dx[B d] += dr[B d]
         6. begin to Send dx[B d] to stage i-1
     Step
-        7. one forward, one backward, as ``Pipeline`` has it
+        7. one forward, one backward, as in ``Pipeline``
         8. dw0[l d F] = AllReduce_data(dw0[l d F] {U_data}),         likewise dw1[l F d]
 
     Cost for each of p x n x t ranks (pipe, data, model), in numbers, with P = 2 l d f parameters
@@ -56,7 +56,7 @@ class Hybrid(Pipeline):
         return None
 
     def backward(self, grads):
-        """The gradients of this rank's samples alone: ``step`` sums them over ``data``, once."""
+        """The gradients of this rank's samples only: ``step`` sums them over ``data`` once."""
         dx = grads if self.stage == self.last_stage else self.receive(self.stage + 1, over="pipe", label="dx")
         dw0, dw1 = np.empty_like(self.w0), np.empty_like(self.w1)
         for l in reversed(range(len(self.w0))):

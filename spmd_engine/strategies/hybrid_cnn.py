@@ -1,4 +1,4 @@
-"""Hybrid CNN: rows are cut in the early layer, samples in the late one, and between them everybody exchanges."""
+"""Hybrid CNN: the early layer splits rows, the late layer splits samples, and a transfer reshards between them."""
 
 from spmd_engine.strategies.spatial import Spatial
 from spmd_engine.strategies.two_convolutions import conv, conv_input, conv_weight
@@ -6,12 +6,13 @@ from spmd_engine.strategies.two_layers import relu
 
 
 class HybridCNN(Spatial):
-    """``rows`` cuts h in the first convolution, as ``Spatial`` does it, and b in the second one.
+    """``rows`` splits h in the first convolution, as in ``Spatial``, and b in the second one.
 
-    Early feature maps are large, so that halos are little of them; late ones are small: there each rank has whole maps
-    of its samples and needs no halo. Reshard is a transfer: what lies in a rank's rows and in its samples stays there.
-    Write * for a convolution, i and j for the rows and columns of its window, B for b/rows, H for h/rows, H' for H
-    with the row before and the row behind.
+    Early feature maps are large, so halos are a small part; late maps are small: each rank has complete maps of its
+    samples and needs no halo. Reshard is a transfer: elements of a rank's rows and samples stay on the rank.
+
+    Write * for a convolution, i and j for the rows and columns of its window, B for b/rows, H for h/rows, H' for H with
+    the row before and the row after.
 
     Forward
         1. x[b H' w c] = Halo(x[b H w c])
@@ -34,7 +35,7 @@ class HybridCNN(Spatial):
         held    P parameters, P gradients, P of each kind of optimizer state
         saved   b (h/n + 2) w c, at the image's ends a row less, and 2 b h w f / n
 
-    After Dryden et al. (2019), whose performance model chooses a cut for each layer; Jia et al., "Exploring hidden
+    After Dryden et al. (2019), where a performance model shards each layer; Jia et al., "Exploring hidden
     dimensions in parallelizing convolutional neural networks" (2018).
     """
 
@@ -52,14 +53,14 @@ class HybridCNN(Spatial):
         wide_x, r, samples_r = self.tape.pop()
         rows, height = self.window, wide_x.shape[1]
         dy = self.transfer(self.recut(grads), grads)
-        recutting_dr = self.start_transfer(self.recut(r, back=True), conv_input(dy, self.w1, dy.shape[1]))
+        resharding_dr = self.start_transfer(self.recut(r, back=True), conv_input(dy, self.w1, dy.shape[1]))
         summing_dw1 = self.start_all_reduce(conv_weight(samples_r, dy), over="rows", label="dw1")
-        dz = recutting_dr.wait()["x"][0] * (r > 0)
+        dz = resharding_dr.wait()["x"][0] * (r > 0)
         adding_dx = self.start_transfer(self.halo(wide_x).adjoint(), conv_input(dz, self.w0, height, rows))
         dw0 = self.all_reduce(conv_weight(wide_x, dz, rows), over="rows", label="dw0")
         self.input_gradient = adding_dx.wait()["x"][0]
         return {"conv_0/weights": dw0, "conv_1/weights": summing_dw1.wait()}
 
     def recut(self, like, back=False):
-        """The transfer from rows to samples, or back, of an array of which ``like`` has all samples and channels."""
+        """The transfer between rows and samples of an array with the shape of ``like``, apart from h and w."""
         return self.plan(like, *((self.SAMPLES, self.ROWS) if back else (self.ROWS, self.SAMPLES)))

@@ -12,14 +12,14 @@ from spmd_engine.strategies.page import Page, Weight
 
 
 class LayerStack(Page):
-    """Storage of w0[l d f] and w1[l f d], the weights of all ``layers``, as ``shardings`` cuts them.
+    """Storage of w0[l d f] and w1[l f d], the weights of all ``layers``, with ``shardings``.
 
-    The number of layers never follows from that of ranks: it is part of what is computed.
+    The number of layers does not depend on the number of ranks, as it defines the model.
     """
 
     sample = "b d"
     sizes = ("model_dim", "hidden_dim")
-    kernel: tuple[int, ...] = ()  #: of layers that are convolutions, the size of their windows
+    kernel: tuple[int, ...] = ()  #: window sizes, if the layers are convolutions
 
     def __init__(
         self, model_dim: int, hidden_dim: int, mesh: Mesh | None = None, dtype: Any = np.float32, *, layers: int = 8

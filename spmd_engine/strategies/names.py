@@ -1,4 +1,4 @@
-"""Strategies by name, and the mesh that each wants of so many ranks."""
+"""Strategies by name, and their default meshes for a number of ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CLASSES = {
 
 
 class _Pages(Mapping[str, "type[Page]"]):
-    """Each page in the module of its name, imported when it is asked for."""
+    """The pages by name; each is imported when it is first used."""
 
     def __getitem__(self, name: str) -> type[Page]:
         return getattr(import_module(f"spmd_engine.strategies.{name.replace('-', '_')}"), _CLASSES[name])
@@ -54,17 +54,17 @@ STRATEGIES: Mapping[str, type[Page]] = _Pages()
 
 
 def strategy_named(name: str) -> type[Page]:
-    """The strategy of that name; raises UsageError, with the names there are, for another."""
+    """The strategy of this name; raises UsageError, with all names, if there is none."""
     if name not in STRATEGIES:
         raise UsageError(f"unknown strategy {name!r}; {one_of(name, STRATEGIES)}")
     return STRATEGIES[name]
 
 
 def default_axes(strategy: type[Page], ranks: int) -> dict[str, int]:
-    """Sizes of the strategy's mesh axes, as near to each other as they can be; later axes are not smaller.
+    """Sizes of the strategy's mesh axes, as equal as possible; later axes are not smaller.
 
-    Those that talk most are last, and so stay inside a node. A strategy without axes gets none: each of the ranks
-    then computes the same. Raises UsageError for fewer ranks than one.
+    The axes that communicate most are last, and so stay inside a node. A strategy without axes gets none: all ranks
+    then compute the same. Raises UsageError for fewer than one rank.
 
     >>> default_axes(STRATEGIES["hybrid"], 12)
     {'pipe': 2, 'data': 2, 'model': 3}

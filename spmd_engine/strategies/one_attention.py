@@ -1,4 +1,4 @@
-"""The model of the pages on attention: y[b s d] = softmax(mask(q · k / sqrt(k))) · v · output, with h causal heads."""
+"""The model of the attention pages: y[b s d] = softmax(mask(q · k / sqrt(k))) · v · output, with h causal heads."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from spmd_engine.strategies.page import Page, Weight
 
 
 class OneAttention(Page):
-    """Storage of query[d h k], key[d h k], value[d h k] and output[h k d] as ``shardings`` cuts them.
+    """Storage of query[d h k], key[d h k], value[d h k] and output[h k d] with ``shardings``.
 
-    Raises UsageError if ``heads`` do not divide ``model_dim``: the width k of a head is their ratio.
+    Raises UsageError unless ``heads`` divides ``model_dim``: the ratio is the width k of a head.
     """
 
     sample = "b s d"

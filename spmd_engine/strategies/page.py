@@ -1,4 +1,4 @@
-"""What all pages of this folder share besides their algorithms: weights, stored as a strategy cuts them."""
+"""The base of all pages of this folder: sharded weights, without an algorithm."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from spmd_engine.errors import UsageError
 class Weight:
     """One of a model's weights."""
 
-    shape: tuple[int, ...]  #: of the whole
-    inputs: int  #: over how many numbers each of its outputs sums
+    shape: tuple[int, ...]  #: of the unsharded weight
+    inputs: int  #: number of inputs over which each output sums
 
     def initial(self, seed: int, name: str, dtype: Any, block: Index | None = None) -> Array:
-        """A block (default: all) of the starting values: normal, of deviation 1 / sqrt(inputs).
+        """A block (default: all) of the initial values: normal, with standard deviation 1 / sqrt(inputs).
 
-        They are functions of seed, name and global index alone.
+        They depend only on seed, name and global index.
         """
         return normal(key_of(seed, name), self.shape, dtype, block) / self.inputs**0.5
 
 
 class Page(ShardedEngine):
-    """A model's weights, each rank's part of them as ``shardings`` says; zeros until they are loaded or initialized.
+    """A model's weights, sharded by ``shardings``; zeros until they are loaded or initialized.
 
-    A model's class says what it works on, and makes the weights with ``_store``; a strategy's class adds the axes,
-    the shardings, forward and backward. In the costs that strategies' docstrings give, b is a micro-batch, ``sent``
-    and ``held`` are a rank's, ``saved`` is kept from forward to backward, and (n-1)/n is exact in the sum over ranks.
+    A model's class defines the inputs and creates the weights with ``_store``; a strategy's class adds the axes, the
+    shardings, forward and backward. In the costs of strategies' docstrings, b is a micro-batch, ``sent`` and ``held``
+    are for each rank, ``saved`` is kept from forward to backward, and (n-1)/n is exact in the sum over ranks.
     """
 
-    sample: str  #: letters of the inputs; outputs and targets have the same, and the squared error is the loss
-    sizes: tuple[str, str]  #: what the constructor's first two arguments are
-    axes: tuple[str, ...] = ()  #: the mesh axes that the strategy works over, the outermost first
+    sample: str  #: letters of inputs, outputs and targets; the loss is the squared error
+    sizes: tuple[str, str]  #: names of the constructor's first two arguments
+    axes: tuple[str, ...] = ()  #: the strategy's mesh axes, the outermost first
     weights: Mapping[str, Weight]
 
     def _store(self, weights: Mapping[str, Weight], mesh: Mesh | None, dtype: Any) -> None:
@@ -54,10 +54,10 @@ class Page(ShardedEngine):
         }
 
     def global_shape(self, name: str) -> tuple[int, ...]:
-        return self.weights[name].shape  # known, so no rank need ask the others
+        return self.weights[name].shape  # known without communication
 
     def initialize(self, seed: int = 0) -> None:
-        """Fill this rank's parts with starting values, without a whole weight anywhere."""
+        """Fill this rank's parts with initial values; no rank creates an unsharded weight."""
         for name, parameter in self.parameters.items():
             parameter[...] = self.weights[name].initial(seed, name, parameter.dtype, self.index(name))
         self.after_update()

@@ -1,4 +1,4 @@
-"""Pipeline: each rank has some consecutive layers, and micro-batches pass from rank to rank."""
+"""Pipeline: each rank has some consecutive layers, and sends micro-batches to the next rank."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from spmd_engine.strategies.two_layers import relu
 
 
 class Pipeline(LayerStack):
-    """l is cut over ``pipe``. No sum is over l, so nothing is unreduced; but each layer waits for the one before.
+    """l is split over ``pipe``. No sum is over l, so nothing is unreduced; but each layer waits for the previous one.
 
     Forward of one micro-batch, on stage i of n
         1. x[b d] = Receive from stage i-1                           (on stage 0, the input)
@@ -25,7 +25,7 @@ class Pipeline(LayerStack):
            then a forward and a backward in turn while there are forwards; then the other backwards
 
     A stage is idle for (n-1)/(m+n-1) of the time if all take equally long. In ``step`` a stage may send forward while
-    the next one sends backward, so neither waits for the other to receive: it does so at the step's end.
+    the next one sends backward, so neither waits for its sends until the end of the step.
 
     Cost for each of n ranks, in numbers, with P = 2 l d f parameters
         sent    b d a micro-batch to each neighbour
@@ -39,7 +39,7 @@ class Pipeline(LayerStack):
     axes = ("pipe",)
     shardings = {"layers/w0": "l/pipe d f", "layers/w1": "l/pipe f d"}
     input_sharding = output_sharding = "b d"
-    sending = ()  #: what is under way to other stages
+    sending = ()  #: unfinished sends to other stages
 
     @property
     def stage(self):
@@ -80,7 +80,7 @@ class Pipeline(LayerStack):
         ahead = min(self.last_stage - self.stage, micro_batches)  # forwards before the first backward
         total, gradients = 0.0, {name: np.zeros_like(weights) for name, weights in self.parameters.items()}
         for turn in range(micro_batches + ahead):
-            dy = None  # but on the last stage, which is never ahead: its forwards and backwards are in one turn
+            dy = None  # except on the last stage, where a forward and its backward are in one turn
             if turn < micro_batches:
                 micro = batch.micro_batches[turn]
                 with self.micro_batch(turn):
@@ -96,11 +96,11 @@ class Pipeline(LayerStack):
         return float(self._sum_shares(np.array(total)))
 
     def _begin_to_send(self, stage, x, label):
-        under_way = [sending for sending in self.sending if not sending.done]
-        self.sending = [*under_way, self.start_send(stage, x, over="pipe", label=label)]
+        unfinished = [sending for sending in self.sending if not sending.done]
+        self.sending = [*unfinished, self.start_send(stage, x, over="pipe", label=label)]
 
     def _sum_shares(self, shares):
-        """Over the batch, and from the last stage to all."""
+        """Sum the shares of the loss over the batch axes, and send the sum of the last stage to all stages."""
         for sending in self.sending:
             sending.wait()
         return self.all_reduce(shares, over=(*self.batch_axes, "pipe"), label="loss")

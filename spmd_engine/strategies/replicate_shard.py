@@ -1,11 +1,11 @@
-"""Replicate x shard (hybrid sharded data parallel): fully sharded inside a group of ranks, replicas between groups."""
+"""Replicate x shard (hybrid sharded data parallel): fully sharded inside groups of ranks, which are replicas."""
 
 from spmd_engine.arrays import einsum
 from spmd_engine.strategies.two_layers import TwoLayers, relu
 
 
 class ReplicateShard(TwoLayers):
-    """b is cut over ``replicate`` and ``shard``, the rows of the stored weights over ``shard`` alone.
+    """b is split over ``replicate`` and ``shard``, the rows of the stored weights over ``shard`` only.
 
     Write B for b/replicate,shard.
 
@@ -22,10 +22,10 @@ class ReplicateShard(TwoLayers):
         9. dx[B d] = dz[B f] · w0[d f]
        10. dw1[f/shard d] = AllReduce_replicate(...),                dw0[d/shard f] = AllReduce_replicate(...)
 
-    Cost for each rank, of r replicas of n shards each, in numbers, with P = 2 d f parameters
+    Cost for each rank, with r replicas of n shards each, in numbers, with P = 2 d f parameters
         sent    3 P (n-1)/n a micro-batch over ``shard``, the mesh's last axis, which stays inside a node if it fits;
                 2 (P/n) (r-1)/r over ``replicate``
-        held    P/n parameters, P/n gradients, P/n of each kind of optimizer state; whole weights as in FullySharded
+        held    P/n parameters, P/n gradients, P/n of each kind of optimizer state; gathered weights as in FullySharded
         saved   b (d + f) / (r n)
 
     After Zhao et al., "PyTorch FSDP" (2023), section 3.2.2.

@@ -1,4 +1,4 @@
-"""Context parallel by a ring: each rank has a part of the sequence, and keys and values travel past its queries."""
+"""Context parallel by a ring: each rank has a part of the sequence, and keys and values circulate."""
 
 import numpy as np
 
@@ -7,15 +7,15 @@ from spmd_engine.strategies.one_attention import OneAttention
 
 
 class RingAttention(OneAttention):
-    """s is cut over ``context``. Queries of every rank need the keys of others; sums over s are {U_context}.
+    """s is split over ``context``. Queries of each rank need the keys of all ranks; sums over s are {U_context}.
 
-    Write s for s/context, and t for the s/context of the rank whose block of keys is here. Of n ranks, rank r has at
-    step j, from 0 to n-1, the block of rank r-j (mod n), and passes it on to rank r+1. The softmax over all keys is
-    made online: top is the largest score so far, total the sum of exp(scores - top), mixed that of exp(...) · v.
+    Write s for s/context of the queries, and t for s/context of the present block of keys. At step j, from 0 to n-1,
+    rank r of n has the block of rank r-j (mod n), and sends it to rank r+1. The softmax over all keys is computed
+    online: top is the largest score so far, total the sum of exp(scores - top), mixed the sum of exp(...) · v.
 
     Forward
         1. q[b s h k] = x[b s d] · query[d h k],                     likewise k[b s h k], v[b s h k]
-        2. for each block, the next being sent and received meanwhile:
+        2. for each block, while the next one is sent and received:
                scores[b s h t] = q[b s h k] · k[b t h k] / sqrt(k), where the key is not later than the query
                top'[b s h] = max(top, max over t of scores);  total and mixed *= exp(top - top')
                total[b s h] += sum over t of exp(scores - top');  mixed[b s h k] += exp(scores - top') · v[b t h k]
@@ -26,15 +26,15 @@ class RingAttention(OneAttention):
                p[b s h t] = exp(scores - top - log(total))
                dv[b t h k] += p · dmixed;  dscores = p (dmixed · v[b t h k] - along) / sqrt(k)
                dq[b s h k] += dscores · k[b t h k];  dk[b t h k] += dscores · q[b s h k]
-               dk, dv follow their block to rank r+1; a rank's part of its own waits for them at home
+               send dk, dv after their block to rank r+1; the block's owner adds its own part at the end
         6. dx[b s d] = dq · query + dk · key + dv · value
         7. dquery[d h k] {U_context} = x[b s d] · dq[b s h k],       dquery[d h k] = AllReduce_context(...)
                likewise dkey, dvalue and doutput
 
-    A block of later keys gives no work: in n steps rank r works r+1 times. To deal every rank an early and a late
-    part of the sequence evens that out.
+    A block of later keys needs no work: in n steps rank r works r+1 times. The load is even if each rank has an early
+    and a late part of the sequence.
 
-    Cost for each of n ranks, in numbers, with P = 4 d^2 parameters and s the whole sequence
+    Cost for each of n ranks, in numbers, with P = 4 d^2 parameters and s the full sequence length
         sent    6 b s d (n-1)/n a micro-batch for keys, values and their gradients; 2 P (n-1)/n for the weights'
         held    P parameters, P gradients, P of each kind of optimizer state; two blocks, 2 b s d / n each
         saved   (5 b s d + b s h) / n: no square of s
@@ -56,7 +56,7 @@ class RingAttention(OneAttention):
         q, k, v = (einsum("bsd,dhk->bshk", x, weights) for weights in (self.query, self.key, self.value))
         total, mixed = np.zeros_like(q[..., :1]), np.zeros_like(q)
         top = np.full_like(total, -np.inf)
-        for owner, (k_block, v_block) in self._passing(np.stack((k, v))):
+        for owner, (k_block, v_block) in self._circulate(np.stack((k, v))):
             if owner > self.place:
                 continue
             scores = self._scores(q, k_block, owner)
@@ -73,8 +73,8 @@ class RingAttention(OneAttention):
         x, q, k, v, mixed, log_total = self.tape.pop()
         dmixed = einsum("bsd,hkd->bshk", grads, self.output)
         along = (dmixed * mixed).sum(axis=-1, keepdims=True)
-        dq, travelling = np.zeros_like(q), None
-        for owner, block in self._passing(np.stack((k, v))):
+        dq, exchange = np.zeros_like(q), None
+        for owner, block in self._circulate(np.stack((k, v))):
             dblock = np.zeros_like(block)
             if owner <= self.place:
                 k_block, v_block = block
@@ -86,14 +86,14 @@ class RingAttention(OneAttention):
             if owner == self.place:
                 dk, dv = dblock
                 continue
-            if travelling:  # what ranks between the owner and this one have added
-                dblock += _received(travelling)
-            travelling = self._pass_on(dblock, "dk, dv")
-        if travelling:
-            from_others = _received(travelling)
+            if exchange:  # the sum of the ranks between the owner and this one
+                dblock += _await_block(exchange)
+            exchange = self._pass_on(dblock, "dk, dv")
+        if exchange:
+            from_others = _await_block(exchange)
             dk, dv = dk + from_others[0], dv + from_others[1]
         pairs = ((dq, self.query), (dk, self.key), (dv, self.value))
-        self.input_gradient = sum(einsum("bshk,dhk->bsd", each, weights) for each, weights in pairs)
+        self.input_gradient = sum(einsum("bshk,dhk->bsd", gradient, weights) for gradient, weights in pairs)
         gradients = {
             "attention/query": einsum("bsd,bshk->dhk", x, dq),
             "attention/key": einsum("bsd,bshk->dhk", x, dk),
@@ -104,32 +104,32 @@ class RingAttention(OneAttention):
 
     @property
     def place(self):
-        """This rank's place on the ring."""
+        """This rank's position on the ring."""
         return self.mesh.index("context")
 
     def _scores(self, q, k, owner):
-        """scores[b s h t] of a block that is not later than the queries; -inf where a key of their own block is."""
+        """scores[b s h t] of a block that is not later than the queries; in their own block, -inf for later keys."""
         scores = einsum("bshk,bthk->bsht", q, k) * self.scale
         if owner < self.place:
             return scores
         return np.where(np.tri(q.shape[1], dtype=bool)[:, None], scores, -np.inf)
 
-    def _passing(self, block):
-        """Each rank's number and block, this rank's own first; while one is used, the next is on its way."""
+    def _circulate(self, block):
+        """Yield each rank's number and block, beginning with this rank's; the next block arrives meanwhile."""
         ranks = self.mesh.axis_size("context")
         for step in range(ranks):
-            passing = self._pass_on(block, "k, v") if step < ranks - 1 else None
+            exchange = self._pass_on(block, "k, v") if step < ranks - 1 else None
             yield (self.place - step) % ranks, block
-            block = _received(passing) if passing else block
+            block = _await_block(exchange) if exchange else block
 
     def _pass_on(self, x, label):
-        """Begin to send to the next rank, and to receive from the one before."""
+        """Start to send to the next rank, and to receive from the previous one."""
         ranks = self.mesh.axis_size("context")
         sending = self.start_send((self.place + 1) % ranks, x, over="context", label=label)
         return sending, self.start_receive((self.place - 1) % ranks, over="context", label=label)
 
 
-def _received(passing):
-    sending, receiving = passing
+def _await_block(exchange):
+    sending, receiving = exchange
     sending.wait()
     return receiving.wait()

@@ -1,11 +1,11 @@
-"""Sequence parallel: tensor parallel inside, and between layers each rank has its part of the sequence."""
+"""Sequence parallel: tensor parallel inside layers; between layers each rank has a part of the sequence."""
 
 from spmd_engine.arrays import einsum
 from spmd_engine.strategies.two_layers import TwoLayers, relu
 
 
 class SequenceParallel(TwoLayers):
-    """f is cut over ``model`` inside; s over the same axis outside: y[b s d] = relu(x[b s d] · w0[d f]) · w1[f d].
+    """f is split over ``model`` inside, s over the same axis outside: y[b s d] = relu(x[b s d] · w0[d f]) · w1[f d].
 
     Forward
         1. x[b s d] = AllGather_model(x[b s/model d])
@@ -18,12 +18,12 @@ class SequenceParallel(TwoLayers):
         7. dw1[f/model d] = relu(z[b s f/model]) · dy[b s d]
         8. dw0[d f/model] = x[b s d] · dz[b s f/model]
 
-    The AllReduces of ``TensorParallel`` fall into their halves, and whatever comes in between (norms, dropout,
-    residual sums) has s/model of the work and of the memory. Weights of what comes there, a norm's gain g[d],
-    would have unreduced gradients dg[d] {U_model}.
+    The AllReduces of ``TensorParallel`` are split into their halves; layers between these (norms, dropout, residual
+    sums) have s/model of the work and of the memory. Their weights, such as a norm's gain g[d], would have unreduced
+    gradients dg[d] {U_model}.
 
     Cost for each of n ranks, in numbers, with P = 2 d f parameters
-        sent    5 b s d (n-1)/n a micro-batch: as much as TensorParallel, and once more for an x that was not kept
+        sent    5 b s d (n-1)/n a micro-batch: as much as TensorParallel, and b s d to gather x again
         held    P/n parameters, P/n gradients, P/n of each kind of optimizer state
         saved   b s (d + f) / n
 
@@ -36,8 +36,8 @@ class SequenceParallel(TwoLayers):
     input_sharding = output_sharding = "b s/model d"
 
     def forward(self, x):
-        whole_x = self.all_gather(x, axis=1, over="model", label="x")
-        z = einsum("bsd,df->bsf", whole_x, self.w0)
+        gathered_x = self.all_gather(x, axis=1, over="model", label="x")
+        z = einsum("bsd,df->bsf", gathered_x, self.w0)
         self.tape.push(x, z)
         y = einsum("bsf,fd->bsd", relu(z), self.w1)
         return self.reduce_scatter(y, axis=1, over="model", label="y")

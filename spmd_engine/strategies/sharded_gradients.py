@@ -1,4 +1,4 @@
-"""Sharded gradients (ZeRO stage 2): as the sharded optimizer, and gradients are whole only until they are summed."""
+"""Sharded gradients (ZeRO stage 2): as the sharded optimizer, with gradients that are sharded once they are summed."""
 
 from spmd_engine.arrays import einsum
 from spmd_engine.sharding.notation import Spec
@@ -6,7 +6,7 @@ from spmd_engine.strategies.two_layers import TwoLayers, relu
 
 
 class ShardedGradients(TwoLayers):
-    """b is cut over ``data``, and so are the rows of what the optimizer owns and of the gradients.
+    """b and the rows of gradients and of the optimizer's parameters are split over ``data``.
 
     Forward
         1. z[b/data f] = x[b/data d] · w0[d f]
@@ -20,7 +20,7 @@ class ShardedGradients(TwoLayers):
         7. the optimizer updates w0[d/data f] and w1[f/data d]
         8. w0[d f] = AllGather_data(w0[d/data f]),                   likewise w1[f d]
 
-    Gradients of micro-batches are added as rows, so those of each must be summed over ranks: the price of the memory.
+    Ranks accumulate only their rows, so each micro-batch needs a reduction over ranks: the cost of less memory.
 
     Cost for each of n ranks, in numbers, with P = 2 d f parameters
         sent    P (n-1)/n a micro-batch, P (n-1)/n a step
@@ -33,7 +33,7 @@ class ShardedGradients(TwoLayers):
 
     axes = ("data",)
     shardings = {"layer_0/weights": "d f", "layer_1/weights": "f d"}
-    rows = {"layer_0/weights": "d/data f", "layer_1/weights": "f/data d"}  # those that this rank updates
+    rows = {"layer_0/weights": "d/data f", "layer_1/weights": "f/data d"}  # that this rank updates
     input_sharding = output_sharding = "b/data d"
 
     def owned_sharding(self, name):
@@ -41,7 +41,7 @@ class ShardedGradients(TwoLayers):
 
     @property
     def owned(self):
-        return {name: whole[self.owned_index(name)] for name, whole in self.parameters.items()}
+        return {name: parameter[self.owned_index(name)] for name, parameter in self.parameters.items()}
 
     def forward(self, x):
         z = einsum("bd,df->bf", x, self.w0)

@@ -1,4 +1,4 @@
-"""Sharded optimizer (ZeRO stage 1): every rank has the whole model, but updates only its rows of it."""
+"""Sharded optimizer (ZeRO stage 1): every rank has the complete model, but updates only some rows."""
 
 from spmd_engine.arrays import einsum
 from spmd_engine.sharding.notation import Spec
@@ -6,7 +6,7 @@ from spmd_engine.strategies.two_layers import TwoLayers, relu
 
 
 class ShardedOptimizer(TwoLayers):
-    """b is cut over ``data``, and so are the rows of what the optimizer owns.
+    """b and the rows of the optimizer's parameters are split over ``data``.
 
     Forward
         1. z[b/data f] = x[b/data d] · w0[d f]
@@ -21,10 +21,10 @@ class ShardedOptimizer(TwoLayers):
         8. the optimizer updates w0[d/data f] and w1[f/data d]
         9. w0[d f] = AllGather_data(w0[d/data f]),                   likewise w1[f d]
 
-    7 and 9 are the two halves of an AllReduce, with the update in between.
+    Steps 7 and 9 are the two halves of an AllReduce, with the update between them.
 
     Cost for each of n ranks, in numbers, with P = 2 d f parameters
-        sent    2 P (n-1)/n a step, however many micro-batches it has
+        sent    2 P (n-1)/n a step, for any number of micro-batches
         held    P parameters, P gradients until 7, P/n of each kind of optimizer state
         saved   b (d + f) / n
 
@@ -33,7 +33,7 @@ class ShardedOptimizer(TwoLayers):
 
     axes = ("data",)
     shardings = {"layer_0/weights": "d f", "layer_1/weights": "f d"}
-    rows = {"layer_0/weights": "d/data f", "layer_1/weights": "f/data d"}  # those that this rank updates
+    rows = {"layer_0/weights": "d/data f", "layer_1/weights": "f/data d"}  # that this rank updates
     input_sharding = output_sharding = "b/data d"
 
     def owned_sharding(self, name):
@@ -41,7 +41,7 @@ class ShardedOptimizer(TwoLayers):
 
     @property
     def owned(self):
-        return {name: whole[self.owned_index(name)] for name, whole in self.parameters.items()}
+        return {name: parameter[self.owned_index(name)] for name, parameter in self.parameters.items()}
 
     def forward(self, x):
         z = einsum("bd,df->bf", x, self.w0)
@@ -49,7 +49,7 @@ class ShardedOptimizer(TwoLayers):
         return einsum("bf,fd->bd", relu(z), self.w1)
 
     def backward(self, grads):
-        """The gradients of this rank's samples alone: ``step`` sums them over ranks, once."""
+        """The gradients of this rank's samples only: ``step`` sums them over ranks once."""
         x, z = self.tape.pop()
         dw1 = einsum("bf,bd->fd", relu(z), grads)
         dz = einsum("bd,fd->bf", grads, self.w1) * (z > 0)
@@ -58,7 +58,7 @@ class ShardedOptimizer(TwoLayers):
         return {"layer_0/weights": dw0, "layer_1/weights": dw1}
 
     def step(self, batch, loss=None):
-        value = super().step(batch, loss)  # adds up what backward gave for each micro-batch
+        value = super().step(batch, loss)  # accumulates the gradients of micro-batches
         self.gradients = {
             name: self.reduce_scatter(gradient, over="data", label=name) for name, gradient in self.gradients.items()
         }

@@ -5,7 +5,7 @@ from spmd_engine.strategies.two_layers import TwoLayers, relu
 
 
 class SingleDevice(TwoLayers):
-    """Nothing is cut; on several ranks, each computes the whole.
+    """Nothing is sharded; each of several ranks computes everything.
 
     Forward
         1. z[b f] = x[b d] · w0[d f]

@@ -1,4 +1,4 @@
-"""Spatial parallel: each rank has some rows of every image, and fetches the rows around them: a halo."""
+"""Spatial parallel: each rank has some rows of every image, and receives neighbouring rows: a halo."""
 
 from spmd_engine.arrays.windows import Window
 from spmd_engine.sharding import ArrayPlacement, Placement, Spec, plan_transfer
@@ -7,11 +7,11 @@ from spmd_engine.strategies.two_layers import relu
 
 
 class Spatial(TwoConvolutions):
-    """h is cut over ``rows``. A window of 3 rows reads a row on either side, which a neighbour has: the halo.
+    """h is split over ``rows``. A window of 3 rows reads one row on each side, which may be a neighbour's: the halo.
 
     Write * for a convolution, i and j for the rows and columns of its window, H for h/rows, and H' for H with the row
-    before and the row behind, if the image has them. Halo: from H to H', a transfer. AddHalo is its adjoint: it sends
-    the gradients of these rows back to their owners, and adds them there.
+    before and the row after, if the image has them. Halo is the transfer from H to H'. AddHalo is its adjoint: it sends
+    the gradients of these rows to their owners, which add them.
 
     Forward
         1. x[b H' w c] = Halo(x[b H w c])
@@ -25,8 +25,8 @@ class Spatial(TwoConvolutions):
         8. dx[b H' w c] = the input gradient of dz * w0,             begin dx[b H w c] = AddHalo(...)
         9. dw0[i j c f] {U_rows} = x[b H' w c] · dz[b H w f],        dw0[i j c f] = AllReduce_rows(...)
 
-    Zeros are around the image, not around a rank's rows. h need not be a multiple of n; a row may be all that a rank
-    has, or it may have none: what is nearest is then another neighbour's.
+    Zeros pad the image, not a rank's rows. h need not be a multiple of n; a rank may have one row or none: the nearest
+    row is then on another rank.
 
     Cost for each of n ranks, n <= h, in numbers, with P = 18 c f parameters
         sent    2 b w (c + f) a micro-batch to each neighbour, and 2 P (n-1)/n
@@ -62,7 +62,7 @@ class Spatial(TwoConvolutions):
 
     @property
     def window(self):
-        """The window of this rank's rows over H': with zeros beside it at the image's ends alone."""
+        """The window of this rank's rows over H', padded with zeros only at the image's ends."""
         mine = Spec.parse("h/rows").part(0, IMAGE[0], self.mesh)
         return Window(3, before=int(mine.start == 0), after=int(mine.stop == IMAGE[0]))
 
@@ -71,7 +71,7 @@ class Spatial(TwoConvolutions):
         return self.plan(x, "b h/rows w c", "b h/rows w c", halos={"h": (1, 1)})
 
     def plan(self, x, before, after, **how):
-        """The transfer from one cut to another, made once for each number of samples and channels."""
+        """The transfer from one sharding to another, planned once for each number of samples and channels."""
         shape, key = (len(x), *IMAGE, x.shape[3]), (len(x), x.shape[3], x.dtype, before, after, *how)
         plans = vars(self).setdefault("_plans", {})
         if key not in plans:

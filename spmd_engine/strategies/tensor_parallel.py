@@ -5,7 +5,7 @@ from spmd_engine.strategies.two_layers import TwoLayers, relu
 
 
 class TensorParallel(TwoLayers):
-    """f is cut over ``model``. Sums over f are then unreduced, {U_model}: the output's, and the input gradient's.
+    """f is split over ``model``. Sums over f are unreduced, {U_model}: the output and the input gradient.
 
     Forward
         1. z[b f/model] = x[b d] · w0[d f/model]
@@ -16,7 +16,7 @@ class TensorParallel(TwoLayers):
         5. dw1[f/model d] = relu(z[b f/model]) · dy[b d]
         6. dw0[d f/model] = x[b d] · dz[b f/model]
 
-    Columns of w0 and rows of w1 are cut alike, so nothing is sent between the two. f need not be a multiple of n.
+    Columns of w0 and rows of w1 are split equally, so nothing is sent between layers. f need not be a multiple of n.
 
     Cost for each of n ranks, in numbers, with P = 2 d f parameters
         sent    4 b d (n-1)/n a micro-batch

@@ -1,4 +1,4 @@
-"""The model of the pages on images: y[b h w c] = conv(relu(conv(x[b h w c], w0)), w1), windows of 3 x 3."""
+"""The model of the image pages: y[b h w c] = conv(relu(conv(x[b h w c], w0)), w1), windows of 3 x 3."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from spmd_engine.arrays.windows import Window
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.strategies.page import Page, Weight
 
-IMAGE = 7, 5  # h and w: few enough for tests, and nothing divides them
+IMAGE = 7, 5  # h and w: small enough for tests, and prime, so that shards are uneven
 
 
 class TwoConvolutions(Page):
-    """Storage of w0[i j c f] and w1[i j f c] as ``shardings`` cuts them. A strategy adds forward and backward."""
+    """Storage of w0[i j c f] and w1[i j f c] with ``shardings``. A strategy adds forward and backward."""
 
     sample = "b h w c"
     sizes = ("model_dim", "hidden_dim")
@@ -33,13 +33,13 @@ class TwoConvolutions(Page):
 def conv(x: Array, w: Array, rows: Window | None = None) -> Array:
     """y[b h w f] = sum over i, j, c of x[b h+i-1 w+j-1 c] · w[i j c f], with zeros around the image.
 
-    ``rows`` is another window of rows, for some of them.
+    ``rows``: another window of rows, for a shard of them.
     """
     return conv2d(x, w, rows or same(), same())
 
 
 def conv_input(dy: Array, w: Array, height: int, rows: Window | None = None) -> Array:
-    """dx[b h w c] of ``conv``, h being ``height`` long."""
+    """dx[b h w c] of ``conv``; ``height`` is the size of h."""
     return conv2d_input_gradient(dy, w, rows or same(), same(), 1, (height, dy.shape[2]))
 
 
@@ -49,5 +49,5 @@ def conv_weight(x: Array, dy: Array, rows: Window | None = None) -> Array:
 
 
 def same() -> Window:
-    """The window that makes as many outputs as there are inputs."""
+    """The window with as many outputs as inputs."""
     return Window(3, before=1, after=1)

@@ -5,7 +5,7 @@ from spmd_engine.strategies.two_layers import TwoLayers, relu
 
 
 class TwoDimensional(TwoLayers):
-    """d is cut over ``row``, f over ``col``. Sums over d are unreduced, {U_row}, and sums over f, {U_col}.
+    """d is split over ``row``, f over ``col``. Sums over d are unreduced, {U_row}, and sums over f, {U_col}.
 
     Forward
         1. z[b f/col] {U_row} = x[b d/row] · w0[d/row f/col],        z[b f/col] = AllReduce_row(...)
@@ -17,9 +17,9 @@ class TwoDimensional(TwoLayers):
         6. dx[b d/row] {U_col} = dz[b f/col] · w0[d/row f/col],      begin dx[b d/row] = AllReduce_col(...)
         7. dw0[d/row f/col] = x[b d/row] · dz[b f/col]
 
-    Cost for each rank, of R rows and C columns, in numbers, with P = 2 d f parameters
-        sent    4 b (f/C) (R-1)/R + 4 b (d/R) (C-1)/C a micro-batch: the less, the more ranks there are, where one
-                axis alone would stay at 4 b d
+    Cost for each rank, with R rows and C columns, in numbers, with P = 2 d f parameters
+        sent    4 b (f/C) (R-1)/R + 4 b (d/R) (C-1)/C a micro-batch: less with more ranks, while one axis
+                would stay at 4 b d
         held    P/(R C) parameters, P/(R C) gradients, P/(R C) of each kind of optimizer state
         saved   b d / R + b f / C
 

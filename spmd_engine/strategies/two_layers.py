@@ -1,4 +1,4 @@
-"""The model that most pages of this folder cut in different ways: y[b d] = relu(x[b d] · w0[d f]) · w1[f d]."""
+"""The model that most pages of this folder shard: y[b d] = relu(x[b d] · w0[d f]) · w1[f d]."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spmd_engine.strategies.page import Page, Weight
 
 
 class TwoLayers(Page):
-    """Storage of w0[d f] and w1[f d] as ``shardings`` cuts them. A strategy adds forward and backward."""
+    """Storage of w0[d f] and w1[f d] with ``shardings``. A strategy adds forward and backward."""
 
     sample = "b d"
     sizes = ("model_dim", "hidden_dim")
@@ -23,7 +23,7 @@ class TwoLayers(Page):
 
 
 def initial_parameters(model_dim: int, hidden_dim: int, seed: int = 0, dtype: Any = np.float32) -> dict[str, Array]:
-    """Whole starting weights, of which ``initialize`` gives each rank its part."""
+    """The unsharded initial weights, parts of which ``initialize`` gives each rank."""
     weights = _weights(model_dim, hidden_dim)
     return {name: weight.initial(seed, name, dtype) for name, weight in weights.items()}
 

@@ -1,4 +1,4 @@
-"""Vertical CNN: each rank has some consecutive layers of a convolutional network, and images pass through the ranks."""
+"""Vertical CNN: each rank has some consecutive layers of a convolutional network, and sends images to the next rank."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from spmd_engine.strategies.two_layers import relu
 
 
 class VerticalCNN(Pipeline):
-    """l is cut over ``pipe``, as ``Pipeline`` does it, of layers x + conv(relu(conv(x, w0)), w1), 3 x 3.
+    """l is split over ``pipe``, as in ``Pipeline``. Layers are x + conv(relu(conv(x, w0)), w1), 3 x 3.
 
     Write * for a convolution, i and j for the rows and columns of its window.
 
@@ -23,17 +23,17 @@ class VerticalCNN(Pipeline):
                dw0[l i j c f] = x · dz,                              dx += the input gradient of dz * w0
         6. begin to Send dx[b h w c] to stage i-1
     Step
-        7. one forward, one backward, as ``Pipeline`` has it
+        7. one forward, one backward, as in ``Pipeline``
 
-    Every stage has whole feature maps, and of the weights only its own: for networks whose late layers have most of
-    the weights, and small maps.
+    Every stage has complete feature maps, but only its layers' weights: for networks with most weights in late layers,
+    where maps are small.
 
     Cost for each of n ranks, in numbers, with P = 18 l c f parameters
         sent    b h w c a micro-batch to each neighbour
         held    P/n parameters, P/n gradients, P/n of each kind of optimizer state
         saved   l/n b h w (c + f) a micro-batch, of at most min(n-i, m) of them
 
-    After Huang et al., "GPipe" (2019), whose first model was a convolutional one, in the order of ``Pipeline``.
+    After Huang et al., "GPipe" (2019), with a convolutional network as first model, here in the order of ``Pipeline``.
     """
 
     sample = "b h w c"

@@ -163,7 +163,7 @@ def test_an_unknown_axis(over):
 
 
 def test_an_axis_named_twice():
-    raises(MeshError, "data, data: each can be named once", lambda: Mesh().group(("data", "data")))
+    raises(MeshError, "data, data: name each axis once", lambda: Mesh().group(("data", "data")))
 
 
 def test_a_product_that_is_not_the_number_of_ranks():

@@ -1,1 +1,1 @@
-"""Agreement of ranks: on calls before data move, and on the outcome of work that one rank does."""
+"""Agreement of ranks: on calls before data move, and on the outcome of work by one rank."""

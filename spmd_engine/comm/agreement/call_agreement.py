@@ -1,7 +1,7 @@
-"""How ranks agree on a call before data move, so that a mismatch is one error instead of a hang.
+"""Agreement of ranks on a call before data move, so that a mismatch is an error instead of a hang.
 
-Each rank has the Signature of its call. On one node the ranks exchange signatures in the slot table; between nodes in
-log2(n) rounds of messages (``disseminate``).
+Each rank has the Signature of its call. Ranks of one node exchange signatures in the slot table; ranks of several
+nodes, in log2(n) rounds of messages (``disseminate``).
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ if TYPE_CHECKING:
 
 INLINE = 4096  #: bytes of a text that travels with a signature
 MAX_DIMS = 16
-#: Places in ``Signature.words``. After each of the first three lies its negative.
+#: Indices in ``Signature.words``. Each of the first three is followed by its negative.
 SAME, ALIKE, KNOWN, HOST, MOST, ENDED = 0, 2, 4, 6, 7, 8
-_FORMAT = 2  # of marshal: equal values are equal bytes, and bytes after them are ignored
+_FORMAT = 2  # of marshal: equal values give equal bytes, and ``loads`` ignores bytes after them
 _DIGITS = 15  # most bytes of a marshalled number
 _NUMBER = struct.Struct("<q")
 _LENGTH = 8  # bytes that hold the length of a row of ``copies``
-_LEAST = 1 << 13  # bytes of rows for which there is always room: more than the description of a broadcast's array
+_LEAST = 1 << 13  # least bytes of room for rows: more than the description of a broadcast's array
 
 
-# --- what a rank calls
+# --- the call of a rank
 
 
 def room(ranks: int) -> int:
-    """The most bytes of a signature in a group of so many ranks."""
+    """The most bytes of a signature in a group of this size."""
     return 192 + _DIGITS * (MAX_DIMS + ranks) + dtypes.LONGEST
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What one rank calls: what must be equal on all ranks, what this rank offers, and its own lengths."""
+    """The call of one rank: the fields that must be equal on all ranks, the data that it offers, and its lengths."""
 
-    operation: str  # a collective; or "leave": the program ends; or "refuse": this rank cannot make its call
+    operation: str  # a collective; "leave": the program ends; "refuse": this rank cannot make its call
     reduction: str = ""
     dtype: str = ""  # by ``dtypes.describe``
     shape: tuple[int, ...] | None = None  # None: this rank contributes no array (broadcast)
     axis: int = 0
     concat_axis: int = 0
     root: int = 0
-    sizes: tuple[int, ...] = ()  # the parts of reduce_scatter and all_to_all, if the caller gave them
+    sizes: tuple[int, ...] = ()  # of the parts of reduce_scatter and all_to_all, if the caller passed them
     inline: int = 0  # bytes of data that travel with the signature
-    host: bool = True  # whether its array is in the host's memory
-    known: int = -1  # a number for the lengths of all ranks, if the caller gave them; -1: not given
+    host: bool = True  # whether the array is in host memory
+    known: int = -1  # a number for the lengths of all ranks, if the caller passed them; otherwise -1
 
     @cached_property
     def packed(self) -> bytes:
-        """All of it as bytes."""
+        """All fields as bytes."""
         return marshal.dumps(tuple(getattr(self, field.name) for field in fields(self)), _FORMAT)
 
     @staticmethod
@@ -80,14 +80,15 @@ class Signature:
 
     @cached_property
     def words(self) -> np.ndarray:
-        """Numbers of which ranks of several nodes find the maximum, in place of whole signatures: see ``disseminate``.
+        """Numbers whose maximum ranks of several nodes compute, instead of exchanging signatures: see ``disseminate``.
 
-        A number and its negative for what must be equal and for what may be equal; for the rest, the worst case.
+        A number and its negative show whether fields are equal that must be, or may be, equal; other numbers are worst
+        cases.
         """
         agreed, variable = number_of(self.agreement()), 0
-        if self.operation == "all_gather" and self.shape:  # lengths may differ along the gathered axis
+        if self.operation == "all_gather" and self.shape:  # lengths along the gathered axis may differ
             variable = self.shape[self.axis]
-        elif self.operation == "all_to_all":  # and so may the split
+        elif self.operation == "all_to_all":  # the splits may differ
             variable = number_of((self.shape, self.sizes))
         size = 0 if self.shape is None else prod(self.shape) * self.array_type[1].itemsize
         both = (sign * word for word in (agreed, variable, self.known) for sign in (1, -1))
@@ -95,7 +96,7 @@ class Signature:
 
     @cached_property
     def array_type(self) -> tuple[tuple[int, ...], np.dtype]:
-        """Shape and dtype of the data: of the array, or of the bytes of a text."""
+        """Shape and dtype of the array, or of the bytes of a text."""
         if self.shape is None:
             return (self.inline,), np.dtype(np.uint8)
         return self.shape, dtypes.described(self.dtype)
@@ -109,7 +110,7 @@ class Signature:
         return (slice(None),) * self.axis + (part,)
 
     def length_for(self, rank: int, ranks: int) -> int:
-        """Length along ``concat_axis`` of what another rank receives from this one."""
+        """Length along ``concat_axis`` of the block that another rank receives from this one."""
         if self.operation == "all_gather" or self.axis != self.concat_axis:
             return self.array_type[0][self.concat_axis]
         part = self.part_for(rank, ranks)[-1]
@@ -134,7 +135,7 @@ class Signature:
         return f"{self.operation}({', '.join(arguments)})"
 
     def agreement(self) -> tuple:
-        """What must be equal on all ranks of the group."""
+        """The values that must be equal on all ranks of the group."""
         shape = list(self.shape) if self.shape is not None else []
         if self.operation == "all_gather" and shape:
             shape[self.axis] = -1  # shards may be uneven along the gathered axis
@@ -147,9 +148,9 @@ class Signature:
         return self.operation, self.reduction, self.dtype, tuple(shape), self.axis, self.concat_axis, sizes
 
 
-def number_of(what: tuple) -> int:
-    """A hash below 2^62, which can be negated, of texts and numbers."""
-    return int.from_bytes(blake2b(repr(what).encode(), digest_size=8).digest(), "little") >> 2
+def number_of(values: tuple) -> int:
+    """A hash of texts and numbers, below 2^62, so that its negative is also an int64."""
+    return int.from_bytes(blake2b(repr(values).encode(), digest_size=8).digest(), "little") >> 2
 
 
 class NumberedCall(NamedTuple):
@@ -165,13 +166,13 @@ class NumberedCall(NamedTuple):
 
 
 class Signatures:
-    """The signatures of all ranks in a call. They are kept: a repeated call is recognized by digests alone."""
+    """The signatures of all ranks in a call. A group keeps them: digests alone identify a repeated call."""
 
     __slots__ = ("by_rank", "digests", "same", "inline_all", "inline")
 
     def __init__(self, by_rank: Sequence[Signature]) -> None:
         self.by_rank, self.digests = list(by_rank), [signature.digest for signature in by_rank]
-        self.same = len(set(self.digests)) == 1  #: whether all ranks have the same one
+        self.same = len(set(self.digests)) == 1  #: whether all ranks have the same signature
         #: whether all data travel with the signatures
         self.inline_all = all(signature.inline or signature.shape is None for signature in by_rank)
         self.inline: dict[int, list[Any]] = {}  #: by slot: views of all ranks' data, None: no data
@@ -183,15 +184,15 @@ class Signatures:
 def disseminate(
     ranks: Ranks, words: np.ndarray, row: bytes, tag: int, *, copies: bool = False, ended: RanksEnded | None = None
 ) -> Steps:
-    """The maximum of all ranks' ``words`` (see ``Signature``) and all rows by rank; None unless equally long.
+    """The maximum of all ranks' ``words`` (see ``Signature``), and the rows by rank; None unless equally long.
 
-    In round i each rank sends what it has to the rank 2^i after it and receives from the rank 2^i before it. (Hensgen,
-    Finkel, Manber: Two algorithms for barrier synchronization, 1988; Bruck et al.: Efficient algorithms for all-to-all
-    communications, 1997.) It is made of messages, not of the library's Iallreduce: such a request cannot be abandoned
-    when a rank never arrives, and would not give the others the reason.
+    In round i each rank sends its words and rows to the rank 2^i after it and receives from the rank 2^i before it.
+    (Hensgen, Finkel, Manber: Two algorithms for barrier synchronization, 1988; Bruck et al.: Efficient algorithms for
+    all-to-all communications, 1997.) It uses messages instead of the library's Iallreduce: such a request cannot be
+    abandoned when a rank never arrives, and would not give the others the reason.
 
-    With ``copies`` at most one rank has a row, and all receive it. ``ended``: the ranks that this one waited for have
-    ended, so it cannot take part; it notifies the ranks that wait for it, and all raise the same RanksEnded.
+    With ``copies`` at most one rank has a row, and all receive it. ``ended``: ranks have ended that this rank waited
+    for, so it cannot take part; it notifies the ranks that wait for it, and all raise the same RanksEnded.
     """
     words, rows, n = words.copy(), [row], ranks.size
     capacity = words.nbytes + max(ranks.tuning.with_agreement, _LEAST, 0 if copies else n * len(row))
@@ -213,14 +214,14 @@ def disseminate(
             ended = error
         if ended is not None:
             continue
-        theirs = incoming[: words.nbytes].view(np.int64)
+        their_words = incoming[: words.nbytes].view(np.int64)
         if copies:
             length = int.from_bytes(incoming[words.nbytes : words.nbytes + _LENGTH].tobytes(), "little")
             row = incoming[words.nbytes + _LENGTH :][:length].tobytes() if not row and length < capacity else row
-        elif row and (words[:KNOWN] == theirs[:KNOWN]).all():
+        elif row and (words[:KNOWN] == their_words[:KNOWN]).all():
             data, size = incoming[words.nbytes :].tobytes(), len(row)
             rows += [data[i * size : (i + 1) * size] for i in range(count)]
-        np.maximum(words, theirs, out=words)
+        np.maximum(words, their_words, out=words)
     if ended is not None:
         raise ended
     if words[ENDED]:
@@ -234,15 +235,15 @@ def disseminate(
 
 
 class Agreed(NamedTuple):
-    """What all ranks know of a call once they have agreed on it."""
+    """Facts that all ranks know about a call on which they have agreed."""
 
-    alike: bool  #: whether what may differ (lengths along the axis, splits) is the same on all ranks
-    sizes_known: bool  #: whether the callers of all ranks gave the lengths of the others' arrays
+    alike: bool  #: whether values that may differ (lengths along the axis, splits) are equal on all ranks
+    sizes_known: bool  #: whether the callers of all ranks passed the lengths of the others' arrays
     host: bool  #: whether all arrays are in host memory
     most: int  #: bytes of the largest array of any rank
-    blocks: Sequence[Any]  #: arrays of all ranks, in rank order, if they were sent inline; else none
-    root: Signature  #: of the root's call in a broadcast, else of this rank's
-    entries: Entries | None = None  #: what this node's ranks wrote to their slot table, if there is one
+    blocks: Sequence[Any]  #: arrays of all ranks, in rank order, if they were sent inline; otherwise empty
+    root: Signature  #: of the root's call in a broadcast; otherwise of this rank's call
+    entries: Entries | None = None  #: of this node's ranks in their slot table, if there is one
     signatures: Signatures | None = None  #: of all ranks, if they are on one node
 
 
@@ -254,100 +255,100 @@ class Agreement:
 
     def reach(
         self,
-        own: Signature,
+        signature: Signature,
         expected: Signatures,
         number: int,
         x: Array | None,
         readable: np.ndarray | None = None,
         result: np.ndarray | None = None,
     ) -> Steps:
-        """All ranks agree on call ``number``; returns an Agreed.
+        """Agree with all ranks on call ``number``; returns an Agreed.
 
         ``x`` travels inline if the signature says so; for ``expected``, ``readable`` and ``result`` see
         ``SlotTable.exchange``. If the calls do not match, all ranks raise the same error.
         """
         comm, table, entries, ended = self._comm, self._comm.node_table, None, None
         if table is not None:
-            data = x if own.inline else readable
+            data = x if signature.inline else readable
             try:
-                entries = yield from table.exchange(number, own, data, result, expected)
+                entries = yield from table.exchange(number, signature, data, result, expected)
             except RanksEnded as error:
                 if table is comm.table:
                     raise
                 ended = error
             else:
                 if table is comm.table:
-                    return self._on_one_node(own, expected, number, x, entries)
-        return (yield from self._between_nodes(own, number, x, entries, ended))
+                    return self._on_one_node(signature, expected, number, x, entries)
+        return (yield from self._between_nodes(signature, number, x, entries, ended))
 
     def _on_one_node(
-        self, own: Signature, expected: Signatures, number: int, x: Array | None, entries: Entries
+        self, signature: Signature, expected: Signatures, number: int, x: Array | None, entries: Entries
     ) -> Agreed:
         signatures = entries.signatures
-        if signatures is not expected or own.operation == "refuse":
+        if signatures is not expected or signature.operation == "refuse":
             calls = [NumberedCall(number, signature) for signature in signatures.by_rank]
-            _raise_what_is_wrong(calls, entries.blocks, own, self._axes, self._check)
-        broadcasts = own.operation == "broadcast"
-        root = signatures.by_rank[own.root] if broadcasts else own
+            _raise_shared_error(calls, entries.blocks, signature, self._axes, self._check)
+        broadcasts = signature.operation == "broadcast"
+        root = signatures.by_rank[signature.root] if broadcasts else signature
         inline = root.inline > 0 if broadcasts else signatures.inline_all
         most = 0 if x is None else x.nbytes
         host = inline or entries.readable
         return Agreed(signatures.same, True, host, most, entries.blocks if inline else (), root, entries, signatures)
 
     def _between_nodes(
-        self, own: Signature, number: int, x: Array | None, entries: Entries | None, ended: RanksEnded | None
+        self, signature: Signature, number: int, x: Array | None, entries: Entries | None, ended: RanksEnded | None
     ) -> Steps:
-        """Each rank of a node that has agreed in its table tells its lane for the node; else each rank tells all."""
+        """Agree between nodes: in lanes, for nodes that have agreed in their tables; otherwise among all ranks."""
         comm, lanes = self._comm, self._comm.lanes
-        near: Sequence[Signature] = [own] if entries is None else entries.signatures.by_rank
+        local: Sequence[Signature] = [signature] if entries is None else entries.signatures.by_rank
         blocks: Sequence[Any] = [x] if entries is None else entries.blocks
-        words = np.max([signature.words for signature in near], axis=0)
-        data = [b.tobytes() if s.inline and s.shape is not None else b"" for s, b in zip(near, blocks, strict=True)]
-        broadcasts = own.operation == "broadcast"
+        words = np.max([signature.words for signature in local], axis=0)
+        data = [b.tobytes() if s.inline and s.shape is not None else b"" for s, b in zip(local, blocks, strict=True)]
+        broadcasts = signature.operation == "broadcast"
         if broadcasts:
-            row = next((s.packed + d for s, d in zip(near, data, strict=True) if s.shape is not None), b"")
+            row = next((s.packed + d for s, d in zip(local, data, strict=True) if s.shape is not None), b"")
         else:
             row = b"".join(data) if len(set(map(len, data))) == 1 else b""
-        lane, own_tag = lanes.lane if lanes else comm, tag(number, AGREEMENT)
-        words, rows = yield from disseminate(lane, words, row, own_tag, copies=broadcasts, ended=ended)
-        same, alike, known = (bool(words[i] == -words[i + 1]) for i in (SAME, ALIKE, KNOWN))
-        known, host, most = known and words[KNOWN] >= 0, bool(words[HOST]), int(words[MOST])
-        if not same or own.operation == "refuse":
-            yield from self._explain(own, number, x)
-        root = own
+        lane, message_tag = lanes.lane if lanes else comm, tag(number, AGREEMENT)
+        words, rows = yield from disseminate(lane, words, row, message_tag, copies=broadcasts, ended=ended)
+        same, alike, sizes_known = (bool(words[i] == -words[i + 1]) for i in (SAME, ALIKE, KNOWN))
+        sizes_known, host, most = sizes_known and words[KNOWN] >= 0, bool(words[HOST]), int(words[MOST])
+        if not same or signature.operation == "refuse":
+            yield from self._explain(signature, number, x)
+        root = signature
         if broadcasts:
-            root, whole = Signature.unpack(rows[0]), rows[0]
-            rows = [whole[len(whole) - root.inline :]] * comm.size if root.inline else None
-        elif rows is not None and own.inline and alike and host:
-            rows = _by_rank(rows, lanes.nodes) if lanes else rows
+            root, root_row = Signature.unpack(rows[0]), rows[0]
+            rows = [root_row[len(root_row) - root.inline :]] * comm.size if root.inline else None
+        elif rows is not None and signature.inline and alike and host:
+            rows = _order_by_rank(rows, lanes.nodes) if lanes else rows
         else:
             rows = None
         shape, dtype = root.array_type
         blocks = [np.frombuffer(row, dtype, prod(shape)).reshape(shape) for row in rows or ()]
-        return Agreed(alike, known, host, most, blocks, root, entries)
+        return Agreed(alike, sizes_known, host, most, blocks, root, entries)
 
-    def _explain(self, own: Signature, number: int, x: Array | None) -> Steps:
-        """Raise the same error on all ranks when their calls differ or one cannot be made: each sends its signature to
-        all others. All ranks call this, or none."""
+    def _explain(self, signature: Signature, number: int, x: Array | None) -> Steps:
+        """Raise the same error on all ranks if their calls differ or a rank cannot make its call: each rank sends its
+        signature to all others. Collective."""
         comm = self._comm
-        own = own if own.shape is None else replace(own, inline=0)  # a text is sent, too, an array is not
-        text = x.tobytes() if own.inline and x is not None else b""
-        sent = np.frombuffer(_NUMBER.pack(number) + own.packed + text, np.uint8)
+        signature = signature if signature.shape is None else replace(signature, inline=0)  # sends texts, not arrays
+        text = x.tobytes() if signature.inline and x is not None else b""
+        sent = np.frombuffer(_NUMBER.pack(number) + signature.packed + text, np.uint8)
         received = np.empty((comm.size, _NUMBER.size + room(comm.size) + INLINE), np.uint8)
         yield from exchange(comm, [sent] * comm.size, list(received), tag(number, EXPLANATION))
         received[comm.rank, : sent.size] = sent
         calls, texts = [], []
         for row in received:
             data = row.tobytes()
-            theirs = Signature.unpack(data[_NUMBER.size :])
-            calls.append(NumberedCall(_NUMBER.unpack_from(data)[0], theirs))
-            begin = _NUMBER.size + len(theirs.packed)
-            texts.append(row[begin : begin + theirs.inline])
-        _raise_what_is_wrong(calls, texts, own, self._axes, True)
+            their_signature = Signature.unpack(data[_NUMBER.size :])
+            calls.append(NumberedCall(_NUMBER.unpack_from(data)[0], their_signature))
+            begin = _NUMBER.size + len(their_signature.packed)
+            texts.append(row[begin : begin + their_signature.inline])
+        _raise_shared_error(calls, texts, signature, self._axes, True)
 
 
-def _by_rank(rows: Sequence[bytes], nodes: Sequence[Sequence[int]]) -> list[bytes]:
-    """Rows by rank, from rows of nodes in which those of the node's ranks follow one another."""
+def _order_by_rank(rows: Sequence[bytes], nodes: Sequence[Sequence[int]]) -> list[bytes]:
+    """Rows by rank, from the rows of nodes, each of which joins the rows of the node's ranks."""
     size, by_rank = len(rows[0]) // len(nodes[0]), [b""] * sum(map(len, nodes))
     for node, row in zip(nodes, rows, strict=True):
         for i, rank in enumerate(node):
@@ -355,28 +356,28 @@ def _by_rank(rows: Sequence[bytes], nodes: Sequence[Sequence[int]]) -> list[byte
     return by_rank
 
 
-# --- errors of all ranks
+# --- errors that all ranks raise
 
 
 def bytes_of(text: str) -> np.ndarray:
-    """A text as it travels with a signature, shortened to INLINE bytes."""
+    """A text in the form that travels with a signature, shortened to INLINE bytes."""
     return np.frombuffer(text.encode(errors="replace")[:INLINE], np.uint8)
 
 
 def text_of(data: np.ndarray) -> str:
-    """The text that was given to ``bytes_of``."""
+    """The text from the result of ``bytes_of``."""
     return data.tobytes().decode(errors="replace")
 
 
-def _raise_what_is_wrong(
-    calls: Sequence[NumberedCall], texts: Sequence, own: Signature, axes: str, check: bool
+def _raise_shared_error(
+    calls: Sequence[NumberedCall], texts: Sequence, own_signature: Signature, axes: str, check: bool
 ) -> None:
-    """Raise the error of all ranks if one has failed, cannot make its call, or makes a different call."""
+    """Raise the same error on all ranks if one has failed, cannot make its call, or makes a different call."""
     refusals: dict[str, list[int]] = {}
-    for rank, (_, theirs) in enumerate(calls):
-        if theirs.operation == "leave" != own.operation and theirs.inline:
+    for rank, (_, signature) in enumerate(calls):
+        if signature.operation == "leave" != own_signature.operation and signature.inline:
             raise RankAborted(f"rank {rank} of {axes!r} failed: {text_of(texts[rank])}")
-        if theirs.operation == "refuse":
+        if signature.operation == "refuse":
             refusals.setdefault(text_of(texts[rank]), []).append(rank)
     if refusals:
         raise refused(refusals, axes, len(calls))
@@ -400,7 +401,7 @@ def check_calls(calls: Sequence[NumberedCall], group: str) -> None:
 
 
 def refused(texts: Mapping[str, Sequence[int]], group: str, size: int) -> UsageError:
-    """The error of all ranks when some cannot make their calls. ``texts``: the ranks that report each error text."""
+    """The error of all ranks if some cannot make their calls. ``texts``: the ranks that report each error text."""
     first, ranks = next(iter(texts.items()))
     if len(ranks) == size:
         return UsageError(first)

@@ -1,4 +1,4 @@
-"""Work that only one rank can do, with an error that all ranks raise, and data that only one rank has."""
+"""Work of one rank whose errors all ranks raise, and data of one rank that all ranks get."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 
 def on_rank_zero(group: Group, do: Callable[[], T], error: type[UsageError] = UsageError) -> T | None:
-    """``do()`` on rank 0 alone; its result there, None elsewhere.
+    """Call ``do()`` on rank 0; returns its result on rank 0, None on other ranks.
 
-    A UsageError or OSError of rank 0 (for example a missing file) is raised as the same ``error`` on every rank.
+    If it raises UsageError or OSError (for example for a missing file), every rank raises the same ``error``.
     """
     result, message = _attempt(do) if group.rank == 0 else (None, b"")
     message = group.broadcast(np.frombuffer(message, np.uint8), label="agreement").tobytes()
@@ -31,7 +31,7 @@ def on_rank_zero(group: Group, do: Callable[[], T], error: type[UsageError] = Us
 
 
 def on_all_ranks(group: Group, do: Callable[[], T], error: type[UsageError] = UsageError) -> T:
-    """``do()`` on every rank. If any fails, all raise the error of the first, as in ``on_rank_zero``."""
+    """Call ``do()`` on every rank. If any fails, all raise the error of the first such rank, as in ``on_rank_zero``."""
     result, message = _attempt(do)
     failed = int(group.all_reduce(np.array(group.rank if message else group.size), "min", label="agreement"))
     if failed < group.size:
@@ -50,7 +50,7 @@ def _attempt(do: Callable[[], T]) -> tuple[T | None, bytes]:
 
 
 def text_from_rank_zero(group: Group, make: Callable[[], str], error: type[UsageError] = UsageError) -> str:
-    """A text that rank 0 makes, on every rank, in one broadcast; errors as in ``on_rank_zero``."""
+    """The result of ``make()`` on rank 0, on every rank, by one broadcast; raises errors like ``on_rank_zero``."""
     text, message = _attempt(make) if group.rank == 0 else (None, b"")
     answer = b"!" + message if message else b"=" + (text or "").encode(errors="surrogateescape")
     answer = group.broadcast(np.frombuffer(answer, np.uint8), label="agreement").tobytes()
@@ -61,9 +61,9 @@ def text_from_rank_zero(group: Group, make: Callable[[], str], error: type[Usage
 
 def gather_json(group: Group, mine: Any, label: str) -> list[Any]:
     """The JSON-serializable objects of all ranks, in rank order; equal ones are the same object. One all_gather."""
-    own = np.frombuffer(json.dumps(mine).encode() + b"\0", np.uint8)
-    texts = group.all_gather(own, label=label).tobytes().split(b"\0")[:-1]
-    parsed = {text: json.loads(text) for text in set(texts)}  # often equal on many ranks
+    row = np.frombuffer(json.dumps(mine).encode() + b"\0", np.uint8)
+    texts = group.all_gather(row, label=label).tobytes().split(b"\0")[:-1]
+    parsed = {text: json.loads(text) for text in set(texts)}  # many ranks often have equal objects
     return [parsed[text] for text in texts]
 
 
@@ -76,9 +76,8 @@ _AT_ONCE = 1 << 20  # bytes of a message between nodes
 def share_array(group: Group, parts: Sequence[np.ndarray] | None, *, dtype: Any = None, label: str = "") -> np.ndarray:
     """Rank 0's ``parts``, joined along their first axis, as a read-only array on every rank. Collective.
 
-    They are converted to ``dtype``; None: that of the first part. The other ranks' ``parts`` are ignored and may be
-    None. Ranks of a node map the same memory, like each other's arenas (see ``node``); where the system refuses, each
-    has its own array.
+    ``dtype``: of the result; None: of the first part. The other ranks' ``parts`` are ignored and may be None. Ranks of
+    a node map the same memory, like arenas (see ``node``); where the system refuses, each rank has an array of its own.
     """
     mine = parts if group.rank == 0 and parts is not None else ()
     shape, name = json.loads(text_from_rank_zero(group, lambda: json.dumps(_joined(mine, dtype))))
@@ -86,11 +85,11 @@ def share_array(group: Group, parts: Sequence[np.ndarray] | None, *, dtype: Any 
     hosts, host = group.comm.hosts, group.comm.node
     first, alone = hosts.index(host), hosts.count(host) == 1
     makes = first == group.rank and not alone and group.comm.neighbours is not None
-    with closing(OwnMemory(size if makes else 0)) as own:
-        memories = mapped([gather_json(group, own.handle, label)[first]])
+    with closing(OwnMemory(size if makes else 0)) as own_memory:
+        memories = mapped([gather_json(group, own_memory.handle, label)[first]])
         x = np.ndarray(shape, dtype, memories[0], ALIGNMENT) if memories else np.empty(shape, dtype)
         if group.rank == 0 and memories:
-            own.write((np.ascontiguousarray(part, dtype) for part in mine), ALIGNMENT)
+            own_memory.write((np.ascontiguousarray(part, dtype) for part in mine), ALIGNMENT)
         elif group.rank == 0:
             np.concatenate(mine, out=x)
         # All ranks have tried to map the memory, and rank 0 has written:

@@ -1,7 +1,6 @@
 """Interface of a communicator: ranks, and nonblocking messages between two of them.
 
-Everything else (collectives, checks, waiting) is written once on top of this, so MPI processes and threads of one
-process run the same code.
+Collectives, checks and waits use only this interface, so MPI processes and threads of one process run the same code.
 """
 
 from __future__ import annotations
@@ -53,18 +52,18 @@ class Communicator(ABC):
 
     rank: int
     size: int
-    node: str  #: name of the host this rank runs on
-    hosts: Sequence[str]  #: the same of every rank
-    progress: Progress  #: this rank's operations, shared with every sub-communicator
+    node: str  #: name of this rank's host
+    hosts: Sequence[str]  #: names of all ranks' hosts
+    progress: Progress  #: this rank's operations, shared by all sub-communicators
     tuning: Tuning = Tuning()
     call_order: CallOrder  #: of calls that may use ``collectives`` or ``lane_collectives``
     line: Line  #: where this rank's calls are published
     calls = 0  #: collectives started so far; equal on all ranks, also if several meshes share this communicator
     device_aware = False  #: whether it accepts device arrays
-    spin_tests = 0  #: how often to test a condition before yielding the processor; 0: ranks outnumber cores
+    spin_tests = 0  #: tests of a condition before the rank yields the processor; 0: ranks outnumber cores
     neighbours: Neighbours | None = None  #: memory shared with the ranks of this node, if available
     table: SlotTable | None = None  #: of this communicator's ranks, if all share one node's memory
-    lanes: Lanes | None = None  #: its ranks by nodes, if there are several with equally many ranks
+    lanes: Lanes | None = None  #: ranks by nodes, if there are several nodes with equally many ranks
     collectives: NonblockingCollectives | None = None  #: the MPI library's, between nodes
     lane_collectives: NonblockingCollectives | None = None  #: the same for this rank's lane
 
@@ -74,7 +73,7 @@ class Communicator(ABC):
 
     @property
     def node_table(self) -> SlotTable | None:
-        """The slot table of its ranks on this node, if there is one."""
+        """The slot table of the communicator's ranks on this node, if there is one."""
         return self.lanes.table if self.lanes else self.table
 
     def next_call(self, text: int = 0) -> int:
@@ -89,7 +88,7 @@ class Communicator(ABC):
         return next(self._messages[direction, rank])
 
     def empty(self, shape: Sequence[int], dtype) -> np.ndarray:
-        """An uninitialized array, in memory that the node's ranks share if there is room."""
+        """An uninitialized array, in memory that the node's ranks share, if there is room."""
         dtype = np.dtype(dtype)
         x = None
         if self.neighbours and not dtype.hasobject:
@@ -98,7 +97,7 @@ class Communicator(ABC):
         return x if x is not None else np.empty(shape, dtype)
 
     def outer(self, rank: int) -> int:
-        """The number of ``rank`` in this communicator: the same; see ``transports.messages.MessagePart``."""
+        """``rank`` itself; ``transports.messages.MessagePart`` maps its ranks to the communicator's."""
         return rank
 
     @abstractmethod
@@ -119,7 +118,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def free(self) -> None:
-        """Release what a sub-communicator holds."""
+        """Release the resources of a sub-communicator."""
 
     @abstractmethod
     def prepare_to_pause(self, idle: int) -> None:
@@ -131,12 +130,12 @@ class Communicator(ABC):
 
     @abstractmethod
     def ended(self, awaited: Sequence[int]) -> list[int]:
-        """The ``awaited`` ranks whose programs are known to have ended; the others receive a request to report it."""
+        """The ``awaited`` ranks that are known to have ended their programs; the others are requested to report it."""
 
     @abstractmethod
     def pause(self, idle: int, messages: bool = True) -> None:
         """Yield the processor for a moment, the ``idle``-th time in a row without progress.
 
-        ``messages``: whether messages are waited for, for which this rank must poll; ranks that write to a slot table
-        wake the others. Raises RankAborted if another rank has failed meanwhile.
+        ``messages``: whether the rank waits for messages, for which it must poll; ranks that write to a slot table wake
+        the others. Raises RankAborted if another rank has failed.
         """

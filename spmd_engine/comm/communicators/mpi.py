@@ -1,4 +1,4 @@
-"""Ranks as MPI processes: nonblocking messages only, and waits that yield the processor."""
+"""Ranks as MPI processes, with nonblocking messages only, and waits that yield the processor."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 KEPT = 32  # unused communicators that are kept: MPI allows about 2,000
 PIECE = 1 << 30  # most bytes of a message: some MPI libraries refuse counts from 2^31
 _CREATION = 32764  # a tag that no other message uses
-_MEMBER = struct.Struct("<?q")  # sent by a member: whether it keeps such a communicator, offset of its slot table
+_MEMBER = struct.Struct("<?q")  # a member's message: whether it keeps such a communicator, offset of its slot table
 _SPIN_TESTS = 1000  # tests of a condition before yielding, about 200 microseconds
-_YIELDS = 100  # yields before sleeping: a peer that is nearly there needs no sleep
-_OVERSUBSCRIBED = 5  # the same where ranks outnumber cores
+_YIELDS = 100  # yields before sleeping, as a peer may be nearly ready
+_OVERSUBSCRIBED = 5  # ``_YIELDS`` where ranks outnumber cores
 _SHORTEST, _LONGEST = 50e-6, 1e-3  # seconds of sleep
 _WOKEN = 10e-3  # longest sleep if another rank will wake this one
 
@@ -60,13 +60,13 @@ class MPICommunicator(Communicator):
         self._node: Node | None = None
         self._yields = _YIELDS
         self._members = list(members) if members is not None else list(range(comm.size))
-        #: of the world: with ranks on other nodes, if there are any
+        #: of the world: messages to ranks on other nodes, if there are any
         self.side_messages: SideMessages | None = None
         self._ended: set[int] = set()
-        self._asked: set[int] = set()  # ranks of the world that will report when their programs end
+        self._asked: set[int] = set()  # ranks of the world that will report the end of their programs
         self._lane_comm: MPI.Intracomm | None = None
-        self._users = 0  # meshes that use it
-        #: of the world: by their members, least recently used first; meshes with groups of the same ranks share one
+        self._users = 0  # number of meshes that use this communicator
+        #: of the world: by members, least recently used first; meshes with groups of the same ranks share one
         self._kept: dict[tuple[int, ...], MPICommunicator] = {}
         super().__init__()
         self.rank, self.size = comm.rank, comm.size
@@ -95,9 +95,9 @@ class MPICommunicator(Communicator):
             nodes = nodes if "no" not in gather_texts("yes" if node is not None else "no") else None
         table = table_on(node, ranks, ranks.index(self.rank)) if node is not None and nodes is not None else None
         self.calls = 0  # earlier calls were made without the table
-        self._use(node, len(ranks) > cores, nodes or (), table)
+        self._set_up_routes(node, len(ranks) > cores, nodes or (), table)
 
-    def _use(
+    def _set_up_routes(
         self, node: Node | None, oversubscribed: bool, nodes: Sequence[Sequence[int]], table: SlotTable | None
     ) -> None:
         """Set up the routes: the ``table`` of this rank's node, and MPI's collectives between ``nodes``."""
@@ -108,12 +108,12 @@ class MPICommunicator(Communicator):
             return
         comm = self._comm
         if self._world is self:
-            comm = comm.Dup()  # the world's communicator may have other users
+            comm = comm.Dup()  # other libraries may use the world's communicator
             self.side_messages = SideMessages(comm)
         self.collectives = NonblockingCollectives(comm, self.call_order, self.tuning)
         if table is not None:
             self.lanes = Lanes(self, nodes, table)
-            self._lane_comm = self._create(self.lanes.lane.members)
+            self._lane_comm = self._create_mpi(self.lanes.lane.members)
             self.lane_collectives = NonblockingCollectives(self._lane_comm, self.call_order, self.tuning)
 
     def start_send(self, data: Array, to: int, tag: int) -> list:
@@ -126,34 +126,34 @@ class MPICommunicator(Communicator):
         return not requests or MPI.Request.Testall(requests)
 
     def subset(self, ranks: Sequence[int], timeout: float | None = TIMEOUT) -> MPICommunicator:
-        """See ``Communicator``. A kept communicator is used again if all members still keep it: as ranks belong to
-        different groups, one may have closed it. So the members ask each other."""
-        members, kept = tuple(self._members[rank] for rank in ranks), self._world._kept
-        made = kept.get(members)
-        what = f"for ranks {list(ranks)}, to create a communicator of them"
-        creation = Operation(self, self._agree(ranks, made is not None), timeout, what)
+        """See ``Communicator``. Members use a kept communicator again if all of them still keep it, on which they
+        first agree: as ranks belong to different groups, one may have closed it."""
+        members, communicators = tuple(self._members[rank] for rank in ranks), self._world._kept
+        communicator = communicators.get(members)
+        description = f"for ranks {list(ranks)}, to create a communicator of them"
+        creation = Operation(self, self._agree_on_subset(ranks, communicator is not None), timeout, description)
         all_keep, offset, nodes = self.progress.begin(creation).wait()
-        if made is None or not all_keep:
-            if made is not None and not made._users:
-                made.close()
-            made = self._make(ranks, members, offset, nodes)
-        made._users += 1
-        kept.pop(members, None)
-        kept[members] = made
-        return made
+        if communicator is None or not all_keep:
+            if communicator is not None and not communicator._users:
+                communicator.close()
+            communicator = self._create_subset(ranks, members, offset, nodes)
+        communicator._users += 1
+        communicators.pop(members, None)
+        communicators[members] = communicator
+        return communicator
 
-    def _make(
+    def _create_subset(
         self, ranks: Sequence[int], members: Sequence[int], offset: int, nodes: list[list[int]] | None
     ) -> MPICommunicator:
-        made = MPICommunicator(self._create(ranks), self.progress, self.node, self._world, members)
-        made.hosts, table = [self.hosts[rank] for rank in ranks], None
+        subset = MPICommunicator(self._create_mpi(ranks), self.progress, self.node, self._world, members)
+        subset.hosts, table = [self.hosts[rank] for rank in ranks], None
         if nodes is not None and self._node is not None:
-            own = next(node for node in nodes if made.rank in node)
-            table = table_on(self._node, [members[rank] for rank in own], own.index(made.rank), offset)
-        made._use(self._node, self.spin_tests == 0, nodes or (), table)
-        return made
+            node_ranks = next(node for node in nodes if subset.rank in node)
+            table = table_on(self._node, [members[rank] for rank in node_ranks], node_ranks.index(subset.rank), offset)
+        subset._set_up_routes(self._node, self.spin_tests == 0, nodes or (), table)
+        return subset
 
-    def _create(self, ranks: Sequence[int]) -> MPI.Intracomm:
+    def _create_mpi(self, ranks: Sequence[int]) -> MPI.Intracomm:
         """An MPI communicator of these ranks. Collective among them."""
         all_ranks = self._comm.Get_group()
         group = all_ranks.Incl(ranks)
@@ -168,8 +168,8 @@ class MPICommunicator(Communicator):
             group.Free()
             all_ranks.Free()
 
-    def _agree(self, ranks: Sequence[int], keeps: bool) -> Steps:
-        """Wait until all members have called: inside MPI this rank would spin, and its operations would not advance.
+    def _agree_on_subset(self, ranks: Sequence[int], keeps: bool) -> Steps:
+        """Wait until all members have called ``subset``. (Inside MPI this rank would spin and not advance operations.)
 
         ``keeps``: whether this rank keeps such a communicator. Returns (whether all members do, the offset of the slot
         table that the first rank of this node has allocated, the indices of ``ranks`` by nodes; None if slot tables are
@@ -177,28 +177,28 @@ class MPICommunicator(Communicator):
         """
         hosts = [self.hosts[rank] for rank in ranks]
         nodes = even_nodes(hosts)
-        near = [i for i, host in enumerate(hosts) if host == self.node]
-        room, first, neighbours = None, ranks[near[0]] == self.rank, self.neighbours
-        if first and nodes is not None and neighbours is not None:
-            room = room_for_table(neighbours, len(near))
-        row, same = _MEMBER.pack(keeps, -1 if room is None else room), Signature("barrier").words
-        _, rows = yield from disseminate(MessagePart(self, ranks), same, row, _CREATION)
-        keep, offsets = zip(*map(_MEMBER.unpack, rows), strict=True)
-        fits = not all(keep) and nodes is not None and all(offsets[node[0]] >= 0 for node in nodes)
-        if neighbours is not None and room is not None and not fits:
-            neighbours.own.release(room, size_of_table(len(near)))
-        return all(keep), offsets[near[0]], nodes if fits else None
+        node_indices = [i for i, host in enumerate(hosts) if host == self.node]
+        offset, is_first, neighbours = None, ranks[node_indices[0]] == self.rank, self.neighbours
+        if is_first and nodes is not None and neighbours is not None:
+            offset = room_for_table(neighbours, len(node_indices))
+        row, words = _MEMBER.pack(keeps, -1 if offset is None else offset), Signature("barrier").words
+        _, rows = yield from disseminate(MessagePart(self, ranks), words, row, _CREATION)
+        keeps_by_rank, offsets = zip(*map(_MEMBER.unpack, rows), strict=True)
+        fits = not all(keeps_by_rank) and nodes is not None and all(offsets[node[0]] >= 0 for node in nodes)
+        if neighbours is not None and offset is not None and not fits:
+            neighbours.own.release(offset, size_of_table(len(node_indices)))
+        return all(keeps_by_rank), offsets[node_indices[0]], nodes if fits else None
 
     def free(self) -> None:
-        """One mesh stops using it. The last KEPT unused communicators are kept for later meshes."""
+        """End the use by one mesh. The world keeps the last KEPT unused communicators for later meshes."""
         self._users -= 1
-        kept = self._world._kept
-        unused = [members for members, comm in kept.items() if not comm._users]
+        communicators = self._world._kept
+        unused = [members for members, comm in communicators.items() if not comm._users]
         for members in unused[: max(0, len(unused) - KEPT)]:
-            kept.pop(members).close()
+            communicators.pop(members).close()
 
     def close(self) -> None:
-        """Release all that this communicator holds."""
+        """Release all resources of this communicator."""
         self.progress.activity.close(self.line)
         if (table := self.node_table) is not None:
             with self.progress.lock:
@@ -215,11 +215,11 @@ class MPICommunicator(Communicator):
             messages.send(b"", [asking for asking, _ in messages.receive(ASK)], ENDED)
 
     def ended(self, awaited: Sequence[int]) -> list[int]:
-        world, near = self._world, self._node.ranks if self._node is not None else ()
+        world, node_ranks = self._world, self._node.ranks if self._node is not None else ()
         members = {self._members[rank]: rank for rank in awaited}
         ended = set(self._node.ended() if self._node is not None else ())
         if (messages := world.side_messages) is not None:
-            asked = members.keys() - world._asked - set(near)
+            asked = members.keys() - world._asked - set(node_ranks)
             world._asked |= asked
             messages.send(b"", sorted(asked), ASK)
             world._ended.update(rank for rank, _ in messages.receive(ENDED))
@@ -251,7 +251,7 @@ def is_device_aware() -> bool:
     """Whether the MPI library accepts CUDA buffers: SPMD_CUDA_AWARE=0|1 if set, else as the library reports."""
     if (setting := os.environ.get("SPMD_CUDA_AWARE")) is not None:
         return setting.lower() in ("1", "true", "yes", "on")
-    for library in (None, MPI.__file__):  # mpi4py may have loaded it without making its symbols global
+    for library in (None, MPI.__file__):  # mpi4py may have loaded the library without global symbols
         with suppress(AttributeError, OSError):
             return bool(ctypes.CDLL(library).MPIX_Query_cuda_support())
     return False

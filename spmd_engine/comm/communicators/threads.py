@@ -30,12 +30,12 @@ from spmd_engine.errors import RankAborted, UsageError
 from spmd_engine.runtime.watchdog import watch_threads
 
 _current = threading.local()
-_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # memory that is not used is not counted
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # do not count unused memory
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
 
 
 def current_thread_communicator() -> Communicator | None:
-    """The communicator of the virtual rank this thread runs, if it runs one."""
+    """The communicator of the virtual rank that this thread runs, if it runs one."""
     return getattr(_current, "communicator", None)
 
 
@@ -48,9 +48,9 @@ def run_threads(
 ) -> list[Any]:
     """Run the SPMD function ``fn(*args)`` on ``ranks`` virtual ranks; returns their results in rank order.
 
-    Inside, ``world()``, ``Mesh(data=4)`` and every engine see ``ranks`` ranks. The first exception of any
-    rank ends all of them and is raised here, with a note naming the rank. ``nodes`` names each rank's host, to try
-    placements; by default all are on one. Raises UsageError if it has not one name for each rank.
+    In ``fn``, ``world()``, ``Mesh(data=4)`` and every engine see ``ranks`` ranks. The first exception of a rank ends
+    all ranks; ``run_threads`` raises it, with a note that names the rank. ``nodes`` names each rank's host, to test
+    placements; the default is one host. Raises UsageError unless ``nodes`` has one name for each rank.
 
     >>> import numpy as np
     >>> from spmd_engine import Mesh
@@ -64,7 +64,7 @@ def run_threads(
     fabric = _Fabric(nodes or [os.uname().nodename] * ranks)
     results: list[Any] = [None] * ranks
     progresses = [Progress() for _ in range(ranks)]
-    numbers: dict[int, int] = {}  # of threads, by rank
+    numbers: dict[int, int] = {}  # thread numbers by rank
     stop_watching = watch_threads([progress.activity for progress in progresses], lambda: numbers)
 
     def body(rank: int) -> None:
@@ -78,14 +78,14 @@ def run_threads(
             fabric.fail(rank, error)
 
     threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(ranks)]
-    with _threads_of_blas(max(1, int(cores_here() // ranks))):
+    with _limit_blas_threads(max(1, int(cores_here() // ranks))):
         try:
             for thread in threads:
                 thread.start()
             for thread in threads:
                 while thread.is_alive():
                     thread.join(0.5)  # a wait without timeout that begins just after Ctrl-C would miss it
-        except BaseException as error:  # after Ctrl-C no rank may keep waiting in the background
+        except BaseException as error:  # after Ctrl-C no rank may go on waiting in the background
             fabric.fail(0, error)
             raise
         finally:
@@ -97,26 +97,26 @@ def run_threads(
     return results
 
 
-def _threads_of_blas(most: int) -> AbstractContextManager[Any]:
+def _limit_blas_threads(most: int) -> AbstractContextManager[Any]:
     """Limit BLAS to ``most`` threads, or fewer if it has fewer already.
 
-    More threads than cores are slow, as the threads of BLAS spin while they wait for each other.
+    More threads than cores are slow, as BLAS threads spin while they wait for each other.
     """
-    blas = _libraries(len(sys.modules)).select(user_api="blas")
-    return blas.limit(limits=min([most, *(library.num_threads for library in blas.lib_controllers)]))
+    libraries = _libraries(len(sys.modules)).select(user_api="blas")
+    return libraries.limit(limits=min([most, *(library.num_threads for library in libraries.lib_controllers)]))
 
 
 @lru_cache(maxsize=1)
 def _libraries(modules: int) -> ThreadpoolController:
-    """Libraries with thread pools, such as BLAS. Finding them takes as long as the rest of ``run_threads``.
+    """Libraries with thread pools, such as BLAS. The search takes as long as the rest of ``run_threads``.
 
-    So they are searched again only if ``modules`` have been loaded since, which may have brought some.
+    It is repeated only if the number of loaded ``modules`` has changed, as modules may load libraries.
     """
     return ThreadpoolController()
 
 
 class _Fabric:
-    """What the virtual ranks of one ``run_threads`` share: mailboxes, memory, and the first failure."""
+    """The state that the virtual ranks of one ``run_threads`` share: mailboxes, memory, and the first failure."""
 
     def __init__(self, nodes: Sequence[str]) -> None:
         self.nodes, ranks = list(nodes), len(nodes)
@@ -124,7 +124,7 @@ class _Fabric:
         self.failure: tuple[int, BaseException] | None = None
         self.ended: set[int] = set()
         self._lock = threading.Lock()
-        self._tables: dict[tuple, list] = {}  # name -> memory, and how many ranks have not requested it yet
+        self._tables: dict[tuple, list] = {}  # name -> memory, number of ranks that have not requested it
         size = bound(ranks) if ranks > 1 else 0
         self._memories = [mmap.mmap(-1, size, flags=_PRIVATE) for _ in range(ranks)] if size else []
 
@@ -146,7 +146,7 @@ class _Fabric:
                 del self._tables[name]
         return SlotTable(entry[0], rank, members, neighbours, self)
 
-    # It is the Waker of its slot tables. One interpreter runs one thread at a time: no fences are needed.
+    # Interface of a Waker, for the slot tables. One interpreter runs one thread at a time: no fences are needed.
 
     weak = False
 
@@ -190,7 +190,7 @@ class _Mailbox:
 class ThreadCommunicator(Communicator):
     """Messages by copy through mailboxes. ``members`` are ranks of the fabric, in this communicator's order."""
 
-    device_aware = True  # one address space: device arrays are copied by their own library
+    device_aware = True  # in one address space the arrays' library copies device arrays
 
     def __init__(
         self,
@@ -210,8 +210,8 @@ class ThreadCommunicator(Communicator):
         self._subsets: defaultdict[tuple[int, ...], int] = defaultdict(int)
         self.line = progress.activity.line(members)
         if neighbours is not None and self.size > 1 and (nodes := even_nodes(self.hosts)) is not None:
-            own = next(node for node in nodes if rank in node)
-            table = fabric.table((*name, self.node), own.index(rank), [members[r] for r in own], neighbours)
+            peers = next(node for node in nodes if rank in node)
+            table = fabric.table((*name, self.node), peers.index(rank), [members[r] for r in peers], neighbours)
             self.table, self.lanes = (table, None) if len(nodes) == 1 else (None, Lanes(self, nodes, table))
 
     def start_send(self, data: Array, to: int, tag: int) -> list:
@@ -219,17 +219,17 @@ class ThreadCommunicator(Communicator):
         return []
 
     def start_receive(self, data: Array, source: int, tag: int) -> list:
-        box, key, awaited = self._fabric.boxes[self._me], (self._name, self._members[source], tag), [_bytes(data)]
+        box, key, buffers = self._fabric.boxes[self._me], (self._name, self._members[source], tag), [_bytes(data)]
 
-        def has_come() -> bool:
-            if awaited and (message := box.take(key)) is not None:
-                awaited.pop()[: message.size] = message
-            return not awaited
+        def has_arrived() -> bool:
+            if buffers and (message := box.take(key)) is not None:
+                buffers.pop()[: message.size] = message
+            return not buffers
 
-        return [has_come]
+        return [has_arrived]
 
     def done(self, requests: list) -> bool:
-        return all([has_come() for has_come in requests])
+        return all([has_arrived() for has_arrived in requests])
 
     def subset(self, ranks: Sequence[int], timeout: float | None = TIMEOUT) -> ThreadCommunicator:
         members = tuple(self._members[r] for r in ranks)

@@ -1,1 +1,1 @@
-"""What the processes of a node share: memory, and futexes to wake each other."""
+"""Memory that the processes of a node share, and futexes with which they wake each other."""

@@ -1,7 +1,7 @@
 """Memory that all ranks of a node can read and write: one arena for each rank, and arrays in it.
 
-An array from ``Arena.empty`` is like any other; its memory returns to the arena with its last view. The other ranks of
-the node can address it by (arena, offset), so that a collective can read and write it in place.
+An array from ``Arena.empty`` is an ordinary array; its memory returns to the arena with its last view. The other ranks
+of the node can address it by (arena, offset), so that a collective can read and write it in place.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 class Arena:
-    """The memory that one rank allocates from: first fit, so that memory that is still in caches is reused.
+    """The memory from which one rank allocates: first fit, to reuse memory that is still in caches.
 
-    ``memory``: a writable buffer. Only its own rank allocates.
+    ``memory``: a writable buffer. Only the rank of the arena allocates.
     """
 
     def __init__(self, memory) -> None:
@@ -42,7 +42,7 @@ class Arena:
         self.size = len(memory)
         self._free = [(HEAD, self.size)]  # (start, stop), sorted, adjacent ones merged
         self._leases: dict[int, _Lease] = {}
-        self._returned: deque[_Lease] = deque()  # appended by the garbage collector, at any moment
+        self._returned: deque[_Lease] = deque()  # the garbage collector appends at any moment
         self._warned = False
 
     def allocate(self, size: int) -> int | None:
@@ -69,7 +69,7 @@ class Arena:
         return None
 
     def release(self, start: int, size: int) -> None:
-        """Free what ``allocate(size)`` returned."""
+        """Free the bytes that ``allocate(size)`` returned."""
         stop = start + _rounded(size)
         i = bisect(self._free, (start, stop))
         if i < len(self._free) and self._free[i][0] == stop:
@@ -117,8 +117,8 @@ class Neighbours:
         self._retired: list[SlotTable] = []
 
     def offset(self, x: np.ndarray) -> int | None:
-        """Offset of contiguous ``x`` in this rank's arena; None if it is in ordinary memory."""
-        if x.base is None:  # its memory is its own
+        """Offset of contiguous ``x`` in this rank's arena; None if ``x`` is in ordinary memory."""
+        if x.base is None:  # x owns its memory
             return None
         offset = address_of(x) - self._address
         return offset if 0 <= offset < self.own.size else None
@@ -128,12 +128,12 @@ class Neighbours:
         return np.ndarray(shape, dtype, self.memories[local_rank], offset)
 
     def retire(self, table: SlotTable | None = None) -> None:
-        """Close ``table``, and the retired tables that could not be closed before."""
-        self._retired = [kept for kept in (*self._retired, table) if kept is not None and not kept.close()]
+        """Close ``table`` and the retired tables that could not be closed before."""
+        self._retired = [retired for retired in (*self._retired, table) if retired is not None and not retired.close()]
 
 
 def bound(ranks: int) -> int:
-    """Bytes of each arena of ``ranks`` on this node: half of its memory together, or SPMD_ARENA_MIB each.
+    """Bytes of the arena of each of ``ranks`` on this node: together half of its memory, or SPMD_ARENA_MIB each.
 
     Pages that are never written take no memory.
     """

@@ -1,7 +1,7 @@
-"""How many cores this process may use: its CPU affinity, limited by the quotas of its control groups.
+"""The number of cores that this process may use: its CPU affinity, limited by the quotas of its control groups.
 
 A container with two of a node's 64 cores can often run on all 64, for two seconds of work each second. More threads
-exhaust the quota early in each period (100 ms by default), and all are stopped until the next.
+exhaust the quota early in each period (100 ms by default); the system then stops all until the next period.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from math import inf
 from pathlib import Path
 
 OWN = Path("/proc/self/cgroup")  #: this process's control groups: lines of number:controllers:path
-GROUPS = "/sys/fs/cgroup"  #: where they are mounted
+GROUPS = "/sys/fs/cgroup"  #: the mount point of control groups
 
 
 def cores_here() -> float:
-    """How many cores this process may use, more than 0; a quota may be a fraction of a core."""
+    """The number of cores that this process may use, more than 0; a quota may be a fraction of a core."""
     return min(float(len(os.sched_getaffinity(0))), quota_here()[1])
 
 
 def cores_of(ranks: Sequence[tuple[Sequence[int], tuple[str, float]]]) -> int:
-    """How many whole cores ranks of a node have together. ``ranks``: affinity and quota of each."""
+    """The number of whole cores of a node's ranks together. ``ranks``: affinity and quota of each."""
     quotas = dict(quota for _, quota in ranks)  # ranks in one control group share its quota
     return int(min(len({core for cores, _ in ranks for core in cores}), sum(quotas.values())))
 
 
 def quota_here() -> tuple[str, float]:
-    """The control group with the smallest quota for this process, and the quota in cores; "" and inf: none.
+    """The control group with the smallest quota for this process, and the quota in cores; "" and inf if none.
 
     Parent groups may have smaller quotas. A container that cannot see them sees its own group as the root.
     """

@@ -1,4 +1,4 @@
-"""Reading ordinary memory of another process on the node with one copy, on Linux (process_vm_readv)."""
+"""Read ordinary memory of another process on the node with one copy, on Linux (process_vm_readv)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Range(ctypes.Structure):
 
 @cache
 def _process_vm_readv() -> Callable[..., int] | None:
-    """The system's function; None if it has none."""
+    """The system call process_vm_readv; None if the system lacks it."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
     if call is not None:
         number, pointer = ctypes.c_ulong, ctypes.c_void_p
@@ -33,14 +33,14 @@ def _process_vm_readv() -> Callable[..., int] | None:
 
 
 def allow_reading() -> None:
-    """Let other processes of this user read this one's memory, where Yama allows that to parents only (Ubuntu)."""
+    """Let other processes of this user read this one's memory, which Yama (Ubuntu) permits only to parents."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
-        prctl(_PR_SET_PTRACER, _ANY, 0, 0, 0)  # fails without Yama, where it is not needed
+        prctl(_PR_SET_PTRACER, _ANY, 0, 0, 0)  # fails without Yama, which is harmless
 
 
 class CrossMemory:
-    """Reads memory of this node's ranks: ``processes`` by local rank. Test with ``can_read`` whether it may."""
+    """Reads memory of this node's ranks: ``processes`` by local rank. ``can_read`` tests whether this is permitted."""
 
     def __init__(self, processes: Sequence[int]) -> None:
         self._processes = list(processes)
@@ -49,7 +49,7 @@ class CrossMemory:
         self._call = _process_vm_readv()
 
     def can_read(self, local_rank: int, address: int, expected: bytes) -> bool:
-        """Whether these bytes can be read there."""
+        """Whether ``read`` returns the ``expected`` bytes at ``address``."""
         data = np.empty(len(expected), np.uint8)
         try:
             self.read(local_rank, address, data)
@@ -58,7 +58,7 @@ class CrossMemory:
         return data.tobytes() == expected
 
     def read(self, local_rank: int, address: int, out: np.ndarray) -> None:
-        """Fill contiguous ``out`` from ``address`` in the memory of another rank. Raises SpmdError if refused."""
+        """Fill contiguous ``out`` from ``address`` in another rank's memory. Raises SpmdError if the system refuses."""
         start, done = address_of(out), 0
         while done < out.nbytes:
             self._here.address, self._there.address = start + done, address + done
@@ -71,7 +71,7 @@ class CrossMemory:
 
 
 class RemoteArray:
-    """A contiguous array in another rank's memory. Parts are read on demand."""
+    """A contiguous array in another rank's memory, parts of which are read on demand."""
 
     __slots__ = ("reader", "local_rank", "address", "shape", "dtype")
 
@@ -93,7 +93,7 @@ class RemoteArray:
         return RemoteArray(self.reader, self.local_rank, self.address + start * row, shape, self.dtype)
 
     def read(self, out: np.ndarray | None = None) -> np.ndarray:
-        """Its values, in ``out`` if that is contiguous."""
+        """The values, in ``out`` if that is contiguous."""
         values = out if out is not None and out.flags.c_contiguous else np.empty(self.shape, self.dtype)
         self.reader.read(self.local_rank, self.address, values)
         return values
@@ -102,7 +102,7 @@ class RemoteArray:
         return self.read()
 
 
-Block = np.ndarray | RemoteArray  #: a rank's array, where this rank can read it
+Block = np.ndarray | RemoteArray  #: a rank's array in memory that this rank can read
 
 
 def to_array(block: Block) -> np.ndarray:

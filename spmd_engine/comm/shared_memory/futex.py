@@ -1,4 +1,4 @@
-"""Sleep until another rank of the node wakes this one: by futexes in shared memory on Linux, else by polling."""
+"""Sleep until another rank of the node wakes this one: by futexes in shared memory on Linux, otherwise by polling."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Futexes:
     """One word for each of a node's ranks, 1 while that rank sleeps or is about to.
 
     Before a rank sleeps it sets its word (``prepare_to_sleep``) and tests its condition once more. A rank that changes
-    shared memory writes first and then wakes those whose words are set. A full fence lies between setting and testing,
-    and between writing and waking: so either the first sees the change, or the second sees the sleeper.
+    shared memory writes first and then wakes the ranks with set words. A full fence lies between setting and testing,
+    and between writing and waking: so either the first rank sees the change, or the second sees the set word.
     """
 
     def __init__(self, words: memoryview, local_rank: int) -> None:
@@ -49,8 +49,8 @@ class Futexes:
     def fence(self) -> None:
         """Full memory fence.
 
-        Taking and releasing a lock is a full fence on x86. On other machines later accesses may move into the locked
-        region and earlier ones too; two locks in sequence prevent both.
+        Taking and releasing a lock is a full fence on x86. On other machines accesses before and after may move
+        into the locked region; two locks in sequence prevent both.
         """
         with self._lock:
             pass

@@ -1,9 +1,9 @@
-"""The ranks of an MPI job that share a node, and how they map each other's memory.
+"""The ranks of an MPI job on one node, which map each other's memory.
 
 Each rank creates an anonymous file in memory (memfd) and sends the others its process and descriptor; they open it
-through /proc and map it. It has no name that could be left behind, however the processes end, and does not count
-against the size of /dev/shm. Where that does not work (processes in different containers, systems other than Linux),
-ranks use messages.
+through /proc and map it. The file has no name that could remain after the processes end, and does not count against
+the size of /dev/shm. Where this does not work (processes in different containers, systems other than Linux), ranks use
+messages.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from spmd_engine.comm.shared_memory.futex import Futexes
 
 _TOKEN = 16  # random bytes at the beginning of an arena that identify it
 _FUTEXES = 64  # offset of the ranks' futex words in the arena of the node's first rank
-_ENDS = 3072  # offset of a byte for each rank, 1 when its program has ended
-MOST_RANKS = 512  # of a node, for which there is room
+_ENDS = 3072  # offset of a byte for each rank: 1 if its program has ended
+MOST_RANKS = 512  # of a node: room of the futex words and end bytes
 
 logger = logging.getLogger(__name__)
 
 
 class Node:
-    """What the ranks of a node share: memory and futexes.
+    """Memory and futexes that the ranks of a node share.
 
     ``ranks``: of the node, numbered in the world. ``kept``: bytes of the first rank's arena, from HEAD on, that are
-    reserved for all.
+    reserved for all ranks.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Node:
         self.futexes = Futexes(memoryview(memories[0])[_FUTEXES : _FUTEXES + 4 * len(ranks)], local_rank)
         self._ended = memoryview(memories[0])[_ENDS : _ENDS + len(ranks)]
         if local_rank == 0:
-            self.neighbours.own.allocate(kept)  # the first block, at a known offset
+            self.neighbours.own.allocate(kept)  # the first block, at offset HEAD
 
     def announce_end(self) -> None:
         self._ended[self.neighbours.local_rank] = 1
@@ -56,37 +56,37 @@ class Node:
 
 
 def open_node(rank: int, ranks: Sequence[int], kept: int, gather_texts: Callable[[str], list[str]]) -> Node | None:
-    """Map the memory of all ``ranks`` of this node, one of which is ``rank``; None if not possible. Collective.
+    """Map the memory of all ``ranks`` of this node, with this ``rank``; None if not possible. Collective.
 
     ``kept``: see ``Node``. ``gather_texts``: gathers a text of each rank of the world.
     """
     size = bound(len(ranks)) if 1 < len(ranks) <= MOST_RANKS else 0
     if size < HEAD + kept:
         size = 0
-    wanted = size > 0
-    own = OwnMemory(size if os.environ.get("SPMD_ARENA", "memfd") == "memfd" else 0)
-    handles = gather_texts(own.handle)
+    wants_memory = size > 0
+    own_memory = OwnMemory(size if os.environ.get("SPMD_ARENA", "memfd") == "memfd" else 0)
+    handles = gather_texts(own_memory.handle)
     handles = [handles[member] for member in ranks]
     memories = mapped(handles)
     cross_memory = _cross_memory(handles) if memories else None
-    answers = gather_texts(f"{'yes' if memories or not wanted else 'no'} {'reads' if cross_memory else ''}")
-    own.close()  # all ranks have tried to open it
-    fine = all(answers[rank].startswith("yes") for rank in ranks)
+    answers = gather_texts(f"{'yes' if memories or not wants_memory else 'no'} {'reads' if cross_memory else ''}")
+    own_memory.close()  # all ranks have tried to open the file
+    all_mapped = all(answers[rank].startswith("yes") for rank in ranks)
     if not all(answers[rank].endswith("reads") for rank in ranks):
         cross_memory = None
-    if wanted and not fine and rank == ranks[0]:
+    if wants_memory and not all_mapped and rank == ranks[0]:
         logger.warning(
             "ranks of this node cannot open each other's memory (memfd): they use messages instead, which are slower"
         )
-    return Node(memories, ranks, rank, cross_memory, kept) if wanted and fine and memories else None
+    return Node(memories, ranks, rank, cross_memory, kept) if wants_memory and all_mapped and memories else None
 
 
 class OwnMemory:
-    """This rank's anonymous file, until the others have opened it; size 0: none. ``handle``: how they open it."""
+    """This rank's anonymous file, until the others have opened it by ``handle``; size 0: no file."""
 
     def __init__(self, size: int) -> None:
         self.handle, self._descriptor = "", None
-        self._probe = np.frombuffer(os.urandom(_TOKEN), np.uint8)  # for testing whether others can read this process
+        self._probe = np.frombuffer(os.urandom(_TOKEN), np.uint8)  # to test whether others can read this process
         with suppress(OSError, AttributeError):
             if size:
                 self._descriptor = os.memfd_create("spmd_engine", os.MFD_CLOEXEC)
@@ -101,8 +101,8 @@ class OwnMemory:
     def write(self, arrays: Iterable[np.ndarray], at: int) -> None:
         """Write contiguous arrays one after another, from byte ``at`` on.
 
-        Through the file: the first write to mapped memory causes a fault for every page, which is filled with zeros
-        first; that takes twice as long.
+        It writes to the file: the first write to mapped memory causes a fault for every page, which the system first
+        fills with zeros; that takes twice as long.
         """
         assert self._descriptor is not None
         with open(self._descriptor, "r+b", closefd=False) as file:
@@ -111,7 +111,7 @@ class OwnMemory:
                 file.write(x.reshape(-1).view(np.uint8).data)
 
     def map(self) -> memoryview | None:
-        """The mapped memory; None if there is none."""
+        """The file mapped into memory; None without a file."""
         return memoryview(mmap.mmap(self._descriptor, 0)) if self._descriptor is not None and self.handle else None
 
     def close(self) -> None:
@@ -120,26 +120,26 @@ class OwnMemory:
 
 
 def mapped(handles: Sequence[str]) -> list | None:
-    """The memory behind all ``handles``; None unless all can be mapped."""
+    """The mapped files of all ``handles``; None unless all can be mapped."""
     memories = []
     for handle in handles:
         try:
             process, descriptor, size, token, *_ = handle.split()
-            opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+            file = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
             try:
-                memories.append(mmap.mmap(opened, int(size)))
+                memories.append(mmap.mmap(file, int(size)))
             finally:
-                os.close(opened)
+                os.close(file)
         except (OSError, ValueError):
             return None
-        if memories[-1][:_TOKEN].hex() != token:  # another process with that number, in a different container
+        if memories[-1][:_TOKEN].hex() != token:  # another process with this number, in a different container
             return None
     return memories
 
 
 def _cross_memory(handles: Sequence[str]) -> CrossMemory | None:
-    """Reads the memory of the processes behind ``handles``; None if the system refuses."""
+    """A reader of the memory of the processes of ``handles``; None if the system refuses."""
     fields = [handle.split() for handle in handles]
     cross_memory = CrossMemory([int(process) for process, *_ in fields])
-    can = [cross_memory.can_read(i, int(at), bytes.fromhex(probe)) for i, (*_, at, probe) in enumerate(fields)]
-    return cross_memory if all(can) else None
+    readable = [cross_memory.can_read(i, int(at), bytes.fromhex(probe)) for i, (*_, at, probe) in enumerate(fields)]
+    return cross_memory if all(readable) else None

@@ -1,11 +1,11 @@
 """The slot table of a group on one node: shared memory in which each rank has an entry for its call and small data.
 
 A group's calls take the table's slots in turn. In call number 9 each rank writes its signature, and its data or their
-address, to its entry of slot 9 % SLOTS, then CALLED to its phase word; once all words of the slot are CALLED, all its
-entries can be read. A rank that needs no other entry any more writes RELEASED; a slot is used again when all ranks have
-released it. Every word and entry is written by one rank only and words only grow, so there is nothing to lock.
+address, to its entry of slot 9 % SLOTS, then CALLED to its phase word; when all words of the slot are CALLED, all its
+entries can be read. A rank that needs no other entry writes RELEASED; a later call uses the slot when all ranks have
+released it. Only one rank writes each word and entry, and words only grow, so no locks are needed.
 
-Data of medium size lie in staging buffers, of which there are fewer than slots, so that they stay in the caches.
+Data of medium size are in staging buffers, which are fewer than slots, so that they stay in the caches.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from spmd_engine.comm.shared_memory.node import Node
 if TYPE_CHECKING:
     from spmd_engine.comm.pending import Progress
 
-SLOTS = 8  # calls of a group that can be in progress at once; more must wait
-SMALL = 1 << 12  # bytes of data that lie in an entry
-STAGING = 2  # staging buffers of each rank for larger data, used in turn; SLOTS is a multiple
-ROOM = 1 << 18  # bytes of a staging buffer, where ranks are few
+SLOTS = 8  # calls of a group that can be in progress at once; further calls wait
+SMALL = 1 << 12  # bytes of data in an entry
+STAGING = 2  # staging buffers of each rank for larger data, used in turn; divides SLOTS
+ROOM = 1 << 18  # most bytes of a staging buffer; fewer for many ranks
 CALLED, REDUCED, RELEASED = 1, 2, 3  # phases of a call, as each rank writes them
 
 _STEPS = 4  # words count in steps of a call's phases
-_WORDS = 6 * SLOTS + 1  # of each rank: phases, digests, addresses, and whether it has closed the table
+_WORDS = 6 * SLOTS + 1  # of each rank: phases, digests, addresses, and a flag: it has closed the table
 UNREADABLE = -1  # in place of an arena: the other ranks cannot read the array
 
 Address = tuple[int, int]  #: local rank of an arena and the offset in it; or -2 - r and the address in r's own memory
 
 
 class Entries(NamedTuple):
-    """What the ranks of a node wrote to their entries for one call."""
+    """The contents of the entries of a node's ranks for one call."""
 
     signatures: Signatures
-    blocks: list[Any]  #: arrays of all ranks (Block) where they lie; None: unreadable
-    exposed: bool  #: whether others may read or write memory of this rank outside the table
+    blocks: list[Any]  #: arrays of all ranks in place (Block); None: unreadable
+    exposed: bool  #: whether other ranks may read or write memory of this rank outside the table
 
     @property
     def readable(self) -> bool:
@@ -61,13 +61,13 @@ def room_for_table(neighbours: Neighbours, ranks: int) -> int | None:
     neighbours.retire()
     offset = neighbours.own.allocate(size_of_table(ranks))
     if offset is not None:
-        neighbours.view(neighbours.local_rank, offset, (_words(ranks),), np.dtype(np.uint8)).fill(0)
+        neighbours.view(neighbours.local_rank, offset, (_words_size(ranks),), np.dtype(np.uint8)).fill(0)
     return offset
 
 
 def size_of_table(ranks: int) -> int:
     """Bytes of a table for ``ranks`` ranks."""
-    return _words(ranks) + SLOTS * ranks * _entry(ranks) + STAGING * ranks * room_of(ranks)
+    return _words_size(ranks) + SLOTS * ranks * _entry_size(ranks) + STAGING * ranks * room_of(ranks)
 
 
 def table_on(node: Node, members: Sequence[int], rank: int, offset: int = HEAD) -> SlotTable:
@@ -79,9 +79,9 @@ def table_on(node: Node, members: Sequence[int], rank: int, offset: int = HEAD) 
 
 
 class SlotTable:
-    """The slot table as seen by one ``rank`` of its group.
+    """The slot table on one ``rank`` of its group.
 
-    ``memory`` must be zero at first. ``local_ranks``: the group's ranks by their numbers on the node. ``home``: the
+    ``memory`` must be zero initially. ``local_ranks``: the group's ranks by their numbers on the node. ``home``: the
     table's offset if it lies in this rank's arena.
     """
 
@@ -97,18 +97,18 @@ class SlotTable:
         n, self._home = len(local_ranks), home
         self.room = room_of(n)  #: bytes of data that a call can carry inline
         self.rank, self.size, self.neighbours, self.local_ranks = rank, n, neighbours, list(local_ranks)
-        self.ranks: Sequence[int] = range(n)  #: its ranks by their numbers in the communicator
+        self.ranks: Sequence[int] = range(n)  #: the group's ranks by their numbers in the communicator
         self._others = [local for r, local in enumerate(local_ranks) if r != rank]
         self._waker, self._weak = waker, waker.weak
         words = _pieces(memory[: 8 * n * _WORDS].cast("q"), n, _WORDS)
         self._phases, self._digests, self._closed = words[:SLOTS], words[SLOTS : 2 * SLOTS], words[-1]
         addresses = [words[start : start + 2] for start in range(2 * SLOTS, 6 * SLOTS, 2)]
         self._data_at, self._results_at = addresses[:SLOTS], addresses[SLOTS:]
-        entries = _pieces(memory[_words(n) :], _entry(n), SLOTS * n)
-        staging = _pieces(memory[_words(n) + SLOTS * n * _entry(n) :], self.room, STAGING * n)
+        entries = _pieces(memory[_words_size(n) :], _entry_size(n), SLOTS * n)
+        staging = _pieces(memory[_words_size(n) + SLOTS * n * _entry_size(n) :], self.room, STAGING * n)
         self._entries = [entries[slot * n : (slot + 1) * n] for slot in range(SLOTS)]
         self._staging = [staging[i * n : (i + 1) * n] for i in range(STAGING)]
-        self._signatures = [[entry[: _data(n)] for entry in slot] for slot in self._entries]
+        self._signatures = [[entry[: _signature_size(n)] for entry in slot] for slot in self._entries]
 
     # --- phases
 
@@ -121,7 +121,7 @@ class SlotTable:
         return True
 
     def _has_begun(self, number: int, rank: int) -> bool:
-        """Whether ``rank`` of the communicator has begun call ``number``, or need not."""
+        """Whether ``rank`` of the communicator has begun call ``number``, or takes no part in it."""
         if number <= 0 or rank not in self.ranks:
             return True
         return self._phases[number % SLOTS][self.ranks.index(rank)] >= number * _STEPS + CALLED
@@ -139,9 +139,9 @@ class SlotTable:
             yield Condition(partial(self.is_free, number, inline), partial(self._has_begun, number - SLOTS))
 
     def set_phase(self, number: int, phase: int) -> None:
-        """This rank has reached ``phase``. The last rank to do so wakes those that sleep."""
+        """Record that this rank has reached ``phase``. The last rank wakes those that sleep."""
         words, word, waker = self._phases[number % SLOTS], number * _STEPS + phase, self._waker
-        if words[self.rank] >= word:  # written before: a later call may use this slot by now
+        if words[self.rank] >= word:  # already set: a later call may use this slot
             return
         if self._weak:
             waker.fence()
@@ -160,46 +160,46 @@ class SlotTable:
     def exchange(
         self,
         number: int,
-        own: Signature,
+        signature: Signature,
         data: np.ndarray | None,
         result: np.ndarray | None,
         expected: Signatures,
     ) -> Steps:
         """Exchange signatures and data with the other ranks; returns the call's Entries.
 
-        Contiguous ``data`` and the buffer of the ``result`` become readable by the others (None: they do not). If any
-        rank's data are not readable, no rank reads any. ``expected``: the signatures of the last such call.
+        The others can then read contiguous ``data`` and the ``result`` buffer (None: nothing). If any rank's data are
+        not readable, no rank reads any. ``expected``: the signatures of the last such call.
         """
-        yield from self.wait_until_free(number, own.inline)
-        at = self.address(data) if data is not None and not own.inline and data.size else None
-        self.write(number, own, data, at, self.address(result) if result is not None else None)
+        yield from self.wait_until_free(number, signature.inline)
+        address = self.address(data) if data is not None and not signature.inline and data.size else None
+        self.write(number, signature, data, address, self.address(result) if result is not None else None)
         yield from self.reach(number, CALLED)
-        signatures, blocks = self.read(number, expected, data if at is not None else None)
-        return Entries(signatures, blocks, at is not None or result is not None)
+        signatures, blocks = self.read(number, expected, data if address is not None else None)
+        return Entries(signatures, blocks, address is not None or result is not None)
 
     def write(
         self,
         number: int,
         signature: Signature,
         data: np.ndarray | None,
-        at: Address | None = None,
+        address: Address | None = None,
         result: Address | None = None,
     ) -> None:
-        """Fill this rank's entry: with ``data`` if they are inline, else with their address ``at``.
+        """Fill this rank's entry: with ``data`` if they are inline, otherwise with their ``address``.
 
         ``result``: address of this rank's result, which the others may read or write in parts.
         """
         slot = number % SLOTS
         self._write_signature(slot, signature)
         if signature.inline:
-            self._view(slot, self.rank, signature)[...] = data
-        for words, address in (self._data_at[slot], at), (self._results_at[slot], result):
-            words[0][self.rank], words[1][self.rank] = address or (UNREADABLE, 0)
+            self._inline_view(slot, self.rank, signature)[...] = data
+        for words, entry_address in (self._data_at[slot], address), (self._results_at[slot], result):
+            words[0][self.rank], words[1][self.rank] = entry_address or (UNREADABLE, 0)
 
-    def read(self, number: int, expected: Signatures, own: np.ndarray | None) -> tuple[Signatures, list[Any]]:
-        """All ranks' signatures (``expected`` itself if equal) and their data where they lie (None: unreadable).
+    def read(self, number: int, expected: Signatures, own_data: np.ndarray | None) -> tuple[Signatures, list[Any]]:
+        """All ranks' signatures (``expected`` itself if equal) and their data in place (None: unreadable).
 
-        ``own``: this rank's data, if readable by the others.
+        ``own_data``: this rank's data, if the others can read them.
         """
         slot, signatures = number % SLOTS, expected
         if self._digests[slot].tolist() != expected.digests:
@@ -207,22 +207,22 @@ class SlotTable:
         blocks = list(signatures.inline.get(slot) or self._inline_views(slot, signatures))
         for rank, signature in enumerate(signatures.by_rank):
             if not signature.inline and signature.shape is not None:
-                mine = rank == self.rank and own is not None
-                blocks[rank] = own if mine else self._block(slot, rank, signature)
+                mine = rank == self.rank and own_data is not None
+                blocks[rank] = own_data if mine else self._data_block(slot, rank, signature)
         return signatures, blocks
 
     def fast_exchange(
         self, number: int, expected: Signatures, data: np.ndarray | None, progress: Progress, spin_tests: int
     ) -> list[Any] | None:
-        """``exchange`` without a generator, while the other ranks make the ``expected`` call: all blocks.
+        """``exchange`` without a generator, for the ``expected`` call; returns all blocks.
 
-        None: a rank makes another call, or does not arrive within ``spin_tests``. The caller must then ``exchange`` the
-        same data.
+        Returns None if a rank makes another call, or does not arrive within ``spin_tests``. The caller must then
+        ``exchange`` the same data.
         """
         slot, signature = number % SLOTS, expected.by_rank[self.rank]
         words, inline, released = self._phases[slot], signature.inline, (number - SLOTS) * _STEPS + RELEASED
         called = number * _STEPS + CALLED
-        one_slot = inline <= SMALL and not self._weak  # then this test is sufficient
+        one_slot = inline <= SMALL and not self._weak  # then the next test is sufficient
         free = min(words.tolist()) >= released if one_slot else self.is_free(number, inline)
         if not free and not progress.spin(partial(self.is_free, number, inline), spin_tests):
             return None
@@ -244,56 +244,56 @@ class SlotTable:
         return blocks if signatures is expected and Entries(signatures, blocks, True).readable else None
 
     def release_inline(self, number: int) -> None:
-        """``set_phase`` of RELEASED where all data are inline: no rank sleeps until then, except to wait for the slot,
-        and a later call wakes it."""
+        """``set_phase`` of RELEASED for a call with inline data: ranks sleep until then only to wait for the slot, and
+        a later call wakes them."""
         if self._weak:
             self._waker.fence()
         self._phases[number % SLOTS][self.rank] = number * _STEPS + RELEASED
 
     def _write_signature(self, slot: int, signature: Signature) -> None:
-        """Write this rank's signature, unless an earlier call has left it there."""
+        """Write this rank's signature, unless an earlier call has already written it to this slot."""
         digests = self._digests[slot]
         if digests[self.rank] != signature.digest:
             self._signatures[slot][self.rank][: len(signature.packed)] = signature.packed
             digests[self.rank] = signature.digest
 
     def _inline_views(self, slot: int, signatures: Signatures) -> list[Any]:
-        views = [self._view(slot, rank, own) if own.inline else None for rank, own in enumerate(signatures.by_rank)]
+        views = [self._inline_view(slot, rank, s) if s.inline else None for rank, s in enumerate(signatures.by_rank)]
         signatures.inline[slot] = views
         return views
 
     def results(self, number: int, shape: Sequence[int], dtype: np.dtype) -> list[Any]:
         """The result buffers of all ranks, of this shape (Block; None: unreadable)."""
         words = self._results_at[number % SLOTS]
-        return [self._at(words, rank, shape, dtype) for rank in range(self.size)]
+        return [self._block_at(words, rank, shape, dtype) for rank in range(self.size)]
 
     def result_arenas(self, number: int) -> list[int]:
-        """The arenas of the result buffers, as in an Address; UNREADABLE: the others cannot read it."""
+        """The arenas of the result buffers, as in an Address; UNREADABLE: the other ranks cannot read the buffer."""
         return self._results_at[number % SLOTS][0].tolist()
 
-    def _block(self, slot: int, rank: int, signature: Signature) -> Block | None:
+    def _data_block(self, slot: int, rank: int, signature: Signature) -> Block | None:
         shape, dtype = signature.array_type
         if 0 in shape and signature.host:
             return np.empty(shape, dtype)
-        return self._at(self._data_at[slot], rank, shape, dtype)
+        return self._block_at(self._data_at[slot], rank, shape, dtype)
 
-    def _at(self, words: Sequence[memoryview], rank: int, shape: Sequence[int], dtype: np.dtype) -> Block | None:
+    def _block_at(self, words: Sequence[memoryview], rank: int, shape: Sequence[int], dtype: np.dtype) -> Block | None:
         local, offset = words[0][rank], words[1][rank]
         if local >= 0:
             return self.neighbours.view(local, offset, shape, dtype)
         reader = self.neighbours.cross_memory
         return RemoteArray(reader, -2 - local, offset, shape, dtype) if local != UNREADABLE and reader else None
 
-    def _view(self, slot: int, rank: int, signature: Signature) -> np.ndarray:
+    def _inline_view(self, slot: int, rank: int, signature: Signature) -> np.ndarray:
         shape, dtype = signature.array_type
         if signature.inline > SMALL:
             return np.ndarray(shape, dtype, self._staging[slot % STAGING][rank])
-        return np.ndarray(shape, dtype, self._entries[slot][rank], _data(self.size))
+        return np.ndarray(shape, dtype, self._entries[slot][rank], _signature_size(self.size))
 
     def address(self, x: np.ndarray, sliced: bool = False) -> Address | None:
-        """Where the other ranks can read contiguous ``x``: in this rank's arena, or in its own memory.
+        """The address at which other ranks can read contiguous ``x``: in this rank's arena, or in its ordinary memory.
 
-        Own memory that is ``sliced`` along another axis than the first cannot be read.
+        None if they cannot, as for ordinary memory that is ``sliced`` along another axis than the first.
         """
         offset = self.neighbours.offset(x)
         if offset is not None:
@@ -302,7 +302,7 @@ class SlotTable:
         return (-2 - self.neighbours.local_rank, address_of(x)) if reads else None
 
     def close(self) -> bool:
-        """Stop using the table. Returns False, to be called again, while others may read this rank's memory."""
+        """Stop using the table. Returns False while others may still use this rank's memory: call it again later."""
         self._closed[self.rank] = 1
         if self._home is None:
             return True
@@ -312,20 +312,20 @@ class SlotTable:
         return True
 
 
-def _words(ranks: int) -> int:
+def _words_size(ranks: int) -> int:
     return _aligned(8 * ranks * _WORDS)
 
 
-def _data(ranks: int) -> int:
+def _signature_size(ranks: int) -> int:
     return _aligned(room(ranks))
 
 
-def _entry(ranks: int) -> int:
-    return _data(ranks) + SMALL
+def _entry_size(ranks: int) -> int:
+    return _signature_size(ranks) + SMALL
 
 
 def room_of(ranks: int) -> int:
-    """Bytes of inline data of a rank, in a group of so many ranks."""
+    """Bytes of inline data of a rank, in a group of this size."""
     return max(min(ROOM, (1 << 22) // ranks // ALIGNMENT * ALIGNMENT), SMALL)
 
 

@@ -1,6 +1,6 @@
-"""Transport by messages between two ranks: between nodes, for device memory, and for what the MPI library cannot do.
+"""Transport by messages between two ranks: between nodes, for device memory, and for calls that the library cannot do.
 
-Blocks go directly from owner to reader, all at once, so that a rank that was busy finds them complete when it polls.
+Each owner sends blocks directly to each reader, all at once, so that a busy rank finds them complete when it polls.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ COLLECTIVE_TAGS = 4096 * PHASES  # collectives use lower tags, send and receive 
 
 
 def tag(number: int, phase: int) -> int:
-    """The tag of messages of call ``number`` in this phase."""
+    """The tag of the messages of call ``number`` in ``phase``."""
     return number * PHASES % COLLECTIVE_TAGS + phase
 
 
 class MessagePart:
-    """Some ranks of a communicator, including this one, in an order of their own, to exchange messages."""
+    """Some ranks of a communicator, including this one, in any order, to exchange messages."""
 
     def __init__(self, communicator: Communicator, members: Sequence[int]) -> None:
         self.members = list(members)  #: ranks of the communicator
@@ -50,12 +50,12 @@ Ranks = Union["Communicator", MessagePart]  #: ranks that can exchange messages
 
 
 def exchange(ranks: Ranks, outgoing: Sequence[Array | None], incoming: Sequence[Array | None], tag: int) -> Steps:
-    """Send ``outgoing[r]`` to each other rank r and fill ``incoming[r]`` from it; None or empty: nothing."""
-    backends = {id(b): b for b in (backend_of(x) for x in (*outgoing, *incoming) if x is not None)}
+    """Send ``outgoing[r]`` to each other rank r and fill ``incoming[r]`` from it; None or empty: no message."""
+    backends = {id(backend): backend for backend in (backend_of(x) for x in (*outgoing, *incoming) if x is not None)}
     for backend in backends.values():
         backend.synchronize()  # MPI accesses device memory without waiting for its stream
     requests = Requests(ranks)
-    for step in range(1, ranks.size):  # rank r begins with r + 1, so that ranks have different first targets
+    for step in range(1, ranks.size):  # rank r begins with rank r + 1, so that first targets differ
         source = (ranks.rank - step) % ranks.size
         if (x := incoming[source]) is not None and x.size:
             requests.add(source, ranks.start_receive(x, source, tag))
@@ -74,12 +74,12 @@ class Messages(Transport):
         self._ranks, self._tag = ranks, tag(number, DATA)
 
     def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
-        own = x[parts[self.rank]]
-        yield from exchange(self._ranks, [own] * self.size, [x[part] for part in parts], self._tag)
+        block = x[parts[self.rank]]
+        yield from exchange(self._ranks, [block] * self.size, [x[part] for part in parts], self._tag)
 
     def all_to_all(self, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True) -> Steps:
         outgoing, incoming = [x[part] for part in parts], [out[part] for part in out_parts]
         yield from exchange(self._ranks, outgoing, incoming, self._tag)
 
     def _elements_a_round(self, itemsize: int) -> int:
-        return max(1, self.tuning.piece // itemsize)  # messages have no largest count: they are sent in pieces
+        return max(1, self.tuning.piece // itemsize)  # messages have no largest count, as they are sent in pieces

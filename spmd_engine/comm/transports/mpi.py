@@ -1,8 +1,8 @@
 """Transport by the MPI library's nonblocking collectives, with data in host memory.
 
-All ranks must start them in the same order on a communicator. So a call starts to move data when all earlier calls have
-started their last collective, or need none, or have failed (``CallOrder``); and only after all ranks have agreed on the
-call, as MPI libraries survive neither unequal sizes nor ranks that never arrive.
+All ranks must start these collectives in the same order on a communicator. So a call starts to move data when all
+earlier calls have started their last collective, or need none, or have failed (``CallOrder``); and only after all ranks
+have agreed on the call, as MPI libraries survive neither unequal sizes nor ranks that never arrive.
 """
 
 from __future__ import annotations
@@ -23,56 +23,56 @@ _KINDS = "iufc"  # of dtypes that the library sums
 
 
 class NonblockingCollectives(Transport):
-    """See ``Transport``. Max, min and prod are in rank order; sums of many ranks in the library's (see ``Tuning``)."""
+    """See ``Transport``. Max, min and prod are in rank order; sums of many ranks in library order (see ``Tuning``)."""
 
     def __init__(self, comm: MPI.Comm, call_order: CallOrder, tuning: Tuning, number: int = 0) -> None:
         self.rank, self.size, self.tuning = comm.rank, comm.size, tuning
         self._comm, self._call_order, self._number = comm, call_order, number
 
     def of_call(self, number: int, in_rank_order: bool) -> NonblockingCollectives:
-        """The transport of a call; ``in_rank_order``: for all sums."""
+        """The transport of a call; ``in_rank_order``: whether all sums are in rank order."""
         tuning = replace(self.tuning, in_rank_order=self.size) if in_rank_order else self.tuning
         return NonblockingCollectives(self._comm, self._call_order, tuning, number)
 
     def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
         yield from self._call_order.wait(self._number)
-        request = self._comm.Iallgatherv(MPI.IN_PLACE, _in_bytes(x, parts))
-        yield from self._begun(request, last)
+        request = self._comm.Iallgatherv(MPI.IN_PLACE, _byte_buffer(x, parts))
+        yield from self._complete(request, last)
 
     def all_to_all(self, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True) -> Steps:
         yield from self._call_order.wait(self._number)
-        request = self._comm.Ialltoallv(_in_bytes(x, parts, self.rank), _in_bytes(out, out_parts, self.rank))
-        yield from self._begun(request, last)
+        request = self._comm.Ialltoallv(_byte_buffer(x, parts, self.rank), _byte_buffer(out, out_parts, self.rank))
+        yield from self._complete(request, last)
 
     def broadcast(self, x: Array, root: int) -> Steps:
         """Fill ``x`` from ``root``."""
         yield from self._call_order.wait(self._number)
         request = self._comm.Ibcast([x.view(np.uint8), MPI.BYTE], root)
-        yield from self._begun(request, True)
+        yield from self._complete(request, True)
 
     def reduce_scatter(self, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True) -> Steps:
-        """See ``Transport``; the sum of many ranks is in an order of the library's own, 16-bit floats in float32."""
+        """See ``Transport``. Sums of many ranks are in the library's order, those of 16-bit floats in float32."""
         wide = accumulated_in(x.dtype)
         native = x.dtype.isnative and (x.dtype.kind in _KINDS or wide != x.dtype)
         if self.size <= self.tuning.in_rank_order or reduction not in ("sum", "mean") or not native:
             yield from super().reduce_scatter(x, parts, out, reduction, last=last)
             return
-        # Both have a name so that they live until the request is done: mpi4py does not keep them.
-        given, total = x.astype(wide, copy=False), np.empty(out.shape, wide)
+        # Variables keep both arrays until the request is done: mpi4py does not.
+        operand, total = x.astype(wide, copy=False), np.empty(out.shape, wide)
         yield from self._call_order.wait(self._number)
         counts = [part.stop - part.start for part in parts]
-        request = self._comm.Ireduce_scatter(given, total, counts, MPI.SUM)
-        yield from self._begun(request, last)
+        request = self._comm.Ireduce_scatter(operand, total, counts, MPI.SUM)
+        yield from self._complete(request, last)
         out[...] = total / wide.type(self.size) if reduction == "mean" else total
 
-    def _begun(self, request: MPI.Request, last: bool) -> Steps:
+    def _complete(self, request: MPI.Request, last: bool) -> Steps:
         if last:
             self._call_order.finish(self._number)
-        yield Condition(request.Test, lambda rank: True, messages=True)  # all ranks have agreed to the call
+        yield Condition(request.Test, lambda rank: True, messages=True)  # all ranks have agreed on the call
 
 
-def _in_bytes(x: np.ndarray, parts: Parts, but: int | None = None) -> list:
-    """Parts of ``x`` as an MPI buffer specification; rank ``but`` has none."""
+def _byte_buffer(x: np.ndarray, parts: Parts, excluded_rank: int | None = None) -> list:
+    """Parts of ``x`` as an MPI buffer specification, empty for ``excluded_rank``."""
     size = x.itemsize
-    counts = [(part.stop - part.start) * size if r != but else 0 for r, part in enumerate(parts)]
+    counts = [(part.stop - part.start) * size if r != excluded_rank else 0 for r, part in enumerate(parts)]
     return [x.view(np.uint8), counts, [part.start * size for part in parts], MPI.BYTE]

@@ -1,6 +1,6 @@
 """Transport by memory that ranks of one node share, or read in each other's processes.
 
-Blocks are reduced in rank order, where they lie, in pieces that stay in the cache.
+Reductions read blocks in place, in rank order, in pieces that stay in the cache.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from spmd_engine.comm.transports.transport import Parts, Transport
 if TYPE_CHECKING:
     from spmd_engine.comm.dispatch import Tuning
 
-CACHE = 1 << 19  # bytes of all ranks' blocks together that are reduced at a time: they stay in the second-level cache
-LINE = 64  # bytes of a cache line, which two ranks should not write to
+CACHE = 1 << 19  # bytes of all ranks' blocks together that one step reduces: they fit into the second-level cache
+LINE = 64  # bytes of a cache line: two ranks should not write to the same one
 
 
 class SharedMemory(Transport):
@@ -57,10 +57,10 @@ class SharedMemory(Transport):
         yield from ()
 
     def all_reduce(self, x: np.ndarray, out: np.ndarray, reduction: str) -> Steps:
-        """Each rank reduces a part of ``x`` and writes it to all results, if all are in shared memory; otherwise the
-        other ranks read it."""
+        """Each rank reduces a part of ``x`` and writes it to all results if they are in shared memory; otherwise the
+        other ranks read the part."""
         results = self.table.results(self.number, out.shape, out.dtype)
-        parts = [_between_lines(out, self.size, r) for r in range(self.size)]
+        parts = [_split_at_cache_lines(out, self.size, r) for r in range(self.size)]
         mine, shared = parts[self.rank], min(self.table.result_arenas(self.number)) >= 0
         written = [out, *(result for r, result in enumerate(results) if r != self.rank)] if shared else [out]
         blocks = [flat(block)[mine] for block in self.blocks]
@@ -74,14 +74,14 @@ class SharedMemory(Transport):
                 fill(out[part], results[r][part])
 
     def end(self) -> Steps:
-        """Release the others' memory, and continue when no rank needs this rank's memory any more."""
+        """Release the others' memory, and continue when no other rank needs this rank's memory."""
         self.table.set_phase(self.number, RELEASED)
         if self._exposed:
             yield from self.table.reach(self.number, RELEASED)
 
 
 def readable(table: SlotTable, x: np.ndarray, tuning: Tuning, sliced: bool) -> np.ndarray | None:
-    """Contiguous ``x``, or a copy of it, where the other ranks can read it; None if there is no room.
+    """Contiguous ``x`` or a copy, in memory that the other ranks can read; None if there is no room.
 
     ``sliced``: see ``SlotTable.address``.
     """
@@ -115,22 +115,22 @@ def readable_with_result(
 
 
 def keeps_apart(out: Array, x: Array, part: tuple[slice | EllipsisType, ...]) -> bool:
-    """Whether ``out`` may be written while others read ``x`` except this ``part``, which ``out`` may be."""
-    overlaps = isinstance(x, np.ndarray) and isinstance(out, np.ndarray) and np.may_share_memory(out, x)
-    return not overlaps or (x[part].flags.c_contiguous and address_of(x[part]) == address_of(out))
+    """Whether a rank may write ``out`` while others read ``x`` except ``part``. ``out`` may be this part."""
+    overlap = isinstance(x, np.ndarray) and isinstance(out, np.ndarray) and np.may_share_memory(out, x)
+    return not overlap or (x[part].flags.c_contiguous and address_of(x[part]) == address_of(out))
 
 
-def _between_lines(x: np.ndarray, parts: int, index: int) -> slice:
-    """Part ``index`` of flat ``x``, split between cache lines."""
+def _split_at_cache_lines(x: np.ndarray, parts: int, index: int) -> slice:
+    """Part ``index`` of flat ``x``, split at multiples of a cache line."""
     unit = max(1, LINE // x.itemsize)
     part = span(-(-x.size // unit), parts, index)
     return slice(min(part.start * unit, x.size), min(part.stop * unit, x.size))
 
 
 def reduce_in_pieces(outs: Sequence[np.ndarray], blocks: Sequence[Block], reduce: Reducer) -> None:
-    """Each of ``outs``, all flat, = the reduction of ``blocks``. The first may be one of them; else none overlap.
+    """Write the reduction of ``blocks`` to each of ``outs``, all flat. The first may be a block; no others overlap.
 
-    Blocks are reduced in pieces that fit into the cache together.
+    It proceeds in pieces of the blocks that fit into the cache together.
     """
     first, *others = outs
     step = max(1, CACHE // len(blocks) // first.itemsize)

@@ -1,4 +1,4 @@
-"""Interface of a transport, with the other collectives on top of all_gather and all_to_all."""
+"""Interface of a transport, which implements the other collectives by all_gather and all_to_all."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Parts = Sequence[slice]  #: of a flat array, by rank
 
 
 class Transport(ABC):
-    """Moves the data of an agreed call among ``size`` ranks, of which this is ``rank``.
+    """Moves the data of an agreed call among ``size`` ranks; this rank is ``rank``.
 
-    Arrays are flat and contiguous, and parts of them are slices by rank. Every method is a generator (see
-    ``pending``). ``last`` says that nothing more of this call follows. A transport implements all_gather, and
-    all_to_all or reduce_scatter, and overrides others with faster ones; ``dispatch`` never chooses it for the rest.
+    Arrays are flat and contiguous, and their parts are slices by rank. Every method is a generator (see ``pending``).
+    ``last``: whether this is the last transfer of the call. A transport implements all_gather, and all_to_all or
+    reduce_scatter, and may override the other methods; ``dispatch`` never chooses it for a method that it lacks.
     """
 
     rank: int
@@ -31,57 +31,57 @@ class Transport(ABC):
 
     @abstractmethod
     def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
-        """Fill each other rank's part of ``x`` with what that rank has there."""
+        """Fill each other rank's part of ``x`` from that rank's ``x``."""
 
     def all_reduce(self, x: Array, out: Array, reduction: str) -> Steps:
         """``out`` = the reduction of ``x`` over ranks. ``out`` may be ``x``.
 
-        It is a reduce_scatter, then an all_gather of the same parts, with bit-identical results.
+        A reduce_scatter, then an all_gather of the same parts; results are bit-identical on all ranks.
         """
         parts = [span(x.size, self.size, r) for r in range(self.size)]
         yield from self.reduce_scatter(x, parts, out[parts[self.rank]], reduction, last=False)
         yield from self.all_gather(out, parts)
 
     def all_to_all(self, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True) -> Steps:
-        """Send part r of ``x`` to each other rank r, and fill part r of ``out`` with what that rank sends.
+        """Send part r of ``x`` to each other rank r, and fill part r of ``out`` with the part that rank r sends.
 
-        This rank's own part of ``x`` is not moved, and its part of ``out`` not written to.
+        It does not read this rank's part of ``x``, nor write this rank's part of ``out``.
         """
         raise NotImplementedError
 
     def broadcast(self, x: Array, root: int) -> Steps:
-        """Fill ``x`` from ``root``: scatter parts, then gather them, so that no rank sends ``x`` n times."""
+        """Fill ``x`` from ``root``: scatter parts, then gather them, so that no rank sends n copies of ``x``."""
         parts = [span(x.size, self.size, r) for r in range(self.size)]
-        nothing = [slice(0, 0)] * self.size
-        incoming = list(nothing)
+        empty = [slice(0, 0)] * self.size
+        incoming = list(empty)
         if self.rank != root:
             incoming[root] = parts[self.rank]
-        outgoing = parts if self.rank == root else nothing
+        outgoing = parts if self.rank == root else empty
         yield from self.all_to_all(x, outgoing, x, incoming, last=False)
         yield from self.all_gather(x, parts)
 
     def reduce_scatter(self, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True) -> Steps:
         """``out`` = the reduction over ranks of part ``rank`` of ``x``, in an order fixed by the transport.
 
-        ``out`` may be this rank's part of ``x``, or of the dtype in which ``x`` is accumulated. Here it is in rank
-        order, and in rounds of bounded memory.
+        ``out`` may be this rank's part of ``x``, or have the dtype in which ``x`` is accumulated. This implementation
+        is in rank order, in rounds of bounded memory.
         """
         step = self._elements_a_round(x.itemsize)
         space = backend_of(out).empty((self.size * min(step, out.size),), x.dtype)
         rounds = max(1, -(-max(part.stop - part.start for part in parts) // step))
         for i in range(rounds):
-            ours = out[i * step : (i + 1) * step]
+            target = out[i * step : (i + 1) * step]
             pieces = [slice(min(p.start + i * step, p.stop), min(p.start + (i + 1) * step, p.stop)) for p in parts]
-            places = spans([ours.size] * self.size)
+            places = spans([target.size] * self.size)
             end = last and i == rounds - 1
             yield from self.all_to_all(x, pieces, space, places, last=end)
-            if ours.size:
+            if target.size:
                 blocks = [space[place] for place in places]
                 blocks[self.rank] = x[pieces[self.rank]]
-                reduce_into(ours, blocks, reduction)
+                reduce_into(target, blocks, reduction)
 
     def end(self) -> Steps:
-        """Called last. Continues when the other ranks no longer need this rank's memory."""
+        """The last method of a call: continues when no other rank needs this rank's memory."""
         yield from ()
 
     def _elements_a_round(self, itemsize: int) -> int:
