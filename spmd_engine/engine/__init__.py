@@ -1,4 +1,4 @@
-"""Engines: the abstract ShardedEngine, the layered engine, how it stores and schedules, and optimizers."""
+"""Engines: the abstract ShardedEngine, the layered engine with its storage and schedules, and optimizers."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""ShardedEngine: what a sharded model must define, and what it is given."""
+"""ShardedEngine: the methods that a sharded model defines, and those that it inherits."""
 
 from __future__ import annotations
 
@@ -61,50 +61,50 @@ class ShardedEngine(Collectives, ABC):
         Take this rank's blocks from a mapping of names to whole, sliceable arrays (NumPy arrays, memory maps,
         slices of a safetensors file). ``self.block(name, array)`` takes a block by its sharding.
     ``forward(x)``
-        The output; None on ranks that do not have it. Save what the backward needs with ``self.tape.push``.
+        The output; None on ranks without it. Save what the backward needs with ``self.tape.push``.
     ``backward(grads)``
-        ``{name: gradient}`` like ``parameters``, reduced over the ranks, for the gradient of the output; take
-        back with ``self.tape.pop``. Set ``self.input_gradient`` if something comes before this engine.
+        ``{name: gradient}`` like ``parameters``, reduced over the ranks, for the gradient of the output. Read what the
+        forward saved with ``self.tape.pop``. Set ``self.input_gradient`` if another module precedes this engine.
 
-    To train, save, show and verify it, declare also what this rank holds and how it is sharded:
+    To train, save, show and verify the model, also declare:
 
-    ``parameters``        name -> array stored here; the optimizer updates it in place
-    ``shardings``         name -> ``"d f/model"``; a parameter without one is whole on every rank
-    ``input_sharding``, ``output_sharding``, ``target_sharding``   of the batch's blocks; targets are like outputs.
-                          Without them, every rank has the whole batch, and gradients must not be summed
+    ``parameters``        name -> this rank's array, which the optimizer updates in place
+    ``shardings``         name -> ``"d f/model"``; a parameter without a sharding is replicated
+    ``input_sharding``, ``output_sharding``, ``target_sharding``   of the batch's blocks; by default targets are sharded
+                          as outputs. Without them every rank has the whole batch, and must not sum gradients
     ``loss``              a function (outputs, targets, count=n) -> (value, gradient); by default mean_squared_error.
-                          Its gradient has the 1/n of the global batch in it: a backward only sums
-    ``metrics``           name -> function (outputs, targets) -> the number of targets here for which something holds
+                          Its gradient includes the factor 1/n of the global batch: a backward only sums
+    ``metrics``           name -> function (outputs, targets) -> the number of this rank's targets that satisfy it
 
-    ``self.tape.push(x)`` comes back as ``x = self.tape.pop()``, ``push(x, z)`` as ``x, z = pop()``.
+    ``x = self.tape.pop()`` returns what ``self.tape.push(x)`` saved; ``x, z = pop()`` what ``push(x, z)`` saved.
 
     Collectives (``send``, ``receive``, ``all_gather``, ``all_reduce``, ``reduce_scatter``, ``all_to_all``,
-    ``broadcast``, ``barrier``) go over the whole world, or ``over="data"``. Everything here works whether or
-    not ``__init__`` calls ``super().__init__()``.
+    ``broadcast``, ``barrier``) run over the whole world, or over ``over="data"``. A subclass need not call
+    ``super().__init__()``.
     """
 
     parameters: Mapping[str, Array] = MappingProxyType({})
     shardings: Mapping[str, str] = MappingProxyType({})
     gradients: Mapping[str, Array] = MappingProxyType({})  #: of the last step, like ``owned``
     buffers: Mapping[str, Array] = MappingProxyType({})  #: this rank's blocks of state without a gradient
-    #: What this rank alone keeps from step to step, beside the model: compression's residues. None: no rank does.
+    #: State of this rank alone between steps: the residues of gradient compression. None: no rank has any.
     residues: Mapping[str, Array] | None = None
     #: Auxiliary losses and counts of the last step, whole, on every rank; see ``layers.SideOutput``.
     side_outputs: Mapping[str, np.ndarray] = MappingProxyType({})
     backend: Backend = CPU
-    _known_shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # of whole arrays, while placements are made
+    _known_shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # global shapes, while a placement is computed
     input_sharding: str = ""
     output_sharding: str = ""
     outputs_everywhere: bool = False  #: whether ``forward`` returns the whole output on every rank
     loss: Loss = staticmethod(mean_squared_error)
-    #: What evaluations and steps report beside the loss, by name: see ``Evaluation``.
+    #: Functions by name that evaluations and steps report in addition to the loss: see ``Evaluation``.
     metrics: Mapping[str, Metric] = MappingProxyType({})
-    #: Their values for the last step's batch, before its update: the fraction of targets for which each holds.
+    #: Metrics of the last step's batch, before its update: the fraction of targets that satisfy each.
     training_metrics: Mapping[str, float] = MappingProxyType({})
     input_gradient: Array = None  #: of the last backward; None before
     _is_checked: bool = False  # whether its declarations have been checked
-    checks_gradients: bool = True  #: whether names and shapes of what a user's backward returns are compared
-    checks_replicas: bool = True  #: whether the next step compares the gradients of ranks that hold the same block
+    checks_gradients: bool = True  #: whether the names and shapes of a user's gradients are checked
+    checks_replicas: bool = True  #: whether the next step compares gradients between ranks with the same block
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -124,11 +124,11 @@ class ShardedEngine(Collectives, ABC):
     def backward(self, grads: Array) -> dict[str, Array]:
         """The parameters' gradients, summed over the batch, for the output's gradient (None: no output here)."""
 
-    # --- where we are ------------------------------------------------------------------------------------
+    # --- position on the mesh ----------------------------------------------------------------------------
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of this engine: all ranks on one axis, ``data``, unless another was set."""
+        """The mesh of this engine: by default all ranks on one axis, ``data``."""
         if "_mesh" not in self.__dict__:
             self._mesh = Mesh()
         return self._mesh
@@ -158,25 +158,25 @@ class ShardedEngine(Collectives, ABC):
 
     @property
     def buffer_names(self) -> Sequence[str]:
-        """All buffers of the model, in the same order on every rank, whether a part is here or not."""
+        """All buffers of the model, in the same order on every rank, including those without a part on this rank."""
         return tuple(self.buffers)
 
     def buffer_index(self, name: str) -> Index | None:
-        """Which part of a whole buffer is stored here; None if nothing is. By default, all of it."""
+        """The part of a whole buffer that this rank stores; None if none. By default, the whole buffer."""
         return tuple(slice(0, n) for n in self.buffers[name].shape) if name in self.buffers else None
 
     def gather_buffer(self, name: str, *, root: int | None = None) -> Array | None:
-        """As ``gather``, of a buffer."""
+        """As ``gather``, for a buffer."""
         return self._gathered(name, self.buffers.get(name), False, root)
 
     @property
     def names(self) -> Sequence[str]:
-        """All parameters of the model, in the same order on every rank, whether a part is here or not."""
+        """All parameters of the model, in the same order on every rank, including those without a part on this rank."""
         return tuple(self.parameters)
 
     @property
     def owned(self) -> Mapping[str, Array]:
-        """What this rank's optimizer updates: by default every parameter stored here."""
+        """The arrays that this rank's optimizer updates: by default all its parameters."""
         return self.parameters
 
     def named(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -184,29 +184,29 @@ class ShardedEngine(Collectives, ABC):
         return arrays
 
     def decays(self, key: str) -> bool:
-        """Whether weight decay applies to this key of ``owned``: by default, to what has two dims or more."""
+        """Whether weight decay applies to this key of ``owned``: by default, if its array has two dims or more."""
         return self.owned[key].ndim > 1
 
     def after_update(self) -> None:
-        """Called when the optimizer has changed ``owned``."""
+        """Called after the optimizer has changed ``owned``."""
 
     def take_residues(self, residues: Mapping[str, Array]) -> bool:
-        """Continue from this rank's earlier ``residues``; False, on all ranks, if they do not fit and are left out."""
+        """Continue with this rank's saved ``residues``; False, on all ranks, if they do not fit and are dropped."""
         return not residues
 
-    #: Whether a checkpoint may be loaded by filling ``parameters`` and ``buffers`` where they are, with ``filled()``
-    #: called then: each block is read by one rank, which gives others theirs. Else ``load_checkpoint`` slices arrays.
+    #: Whether loading a checkpoint may fill ``parameters`` and ``buffers`` in place and call ``filled()``: one rank
+    #: reads each block and sends it to the others. Otherwise ``load_checkpoint`` slices arrays.
     is_filled_in_place: bool = False
 
     def filled(self) -> None:
-        """Called when ``parameters`` and ``buffers`` have been filled anew; the optimizer has changed nothing."""
+        """Called after a load has filled ``parameters`` and ``buffers``; the optimizer has changed nothing."""
         self.after_update()
 
     def update_skipped(self) -> None:
-        """Called in place of that where a step updates nothing, since its gradients are not finite."""
+        """Called instead of ``after_update`` when a step updates nothing, because its gradients are not finite."""
 
     def sharding(self, name: str) -> Spec:
-        """How a parameter is sharded."""
+        """The sharding of a parameter."""
         if name in self.shardings:
             return read_sharding(self, f"shardings[{name!r}]", self.shardings[name])
         if name not in self.parameters:
@@ -214,19 +214,19 @@ class ShardedEngine(Collectives, ABC):
         return Spec.parse(" ".join("ijklmnop"[: np.ndim(self.parameters[name])]))
 
     def owned_sharding(self, name: str) -> Spec:
-        """How gradients and optimizer state of a parameter are sharded: by default, as the parameter is."""
+        """The sharding of a parameter's gradients and optimizer state: by default, that of the parameter."""
         return self.sharding(name)
 
     def index(self, name: str) -> Index | None:
-        """Which part of a whole parameter is stored here; None if nothing is. Collective if sizes are not known."""
+        """The part of a whole parameter that this rank stores; None if none. Collective if sizes are not known."""
         return self.sharding(name).block(self.global_shape(name), self.mesh)
 
     def owned_index(self, name: str) -> Index | None:
-        """Which part of a whole parameter this rank updates, and holds gradients and optimizer state of."""
+        """The part of a whole parameter that this rank updates, and whose gradients and optimizer state it holds."""
         return self.owned_sharding(name).block(self.global_shape(name), self.mesh)
 
     def addressable_shard(self, name: str) -> Shard | None:
-        """The part of a parameter that is stored here, and where it lies in the whole; None if nothing is.
+        """This rank's part of a parameter, and its place in the whole; None if this rank stores none.
 
         Raises UsageError if the model has no such parameter.
         """
@@ -236,19 +236,19 @@ class ShardedEngine(Collectives, ABC):
         return None if index is None else Shard(index, self.parameters[name])
 
     def block(self, name: str, array: Any, owned: bool = False) -> Array:
-        """This rank's (or only its owned) part of a whole array, which is read by slices alone.
+        """This rank's part (if ``owned``, the part that it updates) of a whole array, which is read only by slices.
 
-        A contiguous copy, since it will be updated in place. An array whose slices are copies already says so by an
-        attribute ``slices_are_copies``, as those of a ``Checkpoint`` do, and is not copied twice.
+        The result is a contiguous copy, since it will be updated in place. An array with an attribute
+        ``slices_are_copies``, such as those of a ``Checkpoint``, is not copied twice.
         """
         part = array[self._index_in(name, array, owned)]
-        return _own(part, self.backend, fresh=getattr(array, "slices_are_copies", False))
+        return _copy_to_backend(part, self.backend, fresh=getattr(array, "slices_are_copies", False))
 
     def _index_in(self, name: str, array: Any, owned: bool) -> Any:
-        """Where this rank's part lies in a whole array."""
+        """The index of this rank's part in a whole array."""
         if name not in self.shardings and not owned:
             return tuple(slice(0, length) for length in array.shape)
-        # By the array's own shape: while loading, the engine may not know its parameters' yet.
+        # By the array's own shape: during a load, the engine may not know the shapes of its parameters yet.
         spec = self.owned_sharding(name) if owned else self.sharding(name)
         check_letters(self, name, spec, array)
         return spec.block(tuple(array.shape), self.mesh)
@@ -266,10 +266,10 @@ class ShardedEngine(Collectives, ABC):
         return tuple(shape)
 
     def placement(self, owned: bool = False) -> Placement:
-        """Which part of every array each rank stores, or (``owned``) of every parameter updates.
+        """The part of every array that each rank stores, or (``owned``) of every parameter that it updates.
 
         Ranks are those of ``group()``.
-        Collective over the world: two all_gathers for all arrays together, whatever their number.
+        Collective over the world: two all_gathers for all arrays together.
         """
         return exchange_placements(self.group(), self._held_here(owned))
 
@@ -281,9 +281,9 @@ class ShardedEngine(Collectives, ABC):
         finally:
             del self._known_shapes
         indices |= {name: self.buffer_index(name) for name in self.buffer_names if not owned}
-        here = {name: Rectangle.of(index) for name, index in indices.items() if index is not None}
+        rectangles = {name: Rectangle.of(index) for name, index in indices.items() if index is not None}
         arrays = {**self.parameters, **self.buffers}
-        return {name: (arrays[name].dtype, part) for name, part in here.items()}
+        return {name: (arrays[name].dtype, rectangle) for name, rectangle in rectangles.items()}
 
     def _ask_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The whole shapes of parameters, from the blocks of all ranks. Collective over the world."""
@@ -293,12 +293,12 @@ class ShardedEngine(Collectives, ABC):
     def gather(self, name: str, *, root: int | None = None) -> Array | None:
         """The whole parameter, on every rank or only on ``root``. Collective over the world.
 
-        A rank that ends instead, or gathers something else, turns it into a MismatchError on all, never a hang.
+        Raises MismatchError on all ranks, instead of a hang, if a rank ends or gathers another array.
         """
         return self._gathered(name, self.parameters.get(name), False, root)
 
     def gather_owned(self, name: str, arrays: Mapping[str, Array], *, root: int | None = None) -> Array | None:
-        """As ``gather``, of arrays like ``owned`` (``gradients``, a kind of optimizer state)."""
+        """As ``gather``, for arrays like ``owned`` (``gradients``, a kind of optimizer state)."""
         return self._gathered(name, self.named(arrays).get(name), True, root)
 
     def _gathered(self, name: str, part: Array | None, owned: bool, root: int | None) -> Array | None:
@@ -307,9 +307,9 @@ class ShardedEngine(Collectives, ABC):
         return assemble(self, name, part, owned, root)
 
     def counts_here(self, name: str) -> bool:
-        """Whether this rank is the one, among those that own the same part of a parameter, to count it in a sum."""
-        sharded = self.owned_sharding(name).axes
-        return all(place == 0 for axis, place in self.mesh.coordinates.items() if axis not in sharded)
+        """Whether a sum counts this rank's part of a parameter: on one of the ranks that own the same part."""
+        sharded_axes = self.owned_sharding(name).axes
+        return all(coordinate == 0 for axis, coordinate in self.mesh.coordinates.items() if axis not in sharded_axes)
 
     def gradient_norm(self) -> float:
         """The 2-norm of the whole gradient, each element counted once. Collective over the world."""
@@ -320,15 +320,15 @@ class ShardedEngine(Collectives, ABC):
 
     @property
     def _counts_all(self) -> bool:
-        """Whether every rank counts the whole gradient, and so needs no other's part."""
+        """Whether every rank counts the whole gradient, so that no sum over ranks is needed."""
         return False
 
     def _counted_gradients(self) -> Iterable[Array]:
-        """Flat gradients that this rank, of all that have them, counts."""
+        """The flat gradients that this rank counts in a sum over ranks."""
         named = self.named(self.gradients).items()
         return (backend_of(g).xp.ravel(g) for name, g in named if self.counts_here(name))
 
-    # --- micro-batches under way -------------------------------------------------------------------------
+    # --- micro-batches in flight --------------------------------------------------------------------------
 
     @property
     def _tapes(self) -> Tapes:
@@ -336,11 +336,11 @@ class ShardedEngine(Collectives, ABC):
 
     @property
     def tape(self) -> Tape:
-        """The stack of the current micro-batch; in inference mode, one that keeps nothing."""
+        """The stack of the current micro-batch; in inference mode, one that stores nothing."""
         return self._tapes.current
 
     def micro_batch(self, index: Hashable) -> AbstractContextManager[None]:
-        """``with engine.micro_batch(3): ...``: forward and backward there use micro-batch 3's own tape."""
+        """``with engine.micro_batch(3): ...``: the forward and backward inside use the tape of micro-batch 3."""
         return self._tapes.select(index)
 
     def inference(self) -> AbstractContextManager[None]:
@@ -358,8 +358,8 @@ class ShardedEngine(Collectives, ABC):
         return self.output_sharding
 
     def check_declared(self, training: bool = False) -> None:
-        """Raise UsageError for parameters or shardings that do not fit together; after the first time, for batches
-        whose inputs and targets are sharded differently: gradients then do not sum to those of the loss. Collective."""
+        """Raise UsageError for parameters or shardings that do not fit together (checked once), or inputs and targets
+        that are sharded differently, whose gradients do not sum to those of the loss. Collective."""
         if not self._is_checked:
             check_declared(self, training)
             self._is_checked = True
@@ -369,12 +369,12 @@ class ShardedEngine(Collectives, ABC):
         )
         if inputs and targets != inputs:
             raise UsageError(
-                f'inputs are "{self.input_sharding}", targets "{self.target_sharding}": say by output_sharding (or '
+                f'inputs are "{self.input_sharding}", targets "{self.target_sharding}": declare in output_sharding (or '
                 f"target_sharding) that the batch is sharded over {','.join(axis for axis, _ in inputs)} there too"
             )
 
-    def _spec(self, what: str) -> Spec:
-        return read_sharding(self, what, getattr(self, what))
+    def _spec(self, attribute: str) -> Spec:
+        return read_sharding(self, attribute, getattr(self, attribute))
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -382,24 +382,24 @@ class ShardedEngine(Collectives, ABC):
         return self._spec("target_sharding").axes
 
     def batch_span(self, samples: int) -> slice:
-        """This rank's part of so many samples: of the first dim of its inputs."""
+        """This rank's part of ``samples`` samples, the first dim of its inputs."""
         spec = self._spec("input_sharding")
         return spec.part(0, samples, self.mesh) if spec.dims else slice(0, samples)
 
     def cut_rows(self, inputs: Array, targets: Array | None, *mask: Array) -> list[Array | None]:
-        """This rank's block, by the shardings, of samples that are whole beyond their first dim."""
-        for what, x in (("input_sharding", inputs), ("target_sharding", targets)):
+        """This rank's block, by the shardings, of samples whose other dims are whole."""
+        for attribute, x in (("input_sharding", inputs), ("target_sharding", targets)):
             if x is not None:
-                check_dims(self, what, x)
+                check_dims(self, attribute, x)
         shardings = (self.input_sharding, self.target_sharding, self.target_sharding)
-        return [_cut_row(x, text, self.mesh) for x, text in zip((inputs, targets, *mask), shardings, strict=False)]
+        return [_shard_row(x, text, self.mesh) for x, text in zip((inputs, targets, *mask), shardings, strict=False)]
 
     def join_outputs(self, y: Array, label: str = "") -> Array:
-        """The whole outputs, from each rank's block of them. Collective over the axes that shard them."""
+        """The whole outputs, from the blocks of all ranks. Collective over the axes that shard them."""
         return Spec.parse(self.output_sharding).gather(y, self.mesh, label=label) if self.output_sharding else y
 
     def count(self, batch: Batch) -> float:
-        """The number of terms in the global mean: of all targets that are not masked, over all ranks."""
+        """The number of terms in the global mean: all targets of all ranks that are not masked."""
         if batch.count is not None:
             return batch.count
         local = sum(float(m.targets.size if m.mask is None else m.mask.sum()) for m in batch.micro_batches)
@@ -429,7 +429,7 @@ class ShardedEngine(Collectives, ABC):
             from spmd_engine.engine.contract import check_replicas
 
             check_replicas(self, gradients)
-            self.checks_replicas = False  # a reduction that is there once is there in every step
+            self.checks_replicas = False  # a reduction in one step is in every step
         self.gradients = gradients
         return self._take_scores(scores, count)
 
@@ -444,7 +444,7 @@ class ShardedEngine(Collectives, ABC):
         return self.evaluation([batch], loss).loss
 
     def evaluation(self, batches: Sequence[Batch], loss: Loss | None = None) -> Evaluation:
-        """The mean loss, and the metrics, over all of some batches, without a backward and without a tape."""
+        """The mean loss and the metrics over all ``batches``, without a backward and without a tape."""
         self.check_declared()
         counts = [self.count(batch) for batch in batches]
         total = Scores(loss or self.loss, self.metrics)
@@ -455,7 +455,7 @@ class ShardedEngine(Collectives, ABC):
                     outputs = self.outputs_of(micro)
                     if outputs is not None:
                         scores.add(outputs, micro, count)
-                sums = self._sum_shares(scores.shares)  # batch by batch, lest a first stage run far ahead
+                sums = self._sum_shares(scores.shares)  # batch by batch, so that the first stage does not run far ahead
                 sums[0] *= count
                 total.shares += sums
         count, sums = sum(counts), total.shares
@@ -466,7 +466,7 @@ class ShardedEngine(Collectives, ABC):
         return self.forward(micro.inputs)
 
     def _sum_shares(self, shares: np.ndarray) -> np.ndarray:
-        """Loss and metrics, summed over ranks."""
+        """The loss and metrics, summed over ranks."""
         return self._sum_over_batch(shares)
 
     def _sum_over_batch(self, shares: np.ndarray) -> np.ndarray:
@@ -478,8 +478,8 @@ class ShardedEngine(Collectives, ABC):
     def inference_loop(self, input_stream: Iterable[Array] | None, output_stream: Writer | None) -> None:
         """Answer every input with an output: rank 0 reads whole inputs and writes whole outputs.
 
-        Called on all ranks; arguments on ranks other than 0 are ignored. ``input_stream`` is anything to
-        iterate over; ``output_stream`` anything with ``write(array)``. Each input is sharded by ``input_sharding``
+        Called on all ranks; arguments on ranks other than 0 are ignored. ``input_stream`` is an iterable,
+        ``output_stream`` has ``write(array)``. Each input is sharded by ``input_sharding``
         and the output gathered by ``output_sharding``. No tape is kept.
         """
         from spmd_engine.engine.inference import serve
@@ -487,19 +487,19 @@ class ShardedEngine(Collectives, ABC):
         serve(self, input_stream, output_stream)
 
 
-def _cut_row(x: Array | None, text: str, mesh: Mesh) -> Array | None:
+def _shard_row(x: Array | None, text: str, mesh: Mesh) -> Array | None:
     spec = Spec.parse(text)
     if x is None or not any(axes for _, axes in spec.dims[1:]):
         return x
-    beyond = Spec(spec.dims[1:], spec.weights).block(x.shape[1:], mesh)
-    return x[(slice(None), *beyond)]
+    index = Spec(spec.dims[1:], spec.weights).block(x.shape[1:], mesh)
+    return x[(slice(None), *index)]
 
 
-def _own(part: Any, backend: Backend, fresh: bool) -> Array:
-    """``part`` as a contiguous array of the backend's own; copied unless it is ``fresh``, a copy already."""
+def _copy_to_backend(part: Any, backend: Backend, fresh: bool) -> Array:
+    """``part`` as a contiguous array of ``backend``; copied unless it is ``fresh``, a copy already."""
     if (backend.on_device and backend.owns(part)) or isinstance(part, ShapedArray):
         return part if fresh and part.flags.c_contiguous else part.copy()
     part = backend_of(part).to_host(part)
-    if backend.on_device:  # moving it is the copy
+    if backend.on_device:  # the move to the device is the copy
         return backend.asarray(np.asarray(part, order="C"))
-    return np.array(part, order="C", copy=None if fresh else True)  # of a memory map, too, an ordinary array
+    return np.array(part, order="C", copy=None if fresh else True)  # a memory map becomes an ordinary array

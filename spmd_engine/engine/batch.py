@@ -1,4 +1,4 @@
-"""A global batch as one rank sees it, and its loss and metrics, added up over micro-batches."""
+"""A rank's part of a global batch, and the sums of its loss and metrics over micro-batches."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class CutsBatches(Protocol):
     """How an engine shards batches over its mesh."""
 
     def batch_span(self, samples: int) -> slice:
-        """This rank's part of so many samples."""
+        """This rank's part of ``samples`` samples."""
         ...
 
     def cut_rows(self, inputs: Array, targets: Array | None, *mask: Array) -> list[Array | None]:
-        """This rank's part of samples that are whole beyond their first dim."""
+        """This rank's block of samples whose other dims are whole."""
         ...
 
 
@@ -35,10 +35,10 @@ class MicroBatch:
 
     inputs: Array
     targets: Array
-    samples: Array | None = None  #: index in the global batch of each sample (row) here
+    samples: Array | None = None  #: index in the global batch of each sample (row)
     mask: Array | None = None  #: like targets; 0 where a target does not count
-    documents: Documents | None = None  #: of which the samples consist, if these are to see nothing of each other
-    length: int | None = None  #: of the whole second dim of the inputs, of which this rank may have a part
+    documents: Documents | None = None  #: in each sample, if attention must not cross them
+    length: int | None = None  #: of the whole second dim of the inputs, which may be sharded
 
     def loss_options(self, count: float) -> dict[str, Any]:
         """Keyword arguments of a loss function."""
@@ -55,7 +55,7 @@ class Batch:
     """All micro-batches of one optimizer step."""
 
     micro_batches: Sequence[MicroBatch]
-    step: int = 0  #: optimizer steps made before; dropout depends on it
+    step: int = 0  #: optimizer steps before this one; dropout depends on it
     count: float | None = None  #: terms of the global mean; None: the engine counts them over the ranks
 
 
@@ -69,26 +69,26 @@ def make_batch(
     count: float | None = None,
     documents: Callable[[np.ndarray], Documents | None] | None = None,
 ) -> Batch:
-    """The batch of ``size`` global samples: split into micro-batches first; the engine then shards each of those.
+    """The batch of ``size`` global samples: split into micro-batches first; then the engine shards each of them.
 
-    ``load(samples)`` gives inputs, targets and, if there is one, the mask of those global samples, whole in all
-    other dims; ``documents(samples)`` what they consist of, if that matters. What a micro-batch holds never depends on
-    the mesh.
+    ``load(samples)`` returns inputs, targets and, if there is one, the mask of those global samples, whole in all
+    other dims; ``documents(samples)`` their documents, or None. The samples of a micro-batch do not depend on the mesh.
+    Raises UsageError for less than one micro-batch, and if ``load`` returns another number of rows.
     """
     if micro_batches < 1:
-        raise UsageError(f"micro_batches is {micro_batches}: it is 1 or more; the step is given by its name, step=step")
+        raise UsageError(f"micro_batches is {micro_batches}: make it 1 or more; pass the step by its name, step=step")
     parts = []
     for m in range(micro_batches):
-        whole = span(size, micro_batches, m)
-        part = engine.batch_span(whole.stop - whole.start)
-        samples = np.arange(whole.start + part.start, whole.start + part.stop)
+        micro_span = span(size, micro_batches, m)
+        part = engine.batch_span(micro_span.stop - micro_span.start)
+        samples = np.arange(micro_span.start + part.start, micro_span.start + part.stop)
         rows = load(samples)
-        if lengths := [len(each) for each in rows if len(each) != len(samples)]:
-            raise UsageError(f"{lengths[0]} rows were loaded of {len(samples)} samples: give one of each")
+        if lengths := [len(array) for array in rows if len(array) != len(samples)]:
+            raise UsageError(f"{lengths[0]} rows were loaded for {len(samples)} samples: return one for each")
         length = rows[0].shape[1] if rows[0].ndim > 1 else 1
         inputs, targets, *mask = engine.cut_rows(*rows)
-        apart = None if documents is None else documents(samples)
-        parts.append(MicroBatch(inputs, targets, samples, *mask, documents=apart, length=length))
+        sample_documents = None if documents is None else documents(samples)
+        parts.append(MicroBatch(inputs, targets, samples, *mask, documents=sample_documents, length=length))
     return Batch(parts, step, count)
 
 
@@ -113,11 +113,11 @@ def check_batch(size: int, micro_batches: int, inputs: Spec, mesh: MeshPosition)
 
 
 def batch_of(inputs: Array, targets: Array, engine: CutsBatches, micro_batches: int = 1, step: int = 0) -> Batch:
-    """A Batch from whole arrays that every rank has: each takes its part. Raises UsageError for what is no array, and
-    for inputs and targets of different numbers of rows."""
-    for name, each in (("inputs", inputs), ("targets", targets)):
-        if not getattr(each, "shape", None):
-            raise UsageError(f"batch_of: {name} is a {type(each).__name__}; give an array, by numpy.asarray({name})")
+    """A Batch from whole arrays that every rank has; each takes its part. Raises UsageError if inputs or targets are no
+    arrays, or differ in their numbers of rows."""
+    for name, array in (("inputs", inputs), ("targets", targets)):
+        if not getattr(array, "shape", None):
+            raise UsageError(f"batch_of: {name} is a {type(array).__name__}; give an array, by numpy.asarray({name})")
     if len(inputs) != len(targets):
         raise UsageError(f"batch_of: inputs have {len(inputs)} rows, targets {len(targets)}; give one for each input")
 
@@ -127,20 +127,20 @@ def batch_of(inputs: Array, targets: Array, engine: CutsBatches, micro_batches: 
     return make_batch(load, len(inputs), micro_batches, engine, step=step, count=targets.size)
 
 
-# --- What an evaluation says, and how loss and metrics are added up, in training, too
+# --- The results of an evaluation, and the sums of loss and metrics, also in training
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model on some batches, all ranks and micro-batches together: exact, however they are sharded."""
+    """The results of a model on some batches, over all ranks and micro-batches: exact for every sharding."""
 
     loss: float  #: the mean over the targets that count
-    metrics: Mapping[str, float]  #: of which fraction of these something holds: {"accuracy": 0.98}
-    count: float  #: of these targets; of numbers that are compared, not of samples
+    metrics: Mapping[str, float]  #: the fraction of those targets that satisfy each: {"accuracy": 0.98}
+    count: float  #: of those targets: of the numbers compared, not of samples
 
 
 def value_and_gradient(loss: Callable[..., Any], outputs: Array, targets: Array, **options: Any) -> tuple[float, Any]:
-    """What a loss function returns. Raises UsageError if that is no number and no array like the outputs."""
+    """The loss and its gradient. Raises UsageError unless they are a number and an array like the outputs."""
     name = f"loss function {getattr(loss, '__name__', type(loss).__name__)}"
     try:
         returned = loss(outputs, targets, **options)
@@ -159,11 +159,11 @@ def value_and_gradient(loss: Callable[..., Any], outputs: Array, targets: Array,
 
 
 def _like(outputs: Array, targets: Array, *, count: float) -> tuple[float, Array]:
-    """How a loss function is called; with mask=..., where there is a mask."""
+    """The signature of a loss function; with mask=... if there is a mask."""
     raise TypeError("a signature alone")
 
 
-def _of_metric(name: str, metric: Callable[..., Any], outputs: Array, micro: MicroBatch) -> float:
+def _evaluate_metric(name: str, metric: Callable[..., Any], outputs: Array, micro: MicroBatch) -> float:
     value = metric(outputs, micro.targets, **micro.metric_options)
     if not _is_number(value):
         raise UsageError(f"metric {name} returned {described(value)}; return the number of targets for which it holds")
@@ -175,9 +175,9 @@ def _is_number(value: Any) -> bool:
 
 
 class Scores:
-    """A rank's shares of a batch's loss, and of how many of its targets each metric holds, over its micro-batches.
+    """A rank's shares of a batch's loss and of the number of targets that satisfy each metric, over micro-batches.
 
-    ``shares`` is what is to be summed over ranks, all at once: the loss, then the metrics in their order.
+    ``shares`` is the array to sum over ranks: the loss, then the metrics in their order.
     """
 
     def __init__(self, loss: Callable[..., tuple[float, Any]], metrics: Mapping[str, Callable[..., float]]) -> None:
@@ -185,13 +185,13 @@ class Scores:
         self.shares = np.zeros(1 + len(metrics))
 
     def add(self, outputs: Array, micro: MicroBatch, count: float) -> Any:
-        """Add those of a micro-batch, of which the batch has ``count`` targets in all. Returns the loss's gradient."""
-        for number, metric in enumerate(self._metrics, 1):  # before the loss, which may write over the outputs
-            self.shares[number] += _of_metric(metric, self._metrics[metric], outputs, micro)
+        """Add the shares of a micro-batch of a batch with ``count`` targets. Returns the gradient of the loss."""
+        for number, metric in enumerate(self._metrics, 1):  # before the loss, which may overwrite the outputs
+            self.shares[number] += _evaluate_metric(metric, self._metrics[metric], outputs, micro)
         value, gradient = value_and_gradient(self._loss, outputs, micro.targets, **micro.loss_options(count))
         self.shares[0] += value
         return gradient
 
     def fractions(self, sums: np.ndarray, count: float) -> dict[str, float]:
-        """The metrics by name, of the ``shares`` of all ranks: each holds for which fraction of ``count`` targets."""
-        return {name: float(each) / (count or 1.0) for name, each in zip(self._metrics, sums[1:], strict=True)}
+        """By metric, the fraction of ``count`` targets that satisfy it, from the summed ``shares`` of all ranks."""
+        return {name: float(total) / (count or 1.0) for name, total in zip(self._metrics, sums[1:], strict=True)}

@@ -1,7 +1,7 @@
-"""The border between this package and engines that users write: what they declare, are given and return is checked.
+"""Checks of engines that users write: their declarations, their batches, and the results of their methods.
 
-What is declared is checked once, before the first step, evaluation or answer; what methods return, in each call, by
-types, names and shapes alone.
+Declarations are checked once, before the first step, evaluation or answer; results in each call, only by types, names
+and shapes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHARDINGS = ("input_sharding", "output_sharding", "target_sharding")
 
 
 def guard_engine(kind: type) -> None:
-    """Check what the methods return that a user's class defines."""
+    """Check the results of the methods that a user's class defines."""
     for method in ("__init__", "load_checkpoint"):
         guard(kind, method, lambda engine, returned, *args, **options: None)
     guard(kind, "forward", check_outputs)
@@ -36,52 +36,52 @@ def check_declared(engine: ShardedEngine, training: bool) -> None:
     """Raise UsageError for parameters and shardings that cannot be trained or served. Collective."""
     name = type(engine).__name__
     if not isinstance(engine.parameters, Mapping) or not isinstance(engine.shardings, Mapping):
-        what = "shardings" if isinstance(engine.parameters, Mapping) else "parameters"
+        attribute = "shardings" if isinstance(engine.parameters, Mapping) else "parameters"
         raise UsageError(
-            f"{name}.{what} is {described(getattr(engine, what))}; make it a dict, by the parameters' names"
+            f"{name}.{attribute} is {described(getattr(engine, attribute))}; make it a dict by parameter name"
         )
     check_parameters(engine)
     for parameter, text in engine.shardings.items():
         spec = read_sharding(engine, f"shardings[{parameter!r}]", text)
         if parameter in engine.parameters:
             check_letters(engine, parameter, spec, engine.parameters[parameter])
-    for what in SHARDINGS:
-        spec = read_sharding(engine, what, getattr(engine, what))
+    for attribute in SHARDINGS:
+        spec = read_sharding(engine, attribute, getattr(engine, attribute))
         if "b" in spec.letters[1:]:
-            raise UsageError(f'{name}.{what} is "{spec}": the batch, b, must be the first dim')
-    # A rank may have none of the parameters that others have: a stage of a pipeline.
+            raise UsageError(f'{name}.{attribute} is "{spec}": the batch, b, must be the first dim')
+    # A rank may lack parameters that others have, such as those of another pipeline stage.
     names_of_ranks = gather_json(engine.group(), list(engine.parameters), "check")
-    known = dict.fromkeys(each for names in names_of_ranks for each in names)
-    if training and not known:
+    parameters = dict.fromkeys(parameter for names in names_of_ranks for parameter in names)
+    if training and not parameters:
         raise UsageError(f"{name} has no parameters: call load_checkpoint, which sets self.parameters, before training")
-    if known and (unknown := [each for each in engine.shardings if each not in known]):
-        raise UsageError(f"{name}.shardings names {unknown[0]!r}, but the parameters are {', '.join(known)}")
+    if parameters and (unknown := [parameter for parameter in engine.shardings if parameter not in parameters]):
+        raise UsageError(f"{name}.shardings names {unknown[0]!r}, but the parameters are {', '.join(parameters)}")
 
 
 def check_parameters(engine: ShardedEngine) -> None:
     """Raise UsageError for parameters that an optimizer cannot update in place."""
-    kind, again, seen = type(engine).__name__, engine.parameters, {}
+    class_name, second_read, names = type(engine).__name__, engine.parameters, {}
     for name, array in engine.parameters.items():
-        what = f"{kind}.parameters[{name!r}]"
+        label = f"{class_name}.parameters[{name!r}]"
         if not is_array(array):
-            raise UsageError(f"{what} is {described(array)}, which cannot be updated in place: make it an array")
+            raise UsageError(f"{label} is {described(array)}, which cannot be updated in place: make it an array")
         if array.dtype.kind in "biuOSUM":
-            raise UsageError(f"{what} has dtype {array.dtype}, in which no gradient can be added: make it float32, say")
+            raise UsageError(f"{label} has dtype {array.dtype}, which holds no gradient: use float32, for example")
         if not isinstance(array, np.ndarray):
             continue
         if not array.flags.writeable:
-            raise UsageError(f"{what} cannot be written, as a memory map: take self.block({name!r}, array), a copy")
-        if array.size and not np.may_share_memory(array, again[name]):
-            raise UsageError(f"{what} is a new array each time it is asked for, so updates are lost: keep one")
-        if (twin := seen.setdefault((array.ctypes.data, array.shape, array.strides), name)) != name and array.size:
+            raise UsageError(f"{label} is read-only, like a memory map: use self.block({name!r}, array), a copy")
+        if array.size and not np.may_share_memory(array, second_read[name]):
+            raise UsageError(f"{label} is a new array at each access, so updates are lost: store one array")
+        if (twin := names.setdefault((array.ctypes.data, array.shape, array.strides), name)) != name and array.size:
             raise UsageError(
-                f"{what} is the array of {twin!r}, which would be updated twice: give it one name, and as gradient the "
-                "sum of both"
+                f"{label} is the same array as {twin!r}, which would be updated twice: give it one name, and "
+                "return the sum of both gradients"
             )
 
 
 def read_sharding(engine: ShardedEngine, what: str, text: Any) -> Spec:
-    """A sharding that can be read, of axes that there are."""
+    """Parse a sharding. Raises UsageError if it cannot be parsed, or names an axis that the mesh lacks."""
     name = f"{type(engine).__name__}.{what}"
     if not isinstance(text, str):
         raise UsageError(f'{name} is {described(text)}; write letters as in "b/data d", and "" for whole')
@@ -110,7 +110,7 @@ def check_dims(engine: ShardedEngine, what: str, array: Any) -> None:
     text, shape = getattr(engine, what), np.shape(array)
     letters = len(Spec.parse(text).dims)
     fits = letters < 2 or letters == len(shape)
-    if what == "target_sharding" and not fits:  # unless it was given, it is the outputs', and targets may be classes
+    if what == "target_sharding" and not fits:  # by default that of the outputs, and targets may be classes
         fits = letters == len(shape) + 1 and text == engine.output_sharding
     if not fits:
         raise UsageError(
@@ -120,14 +120,14 @@ def check_dims(engine: ShardedEngine, what: str, array: Any) -> None:
 
 
 def check_batch(batch: Any, of: str = "step") -> None:
-    """Raise UsageError for what is no Batch of at least one micro-batch."""
+    """Raise UsageError unless ``batch`` is a Batch of at least one micro-batch."""
     if not isinstance(batch, Batch):
         raise UsageError(
             f"{of}: {described(batch)} is no Batch; make one, by batch_of(inputs, targets, engine, step=step)"
         )
     for micro in batch.micro_batches:
         if not isinstance(micro, MicroBatch):
-            raise UsageError(f"{of}: of the Batch's micro_batches one is {described(micro)}; make each a MicroBatch")
+            raise UsageError(f"{of}: one of the Batch's micro_batches is {described(micro)}; make each a MicroBatch")
     if not batch.micro_batches:
         raise UsageError(f"{of}: the Batch has no micro-batches; make one, by batch_of(inputs, targets, engine)")
 
@@ -138,8 +138,8 @@ def check_outputs(engine: ShardedEngine, outputs: Any, x: Any, *args: Any, **opt
         return
     if not is_array(outputs):
         raise UsageError(
-            f"{type(engine).__name__}.forward returned {described(outputs)}; return the outputs, one array (the "
-            "backward's by self.tape.push)"
+            f"{type(engine).__name__}.forward returned {described(outputs)}; return one array, the outputs (save what "
+            "the backward needs with self.tape.push)"
         )
     if not engine.outputs_everywhere:
         check_dims(engine, "output_sharding", outputs)
@@ -151,7 +151,7 @@ def check_gradients(engine: ShardedEngine, gradients: Any, dy: Any, *args: Any) 
     if not isinstance(gradients, Mapping):
         raise UsageError(f"{name} returned {described(gradients)}; return {{name: gradient}}, like parameters")
     owned = engine.named(engine.owned) if engine.checks_gradients else {}
-    if not owned:  # they are not known, other ranks have them, or verify compares and explains them itself
+    if not owned:  # no names are known, other ranks own all parameters, or verify itself compares them
         return
     for key, gradient in gradients.items():
         if key not in owned:
@@ -167,7 +167,7 @@ def check_gradients(engine: ShardedEngine, gradients: Any, dy: Any, *args: Any) 
 
 
 def backward_of(engine: ShardedEngine, dy: Array | None) -> Mapping[str, Array]:
-    """What its backward returns. Raises UsageError if that fails since it has no outputs to begin with."""
+    """The gradients that ``engine.backward`` returns. Raises UsageError if it fails for lack of outputs."""
     try:
         return engine.backward(dy)
     except SpmdError:
@@ -183,19 +183,19 @@ def backward_of(engine: ShardedEngine, dy: Array | None) -> Mapping[str, Array]:
 
 
 def check_tape(engine: ShardedEngine, before: int) -> None:
-    """Raise UsageError unless a forward and its backward have left as much on the tape as there was."""
+    """Raise UsageError unless a forward and its backward left the tape at its length ``before``."""
     if left := len(engine.tape) - before:
-        what = f"{left} more than backward pops" if left > 0 else f"{-left} fewer than backward pops"
-        raise UsageError(f"{type(engine).__name__}: forward pushes {what} from the tape; push and pop equally often")
+        excess = f"{left} more than backward pops" if left > 0 else f"{-left} fewer than backward pops"
+        raise UsageError(f"{type(engine).__name__}: forward pushes {excess} from the tape; push and pop equally often")
 
 
 def add_gradients(engine: ShardedEngine, sums: MutableMapping[str, Array], more: Mapping[str, Array]) -> None:
-    """Add those of a micro-batch to those before; raises UsageError if they have been written over them."""
+    """Add a micro-batch's gradients to ``sums``. Raises UsageError if both are in the same memory."""
     for name, array in more.items():
         if name not in sums:
             sums[name] = array
             continue
-        if array.size and _same_memory(array, sums[name]):
+        if array.size and _share_memory(array, sums[name]):
             raise UsageError(
                 f"{type(engine).__name__}.backward returned the gradient of {name!r} in the same memory for two "
                 "micro-batches: return a new array each time"
@@ -203,17 +203,17 @@ def add_gradients(engine: ShardedEngine, sums: MutableMapping[str, Array], more:
         sums[name] = sums[name] + array
 
 
-def _same_memory(a: Array, b: Array) -> bool:
+def _share_memory(a: Array, b: Array) -> bool:
     return a is b or (isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and np.may_share_memory(a, b))
 
 
-# --- Replicas must have equal gradients: what a forgotten all_reduce looks like
+# --- Replicas must have equal gradients; a forgotten all_reduce makes them differ
 
 
 def check_replicas(engine: ShardedEngine, gradients: Mapping[str, Array]) -> None:
     """Raise UsageError if ranks that own the same block of a parameter have different gradients of it.
 
-    Compares sums of magnitudes, so it finds a missing reduction, not a last bit. Collective.
+    It compares sums of magnitudes, to find a missing reduction, not a different last bit. Collective.
     """
     for name in sorted(engine.parameters):
         sharding = engine.owned_sharding(name)
@@ -225,13 +225,13 @@ def check_replicas(engine: ShardedEngine, gradients: Mapping[str, Array]) -> Non
         if np.allclose(sizes, sizes[0], rtol=1e-4, equal_nan=True):
             continue
         sizes = sizes.reshape([engine.mesh.axes[axis] for axis in axes])
-        unlike = [
+        differing_axes = [
             axis
             for dim, axis in enumerate(axes)
             if not np.allclose(sizes, sizes.take([0], axis=dim), rtol=1e-4, equal_nan=True)
         ]
-        over = ",".join(unlike)
-        how = f'sharded as "{sharding}"' if sharding.axes else "whole"  # its letters were made up here
+        over = ",".join(differing_axes)
+        how = f'sharded as "{sharding}"' if sharding.axes else "whole"  # then its letters are placeholders
         raise UsageError(
             f"the gradient of {name!r} differs between ranks of {over}, along which it is {how}: is an "
             f"all_reduce over {over} missing in backward?"

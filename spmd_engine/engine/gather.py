@@ -1,4 +1,4 @@
-"""A whole array from the rectangles of it that ranks hold, however it is sharded."""
+"""Gathers a whole array from the rectangles that ranks hold, for every sharding."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from spmd_engine.sharding.transfer import TransferPlan, plan_transfer
 if TYPE_CHECKING:
     from spmd_engine.engine.base import ShardedEngine
 
-_ARRAY = "array"  # any array's name in a plan, which serves all that are placed alike
+_ARRAY = "array"  # the name in a plan, which all arrays with the same placement share
 
 
 @dataclass
 class KnownPlacement:
-    """What ranks hold of an engine's arrays, asked for once, and the transfers that it was used for."""
+    """The placement of an engine's arrays, exchanged once, and the transfer plans made from it."""
 
     mesh: Mesh
     placement: Placement
     plans: dict[Hashable, TransferPlan] = field(default_factory=dict)
 
     def fits(self, mesh: Mesh, name: str, part: Array | None) -> bool:
-        """Whether this rank still holds ``part`` where it said it does."""
+        """Whether this rank still holds ``part`` as the placement describes."""
         held = self.placement[name].held[mesh.index(None)] if name in self.placement else ()
-        return mesh is self.mesh and [each.shape for each in held] == ([] if part is None else [part.shape])
+        return mesh is self.mesh and [rectangle.shape for rectangle in held] == ([] if part is None else [part.shape])
 
     def plan(self, name: str, dtype: np.dtype, root: int | None) -> TransferPlan:
         """The transfer to the whole array on every rank, or on ``root``."""
@@ -52,9 +52,9 @@ class KnownPlacement:
 
 @lru_cache(maxsize=64)
 def _plan_to_whole(source: ArrayPlacement, root: int | None, nodes: tuple[str, ...]) -> TransferPlan:
-    """Layers of a kind are placed alike, and what ranks update often lies where it is stored: one plan does for all."""
-    ranks, whole = len(source.held), (Rectangle.whole(source.shape),)
-    held = [whole if root in (None, rank) else () for rank in range(ranks)]
+    """The plan to gather an array on ``root`` or all ranks. Cached, since many layers have the same placements."""
+    ranks, rectangles = len(source.held), (Rectangle.whole(source.shape),)
+    held = [rectangles if root in (None, rank) else () for rank in range(ranks)]
     target = ArrayPlacement.of_rectangles(source.shape, source.dtype, held)
     return plan_transfer(Placement({_ARRAY: source}), Placement({_ARRAY: target}), nodes=nodes)
 
@@ -62,43 +62,43 @@ def _plan_to_whole(source: ArrayPlacement, root: int | None, nodes: tuple[str, .
 def assemble(
     engine: ShardedEngine, name: str, part: Array | None, owned: bool, root: int | None = None
 ) -> Array | None:
-    """The whole of which this rank holds ``part`` (None: nothing), on every rank or on ``root``; None elsewhere.
+    """The whole array of which this rank holds ``part`` (None: nothing), on every rank or on ``root``; None elsewhere.
 
-    Where the parts lie, and whether they are those that ranks update (``owned``) or those they store, the engine's
-    ``placement`` says; it is asked for once, for all names together. Collective over the world: one agreement, and
-    as many rounds as the size of the array needs. Raises UsageError if no rank holds some of it, MismatchError if
-    ranks ask for different names.
+    ``owned``: the parts are those that ranks update, else those that they store. The engine's ``placement`` locates
+    them, and is exchanged once for all names. Collective over the world: one agreement, and as many rounds as the size
+    of the array needs. Raises UsageError if no rank holds some of the array, MismatchError if the calls of ranks
+    differ.
     """
     if name not in engine.names and name not in engine.buffer_names:
         raise UsageError(f"no parameter {name!r}; {one_of(name, (*engine.names, *engine.buffer_names))}")
-    known: dict[bool, KnownPlacement] = vars(engine).setdefault("_known_placements", {})
-    fits = owned in known and known[owned].fits(engine.mesh, name, part)
-    what = f"{name!r}, {'as updated' if owned else 'as stored'}, {'everywhere' if root is None else f'on rank {root}'}"
-    all_fit, dtype = _agree(engine.group(), what, fits, part)
+    placements: dict[bool, KnownPlacement] = vars(engine).setdefault("_known_placements", {})
+    fits = owned in placements and placements[owned].fits(engine.mesh, name, part)
+    call = f"{name!r}, {'as updated' if owned else 'as stored'}, {'everywhere' if root is None else f'on rank {root}'}"
+    all_fit, dtype = _agree(engine.group(), call, fits, part)
     if not all_fit:
-        known[owned] = KnownPlacement(engine.mesh, engine.placement(owned))
-    if name not in known[owned].placement:
+        placements[owned] = KnownPlacement(engine.mesh, engine.placement(owned))
+    if name not in placements[owned].placement:
         raise UsageError(f"no rank holds any of {name!r}")
-    plan = known[owned].plan(name, dtype, root)
+    plan = placements[owned].plan(name, dtype, root)
     blocks = {_ARRAY: [part] if plan.source[_ARRAY].held[engine.group().rank] else []}
-    found = plan.execute(engine.group(), blocks, like=engine.backend, label="gather")[_ARRAY]
-    return found[0] if found else None
+    arrays = plan.execute(engine.group(), blocks, like=engine.backend, label="gather")[_ARRAY]
+    return arrays[0] if arrays else None
 
 
-def _agree(world: Group, what: str, fits: bool, part: Array | None) -> tuple[bool, np.dtype]:
-    """Whether what is known fits on all ranks, and the array's dtype, which those without a part cannot know.
+def _agree(world: Group, call: str, fits: bool, part: Array | None) -> tuple[bool, np.dtype]:
+    """Whether the known placement fits on all ranks, and the array's dtype, which ranks without a part do not know.
 
-    Before anything else, and over the world, so that any rank's mistake meets the others. One all_gather.
+    The first exchange of a gather, over the world, so that a mistake of one rank raises on all. One all_gather.
     """
-    ranks = gather_json(world, [what, fits, None if part is None else describe(part.dtype)], "gather")
-    asked = [each for each, _, _ in ranks]
-    others = [rank for rank, each in enumerate(asked) if each != asked[0]]
+    ranks = gather_json(world, [call, fits, None if part is None else describe(part.dtype)], "gather")
+    calls = [call for call, _, _ in ranks]
+    others = [rank for rank, other in enumerate(calls) if other != calls[0]]
     if others:
         raise MismatchError(
-            f"gather: ranks {others} ask for another parameter than rank 0, or otherwise: rank 0 for {asked[0]}; "
-            f"rank {others[0]} for {asked[others[0]]}"
+            f"gather: ranks {others} make another call than rank 0: rank 0 gathers {calls[0]}; "
+            f"rank {others[0]} gathers {calls[others[0]]}"
         )
     dtypes = sorted({dtype for _, _, dtype in ranks if dtype is not None})
     if len(dtypes) > 1:
-        raise MismatchError(f"gather: ranks hold {what}, in several dtypes: {', '.join(dtypes)}")
+        raise MismatchError(f"gather: ranks hold {call}, in several dtypes: {', '.join(dtypes)}")
     return all(fits for _, fits, _ in ranks), described(dtypes[0]) if dtypes else np.dtype(np.float32)

@@ -1,4 +1,4 @@
-"""Inference: whole inputs to whole outputs, and the next positions of sequences that a cache holds."""
+"""Inference: whole outputs for whole inputs, and the next positions of sequences in a KV cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _END, _INPUT, _FAILED = range(3)
 
 
 class Writer(Protocol):
-    """Where outputs go."""
+    """A destination of outputs."""
 
     def write(self, array: Array, /) -> Any: ...
 
@@ -41,7 +41,7 @@ def serve(engine: ShardedEngine, inputs: Any, outputs: Any) -> None:
             if engine.device_id == 0:
                 try:
                     x = next(source, None)
-                except Exception as error:  # the others wait: they must know before it ends the loop here
+                except Exception as error:  # broadcast the failure first: other ranks wait
                     failure = error
             state = _FAILED if failure is not None else _INPUT if x is not None else _END
             state = int(engine.broadcast(np.array(state), label="inference"))
@@ -54,9 +54,9 @@ def serve(engine: ShardedEngine, inputs: Any, outputs: Any) -> None:
                 outputs.write(y)
 
 
-def _answer(engine: ShardedEngine, whole: np.ndarray) -> np.ndarray | None:
+def _answer(engine: ShardedEngine, inputs: np.ndarray) -> np.ndarray | None:
     """The whole output for one whole input, on rank 0 at least."""
-    (x,) = engine.cut_rows(whole[engine.batch_span(len(whole))] if whole.ndim else whole, None)[:1]
+    (x,) = engine.cut_rows(inputs[engine.batch_span(len(inputs))] if inputs.ndim else inputs, None)[:1]
     y = engine.forward(engine.backend.asarray(np.ascontiguousarray(x)))
     if engine.outputs_everywhere:
         return backend_of(y).to_host(y)
@@ -65,27 +65,27 @@ def _answer(engine: ShardedEngine, whole: np.ndarray) -> np.ndarray | None:
         raise SpmdError("inference_loop: forward returned None on every rank; one at least must have the output")
     if y is not None:
         y = engine.join_outputs(y, label="inference")
-    here = backend_of(y).to_host(y) if y is not None else None
+    output = backend_of(y).to_host(y) if y is not None else None
     missing_on_zero = engine.broadcast(np.array(y is None), label="inference")
-    return engine.broadcast(here, root=holder, label="inference") if missing_on_zero else here
+    return engine.broadcast(output, root=holder, label="inference") if missing_on_zero else output
 
 
-# --- The next tokens of sequences that a cache remembers: which of them this rank computes, and where they are
+# --- The next tokens of sequences in a KV cache: the columns that this rank computes, and their positions
 
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """What ``engine.forward(step.inputs, step.ctx)`` is given."""
+    """The arguments of ``engine.forward(step.inputs, step.ctx)``."""
 
     inputs: Array  #: [b s]: this rank's columns of the tokens
     ctx: ForwardContext
-    rows: np.ndarray  #: if only the last outputs are wanted: the sequences here whose last token is among the inputs
+    rows: np.ndarray  #: with ``last``: this rank's sequences whose last token is among the inputs
 
 
 def decode_inputs(
     engine: LayeredEngine, tokens: np.ndarray, cache: Cache, counts: Sequence[int] | None = None, *, last: bool = False
 ) -> DecodeInputs:
-    """Put tokens[b s], of this rank's sequences and whole in s, at the ends of the cached sequences.
+    """Append tokens[b s], of this rank's sequences and whole in s, to the cached sequences.
 
     Only the first ``counts[b]`` (at least one) of row b are tokens; the others are padding. Where s is sharded, each
     rank takes its part of the columns; a single column goes to the ranks in turn, so that their caches stay even. With
@@ -93,7 +93,7 @@ def decode_inputs(
     sequences that become longer than the model's context.
     """
     if engine.is_training:
-        raise UsageError("forward with a cache remembers nothing for a backward; call it in engine.inference()")
+        raise UsageError("forward with a cache saves nothing for a backward; call it in engine.inference()")
     begins, length = np.array(cache.check(len(tokens)), np.int64), tokens.shape[1]
     lengths = np.full(len(tokens), length) if counts is None else np.asarray(counts, np.int64)
     longest = int((begins + lengths).max(initial=0))
@@ -110,8 +110,8 @@ def decode_inputs(
     part = nested_span(len(columns), residual, engine.mesh.axes, engine.mesh.coordinates)
     wanted, rows = None, np.arange(len(tokens))
     if last:
-        rows, at = (columns == lengths[:, None] - 1).nonzero()
-        wanted = engine.backend.asarray(rows), engine.backend.asarray(at)
+        rows, last_columns = (columns == lengths[:, None] - 1).nonzero()
+        wanted = engine.backend.asarray(rows), engine.backend.asarray(last_columns)
     ctx = ForwardContext(
         engine.backend.asarray(positions),
         engine.backend.asarray(positions[:, part]),
@@ -124,7 +124,7 @@ def decode_inputs(
 
 
 def _columns(engine: LayeredEngine, length: int, begin: int) -> np.ndarray:
-    """This rank's columns of so many new ones."""
+    """This rank's columns of ``length`` new ones at position ``begin``."""
     ranks = engine.mesh.axis_size(engine.layout.axes("s"))
     if length >= ranks:
         return engine.layout.positions(length, engine.mesh)

@@ -30,23 +30,23 @@ from spmd_engine.models import Model, layout_for
 from spmd_engine.sharding.layout import Layout, block_of, in_order
 from spmd_engine.sharding.shards import Shards
 
-AT_A_TIME = 1 << 25  # bytes of a parameter that are loaded at a time, where this makes a difference
+AT_A_TIME = 1 << 25  # bytes of a large parameter to load at a time, if its rows are cheap to read
 
 
 class LayeredEngine(StoredEngine):
     """A model, a list of layers, run on a mesh.
 
-    The layers are written for one device. These options make them any strategy, or any combination:
+    The layers are written for one device. These options select a strategy, or a combination of strategies:
 
     ``layout``      which letters the mesh axes shard (data, tensor, sequence, context parallel)
     ``storage``     which of parameters, gradients and optimizer state are sharded (ZeRO)
-    ``schedule``    in what order the stages along axis ``pipe`` work on micro-batches
+    ``schedule``    the order in which the stages along axis ``pipe`` work on micro-batches
     ``stages``      which layers each stage has: evenly by number or by cost, or the first layer of each
     ``recompute``   which layers repeat their forward in the backward, instead of keeping activations
 
-    The last three may be given in the command line's words: "zero-bubble", "0,3,7", "block".
+    The last three also take values of the command line: "zero-bubble", "0,3,7", "block".
 
-    Parameters, and weights that adapters leave frozen, are ``drawn``, or zeros until they are loaded.
+    Parameters, and the frozen weights under adapters, are ``drawn``, or zeros until they are loaded.
     """
 
     def __init__(
@@ -91,17 +91,17 @@ class LayeredEngine(StoredEngine):
 
     @property
     def assignment(self) -> Assignment:
-        """What this rank has."""
+        """This rank's share of the model."""
         return self.store.assignment
 
     @property
     def schedule(self) -> Schedule:
-        """In what order stages work on micro-batches."""
+        """The order in which stages work on micro-batches."""
         return self._placed.schedule
 
     @property
     def buffers(self) -> Mapping[str, Array]:  # type: ignore[override]
-        """The buffers of the layers on this rank: its blocks, by name."""
+        """This rank's blocks of the layers' buffers, by name."""
         return {**self._placed.extras.buffers.arrays, **self._placed.frozen.arrays}
 
     @property
@@ -115,13 +115,12 @@ class LayeredEngine(StoredEngine):
     def reshard(
         self, mesh: Mesh | None, layout: Layout | None = None, *, optimizer: Optimizer | None = None, **options: Any
     ) -> None:
-        """Go on as this model on another mesh of the same ranks, or of some, in any order, in mid-training: with the
-        same parameters, buffers and, if the ``optimizer`` is given, its state.
+        """Continue training on another mesh of all or some of the same ranks, in any order, with the same parameters,
+        buffers and, if the ``optimizer`` is given, its state.
 
-        A rank that is not on the new mesh passes None for it. It gives the others what they lack; after that its
-        engine is of no more use. ``options`` are those of the constructor that say how the model is computed:
-        ``storage``, ``schedule``, ``stages``, ``recompute``. Collective over the old mesh, whose ledger counts what
-        is sent, and which is not closed.
+        A rank outside the new mesh passes None for it: it sends its blocks to the others, and its engine cannot be used
+        afterwards. ``options`` are those of the constructor that control the computation: ``storage``, ``schedule``,
+        ``stages``, ``recompute``. Collective over the old mesh, whose ledger counts the transfer, and which stays open.
         """
         from spmd_engine.engine.state.engine_state import StateReshard
 
@@ -135,23 +134,23 @@ class LayeredEngine(StoredEngine):
         self.filled()
 
     def initialize(self, frozen: bool = True) -> None:
-        """Fill the parameters with initial values: functions of seed, name and global index alone. Likewise ``frozen``
-        weights, unless these are going to be loaded. Collective."""
+        """Fill the parameters, and with ``frozen`` the frozen weights, with initial values: functions of seed, name and
+        global index alone. Collective."""
 
         def draw(name: str, target: Array, index: Index | None) -> None:
             parameter, shape = self.store.described[name]
             self._draw(target, name, shape, parameter.mean, parameter.std, index)
 
         self.store.fill(draw)
-        here = self.buffers
+        buffers = self.buffers
         for name, (buffer, shape) in self.model.buffers() if frozen else ():
-            if buffer.frozen and name in here:
-                self._draw(here[name], name, shape, buffer.initial, buffer.std, self.buffer_index(name))
+            if buffer.frozen and name in buffers:
+                self._draw(buffers[name], name, shape, buffer.initial, buffer.std, self.buffer_index(name))
 
     def _draw(
         self, target: Array, name: str, shape: tuple[int, ...], mean: float, std: float, index: Index | None
     ) -> None:
-        """Fill this rank's part, at ``index``, of an array of this whole shape."""
+        """Fill ``target``, this rank's part at ``index`` of an array of the whole ``shape``."""
         target[...] = mean
         if std and target.size:
             key = random.key_of(self.seed, "initial", name)
@@ -161,15 +160,15 @@ class LayeredEngine(StoredEngine):
         described = {**self.store.described, **dict(self.model.buffers())}
         check_shapes(params, {name: shape for name, (_, shape) in described.items()})
         for name in described:
-            if name in self.parameters and self.index(name) is not None:  # of a number, others may be the owners
+            if name in self.parameters and self.index(name) is not None:  # a scalar may belong to another rank
                 self._load(self.parameters[name], params[name], self.index(name))
             if name in self.buffers:
                 self._load(self.buffers[name], params[name], self.buffer_index(name))
         self.filled()
 
     def _load(self, target: Array, source: Any, index: Index | None) -> None:
-        """Copy a part of a whole array; what is large some rows at a time, if the array says that this is cheap."""
-        if not index:  # a number
+        """Copy a part of a whole array; a large part some rows at a time, if ``source.rows_are_cheap``."""
+        if not index:  # a scalar
             target[...] = self.backend.asarray(source[()])
             return
         rows = index[0]
@@ -177,8 +176,8 @@ class LayeredEngine(StoredEngine):
         if getattr(source, "rows_are_cheap", False) and target.nbytes > AT_A_TIME:
             step = max(1, AT_A_TIME * step // target.nbytes)
         for first in range(rows.start, rows.stop, step):
-            some = slice(first, min(first + step, rows.stop))
-            target[some.start - rows.start : some.stop - rows.start] = self.backend.asarray(source[(some, *index[1:])])
+            part = slice(first, min(first + step, rows.stop))
+            target[part.start - rows.start : part.stop - rows.start] = self.backend.asarray(source[(part, *index[1:])])
 
     is_filled_in_place = True
 
@@ -209,12 +208,12 @@ class LayeredEngine(StoredEngine):
     # --- forward and backward ----------------------------------------------------------------------------
 
     def forward(self, x: Array, ctx: ForwardContext | None = None, *, cache: Cache | None = None) -> Array | None:
-        """Outputs of this rank's block of inputs, at the model's first positions unless ``ctx`` says else.
+        """Outputs for this rank's block of inputs, at the model's first positions unless ``ctx`` has others.
 
-        With a ``cache``, in inference mode, ``x`` are the next positions of the sequences that it remembers, whole:
-        see ``decode_inputs``, which also makes contexts for sequences that grow by different numbers of them.
-        In a pipeline every stage is given inputs, only the first one uses more of them than their shape, and only
-        the last has outputs; the others return None.
+        With a ``cache``, in inference mode, ``x`` holds the next positions of the cached sequences, whole: see
+        ``decode_inputs``, which also makes contexts for sequences that grow by different numbers of positions.
+        In a pipeline every stage gets inputs, but only the first uses more than their shape; only the last has outputs,
+        the others return None.
         """
         self.model.check_inputs(x)
         if cache is not None:
@@ -229,12 +228,12 @@ class LayeredEngine(StoredEngine):
         self.tape.push(execution)
         if ctx.cache is not None:
             ctx.cache.end()
-        if not self.is_training:  # else the backward begins with what is here
+        if not self.is_training:  # in training the backward begins with these parameters
             self._placed.unsharder.release()
         return execution.output_gradients.pop((0, len(self.assignment.chunks) - 1), None)
 
     def backward(self, grads: Array | None) -> dict[str, Array]:
-        """Gradients by name, like ``owned``, summed over the batch: of this one micro-batch alone."""
+        """Gradients by name, like ``owned``, summed over the batch: those of this micro-batch alone."""
         self._placed.reducer.begin(1)
         execution = self.tape.pop()
         last = len(self.assignment.chunks) - 1
@@ -249,7 +248,7 @@ class LayeredEngine(StoredEngine):
         return {name: gradient.copy() for name, gradient in self.named(self.store.gradients).items()}
 
     def _one_pass(self, kind: type[Compute], chunks: Iterable[int]) -> Program:
-        """Forwards or backwards of one micro-batch, with what is received before and sent after."""
+        """Forwards or backwards of one micro-batch, with the transfers before and after."""
         order = [kind(0, chunk) for chunk in chunks]
         if self._placed.neighbours.stages == 1:
             return list(order)
@@ -265,19 +264,19 @@ class LayeredEngine(StoredEngine):
         length = self._summed_length(x)
         if not self.is_training:
             return self._context(length, None)
-        ctx = self._context(length, self._samples(self._whole(x)))
+        ctx = self._context(length, self._samples(self._count_samples(x)))
         return replace(ctx, micro_batch=self._placed.extras.count_pass())
 
     def _summed_length(self, x: Array) -> int:
-        """The whole sequence's length, of which this rank's inputs may have a part."""
+        """The length of the whole sequence, of which this rank's inputs may be a part. Collective if it is sharded."""
         if "s" not in self.model.inputs:
             return 1
         axes = self.layout.axes("s")
         return int(self.all_reduce(np.array(x.shape[1]), over=axes, label="length")) if axes else x.shape[1]
 
-    def _samples(self, whole: int, first: int = 0) -> np.ndarray:
-        """This rank's numbers of ``whole`` samples that are numbered from ``first``."""
-        part = self.batch_span(whole)
+    def _samples(self, count: int, first: int = 0) -> np.ndarray:
+        """The numbers of this rank's samples, among ``count`` samples numbered from ``first``."""
+        part = self.batch_span(count)
         return np.arange(first + part.start, first + part.stop)
 
     def _context(self, length: int, samples: Array | None, step: int = 0) -> ForwardContext:
@@ -290,7 +289,7 @@ class LayeredEngine(StoredEngine):
 
     @contextmanager
     def wrapped(self, wrap: Callable[[str, Layer], Layer]) -> Iterator[None]:
-        """Meanwhile ``wrap(name, layer)`` takes the place of each layer here: to see what goes in and comes out."""
+        """In this context ``wrap(name, layer)`` replaces each layer of this rank, to observe its inputs and outputs."""
         with ExitStack() as stack:
             for chunk in self._placed.chunks.values():
                 stack.enter_context(chunk.wrapped(wrap))
@@ -314,7 +313,7 @@ class LayeredEngine(StoredEngine):
         self._placed.neighbours.begin(micro_batches)
         execution = self._placed.execution(self._contexts(batch), inputs, loss_gradient)
         execution.run(self._placed.program(micro_batches))
-        shares = self._start_sum(scores.shares)  # under way while the last gradients are
+        shares = self._start_sum(scores.shares)  # overlaps the last reductions of gradients
         pending_side_outputs = self._placed.extras.side_outputs.start_sum()
         self._placed.reducer.finish()
         self._placed.unsharder.release()
@@ -326,16 +325,16 @@ class LayeredEngine(StoredEngine):
         return float(sums[0]) + self._placed.extras.side_outputs.loss(side_sums)
 
     def _contexts(self, batch: Batch) -> list[ForwardContext]:
-        """Where each micro-batch is; samples are counted, and lengths summed, where the batch does not say."""
+        """The context of each micro-batch. Counts samples, and sums lengths, that the batch does not give."""
         contexts, first = [], 0
         for m, micro in enumerate(batch.micro_batches):
             samples = micro.samples
             if samples is None:
-                whole = self._whole(micro.inputs)
-                samples = self._samples(whole, first)
-                first += whole
-            known = micro.length if "s" in self.model.inputs else 1
-            length = known if known is not None else self._summed_length(micro.inputs)
+                count = self._count_samples(micro.inputs)
+                samples = self._samples(count, first)
+                first += count
+            given_length = micro.length if "s" in self.model.inputs else 1
+            length = given_length if given_length is not None else self._summed_length(micro.inputs)
             ctx = self._context(length, samples, batch.step)
             mask = None if micro.mask is None else self.backend.asarray(micro.mask)
             documents = None if micro.documents is None else micro.documents.on(self.backend)
@@ -343,8 +342,8 @@ class LayeredEngine(StoredEngine):
             contexts.append(replace(ctx, micro_batch=m, share=share, mask=mask, documents=documents))
         return contexts
 
-    def _whole(self, x: Array) -> int:
-        """How many samples all ranks have together, of which those of ``x`` are this rank's."""
+    def _count_samples(self, x: Array) -> int:
+        """The number of samples of all ranks; those of ``x`` are this rank's. Collective if they are sharded."""
         axes = self.layout.axes("b")
         return int(self.all_reduce(np.array(len(x)), over=axes, label="samples")) if axes else len(x)
 
@@ -352,23 +351,23 @@ class LayeredEngine(StoredEngine):
         return self._start_sum(shares).wait()
 
     def _start_sum(self, shares: np.ndarray) -> Pending:
-        """Over the batch, and from the last stage to all."""
+        """Start to sum ``shares`` over the batch axes, and over ``pipe``, so that all stages have those of the last."""
         over = tuple(axis for axis in self.mesh.axes if axis in (*self.batch_axes, PIPE))
         if not over:
             return Pending.completed(shares)
         return self.mesh.group(over).start_all_reduce(shares, label="loss")
 
     def loss(self, outputs: Array, targets: Array, **options: Any) -> tuple[float, Array]:
-        """The model's own loss of this rank's blocks."""
-        return self._of_targets(self.model.loss, "loss", outputs, targets, **options)
+        """The model's loss on this rank's blocks."""
+        return self._call_with_targets(self.model.loss, "loss", outputs, targets, **options)
 
     @property
     def metrics(self) -> Mapping[str, Metric]:  # type: ignore[override]
-        """The model's own, of this rank's blocks."""
-        return {name: partial(self._of_targets, metric, name) for name, metric in self.model.metrics.items()}
+        """The model's metrics on this rank's blocks."""
+        return {name: partial(self._call_with_targets, metric, name) for name, metric in self.model.metrics.items()}
 
-    def _of_targets(self, function: Callable, label: str, outputs: Array, targets: Array, **options: Any) -> Any:
-        """What a loss or a metric of the model says."""
+    def _call_with_targets(self, function: Callable, label: str, outputs: Array, targets: Array, **options: Any) -> Any:
+        """The result of a loss or a metric of the model."""
         if options.get("mask") is not None:
             options["mask"] = self.backend.asarray(options["mask"])
         self.model.check_targets(targets)

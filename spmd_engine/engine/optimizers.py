@@ -1,4 +1,4 @@
-"""Optimizers over whatever an engine owns on this rank."""
+"""Optimizers of the arrays that an engine owns on this rank."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Optimizer:
     def prepare(self, engine: ShardedEngine) -> None:
         """Make the state, all zeros, if there is none yet."""
         for kind in self.kinds:
-            made = self.state.setdefault(kind, {})
+            arrays = self.state.setdefault(kind, {})
             for key, array in engine.owned.items():
-                if key not in made:
-                    made[key] = backend_of(array).xp.zeros_like(array)
+                if key not in arrays:
+                    arrays[key] = backend_of(array).xp.zeros_like(array)
 
     def update(
         self, engine: ShardedEngine, gradients: Mapping[str, Array], *, step: int, rate: float, scale: float = 1.0
     ) -> None:
-        """Step number ``step`` (from 1) with learning rate ``rate``; gradients count ``scale`` times."""
+        """Make step number ``step`` (from 1) with learning rate ``rate``; gradients are multiplied by ``scale``."""
         self.prepare(engine)
         if set(gradients) != set(engine.owned):
             differ = ", ".join(sorted(set(gradients) ^ set(engine.owned)))
@@ -52,7 +52,7 @@ class Optimizer:
 
 
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), none where the engine says so."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), for the keys that the engine ``decays``."""
 
     kinds = ("mean", "square")
 
@@ -80,7 +80,7 @@ class SGD(Optimizer):
         momentum_sgd(p, g, velocity, rate=rate, momentum=self.momentum, decay=decay, scale=scale)
 
 
-#: By name: what makes an optimizer as a job has it, if nothing is said of its numbers.
+#: By name: functions that make an optimizer with the options of a job that sets none.
 OPTIMIZERS = {"adamw": AdamW, "sgd": partial(SGD, momentum=0.9)}
 
 
@@ -102,7 +102,7 @@ class WarmupCosine:
 
 
 def _flat(x: Array) -> Array:
-    """A flat view; the update must reach the array itself, so no copy will do."""
+    """A flat view, not a copy, because the update must change the array itself."""
     if not x.flags.c_contiguous:
         raise UsageError(f"a parameter of shape {x.shape} is not contiguous; store it with numpy.ascontiguousarray")
     return x.reshape(-1)

@@ -1,4 +1,4 @@
-"""Compositions: how a model is spread over ranks, and the engine that this describes."""
+"""Compositions: how ranks share a model, and the engine that a composition describes."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from spmd_engine.sharding.layout import Layout
 from spmd_engine.units import BYTES
 
 PIPELINES = tuple(name for name in schedules.SCHEDULES if name != "sequential")
-RECOMPUTE = tuple(each.value for each in Recompute)
+RECOMPUTE = tuple(kind.value for kind in Recompute)
 
 
 def image_sizes(text: str) -> dict[str, int]:
-    """``"28,28,1,10"`` by the names of an ImageShape; raises UsageError for anything else."""
+    """``"28,28,1,10"`` as a dict by the field names of ImageShape; raises UsageError for anything else."""
     sizes = text.split(",")
-    names = [each.name for each in fields(ImageShape)]
+    names = [field.name for field in fields(ImageShape)]
     if len(sizes) != len(names) or not all(size.strip().isdecimal() and int(size) for size in sizes):
         raise UsageError(f"images {text}: write height,width,channels,classes, each from 1, as in 28,28,1,10")
     return dict(zip(names, map(int, sizes), strict=True))
@@ -58,7 +58,7 @@ def image_sizes(text: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class ModelConfig(Configuration):
-    """A model by name, and what its parameters begin with."""
+    """A model by name, and the origin of its initial parameters."""
 
     name: str = setting(
         "gpt-nano",
@@ -132,7 +132,7 @@ class ModelConfig(Configuration):
 
     @property
     def path(self) -> str | None:
-        """Where the weights are that it begins with; None: they are drawn by the seed."""
+        """The path of the initial weights; None: they are drawn by the seed."""
         return self.name if has_weights(self.name) else None
 
     @property
@@ -149,7 +149,7 @@ class ModelConfig(Configuration):
         return make if isinstance(call(make, "the model or the engine"), ShardedEngine) else None
 
     def build(self, composition: ParallelConfig) -> Model:
-        """The model, as this composition computes it; raises UsageError for the name of an engine of the user's own."""
+        """The model, with the layers of this composition; raises UsageError if the name is that of an own engine."""
         if is_code(self.name):
             if self.engine is not None:
                 raise UsageError(
@@ -159,13 +159,13 @@ class ModelConfig(Configuration):
             return model if self.lora is None else with_adapters(model, self.lora, family_of(self.name))
         image = ImageShape(**self.images) if self.images else None
         method = composition.context_method or "ring"
-        how = method, image, composition.reshard_after, self.mixture, self.shape, self.vocabulary
-        model = build_model(self.name, self.dropout, *how)
+        options = method, image, composition.reshard_after, self.mixture, self.shape, self.vocabulary
+        model = build_model(self.name, self.dropout, *options)
         return model if self.lora is None else with_adapters(model, self.lora, family_of(self.name, self.shape))
 
 
 def _check_images(name: str, images: Mapping[str, int]) -> None:
-    sizes = [each.name for each in fields(ImageShape)]
+    sizes = [field.name for field in fields(ImageShape)]
     if name not in IMAGES:
         raise UsageError(f"images: {name} is no model of images; choose {' or '.join(IMAGES)}, or omit images")
     if sorted(images) != sorted(sizes) or min(images.values()) < 1:
@@ -174,9 +174,9 @@ def _check_images(name: str, images: Mapping[str, int]) -> None:
 
 @dataclass(frozen=True)
 class ParallelConfig(Configuration):
-    """How a model is spread over ranks. But for ``compress``, this says how something is computed, not what.
+    """How ranks share a model. Except for ``compress``, fields control how a step is computed, not its result.
 
-    None of the optional fields stands for the usual choice, which may depend on the mesh.
+    An optional field of None selects the usual value, which may depend on the mesh.
     """
 
     mesh: Mapping[str, int] | None = setting(
@@ -263,7 +263,7 @@ class ParallelConfig(Configuration):
 
     @property
     def work_shares(self) -> Shares:
-        """Each rank's share of the samples along an axis; axes that are not named shard evenly."""
+        """Each rank's share of the samples along an axis; axes without shares are sharded evenly."""
         return parse_shares(self.shares, "--shares", WORK, least=1)
 
     @property
@@ -274,7 +274,7 @@ class ParallelConfig(Configuration):
 
     @property
     def expert_axes(self) -> tuple[str, ...] | None:
-        """The axes that shard the experts; None: the usual one."""
+        """The axes that shard the experts; None: the default axis."""
         if self.experts_over is None:
             return None
         return tuple(filter(None, (axis.strip() for axis in self.experts_over.split(","))))
@@ -299,14 +299,14 @@ class ParallelConfig(Configuration):
         }
 
     def check(self, axes: Mapping[str, int], model: Model | None = None) -> list[str]:
-        """Notices of what has no effect on a mesh with these axes, or little use; all else computes as it says.
+        """Notices of options that have no effect, or little use, on a mesh with these axes.
 
-        Raises UsageError for what makes no sense there, with the nearest that does.
+        Raises UsageError for options that cannot work there, with the nearest that can.
         """
         mesh = ",".join(f"{axis}={size}" for axis, size in axes.items())
 
-        def refuse(what: str, why: str, nearest: str) -> None:
-            raise UsageError(f"{what} with --mesh {mesh}: {why}. {nearest}")
+        def refuse(option: str, why: str, nearest: str) -> None:
+            raise UsageError(f"{option} with --mesh {mesh}: {why}. {nearest}")
 
         if (self.chunks or 1) > 1 and self.schedule != "interleaved":
             refuse(f"--chunks {self.chunks}", "several chunks a stage are interleaved", "Add --schedule interleaved")
@@ -329,19 +329,19 @@ class ParallelConfig(Configuration):
         return notices
 
     def _misfitting_shares(self, axes: Mapping[str, int]) -> dict[str, str]:
-        """Fields of shares that do not go with a mesh, and why."""
-        each = {"shares": self.work_shares, "state_shares": self.storage.shares}
-        return {name: why for name, shares in each.items() if (why := misfit(shares, axes))}
+        """The fields of shares that do not fit a mesh, and why."""
+        shares_by_field = {"shares": self.work_shares, "state_shares": self.storage.shares}
+        return {name: why for name, shares in shares_by_field.items() if (why := misfit(shares, axes))}
 
     def _about_images(self, axes: Mapping[str, int], model: Model) -> str | None:
         if not {"rows", "columns"} & set(axes):
             return None
-        from spmd_engine.models.convnet import halo_warning  # with the layers of images
+        from spmd_engine.models.convnet import halo_warning  # here, since it imports the layers of images
 
         return halo_warning(model, axes)
 
     def _about_experts(self, axes: Mapping[str, int], model: Model) -> list[str]:
-        """Notices of ranks that will have no experts, or none to have."""
+        """Notices of options for experts without effect, and of ranks without experts."""
         named_axes = self.expert_axes
         over = tuple({"expert"} & set(axes)) if named_axes is None else named_axes
         parts = MeshPosition(axes, {}).axis_size(over)
@@ -373,21 +373,21 @@ class ParallelConfig(Configuration):
             f"--min-tensor-size {self.min_tensor_size}": self.min_tensor_size,
         }
         stored = [
-            f"{what} has no effect without --zero: nothing is stored in parts"
-            for what, given in in_parts.items()
-            if given and not self.storage.stage(axes)
+            f"{option} has no effect without --zero: nothing is stored in parts"
+            for option, value in in_parts.items()
+            if value and not self.storage.stage(axes)
         ]
         return stored + [
-            f"{what} has no effect with --mesh {mesh}: there is no axis {axis}"
-            for what, (missing, axis) in needed.items()
+            f"{option} has no effect with --mesh {mesh}: there is no axis {axis}"
+            for option, (missing, axis) in needed.items()
             if missing
         ]
 
     def fitted(
         self, axes: Mapping[str, int], model: Model | None, given: Collection[str] = ()
     ) -> tuple[ParallelConfig, list[str]]:
-        """This composition on another mesh than the one it was made for, and a notice for each part that is left out,
-        since the mesh cannot have it. Fields that are ``given`` stay; raises UsageError if then nothing fits.
+        """This composition changed to fit another mesh, and a notice for each field reset because it does not fit
+        there. Fields in ``given`` stay. Raises UsageError if no such change fits.
         """
         unfit = {name: why for name, why in self._misfitting_shares(axes).items() if name not in given}
         if unfit:
@@ -424,13 +424,13 @@ def build_engine(
 ) -> LayeredEngine:
     """The engine that a composition of a model describes, on this mesh; unless ``drawn``, its parameters are zeros.
 
-    Raises UsageError for what makes no sense there.
+    Raises UsageError if the composition cannot work there.
     """
-    built = model.build(composition)
+    engine_model = model.build(composition)
     return LayeredEngine(
-        built,
+        engine_model,
         mesh,
-        composed_layout(built, mesh, composition),
+        composed_layout(engine_model, mesh, composition),
         seed=model.seed,
         dtype=np.dtype(model.dtype),
         backend=get_backend(device, mesh.local_rank),
@@ -440,14 +440,14 @@ def build_engine(
 
 
 def composed_layout(model: Model, place: MeshPosition, composition: ParallelConfig) -> Layout:
-    """Which letters of a model each mesh axis shards in this composition; raises UsageError for what makes no sense
-    there."""
+    """The letters of a model that each mesh axis shards in this composition; raises UsageError if the composition
+    cannot work there."""
     composition.check(place.axes, model)
     layout = layout_for(
         model,
         place,
         sequence_parallel=composition.sequence_parallel,
-        # so that causal attention is as much work on each rank; under ulysses all have the whole sequence
+        # balances causal attention between ranks; with ulysses each rank has the whole sequence
         zigzag="context" in place.axes and composition.context_method != "ulysses" and attends(model),
         experts_over=composition.expert_axes,
     )

@@ -24,7 +24,7 @@ from spmd_engine.sharding.shards import Shards
 
 
 class LayerSegment(NamedTuple):
-    """Neighbours among the layers of a chunk: if ``recomputed``, a forward keeps only what goes into them."""
+    """Consecutive layers of a chunk; if ``recomputed``, a forward keeps only their input."""
 
     layers: range
     recomputed: bool = False
@@ -32,12 +32,12 @@ class LayerSegment(NamedTuple):
 
 @dataclass
 class Saved:
-    """What a forward of a segment leaves for its backward."""
+    """What a forward of a segment saves for its backward."""
 
     ctx: ForwardContext
-    x: Array | None  #: what went in, if the forward is to be repeated
-    of_layers: list[Any] = field(default_factory=list)  #: what each layer saved, if not
-    decided: dict[int, Any] = field(default_factory=dict)  #: by layer: what a repetition must not decide anew
+    x: Array | None  #: the input, if the backward repeats the forward
+    of_layers: list[Any] = field(default_factory=list)  #: what each layer saved, otherwise
+    decided: dict[int, Any] = field(default_factory=dict)  #: by layer: decisions that the repeated forward must reuse
 
 
 class Chunk:
@@ -52,15 +52,15 @@ class Chunk:
         reducer: Reducer,
         extras: Extras | None = None,
     ) -> None:
-        """``extras`` keeps what forwards return beside their outputs; without it, that is lost."""
+        """``extras`` stores what forwards return in addition to outputs; without it, that is dropped."""
         self._segments, self._layers, self._shards = segments, layers, shards
         self._unsharder, self._reducer, self._extras = unsharder, reducer, extras
         self._numbers = [number for segment in segments for number in segment.layers]
-        self._losses = {number: losses for number in self._numbers if (losses := _losses_of(layers[number][1]))}
+        self._losses = {number: losses for number in self._numbers if (losses := _list_losses(layers[number][1]))}
 
     @contextmanager
     def wrapped(self, wrap: Callable[[str, Layer], Layer]) -> Iterator[None]:
-        """Meanwhile ``wrap(name, layer)`` takes the place of each layer."""
+        """In this context ``wrap(name, layer)`` replaces each layer."""
         layers, self._layers = self._layers, [(name, wrap(name, layer)) for name, layer in self._layers]
         try:
             yield
@@ -71,37 +71,37 @@ class Chunk:
         """The output, and what the backward needs."""
         saved = []
         for segment in self._segments:
-            again = segment.recomputed and ctx.training
-            kept = Saved(ctx, x if again else None)
-            x = self._forward(segment, x, replace(ctx, saving=False) if again else ctx, kept)
-            saved.append(kept)
+            repeated = segment.recomputed and ctx.training
+            record = Saved(ctx, x if repeated else None)
+            x = self._forward(segment, x, replace(ctx, saving=False) if repeated else ctx, record)
+            saved.append(record)
         return x, saved
 
-    def _forward(self, segment: LayerSegment, x: Array, ctx: ForwardContext, kept: Saved) -> Array:
+    def _forward(self, segment: LayerSegment, x: Array, ctx: ForwardContext, record: Saved) -> Array:
         for number in segment.layers:
             p = self._unsharder.unshard(number, prefetch=self._after(number))
             x, saved, *extra = self._layers[number][1].forward(self._shards[number], p, x, ctx)
             if ctx.training:
                 if ctx.saving:
-                    kept.of_layers.append(saved)
+                    record.of_layers.append(saved)
                 if extra:
-                    self._take(number, ctx, extra[0], kept)
+                    self._take(number, ctx, extra[0], record)
         return x
 
-    def _take(self, number: int, ctx: ForwardContext, extra: Extra, kept: Saved) -> None:
+    def _take(self, number: int, ctx: ForwardContext, extra: Extra, record: Saved) -> None:
         if self._extras is not None:
             self._extras.take(number, ctx, extra)
         if not ctx.saving and extra.decided is not None:
-            kept.decided[number] = extra.decided
+            record.decided[number] = extra.decided
 
     def backward(self, saved: list[Saved], dy: Array, on_input_gradient: Callable[[Any], None]) -> None:
-        """Both parts of the backward, layer by layer: the weights' gradients while what they need is at hand.
+        """Both parts of the backward, layer by layer: weights' gradients while the arrays that they need are in memory.
 
         ``on_input_gradient`` is called with the input's gradient as soon as it is known: another stage may wait for
         it, while none waits for the gradients of the first layer's weights.
         """
         layers = self._backward_input(saved, dy, on_input_gradient)
-        del dy  # only they need it, and not for long
+        del dy  # only the generator needs it, and not for long
         for number, rest in layers:
             self._backward_weight(number, rest)
             del rest  # before the next layer makes its own
@@ -121,34 +121,34 @@ class Chunk:
         self, saved: list[Saved], dy: Array, on_input_gradient: Callable[[Any], None]
     ) -> Iterator[tuple[int, Any]]:
         for segment in reversed(self._segments):
-            kept = saved.pop()
+            record = saved.pop()
             keep: Sequence[int] = ()
-            if kept.x is not None:
-                keep = segment.layers  # what the forward gathers now, the backward uses at once
-                self._repeat(segment, kept)
+            if record.x is not None:
+                keep = segment.layers  # the backward uses at once what this forward gathers
+                self._repeat(segment, record)
             for number in reversed(segment.layers):
                 p = self._unsharder.unshard(number, keep=keep, prefetch=self._before(number))
-                side = self._side_gradients(number, kept.ctx)
+                side = self._side_gradients(number, record.ctx)
                 dy, rest = self._layers[number][1].backward_input(
-                    self._shards[number], p, kept.of_layers.pop(), dy, *side
+                    self._shards[number], p, record.of_layers.pop(), dy, *side
                 )
                 if number == self._numbers[0]:
                     on_input_gradient(wait_for(dy))
                     dy = None
                 yield number, rest
                 del rest
-                dy = wait_for(dy)  # only now: it may have travelled while the weights got their gradients
+                dy = wait_for(dy)  # not before: its transfer overlaps the weights' gradients
 
-    def _repeat(self, segment: LayerSegment, kept: Saved) -> None:
-        x, kept.x = kept.x, None
+    def _repeat(self, segment: LayerSegment, record: Saved) -> None:
+        x, record.x = record.x, None
         for number in segment.layers:
             p = self._unsharder.unshard(number, keep=segment.layers, prefetch=self._before(segment.layers[0]))
-            ctx = replace(kept.ctx, decided=kept.decided[number]) if number in kept.decided else kept.ctx
+            ctx = replace(record.ctx, decided=record.decided[number]) if number in record.decided else record.ctx
             x, saved, *_ = self._layers[number][1].forward(self._shards[number], p, x, ctx)
-            kept.of_layers.append(saved)
+            record.of_layers.append(saved)
 
     def _side_gradients(self, number: int, ctx: ForwardContext) -> tuple[dict[str, float], ...]:
-        """The gradients of a layer's own losses, if it has any: each is so much of the step's loss."""
+        """The gradients of a layer's auxiliary losses, if any: their share in the step's loss."""
         return (dict.fromkeys(self._losses[number], ctx.share),) if number in self._losses else ()
 
     def _backward_weight(self, number: int, rest: Any) -> None:
@@ -162,39 +162,39 @@ class Chunk:
         return range(number - 1, self._numbers[0] - 1, -1)
 
 
-def _losses_of(layer: Layer) -> list[str]:
+def _list_losses(layer: Layer) -> list[str]:
     return [name for name, output in layer.side_outputs.items() if output.loss]
 
 
-# --- Which activations are recomputed in the backward instead of kept: memory for time
+# --- Recomputation of activations in the backward: memory for time
 
 
 class Recompute(Enum):
-    """What a forward does not keep."""
+    """The activations that a forward does not keep."""
 
-    NONE = "none"  #: everything is kept
-    #: of each block (layers whose names share what stands before "/") only its input is kept: Chen et al., "Training
-    #: Deep Nets with Sublinear Memory Cost" (2016)
+    NONE = "none"  #: it keeps all
+    #: keeps only the input of each block (layers with the same name before "/"): Chen et al., "Training Deep Nets with
+    #: Sublinear Memory Cost" (2016)
     BLOCK = "block"
-    #: of attention only its input: Korthikanti et al., "Reducing Activation Recomputation" (2022)
+    #: keeps only the input of attention: Korthikanti et al., "Reducing Activation Recomputation" (2022)
     ATTENTION = "attention"
 
     @classmethod
     def _missing_(cls, value: object) -> None:
-        raise UsageError(f"no recompute {value!r}; there are: {', '.join(each.value for each in cls)}")
+        raise UsageError(f"no recompute {value!r}; there are: {', '.join(kind.value for kind in cls)}")
 
 
 def check_recompute(model: Model, recompute: Recompute) -> None:
-    """Raise UsageError if a model has nothing of what is to be recomputed."""
-    everything = segments(model, range(len(model.layers)), recompute)
-    if recompute is not Recompute.NONE and not any(segment.recomputed for segment in everything):
+    """Raise UsageError if a model has no layers of the kind to recompute."""
+    all_segments = segments(model, range(len(model.layers)), recompute)
+    if recompute is not Recompute.NONE and not any(segment.recomputed for segment in all_segments):
         has_blocks = any("/" in name for name, _ in model.layers)
         nearest = "block or none" if has_blocks else "none"
         raise UsageError(f"recompute {recompute.value}: {model.name} has no {recompute.value}; choose {nearest}")
 
 
 def segments(model: Model, layers: Iterable[int], recompute: Recompute) -> list[LayerSegment]:
-    """Consecutive layers, split into segments that are recomputed together or kept."""
+    """Split consecutive layers into segments that are recomputed together or kept."""
 
     def part(number: int) -> tuple[str, bool]:
         name, layer = model.layers[number]
@@ -208,7 +208,7 @@ def segments(model: Model, layers: Iterable[int], recompute: Recompute) -> list[
     return [LayerSegment(range((n := list(numbers))[0], n[-1] + 1), key[1]) for key, numbers in groupby(layers, part)]
 
 
-# --- Carries out a schedule: the instructions of one step, on this rank's chunks of layers
+# --- Execution of a schedule: the instructions of one step, on this rank's chunks of layers
 
 
 Key = tuple[int, int]  # micro-batch and chunk
@@ -225,7 +225,7 @@ class PipelineNeighbours:
         self._first_channel = self._used = 0
 
     def begin(self, micro_batches: int) -> None:
-        """Use other channels than the step before: what one that broke off has sent is not for this one."""
+        """Use other channels than the last step, so that messages of a step that failed do not reach this one."""
         self._first_channel += self._used
         self._used = 2 * micro_batches * self.chunks
 
@@ -237,27 +237,27 @@ class PipelineNeighbours:
         return chunk % self.stages == self.stage
 
     def start_send(self, x: Array, m: int, chunk: int, to: int) -> Pending:
-        """Begin to send what ``chunk`` made of micro-batch ``m`` to the rank of the chunk ``to``."""
+        """Begin to send the result of ``chunk`` for micro-batch ``m`` to the rank of chunk ``to``."""
         return self._pipe.start_send(
             to % self.stages, x, channel=self._channel(m, chunk, to), label="input" if to > chunk else "gradient"
         )
 
     def start_receive(self, m: int, chunk: int, source: int) -> Pending:
-        """Begin to receive what the chunk ``source`` made of micro-batch ``m`` for ``chunk``."""
+        """Begin to receive the result of chunk ``source`` for micro-batch ``m``, which ``chunk`` needs."""
         label = "input" if chunk > source else "gradient"
         channel = self._channel(m, source, chunk)
         return self._pipe.start_receive(source % self.stages, like=self._backend, channel=channel, label=label)
 
     def _channel(self, m: int, source: int, to: int) -> int:
-        """Chunks of several micro-batches send in another order than they are waited for."""
+        """A channel for each message, since several micro-batches are sent and awaited in different orders."""
         return self._first_channel + 2 * (m * self.chunks + source) + (to < source)
 
 
 class Execution:
-    """One step, or one evaluation, of this rank: takes instructions, keeps what is between them.
+    """The execution of one step or evaluation on this rank, with the arrays between instructions.
 
-    ``contexts`` describe the micro-batches, ``inputs`` go into the first chunk; ``loss_gradient``
-    gives the gradient of a micro-batch's outputs, from the last one.
+    ``contexts`` describe the micro-batches; ``inputs`` are those of the first chunk; ``loss_gradient``
+    returns the gradient of a micro-batch's outputs, those of the last chunk.
     """
 
     def __init__(
@@ -274,12 +274,12 @@ class Execution:
         self.outputs: dict[Key, Array] = {}  # until they are sent
         self.saved: dict[Key, Any] = {}
         self.output_gradients: dict[Key, Array] = {}
-        self.input_gradients: dict[Key, Any] = {}  # until they are sent; of the first chunk, what the engine gives on
+        self.input_gradients: dict[Key, Any] = {}  # until they are sent; those of the first chunk stay
         self._rests: dict[Key, Any] = {}
         self._under_way: dict[schedules.Instruction, Pending] = {}
 
     def run(self, program: Iterable[schedules.Instruction | schedules.Wait]) -> None:
-        """Carry out all instructions. Raises UsageError for one that is not known."""
+        """Execute all instructions. Raises UsageError for an unknown one."""
         for instruction in program:
             if isinstance(instruction, schedules.Wait):
                 self._finish(instruction.started)
@@ -289,15 +289,17 @@ class Execution:
                 case schedules.Forward():
                     self._forward(m, c)
                 case schedules.Backward():
-                    # No name for the gradient here: that of the logits is large, and would outlive its use.
+                    # Without a local name: the gradient of the logits is large, and the name would keep it alive.
                     self._chunks[c].backward(
-                        self.saved.pop(key), self.output_gradients.pop(key), lambda dx, m=m, c=c: self._leaves(m, c, dx)
+                        self.saved.pop(key),
+                        self.output_gradients.pop(key),
+                        lambda dx, m=m, c=c: self._pass_on(m, c, dx),
                     )
                 case schedules.BackwardInput():
                     dx, self._rests[key] = self._chunks[c].backward_input(
                         self.saved.pop(key), self.output_gradients.pop(key)
                     )
-                    self._leaves(m, c, dx)
+                    self._pass_on(m, c, dx)
                     del dx
                 case schedules.BackwardWeight():
                     self._chunks[c].backward_weight(self._rests.pop(key))
@@ -323,8 +325,8 @@ class Execution:
         else:
             self.outputs[m, c] = y
 
-    def _leaves(self, m: int, c: int, dx: Any) -> None:
-        """The gradient of a chunk's input is known: the chunk before needs it, so it is sent at once."""
+    def _pass_on(self, m: int, c: int, dx: Any) -> None:
+        """Pass the gradient of a chunk's input to the chunk before; send it at once if another stage waits for it."""
         if c and self._neighbours.here(c - 1):
             self.output_gradients[m, c - 1] = dx
             return
@@ -333,7 +335,7 @@ class Execution:
             self._start_send_gradient(schedules.StartSendGradient(m, c))
 
     def _start_send_gradient(self, instruction: schedules.StartSendGradient) -> None:
-        if instruction not in self._under_way:  # else it left before the weights' gradients were made
+        if instruction not in self._under_way:  # otherwise it was sent before the weights' gradients
             m, c = instruction.m, instruction.chunk
             dx = self.input_gradients.pop((m, c))
             self._under_way[instruction] = self._neighbours.start_send(dx, m, c, c - 1)

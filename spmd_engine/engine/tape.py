@@ -1,4 +1,4 @@
-"""What forwards save for backwards: one stack a micro-batch, so that any number may be under way."""
+"""Tapes: what forwards save for backwards, one stack for each micro-batch in flight."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Tape:
             self._entries.append(arrays)
 
     def pop(self) -> Any:
-        """What was pushed last: the thing itself if one was pushed, else a tuple. Raises UsageError if none."""
+        """The last entry: the array if one was pushed, else a tuple. Raises UsageError if the tape is empty."""
         if not self._entries:
             raise UsageError(
-                "tape.pop() finds nothing: it is a backward without a forward of the same micro-batch, or after one in "
-                "inference mode, or pops more than forward pushes"
+                "tape.pop(): the tape is empty: a backward without a forward of the same micro-batch, or after one in "
+                "inference mode, or backward pops more than forward pushes"
             )
         entry = self._entries.pop()
         return entry[0] if len(entry) == 1 else entry
@@ -35,7 +35,7 @@ class Tape:
 
 
 class Tapes:
-    """The tapes of all micro-batches under way, and which of them is meant at the moment."""
+    """The tapes of all micro-batches in flight, and the current one."""
 
     def __init__(self) -> None:
         self._tapes: dict[Hashable, Tape] = {}
@@ -58,7 +58,7 @@ class Tapes:
         try:
             yield
         finally:
-            if not self._tapes.get(self._current):  # used up
+            if not self._tapes.get(self._current):  # empty
                 self._tapes.pop(self._current, None)
             self._current = previous
 

@@ -153,5 +153,5 @@ def own_model(name: str, digest: str | None = None) -> Model:
     make = code_named(name, digest=digest)
     model = call(make, "the model")
     if not isinstance(model, Model):
-        raise UsageError(f"{name} made a {type(model).__name__}; it must make a Model, as in docs/layers.md")
+        raise UsageError(f"{name} returned a {type(model).__name__}; it must return a Model, as in docs/layers.md")
     return model

@@ -23,11 +23,11 @@ from zlib import crc32
 SIZE = 1 << 16  #: bytes of a record
 WARN_AFTER = 60.0  #: seconds of waiting after which a hang is reported; at most half of the timeout
 
-WORDS = 64  # where the words begin, after the mark of the memory; see ``node``
+WORDS = 64  # offset of the words, after the mark of the memory; see ``node``
 BEAT, SINCE, PATIENCE, LINE, NUMBER, TEXT, PHASE, PHASE_NUMBER, PHASE_SINCE, REPORTED, PROCESS = range(11)
 LINES, MOST_LINES, LINE_WORDS = 16, 128, 4  # in words: the first line; a line is number, text, members, which
 TEXTS = WORDS + 8 * (LINES + MOST_LINES * LINE_WORDS)
-NOTE, STACK = 24 << 10, 32 << 10  # the first bytes of the note of a long wait, and of the stacks
+NOTE, STACK = 24 << 10, 32 << 10  # offsets of the note of a long wait, and of the stacks
 _LONGEST = 2000  # bytes of a text
 
 Memory = memoryview | bytearray  # or another writable buffer
@@ -51,13 +51,13 @@ class Activity:
         self._texts: dict[str, int] = {}
         self._end = TEXTS + 8  # texts have numbers other than 0
         self._free = list(range(MOST_LINES))[::-1]
-        self._made: dict[tuple[int, ...], int] = {}
+        self._created: dict[tuple[int, ...], int] = {}
         self.folder: Path | None = None  #: of the run: reports are also written there
         self.explain: Callable[[], str] = lambda: ""  #: why a wait does not end, from the records of other ranks
         self.on_long_wait: Callable[[], None] | None = None  #: starts a watchdog that is not running yet
 
     def text(self, text: str) -> int:
-        """The number that stands for a short text from now on; 0 if there is no room."""
+        """The number that encodes a short text; 0 if there is no room."""
         number = self._texts.get(text)
         if number is None:
             data = text.encode(errors="replace")
@@ -70,16 +70,16 @@ class Activity:
         return number
 
     def called(self, operation: str, axes: str, label: str) -> int:
-        """The number of the text of such a call."""
+        """The number of the text that describes a call."""
         return self.text(f"{operation}\t{axes}\t{label[:100]}")
 
     def line(self, members: Sequence[int]) -> Line:
         """A line for a new communicator of these ranks of the world; give it back with ``close``."""
         members = tuple(members)
-        self._made[members] = which = self._made.get(members, 0) + 1
+        self._created[members] = which = self._created.get(members, 0) + 1
         text = self.text(ranges(members))
         if not self._free or not text:
-            return Line([0] * LINE_WORDS, -1, members)  # is in no record
+            return Line([0] * LINE_WORDS, -1, members)  # not in the record
         place = self._free.pop()
         begin = LINES + place * LINE_WORDS
         words = self._words[begin : begin + LINE_WORDS]
@@ -107,7 +107,7 @@ class Activity:
     # --- waiting
 
     def waits(self, line: Line | None, number: int, text: int, timeout: float | None) -> None:
-        """Record the begin of a wait for a call, of at most ``timeout`` seconds."""
+        """Record the start of a wait for a call, of at most ``timeout`` seconds."""
         words = self._words
         words[LINE], words[NUMBER], words[TEXT] = line.place if line is not None else -1, number, text
         if timeout != self._timeout:
@@ -116,14 +116,14 @@ class Activity:
         words[SINCE] = time.monotonic_ns()  # last: it makes the wait visible
 
     def waits_long(self, what: str, missing: Sequence[int], at: str) -> None:
-        """Add to the wait: for what, for which ranks of the world, and the line that called."""
+        """Add a note to the wait: the event and the ranks of the world that it waits for, and the line that called."""
         note = {"since": self._words[SINCE], "what": what, "missing": list(missing)[:512], "at": at}
         _write(self.memory, NOTE, STACK, note)
         if self.on_long_wait:
             self.on_long_wait()
 
     def goes_on(self) -> None:
-        """The wait is over."""
+        """Record that the wait is over."""
         self._words[SINCE] = 0
 
     def gives_up(self) -> None:
@@ -170,14 +170,14 @@ def frames_of_others() -> dict[int, FrameType]:
 
 
 def stacks_here(names: Mapping[int, str]) -> str:
-    """The stacks of this process's other threads, whose ``names`` are given by number; the main thread's last."""
+    """The stacks of this process's other threads, with ``names`` by thread number; the main thread's last."""
     frames = sorted(frames_of_others().items(), key=lambda item: names.get(item[0]) == "MainThread")
     stacks = [f"{names.get(number, 'thread')}:\n{stack_of(frame)}" for number, frame in frames]
     return "\n".join(stacks)[-(SIZE - STACK) // 2 :]
 
 
 def ranges(ranks: Sequence[int]) -> str:
-    """``0-3,8``."""
+    """Ranks as text: ``0-3,8``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -211,13 +211,13 @@ class WaitRecord(NamedTuple):
     call: CallRecord
     seconds: float
     overdue: bool  #: whether it is to be reported
-    what: str = ""  #: for what it waits; known after half a second
-    missing: tuple[int, ...] = ()  #: ranks of the world for which it waits, by its own account
+    what: str = ""  #: the event that it waits for; recorded after half a second
+    missing: tuple[int, ...] = ()  #: ranks of the world for which it waits, by its record
     at: str = ""  #: the line that called
 
 
 class State(NamedTuple):
-    """What a rank does, by its record."""
+    """The activity of a rank, by its record."""
 
     rank: int
     process: int
@@ -289,7 +289,7 @@ class Record:
         )
 
     def _call(self, line: Sequence[int], number: int, text: int) -> CallRecord:
-        members = _of_ranges(self._text(line[2]))
+        members = _parse_ranges(self._text(line[2]))
         operation, axes, label = (self._text(text).split("\t") + [""] * 3)[:3]
         return CallRecord(members, line[3], number, operation, axes, label)
 
@@ -299,7 +299,7 @@ class Record:
 
 
 def _read(memory: memoryview, begin: int):
-    """The content that begins there; None if it is empty or incomplete."""
+    """The content at ``begin``; None if it is empty or incomplete."""
     for _ in range(3):
         head = bytes(memory[begin : begin + 8])
         length = int.from_bytes(head[:4], "little")
@@ -311,7 +311,7 @@ def _read(memory: memoryview, begin: int):
     return None
 
 
-def _of_ranges(text: str) -> tuple[int, ...]:
+def _parse_ranges(text: str) -> tuple[int, ...]:
     ranks: list[int] = []
     for run in filter(None, text.split(",")):
         first, _, last = run.partition("-")

@@ -24,7 +24,7 @@ FAILED = 32767  #: the tag of messages that a rank has failed, the largest that 
 def leave_at_exit(leave: Callable[[], None], settle: Callable[[], None]) -> None:
     """When this program ends without an error, call ``leave``, a collective, which raises SpmdError if ranks differ.
 
-    Then all ranks ``settle``: they receive the messages that are still under way.
+    Then all ranks ``settle``: they receive the messages that are still in flight.
     """
     atexit.register(_leave, leave, settle)
 
@@ -93,8 +93,8 @@ def end_at_once(message: str, code: int) -> None:
 
 
 def _end_job(comm, text: str, code: int, patience: float = 0.3) -> None:
-    """End all ranks with exit code ``code``; of ranks that do so together, only the lowest prints its text."""
-    stay_at_exit()  # Abort may return: then this must not look like an end without an error
+    """End all ranks with exit code ``code``; of ranks that call this together, only the lowest prints its text."""
+    stay_at_exit()  # Abort may return: the program must then not call ``leave``
     if prints_error(comm, patience):
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -108,7 +108,7 @@ def _end_job(comm, text: str, code: int, patience: float = 0.3) -> None:
 
 
 def prints_error(comm, patience: float = 0.3) -> bool:
-    """Send all others that this rank failed; whether no lower rank sends it within ``patience`` seconds."""
+    """Send to all others that this rank failed; returns whether no lower rank sends that in ``patience`` seconds."""
     for to in set(range(comm.size)) - {comm.rank}:
         comm.Isend(b"", to, FAILED)
     deadline = time.monotonic() + patience

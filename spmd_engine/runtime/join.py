@@ -60,15 +60,15 @@ def check_room(ranks: int, made: Iterable[Path] = ()) -> None:
             raise UsageError(
                 f"{FOLDER} has {free / 2**20:.2f} MiB free, and MPICH needs {needed / 2**20:.2f} for {ranks} rank(s): "
                 "remove files there, or enlarge it "
-                f"(of a container: --shm-size; else: mount -o remount,size=1g {FOLDER})"
+                f"(in a container: --shm-size; else: mount -o remount,size=1g {FOLDER})"
             )
 
 
 def siblings() -> list[int]:
-    """The other processes of this one's parent: ranks of the same job on this node."""
+    """The child processes of this one's parent: ranks of the same job on this node."""
     parent = os.getppid()
     try:
-        return [int(each) for each in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+        return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
     except OSError:
         return []
 
@@ -79,16 +79,16 @@ def held_files(processes: Iterable[int]) -> set[Path]:
     for process in processes:
         with suppress(OSError):
             # In this order: a file that is being made is open until it is mapped.
-            for each in Path(f"/proc/{process}/fd").iterdir():
+            for descriptor in Path(f"/proc/{process}/fd").iterdir():
                 with suppress(OSError):  # closed meanwhile
-                    held.add(os.readlink(each))
+                    held.add(os.readlink(descriptor))
             lines = Path(f"/proc/{process}/maps").read_text(errors="replace").splitlines()
             held |= {line[line.index("/") :] for line in lines if "/" in line}
-    return {Path(each) for each in held if each.startswith(f"{FOLDER}/")}
+    return {Path(path) for path in held if path.startswith(f"{FOLDER}/")}
 
 
 def _processes() -> list[int]:
-    return [int(each.name) for each in Path("/proc").glob("[0-9]*")]
+    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
 
 
 # --- MPI_Init
@@ -106,9 +106,9 @@ def join_mpi() -> None:
     """Initialize MPI as mpi4py does at its import, but with a time limit; nothing if it is initialized already.
 
     If a rank ends before it has joined (a package is missing on its node, it is out of memory), all others wait in
-    MPI_Init, and MPICH's launcher does not end the job. mpi4py holds Python's lock meanwhile, so that no thread could
+    MPI_Init, and MPICH's launcher does not end the job. mpi4py holds the GIL meanwhile, so that no thread could
     report it; a call by ctypes releases it. The first rank of a node removes files that dead jobs of this user have
-    left in shared memory. Raises UsageError if there is no room for MPI's own.
+    left in shared memory. Raises UsageError if there is no room for the files of MPI.
     """
     import mpi4py
 
@@ -135,16 +135,16 @@ def join_mpi() -> None:
     if error:
         raise RuntimeError(f"MPI_Init_thread returned {error}")
     for comm in MPI.COMM_WORLD, MPI.COMM_SELF:
-        comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py makes exceptions of the codes
+        comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py turns error codes into exceptions
 
 
 def _check_room() -> None:
     """Raise UsageError on all ranks of a node without room; with several nodes, end the job."""
     try:
-        made = held_files(siblings()) & files_in_shared_memory() if local_rank() else ()
-        check_room(local_size(), made)
+        existing = held_files(siblings()) & files_in_shared_memory() if local_rank() else ()
+        check_room(local_size(), existing)
     except UsageError as error:
-        if local_size() < launcher_size():  # others may have room: they would wait for these ranks
+        if local_size() < launcher_size():  # ranks of nodes with room would wait for these ranks
             if local_rank() == 0:
                 sys.stderr.write(f"spmd_engine: {os.uname().nodename}: {error}\n")
                 sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What MPI launchers pass to a process in its environment, before MPI is loaded."""
+"""The variables that MPI launchers set in the environment of a process, which are read before MPI is loaded."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from contextlib import contextmanager
 #: batch scripts have, too.
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
-#: Set for each rank by most of these: how many there are.
+#: Set for each rank by most of these: the number of ranks.
 SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
-#: The same on its node: by MPICH and Intel MPI, by Open MPI, by MVAPICH2.
+#: The rank on its node: by MPICH and Intel MPI, by Open MPI, by MVAPICH2.
 LOCAL_RANK_VARIABLES = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
 LOCAL_SIZE_VARIABLES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 
@@ -27,32 +27,32 @@ def is_launched() -> bool:
     return any(name in os.environ for name in RANK_VARIABLES)
 
 
-def _number(names: Iterable[str], default: int) -> int:
+def _read_number(names: Iterable[str], default: int) -> int:
     """The number in the first of these environment variables that has one."""
     return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), default)
 
 
 def launcher_rank() -> int:
     """The rank that the launcher gave this process, 0 without one."""
-    return _number((*RANK_VARIABLES, *(("SLURM_PROCID",) if "SLURM_STEP_NUM_TASKS" in os.environ else ())), 0)
+    return _read_number((*RANK_VARIABLES, *(("SLURM_PROCID",) if "SLURM_STEP_NUM_TASKS" in os.environ else ())), 0)
 
 
 def launcher_size() -> int:
-    """How many processes were started with this one: by an MPI launcher, else by Slurm's srun; 1 without them.
+    """The number of processes started with this one: by an MPI launcher, else by Slurm's srun; 1 without them.
 
     An MPI launcher comes first, because its own Slurm step may have a task for each node.
     """
-    return _number((*SIZE_VARIABLES, "SLURM_STEP_NUM_TASKS"), 1)
+    return _read_number((*SIZE_VARIABLES, "SLURM_STEP_NUM_TASKS"), 1)
 
 
 def local_rank() -> int:
     """The number of this process among those of the job on this node; 0 without a launcher."""
-    return _number(LOCAL_RANK_VARIABLES, 0)
+    return _read_number(LOCAL_RANK_VARIABLES, 0)
 
 
 def local_size() -> int:
-    """How many processes the launcher started on this node, or 1 if it does not say."""
-    return _number(LOCAL_SIZE_VARIABLES, 1)
+    """The number of processes that the launcher started on this node; 1 if it is unknown."""
+    return _read_number(LOCAL_SIZE_VARIABLES, 1)
 
 
 def let_rank_zero_speak() -> None:
@@ -64,16 +64,17 @@ def let_rank_zero_speak() -> None:
 
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """Give a NumPy that is loaded meanwhile one thread, if this is one of several processes and the user set no number.
+    """Limit NumPy, if it is loaded in this context, to one thread, unless this is the only process or the user set a
+    number.
 
     The number of cores for each rank is known after the ranks have exchanged it; more threads are started then. Idle
     threads of OpenBLAS spin before they sleep: with 8 ranks on 2 cores that was a tenth of the time of all imports.
     """
-    mine = launcher_size() > 1 and not any(name in os.environ for name in THREAD_VARIABLES)
-    if mine:
+    sets_variable = launcher_size() > 1 and not any(name in os.environ for name in THREAD_VARIABLES)
+    if sets_variable:
         os.environ["OPENBLAS_NUM_THREADS"] = "1"
     try:
         yield
     finally:
-        if mine:
+        if sets_variable:
             del os.environ["OPENBLAS_NUM_THREADS"]

@@ -46,7 +46,7 @@ def clean_environment() -> dict[str, str]:
 
 
 class MPIJob:
-    """A command with its launcher, as in ``mpiexec -n 4 python x.py``; ``stop()`` it, or use ``with``, in any case.
+    """A command with its launcher, as in ``mpiexec -n 4 python x.py``; always call ``stop()``, or use ``with``.
 
     ``popen`` are further arguments of ``subprocess.Popen``. Processes and shared memory are those of this host: the
     launcher ends ranks on other hosts.
@@ -73,45 +73,45 @@ class MPIJob:
         self.stop()
 
     def processes(self) -> list[int]:
-        """Numbers of the job's processes here, the launcher and orphans included."""
-        return [pid for pid, _ in _processes_with(self._mark)]
+        """Process numbers of the job on this host, including the launcher and orphans."""
+        return [pid for pid, _ in _find_processes(self._mark)]
 
     def ranks(self) -> list[int]:
-        """Numbers of the processes here that are ranks, in no order."""
-        marked, variables = _processes_with(self._mark), [f"{name}=".encode() for name in RANK_VARIABLES]
-        return [pid for pid, environment in marked if any(each in environment for each in variables)]
+        """Process numbers of the ranks on this host, in no order."""
+        marked, variables = _find_processes(self._mark), [f"{name}=".encode() for name in RANK_VARIABLES]
+        return [pid for pid, environment in marked if any(variable in environment for variable in variables)]
 
     def signal(self, number: int, anyhow: bool = True) -> bool:
-        """Send a signal to a rank here that has a handler for it, since Open MPI's launcher forwards none.
+        """Send a signal to a rank on this host that has a handler for it, since Open MPI's launcher forwards none.
 
-        While Python starts, no rank has; then ``anyhow`` sends it to the launcher. Returns whether it was sent.
+        While Python starts, no rank has one; then ``anyhow`` sends it to the launcher. Returns whether it was sent.
         """
-        to = [rank for rank in self.ranks() if _handles(rank, number)] + [self.process.pid] * anyhow
+        receivers = [rank for rank in self.ranks() if _handles(rank, number)] + [self.process.pid] * anyhow
         with suppress(ProcessLookupError):
-            for pid in to[:1]:
+            for pid in receivers[:1]:
                 os.kill(pid, number)
-        return bool(to)
+        return bool(receivers)
 
     def stop(self, patience: float = 5.0) -> list[int]:
-        """End every process of the job, politely at first, and remove the shared memory that it left.
+        """End every process of the job, by SIGTERM first, and remove the shared memory that it left.
 
-        Returns those that are still there after ``patience`` seconds.
+        Returns the processes that are alive after ``patience`` seconds.
         """
         with suppress(subprocess.TimeoutExpired):
             self.process.terminate()
             self.process.wait(2)
         deadline = time.monotonic() + patience
-        while (left := self.processes()) and time.monotonic() < deadline:
-            for pid in left:
+        while (alive := self.processes()) and time.monotonic() < deadline:
+            for pid in alive:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
         self.process.wait()
         remove_unused(files_in_shared_memory() - self._shared_memory)  # another job may have started meanwhile
-        return left
+        return alive
 
 
-def _processes_with(variable: str) -> list[tuple[int, bytes]]:
+def _find_processes(variable: str) -> list[tuple[int, bytes]]:
     """Processes with this variable in their environment, and that environment."""
     processes = []
     for folder in Path("/proc").glob("[0-9]*"):

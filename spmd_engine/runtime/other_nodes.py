@@ -50,7 +50,7 @@ class SideMessages:
         return messages
 
     def close(self) -> np.ndarray:
-        """Stop sending; returns how many messages this rank has sent to each."""
+        """Stop sending; returns the number of messages that this rank has sent to each."""
         with self._lock:
             self._closed = True
         return self._sent
@@ -75,7 +75,7 @@ class OtherNodes:
         self.reported = 0.0  #: when one of them last reported a hang, by this process's clock
 
     def tell(self, states: Sequence[State]) -> None:
-        """Send the states to every rank of other nodes, since any of them may have stopped listening."""
+        """Send the states to every rank of other nodes, since any of them may have stopped."""
         self._messages.send(pickle.dumps(list(states)), self._others, REPORT)
 
     def heard(self) -> list[State]:

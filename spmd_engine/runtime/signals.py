@@ -36,12 +36,12 @@ def exit_code(error: KeyboardInterrupt, arguments: Sequence[str] = ()) -> int:
 
 
 class Handlers:
-    """``with Handlers(handle): ...``: the ENDING signals call ``handle(number, frame)`` meanwhile.
+    """``with Handlers(handle): ...``: in this context the ENDING signals call ``handle(number, frame)``.
 
-    A signal that is ignored, as shells have it for jobs in the background, stays so, and with ``but_defaults`` one that
-    has the system's default action. Python gives signals to the main thread alone; on another, a virtual rank's,
-    nothing changes. Where Python cannot raise an Interrupted (in a callback from C, in ``__del__``), its signal is sent
-    again a moment later.
+    A signal that is ignored, as in background jobs of a shell, stays ignored, and with ``but_defaults`` a signal with
+    the system's default action keeps it. Python gives signals to the main thread alone; on another thread, such as a
+    virtual rank's, nothing changes. Where Python cannot raise an Interrupted (in a callback from C, in ``__del__``),
+    its signal is sent again a moment later.
     """
 
     def __init__(self, handle: Callable[[int, FrameType | None], None], but_defaults: bool = False) -> None:
@@ -51,7 +51,7 @@ class Handlers:
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._hook, sys.unraisablehook = sys.unraisablehook, self._not_raised
+            self._hook, sys.unraisablehook = sys.unraisablehook, self._send_again
             for number in ENDING:
                 if signal.getsignal(number) not in self._stay:
                     self._previous[number] = signal.signal(number, self._handle)
@@ -62,13 +62,13 @@ class Handlers:
                 signal.signal(*self._previous.popitem())
             sys.unraisablehook = self._hook
 
-    def _not_raised(self, what: sys.UnraisableHookArgs) -> None:
-        if isinstance(what.exc_value, Interrupted):
-            again = threading.Timer(0.05, os.kill, (os.getpid(), what.exc_value.number))
-            again.daemon = True
-            again.start()
+    def _send_again(self, unraisable: sys.UnraisableHookArgs) -> None:
+        if isinstance(unraisable.exc_value, Interrupted):
+            timer = threading.Timer(0.05, os.kill, (os.getpid(), unraisable.exc_value.number))
+            timer.daemon = True
+            timer.start()
         else:
-            self._hook(what)
+            self._hook(unraisable)
 
 
 def raise_interrupted() -> Handlers:
@@ -81,7 +81,7 @@ def raise_interrupted() -> Handlers:
 
 
 class StopFlag:
-    """While open, the ENDING signals are only noted in ``received``, so that work in steps can end after one of them.
+    """While open, the ENDING signals are only recorded in ``received``, so that work in steps can end after a step.
 
     A second signal, unless it follows within AGAIN seconds, raises Interrupted at once. So does the first one while
     there is nothing ``to_save``, and closing the flag after a signal without a call of ``take``.
@@ -90,7 +90,7 @@ class StopFlag:
 
     def __init__(self, to_save: bool = True, but_defaults: bool = False) -> None:
         self.to_save = to_save
-        self.received = 0  #: the number of the signal that this process got; 0 for none
+        self.received = 0  #: the number of the signal that this process received; 0 for none
         self.taken = 0  #: the number of the signal for which the work ends
         self._since = 0.0
         self._handlers = Handlers(self._note, but_defaults)
@@ -104,7 +104,7 @@ class StopFlag:
             raise Interrupted(number)
 
     def take(self, number: int) -> None:
-        """The work ends for signal ``number``, which perhaps another rank got; 0 for none."""
+        """Record that the work ends for signal ``number``, which another rank may have received; 0 for none."""
         if number and not self.taken:
             self.taken = number
             if not self.received:

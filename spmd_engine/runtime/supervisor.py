@@ -46,7 +46,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         if not self.arguments:
-            raise UsageError("launch: nothing to launch; as in: launch -n 8 -- train --run NAME")
+            raise UsageError("launch: nothing to launch; give a command, as in: launch -n 8 -- train --run NAME")
         if self.ranks < 1 or not 1 <= (self.min_ranks or self.ranks) <= self.ranks:
             raise UsageError(f"launch: -n {self.ranks} with --min-ranks {self.min_ranks}: at least one, at most -n")
         if self.newest is None and self._is_training:
@@ -75,7 +75,7 @@ class Supervisor:
             progress = newest != saved if self.newest else time.monotonic() - began > LONG
             in_a_row, fruitless = (0, 0) if progress else (in_a_row, fruitless + 1)
             if in_a_row == self.max_restarts:
-                self.report(f"launch: {_ended(code)}, after {in_a_row} restart(s) without progress: no more")
+                self.report(f"launch: {_describe_exit(code)}, after {in_a_row} restart(s) without progress: no more")
                 return code
             restarts, in_a_row = restarts + 1, in_a_row + 1
             if fruitless >= 2 and ranks > (self.min_ranks or self.ranks):
@@ -83,7 +83,7 @@ class Supervisor:
             action = f"continues from {newest.name}" if newest and self._is_training else "begins again"
             pause = min(LONGEST, self.pause * 2 ** (in_a_row - 1))
             self.report(
-                f"launch: {_ended(code)}; {action} on {ranks} ranks in {pause:g} s, "
+                f"launch: {_describe_exit(code)}; {action} on {ranks} ranks in {pause:g} s, "
                 f"restart {in_a_row} of {self.max_restarts}"
             )
             deadline = time.monotonic() + pause
@@ -93,7 +93,7 @@ class Supervisor:
                 return exit_code(Interrupted(signals[0]), self.arguments)
 
     def command(self, ranks: int) -> list[str]:
-        """The next command, on so many ranks: a run with a checkpoint resumes from it."""
+        """The next command, on ``ranks`` ranks: a run with a checkpoint resumes from it."""
         mpiexec = find_mpiexec()
         assert mpiexec
         launcher = [*mpiexec, "-n", str(ranks)]
@@ -103,9 +103,9 @@ class Supervisor:
             return [*launcher, sys.executable, *self.arguments]
         arguments = list(self.arguments)
         if self._checkpoint() is not None and "--resume" not in arguments:
-            arguments = [*_without(arguments, "--config"), "--resume"]  # the run's own job is resumed
+            arguments = [*_remove_option(arguments, "--config"), "--resume"]  # the run's own job is resumed
         if ranks != self.ranks:
-            arguments = _without(arguments, "--mesh")
+            arguments = _remove_option(arguments, "--mesh")
         return [*launcher, sys.executable, "-m", "spmd_engine", *arguments]
 
     def _checkpoint(self) -> Path | None:
@@ -125,26 +125,26 @@ class Supervisor:
                     job.process.wait(0.2)
         finally:
             began = time.monotonic()
-            left = job.stop(patience=30)
-            if left:
-                self.report(f"launch: processes {left} are still there after {time.monotonic() - began:.0f} s")
+            alive = job.stop(patience=30)
+            if alive:
+                self.report(f"launch: processes {alive} are still there after {time.monotonic() - began:.0f} s")
         if signals and code not in (0, *SIGNALLED):
             code = exit_code(Interrupted(signals[0]), self.arguments)
         return code if code >= 0 else 128 - code
 
 
-def _ended(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"exit code {code}" + (" (a rank was killed: out of memory, perhaps)" if code in KILLED else "")
 
 
-def _without(arguments: Sequence[str], option: str) -> list[str]:
+def _remove_option(arguments: Sequence[str], option: str) -> list[str]:
     """A command line without an option and its value."""
-    kept, is_value = [], False
-    for each in arguments:
+    remaining, is_value = [], False
+    for argument in arguments:
         if is_value:
             is_value = False
-        elif each == option:
+        elif argument == option:
             is_value = True
-        elif not each.startswith(f"{option}="):
-            kept.append(each)
-    return kept
+        elif not argument.startswith(f"{option}="):
+            remaining.append(argument)
+    return remaining

@@ -2,7 +2,7 @@
 
 Every process has one. It reads the records of all ranks of its node (``activity``), also of ranks that are stopped or
 killed, and writes the stacks of its own threads into its own record. When a wait is overdue, the lowest rank of the
-node with a live watchdog reports it once for all; with several nodes, these first exchange what they see. The watchdog
+node with a live watchdog reports it once for all; with several nodes, these first exchange their states. The watchdog
 does not end the job: the waiting ranks raise CommunicationTimeout in the end.
 """
 
@@ -22,7 +22,7 @@ from spmd_engine.files import open_regular
 from spmd_engine.runtime.activity import Activity, Record, State, frames_of_others, stack_of, stacks_here
 from spmd_engine.runtime.hang_report import Hang, look_at
 
-PERIOD = 0.5  # seconds between looks
+PERIOD = 0.5  # seconds between checks
 FRESH = 10.0  # seconds after which nodes exchange their states again
 ANSWERS = 3 * PERIOD  # seconds to wait for the states of other nodes
 ALIVE = 4.0  # seconds: a watchdog is alive if its record is no older
@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteStates(Protocol):
-    """The other nodes."""
+    """The states of ranks on other nodes."""
 
     def tell(self, states: Sequence[State]) -> None:
-        """Send them the states of this node's ranks."""
+        """Send the states of this node's ranks to the other nodes."""
 
     def heard(self) -> list[State]:
         """The latest states of the ranks of other nodes."""
@@ -44,12 +44,12 @@ class RemoteStates(Protocol):
 
     @property
     def reported(self) -> float:
-        """When one of them last reported a hang, by this process's ``time.monotonic``; 0 if never."""
+        """When another node last reported a hang, by this process's ``time.monotonic``; 0 if never."""
         ...
 
 
 class Watchdog:
-    """Watches the ranks of a node from one of them: ``activity`` is its own, ``records`` are all."""
+    """Watches the ranks of a node from one of them: ``activity`` is its own record, ``records`` are all records."""
 
     def __init__(
         self,
@@ -80,12 +80,12 @@ class Watchdog:
             try:
                 self._heard = self._elsewhere.heard() if self._elsewhere else []
                 if self._leads and (self._heard or any(record.is_overdue for record in self._records)):
-                    self._look(self._heard)
+                    self._check_for_hang(self._heard)
             except Exception:  # noqa: BLE001 (no error here may end the job)
                 logger.warning("the watchdog could not look this time", exc_info=True)
 
     def explain(self) -> str:
-        """What the ranks do for which others wait, from the records of this node and the states of other nodes."""
+        """The activity of the ranks for which others wait, by this node's records and other nodes' states."""
         states = [record.state(condition_of(record.process)) for record in self._records]
         hang = look_at([*states, *self._heard], self._size)
         return hang.why if hang else ""
@@ -97,7 +97,7 @@ class Watchdog:
         lower = [record for record in self._records if record.rank < self._rank]
         return not any(now - record.beat < 1e9 * ALIVE for record in lower)
 
-    def _look(self, heard: Sequence[State]) -> None:
+    def _check_for_hang(self, heard: Sequence[State]) -> None:
         states = [record.state(condition_of(record.process)) for record in self._records]
         if self._elsewhere:
             now = time.monotonic()
@@ -110,19 +110,19 @@ class Watchdog:
                 return  # a live node with lower ranks reports it
         all_states = sorted([*states, *heard], key=lambda state: state.rank)
         hang = look_at(all_states, self._size)
-        if hang is not None and self._is_news(states):
+        if hang is not None and self._should_report(states):
             self._activity.reported()
             report_hang(hang, all_states, self._activity.folder)
-            if self._elsewhere:  # a node that has not answered in time reads that this hang is reported
+            if self._elsewhere:  # so that a node that answers late does not report this hang
                 self._elsewhere.tell([record.state() for record in self._records])
 
-    def _is_news(self, states: Sequence[State]) -> bool:
+    def _should_report(self, states: Sequence[State]) -> bool:
         """Whether no node has reported this hang, or it has lasted AGAIN times as long as at that time."""
         reported = max(record.reported for record in self._records) / 1e9
         if self._elsewhere:
             reported = max(reported, self._elsewhere.reported)
         longest = max((state.wait.seconds for state in states if state.wait and state.wait.overdue), default=0.0)
-        lasted = longest - (time.monotonic() - reported)  # when it was reported; below 0: it began later
+        lasted = longest - (time.monotonic() - reported)  # at the report; below 0: the hang began later
         return lasted <= 0 or longest > AGAIN * lasted
 
 
@@ -130,7 +130,7 @@ def watch_threads(ranks: Sequence[Activity], threads: Callable[[], Mapping[int, 
     """Watch ranks that are threads (numbers by rank) once one waits for long; returns a function that stops it."""
     ends, started = threading.Event(), threading.Lock()
     reported = [0.0, 0.0]  # when, and how long the hang had lasted
-    records = [Record(rank, each.memory) for rank, each in enumerate(ranks)]
+    records = [Record(rank, activity.memory) for rank, activity in enumerate(ranks)]
 
     def look() -> list[State]:
         frames, thread_of = frames_of_others(), threads()
@@ -156,29 +156,29 @@ def watch_threads(ranks: Sequence[Activity], threads: Callable[[], Mapping[int, 
         if started.acquire(blocking=False):
             threading.Thread(target=run, name="spmd_engine watchdog", daemon=True).start()
 
-    for each in ranks:
-        each.on_long_wait, each.explain = begin, explain
+    for activity in ranks:
+        activity.on_long_wait, activity.explain = begin, explain
     return ends.set
 
 
 def report_hang(hang: Hang, states: Sequence[State], folder: Path | None) -> None:
     """Log the report, with the stacks of ranks for which others wait; write all stacks into the folder."""
-    everything = "\n\n".join(
-        f"rank {state.rank}, process {state.process}{_ago(state)}:\n{state.stack}" for state in states
+    all_stacks = "\n\n".join(
+        f"rank {state.rank}, process {state.process}{_format_age(state)}:\n{state.stack}" for state in states
     )
-    where = ""
+    location = ""
     if folder is not None:
         with suppress(OSError, UsageError):
             with open(open_regular(folder / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{hang}\n\n{everything}\n\n")
-            where = f"\n  all stacks are in {folder / FILE}"
-    few = [state for state in states if state.rank in hang.stuck and state.stack][:2]
-    stacks = "".join(f"\n  stack of rank {state.rank}{_ago(state)}:\n{_end_of(state.stack)}" for state in few)
-    logger.warning("%s%s%s", hang, where, stacks)
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{hang}\n\n{all_stacks}\n\n")
+            location = f"\n  all stacks are in {folder / FILE}"
+    first = [state for state in states if state.rank in hang.stuck and state.stack][:2]
+    stacks = "".join(f"\n  stack of rank {state.rank}{_format_age(state)}:\n{_tail(state.stack)}" for state in first)
+    logger.warning("%s%s%s", hang, location, stacks)
 
 
 def condition_of(process: int) -> str:
-    """Why a process cannot continue, by the operating system: it is stopped, or gone; else empty."""
+    """Why a process cannot continue, by the operating system: it is stopped, or gone; empty if it can."""
     try:
         letter = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -192,10 +192,10 @@ def condition_of(process: int) -> str:
     }.get(letter, "")
 
 
-def _ago(state: State) -> str:
+def _format_age(state: State) -> str:
     return f", {state.stack_seconds:.0f} s ago" if state.stack_seconds > 2 * PERIOD else ""
 
 
-def _end_of(stack: str) -> str:
-    """The main thread's last lines: it comes last."""
+def _tail(stack: str) -> str:
+    """The last lines of the main thread, which comes last in ``stack``."""
     return "\n".join(f"  {line}" for line in stack.rpartition("MainThread:\n")[2].split("\n")[-8:])

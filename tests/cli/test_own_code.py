@@ -183,7 +183,7 @@ MISTAKES = {
     "no file": (["--model", "none.py:classifier"], "none.py cannot be read: No such file"),
     "no such name": (["--model", "own_code.py:clasifier"], "has no attribute 'clasifier'"),
     "no literal": (["--model", "own_code.py:classifier(x)"], "own_code.py:classifier(x): malformed node or string"),
-    "no model": (["--model", "own_code.py:no_model"], "made a int; it must make a Model"),
+    "no model": (["--model", "own_code.py:no_model"], "returned a int; it must return a Model"),
     "an argument": (
         ["--model", "own_code.py:needs"],
         "needs needs width: give values, as in MODULE:NAME(6, 11) or --set",

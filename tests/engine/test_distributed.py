@@ -221,8 +221,12 @@ STACK = [Linear(("d", WIDTH), ("f", HIDDEN)), Linear(("f", HIDDEN), ("d", WIDTH)
     ("model", "options", "message"),
     [
         ("gpt-nanno", {}, "unknown model 'gpt-nanno'; did you mean 'gpt-nano'"),
-        ("gpt-nano", {"schedul": "1f1b"}, "no option 'schedul' for this; there are: zero, dropout, dtype, seed"),
-        ("./gpt2", {}, "./gpt2 is a path; train that by"),
+        (
+            "gpt-nano",
+            {"schedul": "1f1b"},
+            "no option 'schedul' for this model; choose from: zero, dropout, dtype, seed",
+        ),
+        ("./gpt2", {}, "./gpt2 is a path; train it by"),
         (OneDevice, {}, "the class OneDevice is no list of layers, no Model, no engine and no name"),
         (None, {}, "None is no list of layers"),
         (STACK[0], {}, "a Linear is no list of layers"),
@@ -233,7 +237,7 @@ STACK = [Linear(("d", WIDTH), ("f", HIDDEN)), Linear(("f", HIDDEN), ("d", WIDTH)
         (STACK, {"schedule": "zerobubble"}, "no schedule 'zerobubble'; did you mean 'zero-bubble'"),
         (STACK, {"recompute": "blocks"}, "no recompute 'blocks'; there are: none, block, attention"),
         (STACK, {"stages": "halves"}, "cannot read stages 'halves'"),
-        (STACK, {"zero_stage": 1}, "no option 'zero_stage' for this; there are: zero, layout"),
+        (STACK, {"zero_stage": 1}, "no option 'zero_stage' for this model; choose from: zero, layout"),
         (STACK, {"dtype": "float33"}, "dtype is 'float33'; choose float32 or float64"),
         (STACK, {"mesh": {"data": 1}}, r"mesh is a dict; make it a Mesh, as Mesh\(data=2\)"),
     ],
@@ -244,7 +248,7 @@ def test_what_is_no_model_and_what_is_no_option_is_one_line(model, options, mess
 
 
 def test_an_engine_takes_no_options_but_its_stage_of_zero():
-    with pytest.raises(UsageError, match="no option 'schedule' for this; there are: zero"):
+    with pytest.raises(UsageError, match="no option 'schedule' for this model; choose from: zero"):
         as_distributed(OneDevice(), schedule="1f1b")
 
 

@@ -153,7 +153,7 @@ def test_gathers_of_different_names_are_an_error():
         with Mesh(model=2) as mesh:
             TensorParallel(D, D, mesh).gather(f"layer_{mesh.rank}/weights")
 
-    with pytest.raises(MismatchError, match=r"ranks \[1\] ask for another parameter"):
+    with pytest.raises(MismatchError, match=r"ranks \[1\] make another call"):
         run_threads(program, 2)
 
 

@@ -80,7 +80,7 @@ RETURNED = {
     ),
     "forward: a pair": (
         {"forward": pushed(lambda self, x: (x @ self.parameters["w"], x))},
-        "Linear.forward returned a tuple of 2; return the outputs, one array",
+        "Linear.forward returned a tuple of 2; return one array, the outputs",
     ),
     "forward: a list": (
         {"forward": pushed(lambda self, x: (x @ self.parameters["w"]).tolist())},
@@ -124,7 +124,7 @@ RETURNED = {
         "Linear: forward pushes 1 more than backward pops from the tape",
     ),
     "tape: pushed twice": ({"forward": pushed_twice}, "forward pushes 1 more than backward pops"),
-    "tape: popped twice": ({"backward": popped_twice}, r"Linear.backward: tape.pop\(\) finds nothing"),
+    "tape: popped twice": ({"backward": popped_twice}, r"Linear.backward: tape.pop\(\): the tape is empty"),
     "forward: arguments": (
         {"forward": lambda self, p, x: x},
         r"Linear.forward: missing .* takes \(self, p, x\), but is called with \(self, x\)",
@@ -218,7 +218,7 @@ DECLARED = {
         {"output_sharding": "b/data s d"},
         'Linear.output_sharding is "b/data s d", but the array',
     ),
-    "outputs: not cut": ({"output_sharding": ""}, "say by output_sharding"),
+    "outputs: not cut": ({"output_sharding": ""}, "declare in output_sharding"),
     "parameters: none": ({"__init__": lambda self: None}, "Linear has no parameters: call load_checkpoint"),
     "parameters: added to": ({"load_checkpoint": in_place}, "assign a dict first, as in self.parameters"),
     "parameters: a list": (loading(lambda self, w: [w]), "Linear.parameters is a list of 1; make it a dict"),
@@ -231,15 +231,15 @@ DECLARED = {
         r"parameters\['w'\] is a float64, which cannot",
     ),
     "parameters: whole numbers": (loading(lambda self, w: {"w": w.astype(int)}), "has dtype int64"),
-    "parameters: read only": (loading(lambda self, w: {"w": read_only(w)}), "cannot be written, as a memory map"),
+    "parameters: read only": (loading(lambda self, w: {"w": read_only(w)}), "is read-only, like a memory map"),
     "parameters: not contiguous": (loading(lambda self, w: {"w": np.ones((2, 3)).T}), "not contiguous"),
     "parameters: one array twice": (
         loading(lambda self, w: {"w": w, "v": w}),
-        r"parameters\['v'\] is the array of 'w'",
+        r"parameters\['v'\] is the same array as 'w'",
     ),
     "parameters: made anew": (
         {"load_checkpoint": lambda self, params: None, "parameters": property(lambda self: {"w": np.ones((3, 2))})},
-        r"Linear.parameters\['w'\] is a new array each time it is asked for",
+        r"Linear.parameters\['w'\] is a new array at each access",
     ),
     "loading: arguments": ({"load_checkpoint": lambda self: None}, r"but is called with \(self, params\)"),
 }
@@ -360,10 +360,16 @@ ARGUMENTS = {
         "batch_of: inputs is a list; give an array",
     ),
     "targets in a list": (batches(lambda e, step: batch_of(X, Y.tolist(), e)), "batch_of: targets is a list"),
-    "step for micro-batches": (batches(lambda e, step: batch_of(X, Y, e, step)), "micro_batches is 0: it is 1 or more"),
+    "step for micro-batches": (
+        batches(lambda e, step: batch_of(X, Y, e, step)),
+        "micro_batches is 0: make it 1 or more",
+    ),
     "no batch": (batches(lambda e, step: None), r"batches\(0\): None is no Batch; make one, by batch_of"),
     "a pair": (batches(lambda e, step: (X, Y)), r"batches\(0\): a tuple of 2 is no Batch"),
-    "pairs": (batches(lambda e, step: Batch([(X, Y)])), "micro_batches one is a tuple of 2; make each a MicroBatch"),
+    "pairs": (
+        batches(lambda e, step: Batch([(X, Y)])),
+        "one of the Batch's micro_batches is a tuple of 2; make each a MicroBatch",
+    ),
     "no micro-batches": (batches(lambda e, step: Batch([])), "the Batch has no micro-batches"),
     "a batch": (lambda e: {"batches": batch_of(X, Y, e)}, "batches is a Batch; give a function of the step"),
     "rate": (lambda e: {"rate": 0.1}, "rate is a float; give a function of the step, as lambda step: 0.1"),
@@ -400,7 +406,7 @@ class Careless(Bare):
 def test_a_batch_cut_in_inputs_alone_is_refused():
     engine = Careless()
     engine.input_sharding = "b/data d"
-    with pytest.raises(UsageError, match="say by output_sharding"):
+    with pytest.raises(UsageError, match="declare in output_sharding"):
         engine.step(batch_of(np.ones((4, 3)), np.ones((4, 2)), engine))
 
 

@@ -146,7 +146,9 @@ def test_ranks_that_go_on_on_several_meshes_are_refused():
     def program():
         with Mesh(data=2) as mesh, Mesh(world().subset([mesh.rank])) as alone:
             engine = LayeredEngine(two_layers(4, 4), mesh)
-            with pytest.raises(UsageError, match=r"one new mesh.*2 of 2 are on a mesh of 1, as its \[0, 0\]"):
+            with pytest.raises(
+                UsageError, match=r"same new mesh.*2 of 2 pass a mesh of 1 ranks, as its ranks \[0, 0\]"
+            ):
                 engine.reshard(alone)
 
     run_threads(program, 2)

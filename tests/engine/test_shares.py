@@ -113,7 +113,7 @@ def test_what_is_below_the_least_size_is_in_no_parts():
 
 REFUSED = [
     ({"shares": "data:3:1"}, "cannot read --shares 'data:3:1'"),
-    ({"shares": "model=3:1"}, "axis 'model' is sharded evenly; shares are of data"),
+    ({"shares": "model=3:1"}, "axis 'model' is sharded evenly; choose among data"),
     ({"shares": "data=3:0"}, "shares are from 1"),
     ({"shares": "data=3:1:1"}, "it says 3 shares of data, which has 2 ranks"),
     ({"shares": "shard=3:1"}, "there is no axis 'shard'"),

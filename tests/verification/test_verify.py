@@ -212,7 +212,7 @@ def refused(make, message):
 
 def test_what_cannot_be_verified_is_refused():
     refused(DataParallel, "DataParallel needs model_dim, hidden_dim: give values")
-    refused(lambda: 3, "made a int; it must make a ShardedEngine")
+    refused(lambda: 3, "returned a int; it must return a ShardedEngine")
     refused(lambda: DataParallel(5, 7, Mesh(data=2)), "on one rank, .* Let it take the mesh: def __init__")
 
     class Silent(Tokens):

@@ -1,4 +1,4 @@
-"""The schedules, and each one by its name."""
+"""The schedules, and a schedule by its name."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class Naive(Schedule):
 
 
 class Sequential(Naive):
-    """The same on one stage, where nothing is idle: gradients of several micro-batches are accumulated."""
+    """``Naive`` on one stage, where nothing is idle: gradients of several micro-batches are accumulated."""
 
     name: ClassVar[str] = "sequential"
 
     def order(self, stages: int, micro_batches: int, stage: int) -> list[Compute]:
         """F0 B0 F1 B1 ...; raises UsageError if there are several stages."""
         if stages != 1:
-            known = "naive, gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-h2"
-            raise UsageError(f"sequential runs on 1 stage, not {stages}; schedules of pipelines are: {known}")
+            names = "naive, gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-h2"
+            raise UsageError(f"sequential runs on 1 stage, not {stages}; schedules of pipelines are: {names}")
         return super().order(stages, micro_batches, stage)
 
 
-# --- The two plain pipelines. They take the same time; what differs is when the backwards begin, and so the memory
+# --- The two plain pipelines. They take the same time; they differ in when backwards begin, and so in memory
 
 
 class GPipe(Schedule):
@@ -72,7 +72,7 @@ class GPipe(Schedule):
 class OneForwardOneBackward(Schedule):
     """Backwards begin as soon as they can; after that each stage does one forward, one backward in turn.
 
-    Stage i holds min(m, p - i) micro-batches: those that are on their way to the last stage and back. Narayanan
+    Stage i holds min(m, p - i) micro-batches: those between it and the last stage, and on the way back. Narayanan
     et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021, section 3.2 (PipeDream-Flush); Megatron-LM.
     """
 
@@ -85,11 +85,11 @@ class OneForwardOneBackward(Schedule):
         return staggered((forwards, 0), (backwards, stages - 1 - stage))
 
     def expected_bubble(self, stages: int, micro_batches: int) -> float:
-        """(p - 1)/(m + p - 1), as GPipe's: p - 1 of m + p - 1 turns. Megatron-LM's papers say idle/busy, (p - 1)/m."""
+        """(p - 1)/(m + p - 1), as GPipe's: p - 1 of m + p - 1 turns. Megatron-LM's papers give idle/busy, (p - 1)/m."""
         return (stages - 1) / (micro_batches + stages - 1)
 
 
-# --- Several chunks of layers on each stage: a shorter way to the last stage, so less time idle
+# --- Several chunks of layers on each stage: the last stage starts earlier, so less time is idle
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class Interleaved(Schedule):
     """1F1B over v chunks of layers a stage; filling the pipeline takes 1/v of the time, for v times the transfers.
 
     Micro-batches go through in groups: a group through a stage's first chunk, then through its second, and so on.
-    In a group of at least p, the first has come round to the second chunk by then, and no stage waits; so where p
-    does not divide m, groups are not p but somewhat larger, and as even as can be.
+    In a group of at least p, the first micro-batch reaches the second chunk in time, and no stage waits. So where p
+    does not divide m, groups are somewhat larger than p, and as even as possible.
 
     With groups of g, stage i holds (2(p - 1 - i) + (v - 1)g + 1)/v micro-batches' activations, in units of one
     stage's, or all m: the first stage p + (p - 1)/v if p divides m, and more, up to all of them, if m < 2p.
@@ -115,25 +115,25 @@ class Interleaved(Schedule):
 
     def order(self, stages: int, micro_batches: int, stage: int) -> list[Compute]:
         """Group by group; in each, chunk by chunk; of a chunk, a group's micro-batches one after the other."""
-        here = [stage + stages * i for i in range(self.chunks)]
+        stage_chunks = [stage + stages * i for i in range(self.chunks)]
         groups = self._groups(stages, micro_batches)
-        forwards = [Forward(m, chunk) for group in groups for chunk in here for m in group]
-        backwards = [Backward(m, chunk) for group in groups for chunk in reversed(here) for m in group]
+        forwards = [Forward(m, chunk) for group in groups for chunk in stage_chunks for m in group]
+        backwards = [Backward(m, chunk) for group in groups for chunk in reversed(stage_chunks) for m in group]
         late = 2 * (stages - 1 - stage) + (self.chunks - 1) * max(map(len, groups))
         return staggered((forwards, 0), (backwards, late))
 
     def sends_unfinished(self, stages: int, micro_batches: int) -> int:
-        """What has come round in a larger group than p waits for the rest of the group."""
+        """In a group larger than p, micro-batches that reach the next chunk wait for the rest of the group."""
         return 2 + max(max(map(len, self._groups(stages, micro_batches))) - stages, 0)
 
     @staticmethod
     def _groups(stages: int, micro_batches: int) -> list[range]:
-        """As many as have at least p micro-batches each, or one; sizes differ by one at most."""
+        """As many groups as can have at least p micro-batches each, or one; sizes differ by at most one."""
         count = max(micro_batches // stages, 1)
         return [range(micro_batches * i // count, micro_batches * (i + 1) // count) for i in range(count)]
 
     def expected_bubble(self, stages: int, micro_batches: int) -> float | None:
-        """(p - 1)/(v m + p - 1) if m >= p. Narayanan et al. say idle/busy, (p - 1)/(v m), where p divides m."""
+        """(p - 1)/(v m + p - 1) if m >= p. Narayanan et al. give idle/busy, (p - 1)/(v m), where p divides m."""
         if micro_batches < stages:
             return None
         return (stages - 1) / (self.chunks * micro_batches + stages - 1)
@@ -143,7 +143,7 @@ class Interleaved(Schedule):
 
 
 class ZeroBubble(Schedule):
-    """ZB-H1: 1F1B whose weight parts come later, and the later the fewer forwards a stage is ahead.
+    """ZB-H1: 1F1B with delayed weight parts: the fewer forwards a stage is ahead, the longer the delay.
 
     All stages then hold as many micro-batches as the first stage of 1F1B, min(m, p), from the forward to the
     weight part. Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.1.
@@ -158,7 +158,7 @@ class ZeroBubble(Schedule):
         inputs = [BackwardInput(m, stage) for m in range(micro_batches)]
         weights = [BackwardWeight(m, stage) for m in range(micro_batches)]
         late = self.ahead * (stages - 1 - stage)
-        # Weights let forwards go first, but do not wait for more of them than there are.
+        # Forwards come before weight parts, which wait for no more forwards than there are.
         latest = max(late, min(self.ahead * (stages - 1), micro_batches - 1))
         return staggered((forwards, 0), (inputs, late), (weights, latest))
 
@@ -171,11 +171,11 @@ class ZeroBubble(Schedule):
 
 
 class ZeroBubbleH2(ZeroBubble):
-    """ZB-H2: twice as many forwards ahead, so that every input's gradient comes back before the work runs out.
+    """ZB-H2: twice as many forwards ahead, so that each input's gradient comes back before a stage runs out of work.
 
     From its first instruction to its last no stage is idle if m >= 2p - 1 and the three parts cost the same; up
-    to min(m, 2p - 1) micro-batches are held. Stages begin one after the other and end so: one step alone takes
-    as long as ZB-H1's, and what is gained is gained where stages begin the next step without meeting first.
+    to min(m, 2p - 1) micro-batches are held. Stages begin and end one after the other: one step alone takes as long
+    as with ZB-H1, and time is saved only where stages begin the next step without a synchronization.
     Qi et al., section 2.2.
     """
 
@@ -192,7 +192,7 @@ SCHEDULES: dict[str, type[Schedule]] = {
 
 
 def named(name: str, chunks: int | None = None) -> Schedule:
-    """The schedule of that name; ``chunks`` of layers a stage, if it is to have another number than usual.
+    """The schedule ``name``, with ``chunks`` chunks of layers on each stage (None: its default).
 
     Raises UsageError for an unknown name, and for a number of chunks that the schedule cannot have.
 
@@ -205,7 +205,7 @@ def named(name: str, chunks: int | None = None) -> Schedule:
 
 
 def chosen(schedule: Schedule | str | None, stages: int) -> Schedule:
-    """The schedule for so many stages, by name or itself; 1f1b by default. One stage alone needs none, named or not."""
+    """``schedule``, or the schedule of that name (None: 1f1b); for one stage, ``sequential`` instead of a name."""
     if isinstance(schedule, Schedule):
         return schedule
     by_name = named("1f1b" if schedule is None else schedule)

@@ -14,7 +14,7 @@ from spmd_engine.errors import UsageError
 
 @dataclass(frozen=True)
 class Instruction:
-    """One thing to do with micro-batch ``m`` and the layers of ``chunk``."""
+    """One operation on micro-batch ``m`` with the layers of ``chunk``."""
 
     m: int
     chunk: int = 0
@@ -25,7 +25,7 @@ class Instruction:
 
 
 class Compute(Instruction):
-    """Work of this stage alone."""
+    """Work of one stage alone."""
 
 
 class Forward(Compute):
@@ -33,21 +33,21 @@ class Forward(Compute):
 
 
 class Backward(Compute):
-    """Run them backward, layer by layer: the input's gradient first: another stage may wait for it."""
+    """Run the chunk's layers backward; each input's gradient first, since another stage may wait for it."""
 
 
 class BackwardInput(Compute):
-    """Only the gradient of the chunk's input: what the stage before needs to go on."""
+    """Compute only the gradient of the chunk's input, which the stage before waits for."""
 
 
 class BackwardWeight(Compute):
-    """Only the gradients of the chunk's weights: no stage waits for them, so they fill idle time."""
+    """Compute only the gradients of the chunk's weights: no stage waits for them, so they fill idle time."""
 
 
 class Transfer(Instruction):
-    """Begins to move an array between neighbouring chunks, and does not wait for it.
+    """Begin to move an array between neighbouring chunks, without a wait.
 
-    The neighbour begins the other end of it. There are none where both chunks are on the same stage.
+    The neighbour begins the other end. Chunks on the same stage need no transfer.
     """
 
 
@@ -69,7 +69,7 @@ class StartSendGradient(Transfer):
 
 @dataclass(frozen=True)
 class Wait:
-    """Wait until a transfer that this stage has started is over: received, or its array free to be used again."""
+    """Wait until a transfer that this stage has started is complete: received, or its array free for reuse."""
 
     started: Transfer
 
@@ -77,11 +77,11 @@ class Wait:
 Program = list[Instruction | Wait]
 
 
-# --- From what a stage computes to its program: which arrays it receives and sends meanwhile, and when
+# --- From what a stage computes to its program: the arrays that it receives and sends, and when
 
 
 def receive_before(compute: Compute, last_chunk: int) -> Transfer | None:
-    """The receive of what ``compute`` needs from another chunk, if it needs anything."""
+    """The receive of the array that ``compute`` needs from another chunk, if any."""
     match compute:
         case Forward(m, chunk) if chunk > 0:
             return StartReceiveInput(m, chunk)
@@ -91,7 +91,7 @@ def receive_before(compute: Compute, last_chunk: int) -> Transfer | None:
 
 
 def send_after(compute: Compute, last_chunk: int) -> Transfer | None:
-    """The send of what another chunk needs from ``compute``, if it needs anything."""
+    """The send of the array that another chunk needs from ``compute``, if any."""
     match compute:
         case Forward(m, chunk) if chunk < last_chunk:
             return StartSendOutput(m, chunk)
@@ -101,7 +101,7 @@ def send_after(compute: Compute, last_chunk: int) -> Transfer | None:
 
 
 def other_end(transfer: Transfer) -> Transfer:
-    """What the neighbour starts to take part in ``transfer``: a send's receive and a receive's send.
+    """The neighbour's end of ``transfer``: a send's receive or a receive's send.
 
     >>> other_end(StartSendOutput(m=5, chunk=2))
     StartReceiveInput(m=5, chunk=3)
@@ -125,14 +125,14 @@ def with_transfers(
 
     Each receive is begun before the compute instruction ``receive_ahead`` places earlier, so that it overlaps
     with that, and waited for just before the one that uses it. Each send is begun just after its compute
-    instruction. It may end only when its receive has begun, so to wait for it at once would stop two stages that
-    send to each other. But each holds an array: it is waited for when ``sends_unfinished`` later ones of its kind
-    (outputs, gradients) have begun, when the neighbour should have asked for it.
+    instruction. It may complete only after its receive has begun, so an immediate wait would block two stages that
+    send to each other. But each send holds an array: its wait comes when ``sends_unfinished`` later ones of its kind
+    (outputs, gradients) have begun, when the neighbour should have begun the receive.
     """
     program: Program = []
     unfinished: dict[type[Transfer], deque[Transfer]] = {StartSendOutput: deque(), StartSendGradient: deque()}
     receives = [receive_before(compute, last_chunk) for compute in order]
-    begun = 0  # receives of so many compute instructions
+    begun = 0  # the number of compute instructions whose receives have begun
     for i, compute in enumerate(order):
         program += [receive for receive in receives[begun : i + receive_ahead + 1] if receive]
         begun = i + receive_ahead + 1
@@ -148,15 +148,15 @@ def with_transfers(
     return program + [Wait(send) for sends in unfinished.values() for send in sends]
 
 
-# --- A schedule: pure data, which stage does what with which micro-batch, and in which order
+# --- A schedule: which stage computes what with which micro-batch, in which order
 
 
 @dataclass(frozen=True)
 class Schedule(ABC):
     """What each stage of a pipeline computes, in order. An engine, or a timeline, executes its ``program``.
 
-    A schedule of one's own gives ``name`` and ``order``. Each chunk must run its backwards in the order of the
-    micro-batches, as all of these do: gradients are then summed in one order, and have the same bits in all.
+    A user's schedule defines ``name`` and ``order``. Each chunk must run its backwards in the order of the
+    micro-batches, as all schedules here do: gradients are then summed in one order, with the same bits in all.
     """
 
     name: ClassVar[str]
@@ -181,14 +181,14 @@ class Schedule(ABC):
         return with_transfers(order, stages * self.chunks - 1, sends_unfinished=unfinished)
 
     def sends_unfinished(self, stages: int, micro_batches: int) -> int:
-        """How many outputs, and how many gradients, may be on their way from a stage while it goes on.
+        """The number of outputs, and of gradients, whose sends may be unfinished while a stage continues.
 
-        Each holds an array. With fewer than the turns that a stage may be ahead of its neighbour, it would wait.
+        Each holds an array. A stage waits if the number is below the turns that it may be ahead of its neighbour.
         """
         return 2
 
     def expected_bubble(self, stages: int, micro_batches: int) -> float | None:
-        """Idle time / all stages' time, where a formula is known: see each schedule. None where none is.
+        """Idle time / all stages' time, where a formula is known (see each schedule); else None.
 
         It holds if all stages have the same costs and transfers take no time.
         """
@@ -196,7 +196,7 @@ class Schedule(ABC):
 
 
 def staggered(*parts: tuple[Sequence[Compute], int]) -> list[Compute]:
-    """Sequences of work side by side, one of each a round; each begins so many rounds late.
+    """Interleave sequences of work, one item of each per round; each begins ``late`` rounds late.
 
     Forwards, and backwards two rounds late: F0, F1, F2 B0, F3 B1, B2, B3.
     """

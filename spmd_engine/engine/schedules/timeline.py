@@ -41,12 +41,12 @@ class Slot:
 def timeline(
     schedule: Schedule, stages: int, micro_batches: int, costs: Mapping[type[Compute], float] = COSTS
 ) -> list[Slot]:
-    """Execute the programs of all stages; what each computes and when, by stage and time.
+    """Execute the programs of all stages; returns what each computes and when, by stage and time.
 
-    ``costs`` are those of a stage for one micro-batch; its chunks share them evenly. What is not named costs as
-    in ``COSTS``, a Backward as much as its two parts. Transfers take no time, but meet: neither end is over
-    before both have begun, as with a synchronous send. Raises UsageError if a program does something before
-    what it needs is there, or if stages wait for each other; it says which, and for what.
+    ``costs`` are those of a stage for one micro-batch; its chunks share them evenly. Other instructions cost as
+    in ``COSTS``, a Backward as much as its two parts. Transfers take no time, but synchronize: neither end is complete
+    before both have begun, as with a synchronous send. Raises UsageError if an instruction comes before one that it
+    needs, or if stages wait for each other, and names them.
     """
     costs = {**COSTS, **costs}
     costs = {Backward: costs[BackwardInput] + costs[BackwardWeight], **costs}
@@ -56,7 +56,7 @@ def timeline(
 
 
 class _Execution:
-    """Stages that advance one after the other, each until it must wait for something not yet begun.
+    """Stages that advance one after the other, each until it must wait for a transfer not yet begun.
 
     In which order they advance does not matter: a stage's clock depends on the others only through the times
     at which transfers begin.
@@ -80,7 +80,7 @@ class _Execution:
         return sorted(self.slots, key=lambda slot: (slot.stage, slot.start))
 
     def _advance(self, stage: int) -> bool:
-        """Go on as far as possible; whether that was any further."""
+        """Execute as far as possible; returns whether any instruction was executed."""
         program, before = self.programs[stage], self.next[stage]
         while self.next[stage] < len(program):
             instruction = program[self.next[stage]]
@@ -109,7 +109,7 @@ class _Execution:
                 self.done[stage].add(BackwardInput(instruction.m, instruction.chunk))
 
     def _needs(self, instruction: Instruction | Wait) -> Iterator[Instruction | Wait]:
-        """What the same stage must have done before."""
+        """The instructions that the same stage must have executed before."""
         match instruction:
             case Wait(started):
                 yield started
@@ -122,11 +122,11 @@ class _Execution:
         if isinstance(instruction, Compute) and (receive := receive_before(instruction, self.last_chunk)):
             if len(self.programs) > 1:
                 yield Wait(receive)
-            else:  # handed over on the same stage, without a transfer
+            else:  # on the same stage, without a transfer
                 yield from self._needs(other_end(receive))
 
     def _why_blocked(self, stage: int) -> str:
-        """Which stage this one waits for, and to do what."""
+        """The stage and the transfer for which this stage waits, as text."""
         waiting: Any = self.programs[stage][self.next[stage]]  # a Wait: nothing else blocks
         awaited = other_end(waiting.started)
         other = awaited.chunk % len(self.programs)
@@ -135,7 +135,7 @@ class _Execution:
 
 
 def makespan(slots: Iterable[Slot]) -> float:
-    """From the first start to the last end."""
+    """The time from the first start to the last end."""
     slots = list(slots)
     return max(slot.end for slot in slots) - min(slot.start for slot in slots)
 
@@ -143,30 +143,30 @@ def makespan(slots: Iterable[Slot]) -> float:
 def idle_fraction(slots: Iterable[Slot]) -> float:
     """The bubble: idle time / (stages x makespan)."""
     by_stage = _by_stage(slots)
-    busy = sum(slot.end - slot.start for own in by_stage.values() for slot in own)
-    whole = makespan(slot for own in by_stage.values() for slot in own)
-    return 1 - busy / (len(by_stage) * whole)
+    busy = sum(slot.end - slot.start for work in by_stage.values() for slot in work)
+    total = makespan(slot for work in by_stage.values() for slot in work)
+    return 1 - busy / (len(by_stage) * total)
 
 
 def idle_inside(slots: Iterable[Slot]) -> list[float]:
-    """Per stage: idle time between its own first start and its own last end."""
-    return [makespan(own) - sum(slot.end - slot.start for slot in own) for own in _by_stage(slots).values()]
+    """Per stage: idle time between its first start and its last end."""
+    return [makespan(work) - sum(slot.end - slot.start for slot in work) for work in _by_stage(slots).values()]
 
 
 def peak_activations(slots: Iterable[Slot]) -> list[float]:
-    """Per stage: the most micro-batches whose activations are held at once, in units of all its layers'.
+    """Per stage: the most micro-batches whose activations it holds at once, in units of all its layers'.
 
     Those of a micro-batch and a chunk are held from the start of its forward to the end of its whole backward,
     or of its weight part, and count 1/chunks.
     """
     peaks = []
-    for own in _by_stage(slots).values():
+    for work in _by_stage(slots).values():
         held = peak = 0
-        for slot in own:
+        for slot in work:
             held += isinstance(slot.instruction, Forward)
             peak = max(peak, held)
             held -= isinstance(slot.instruction, (Backward, BackwardWeight))
-        peaks.append(peak / len({slot.instruction.chunk for slot in own}))
+        peaks.append(peak / len({slot.instruction.chunk for slot in work}))
     return peaks
 
 

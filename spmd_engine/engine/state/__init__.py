@@ -1,1 +1,1 @@
-"""What a rank holds of a model: assignment, placement, buffers, and how they move to another mesh."""
+"""A rank's part of a model: assignment, placement and buffers, and their move to another mesh."""

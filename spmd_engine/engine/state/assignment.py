@@ -1,6 +1,6 @@
-"""What each rank holds: chunks of layers, their parameters, and the groups in which these are stored and reduced.
+"""The assignment of a rank: chunks of layers, their parameters, and the groups in which these are stored and reduced.
 
-A pure function of the model, a position on a mesh (which need not exist) and the options. The engine is built by it;
+It is a pure function of the model, a position on a mesh (which need not exist) and the options. The engine uses it;
 ``inspect`` and ``show`` print it.
 """
 
@@ -39,9 +39,9 @@ def parse_division(text: str) -> Division:
 
 
 def divide(model: Model, chunks: int, division: Division = "even", per_stage: int = 1) -> list[range]:
-    """The model's layers as ``chunks`` consecutive ranges of at least one, of which each stage has ``per_stage``.
+    """The model's layers as ``chunks`` consecutive ranges of at least one layer; each stage has ``per_stage`` of them.
 
-    Raises UsageError if that cannot be.
+    Raises UsageError if that is impossible.
     """
     layers = len(model.layers)
     if chunks > layers:
@@ -69,13 +69,13 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _balanced(costs: Sequence[float], parts: int) -> list[range]:
-    """Consecutive parts such that the costliest one costs as little as can be."""
+    """Consecutive parts that minimize the cost of the costliest part."""
     low, high = max(costs), sum(costs)
-    for _ in range(60):  # halves what is left to know: beyond a double's precision
+    for _ in range(60):  # bisection to beyond the precision of a double
         middle = (low + high) / 2
         low, high = (low, middle) if len(_filled(costs, middle, parts)) <= parts else (middle, high)
     ranges = _filled(costs, high, parts)
-    while len(ranges) < parts:  # nothing is gained by more; but every part must have a layer
+    while len(ranges) < parts:  # more parts reduce no cost, but every part must have a layer
         longest = max(ranges, key=len)
         at, middle = ranges.index(longest), (longest.start + longest.stop) // 2
         ranges[at : at + 1] = [range(longest.start, middle), range(middle, longest.stop)]
@@ -83,7 +83,7 @@ def _balanced(costs: Sequence[float], parts: int) -> list[range]:
 
 
 def _filled(costs: Sequence[float], most: float, parts: int) -> list[range]:
-    """Parts filled one after the other up to ``most`` each, or one too many if that is too little."""
+    """Parts filled in order up to ``most`` each; one part too many if ``most`` is too little."""
     starts, filled = [0], 0.0
     for number, cost in enumerate(costs):
         if number and filled + cost > most * (1 + 1e-12):
@@ -95,9 +95,9 @@ def _filled(costs: Sequence[float], most: float, parts: int) -> list[range]:
     return [range(first, end) for first, end in zip(starts, [*starts[1:], len(costs)], strict=True)]
 
 
-# --- Unequal ranks: what each along an axis has of the samples, or of what is stored in parts, beside the others
+# --- Unequal ranks: the shares of ranks along an axis in the samples, or in the sharded state
 #
-# The two are not the same share: work goes by speed, state by memory.
+# The two shares differ: work is shared by speed, state by memory.
 
 
 Shares = Mapping[str, tuple[int, ...]]
@@ -107,22 +107,22 @@ STATE = ("data", "shard", "expert", "context")  #: axes over which state is shar
 
 
 def parse_shares(text: str | None, option: str, known: Sequence[str], *, least: int) -> Shares:
-    """``"data=3:1"`` as {"data": (3, 1)}, of several axes with commas; None and "" as none.
+    """``"data=3:1"`` as {"data": (3, 1)}, with commas between several axes; None and "" as no shares.
 
-    ``least``: the smallest share that makes sense. Raises UsageError for what cannot be read, and for other axes than
-    the ``known``.
+    ``least`` is the smallest valid share. Raises UsageError if the text cannot be parsed, or names an axis that is not
+    in ``known``.
     """
     shares: dict[str, tuple[int, ...]] = {}
-    for term in filter(None, (each.strip() for each in (text or "").split(","))):
+    for term in filter(None, (part.strip() for part in (text or "").split(","))):
         axis, equals, numbers = term.partition("=")
-        given = numbers.split(":")
-        if not equals or axis in shares or not all(number.isdecimal() for number in given):
+        counts = numbers.split(":")
+        if not equals or axis in shares or not all(number.isdecimal() for number in counts):
             raise UsageError(
                 f"cannot read {option} {text!r} at {term!r}; write whole numbers, each rank's share, as in data=3:1"
             )
-        shares[axis] = tuple(map(int, given))
+        shares[axis] = tuple(map(int, counts))
         if axis not in known:
-            raise UsageError(f"{option} {text}: axis {axis!r} is sharded evenly; shares are of {', '.join(known)}")
+            raise UsageError(f"{option} {text}: axis {axis!r} is sharded evenly; choose among {', '.join(known)}")
         if min(shares[axis]) < least or not any(shares[axis]):
             allowed = "from 1" if least else "from 0, and one is above"
             raise UsageError(f"{option} {text}: shares are {allowed}")
@@ -130,7 +130,7 @@ def parse_shares(text: str | None, option: str, known: Sequence[str], *, least: 
 
 
 def misfit(shares: Shares, axes: Mapping[str, int]) -> str | None:
-    """Why shares do not go with a mesh of these axes; None: they do."""
+    """The reason why shares do not fit a mesh of these axes; None if they fit."""
     for axis, numbers in shares.items():
         if axis not in axes:
             return f"there is no axis {axis!r}"
@@ -140,21 +140,18 @@ def misfit(shares: Shares, axes: Mapping[str, int]) -> str | None:
 
 
 def shares_along(along: Sequence[str], axes: Mapping[str, int], shares: Shares) -> tuple[int, ...]:
-    """The share of each rank along several axes, the last of which varies fastest; (): all have as much."""
+    """The share of each rank along several axes, the last of which varies fastest; () for equal shares."""
     if not any(axis in shares for axis in along):
         return ()
     return tuple(map(prod, product(*(shares.get(axis, (1,) * axes[axis]) for axis in along))))
 
 
 def shares_text(shares: Shares) -> str:
-    """What ``parse_shares`` reads."""
+    """Shares as text that ``parse_shares`` reads."""
     return ",".join(f"{axis}={':'.join(map(str, numbers))}" for axis, numbers in shares.items())
 
 
-# --- What each rank has: chunks of layers, their parameters, and the groups these are stored and reduced in
-#
-# A pure function of the model, a place on a mesh (which need not exist) and the options: the engine builds by it,
-# ``inspect`` and ``show`` print it.
+# --- The assignment: chunks of layers, their parameters, and the groups in which these are stored and reduced
 
 
 PIPE = "pipe"
@@ -164,21 +161,21 @@ PIPE = "pipe"
 class ZeroConfig:
     """How parameters, gradients and optimizer state are stored.
 
-    ``zero`` is the stage of ZeRO: 0 whole on every rank of a batch axis, 1 the optimizer's state in parts, 2 the
-    gradients too, 3 the parameters too (fully sharded). None: 3 if the mesh has an axis ``shard``, which then,
-    with ``context``, is what the parts are dealt over, while ranks along ``data`` and ``expert`` keep replicas. A
-    stage that is given holds for those as well. Ranks along ``replicate`` always keep replicas.
+    ``zero`` is the ZeRO stage: 0 replicates all state over the batch axes, 1 shards the optimizer state, 2 also the
+    gradients, 3 also the parameters (fully sharded). None: 3 if the mesh has an axis ``shard``, else 0; state is then
+    sharded over ``shard`` and ``context``, and replicated along ``data`` and ``expert``. A stage that is given shards
+    over those, too. Ranks along ``replicate`` always keep replicas.
     """
 
     zero: int | None = None
     threshold: int = THRESHOLD  #: bytes at which a group is closed
     cap: int = CAP  #: bytes beyond which no neighbour joins a group
-    compress: str = "none"  #: how gradients travel: see ``compression``
-    shares: Shares = field(default_factory=dict)  #: of the ranks along an axis, of what is in parts; else as much each
-    min_tensor_size: int = 0  #: bytes below which a parameter's state is in no parts
+    compress: str = "none"  #: the compression of gradients: see ``compression``
+    shares: Shares = field(default_factory=dict)  #: of ranks along an axis in sharded state; else equal
+    min_tensor_size: int = 0  #: bytes below which a parameter's state is not sharded
 
     def stage(self, axes: Mapping[str, int]) -> int:
-        """The stage of ZeRO on a mesh with these axes."""
+        """The ZeRO stage on a mesh with these axes. Raises UsageError for an unknown stage."""
         if self.zero is None:
             return 3 if "shard" in axes else 0
         if self.zero not in (0, 1, 2, 3):
@@ -186,29 +183,29 @@ class ZeroConfig:
         return self.zero
 
     def cut(self, summed: tuple[str, ...], axes: Mapping[str, int]) -> tuple[str, ...]:
-        """The axes, among those over which a gradient is summed, over which its parameter's state is sharded."""
+        """The axes, of those over which a gradient is summed, that shard its parameter's state."""
         if self.stage(axes) == 0:
             return ()
         replicas = {"replicate"} if self.zero is not None else {"replicate", "data", "expert"}
         return tuple(axis for axis in summed if axis not in replicas)
 
     def sum_of(self, size: int, summed: tuple[str, ...], stages: tuple[int, ...], axes: Mapping[str, int]) -> Sum:
-        """How the gradient of a parameter of ``size`` bytes is summed, and which ranks store which part of it."""
-        cut = self.cut(summed, axes) if size >= self.min_tensor_size else ()
-        return Sum(summed, cut, stages, shares_along(cut, axes, self.shares))
+        """How the gradient of a parameter of ``size`` bytes is summed, and over which axes its state is sharded."""
+        sharded_axes = self.cut(summed, axes) if size >= self.min_tensor_size else ()
+        return Sum(summed, sharded_axes, stages, shares_along(sharded_axes, axes, self.shares))
 
 
 @dataclass(frozen=True)
 class Assignment:
     """One rank's share of a model."""
 
-    chunks: Sequence[range]  #: the layers of every chunk, on whichever stage
-    mine: Sequence[int]  #: numbers of the chunks here
-    uses: Mapping[int, Mapping[str, str]]  #: layer here -> its own names of its parameters here -> full names
+    chunks: Sequence[range]  #: the layers of every chunk, of all stages
+    mine: Sequence[int]  #: the numbers of this rank's chunks
+    uses: Mapping[int, Mapping[str, str]]  #: this rank's layer -> local name -> full name
     holders: Mapping[str, tuple[int, ...]]  #: stages that hold each parameter, of the whole model
     groups: Sequence[ParameterGroup]
     homes: Mapping[str, Home] = field(default_factory=dict)  #: of parameters that not all ranks of a stage have
-    #: Groups of frozen buffers that are stored in parts, and the names of these by layer, as in ``uses``.
+    #: Groups of sharded frozen buffers, and the names of these by layer, as in ``uses``.
     frozen: Sequence[ParameterGroup] = ()
     frozen_uses: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
 
@@ -234,29 +231,29 @@ def assign(
     all_uses = [_parameters_of(name, layer) for name, layer in model.layers]
     chunks_of: dict[str, set[int]] = {}
     for layer, names in enumerate(all_uses):
-        for full in names.values():
-            chunks_of.setdefault(full, set()).add(chunk_of[layer])
-    holders = {name: tuple(sorted({chunk % count for chunk in held})) for name, held in chunks_of.items()}
+        for full_name in names.values():
+            chunks_of.setdefault(full_name, set()).add(chunk_of[layer])
+    holders = {name: tuple(sorted({chunk % count for chunk in users})) for name, users in chunks_of.items()}
     mine = [number for number in range(len(chunks)) if number % count == stage]
     homes = homes_of(model, layout, place)
     shards = Shards(place, layout)  # pyright: ignore[reportArgumentType]  # no collective is called, only axes are read
 
-    @cache  # layers of a kind are alike
+    @cache  # layers of one kind have the same result
     def placed(
-        array: Parameter | Buffer, shape: tuple[int, ...], stages_of_it: tuple[int, ...]
+        array: Parameter | Buffer, shape: tuple[int, ...], holding_stages: tuple[int, ...]
     ) -> tuple[tuple[int, ...], Sum, int]:
         """An array's block, how its gradient is summed, and the size of the largest block of any rank."""
         spec = layout.spec(array.dims)
-        brought = layout.axes(array.element[0]) if array.element else ()
-        over = tuple(axis for axis in shards.axes(array.summed, array.where) if axis not in brought)
+        element_axes = layout.axes(array.element[0]) if array.element else ()
+        over = tuple(axis for axis in shards.axes(array.summed, array.where) if axis not in element_axes)
         largest = prod(spec.largest_shape(shape, place))
-        summed = storage.sum_of(largest * itemsize, over, stages_of_it, place.axes)
+        summed = storage.sum_of(largest * itemsize, over, holding_stages, place.axes)
         return spec.local_shape(shape, place), summed, largest
 
     def member(
-        name: str, array: Parameter | Buffer, shape: tuple[int, ...], chunk: int, stages_of_it: tuple[int, ...] = ()
+        name: str, array: Parameter | Buffer, shape: tuple[int, ...], chunk: int, holding_stages: tuple[int, ...] = ()
     ) -> Member:
-        block, summed, largest = placed(array, shape, stages_of_it)
+        block, summed, largest = placed(array, shape, holding_stages)
         decays, small = isinstance(array, Parameter) and array.decay, largest * itemsize < storage.min_tensor_size
         return Member(name, block, decays, summed, largest, chunk, homes.get(name), small)
 
@@ -266,38 +263,38 @@ def assign(
             chunk = min(number for number in chunks_of[name] if number in mine)
             members.append(member(name, parameter, shape, chunk, holders[name] if len(holders[name]) > 1 else ()))
     groups = make_groups(members, itemsize, storage.threshold, storage.cap)
-    here = [group for group in groups if group.home is None or group.home.has(place)]
+    local_groups = [group for group in groups if group.home is None or group.home.has(place)]
     layers = [layer for number in mine for layer in chunks[number]]
     frozen = [
-        member(f"{name}/{own}", buffer, buffer.whole(described.sizes), chunk_of[layer])
+        member(f"{name}/{local_name}", buffer, buffer.whole(described.sizes), chunk_of[layer])
         for layer in (layers if storage.stage(place.axes) == 3 else ())
         for name, described in [model.layers[layer]]
-        for own, buffer in described.buffers.items()
+        for local_name, buffer in described.buffers.items()
         if buffer.frozen
     ]
-    frozen = [each for each in frozen if each.summed.cut]  # the others have no copies to be sharded over
-    of_frozen = [
+    frozen = [buffer for buffer in frozen if buffer.summed.cut]  # the others have no replicas to shard
+    frozen_groups = [
         group for group in make_groups(frozen, itemsize, storage.threshold, storage.cap, "frozen")
         if group.home is None or group.home.has(place)
     ]  # fmt: skip
-    names = {name for group in of_frozen for name in group.spans}
-    away = {name for name, home in homes.items() if not home.has(place)}
+    names = {name for group in frozen_groups for name in group.spans}
+    absent_names = {name for name, home in homes.items() if not home.has(place)}
     uses = {
-        layer: {own: full for own, full in all_uses[layer].items() if full not in away}
+        layer: {name: full_name for name, full_name in all_uses[layer].items() if full_name not in absent_names}
         for number in mine
         for layer in chunks[number]
     }
     frozen_uses = {
         layer: {
-            own: full for own in model.layers[layer][1].buffers if (full := f"{model.layers[layer][0]}/{own}") in names
+            key: full for key in model.layers[layer][1].buffers if (full := f"{model.layers[layer][0]}/{key}") in names
         }
         for layer in layers
     }
-    return Assignment(chunks, mine, uses, holders, here, homes, of_frozen, frozen_uses)
+    return Assignment(chunks, mine, uses, holders, local_groups, homes, frozen_groups, frozen_uses)
 
 
 def homes_of(model: Model, layout: Layout, mesh: MeshPosition) -> dict[str, Home]:
-    """The ranks that have each parameter, or frozen weight, that not all ranks of a stage have: those of an expert."""
+    """The ranks that have each parameter or frozen weight, such as an expert's, that not all ranks of a stage have."""
     homes, parts = {}, {}
     for name, (layer, (letter, number), count) in model.elements():
         axes = layout.axes(letter)
@@ -309,5 +306,5 @@ def homes_of(model: Model, layout: Layout, mesh: MeshPosition) -> dict[str, Home
 
 
 def _parameters_of(layer_name: str, layer) -> dict[str, str]:
-    """A layer's own names of its parameters to their full names."""
+    """A layer's local names of its parameters -> their full names."""
     return {name: layer.tied.get(name, f"{layer_name}/{name}") for name in layer.parameters}

@@ -1,4 +1,4 @@
-"""A model placed on a mesh: all that follows from the two and from how the model is to be computed."""
+"""A model placed on a mesh: its storage and execution, and its move to another mesh."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class EngineState:
     reducer: Reducer
     neighbours: PipelineNeighbours
     chunks: Mapping[int, Chunk]  #: on this rank, by number
-    program: Callable[[int], Program]  #: this rank's, for so many micro-batches
-    positions: Callable[[int], tuple[Array, Array]]  #: this rank's, of a sequence: inside layers, and between them
+    program: Callable[[int], Program]  #: this rank's, for a number of micro-batches
+    positions: Callable[[int], tuple[Array, Array]]  #: this rank's, by length: inside layers, and between
     frozen: FrozenStore
 
     def execution(
         self, contexts: Sequence[ForwardContext], inputs: Sequence[Array], loss_gradient: Callable[[int, Array], Any]
     ) -> Execution:
-        """To carry out a program on these micro-batches: see there."""
+        """An ``Execution`` of these micro-batches."""
         return Execution(self.chunks, self.neighbours, contexts, inputs, loss_gradient)
 
 
@@ -77,8 +77,8 @@ def place(
 ) -> EngineState:
     """The model on this mesh; its parameters are zeros. Options are those of ``LayeredEngine``. Collective.
 
-    Raises NotationError for a layout under which a layer cannot work, UsageError for a schedule or a recomputation
-    that the model has not enough layers for.
+    Raises NotationError for a layout under which a layer cannot work, UsageError if the model has too few layers for
+    the schedule, or none to recompute.
     """
     for name, layer in model.layers:
         _check_layout(name, layer, layout)
@@ -116,9 +116,9 @@ def place(
 
 def _check_layout(name: str, layer: Layer, layout: Layout) -> None:
     stream = dict.fromkeys("bs")
-    for each in (layer.inputs, layer.outputs):
-        if each.where == "residual":
-            stream |= dict.fromkeys(letter for letter in each.dims.split() if letter not in each.whole)
+    for activation in (layer.inputs, layer.outputs):
+        if activation.where == "residual":
+            stream |= dict.fromkeys(letter for letter in activation.dims.split() if letter not in activation.whole)
     letters = {*stream, *layer.inputs.dims.split(), *layer.outputs.dims.split(), *layer.sizes}
     if "b" not in layer.inputs.dims + layer.outputs.dims:  # its samples have another letter
         letters.discard("b")
@@ -139,17 +139,18 @@ Arrays = Mapping[str, Array]
 
 
 class StateReshard:
-    """What an engine, and its optimizer, have before they are placed anew: made before, ``finish`` is called after.
+    """The move of an engine and its optimizer to another mesh: made before the new placement, finished after it.
 
-    Every element travels once to each rank that will hold it and has it not, as ``plan_transfer`` says; in pieces, so
-    that beside its old and new blocks no rank holds more than two of them. Both are collective over the mesh before.
+    Every element is sent once to each rank that needs it (see ``plan_transfer``), in pieces, so that a rank holds at
+    most two of them in addition to its old and new blocks. The constructor and ``finish`` are collective over the old
+    mesh.
     """
 
     def __init__(self, engine: StoredEngine, optimizer: Optimizer | None = None) -> None:
         self._engine = engine
         self._group, self._nodes = engine.group(), engine.mesh.nodes_by_rank
-        self._known = engine.store.placements  #: empty unless they were exchanged before
-        self._old_parts = None if self._known else describe_parts(engine)
+        self._old_placements = engine.store.placements  #: empty unless they were exchanged before
+        self._old_parts = None if self._old_placements else describe_parts(engine)
         self._arrays = {**engine.parameters, **engine.buffers}
         self._state, self._optimizer_state = {}, {}
         if optimizer is not None:
@@ -158,51 +159,51 @@ class StateReshard:
             self._state = {kind: engine.named(arrays) for kind, arrays in optimizer.state.items()}
 
     def finish(self) -> None:
-        """Fill the arrays that the engine has now: on another mesh of all ranks, or of some of them, in any order."""
+        """Fill the engine's new arrays: on another mesh of all ranks, or of some of them, in any order."""
         engine = self._engine
-        order = self._numbers_before(engine.group())
-        old, new = self._ask(engine)
+        order = self._find_old_ranks(engine.group())
+        old, new = self._exchange_placements(engine)
         if order == list(range(self._group.size)):
             engine.store.placements |= new
         self._fill(old, new, {**engine.parameters, **engine.buffers})
 
     def leave(self) -> None:
-        """What ``finish`` is for a rank that is not on the new mesh: others get what they lack of what it has."""
-        self._numbers_before(None)
-        self._fill(*self._ask(None), {})
+        """The counterpart of ``finish`` on a rank outside the new mesh: send its blocks to the ranks that need them."""
+        self._find_old_ranks(None)
+        self._fill(*self._exchange_placements(None), {})
 
-    def _ask(self, engine: StoredEngine | None) -> tuple[Placements, Placements]:
-        """Where all is before and after, by ranks of the group before. One all_gather: each waits for the slowest."""
+    def _exchange_placements(self, engine: StoredEngine | None) -> tuple[Placements, Placements]:
+        """The old and new placements, by ranks of the old group. One all_gather: each waits for the slowest."""
         ranks = gather_json(self._group, {"old": self._old_parts, "new": describe_parts(engine)}, "placement")
-        old = self._known or read_placements([parts["old"] for parts in ranks])
+        old = self._old_placements or read_placements([parts["old"] for parts in ranks])
         return old, read_placements([parts["new"] for parts in ranks])
 
-    def _numbers_before(self, after: Group | None) -> list[int]:
-        """The number in the old group of each rank of the group ``after``, which is None on ranks that are not in it.
+    def _find_old_ranks(self, after: Group | None) -> list[int]:
+        """The rank in the old group of each rank of the group ``after``, which is None on ranks that are not in it.
 
-        Raises UsageError on all, unless that is one group, of ranks of the old one.
+        Raises UsageError on all ranks unless ``after`` is one group, of ranks of the old one.
         """
-        if after is not None and after.comm is self._group.comm:  # on all ranks then
+        if after is not None and after.comm is self._group.comm:  # then it is so on all ranks
             return list(range(after.size))
         mine = np.array([[after.rank, after.size] if after else [-1, 0]])
         numbers = self._group.all_gather(mine, label="placement")
-        before = np.flatnonzero(numbers[:, 0] >= 0)
-        order = before[np.argsort(numbers[before, 0], kind="stable")]
+        members = np.flatnonzero(numbers[:, 0] >= 0)
+        order = members[np.argsort(numbers[members, 0], kind="stable")]
         if numbers[order, 0].tolist() != list(range(numbers[:, 1].max())):
             raise UsageError(
-                "reshard: all ranks that call it go on on one new mesh, of no others, or pass None for it; here "
-                f"{len(order)} of {len(numbers)} are on a mesh of {numbers[:, 1].max()}, as its "
+                "reshard: all ranks must pass the same new mesh, of these ranks only, or None if they leave; here "
+                f"{len(order)} of {len(numbers)} pass a mesh of {numbers[:, 1].max()} ranks, as its ranks "
                 f"{numbers[order, 0].tolist()}"
             )
         return order.tolist()
 
-    def _fill(self, old: Placements, new: Placements, here: Arrays) -> None:
-        """Bring to ``here`` what is placed there, and to the optimizer's state what this rank owns now."""
-        model, states = [(self._arrays, here)], []
-        for kind, before in self._state.items():  # all of it comes: no need of zeros
-            made = {key: backend_of(x).xp.empty_like(x) for key, x in self._engine.owned.items()} if here else {}
-            self._optimizer_state[kind] = made
-            states.append((before, self._engine.named(made) if here else {}))
+    def _fill(self, old: Placements, new: Placements, targets: Arrays) -> None:
+        """Transfer the model to ``targets``, and the optimizer state that this rank now owns to the optimizer."""
+        model, states = [(self._arrays, targets)], []
+        for kind, before in self._state.items():  # the transfer fills all of it
+            state = {key: backend_of(x).xp.empty_like(x) for key, x in self._engine.owned.items()} if targets else {}
+            self._optimizer_state[kind] = state
+            states.append((before, self._engine.named(state) if targets else {}))
         if all(placements[True] is placements[False] for placements in (old, new)):
             self._execute(old[False], new[False], model + states)
             return
@@ -214,7 +215,7 @@ class StateReshard:
         rank = self._group.rank
 
         def held(placement: Placement, arrays: Arrays) -> dict[str, list[Array]]:
-            return {name: [arrays[name]] if each.held[rank] else [] for name, each in placement.items()}
+            return {name: [arrays[name]] if entry.held[rank] else [] for name, entry in placement.items()}
 
         plan = plan_transfer(source, target, nodes=self._nodes, piece_bytes=PIECE // len(several))
         plan.execute_all(

@@ -1,7 +1,7 @@
 """Gradients sent in fewer bytes than they have: 16-bit floats, the largest entries, or low rank.
 
-What the last two leave out of a step is kept and added to the next gradient (error feedback: Karimireddy et al.,
-"Error Feedback Fixes SignSGD", 2019). All ranks end with the same bits.
+What the last two omit in a step is added to the next gradient (error feedback: Karimireddy et al., "Error Feedback
+Fixes SignSGD", 2019). All ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class Compression(ABC):
     """How the whole gradients of a parameter group are summed. One object serves one group on one rank."""
 
     in_parts = False  #: whether it can also scatter the sum to its owners
-    feeds_back = False  #: whether it keeps something of a step for the next
+    feeds_back = False  #: whether it keeps residues of a step for the next
 
     def forget(self) -> None:
-        """Nothing of what was given so far is to be added to later gradients: some of it was not finite."""
+        """Drop the residues, since gradients in them were not finite."""
 
     @property
     def residues(self) -> dict[str, Array]:
-        """What this rank keeps for the next step, by name: none before the first."""
+        """The arrays that this rank keeps for the next step, by name: none before the first step."""
         return {}
 
     def take(self, residues: Mapping[str, Array]) -> bool:
-        """Go on from what was saved as ``residues`` of a group of the same parameters; False: they do not fit."""
+        """Continue with saved ``residues`` of a group of the same parameters; False if they do not fit."""
         return not residues
 
     @abstractmethod
@@ -50,12 +50,12 @@ class Compression(ABC):
     def start_reduce_scatter(
         self, gradients: Array, over: Group, sizes: list[int], out: Array | None
     ) -> Pending | Deferred:
-        """Begin to sum them, each rank getting its part (``out``, if given)."""
+        """Begin to sum ``gradients``; each rank gets its part (``out``, if given). Raises UsageError if unsupported."""
         raise UsageError(f"{type(self).__name__} needs whole gradients on every rank; choose float16 or bfloat16")
 
 
 class Uncompressed(Compression):
-    """Every number as it is."""
+    """No compression."""
 
     in_parts = True
 
@@ -81,15 +81,15 @@ class HalfPrecision(Compression):
 
     def start_reduce_scatter(self, gradients, over, sizes, out):
         pending = over.start_reduce_scatter(gradients.astype(self._dtype), sizes=sizes, label="gradients")
-        own = out if out is not None else backend_of(gradients).empty(sizes[over.rank], gradients.dtype)
-        return Deferred(pending, partial(_fill, own))
+        own_part = out if out is not None else backend_of(gradients).empty(sizes[over.rank], gradients.dtype)
+        return Deferred(pending, partial(_fill, own_part))
 
 
 class TopK(Compression):
     """Each rank sends the entries that are largest in magnitude, a fraction of each parameter's, with their places.
 
-    The fraction is taken of each parameter, not of the group: a parameter that is whole on the ranks of ``model``
-    shares its group with sharded ones, whose blocks differ. If its places depended on those, its copies would diverge.
+    The fraction is taken of each parameter, not of the group: a parameter that is replicated over ``model`` shares its
+    group with sharded ones, whose blocks differ. If its places depended on those, its replicas would diverge.
 
     After Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (2017).
     """
@@ -128,25 +128,25 @@ class TopK(Compression):
 
         def add(values_of_ranks: Array) -> Array:
             gradients[...] = 0
-            for values, where in zip(values_of_ranks, all_places.wait(), strict=True):  # in rank order
-                gradients[where] += values
+            for values, rank_places in zip(values_of_ranks, all_places.wait(), strict=True):  # in rank order
+                gradients[rank_places] += values
             return gradients
 
         return Deferred(all_values, add)
 
     def _largest(self, part: Array) -> Array:
-        """Places of the largest entries in a part of what is to be sent, ascending."""
-        sizes = abs(part)
-        rest = sizes.size - ceil(sizes.size * self._fraction)
-        xp = backend_of(sizes).xp
-        return xp.sort(xp.argpartition(sizes, rest)[rest:] if rest else xp.arange(sizes.size))
+        """The places of the largest entries of ``part``, ascending."""
+        magnitudes = abs(part)
+        rest = magnitudes.size - ceil(magnitudes.size * self._fraction)
+        xp = backend_of(magnitudes).xp
+        return xp.sort(xp.argpartition(magnitudes, rest)[rest:] if rest else xp.arange(magnitudes.size))
 
 
 class PowerSGD(Compression):
-    """Each matrix as a product of two thin ones, found by one step of power iteration from those of the step before.
+    """Each matrix as a product of two thin ones, by one step of power iteration from those of the last step.
 
     P[i r] = M[i j] · Q[j r], summed and made orthonormal; Q[j r] = M[i j] · P[i r], summed; M = P · Q. Vectors, and
-    matrices that would not be smaller so, are sent as they are. After Vogels et al., "PowerSGD" (2019).
+    matrices that this would not make smaller, are sent uncompressed. After Vogels et al., "PowerSGD" (2019).
     """
 
     feeds_back = True
@@ -169,7 +169,7 @@ class PowerSGD(Compression):
 
     def take(self, residues):
         self.forget()
-        matrices = {each.name: _as_matrix(each) for each in self._group.members if self._is_low_rank(each)}
+        matrices = {m.name: _as_matrix(m) for m in self._group.members if self._is_low_rank(m)}
         shapes = {f"thin/{name}": (columns, self._rank) for name, (_, columns) in matrices.items()}
         shapes |= {f"left_out/{name}": shape for name, shape in matrices.items()}
         if residues and {key: array.shape for key, array in residues.items()} != shapes:
@@ -211,17 +211,17 @@ class PowerSGD(Compression):
                 wide = [matrix.T @ bases[name] for name, matrix in matrices.items()]
                 products = _split(over.all_reduce(_joined(wide, gradients), label="gradients"), wide)
                 for (name, matrix), self._thin[name] in zip(matrices.items(), products, strict=True):
-                    whole = bases[name] @ self._thin[name].T
-                    self._left_out[name][...] = matrix - whole / over.size
-                    matrix[...] = whole
+                    approximation = bases[name] @ self._thin[name].T
+                    self._left_out[name][...] = matrix - approximation / over.size
+                    matrix[...] = approximation
             return gradients
 
         return Deferred(first, finish)
 
 
 def compression(text: str, group: Any = None) -> Compression:
-    """``"none"``, ``"bfloat16"``, ``"float16"``, ``"top-k:0.01"`` or ``"powersgd:4"``, for a group (a ParameterGroup;
-    None: to be asked for its properties).
+    """The compression ``"none"``, ``"bfloat16"``, ``"float16"``, ``"top-k:0.01"`` or ``"powersgd:4"`` of a group (a
+    ParameterGroup; None: only to read its properties).
 
     Raises UsageError for anything else.
     """
@@ -255,6 +255,6 @@ def _joined(arrays: list[Array], like: Array) -> Array:
 
 
 def _split(flat: Array, like: list[Array]) -> list[Array]:
-    """The arrays that ``_joined`` has put one after the other: views."""
+    """The inverse of ``_joined``: views of ``flat`` in the shapes of ``like``."""
     ends = accumulate((array.size for array in like), initial=0)
     return [flat[slice(*span)].reshape(array.shape) for span, array in zip(pairwise(ends), like, strict=True)]

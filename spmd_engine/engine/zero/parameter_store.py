@@ -1,4 +1,4 @@
-"""A model's parameters on one rank, in groups, some of them in parts: ZeRO behind names and rectangles."""
+"""A model's parameters on one rank, in groups that ZeRO may shard, by name and rectangle."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from spmd_engine.units import readable_bytes
 class ParameterStore:
     """Parameters, gradients and what the optimizer updates, by name or by segment of a group; all zeros at first.
 
-    ``described`` are all parameters of the model with their whole shapes, in the model's order, whether a part of
-    them is here or not; ``assignment`` says which are, and in which groups. A *segment* is what lies together in a
-    group's flat array and is, or is not, decayed: the optimizer works on whole segments.
+    ``described`` are all parameters of the model with their whole shapes, in the model's order; ``assignment`` has
+    those of this rank, and their groups. A *segment* is a contiguous part of a group's flat array with or
+    without weight decay: the optimizer updates whole segments.
     """
 
     def __init__(
@@ -46,52 +46,50 @@ class ParameterStore:
     ) -> None:
         self.described, self.assignment, self._mesh, self._layout = described, assignment, mesh, layout
         zero = storage.stage(mesh.axes)
-        self.feeds_back = compression(storage.compress).feeds_back  #: whether steps leave something for the next
-        _check_room(assignment, mesh, zero, dtype, backend)
+        self.feeds_back = compression(storage.compress).feeds_back  #: whether steps leave residues for the next
+        _check_memory(assignment, mesh, zero, dtype, backend)
         self.storages = [
             GroupStorage(group, mesh, zero, dtype, backend, storage.compress) for group in assignment.groups
         ]
-        #: this rank's blocks by name; fully sharded, some rows of them (none, perhaps)
-        self.parameters: dict[str, Array] = self._by_name(
-            lambda each: each.group.views(each.stored_parameters, each.stored)
-        )
-        self._stored_rows = self._by_name(lambda each: each.group.rows(each.stored))
+        #: this rank's blocks by name; if fully sharded, some rows of them (perhaps none)
+        self.parameters: dict[str, Array] = self._collect(lambda s: s.group.views(s.stored_parameters, s.stored))
+        self._stored_rows = self._collect(lambda s: s.group.rows(s.stored))
         self._owned_rows = self._stored_rows
         if not self.owns_what_it_stores:
-            self._owned_rows = self._by_name(lambda each: each.group.rows(each.interval))
+            self._owned_rows = self._collect(lambda s: s.group.rows(s.interval))
         self.owned: dict[str, Array] = {}  #: what this rank updates, by segment
         self.gradients: dict[str, Array] = {}  #: like ``owned``, in the same memory in every step
-        for each in self.storages:
-            self.owned |= each.group.segments(each.own_parameters, each.interval)
-            self.gradients |= each.group.segments(each.own_gradients, each.interval)
-        self._members: dict[str, tuple[GroupStorage, Member]] = self._by_name(
-            lambda each: {member.name: (each, member) for member in each.group.members}
+        for s in self.storages:
+            self.owned |= s.group.segments(s.own_parameters, s.interval)
+            self.gradients |= s.group.segments(s.own_gradients, s.interval)
+        self._members: dict[str, tuple[GroupStorage, Member]] = self._collect(
+            lambda s: {member.name: (s, member) for member in s.group.members}
         )
         self.placements: dict[bool, Placement] = {}  #: what ranks own (True) or store (False), once known
-        self._cut = {member.name: member.summed.cut for member in assignment.members}
-        self._places: dict[str, Place] = {}  # in segments, of those that were asked for
-        self._blocks: dict[tuple[str, tuple[int, ...]], Index] = {}  # of what has these letters and this whole shape
+        self._sharded_axes = {member.name: member.summed.cut for member in assignment.members}
+        self._places: dict[str, Place] = {}  # cache: the place of a member in segments
+        self._blocks: dict[tuple[str, tuple[int, ...]], Index] = {}  # cache: by letters and whole shape
 
     def sharding(self, name: str) -> Spec:
-        """How a parameter is sharded while layers use it; stored in parts, this rank has rows of that: ``index``."""
+        """The sharding of a parameter while layers use it; if fully sharded, this rank has rows of it: ``index``."""
         if name not in self.described:
             raise UnknownParameter(name, self.described)
         return self._layout.spec(self.described[name][0].dims)
 
     def index(self, name: str, owned: bool = False) -> Index | None:
-        """Which part of a whole parameter is stored here, or is this rank's to update; None if nothing is."""
+        """The part of a whole parameter that this rank stores or, if ``owned``, updates; None if none."""
         rows = (self._owned_rows if owned else self._stored_rows).get(name)
         return None if rows is None else self._index_of_rows(name, rows)
 
     def _index_of_rows(self, name: str, rows: slice) -> Index | None:
-        """Where in the whole parameter these rows of this rank's block lie."""
+        """The index in the whole parameter of these rows of this rank's block."""
         block = self._block(name)
-        if not block:  # a number has no rows: it is here, or it is not
+        if not block:  # a scalar has no rows: this rank has it, or not
             return () if rows.stop > rows.start else None
         return (slice(block[0].start + rows.start, block[0].start + rows.stop), *block[1:])
 
     def _block(self, name: str) -> Index:
-        """Which part of a whole parameter layers use here; layers of a kind have the same."""
+        """The part of a whole parameter that this rank's layers use; the same for layers of one kind."""
         parameter, shape = self.described[name]
         kind = parameter.dims, shape
         if kind not in self._blocks:
@@ -101,16 +99,16 @@ class ParameterStore:
     @property
     def owns_what_it_stores(self) -> bool:
         """Whether this rank updates all of each parameter that it stores."""
-        return all(each.interval == each.stored for each in self.storages)
+        return all(storage.interval == storage.stored for storage in self.storages)
 
     def named(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
         """Arrays by segment as arrays by name: views."""
-        return _ByName(self._members, self._places, arrays)
+        return _NamedArrays(self._members, self._places, arrays)
 
     def fill(self, draw: Callable[[str, Array, Index | None], None]) -> None:
-        """Fill all parameters here, by ``draw(name, array, where it lies in the whole)``. Collective.
+        """Fill this rank's parameters, by ``draw(name, array, index in the whole)``. Collective.
 
-        What several ranks of a node hold is drawn once.
+        Arrays that several ranks of a node hold are drawn once.
         """
 
         def draw_part(group: ParameterGroup, interval: slice, flat: Array) -> None:
@@ -119,44 +117,44 @@ class ParameterStore:
                 if part.size:
                     draw(name, part, self._index_of_rows(name, rows[name]))
 
-        for pending in [each.start_fill(partial(draw_part, each.group)) for each in self.storages]:
+        for pending in [storage.start_fill(partial(draw_part, storage.group)) for storage in self.storages]:
             if pending:
                 pending.wait()
 
     def counts_here(self, name: str) -> bool:
-        """Whether this rank is the one, of all that own the same part of a parameter, to count it in a sum."""
-        if name not in self._cut or self._mesh.coordinates.get(PIPE, 0) != self.assignment.holders[name][0]:
+        """Whether a sum counts this rank's part of a parameter: on one of the ranks that own the same part."""
+        if name not in self._sharded_axes or self._mesh.coordinates.get(PIPE, 0) != self.assignment.holders[name][0]:
             return False
         home = self.assignment.homes.get(name)  # along its axes, no other rank has it
-        cut = {*self.sharding(name).axes, *self._cut[name], *(home.axes if home else ()), PIPE}
-        return all(place == 0 for axis, place in self._mesh.coordinates.items() if axis not in cut)
+        sharded_axes = {*self.sharding(name).axes, *self._sharded_axes[name], *(home.axes if home else ()), PIPE}
+        return all(coordinate == 0 for axis, coordinate in self._mesh.coordinates.items() if axis not in sharded_axes)
 
     @cached_property
     def counts_all(self) -> bool:
-        """Whether this rank has the whole gradient, and sums it up just as all others do."""
-        # Processors of other kinds add up in another order, and replicas must be scaled by one number.
+        """Whether this rank has the whole gradient, and sums it like all others."""
+        # Nodes may have different processors, which add in different orders; replicas must be scaled by one number.
         if self._mesh.axes.get(PIPE, 1) > 1 or len(set(self._mesh.nodes)) > 1 or self.assignment.homes:
             return False
-        cut = [axis for name in self.described for axis in (*self.sharding(name).axes, *self._cut[name])]
-        return all(self._mesh.axes[axis] == 1 for axis in cut)
+        sharded = [axis for name in self.described for axis in (*self.sharding(name).axes, *self._sharded_axes[name])]
+        return all(self._mesh.axes[axis] == 1 for axis in sharded)
 
     @cached_property
     def counted_gradients(self) -> list[Array]:
         """Flat parts of ``gradients`` that this rank counts in their norm."""
         counts = (lambda name: True) if self.counts_all else self.counts_here
-        runs = (each.group.runs(each.own_gradients, counts, each.interval) for each in self.storages)
-        return [run for of_group in runs for run in of_group]
+        runs = (storage.group.runs(storage.own_gradients, counts, storage.interval) for storage in self.storages)
+        return [run for group_runs in runs for run in group_runs]
 
-    def _by_name(self, of_group: Callable[[GroupStorage], Mapping[str, Any]]) -> dict[str, Any]:
-        """What groups have by name, in the model's order, which is the same on all ranks: collectives follow it."""
-        found = {name: each for storage in self.storages for name, each in of_group(storage).items()}
-        return {name: found[name] for name in self.described if name in found}
+    def _collect(self, items_of: Callable[[GroupStorage], Mapping[str, Any]]) -> dict[str, Any]:
+        """The named items of all groups, in the model's order, equal on all ranks, which collectives require."""
+        items = {name: item for storage in self.storages for name, item in items_of(storage).items()}
+        return {name: items[name] for name in self.described if name in items}
 
 
-def _check_room(assignment: Assignment, mesh: Mesh, zero: int, dtype: np.dtype, backend: Backend) -> None:
-    """Raise UsageError if what this rank stores of the parameters is more than the memory of its node: a system that
-    overcommits would end the process without a word."""
-    if not isinstance(backend.empty(0, dtype), np.ndarray):  # on a device, or shapes alone
+def _check_memory(assignment: Assignment, mesh: Mesh, zero: int, dtype: np.dtype, backend: Backend) -> None:
+    """Raise UsageError if this rank's parameters exceed the memory of its node: a system that overcommits would kill
+    the process without an error message."""
+    if not isinstance(backend.empty(0, dtype), np.ndarray):  # on a device, or meta arrays
         return
     parts = [mesh.axis_size(group.summed.cut) if zero == 3 else 1 for group in assignment.groups]
     needed = sum(group.size // ranks for group, ranks in zip(assignment.groups, parts, strict=True)) * dtype.itemsize
@@ -168,8 +166,8 @@ def _check_room(assignment: Assignment, mesh: Mesh, zero: int, dtype: np.dtype, 
         )
 
 
-class _ByName(Mapping[str, Array]):
-    """Arrays by segment as arrays by name, each a view made when it is asked for: a checkpoint asks for one of many."""
+class _NamedArrays(Mapping[str, Array]):
+    """Arrays by segment as arrays by name: views made on access, since a checkpoint reads only one at a time."""
 
     def __init__(
         self,
@@ -177,7 +175,7 @@ class _ByName(Mapping[str, Array]):
         places: dict[str, Place],
         arrays: Mapping[str, Array],
     ) -> None:
-        """``places``: those of members in their segments that were asked for before."""
+        """``places`` caches the places of members in their segments."""
         self._members, self._places, self._arrays = members, places, dict(arrays)
 
     def __getitem__(self, name: str) -> Array:
@@ -193,13 +191,13 @@ class _ByName(Mapping[str, Array]):
         return len(self._members)
 
 
-# --- Frozen weights in parts: each rank stores an interval of them, and has them whole only while a layer uses them
+# --- Sharded frozen weights: each rank stores an interval of them, and gathers them only while a layer uses them
 
 
 class FrozenStore:
-    """The frozen buffers of this rank's layers that are stored in parts (ZeRO-3), at their initial values.
+    """The sharded frozen buffers of this rank's layers (ZeRO-3), at their initial values.
 
-    ``arrays`` are the rows of each that are here, ``index`` says where in the whole buffer these lie.
+    ``arrays`` are this rank's rows of each, ``index`` their index in the whole buffer.
     """
 
     def __init__(
@@ -212,25 +210,25 @@ class FrozenStore:
         for storage in self.storages:
             rows = storage.group.rows(storage.interval)
             for name, array in storage.group.views(storage.own_parameters, storage.interval).items():
-                buffer, whole = described[name]
-                first, *others = layout.spec(buffer.dims).block(whole, mesh)
-                here = slice(first.start + rows[name].start, first.start + rows[name].stop)
+                buffer, shape = described[name]
+                first, *others = layout.spec(buffer.dims).block(shape, mesh)
+                row_slice = slice(first.start + rows[name].start, first.start + rows[name].stop)
                 array[...] = buffer.initial
-                self.arrays[name], self.index[name] = array, (here, *others)
+                self.arrays[name], self.index[name] = array, (row_slice, *others)
 
 
 # --- StoredEngine: an engine whose parameters lie in a ParameterStore
 
 
-Placements = dict[bool, Placement]  # by whether of what ranks own, or of what they store
+Placements = dict[bool, Placement]  # what ranks own (True), and what they store (False)
 
 
 class StoredEngine(ShardedEngine):
-    """What ``ShardedEngine`` says of arrays by name, answered by the engine's ``store``."""
+    """A ``ShardedEngine`` with its arrays in a ``ParameterStore``."""
 
     store: ParameterStore
 
-    _is_checked = True  # by what made the store
+    _is_checked = True  # by the code that makes the store
 
     @property
     def parameters(self) -> Mapping[str, Array]:  # type: ignore[override]
@@ -238,7 +236,7 @@ class StoredEngine(ShardedEngine):
 
     @property
     def storages(self) -> Sequence[GroupStorage]:
-        """Where each parameter group lives on this rank."""
+        """The storage of each parameter group on this rank."""
         return self.store.storages
 
     @property
@@ -278,7 +276,7 @@ class StoredEngine(ShardedEngine):
         return self.store.named(arrays)
 
     def after_update(self) -> None:
-        """Send the updated parts to the ranks that hold copies of the whole. Collective."""
+        """Send the updated parts to the ranks that hold replicas of the whole. Collective."""
         for pending in [storage.start_refresh() for storage in self.storages]:
             if pending:
                 pending.wait()
@@ -292,19 +290,19 @@ class StoredEngine(ShardedEngine):
         if not self.store.feeds_back:
             return None
         return {
-            f"{each.group.members[0].name}/{kind}": array
-            for each in self.storages
-            for kind, array in each.compression.residues.items()
+            f"{storage.group.members[0].name}/{kind}": array
+            for storage in self.storages
+            for kind, array in storage.compression.residues.items()
         }
 
     def take_residues(self, residues: Mapping[str, Array]) -> bool:
         fit = True
-        for each in self.storages:
-            begins = f"{each.group.members[0].name}/"
-            own = {key.removeprefix(begins): array for key, array in residues.items() if key.startswith(begins)}
-            fit &= each.compression.take({kind: self.backend.asarray(array) for kind, array in own.items()})
+        for storage in self.storages:
+            prefix = f"{storage.group.members[0].name}/"
+            arrays = {key.removeprefix(prefix): array for key, array in residues.items() if key.startswith(prefix)}
+            fit &= storage.compression.take({kind: self.backend.asarray(array) for kind, array in arrays.items()})
         agreed = bool(self.group().all_reduce(np.array(fit, np.int64), "min", label="residues"))
-        if not agreed:  # what ranks have in common must stay so
+        if not agreed:  # replicas must stay equal
             self.update_skipped()
         return agreed
 
@@ -329,7 +327,7 @@ class StoredEngine(ShardedEngine):
 
 
 def describe_parts(engine: StoredEngine | None) -> dict[str, Any]:
-    """The parts of all arrays that a rank stores and owns, as JSON; None has none."""
+    """The parts of all arrays that a rank stores and owns, as JSON; no parts for None."""
     stored = engine._held_here(False) if engine else {}
     owned = stored
     if engine and (engine.buffer_names or not engine.store.owns_what_it_stores):
@@ -338,12 +336,12 @@ def describe_parts(engine: StoredEngine | None) -> dict[str, Any]:
 
 
 def read_placements(ranks: Sequence[Mapping[str, Any]]) -> Placements:
-    """Placements from ``describe_parts`` of all ranks. Where all own just what they store, the two are one object."""
-    of_stored = placement_of_all([said["stored"] for said in ranks])
-    if all(said["owned"] is None for said in ranks):
-        return {False: of_stored, True: of_stored}
-    of_owned = placement_of_all([said["stored"] if said["owned"] is None else said["owned"] for said in ranks])
-    return {False: of_stored, True: of_owned}
+    """Placements from ``describe_parts`` of all ranks. If all own just what they store, both are one object."""
+    stored = placement_of_all([parts["stored"] for parts in ranks])
+    if all(parts["owned"] is None for parts in ranks):
+        return {False: stored, True: stored}
+    owned = placement_of_all([parts["stored"] if parts["owned"] is None else parts["owned"] for parts in ranks])
+    return {False: stored, True: owned}
 
 
 def check_shapes(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:

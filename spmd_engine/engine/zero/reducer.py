@@ -1,4 +1,4 @@
-"""Sums gradients over ranks, a group at a time, as soon as the last backward has finished with a group."""
+"""Sums gradients over ranks, a group at a time, as soon as the last backward has completed the group."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from spmd_engine.errors import SpmdError
 from spmd_engine.layers.deferred import Deferred
 from spmd_engine.layers.layer import GradientSums
 
-IN_FLIGHT = 2  #: groups of micro-batches' gradients that may be under way to their owners (ZeRO-2 and 3)
+IN_FLIGHT = 2  #: groups of micro-batches' gradients that may be in flight to their owners (ZeRO-2 and 3)
 
 
 class Reducer:
-    """Where layers put gradients, and when these are sent.
+    """The sums to which layers add gradients, and the reductions of groups.
 
-    A group whose whole gradients are stored here is reduced in place once, when every layer that adds to it has
-    done so for all micro-batches. One whose gradients belong to owners (from ZeRO-2 on) is sent to them after
-    every backward of the layers that use it, and owners add up what comes. Layers finish in backward order, so
+    A group with whole gradients on this rank is reduced in place once, when every layer that uses it has added its
+    gradients for all micro-batches. A group with sharded gradients (from ZeRO-2 on) is sent to its owners after
+    every backward of the layers that use it, and the owners sum what they receive. Layers finish in backward order, so
     reductions run while earlier layers still compute.
 
-    ``uses`` holds, for each layer of this rank, its own names of its parameters and their full names; ``passes``
-    the layers that one backward goes through together (a chunk of a pipeline).
+    ``uses`` holds, for each layer of this rank, the local and the full names of its parameters; ``passes``
+    the layers that one backward passes through together (a chunk of a pipeline).
     """
 
     def __init__(
@@ -37,21 +37,21 @@ class Reducer:
         self._storages, self._uses = storages, uses
         self._storage_of = {name: storage for storage in storages for name in storage.group.spans}
         self._pass_of = {layer: number for number, layers in enumerate(passes) for layer in layers}
-        #: contributions that a group gets in one backward of each pass
+        #: the number of contributions to each group in one backward of each pass
         self._in_pass = [
-            Counter(self._storage_of[full] for layer in layers for full in uses[layer].values()) for layers in passes
+            Counter(self._storage_of[name] for layer in layers for name in uses[layer].values()) for layers in passes
         ]
-        self._storages_of_layer = {layer: [self._storage_of[full] for full in uses[layer].values()] for layer in uses}
-        self._sums: dict[int, GradientSums] = {}  # of layers all of whose gradients stay here
+        self._storages_of_layer = {layer: [self._storage_of[name] for name in uses[layer].values()] for layer in uses}
+        self._sums: dict[int, GradientSums] = {}  # of layers whose gradients all stay on this rank
         self._untouched: set[str] = set()
         self._waiting: Counter = Counter()
         self._reducing: list[Pending | Deferred] = []
         self._in_flight: deque[tuple[GroupStorage, Pending | Deferred]] = deque()
-        self._first: set[GroupStorage] = set()  # groups whose owners have got nothing yet in this step
+        self._first: set[GroupStorage] = set()  # groups whose owners have received nothing in this step
 
     def begin(self, micro_batches: int) -> None:
-        """Make ready for a step, also after one that an exception broke off."""
-        for pending in self._reducing:  # of such a one: until they end they write to the gradients
+        """Prepare for a step, also after one that raised an exception."""
+        for pending in self._reducing:  # of a failed step: until they end they write to the gradients
             with suppress(SpmdError):
                 pending.wait()
         self._reducing.clear()
@@ -65,7 +65,7 @@ class Reducer:
                 self._waiting[storage] = micro_batches * sum(counts[storage] for counts in self._in_pass)
 
     def sums(self, layer: int) -> GradientSums:
-        """Where a layer adds its gradients in the backward that is about to begin."""
+        """The sums to which a layer adds its gradients in the backward that is about to begin."""
         if layer in self._sums:
             return self._sums[layer]
         names = self._uses[layer]
@@ -74,14 +74,14 @@ class Reducer:
             if storage.zero >= 2 and not self._waiting[storage]:
                 self._untouched.update(storage.group.spans)
                 self._waiting[storage] = self._in_pass[self._pass_of[layer]][storage]
-        arrays = {own: self._storage_of[full].gradients[full] for own, full in names.items()}
+        arrays = {name: self._storage_of[full_name].gradients[full_name] for name, full_name in names.items()}
         sums = GradientSums(arrays, names, self._untouched)
         if all(storage.zero < 2 for storage in storages):
             self._sums[layer] = sums
         return sums
 
     def layer_done(self, layer: int) -> None:
-        """One backward of a layer is over."""
+        """Record that one backward of a layer is complete; reduce the groups that it completes."""
         for storage in self._storages_of_layer[layer]:
             self._waiting[storage] -= 1
             if self._waiting[storage] == 0:
@@ -92,16 +92,16 @@ class Reducer:
         for name in self._untouched.intersection(gradients):
             gradients[name][...] = 0
         self._untouched.difference_update(gradients)
-        pending: Any = storage.start_reduce()  # None only where nothing is sent to owners
+        pending: Any = storage.start_reduce()  # None only if no gradients are sent to owners
         if storage.zero < 2:
             self._reducing += [pending] if pending else []
             return
         while len(self._in_flight) >= IN_FLIGHT:
-            self._take_in()
+            self._accumulate_oldest()
         self._in_flight.append((storage, pending))
 
-    def _take_in(self) -> None:
-        """Add what has come for the oldest group under way to this rank's own part."""
+    def _accumulate_oldest(self) -> None:
+        """Wait for the oldest group in flight, and add its sum to this rank's part."""
         storage, pending = self._in_flight.popleft()
         summed = pending.wait()
         if storage in self._first:
@@ -113,10 +113,10 @@ class Reducer:
     def finish(self) -> None:
         """Wait until every owner has the sum over all ranks."""
         while self._in_flight:
-            self._take_in()
+            self._accumulate_oldest()
         for pending in self._reducing:
             pending.wait()
-        # Only now: a reduction that others wait for must not wait for one that has not begun.
+        # Last: a reduction that other ranks wait for must not wait for one that has not begun.
         for pending in [storage.start_reduce_rest() for storage in self._storages]:
             if pending:
                 pending.wait()

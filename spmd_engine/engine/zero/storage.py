@@ -1,7 +1,7 @@
-"""Where a parameter group lives on this rank: whole, or in parts as the stages of ZeRO have it.
+"""The storage of a parameter group on this rank: whole, or sharded as a ZeRO stage specifies.
 
-After Rajbhandari et al., "ZeRO" (2020). Every stage has one more of these in parts, an interval of the group's
-flat array a rank, over the ranks that would otherwise hold copies:
+After Rajbhandari et al., "ZeRO" (2020). Each stage shards one more of these, into an interval of the group's flat
+array for each of the ranks that would otherwise hold replicas:
 
     stage 1   optimizer state
     stage 2   and gradients
@@ -28,8 +28,8 @@ from spmd_engine.sharding.groups import ParameterGroup
 class GroupStorage:
     """A parameter group's flat arrays on this rank, and the collectives that move its parts.
 
-    ``own_...`` are what this rank updates; ``whole_...`` what layers use: the same memory, or memory that is here
-    only for a while (None otherwise). What is not ``trained``, and in parts, has no gradients.
+    ``own_...`` are what this rank updates; ``whole_...`` what layers use: the same memory, or temporary memory (None
+    while it is absent). A sharded group that is not ``trained`` has no gradients.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class GroupStorage:
         if len(summed.stages) > 1:
             over, stages = ("pipe", *over), {"pipe": summed.stages}
         self.group, self.dtype = group, dtype
-        self.owners = mesh.group(summed.cut) if summed.cut else None  #: ranks that own parts of it
+        self.owners = mesh.group(summed.cut) if summed.cut else None  #: ranks that own its parts
         self.rest = mesh.group(over, among=stages) if over else None  #: ranks that own the same part, to sum over last
         self.zero = zero if self.owners else 0
         self.compression = compression(compress, group)
@@ -56,27 +56,26 @@ class GroupStorage:
         intervals = group.intervals(self.owners.size) if self.owners else [group.whole]
         self._sizes = [part.stop - part.start for part in intervals]
         self.interval = intervals[self.owners.rank if self.owners else 0]
-        own = self.interval.stop - self.interval.start
-        # Where neighbours of the node reach it: collectives then read and reduce it in place.
+        own_size = self.interval.stop - self.interval.start
+        # Shared with other ranks of the node, where possible: collectives then read and reduce it in place.
         self._empty = backend.empty if backend.on_device else mesh.empty
 
         def zeros(size: int, dtype: np.dtype, *, used: bool = True) -> Array:
-            here = isinstance(self._empty(0, dtype), np.ndarray)  # neither on a device nor a shape alone
-            if mesh.size == 1 and here:
-                return fresh_zeros(
-                    size, dtype, huge=used
-                )  # unused, such as gradients without training, they take no memory
+            on_host = isinstance(self._empty(0, dtype), np.ndarray)  # neither on a device nor a meta array
+            if mesh.size == 1 and on_host:
+                # Unused arrays, such as gradients without training, take no memory.
+                return fresh_zeros(size, dtype, huge=used)
             array = self._empty(size, dtype)
             array[...] = 0
             return array
 
-        #: arrays; None while they are not here
+        #: arrays; None while they are absent
         self.whole_parameters: Any = zeros(group.size, dtype) if self.zero < 3 else None
         self.whole_gradients: Any = zeros(group.size, dtype, used=False) if self.zero < 2 else None
         part = self.interval
-        self.own_parameters: Array = zeros(own, dtype) if self.zero == 3 else self.whole_parameters[part]
+        self.own_parameters: Array = zeros(own_size, dtype) if self.zero == 3 else self.whole_parameters[part]
         self.own_gradients: Array = (
-            zeros(own if trained else 0, dtype) if self.zero >= 2 else self.whole_gradients[part]
+            zeros(own_size if trained else 0, dtype) if self.zero >= 2 else self.whole_gradients[part]
         )
         self._gathering: Pending | None = None
         self._views: dict[str, Array] | None = None
@@ -84,7 +83,7 @@ class GroupStorage:
 
     @property
     def stored(self) -> slice:
-        """The interval of the parameters that stays here between uses."""
+        """The interval of the parameters that this rank stores between uses."""
         return self.interval if self.zero == 3 else self.group.whole
 
     @property
@@ -94,48 +93,48 @@ class GroupStorage:
     # --- parameters --------------------------------------------------------------------------------------
 
     def start_fill(self, fill: Callable[[slice, Array], None]) -> Pending | None:
-        """Fill the parameters that are stored here, by ``fill(interval, flat array of it)``.
+        """Fill the parameters that this rank stores, by ``fill(interval, flat array of it)``.
 
-        Ranks of one node that store the same ones fill a part each, and begin to gather the others'. Between nodes
-        they would travel for longer than it takes to compute them.
+        Ranks of one node that store the same parameters fill a part each, and begin to gather the other parts. Between
+        nodes the transfer would take longer than the computation.
         """
-        alike = None if self.zero == 3 else self.owners or self.rest
-        if alike is None or len(set(alike.comm.hosts)) > 1:
+        replicas = None if self.zero == 3 else self.owners or self.rest
+        if replicas is None or len(set(replicas.comm.hosts)) > 1:
             fill(self.stored, self.stored_parameters)
             return None
-        parts = self.group.intervals(alike.size)
-        mine = self.whole_parameters[parts[alike.rank]]
-        fill(parts[alike.rank], mine)
+        parts = self.group.intervals(replicas.size)
+        mine = self.whole_parameters[parts[replicas.rank]]
+        fill(parts[replicas.rank], mine)
         sizes = [part.stop - part.start for part in parts]
-        return alike.start_all_gather(mine, sizes=sizes, out=self.whole_parameters, label="parameters")
+        return replicas.start_all_gather(mine, sizes=sizes, out=self.whole_parameters, label="parameters")
 
     def start_gather(self) -> None:
-        """Begin to gather the whole parameters, if they are not here or on their way."""
+        """Begin to gather the whole parameters, unless they are present or in flight."""
         if self.whole_parameters is None:
             self.whole_parameters = self._empty(self.group.size, self.dtype)
             self._gathering = self._start_all_gather()
 
     def finish_gather(self) -> None:
-        """The whole parameters are here once this returns."""
+        """Wait until the whole parameters are present."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
 
     @property
     def parameters(self) -> dict[str, Array]:
-        """The whole parameters by name, while they are here."""
+        """The whole parameters by name, while they are present."""
         if self._views is None:
             self._views = self.group.views(self.whole_parameters)
         return self._views
 
     def release(self) -> None:
-        """Give the memory of gathered parameters back."""
+        """Free the memory of gathered parameters."""
         self.finish_gather()  # no message may arrive in memory that has another use
         if self.zero == 3:
             self.whole_parameters = self._views = None
 
     def start_refresh(self) -> Pending | None:
-        """After an update of the own part: begin to send it to the ranks that hold the whole."""
+        """After an update of the own part: begin to send it to the ranks that hold the whole group."""
         if self.zero == 3:
             self.release()
         return self._start_all_gather() if self.zero in (1, 2) else None
@@ -158,9 +157,9 @@ class GroupStorage:
         return self._gradient_views
 
     def start_reduce(self) -> Pending | Deferred | None:
-        """Begin to sum the whole gradients over the owners, each of which gets its part; None: there are none.
+        """Begin to sum the whole gradients over the owners, each of which gets its part; None if there are no owners.
 
-        Before stage 2 that happens in place. From stage 2 on the whole gradients' memory is given away with it.
+        Before stage 2 the sum is in place. From stage 2 on, the memory of the whole gradients is freed.
         """
         if not self.owners:
             return None if self._shared_by_stages else self._start_all_reduce()
@@ -171,9 +170,9 @@ class GroupStorage:
         return pending
 
     def start_reduce_rest(self) -> Pending | Deferred | None:
-        """Begin to sum the own part over the ranks that own the same one; None: there are none, or it has begun.
+        """Begin to sum the own part over the ranks that own the same part; None if there are none, or it has begun.
 
-        Last, and in the order of groups: stages finish with what they share in different orders.
+        This comes last, and in the order of groups: stages complete their shared groups in different orders.
         """
         return self._start_all_reduce() if self.owners or self._shared_by_stages else None
 

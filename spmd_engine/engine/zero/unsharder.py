@@ -1,4 +1,4 @@
-"""What layers compute with: views of whole parameters, gathered a little ahead of use where they are in parts."""
+"""Views of whole parameters for layers: sharded parameters are gathered a little before their use."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from spmd_engine.errors import UnknownParameter
 
 
 class Unsharder:
-    """Parameters by layer. A group that is stored in parts is whole only from its gather to its release.
+    """Parameters by layer. A sharded group is whole only from its gather to its release.
 
-    ``uses`` holds, for each layer of this rank, its own names of its parameters and their full names; ``buffers`` its
-    buffers, which are always here, by its own names.
+    ``uses`` holds, for each layer of this rank, the local and the full names of its parameters; ``buffers`` its
+    buffers, which are always present, by local name.
     """
 
     def __init__(
@@ -30,48 +30,48 @@ class Unsharder:
             layer: list(dict.fromkeys(map(self._storage_of.__getitem__, names.values())))
             for layer, names in uses.items()
         }
-        self._layers: dict[GroupStorage, list[int]] = {}  # which use a group
+        self._layers: dict[GroupStorage, list[int]] = {}  # that use a group
         for layer, used in self._storages.items():
             for storage in used:
                 self._layers.setdefault(storage, []).append(layer)
         self._in_parts = any(storage.zero == 3 for storage in storages)
-        self._trees: dict[int, dict[str, Any]] = {}  # of layers whose parameters are here
-        self._whole: list[GroupStorage] = []  # stored in parts, and whole for now
+        self._trees: dict[int, dict[str, Any]] = {}  # of layers whose parameters are present
+        self._gathered: list[GroupStorage] = []  # sharded, and whole at present
 
     def unshard(self, layer: int, *, keep: Iterable[int] = (), prefetch: Iterable[int] = ()) -> dict[str, Any]:
-        """The parameters of a layer by its own names, "norm/scale" at ["norm"]["scale"], until the next call.
+        """The parameters of a layer by local name, "norm/scale" at ["norm"]["scale"], valid until the next call.
 
-        Groups that are used neither by it nor by the layers to ``keep`` are released. Of the layers that come
-        next, to ``prefetch``, the first group that is not here begins to be gathered.
+        Groups that neither this layer nor those in ``keep`` use are released. The first absent group of the layers in
+        ``prefetch`` begins to be gathered.
         """
         if self._in_parts:
             self._gather(layer, keep, prefetch)
         if layer not in self._trees:
             names = self._uses[layer]
-            arrays = {own: self._storage_of[full].parameters[full] for own, full in names.items()}
+            arrays = {name: self._storage_of[full_name].parameters[full_name] for name, full_name in names.items()}
             self._trees[layer] = _tree({**arrays, **self._buffers.get(layer, {})})
         return self._trees[layer]
 
     def _gather(self, layer: int, keep: Iterable[int], prefetch: Iterable[int]) -> None:
-        needed = list(self._parted(layer))
-        wanted = list(dict.fromkeys([*needed, *(s for number in keep for s in self._parted(number))]))
-        coming = next((s for number in prefetch for s in self._parted(number) if s not in wanted), None)
-        if coming:
-            wanted.append(coming)
-        self._release_all(storage for storage in self._whole if storage not in wanted)
+        needed = list(self._sharded_storages(layer))
+        wanted = list(dict.fromkeys([*needed, *(s for number in keep for s in self._sharded_storages(number))]))
+        prefetched = next((s for number in prefetch for s in self._sharded_storages(number) if s not in wanted), None)
+        if prefetched:
+            wanted.append(prefetched)
+        self._release_all(storage for storage in self._gathered if storage not in wanted)
         for storage in wanted:
             storage.start_gather()
-        self._whole = wanted
+        self._gathered = wanted
         for storage in needed:
             storage.finish_gather()
 
-    def _parted(self, layer: int) -> Iterator[GroupStorage]:
+    def _sharded_storages(self, layer: int) -> Iterator[GroupStorage]:
         return (storage for storage in self._storages[layer] if storage.zero == 3)
 
     def release(self) -> None:
-        """Release everything: the parameters have changed, or will not be needed for long."""
-        self._release_all(self._whole)
-        self._whole = []
+        """Release all groups: the parameters have changed, or will not be needed for long."""
+        self._release_all(self._gathered)
+        self._gathered = []
 
     def _release_all(self, storages: Iterable[GroupStorage]) -> None:
         for storage in storages:
@@ -81,7 +81,7 @@ class Unsharder:
 
 
 class _OwnArrays(dict[str, Any]):
-    """A layer's arrays by its own names."""
+    """A layer's arrays by local name."""
 
     def __missing__(self, name: str) -> Any:
         raise UnknownParameter(name, self, "layer")
@@ -90,10 +90,10 @@ class _OwnArrays(dict[str, Any]):
 def _tree(arrays: Mapping[str, Array]) -> dict[str, Any]:
     """A layer's arrays; "norm/scale" stands at ["norm"]["scale"]."""
     tree: dict[str, Any] = _OwnArrays()
-    for own, array in arrays.items():
-        *path, leaf = own.split("/")
-        place = tree
+    for name, array in arrays.items():
+        *path, leaf = name.split("/")
+        subtree = tree
         for part in path:
-            place = place.setdefault(part, _OwnArrays())
-        place[leaf] = array
+            subtree = subtree.setdefault(part, _OwnArrays())
+        subtree[leaf] = array
     return tree
