@@ -1,4 +1,4 @@
-"""Arrays of one device, NumPy or CuPy. Nothing here knows that there are ranks."""
+"""Arrays of one device, NumPy or CuPy, independent of ranks."""
 
 from spmd_engine.arrays.backend import CPU, Backend, backend_of, get_backend
 from spmd_engine.arrays.einsum_lowering import einsum

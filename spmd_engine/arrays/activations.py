@@ -38,7 +38,7 @@ def gelu(z: Array, want_slope: bool = True) -> tuple[Array, Array | None]:
     flat = z.reshape(-1)
     y = xp.empty_like(flat)
     slope = xp.empty_like(flat) if want_slope else None
-    with backend.errstate(over="ignore"):  # the exponential of a large -2u is infinite, and g rightly 0
+    with backend.errstate(over="ignore"):  # the exponential of a large -2u is infinite, and g is then 0
         for part in chunks(flat):
             x, out = flat[part], y[part]
             square = x * x
@@ -69,7 +69,7 @@ def gelu_erf(z: Array, want_slope: bool = True) -> tuple[Array, Array | None]:
     for part in chunks(flat):
         x = flat[part]
         bell = xp.exp(-0.5 * x * x)
-        tail = _tail(xp.abs(x)) * bell
+        tail = _normal_tail(xp.abs(x)) * bell
         below = xp.where(x < 0, tail, 1.0 - tail)
         xp.multiply(x, below, out=y[part])
         if slope is not None:
@@ -79,11 +79,11 @@ def gelu_erf(z: Array, want_slope: bool = True) -> tuple[Array, Array | None]:
     return y.reshape(z.shape), None if slope is None else slope.reshape(z.shape)
 
 
-def _tail(x: Array) -> Array:
-    """What of the normal distribution is beyond x >= 0, over exp(-x²/2): t/2 exp(g(t)), t = 2 / (2 + x / sqrt(2)).
+def _normal_tail(x: Array) -> Array:
+    """The normal distribution's tail beyond x >= 0, over exp(-x²/2): t/2 exp(g(t)) with t = 2 / (2 + x / sqrt(2)).
 
-    g, of which the Chebyshev coefficients are ``ERFC``, is summed by Clenshaw's recurrence; terms are left out that are
-    nothing in this dtype. The form is that of Press et al., "Numerical Recipes" (2007), section 6.2.2.
+    g, with the Chebyshev coefficients ``ERFC``, is summed by Clenshaw's recurrence, without terms that vanish in this
+    dtype. The form is that of Press et al., "Numerical Recipes" (2007), section 6.2.2.
     """
     xp = backend_of(x).xp
     smallest = float(xp.finfo(x.dtype).eps) / 8
@@ -114,7 +114,7 @@ def silu_gate(z: Array, u: Array, want_slopes: bool = True) -> tuple[Array, tupl
     gates, values = z.reshape(-1), u.reshape(-1)
     h = xp.empty(gates.shape, z.dtype)
     slopes = (xp.empty(gates.shape, z.dtype), xp.empty(gates.shape, z.dtype)) if want_slopes else None
-    with backend.errstate(over="ignore"):  # the exponential of a large -z is infinite, and the sigmoid rightly 0
+    with backend.errstate(over="ignore"):  # the exponential of a large -z is infinite, and the sigmoid is then 0
         for part in chunks(gates):
             x, value = gates[part], values[part]
             sigmoid = xp.exp(-x)
@@ -153,7 +153,7 @@ def soft_cap(x: Array, cap: float) -> None:
 
 
 def soft_cap_slope(y: Array, cap: float) -> Array:
-    """dy/dx of y = cap · tanh(x / cap), by what came out: 1 - (y / cap)²."""
+    """dy/dx of y = cap · tanh(x / cap), from y: 1 - (y / cap)²."""
     slope = y / -cap
     slope *= y / cap
     slope += 1.0
@@ -180,10 +180,10 @@ def softmax_backward(ds: Array, p: Array, projection: Array) -> None:
 
 @fused
 def scores_of_targets(scores: Array, targets: Array, top: Array) -> Array:
-    """scores[n v] at targets[n], less top[n], as [n]; 0 where a target is none of v, but another rank's."""
+    """scores[n v] at targets[n], minus top[n], as [n]; 0 where a target is in another rank's shard of v."""
     result = backend_of(scores).xp.zeros(len(targets), scores.dtype)
-    ours, columns = _ours(scores, targets)
-    result[ours] = scores[ours, columns] - top[ours]
+    rows, columns = _find_local_targets(scores, targets)
+    result[rows] = scores[rows, columns] - top[rows]
     return result
 
 
@@ -191,12 +191,12 @@ def scores_of_targets(scores: Array, targets: Array, top: Array) -> Array:
 def cross_entropy_gradient(p: Array, sums: Array, weights: Array, targets: Array) -> None:
     """p[n v] of exponentials, with sums[n], becomes weights * (p / sums - [v = target]), in place."""
     p *= (weights / sums)[:, None]
-    ours, columns = _ours(p, targets)
-    p[ours, columns] -= weights[ours]
+    rows, columns = _find_local_targets(p, targets)
+    p[rows, columns] -= weights[rows]
 
 
-def _ours(scores: Array, targets: Array) -> tuple[Array, Array]:
-    """The rows n of scores[n v] whose target is one of v, and these targets."""
+def _find_local_targets(scores: Array, targets: Array) -> tuple[Array, Array]:
+    """The rows n of scores[n v] with a target in v, and these targets."""
     xp = backend_of(scores).xp
-    (ours,) = (targets.astype(xp.uint64) < scores.shape[1]).nonzero()  # a negative number is a very large one there
-    return ours, targets[ours]
+    (rows,) = (targets.astype(xp.uint64) < scores.shape[1]).nonzero()  # unsigned, so that negative ones are large
+    return rows, targets[rows]

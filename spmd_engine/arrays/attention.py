@@ -17,10 +17,10 @@ from spmd_engine.arrays.factors import hide, unseen
 from spmd_engine.arrays.fused import alike
 
 ROWS = 64  # queries of a block: fewer make thin matrix products, more compute scores that the mask hides
-BLOCK_ELEMENTS = 1 << 17  # scores held at a time, of as many heads as that allows: 512 KiB of float32
+BLOCK_ELEMENTS = 1 << 17  # scores held at a time, of as many heads as fit: 512 KiB of float32
 
 
-#: documents[b s] of queries and [b t] of keys, both ascending: a query sees only keys of its own.
+#: documents[b s] of queries and [b t] of keys, both ascending: a query sees only keys of its own document.
 Apart = tuple[Array, Array]
 
 
@@ -36,11 +36,11 @@ def causal_attention(
 ) -> tuple[Array, Array]:
     """y[b s h k] = softmax(q . k / sqrt(k)) . v over keys at or before each query's position.
 
-    q[b s h k], k[b t h k], v[b t h k]; ``positions[s]`` and ``key_positions[t]`` ascend, and each query must
-    see one key at least, unless documents are kept ``apart``, or a ``window`` is given, so many positions up to the
-    query's own, beyond which it sees nothing: a query that sees none then has y = 0. Also returns log_sums[b h s],
-    which the backward needs; of that query, -inf. Where r queries share a key head, q and y are [b s h r k] and
-    log_sums [b h r s]. With a ``cap``, it is the softmax of cap · tanh(scores / cap).
+    q[b s h k], k[b t h k], v[b t h k]; ``positions[s]`` and ``key_positions[t]`` ascend. With documents ``apart``, a
+    query sees only keys of its own; with a ``window``, only that many positions, up to its own. Also returns
+    log_sums[b h s], which the backward needs. Each query must see at least one key, except with ``apart`` or a
+    ``window``: one without keys then has y = 0 and log_sums -inf. Where r queries share a key head, q and y are
+    [b s h r k] and log_sums [b h r s]. With a ``cap``, it is the softmax of cap · tanh(scores / cap).
     """
     xp = backend_of(q).xp
     y = xp.empty(q.shape, q.dtype)
@@ -58,13 +58,13 @@ def causal_attention(
         hide(scores, mask)
         top = scores.max(axis=1)
         if may_see_none:
-            xp.maximum(top, xp.finfo(q.dtype).min, out=top)  # where nothing is seen
+            xp.maximum(top, xp.finfo(q.dtype).min, out=top)  # of rows without keys
         exponentiate(scores, top[:, None])
-        sums = xp.matmul(ones[: scores.shape[1]], scores)  # BLAS sums over keys at a quarter of the price of ``sum``
+        sums = xp.matmul(ones[: scores.shape[1]], scores)  # BLAS sums over keys in a quarter of the time of ``sum``
         block = xp.matmul(scores.transpose(0, 2, 1), v_block)
         block /= (xp.maximum(sums, xp.finfo(q.dtype).tiny) if may_see_none else sums)[:, :, None]
         y[b, rows, heads] = _by_row(block, y[b, rows, heads].shape)
-        with backend_of(q).errstate(divide="ignore"):  # the logarithm of nothing is rightly -inf
+        with backend_of(q).errstate(divide="ignore"):  # the logarithm of 0 is then -inf
             top += xp.log(sums, out=sums)
         log_sums[b, heads, ..., rows] = top.reshape(log_sums[b, heads, ..., rows].shape)
     return y, log_sums
@@ -73,8 +73,7 @@ def causal_attention(
 def causal_attention_backward(dy, q, k, v, y, log_sums, positions, key_positions, apart=None, window=None, cap=None):
     """dq, dk[b t h k], dv[b t h k] of ``causal_attention`` for the output's gradient dy, shaped as q and y.
 
-    With the log_sums and the output over more keys than are given, these are the parts of the gradients that
-    the given keys contribute.
+    If y and log_sums are over more keys than k has, these are the contributions of k to the gradients.
     """
     xp = backend_of(q).xp
     dq = (xp.empty if apart is None and window is None else xp.zeros)(q.shape, q.dtype)
@@ -125,7 +124,7 @@ class _Block(NamedTuple):
     heads: slice
     rows: slice
     keys: slice  # those that any row sees
-    mask: tuple[int, Array] | None  # from which key on rows see less, and -inf where
+    mask: tuple[int, Array] | None  # the first masked key, and -inf from there on where rows do not see a key
     #: Memory for scores[h t s], the same for all blocks, so that it stays in cache. Keys come before queries, so
     #: that maxima and sums over keys run along whole rows at a time, which NumPy does faster than within rows.
     scores: list[Array]
@@ -140,8 +139,8 @@ def _blocks(
     xp, count = backend_of(q).xp, key_positions.shape[0]
     step = min(ROWS, length)
     wide = step * prod(shared)  # rows of a head's matrix
-    several = min(heads, max(1, BLOCK_ELEMENTS // (wide * count)))  # heads at a time
-    memory = [xp.empty(several * wide * count, q.dtype) for _ in range(buffers)]
+    heads_at_a_time = min(heads, max(1, BLOCK_ELEMENTS // (wide * count)))
+    memory = [xp.empty(heads_at_a_time * wide * count, q.dtype) for _ in range(buffers)]
     for start in range(0, length, step):
         rows = slice(start, min(start + step, length))
         end = int(xp.searchsorted(key_positions, positions[rows.stop - 1], side="right"))
@@ -159,17 +158,17 @@ def _blocks(
             mask = seen_by_all - begin, _minus_infinity(hidden, q)
         for b in alike(range(batch), q):
             if apart is not None:
-                own, of_keys = apart[0][b, rows], apart[1][b, :end]
-                keys = slice(max(begin, int(xp.searchsorted(of_keys, own[0]))), end)
+                query_documents, key_documents = apart[0][b, rows], apart[1][b, :end]
+                keys = slice(max(begin, int(xp.searchsorted(key_documents, query_documents[0]))), end)
                 if keys.start == keys.stop:  # another rank has all keys of these documents
                     continue
                 hidden = unseen(key_positions[keys, None], positions[rows], window)
-                hidden |= of_keys[keys, None] != own
+                hidden |= key_documents[keys, None] != query_documents
                 mask = 0, _minus_infinity(hidden, q)
-            for first in alike(range(0, heads, several), q, last=heads % several != 0):
-                some = slice(first, min(first + several, heads))
-                shape = some.stop - first, keys.stop - keys.start, (rows.stop - start) * prod(shared)
-                yield _Block(b, some, rows, keys, mask, [buffer[: prod(shape)].reshape(shape) for buffer in memory])
+            for first in alike(range(0, heads, heads_at_a_time), q, last=heads % heads_at_a_time != 0):
+                part = slice(first, min(first + heads_at_a_time, heads))
+                shape = part.stop - first, keys.stop - keys.start, (rows.stop - start) * prod(shared)
+                yield _Block(b, part, rows, keys, mask, [buffer[: prod(shape)].reshape(shape) for buffer in memory])
 
 
 def _minus_infinity(hidden: Array, like: Array) -> Array:
@@ -179,8 +178,8 @@ def _minus_infinity(hidden: Array, like: Array) -> Array:
 # --- Attention of a few new queries to all keys of sequences that grow: the step of a generation
 
 
-HIDDEN = 1 << 60  #: the position of a column that holds none: after that of every query
-ELEMENTS = 1 << 20  # scores at a time, of as many queries as that allows
+HIDDEN = 1 << 60  #: the position of a column that holds none, greater than that of any query
+ELEMENTS = 1 << 20  # scores at a time, of as many queries as fit
 
 
 def attend_to_keys(
@@ -194,8 +193,8 @@ def attend_to_keys(
 ) -> tuple[Array, Array]:
     """y[b s h k] = softmax(q . k / sqrt(k)) . v over the keys of each sequence at or before the query's position.
 
-    q[b s h k] at positions[b s], k and v[b t h k] at key_positions[b t], in any order; with a ``window``, over those of
-    so many positions, up to the query's own. Also returns log_sums[b s h], the logarithms of the sums of exponentials:
+    q[b s h k] at positions[b s], k and v[b t h k] at key_positions[b t], in any order; with a ``window``, over only
+    that many positions, up to the query's own. Also returns log_sums[b s h], the logarithms of sums of exponentials:
     a query that sees no key has y = 0 and -inf. Where r queries share a key head, q and y are [b s h r k] and log_sums
     [b s h r]. With a ``cap``, it is the softmax of cap · tanh(scores / cap).
     """
@@ -210,30 +209,30 @@ def attend_to_keys(
     step = max(1, ELEMENTS // max(1, len(q) * heads * wide * k.shape[1]))
     for first in range(0, q.shape[1], step):
         rows = slice(first, first + step)
-        some = q[:, rows].reshape(len(q), -1, heads, wide, width).transpose(0, 2, 1, 3, 4)
-        shape = some.shape[:4]  # b h s r
-        scores = xp.matmul(some.reshape(*shape[:2], -1, width) * width**-0.5, keys)
+        queries = q[:, rows].reshape(len(q), -1, heads, wide, width).transpose(0, 2, 1, 3, 4)
+        shape = queries.shape[:4]  # b h s r
+        scores = xp.matmul(queries.reshape(*shape[:2], -1, width) * width**-0.5, keys)
         if cap is not None:
             soft_cap(scores, cap)
         hidden = unseen(key_positions[:, None], positions[:, rows, None], window)
         visible = scores.reshape(*shape, -1)
         visible += xp.where(hidden, q.dtype.type(-xp.inf), q.dtype.type(0))[:, None, :, None]
-        top = xp.maximum(scores.max(axis=-1, keepdims=True), xp.finfo(q.dtype).min)  # of one that sees nothing
+        top = xp.maximum(scores.max(axis=-1, keepdims=True), xp.finfo(q.dtype).min)  # of queries without keys
         scores -= top
         xp.exp(scores, out=scores)
         sums = scores.sum(axis=-1, keepdims=True)
         mixed = xp.matmul(scores, values)
         mixed /= xp.maximum(sums, xp.finfo(q.dtype).tiny)
         y[:, rows] = mixed.reshape(*shape, width).transpose(0, 2, 1, 3, 4).reshape(y[:, rows].shape)
-        with_none = xp.where(sums > 0, top + xp.log(xp.maximum(sums, xp.finfo(q.dtype).tiny)), -xp.inf)
-        log_sums[:, rows] = with_none.reshape(shape).transpose(0, 2, 1, 3).reshape(log_sums[:, rows].shape)
+        part_log_sums = xp.where(sums > 0, top + xp.log(xp.maximum(sums, xp.finfo(q.dtype).tiny)), -xp.inf)
+        log_sums[:, rows] = part_log_sums.reshape(shape).transpose(0, 2, 1, 3).reshape(log_sums[:, rows].shape)
     return y, log_sums
 
 
 def attend_to_all(q: Array, k: Array, v: Array, cap: float | None = None) -> Array:
-    """The same y of one query[b 1 h k] for each sequence, that sees all its keys: with as few calls as can be."""
+    """The y of ``attend_to_keys`` for one query[b 1 h k] per sequence that sees all its keys, with the fewest calls."""
     xp = backend_of(q).xp
-    rows = q.reshape(len(q), k.shape[2], prod(q.shape[3:-1]), q.shape[-1])  # none is there where there is no sequence
+    rows = q.reshape(len(q), k.shape[2], prod(q.shape[3:-1]), q.shape[-1])  # -1 is undefined without sequences
     scores = xp.matmul(rows, k.transpose(0, 2, 3, 1))
     scores *= q.shape[-1] ** -0.5
     if cap is not None:
@@ -246,7 +245,7 @@ def attend_to_all(q: Array, k: Array, v: Array, cap: float | None = None) -> Arr
 
 
 def merge_parts(y: Array, log_sums: Array, top: Array) -> Array:
-    """y[... k+1]: y and 1, weighted by exp(log_sums - top), for the highest ``top`` of any part.
+    """y[... k+1]: y and 1, weighted by exp(log_sums - top), where ``top`` is the maximum of log_sums over all parts.
 
     The sum of these over parts, divided by its last column, is attention to the keys of all parts: the online softmax
     of Milakov and Gimelshein (2018).

@@ -1,9 +1,9 @@
-"""Which array module holds an array, and what moving it to the host costs.
+"""Backends: the array module of a device, its kernels, and copies to the host.
 
-Every other file writes ``xp = backend_of(x).xp`` and then NumPy's names, so that the same text runs on
+Every other file writes ``xp = backend_of(x).xp`` and then NumPy's names, so that the same code runs on
 NumPy and on CuPy; for functions marked ``@fused`` a backend may have kernels of the same names instead. A
-backend also knows how to wait for its device and how to stage an array through pinned host memory; the
-communication floor needs both, since MPI does neither.
+backend can also wait for its device and stage an array through pinned host memory; communication needs both,
+since MPI does neither.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Backend:
     name = "cpu"
     on_device = False
     xp: ModuleType = np
-    kernels: Any = None  # functions in place of those marked ``@fused``, and ``takes``, for which arrays
+    kernels: Any = None  # functions that replace those marked ``@fused``; ``takes`` selects the arrays
     image_kernels: Any = None  # the same for ``@fused_of_images``
 
     def synchronize(self) -> None:
@@ -47,7 +47,7 @@ class Backend:
         return self.xp.empty(shape, dtype)
 
     def asarray(self, x: Array) -> Array:
-        """``x`` as an array of this backend; moves bytes only where it must."""
+        """``x`` as an array of this backend; moves bytes only if needed."""
         return np.asarray(backend_of(x).to_host(x))
 
     def to_host(self, x: Array) -> np.ndarray:
@@ -70,7 +70,7 @@ class Host(Backend):
 
     @cached_property
     def image_kernels(self) -> FastImages | None:
-        """Apart, since to compile them takes longer than all others, and most models have no images."""
+        """Separate, since they take longer to compile than all others, and most models have no images."""
         from spmd_engine.arrays.numba.images import fast_images
 
         return fast_images()
@@ -136,7 +136,7 @@ def unregister_backend(backend: Backend) -> None:
 
 
 def get_backend(name: str, index: int = 0) -> Backend:
-    """The backend called ``"cpu"`` or ``"cuda"`` (the ``index``-th device); raises UsageError if it cannot be had."""
+    """The backend called ``"cpu"`` or ``"cuda"`` (the ``index``-th device); raises UsageError if it is missing."""
     if name == "cpu":
         return CPU
     for backend in _device_backends:
@@ -150,7 +150,7 @@ def get_backend(name: str, index: int = 0) -> Backend:
 
 
 def backend_of(x: Array) -> Backend:
-    """The backend that owns ``x``. Anything that is not a known device's array counts as the host's."""
+    """The backend that owns ``x``. Everything but arrays of a registered device counts as the host's."""
     for backend in _device_backends:
         if backend.owns(x):
             return backend

@@ -4,7 +4,7 @@ First the kernels as text: parameters and operation, as cupy.ElementwiseKernel a
 
 T is float or double, the same for all of a kernel's T. An input may be an array, broadcast with the others, or a
 number. An output that an operation reads is updated in place. Literals are integers or in T(...): a bare 0.5 would
-turn a float's arithmetic into double's. Text needs neither CuPy nor a GPU, so that any C++ compiler can check it.
+make the arithmetic of floats double. The text needs neither CuPy nor a GPU: any C++ compiler can check it.
 """
 
 from types import ModuleType, SimpleNamespace
@@ -14,7 +14,7 @@ from spmd_engine.arrays.factors import GELU_A, GELU_C, adamw_factors, halves, ov
 
 
 class Elementwise(NamedTuple):
-    """``operation`` is done for every element of the broadcast arrays; ``i`` counts them in C order."""
+    """``operation`` runs for every element of the broadcast arrays; ``i`` counts them in C order."""
 
     in_params: str
     out_params: str
@@ -22,14 +22,14 @@ class Elementwise(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """``map_expr`` of every element, joined two by two as ``a`` and ``b``, then ``post_map_expr`` of the last ``a``."""
+    """``map_expr`` maps every element, ``reduce_expr`` joins ``a`` and ``b``, ``post_map_expr`` maps the last ``a``."""
 
     in_params: str
     out_params: str
     map_expr: str
     reduce_expr: str
     post_map_expr: str
-    identity: str  # what the constructor of reduce_type is given for none at all
+    identity: str  # arguments of the constructor of reduce_type for no elements
     reduce_type: str
     preamble: str
 
@@ -183,13 +183,13 @@ REDUCTIONS = {
 
 # --- The functions marked ``@fused`` as launches of CUDA kernels: every chain of elementwise steps is one launch
 #
-# Each has the name, signature and result of its NumPy text, where both are documented. Not here, since a library's
-# single call serves them: matrix products, sums and maxima of rows, and ``sum_of_squares``, a dot product. Nor are
-# those of images, ``@fused_of_images``, whose text is a few large matrix products and additions of slices.
+# Each has the name, signature and result of its NumPy version, which is documented. Single library calls have no
+# kernels: matrix products, sums and maxima of rows, and ``sum_of_squares``, a dot product. Nor have functions of
+# images, ``@fused_of_images``, which are a few large matrix products and additions of slices.
 
 
 class CudaFunctions:
-    """Kernels for ``xp``, CuPy. CuPy compiles each for the dtypes and the device at hand when it is first launched."""
+    """Kernels for ``xp``, CuPy. CuPy compiles each for dtypes and a device when it is first launched."""
 
     def __init__(self, xp: ModuleType) -> None:
         self._xp = xp
@@ -223,11 +223,11 @@ class CudaFunctions:
         y[..., width:] = x[..., width:]
         return y
 
-    # Norms: a row's sums in one kernel, what is done with them in another.
+    # Norms: the sums of rows in one kernel, the elementwise steps in another.
 
     def layer_norm(self, x, scale, shift, epsilon):
         rows = x.reshape(-1, x.shape[-1])
-        mean, inverse = self._two(rows.shape[0], rows.dtype)
+        mean, inverse = self._empty_pair(rows.shape[0], rows.dtype)
         self._launch.moments(rows, epsilon, mean, inverse, axis=1)
         y, normal = self._launch.normalize(rows, mean[:, None], inverse[:, None], scale, shift)
         return y.reshape(x.shape), normal.reshape(x.shape), inverse.reshape(x.shape[:-1])
@@ -238,7 +238,7 @@ class CudaFunctions:
 
     def layer_norm_backward_parameters(self, dy, normal):
         width = dy.shape[-1]
-        dscale, dshift = self._two(width, dy.dtype)
+        dscale, dshift = self._empty_pair(width, dy.dtype)
         self._launch.column_sums(dy.reshape(-1, width), normal.reshape(-1, width), dscale, dshift, axis=0)
         return dscale, dshift
 
@@ -260,12 +260,12 @@ class CudaFunctions:
         """dy, normal and inverse as rows; of each row the sums of g = dy · scale and of g · normal; and 1/d."""
         width = dy.shape[-1]
         rows, normal_rows, inverse_rows = dy.reshape(-1, width), normal.reshape(-1, width), inverse.reshape(-1, 1)
-        total, projection = self._two(rows.shape[0], rows.dtype)
+        total, projection = self._empty_pair(rows.shape[0], rows.dtype)
         self._launch.row_sums(rows, scale, normal_rows, total, projection, axis=1)
         share = 1.0 / width if width else 0.0
         return (rows, normal_rows, inverse_rows), total[:, None], projection[:, None], share
 
-    def _two(self, length, dtype):
+    def _empty_pair(self, length, dtype):
         return self._xp.empty(length, dtype), self._xp.empty(length, dtype)
 
     # Optimizers

@@ -1,4 +1,4 @@
-"""Dtypes as texts, from which other ranks make the same dtypes again: byte order, fields, their places and all."""
+"""Dtypes as texts, from which other ranks restore them, with byte order, fields and offsets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Plain = str | list | dict  # what JSON can hold
 
 
 def describe(dtype: np.dtype) -> str:
-    """The text from which ``described`` makes ``dtype`` again; raises UsageError if there is none."""
+    """The text from which ``described`` restores ``dtype``; raises UsageError if there is none."""
     dtype = np.dtype(dtype)
     if dtype.hasobject:
         raise UsageError("arrays of Python objects cannot be sent; give numbers, or bytes made by pickle")
@@ -36,7 +36,7 @@ def describe(dtype: np.dtype) -> str:
 
 
 def described(text: str) -> np.dtype:
-    """The dtype of which this is the text."""
+    """The dtype that ``describe`` turned into this text."""
     return _dtype(json.loads(text) if text.startswith("{") else text)
 
 
@@ -46,7 +46,7 @@ def _plain(dtype: np.dtype) -> _Plain:
         base, shape = dtype.subdtype
         return [_plain(base), *shape]
     if dtype.names is None:
-        return dtype.name if dtype.isbuiltin == 2 else dtype.str  # 2: ml_dtypes', whose str says too little
+        return dtype.name if dtype.isbuiltin == 2 else dtype.str  # 2: ml_dtypes, whose str is ambiguous
     by_name: Any = dtype.fields
     fields = [by_name[name] for name in dtype.names]  # (dtype, offset), and perhaps a title
     plain = {

@@ -54,12 +54,12 @@ class _View(NamedTuple):
 
     @classmethod
     def plan(cls, term: str, kinds: Sequence[str], sizes: Mapping[str, int]) -> _View:
-        """An array of the letters ``term`` as one whose dimensions are the ``kinds``: a few letters each, merged."""
+        """The view of an array with the letters ``term``; each of its dimensions merges one of ``kinds``."""
         order = "".join(kinds)
-        kept = "".join(c for c in term if c in order)
+        remaining = "".join(c for c in term if c in order)
         return cls(
-            tuple(i for i, c in enumerate(term) if c not in order) if kept != term else None,
-            tuple(kept.index(c) for c in order) if kept != order else None,
+            tuple(i for i, c in enumerate(term) if c not in order) if remaining != term else None,
+            tuple(remaining.index(c) for c in order) if remaining != order else None,
             tuple(prod(sizes[c] for c in kind) for kind in kinds) if any(len(kind) != 1 for kind in kinds) else None,
         )
 
@@ -72,22 +72,22 @@ class _View(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The view of one operand is the result already; those of two are multiplied."""
+    """The result is the view of one operand, or the product of the views of two."""
 
     shape: Shape  # of the result
     views: tuple[_View, ...]
     swap: bool = False  # compute (b x a) instead of (a x b): then the result needs no transposition
     product: Shape = ()  # (batch..., left, right)
-    letters: Shape = ()  # the same, each letter apart
-    axes: Shape | None = None  # in which order of those the result is, if in another
+    letters: Shape = ()  # the same, with a dimension for each letter
+    axes: Shape | None = None  # the transposition of these that gives the result; None: none
     few: bool = False  # whether one of the two has few rows, and the other may be large
 
     def contract(self, operands: tuple[Array, ...], out: Array | None) -> Array:
         """The result, in ``out`` where the product can be written straight into it."""
         if len(operands) == 1:
             return self.views[0].of(operands[0])
-        (x, y), (of_x, of_y) = operands, self.views
-        a, b = (of_y.of(y), of_x.of(x)) if self.swap else (of_x.of(x), of_y.of(y))
+        (x, y), (x_view, y_view) = operands, self.views
+        a, b = (y_view.of(y), x_view.of(x)) if self.swap else (x_view.of(x), y_view.of(y))
         if out is not None and self.axes is None and out.flags.c_contiguous and out.dtype == a.dtype == b.dtype:
             backend_of(a).xp.matmul(a, b, out=out.reshape(self.product))
             return out
@@ -96,9 +96,9 @@ class _Plan(NamedTuple):
 
 
 def _sum(x: Array, axes: Shape) -> Array:
-    """The sum over ``axes``; over the first ones BLAS makes it, in half the time.
+    """The sum over ``axes``; BLAS computes it over leading axes, in half the time.
 
-    But not of all numbers: those NumPy adds in pairs, which loses fewer digits than one after the other.
+    Not over all axes: there NumPy adds in pairs, which loses fewer digits than a sequential sum.
     """
     rows, shape = prod(x.shape[: len(axes)]), x.shape[len(axes) :]
     first = axes == tuple(range(len(axes))) and prod(shape) > 1
@@ -107,7 +107,7 @@ def _sum(x: Array, axes: Shape) -> Array:
     return (backend_of(x).xp.ones(rows, x.dtype) @ x.reshape(rows, prod(shape))).reshape(shape)
 
 
-@lru_cache(maxsize=4096)  # a sequence that grows has ever new shapes
+@lru_cache(maxsize=4096)  # a growing sequence has new shapes in each step
 def _plan(pattern: str, *shapes: Shape) -> _Plan:
     inputs, arrow, output = pattern.replace(" ", "").partition("->")
     terms = tuple(inputs.split(","))
@@ -164,20 +164,19 @@ def _sizes(pattern: str, inputs: tuple[str, ...], shapes: tuple[Shape, ...]) -> 
     return sizes
 
 
-# --- Products of few rows and a large matrix: a step of a generation for some sequences at once
+# --- Products of few rows and a large matrix: a decode step of several sequences
 #
-# BLAS copies the matrix into an order of its own before it multiplies. With few rows that, and not the
-# multiplication, is the work; done for a part that stays in the cache, the copy costs little: two to three times
-# faster at 2 to 16 rows.
+# BLAS copies the matrix into its own order before it multiplies. With few rows, this copy takes most of the time;
+# with parts of the matrix that stay in the cache it costs little: two to three times faster at 2 to 16 rows.
 
 
 MOST_ROWS = 32
-PART_BYTES = 300_000  # of the matrix at a time: with its copy, less than a core's second cache
-LEAST_BYTES = 1_000_000  # of a matrix that is worth it
+PART_BYTES = 300_000  # of the matrix at a time: with its copy, less than a core's L2 cache
+LEAST_BYTES = 1_000_000  # of a matrix for which parts are faster
 
 
 def are_few(rows: int) -> bool:
-    """Whether a product of so many rows may be worth it, if the other matrix is large: of one, BLAS copies nothing."""
+    """Whether parts may be faster for this number of rows and a large matrix; for one row, BLAS copies nothing."""
     return 1 < rows <= MOST_ROWS
 
 
@@ -205,8 +204,8 @@ def _by_parts(few: Array, large: Array) -> Array:
         return y
     y = None
     for part in _parts(large):
-        more = few[:, part] @ large[part]
-        y = more if y is None else CPU.xp.add(y, more, out=y)
+        partial_sum = few[:, part] @ large[part]
+        y = partial_sum if y is None else CPU.xp.add(y, partial_sum, out=y)
     return y
 
 

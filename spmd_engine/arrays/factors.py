@@ -1,4 +1,4 @@
-"""Numbers that NumPy's text, the compiled loops and the CUDA kernels of one function share."""
+"""Constants and helpers shared by the NumPy code, the compiled loops and the CUDA kernels of a function."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ ERFC = (
 
 
 class AdamWFactors(NamedTuple):
-    """What the update of a step multiplies with, in the order in which the kernels take them."""
+    """Factors of an AdamW step, in the order of the kernels' arguments."""
 
-    fresh: float  # the gradient, in the mean
+    fresh: float  # of the gradient, in the mean
     beta1: float
-    weight: float  # the square of a gradient that was multiplied by ``fresh``
+    weight: float  # of the square of a gradient that was multiplied by ``fresh``
     beta2: float
     epsilon: float
     size: float
-    kept: float  # the parameter
+    kept: float  # of the parameter
 
 
 def adamw_factors(
     *, step: int, rate: float, betas: tuple[float, float], epsilon: float, decay: float, scale: float
 ) -> AdamWFactors:
-    """Those of p = kept p - size mean / (sqrt(square) + epsilon), which is Adam's quotient with one division."""
+    """The factors of p = kept p - size mean / (sqrt(square) + epsilon), Adam's quotient with one division."""
     beta1, beta2 = betas
     fresh, correction = 1.0 - beta1, sqrt(1.0 - beta2**step)
     return AdamWFactors(
@@ -50,7 +50,7 @@ def adamw_factors(
     )
 
 
-# --- The pairs of numbers that rotary positions turn
+# --- The pairs of numbers that rotary positions rotate
 
 
 def halves(x: Any, neighbours: bool) -> tuple[Any, Any]:
@@ -68,12 +68,12 @@ def over_heads(table: Any, ndim: int) -> Any:
 # --- Which keys attention hides from which queries
 
 
-Mask = tuple[int, Any]  #: from which key on rows see less, and for those keys, [t s] of -inf where hidden and else 0
+Mask = tuple[int, Any]  #: the first masked key, and for the keys from there on [t s]: -inf where hidden, else 0
 
 
 def unseen(key_positions: Any, positions: Any, window: int | None) -> Any:
-    """Whether the key is hidden from the query: it comes after it, or so many positions before or more, if there is a
-    ``window``. The two broadcast."""
+    """Whether a key is hidden from a query: it comes after it, or is ``window`` or more positions before it. The two
+    arrays broadcast."""
     hidden = key_positions > positions
     if window is not None:
         hidden |= key_positions <= positions - window
@@ -85,5 +85,5 @@ def hide(scores: Any, mask: Mask | None) -> None:
     if mask is not None:
         first, hidden = mask
         rows = scores.reshape(*scores.shape[:2], -1, hidden.shape[1])
-        # Added: many times faster than an assignment through a boolean index.
+        # An addition is many times faster than an assignment through a boolean index.
         rows[:, first:] += hidden[:, None]

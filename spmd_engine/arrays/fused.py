@@ -1,4 +1,4 @@
-"""``@fused``: one name for a function, whether NumPy works it off in pieces or a backend has a kernel for all of it."""
+"""``@fused``: a function that NumPy computes in pieces, unless a backend has a kernel for it."""
 
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -10,7 +10,7 @@ from spmd_engine.arrays.meta.meter import meter
 
 
 def kernels_for(x: Array, kind: str = "kernels") -> Any:
-    """The kernels of the backend of ``x``, if there are any and they take ``x``; else None: NumPy or CuPy computes."""
+    """The kernels of the backend of ``x``, if there are any and they take ``x``; else None."""
     kernels = getattr(backend_of(x), kind)
     return kernels if kernels is not None and kernels.takes(x) else None
 
@@ -43,14 +43,14 @@ def _fused(function: Callable, kind: str) -> Callable:
     return run
 
 
-# --- Walking over long arrays in pieces that stay in cache, so that a chain of elementwise steps is cheap
+# --- Long arrays in pieces that stay in cache, so that a chain of elementwise steps is cheap
 
 
-CACHE_ELEMENTS = 1 << 16  # 256 KiB of float32: two or three fit a core's L2 cache, and NumPy's calls cost little beside
+CACHE_ELEMENTS = 1 << 16  # 256 KiB of float32: two or three fit a core's L2 cache, and the overhead of calls is small
 
 
 def chunks(x: Array, elements: int = CACHE_ELEMENTS) -> Iterator[slice]:
-    """Slices of ``x``'s first dimension, about ``elements`` each; one slice on a device, which has no need."""
+    """Slices of ``x``'s first dimension, about ``elements`` each; a single slice on a device."""
     length = x.shape[0]
     if backend_of(x).on_device:
         step = max(length, 1)
@@ -61,9 +61,9 @@ def chunks(x: Array, elements: int = CACHE_ELEMENTS) -> Iterator[slice]:
 
 
 def alike(numbers: range, x: Array, *, last: bool = False) -> Iterator[int]:
-    """The numbers of a loop that does the same each time, with parts of ``x`` of one size.
+    """The numbers of a loop that does the same work in each iteration, on parts of ``x`` of equal size.
 
-    Where ``x`` is only a shape the first stands for all, and counts for all; ``last``: but for the last one.
+    If ``x`` is a meta array, only the first iteration runs, and counts for all; with ``last``, the last one runs, too.
     """
     if not isinstance(x, ShapedArray) or len(numbers) < 3:
         yield from numbers

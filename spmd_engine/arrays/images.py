@@ -13,8 +13,8 @@ from spmd_engine.arrays.windows import Window, check_convolution, check_gradient
 
 
 def by_product(product: Callable) -> Callable:
-    """Let ``product`` compute what is decorated, a function of (array, array, rows, columns, groups, ...), if all
-    channels read all pixels by one tap each, and no padding."""
+    """Replace the decorated function of (array, array, rows, columns, groups, ...) by ``product`` if it has windows of
+    one tap without padding, and one group."""
 
     def decorate(function: Callable) -> Callable:
         @wraps(function)
@@ -35,15 +35,15 @@ def pointwise_conv2d(x: Array, w: Array, rows: Window, columns: Window, groups: 
 
 
 def input_gradient(dy: Array, w: Array, rows: Window, columns: Window, groups: int, lengths: tuple[int, int]) -> Array:
-    """dx[b h w c] for dy[b p q f]: 0 where strides left pixels out."""
+    """dx[b h w c] for dy[b p q f]: 0 at pixels that strides skip."""
     shape = dy.shape[0], *lengths, w.shape[2]
     check_convolution(shape, w.shape, rows, columns, groups)
     check_gradient(dy.shape, shape, rows, columns, w.shape[3])
-    of_read = (_pixels(dy) @ w[0, 0].T).reshape(*dy.shape[:3], w.shape[2])
-    if of_read.shape == shape:
-        return of_read
+    read_gradient = (_pixels(dy) @ w[0, 0].T).reshape(*dy.shape[:3], w.shape[2])
+    if read_gradient.shape == shape:
+        return read_gradient
     dx = backend_of(dy).xp.zeros(shape, dy.dtype)
-    dx[_read(rows, columns)] = of_read
+    dx[_read(rows, columns)] = read_gradient
     return dx
 
 
@@ -58,7 +58,7 @@ def _is_plain(window: Window) -> bool:
 
 
 def _read(rows: Window, columns: Window) -> tuple[slice, ...]:
-    """The pixels of x[b h w c] that outputs read, where a padding below 0 leaves some out at either end."""
+    """The pixels of x[b h w c] that outputs read; a negative padding leaves some out at the ends."""
     return slice(None), *(slice(-window.before, window.after or None, window.stride) for window in (rows, columns))
 
 
@@ -70,8 +70,8 @@ def _pixels(x: Array) -> Array:
 # --- Convolutions of images, forward and backward, as matrix products of patches
 #
 # Channels come last. A patch is what one output position reads, [k l i] for every group of channels. Patches are
-# copied a panel at a time, small enough to stay in cache, and a panel is multiplied at once; so the memory beside
-# inputs and results does not grow with the images. Of one tap, pixels are patches already: see ``pointwise_conv2d``.
+# copied a panel at a time, small enough to stay in cache, and a panel is multiplied at once; so the temporary memory
+# does not grow with the images. With one tap, pixels are the patches: see ``pointwise_conv2d``.
 
 
 PANEL_ELEMENTS = 1 << 18  # 1 MiB of float32: fits a core's L2 cache
@@ -83,8 +83,8 @@ DEVICE_PANEL_ELEMENTS = 1 << 26  # a device wants few and large launches
 def conv2d(x: Array, w: Array, rows: Window, columns: Window, groups: int = 1) -> Array:
     """y[b p q f] = sum over k, l, i of x[b h w c] * w[k l i f], where output p, q reads its windows of h and w.
 
-    Channels c = (g i) and f = (g o) in that order: outputs of a group read the inputs of that group. This is what deep
-    learning calls a convolution: the kernel is not flipped. Raises ValueError if shapes, windows and groups disagree.
+    Channels c = (g i) and f = (g o) in that order: outputs of a group read the inputs of that group. As usual in
+    deep learning, the kernel is not flipped. Raises ValueError if shapes, windows and groups disagree.
     """
     xp = backend_of(x).xp
     check_convolution(x.shape, w.shape, rows, columns, groups)
@@ -147,18 +147,18 @@ class _Panel:
     shape: tuple[int, ...]  # of the patches: [g b p q k l i]
 
     def of(self, y: Array) -> Array:
-        """These outputs in y[b p q f]."""
+        """The outputs of the panel in y[b p q f]."""
         return y[self.samples, self.outputs]
 
     def patches(self, x: Array) -> Array:
-        """What these outputs read of x[b h w c], as [g (b p q) (k l i)]; 0 where that is padding."""
+        """The patches of x[b h w c] that the outputs of the panel read, as [g (b p q) (k l i)]; 0 in the padding."""
         patches = backend_of(x).xp.zeros(self.shape, x.dtype)
         for inside, where in self._taps(x.shape):
             patches[inside] = self._grouped(x)[where].transpose(3, 0, 1, 2, 4)
         return patches.reshape(self.shape[0], prod(self.shape[1:4]), prod(self.shape[4:]))
 
     def add(self, dx: Array, patches: Array) -> None:
-        """Add patches [g (b p q) (k l i)] where they read dx[b h w c]: the adjoint of ``patches``."""
+        """Add patches [g (b p q) (k l i)] to dx[b h w c]: the adjoint of ``patches``."""
         patches, grouped = patches.reshape(self.shape), self._grouped(dx)
         for inside, where in self._taps(dx.shape):
             grouped[where] += patches[inside].transpose(1, 2, 3, 0, 4)
@@ -168,7 +168,7 @@ class _Panel:
         return x.reshape(*x.shape[:3], self.shape[0], self.shape[-1])
 
     def _taps(self, x: tuple[int, ...]) -> Iterator[tuple[tuple, tuple]]:
-        """For each tap that reads more than padding: where in the patches, and where in x[b h w g i]."""
+        """For each tap that reads more than padding: its index in the patches, and in x[b h w g i]."""
         for k, p, h in self.rows.taps(x[1], self.outputs.start, self.outputs.stop):
             for l, q, w in self.columns.taps(x[2]):
                 yield (slice(None), slice(None), p, q, k, l), (self.samples, h, w)
@@ -181,11 +181,11 @@ def _panels(x: Array, y: tuple[int, ...], rows: Window, columns: Window, groups:
     lines = max(1, limit // max(1, y[2] * prod(patch) * groups))  # rows of outputs
     samples, height = max(1, lines // max(1, y[1])), max(1, min(lines, y[1]))
     for b in range(0, y[0], samples):
-        of_batch = slice(b, min(b + samples, y[0]))
+        some_samples = slice(b, min(b + samples, y[0]))
         for p in range(0, y[1], height):
             outputs = slice(p, min(p + height, y[1]))
-            shape = groups, of_batch.stop - b, outputs.stop - p, y[2], *patch
-            yield _Panel(of_batch, outputs, rows, columns, shape)
+            shape = groups, some_samples.stop - b, outputs.stop - p, y[2], *patch
+            yield _Panel(some_samples, outputs, rows, columns, shape)
 
 
 # --- Maxima and averages over windows of images, forward and backward. Channels come last
@@ -193,10 +193,9 @@ def _panels(x: Array, y: tuple[int, ...], rows: Window, columns: Window, groups:
 
 @fused_of_images
 def max_pool(x: Array, rows: Window, columns: Window) -> tuple[Array, Array]:
-    """y[b p q c], the greatest that each window reads of x[b h w c], and which tap of its window that is.
+    """y[b p q c], the maximum of each window of x[b h w c], and which tap of its window that is.
 
-    Taps count in row-major order, and the first of equals is chosen. Padding counts as -inf. What is not a number
-    stays so.
+    Taps count in row-major order, and the first of equals is chosen. Padding counts as -inf. NaNs propagate.
     """
     xp = backend_of(x).xp
     shape = outputs_of(x.shape, rows, columns, x.shape[3])
@@ -221,7 +220,7 @@ def max_pool_gradient(dy: Array, chosen: Array, rows: Window, columns: Window, l
 
 
 def average_pool(x: Array, rows: Window, columns: Window, count_include_pad: bool) -> Array:
-    """y[b p q c], the mean of what each window reads of x[b h w c].
+    """y[b p q c], the mean of each window of x[b h w c].
 
     Padding counts as 0 with ``count_include_pad``, else not at all: a mean over fewer elements; 0 if there are none.
     """
@@ -239,7 +238,7 @@ def average_pool_gradient(
 
 @fused_of_images
 def window_sums(x: Array, rows: Window, columns: Window) -> Array:
-    """y[b p q c], the sum of what each window reads of x[b h w c]."""
+    """y[b p q c], the sum of each window of x[b h w c]."""
     y = backend_of(x).xp.zeros(outputs_of(x.shape, rows, columns, x.shape[3]), x.dtype)
     for _, outputs, inputs in _taps(x.shape, rows, columns):
         y[outputs] += x[inputs]
@@ -257,14 +256,14 @@ def window_sums_gradient(dy: Array, rows: Window, columns: Window, lengths: tupl
 
 
 def _taps(x: tuple[int, ...], rows: Window, columns: Window) -> Iterator[tuple[int, tuple, tuple]]:
-    """(tap in row-major order, where in y[b p q c], where in x[b h w c]); without those that read padding alone."""
+    """(tap in row-major order, index of y[b p q c], index of x[b h w c]) of taps that read more than padding."""
     for k, p, h in rows.taps(x[1]):
         for l, q, w in columns.taps(x[2]):
             yield k * columns.size + l, (slice(None), p, q), (slice(None), h, w)
 
 
 def _shares(like: Array, lengths: tuple[int, int], rows: Window, columns: Window, count_include_pad: bool) -> Array:
-    """One part in how many elements are counted, for each output, [p q 1]."""
+    """1 / the number of elements that count, for each output, [p q 1]."""
     xp = backend_of(like).xp
     if count_include_pad:
         return xp.full((1, 1, 1), 1 / (rows.size * columns.size), like.dtype)

@@ -1,8 +1,8 @@
 """Keep freed memory instead of returning it to the system: page faults otherwise cost 10% of a step.
 
 glibc hands large blocks back with munmap as soon as they are freed, and the next temporary of the same
-size faults every page in again. Two settings keep them in the heap. The heap is made of huge pages, which
-need fewer look-ups of addresses: another 4%.
+size faults every page in again. Two settings keep them in the heap. The heap consists of huge pages, which
+need fewer address look-ups: another 4%.
 """
 
 import ctypes
@@ -24,14 +24,14 @@ def keep_freed_memory() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
-    kept = bool(libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
-    if kept:
+    is_set = bool(libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
+    if is_set:
         _advise_huge_pages(libc)
-    return kept
+    return is_set
 
 
 def _advise_huge_pages(libc: ctypes.CDLL) -> None:
-    """Grow the heap by ``_RESERVED`` bytes of huge pages, which are free at once; by none if the system objects."""
+    """Grow the heap by ``_RESERVED`` free bytes of huge pages, if the system allows it."""
     libc.malloc.restype = ctypes.c_void_p
     block = libc.malloc(ctypes.c_size_t(_RESERVED))
     if block:
@@ -41,8 +41,8 @@ def _advise_huge_pages(libc: ctypes.CDLL) -> None:
 
 
 def fresh_zeros(size: int, dtype: Any, *, huge: bool) -> Array:
-    """A flat array of zeros; a large one takes memory only where it is written to first, in ``huge`` pages or in
-    small ones, as which an array that is perhaps never written to is none of its neighbour's huge ones."""
+    """A flat array of zeros. A large one takes memory where it is written, in ``huge`` pages or in small ones, which
+    keep an array that is perhaps never written out of its neighbour's huge pages."""
     length = size * CPU.xp.dtype(dtype).itemsize
     if length < _WORTH_A_MAPPING:
         return CPU.xp.zeros(size, dtype)
@@ -54,8 +54,8 @@ def fresh_zeros(size: int, dtype: Any, *, huge: bool) -> Array:
 
 
 def address_of(x: Array) -> int:
-    """Where in this process's memory ``x`` begins."""
+    """The address of ``x`` in this process."""
     try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(x))  # in a fifth of the time
-    except (TypeError, ValueError, BufferError):  # read-only, empty, in pieces, or of a dtype that buffers do not know
+        return ctypes.addressof(ctypes.c_char.from_buffer(x))  # five times as fast
+    except (TypeError, ValueError, BufferError):  # read-only, empty, not contiguous, or of a dtype unknown to buffers
         return x.__array_interface__["data"][0]

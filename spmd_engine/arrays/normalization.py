@@ -25,7 +25,7 @@ def rms_norm(x: Array, scale: Array, epsilon: float) -> Normalized:
 
     Zhang and Sennrich, "Root mean square layer normalization" (2019).
     """
-    if prod(x.shape[:-1]) == 1:  # a step of a generation: calls cost more than what they compute
+    if prod(x.shape[:-1]) == 1:  # a decode step: calls cost more than their computation
         xp, rows = backend_of(x).xp, _rows(x)
         inverse = 1.0 / xp.sqrt(xp.einsum("nd,nd->n", rows, rows) / x.shape[-1] + epsilon)
         normal = x * inverse[0]
@@ -101,7 +101,7 @@ def rms_norm_backward_scale(dy: Array, normal: Array) -> Array:
 
 
 def _average(rows: Array, xp) -> Array:
-    """``rows @ average`` is the mean of each row, at half the price of ``mean``: BLAS reads several rows at once."""
+    """``rows @ average`` is the mean of each row, in half the time of ``mean``: BLAS reads several rows at once."""
     width = rows.shape[1]
     return xp.full(width, 1.0 / width if width else 0.0, rows.dtype)
 
@@ -113,7 +113,7 @@ def _rows(x: Array) -> Array:
 
 # --- Batch normalization of one block x[... c]: sums of each channel, and each channel scaled
 #
-# With its statistics reduced between these steps where samples, rows or columns are sharded, it is
+# If samples, rows or columns are sharded, the sums are reduced between these steps:
 #
 #     sums = channel_sums(x);  mean = sums / n;  squares = channel_squares(x, mean)
 #     inverse = 1 / sqrt(squares / n + epsilon)
@@ -121,7 +121,7 @@ def _rows(x: Array) -> Array:
 #     dscale, dshift = channel_gradients(dy, x, mean, inverse)
 #     dx = normalized_gradient(dy, x, mean, inverse, scale, dscale / n, dshift / n)
 #
-# The backward takes x itself, so that the forward writes nothing but y. All arrays of a channel have shape [c].
+# The backward takes x itself, so that the forward only writes y. All arrays of a channel have shape [c].
 
 
 @fused_of_images

@@ -1,8 +1,8 @@
-"""Random numbers as functions of (key, global index): counter-based, so no rank needs another's draws.
+"""Random numbers as functions of (key, global index): counter-based, so ranks draw independently.
 
-A rank that holds one block of an array computes just that block, and gets the values it would have in the
-whole array, whatever the mesh. The hash is 32-bit multiply-xorshift (the `lowbias32` constants of Chris
-Wellons' hash prospector), which NumPy and CuPy compute alike and at about 2 ns an element.
+A rank computes only its block of an array, with the values of the global array, on any mesh. The hash is 32-bit
+multiply-xorshift (the `lowbias32` constants of Chris Wellons' hash prospector), which is the same in NumPy and CuPy and
+takes about 2 ns per element.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def bernoulli(key: int, probability: float, rows: Array, width: int, backend: Ba
 
 
 def uniform_at(key: int, index: Array) -> Array:
-    """float64 in (0, 1) for each ``index``, whole and not negative, of any shape, on the device of ``index``."""
+    """float64 in (0, 1) for each ``index``, nonnegative integers of any shape, on their device."""
     xp = backend_of(index).xp
     return _unit(hash_bits(key, index, xp), xp)
 
 
 def gumbel_at(key: int, index: Array) -> Array:
-    """float64 with Gumbel's distribution for each ``index``: where a score plus this is highest, softmax drew it."""
+    """float64 with Gumbel's distribution for each ``index``: the argmax of scores plus these draws from the softmax."""
     xp = backend_of(index).xp
     return -xp.log(-xp.log(uniform_at(key, index)))
 
@@ -98,7 +98,7 @@ def _fill(shape, dtype, block, backend, draw):
         return out
     # The leading dimensions merge into rows of indices, the last gives columns; a chunk of both at a time.
     strides = np.cumprod([1, *reversed(shape[1:])])[::-1] if len(shape) else np.array([1])
-    number = np.uint32 if prod(shape) < 1 << 32 else np.uint64  # which holds every index, and their number
+    number = np.uint32 if prod(shape) < 1 << 32 else np.uint64  # large enough for every index, and for their number
     rows = np.zeros(1, number)
     for r, stride in zip(ranges[:-1], strides[:-1], strict=True):
         offsets = np.asarray(r, number) * number(stride)

@@ -1,4 +1,4 @@
-"""Rotary positions: pairs of numbers turned by angles that grow with the position, forward and backward."""
+"""Rotary positions: rotation of pairs of numbers by angles that grow with the position, forward and backward."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.factors import halves, over_heads
 from spmd_engine.arrays.fused import fused
 
-Turn = tuple[Array, Array]  #: cosines and sines, each [s n], or [b s n]: of n pairs at each position
+Turn = tuple[Array, Array]  #: cosines and sines of n pairs at each position, each [s n] or [b s n]
 
 
 def turn_at(positions: Array, frequencies: Array, like: Array) -> Turn:
@@ -21,10 +21,10 @@ def turn_at(positions: Array, frequencies: Array, like: Array) -> Turn:
 
 @fused
 def rotate(x: Array, turn: Turn, neighbours: bool, *, back: bool = False) -> Array:
-    """x[b s ... k] with its k/2 pairs turned; ``back``, by the opposite angles, which is also the backward.
+    """x[b s ... k] with its k/2 pairs rotated; ``back``: by the opposite angles, which is also the backward.
 
-    A pair is (x[i], x[i + k/2]), or, of ``neighbours``, (x[2i], x[2i + 1]). With fewer turns than k/2, n, the first 2n
-    numbers of k are turned as if there were no others, and these stay.
+    A pair is (x[i], x[i + k/2]), or, with ``neighbours``, (x[2i], x[2i + 1]). If ``turn`` has n < k/2 pairs, only the
+    first 2n numbers of k are rotated, as if there were no others.
     Su et al., "RoFormer" (2021), section 3.4.
     """
     y, width = backend_of(x).xp.empty(x.shape, x.dtype), 2 * turn[0].shape[-1]

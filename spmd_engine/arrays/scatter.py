@@ -1,4 +1,4 @@
-"""The adjoint of taking rows: adding rows to a table at given indices, repeated ones too; and counting indices."""
+"""Adding rows to a table at indices, which may repeat: the adjoint of indexing; and counting indices."""
 
 from spmd_engine.arrays.backend import Array, backend_of
 
@@ -18,7 +18,7 @@ def add_rows(table: Array, indices: Array, rows: Array) -> None:
     starts = xp.flatnonzero(first)
     if xp.__name__ == "numpy":
         table[ordered[starts]] += xp.add.reduceat(rows[order], starts, axis=0)
-    else:  # CuPy has no reduceat: differences of running sums, in float64 so that nothing is lost
+    else:  # CuPy has no reduceat: differences of running sums, in float64 to keep all digits
         running = xp.cumsum(rows[order].astype(xp.float64), axis=0)
         ends = running[xp.concatenate([starts[1:], xp.asarray([indices.size])]) - 1]
         ends[1:] -= ends[:-1].copy()

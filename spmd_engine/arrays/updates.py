@@ -14,25 +14,25 @@ def adamw(p, g, mean, square, *, step, rate, betas, epsilon, decay, scale=1.0) -
     """One AdamW step on flat p[n], g[n] and state mean[n], square[n], in place; ``step`` counts from 1.
 
     Loshchilov and Hutter, "Decoupled weight decay regularization" (2019). The gradient is multiplied by
-    ``scale`` (clipping) on the way; ``decay`` is decoupled: p shrinks by rate * decay first.
+    ``scale`` (clipping); ``decay`` is decoupled: p shrinks by rate * decay first.
     """
     xp = backend_of(p).xp
-    by = adamw_factors(step=step, rate=rate, betas=betas, epsilon=epsilon, decay=decay, scale=scale)
+    factors = adamw_factors(step=step, rate=rate, betas=betas, epsilon=epsilon, decay=decay, scale=scale)
     for part in chunks(p):
         p_part, m, v = p[part], mean[part], square[part]
-        work = g[part] * by.fresh
-        m *= by.beta1
+        work = g[part] * factors.fresh
+        m *= factors.beta1
         m += work
         work *= work
-        work *= by.weight
-        v *= by.beta2
+        work *= factors.weight
+        v *= factors.beta2
         v += work
         xp.sqrt(v, out=work)
-        work += by.epsilon
+        work += factors.epsilon
         xp.divide(m, work, out=work)
-        work *= by.size
+        work *= factors.size
         if decay:
-            p_part *= by.kept
+            p_part *= factors.kept
         p_part -= work
 
 
@@ -55,7 +55,7 @@ def momentum_sgd(p, g, velocity, *, rate, momentum, decay, scale=1.0) -> None:
 def sum_of_squares(x: Array) -> float:
     """The sum of squares of flat x[n], accumulated in float64 across pieces."""
     backend, total = backend_of(x), 0.0
-    with backend.errstate(over="ignore"):  # of float32, which is made good
+    with backend.errstate(over="ignore"):  # of float32, which is computed again
         for part in chunks(x):
             piece = x[part]
             squares = float(backend.xp.dot(piece, piece)) if piece.itemsize >= 4 else 0.0

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class Window:
     """Output p reads the inputs p * stride - before + tap * dilation, for every tap in [0, size).
 
-    ``before`` and ``after`` are the numbers of padding elements at either end; negative ones leave elements of the
-    input out. Raises ValueError if size, stride or dilation are less than 1.
+    ``before`` and ``after`` are the numbers of padding elements at either end; negative ones omit elements of the
+    input. Raises ValueError if size, stride or dilation are less than 1.
     """
 
     size: int
@@ -38,11 +38,11 @@ class Window:
 
     @property
     def span(self) -> int:
-        """How many elements lie from the first that an output reads to its last, both included."""
+        """The number of elements from the first that an output reads to the last, both included."""
         return (self.size - 1) * self.dilation + 1
 
     def outputs(self, length: int) -> int:
-        """How many outputs there are of ``length`` inputs: windows that fit into the padded input."""
+        """The number of outputs of ``length`` inputs: windows that fit into the padded input."""
         room = length + self.before + self.after - self.span
         return room // self.stride + 1 if room >= 0 else 0
 
@@ -55,7 +55,7 @@ class Window:
     def taps(self, length: int, first: int = 0, stop: int | None = None) -> Iterator[tuple[int, slice, slice]]:
         """(tap, outputs, inputs): where a tap reads the input and not padding. Outputs count from ``first``.
 
-        Only outputs in [first, stop) are considered, by default all. Taps that read padding alone are left out.
+        Only outputs in [first, stop) are considered, by default all. Taps that read only padding are left out.
         """
         stop = self.outputs(length) if stop is None else stop
         for tap in range(self.size):
@@ -66,12 +66,12 @@ class Window:
                 yield tap, slice(begin - first, end - first), inputs
 
     def reads(self, output: int, length: int) -> int:
-        """How many elements of the input, not of the padding, an output reads."""
+        """The number of elements of the input, not of the padding, that an output reads."""
         return sum(1 for _ in self.taps(length, output, output + 1))
 
 
 def outputs_of(x: tuple[int, ...], rows: Window, columns: Window, channels: int) -> tuple[int, int, int, int]:
-    """The shape [b p q f] of what windows make of x[b h w c]."""
+    """The shape [b p q f] of the outputs of windows over x[b h w c]."""
     return x[0], rows.outputs(x[1]), columns.outputs(x[2]), channels
 
 

@@ -1,4 +1,4 @@
-"""Layers as plain functions of arrays: one forward and backward pair a file, one text for every mesh."""
+"""Layers as plain functions of arrays: the same code runs on every mesh."""
 
 from typing import TYPE_CHECKING
 

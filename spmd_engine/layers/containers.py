@@ -17,7 +17,7 @@ from spmd_engine.sharding.shards import Shards
 
 
 class Dropout:
-    """y = x · mask / (1 - rate): the mask is a function of seed, step, name and global index alone."""
+    """y = x · mask / (1 - rate): the mask depends only on seed, step, name and global index."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
@@ -40,16 +40,16 @@ class Dropout:
         return dx
 
 
-# --- Layers one after the other, as one layer: what a block consists of
+# --- A sequence of layers as one layer
 
 
 class Chain(Layer):
-    """y = last(... second(first(x))), of layers with names, under which their parameters and buffers stand
+    """y = last(... second(first(x))); the names of parameters and buffers begin with that of their layer
 
-    While an input gradient travels within it, the gradients of the weights behind it are made.
+    While an input gradient is under way, the weight gradients of later layers are computed.
 
-    Raises UsageError where the letters of one's outputs are not those of the next one's inputs, and for side outputs,
-    which are not passed on.
+    Raises UsageError if the output letters of a layer differ from the input letters of the next, and for side outputs
+    and tied parameters, which are not passed on.
     """
 
     def __init__(self, *layers: tuple[str, Layer]) -> None:
@@ -69,10 +69,10 @@ class Chain(Layer):
         saved, updates, decided = [], {}, {}
         for name, layer in self.layers:
             earlier = replace(ctx, decided=ctx.decided[name]) if ctx.decided and name in ctx.decided else ctx
-            x, of_layer, *extra = layer.forward(sh, p.get(name, {}), x, earlier)
-            saved.append(of_layer)
+            x, layer_saved, *extra = layer.forward(sh, p.get(name, {}), x, earlier)
+            saved.append(layer_saved)
             for result in extra:
-                updates |= {f"{name}/{own}": update for own, update in result.updates.items()}
+                updates |= {f"{name}/{buffer}": update for buffer, update in result.updates.items()}
                 decided |= {} if result.decided is None else {name: result.decided}
         return x, saved, Extra(updates, decided=decided or None)
 
@@ -92,14 +92,14 @@ class Chain(Layer):
 
 
 class _BackwardStep:
-    """One layer's part in the backward of a chain: done at once, or when the gradient comes that it begins with."""
+    """The backward of one layer in a chain. It runs at once, or when its output gradient has arrived."""
 
     def __init__(self, name: str, layer: Layer, saved: Any) -> None:
         self.name, self.layer, self.rest, self._saved = name, layer, None, saved
         self._under_way: Deferred | None = None
 
     def start(self, sh: Shards, p: Parameters, dy: Array | Deferred) -> Array | Deferred:
-        """The layer's input gradient, or what it will be once ``dy`` is there."""
+        """The layer's input gradient; deferred if ``dy`` is under way."""
 
         def back(dy: Array) -> Array | Deferred:
             saved, self._saved = self._saved, None
@@ -112,20 +112,20 @@ class _BackwardStep:
         return dx
 
     def finish(self) -> None:
-        """Wait for ``dy`` if that has not come, not for what this layer sent: its weights' gradients come first."""
+        """Wait for ``dy``, but not for this layer's own communication: its weight gradients come first."""
         if self._under_way is not None:
             self._under_way.finish()
 
 
 def joined(layers: Iterable[tuple[str, Layer]]) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, int], str]:
-    """What layers with names declare together: parameters and buffers, which say their own shapes; sizes; and the
-    letters that may be sharded in each layer that has them."""
+    """The union of the layers' declarations: parameters and buffers with their own shapes, sizes, and the letters that
+    may be sharded in every layer that has them."""
     parameters, buffers, sizes, may_cut, never = {}, {}, {}, "", ""
     for name, layer in layers:
         check_declarations(layer)
-        for what, result in ((layer.parameters, parameters), (layer.buffers, buffers)):
-            for own, described in what.items():
-                result[f"{name}/{own}"] = replace(described, shape=described.whole(layer.sizes))
+        for declared, result in ((layer.parameters, parameters), (layer.buffers, buffers)):
+            for key, declaration in declared.items():
+                result[f"{name}/{key}"] = replace(declaration, shape=declaration.whole(layer.sizes))
         sizes |= layer.sizes
         may_cut += layer.may_cut
         letters = {*layer.inputs.dims.split(), *layer.outputs.dims.split(), *layer.sizes}
@@ -133,15 +133,14 @@ def joined(layers: Iterable[tuple[str, Layer]]) -> tuple[Mapping[str, Any], Mapp
     return parameters, buffers, sizes, "".join(letter for letter in dict.fromkeys(may_cut) if letter not in never)
 
 
-# --- A branch of the residual stream: inner(norm(x)), whose result may be normalized and scaled; added to the stream,
-# alone or side by side with others
+# --- Branches of the residual stream: inner(norm(x)), perhaps normalized and scaled, is added to the stream
 
 
 class Branch(Layer):
-    """y = scale · after(inner(norm(x))), x and y being [b s d]; each of the two norms only if it is given
+    """y[b s d] = scale · after(inner(norm(x[b s d]))); both norms are optional
 
-    The inner layer's parameters, buffers and side outputs keep their names, the norms' parameters stand under
-    ``norm/`` and ``norm_after/``, if it has any.
+    The inner layer's parameters, buffers and side outputs keep their names; the names of the norms' parameters begin
+    with ``norm/`` and ``norm_after/``.
     """
 
     def __init__(self, norm: Layer | None, inner: Layer, *, after: Layer | None = None, scale: float = 1.0):
@@ -188,7 +187,7 @@ class Branch(Layer):
                 norm_rest.append(rest)
                 return dx
 
-            dx = then(dx, through_norm)  # while it travels, the inner layer's weights get their gradients
+            dx = then(dx, through_norm)  # while dx is under way, the weight gradients of the inner layer are computed
         return dx, (inner_rest, norm_rest, after_rest, dx if isinstance(dx, Deferred) else None)
 
     def backward_weight(self, sh, rest, g):
@@ -203,7 +202,7 @@ class Branch(Layer):
 
 
 class Residual(Branch):
-    """y = x + dropout(scale · after(inner(norm(x)))), x and y being [b s d]: see ``Branch``, whose names it keeps"""
+    """y[b s d] = x + dropout(scale · after(inner(norm(x)))), with the names of ``Branch``"""
 
     def __init__(
         self, norm: Layer | None, inner: Layer, dropout: float = 0.0, *, after: Layer | None = None, scale: float = 1.0
@@ -226,15 +225,15 @@ class Residual(Branch):
         rest, under_way = rest
         super().backward_weight(sh, rest, g)
         if under_way is not None:
-            under_way.finish()  # it has arrived for the norm: dy need not be kept any longer
+            under_way.finish()  # the norm has waited for it already: add dy now and free it
 
 
 class Parallel(Layer):
-    """y = x + dropout(Σ_i branch_i(z)), x and y being [b s d], with z = x or, if there is a ``norm`` for all, norm(x)
+    """y[b s d] = x + dropout(Σ_i branch_i(z)), with z = norm(x), or x without a ``norm``
 
-    The branches see the same input, not each other's results (Wang and Komatsuzaki, "GPT-J-6B", 2021). Parameters stand
-    under the names of their branches, those of the norm under ``norm/``. While one branch's input gradient travels, the
-    next one's is made. Raises UsageError for side outputs, which are not passed on.
+    All branches have the same input (Wang and Komatsuzaki, "GPT-J-6B", 2021). The names of parameters begin with that
+    of their branch, or with ``norm/``. While one branch's input gradient is under way, the next one is computed.
+    Raises UsageError for side outputs, which are not passed on.
     """
 
     def __init__(self, *branches: tuple[str, Layer], norm: Layer | None = None, dropout: float = 0.0) -> None:
@@ -242,8 +241,8 @@ class Parallel(Layer):
             raise UsageError("a Parallel passes no side outputs on")
         self.branches, self.norm, self.dropout = branches, norm, Dropout(dropout)
         self.attends = any(branch.attends for _, branch in branches)
-        everything = [*branches, *([("norm", norm)] if norm is not None else [])]
-        self.parameters, self.buffers, self.sizes, _ = joined(everything)
+        named_layers = [*branches, *([("norm", norm)] if norm is not None else [])]
+        self.parameters, self.buffers, self.sizes, _ = joined(named_layers)
         self.may_cut = "".join(dict.fromkeys("".join(branch.may_cut for _, branch in branches)))
 
     @property
@@ -251,7 +250,7 @@ class Parallel(Layer):
         return tuple(branch for _, branch in self.branches)
 
     def changed(self, do: Callable[[Layer], Layer]) -> Parallel:
-        """The same of what ``do`` makes of each branch and of the norm."""
+        """A Parallel with ``do`` applied to each branch and to the norm."""
         norm = None if self.norm is None else do(self.norm)
         return Parallel(*((name, do(branch)) for name, branch in self.branches), norm=norm, dropout=self.dropout.rate)
 
@@ -262,9 +261,9 @@ class Parallel(Layer):
         z, from_norm = (x, None) if self.norm is None else self.norm.forward(sh, p.get("norm", {}), x, ctx)
         total, saved = None, []
         for name, branch in self.branches:
-            y, of_branch = branch.forward(sh, p[name], z, ctx)
+            y, branch_saved = branch.forward(sh, p[name], z, ctx)
             total = y if total is None else _plus(total, y)
-            saved.append(of_branch)
+            saved.append(branch_saved)
         total, mask = self.dropout.forward(sh, total, ctx)
         return x + total, (from_norm, saved, mask)
 
@@ -272,8 +271,8 @@ class Parallel(Layer):
         from_norm, saved, mask = saved
         dbranch = self.dropout.backward(mask, dy)
         parts, rests, norm_rest = [], [], []
-        for (name, branch), of_branch in zip(self.branches, saved, strict=True):
-            part, rest = branch.backward_input(sh, p[name], of_branch, dbranch)
+        for (name, branch), branch_saved in zip(self.branches, saved, strict=True):
+            part, rest = branch.backward_input(sh, p[name], branch_saved, dbranch)
             parts.append(part)
             rests.append(rest)
 
@@ -290,8 +289,8 @@ class Parallel(Layer):
 
     def backward_weight(self, sh, rest, g):
         rests, norm_rest, under_way = rest
-        for (name, branch), of_branch in zip(self.branches, rests, strict=True):
-            branch.backward_weight(sh, of_branch, g[name])
+        for (name, branch), branch_rest in zip(self.branches, rests, strict=True):
+            branch.backward_weight(sh, branch_rest, g[name])
         if under_way is not None:
             under_way.finish()
         if self.norm is not None:
@@ -299,21 +298,21 @@ class Parallel(Layer):
 
 
 def _plus(x, y):
-    """x with y added to it, in its memory."""
+    """Add y to x in place and return x."""
     x += y
     return x
 
 
-# --- The block of a residual network: a branch of convolutions, and a way around it
+# --- The block of a residual network: a branch of convolutions and its shortcut
 
 
 class ResidualBlock(Layer):
     """y = max(branch(x) + shortcut(x), 0); without a shortcut, x itself is added
 
-    The parameters stand under ``branch/`` and ``shortcut/``. If channels are sharded inside the two, both end with
-    whole ones, so that the sum needs no communication. ``over`` is the letter of the output channels of their first
-    layers: if it is sharded, these leave their input gradients unreduced over it (``reduced=False``), and the sum of
-    the gradients is reduced at once. Raises UsageError if the two do not end with the same letters. After He et al.,
+    The names of parameters begin with ``branch/`` and ``shortcut/``. If channels are sharded inside the two, both
+    return all channels, so that the sum needs no communication. ``over`` is the letter of the output channels of their
+    first layers: if it is sharded, these leave their input gradients unreduced over it (``reduced=False``), and the sum
+    of the gradients is reduced once. Raises UsageError if the output letters of the two differ. After He et al.,
     "Deep residual learning for image recognition" (2016).
     """
 
@@ -321,57 +320,57 @@ class ResidualBlock(Layer):
         self.ways = {"branch": branch} | ({"shortcut": shortcut} if shortcut else {})
         left, right = branch.outputs, shortcut.outputs if shortcut else branch.inputs
         if left != right:
-            raise UsageError(f"ResidualBlock: the branch ends in [{left.dims}], the way around it in [{right.dims}]")
+            raise UsageError(f"ResidualBlock: the branch returns [{left.dims}], but its shortcut [{right.dims}]")
         self.inputs, self.outputs, self.over = branch.inputs, branch.outputs, over
         self.parameters, self.buffers, self.sizes, self.may_cut = joined(self.ways.items())
 
     def cost(self, length):
-        return sum(way.cost(length) for way in self.ways.values())
+        return sum(path.cost(length) for path in self.ways.values())
 
     def forward(self, sh, p, x, ctx):
         saved, updates = {}, {}
         total: Any = None if "shortcut" in self.ways else x
-        for name, way in self.ways.items():
-            y, saved[name], extra = way.forward(sh, p[name], x, ctx)
-            updates |= {f"{name}/{own}": update for own, update in extra.updates.items()}
+        for name, path in self.ways.items():
+            y, saved[name], extra = path.forward(sh, p[name], x, ctx)
+            updates |= {f"{name}/{buffer}": update for buffer, update in extra.updates.items()}
             total = y if total is None else total + y
         positive = total > 0 if ctx.training and ctx.saving else None
         return backend_of(total).xp.maximum(total, 0), (saved, positive), Extra(updates)
 
     def backward_input(self, sh, p, saved, dy):
         saved, positive = saved
-        dy, rests, ways = dy * positive, {}, []
-        for name, way in self.ways.items():
-            dx, rests[name] = way.backward_input(sh, p[name], saved[name], dy)
-            ways.append(dx)
+        dy, rests, gradients = dy * positive, {}, []
+        for name, path in self.ways.items():
+            dx, rests[name] = path.backward_input(sh, p[name], saved[name], dy)
+            gradients.append(dx)
 
         def reduced(dx):
-            for other in ways[1:]:
-                dx = dx + wait_for(other)
+            for gradient in gradients[1:]:
+                dx = dx + wait_for(gradient)
             return sh.start_all_reduce(dx, over=self.over)
 
-        dx = then(ways[0], reduced)
+        dx = then(gradients[0], reduced)
         if "shortcut" not in self.ways:
             dx = then(dx, lambda dx: dx + dy)
         return dx, (rests, dx if isinstance(dx, Deferred) else None)
 
     def backward_weight(self, sh, rest, g):
         rests, under_way = rest
-        for name, way in self.ways.items():
-            way.backward_weight(sh, rests[name], g[name])
+        for name, path in self.ways.items():
+            path.backward_weight(sh, rests[name], g[name])
             if under_way is not None:
-                under_way.finish()  # what it reduces travels while the weights of the other way get their gradients
+                under_way.finish()  # its reduction runs while the next path's weight gradients are computed
 
 
-# --- Two dense layers beside a connection that skips them: what makes a thousand layers trainable
+# --- Two dense layers with a skip connection, which makes a thousand layers trainable
 
 
 class Skip(Chain):
     """y[b d] = x[b d] + down(up(x[b d])), with up: d -> f and down: f -> d in the layers' own letters
 
-    Inputs and outputs are sharded alike, so their sum needs no communication. The parameters stand under ``up/`` and
-    ``down/``. Raises UsageError for two layers that do not fit. After He et al., "Identity mappings in deep residual
-    networks" (2016).
+    Inputs and outputs have the same sharding, so their sum needs no communication. The names of parameters begin with
+    ``up/`` and ``down/``. Raises UsageError if letters, sizes or options of the two layers do not fit. After He et al.,
+    "Identity mappings in deep residual networks" (2016).
     """
 
     def __init__(self, up: Linear, down: Linear) -> None:

@@ -1,7 +1,7 @@
-"""The border between this package and layers that users write: what their methods are given and return is checked.
+"""Checks of the layers that users write: their declarations, and what their methods return.
 
-A layer's class that is defined outside of this package has its methods wrapped when it is defined, so that checks are
-in one place whoever calls the layer, and cost nothing where no such layer is.
+A layer class outside of this package has its methods wrapped when it is defined. So the checks are in one place for all
+callers, and the package's own layers pay nothing for them.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ DECLARED = {"parameters": Parameter, "buffers": Buffer, "side_outputs": SideOutp
 
 
 def is_checked(kind: type) -> bool:
-    """Whether calls of a class are checked: it is defined outside of this package, and is more than ``costs_only``."""
+    """Whether calls of a class are checked: it is defined outside of this package, and not ``costs_only``."""
     return not kind.__module__.startswith(PACKAGE) and not getattr(kind, "costs_only", False)
 
 
 def guard(kind: type, method: str, check: Callable[..., None]) -> None:
-    """Let ``check(self, returned, *args)`` look at what a method returns, if this class, a user's, defines it.
+    """If a user's class defines this method, wrap it: ``check(self, returned, *args)`` checks what it returns.
 
-    What a subclass's method returns is checked, not what it is given by those that it overrides. A UsageError from
-    inside gets the class's and the method's name; a call that the method's parameters do not fit becomes one.
+    Only the method of the object's own class is checked, not those that it overrides and calls. A UsageError from the
+    method is prefixed with its name; a call with wrong arguments raises a UsageError.
     """
-    own = vars(kind).get(method)
-    if not is_checked(kind) or not isfunction(own):
+    wrapped = vars(kind).get(method)
+    if not is_checked(kind) or not isfunction(wrapped):
         return
 
-    @wraps(own)
+    @wraps(wrapped)
     def guarded(self: Any, *args: Any, **options: Any) -> Any:
         try:
-            returned = own(self, *args, **options)
+            returned = wrapped(self, *args, **options)
         except UsageError as error:
             if not str(error).startswith(f"{type(self).__name__}."):
                 error.args = (f"{name_of_call(self, method, *args)}: {error}",)
@@ -51,7 +51,7 @@ def guard(kind: type, method: str, check: Callable[..., None]) -> None:
             if "mappingproxy" in str(error):
                 name = name_of_call(self, method, *args)
                 raise UsageError(f"{name}: {error}; assign a dict first, as in self.parameters = {{}}") from error
-            check_call(name_of_call(self, method, *args), own, self, *args, like=_original(kind, method), **options)
+            check_call(name_of_call(self, method, *args), wrapped, self, *args, like=_original(kind, method), **options)
             raise
         if getattr(type(self), method) is guarded:
             check(self, returned, *args)
@@ -61,13 +61,13 @@ def guard(kind: type, method: str, check: Callable[..., None]) -> None:
 
 
 def _original(kind: type, method: str) -> Callable | None:
-    """What this package declares that a user's class defines."""
+    """The method of this package that a user's class overrides."""
     bases = (vars(base) for base in kind.__mro__ if not is_checked(base))
     return next((base[method] for base in bases if method in base), None)
 
 
 def check_call(name: str, function: Callable, *args: Any, like: Callable | None = None, **options: Any) -> None:
-    """Raise UsageError if a function cannot be called with these arguments, which are those of ``like``."""
+    """Raise UsageError if a function does not accept these arguments, which are those of ``like``."""
     try:
         signature(function).bind(*args, **options)
     except TypeError as error:
@@ -76,13 +76,13 @@ def check_call(name: str, function: Callable, *args: Any, like: Callable | None 
 
 
 def name_of_call(of: Any, method: str, *args: Any) -> str:
-    """What a message calls a method of a user's: by its class and, of a layer, the name that it has in the model."""
+    """The name of a user's method in messages: its class, and the layer's name in the model if it has one."""
     label = getattr(args[0], "label", "") if args else ""
     return f"{type(of).__name__}.{method}" + (f" of {label}" if label else "")
 
 
 def check_declarations(layer: Layer) -> None:
-    """Raise UsageError for a user's layer, or one inside of a layer, whose declarations cannot be read."""
+    """Raise UsageError if a user's layer, or one inside of a layer, has invalid declarations."""
     for value in vars(layer).values():
         for part in value if isinstance(value, (list, tuple)) else (value,):
             inner: Any = part[1] if isinstance(part, tuple) and len(part) == 2 else part
@@ -91,30 +91,30 @@ def check_declarations(layer: Layer) -> None:
     kind = type(layer)
     if not is_checked(kind):
         return
-    for what in ("inputs", "outputs"):
-        _check_type(layer, what, getattr(layer, what), Activation, 'Activation("b s d")')
+    for field in ("inputs", "outputs"):
+        _check_type(layer, field, getattr(layer, field), Activation, 'Activation("b s d")')
     if not isinstance(layer.sizes, Mapping) or not all(_is_size(size) for size in layer.sizes.values()):
         raise UsageError(
             f"{kind.__name__}.sizes is {layer.sizes!r}: give each letter a whole number, as in {{'d': 24}}"
         )
-    for what, described in DECLARED.items():
-        declared = getattr(layer, what)
+    for field, entry_type in DECLARED.items():
+        declared = getattr(layer, field)
         if not isinstance(declared, Mapping):
-            raise UsageError(f"{kind.__name__}.{what} is a {type(declared).__name__}: make it a dict of names")
+            raise UsageError(f"{kind.__name__}.{field} is a {type(declared).__name__}: make it a dict of names")
         for name, entry in declared.items():
-            _check_type(layer, f"{what}[{name!r}]", entry, described, f'{described.__name__}("d")')
+            _check_type(layer, f"{field}[{name!r}]", entry, entry_type, f'{entry_type.__name__}("d")')
             missing = [x for x in entry.dims.split() if x not in layer.sizes]
             if missing and getattr(entry, "shape", None) is None:
-                known = ", ".join(f"{letter}={size}" for letter, size in layer.sizes.items()) or "none"
+                sizes = ", ".join(f"{letter}={size}" for letter, size in layer.sizes.items()) or "none"
                 raise UsageError(
-                    f'{kind.__name__}.{what}[{name!r}] has dims "{entry.dims}", but no size of {", ".join(missing)} is '
-                    f"known: add it to sizes (there: {known})"
+                    f'{kind.__name__}.{field}[{name!r}] has dims "{entry.dims}", but sizes has no '
+                    f"{', '.join(missing)}: add it (sizes has: {sizes})"
                 )
 
 
-def _check_type(layer: Layer, what: str, value: Any, kind: type, example: str) -> None:
+def _check_type(layer: Layer, field: str, value: Any, kind: type, example: str) -> None:
     if not isinstance(value, kind):
-        raise UsageError(f"{type(layer).__name__}.{what} is a {type(value).__name__}: make it a {example}")
+        raise UsageError(f"{type(layer).__name__}.{field} is a {type(value).__name__}: make it a {example}")
 
 
 def _is_size(size: Any) -> bool:
@@ -122,7 +122,7 @@ def _is_size(size: Any) -> bool:
 
 
 def check_forward(layer: Layer, returned: Any, sh: Shards, p: Any, x: Any, ctx: ForwardContext) -> None:
-    """Raise UsageError unless a forward has returned outputs as declared, what it saves and, perhaps, an Extra."""
+    """Raise UsageError unless a forward returned outputs as declared, its saved values and, perhaps, an Extra."""
     name = name_of_call(layer, "forward", sh)
     if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
         raise UsageError(
@@ -141,22 +141,22 @@ def check_forward(layer: Layer, returned: Any, sh: Shards, p: Any, x: Any, ctx: 
     outputs = {} if extra is None else extra.outputs
     _check_extra(name, "outputs", outputs, layer, layer.side_outputs, "side_outputs", sh)
     _check_extra(name, "updates", {} if extra is None else extra.updates, layer, layer.buffers, "buffers", sh)
-    losses = [own for own, output in layer.side_outputs.items() if output.loss] if ctx.training else []
-    if missing := [own for own in losses if own not in outputs]:
+    losses = [loss for loss, output in layer.side_outputs.items() if output.loss] if ctx.training else []
+    if missing := [loss for loss in losses if loss not in outputs]:
         raise UsageError(
             f"{name}: the loss {missing[0]!r} of side_outputs is missing; return Extra(outputs={{{missing[0]!r}: ...}})"
         )
 
 
 def check_backward_input(layer: Layer, returned: Any, sh: Shards, p: Any, saved: Any, dy: Any, *side: Any) -> None:
-    """Raise UsageError unless a backward has returned a gradient like the inputs, and what the weights' need."""
+    """Raise UsageError unless a backward returned an input gradient as declared, and what backward_weight needs."""
     name = name_of_call(layer, "backward_input", sh)
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:
         raise UsageError(
             f"{name} returned {described(returned)}; return (the inputs' gradient, what backward_weight needs)"
         )
     dx = returned[0]
-    if isinstance(dx, UNDER_WAY) or (dx is None and sh.takes_data):  # what travels has no shape yet
+    if isinstance(dx, UNDER_WAY) or (dx is None and sh.takes_data):  # a value under way has no shape yet
         return
     key = _key(layer, "backward", dx, dy)
     if key not in sh.checked:
@@ -166,31 +166,31 @@ def check_backward_input(layer: Layer, returned: Any, sh: Shards, p: Any, saved:
 
 
 def check_backward_weight(layer: Layer, returned: Any, sh: Shards, rest: Any, g: Any) -> None:
-    """Raise UsageError unless a backward has added to the gradient of each parameter that this rank has."""
+    """Raise UsageError unless a backward added to the gradient of each parameter that this rank has."""
     name = name_of_call(layer, "backward_weight", sh)
     if returned is not None:
         raise UsageError(f"{name} returned {described(returned)}; add gradients to g instead, as by g.add(name, array)")
-    own = [own for own, parameter in layer.parameters.items() if parameter.element is None]
-    if own and (untouched := g.untouched(own)):
+    names = [key for key, parameter in layer.parameters.items() if parameter.element is None]
+    if names and (untouched := g.untouched(names)):
         raise UsageError(
             f"{name} added nothing to the gradient of {', '.join(untouched)}: add g.einsum or g.add for each parameter"
         )
 
 
 def _key(layer: Layer, method: str, x: Any, y: Any, *more: Any) -> Any:
-    """What stands for arrays of these shapes among what was checked; None for what is no array."""
+    """The key of arrays with these shapes in ``Shards.checked``; None if ``x`` is not an array."""
     return (id(layer), method, x.shape, x.dtype, y.shape, y.dtype, *more) if is_array(x) else None
 
 
-def _check_activation(name: str, what: str, x: Any, declared: Activation, sizes: Mapping[str, int], sh: Shards) -> None:
-    """Raise UsageError unless ``x`` has the letters that are declared, those of known sizes so long."""
+def _check_activation(name: str, role: str, x: Any, declared: Activation, sizes: Mapping[str, int], sh: Shards) -> None:
+    """Raise UsageError unless ``x`` has the declared letters, with their sizes on this rank where they are known."""
     letters = declared.dims.split()
     if not is_array(x):
-        raise UsageError(f"{name}: {what} must be an array [{declared.dims}], not {described(x)}")
+        raise UsageError(f"{name}: {role} must be an array [{declared.dims}], not {described(x)}")
     if len(x.shape) != len(letters):
         raise UsageError(
-            f"{name}: {what} of shape {tuple(x.shape)}, but [{declared.dims}] is declared; make it that, or say in the "
-            'class what it is: inputs = Activation("..."), outputs = Activation("...")'
+            f"{name}: {role} of shape {tuple(x.shape)}, but [{declared.dims}] is declared; return that, or declare "
+            'in the class what it is: inputs = Activation("..."), outputs = Activation("...")'
         )
     for letter, length in zip(letters, x.shape, strict=True):
         if letter not in sizes:
@@ -201,61 +201,61 @@ def _check_activation(name: str, what: str, x: Any, declared: Activation, sizes:
             expected = part.stop - part.start
         if length != expected:
             raise UsageError(
-                f"{name}: {what} [{declared.dims}] of shape {tuple(x.shape)}, but {letter} is {expected} here"
+                f"{name}: {role} [{declared.dims}] of shape {tuple(x.shape)}, but {letter} is {expected} on this rank"
             )
 
 
 def _check_like(
-    name: str, what: str, x: Any, declared: Activation, other: str, y: Any, of_other: Activation, sh: Shards
+    name: str, role: str, x: Any, declared: Activation, other: str, y: Any, y_declared: Activation, sh: Shards
 ) -> None:
-    """Raise UsageError unless what comes out has the samples, positions and precision of what went in."""
-    letters, others = declared.dims.split(), of_other.dims.split()
+    """Raise UsageError unless ``x`` has the samples, positions and precision of ``y``."""
+    letters, others = declared.dims.split(), y_declared.dims.split()
     if len(y.shape) != len(others):
         return
     for letter in "bs":
         if letter not in letters or letter not in others:
             continue
         length, expected = x.shape[letters.index(letter)], y.shape[others.index(letter)]
-        if length != expected and sh.layout.axes(letter, declared.where) == sh.layout.axes(letter, of_other.where):
+        if length != expected and sh.layout.axes(letter, declared.where) == sh.layout.axes(letter, y_declared.where):
             raise UsageError(
-                f"{name}: {what} [{declared.dims}] of shape {tuple(x.shape)}, but {letter} is {expected} in {other} of "
-                f"shape {tuple(y.shape)}; a dim of another length needs another letter"
+                f"{name}: {role} [{declared.dims}] of shape {tuple(x.shape)}, but {letter} is {expected} in {other} "
+                f"of shape {tuple(y.shape)}; a dim of another length needs another letter"
             )
     if x.dtype.kind == y.dtype.kind == "f" and x.dtype.itemsize > y.dtype.itemsize:
         raise UsageError(
-            f"{name}: {what} of {x.dtype} from {other} of {y.dtype}; NumPy's numbers, such as np.sqrt(2), make arrays "
+            f"{name}: {role} of {x.dtype} from {other} of {y.dtype}; NumPy's numbers, such as np.sqrt(2), make arrays "
             "float64: use Python's, such as math.sqrt(2), or astype"
         )
 
 
 def _check_extra(
     name: str,
-    what: str,
-    given: Mapping[str, Any],
+    field: str,
+    entries: Mapping[str, Any],
     layer: Layer,
     declared: Mapping[str, Buffer] | Mapping[str, SideOutput],
     where: str,
     sh: Shards,
 ) -> None:
-    """Raise UsageError unless what an Extra has by name is declared, and has the letters that it is declared with."""
-    for own, value in given.items():
-        if own not in declared:
+    """Raise UsageError unless the entries of an Extra are declared, and have the declared letters."""
+    for key, value in entries.items():
+        if key not in declared:
             listed = ", ".join(declared) or "none"
-            raise UsageError(f"{name}: Extra({what}=...) has {own!r}; of {where} the layer declares {listed}")
-        entry = declared[own]
+            raise UsageError(f"{name}: Extra({field}=...) has {key!r}, but {where} of the layer has {listed}")
+        entry = declared[key]
         if entry.dims and getattr(entry, "shape", None) is None:
             _check_activation(
-                f"{name}: Extra({what}=...)", repr(own), value, Activation(entry.dims, "inside"), layer.sizes, sh
+                f"{name}: Extra({field}=...)", repr(key), value, Activation(entry.dims, "inside"), layer.sizes, sh
             )
 
 
 def is_array(x: Any) -> bool:
-    """Whether it is an array, not a number, even if that has a shape as NumPy's have."""
+    """Whether ``x`` is an array, and not a number of NumPy, which has a shape, too."""
     return getattr(x, "shape", None) is not None and hasattr(x, "__setitem__")
 
 
 def described(returned: Any) -> str:
-    """What something is, for people."""
+    """The description of a value in messages."""
     if returned is None:
         return "None"
     if isinstance(returned, (tuple, list)):

@@ -16,7 +16,7 @@ from spmd_engine.layers.images import ImageWindows, Padding, Pair
 from spmd_engine.layers.layer import Layer
 from spmd_engine.sharding.placement import Interval
 
-#: Multiplications from which on the inner outputs are computed while the halo travels: with fewer, computing outputs
+#: From this many multiplications on, inner outputs are computed while the halo is sent; with fewer, computing outputs
 #: in five parts costs more than waiting.
 OVERLAP_FROM = 20_000_000
 
@@ -24,33 +24,33 @@ OVERLAP_FROM = 20_000_000
 class Conv2d(Layer):
     """y[b h w o] = sum over taps k, l and inputs i of x[b h' w' i] · weights[k l i o] (+ bias[o])
 
-    where h', w' is what output h, w reads by tap k, l of its window; beyond the image there are zeros. With rows and
+    where h', w' is the pixel that output h, w reads by tap k, l of its window, 0 outside of the image. With rows and
     columns sharded over the mesh axes H and W, and channels i over R and o over C:
 
     Forward
-        1. x[b h'/H w'/W i/R] = Halo_HW(x[b h/H w/W i/R])              what outputs read; inner ones meanwhile
+        1. x[b h'/H w'/W i/R] = Halo_HW(x[b h/H w/W i/R])              inner outputs are computed meanwhile
         2. y[b h/H w/W o/C] {U_R} = sum of x · weights[k l i/R o/C],   y = AllReduce_R(...), then + bias[o/C]
     Backward
         3. dx[b h'/H w'/W i/R] {U_C} = sum over k, l, o of dy[b h/H w/W o/C] · weights[k l i/R o/C]
-        4. dx[b h/H w/W i/R] = AllReduce_C(AddHalo_HW(dx))             travels while dweights is made
+        4. dx[b h/H w/W i/R] = AllReduce_C(AddHalo_HW(dx))             dweights is computed meanwhile
         5. dweights[k l i/R o/C] = sum over b, h, w of x · dy          unreduced over the axes that shard b, h, w
 
-    ``inputs`` and ``outputs`` are a letter and the number of channels each. Different letters, c -> f -> c -> ...: with
-    f sharded over a mesh axis, convolutions split their output channels and their input channels in turn, as the two
-    products of an MLP do. One letter, f -> f: each rank makes its part of the outputs and needs all inputs that these
-    read. In ``groups``, those are the channels of its outputs' groups (the i of ``weights`` counts within a group);
-    in a depthwise convolution they are its own. In one group they are all channels: step 1 gathers them with the halo,
-    and step 4 reduces and scatters. Any number of channels and groups may be sharded over any number of ranks.
+    ``inputs`` and ``outputs`` are a letter and a number of channels each. With different letters, c -> f -> c -> ...,
+    and f sharded over a mesh axis, convolutions split their output channels and their input channels in turn, as the
+    two products of an MLP do. With one letter, f -> f, each rank computes its shard of the outputs and needs all inputs
+    that these read. With ``groups``, these are the channels of its outputs' groups (the i of ``weights`` counts within
+    a group), and in a depthwise convolution its own shard. With one group they are all channels: step 1 gathers them
+    with the halo, and step 4 is a reduce-scatter. Any number of channels and groups fits any number of ranks.
 
-    ``image`` is the whole height and width. ``kernel``, ``stride``, ``dilation``: a number, or one for rows and one
-    for columns; ``padding``: see ``Padding``. ``letters`` are those of batch, rows and columns. ``std`` is the initial
-    weights' deviation, by default sqrt(2 / (k l i)) (He et al., 2015). With ``input_gradient=False`` steps 3 and 4
-    are left out: for a first layer, of which the inputs are data. With ``reduced=False`` dx is left unreduced over o in
-    step 4: the caller adds it to others and reduces the sum. Raises UsageError for groups that do not divide
-    the channels, or have different letters, and for windows that do not fit.
+    ``image`` is the global height and width. ``kernel``, ``stride``, ``dilation``: a number, or one for rows and one
+    for columns; ``padding``: see ``Padding``. ``letters`` are those of batch, rows and columns. ``std`` is the standard
+    deviation of the initial weights, by default sqrt(2 / (k l i)) (He et al., 2015). ``input_gradient=False`` omits
+    steps 3 and 4, for a first layer. ``reduced=False`` leaves dx unreduced over o in step 4: the caller adds it to
+    others and reduces the sum. Raises UsageError for groups that do not divide the channels, or have different letters,
+    and for windows that do not fit.
 
-    After Dryden et al., "Improving strong-scaling of CNN training by exploiting finer-grained parallelism" (2019),
-    whose halos these are, here for any window over any blocks.
+    The halo exchange is that of Dryden et al., "Improving strong-scaling of CNN training by exploiting finer-grained
+    parallelism" (2019), for any windows and shards.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Conv2d(Layer):
         return {**self.windows.reads, **({i: (self.groups.inputs, self.groups)} if i == o else {})}
 
     def _parts(self, sh):
-        """How the convolution of this rank's channels is made: see ``ChannelGroups``."""
+        """The convolutions of this rank's channels: see ``ChannelGroups``."""
         i, o = self.channels
         if i != o or not sh.is_cut(i):
             return PartsOfGroups(((slice(None), slice(None), self.groups.number),))
@@ -107,33 +107,33 @@ class Conv2d(Layer):
 
     def forward(self, sh, p, x, ctx):
         i, o = self.channels
-        here, parts, w = self.windows.here(sh), self._parts(sh), p["weights"]
+        windows, parts, w = self.windows.here(sh), self._parts(sh), p["weights"]
         wide = sh.start_with_halo(x, self.inputs.dims, self._reads())
-        if wide is not x and i != o and self._is_much(x, w):
-            y = backend_of(x).xp.empty((len(x), *here.output_lengths, w.shape[3]), x.dtype)
-            y[here.at(here.inner)] = parts.conv2d(x, w, *here.of(here.inner, here.own))
+        if wide is not x and i != o and self._can_overlap(x, w):
+            y = backend_of(x).xp.empty((len(x), *windows.output_lengths, w.shape[3]), x.dtype)
+            y[windows.at(windows.inner)] = parts.conv2d(x, w, *windows.of(windows.inner, windows.own))
             wide = wide.wait()
-            for outputs in here.around():
-                y[here.at(outputs)] = parts.conv2d(wide, w, *here.of(outputs, here.needed))
+            for outputs in windows.around():
+                y[windows.at(outputs)] = parts.conv2d(wide, w, *windows.of(outputs, windows.needed))
         else:
             wide = wait_for(wide)
-            y = parts.conv2d(wide, w, *here.local)
+            y = parts.conv2d(wide, w, *windows.local)
         if i != o:
             y = sh.all_reduce(y, over=i)
         if "bias" in p:
             y += p["bias"]
         return y, wide
 
-    def _is_much(self, x, w):
-        """Whether so much is computed of these inputs that a halo can travel meanwhile."""
+    def _can_overlap(self, x, w):
+        """Whether enough is computed from these inputs to overlap the halo exchange with it."""
         return x.size // max(1, x.shape[3]) * w.size >= OVERLAP_FROM
 
     def backward_input(self, sh, p, wide, dy):
         i, o = self.channels
         if not self.input_gradient:
             return None, (wide, dy)
-        here, w = self.windows.here(sh), p["weights"]
-        dx = self._parts(sh).input_gradient(dy, w, *here.local, wide.shape)
+        windows, w = self.windows.here(sh), p["weights"]
+        dx = self._parts(sh).input_gradient(dy, w, *windows.local, wide.shape)
         dx = sh.start_add_halo(dx, self.inputs.dims, self._reads())
         if i != o and self.reduced:
             dx = then(dx, lambda dx: sh.start_all_reduce(dx, over=o))
@@ -147,19 +147,19 @@ class Conv2d(Layer):
             g.add("bias", dy.sum((0, 1, 2)))
 
 
-# --- Which channels of a convolution read which, and the convolution of a rank that has only some of both
+# --- The input channels that output channels read, and the convolution of a rank that has only some of both
 
 
 @dataclass(frozen=True)
 class ChannelGroups:
-    """Which input channels the output channels read, in so many groups: all outputs of a group all inputs of it."""
+    """Which input channels the output channels read: all outputs of a group read all inputs of it."""
 
     inputs: int
     all_outputs: int
     number: int = 1
 
     def outputs(self, length: int) -> int:
-        """Their number, as ``Shards.with_halo`` needs it."""
+        """The number of outputs, as ``Shards.with_halo`` takes it."""
         return self.all_outputs
 
     def needs(self, first: int, stop: int, length: int) -> Interval:
@@ -170,9 +170,9 @@ class ChannelGroups:
         return begin * per_input, end * per_input
 
     def parts(self, outputs: Interval, inputs: Interval) -> Iterator[tuple[slice, slice, int]]:
-        """An interval of outputs in parts that are convolutions: of one group a part, whole groups, of one a part.
+        """Split an interval of outputs into convolutions: a part of a group, complete groups, a part of a group.
 
-        Of each part which of these inputs and outputs it has, and in how many groups.
+        Yields the inputs and outputs of each, as slices of these intervals, and its number of groups.
 
         >>> for part in ChannelGroups(6, 9, 3).parts((1, 7), (0, 6)):
         ...     print(*part)
@@ -181,7 +181,7 @@ class ChannelGroups:
         slice(4, 6, None) slice(5, 6, None) 1
         """
         per_output = self.all_outputs // self.number
-        first, stop = -(-outputs[0] // per_output), outputs[1] // per_output  # whole groups
+        first, stop = -(-outputs[0] // per_output), outputs[1] // per_output  # complete groups
         if first > stop:
             parts = [(*outputs, 1)]
         else:
@@ -195,37 +195,37 @@ class ChannelGroups:
 
 @dataclass(frozen=True)
 class PartsOfGroups:
-    """Convolutions side by side: of each, which input channels x and which output channels y it has, and its groups.
+    """Convolutions side by side, each with its input channels, its output channels and its number of groups.
 
-    Together they make all outputs. One that has all channels is the convolution itself.
+    Together they compute all outputs. A single one with all channels is an ordinary convolution.
     """
 
     parts: tuple[tuple[slice, slice, int], ...]
 
     @property
     def _groups(self) -> int | None:
-        """Into how many groups the one part divides, if there is one that has all channels."""
-        everything = slice(None)
-        return self.parts[0][2] if self.parts and self.parts[0][:2] == (everything, everything) else None
+        """The number of groups, if there is one convolution with all channels."""
+        all_channels = slice(None)
+        return self.parts[0][2] if self.parts and self.parts[0][:2] == (all_channels, all_channels) else None
 
     def conv2d(self, x: Array, w: Array, rows: Window, columns: Window) -> Array:
-        """y[b p q f], as ``arrays.convolution.conv2d``."""
+        """y[b p q f], as ``arrays.images.conv2d``."""
         if self._groups:
             return conv2d(x, w, rows, columns, self._groups)
         shape = len(x), rows.outputs(x.shape[1]), columns.outputs(x.shape[2]), w.shape[3]
         y = backend_of(x).xp.empty(shape, x.dtype)
-        for of_x, of_y, groups in self.parts:
-            y[..., of_y] = conv2d(x[..., of_x], w[..., of_y], rows, columns, groups)
+        for inputs, outputs, groups in self.parts:
+            y[..., outputs] = conv2d(x[..., inputs], w[..., outputs], rows, columns, groups)
         return y
 
     def input_gradient(self, dy: Array, w: Array, rows: Window, columns: Window, shape: tuple[int, ...]) -> Array:
-        """dx[b h w c], of this ``shape``: what parts read in common adds up."""
+        """dx[b h w c] of this ``shape``: the sum over the parts."""
         if self._groups:
             return conv2d_input_gradient(dy, w, rows, columns, self._groups, shape[1:3])
         dx = backend_of(dy).xp.zeros(shape, dy.dtype)
-        for of_x, of_y, groups in self.parts:
-            part = dy[..., of_y], w[..., of_y]
-            dx[..., of_x] += conv2d_input_gradient(*part, rows, columns, groups, shape[1:3])
+        for inputs, outputs, groups in self.parts:
+            part = dy[..., outputs], w[..., outputs]
+            dx[..., inputs] += conv2d_input_gradient(*part, rows, columns, groups, shape[1:3])
         return dx
 
     def weight_gradient(self, x: Array, dy: Array, rows: Window, columns: Window) -> Array:
@@ -233,7 +233,7 @@ class PartsOfGroups:
         if self._groups:
             return conv2d_weight_gradient(x, dy, rows, columns, self._groups)
         parts = [
-            conv2d_weight_gradient(x[..., of_x], dy[..., of_y], rows, columns, groups)
-            for of_x, of_y, groups in self.parts
+            conv2d_weight_gradient(x[..., inputs], dy[..., outputs], rows, columns, groups)
+            for inputs, outputs, groups in self.parts
         ]
         return backend_of(x).xp.concatenate(parts, axis=3) if parts else 0.0

@@ -1,4 +1,4 @@
-"""Values under way: what travels while something else is computed."""
+"""Values under way: results of communication that overlaps with computation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from spmd_engine.sharding.shards import Transferred
 
 
 class Deferred:
-    """What ``then`` makes of the result of an operation that is under way.
+    """A function to call with the result of an operation that is under way.
 
-    ``finish()`` waits for that operation and does what is to be done, which may put another one under way; ``wait()``
-    waits for this one, too, and hands the value over, once, and keeps it no longer.
+    ``finish()`` waits for the operation and calls the function, which may start another operation; ``wait()`` waits for
+    that one, too, and returns the value. It does so once: the value is not kept.
     """
 
     __slots__ = ("_pending", "_then", "_value")
@@ -24,7 +24,7 @@ class Deferred:
         self._value: Any = None
 
     def finish(self) -> None:
-        """Wait for what is under way, and do what is to be done with it; do not wait for what that has begun."""
+        """Wait for the operation and call the function; do not wait for an operation that this starts."""
         if self._pending is not None:
             self._value = self._then(self._pending.wait())
             self._pending = self._then = None
@@ -40,10 +40,10 @@ UNDER_WAY = (Pending, Transferred, Deferred)
 
 
 def wait_for(x: Any) -> Any:
-    """``x`` itself, or, if it is under way, its value."""
+    """``x``, or its value if it is under way."""
     return x.wait() if isinstance(x, UNDER_WAY) else x
 
 
 def then(x: Any, do: Callable[[Any], Any]) -> Any:
-    """``do(x)``; once it is there, if ``x`` is under way."""
+    """``do(x)``; deferred if ``x`` is under way."""
     return Deferred(x, do) if isinstance(x, UNDER_WAY) else do(x)

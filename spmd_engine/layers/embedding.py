@@ -1,4 +1,4 @@
-"""Tokens to vectors: the table of the vocabulary, and the table of positions."""
+"""Embeddings of tokens and positions, and the output head."""
 
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.activations import soft_cap, soft_cap_slope
@@ -12,8 +12,8 @@ from spmd_engine.layers.layer import Layer
 class Embedding(Layer):
     """y[b s d] = table[v d] at v = tokens[b s], times ``scale``
 
-    With v sharded, each rank looks up the tokens of its part and contributes zeros for the others; the sum over v
-    is a reduction. There is no gradient of the input.
+    With v sharded, each rank looks up the tokens of its shard and contributes zeros for the others; the sum over v
+    is a reduction. The input has no gradient.
     """
 
     may_cut, across = "bsv", "v"
@@ -30,34 +30,34 @@ class Embedding(Layer):
         table = p["table"]
         if not sh.is_cut("v"):
             y = table[x]
-            rows, ours = x, None
+            rows, in_shard = x, None
         else:
             part = sh.span("v", self.sizes["v"])
             xp = backend_of(table).xp
             rows = x.astype(xp.int64) - part.start  # small unsigned tokens would wrap
-            ours = (rows >= 0) & (rows < table.shape[0])
+            in_shard = (rows >= 0) & (rows < table.shape[0])
             y = xp.zeros((*x.shape, table.shape[1]), table.dtype)
-            y[ours] = table[rows[ours]]
+            y[in_shard] = table[rows[in_shard]]
         if self.scale != 1:
             y = y * self.scale
-        return sh.reduce_scatter(y, "b s d", over="v", onto="s"), (rows, ours)
+        return sh.reduce_scatter(y, "b s d", over="v", onto="s"), (rows, in_shard)
 
     def backward_input(self, sh, p, saved, dy):
         dy = sh.all_gather(dy, "b s d", "s", across="v")
         return None, (*saved, dy if self.scale == 1 else dy * self.scale)
 
     def backward_weight(self, sh, rest, g):
-        rows, ours, dy = rest
-        if ours is None:
+        rows, in_shard, dy = rest
+        if in_shard is None:
             add_rows(g.open("table"), rows.reshape(-1), dy.reshape(-1, dy.shape[-1]))
         else:
-            add_rows(g.open("table"), rows[ours], dy[ours])
+            add_rows(g.open("table"), rows[in_shard], dy[in_shard])
 
 
 class Positions(Layer):
     """y[b s d] = dropout(x[b s d] + table[p d] at p = the position of s in its sample)
 
-    ``unused`` rows before that of the first position are never looked up.
+    The first ``unused`` rows of the table come before position 0 and are never looked up.
     """
 
     def __init__(self, context: int, width: int, *, unused: int = 0, dropout: float = 0.0, std: float = 0.02):
@@ -84,21 +84,21 @@ class Positions(Layer):
 
     def backward_weight(self, sh, rest, g):
         positions, dx = rest
-        if positions.ndim > 1:  # as many as there are tokens, and the same in several documents
+        if positions.ndim > 1:  # one for each token, repeated in several documents
             add_rows(g.open("table"), positions.reshape(-1), dx.reshape(-1, dx.shape[-1]))
         else:
             g.open("table")[positions] += dx.sum(axis=0)  # the positions of one sample are distinct
 
 
-# --- The output head: a score for each word of the vocabulary
+# --- The output head: a logit for each token of the vocabulary
 
 
 class Head(Layer):
-    """logits[b s v] = scale · x[b s d] · table[v d], + bias[v] if there is one, capped if there is a cap
+    """logits[b s v] = scale · x[b s d] · table[v d] + bias[v]; the bias and the cap are optional
 
     With v sharded, logits stay sharded: the loss reduces maxima and sums, and no rank ever holds all of them. ``tied``
-    is the full name of the embedding's table, which then serves here too. When serving, scores are made of the
-    positions alone that are ``wanted``. With a ``cap`` they are cap · tanh(logits / cap).
+    is the full name of the embedding's table, which is then used here, too. When serving, only the positions in
+    ``ctx.wanted`` get logits. With a ``cap``, logits become cap · tanh(logits / cap).
     """
 
     may_cut, across = "bsv", "v"

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 Pair = int | tuple[int, int]  #: of rows and of columns; a number stands for both
 
-#: Zeros around an image: as many on each side; before and behind the rows, and the columns; or as many as leave
-#: ceil(length / stride) outputs ("same", an odd one behind).
+#: Zeros around an image: one number for all sides; (before, after) of the rows and of the columns; or "same": as many
+#: as give ceil(length / stride) outputs, an odd one at the end.
 Padding = int | tuple[Interval, Interval] | str
 
 
 @dataclass(frozen=True)
 class ImageWindows:
-    """What each output of a layer reads of an image whose letters are ``y`` and ``x``, and that is so large in all."""
+    """The windows of a layer over a global image, whose letters are ``y`` and ``x``."""
 
     image: tuple[int, int]  #: rows and columns
     rows: Window
@@ -45,7 +45,7 @@ class ImageWindows:
         padding: Padding = 0,
         letters: str = "hw",
     ) -> ImageWindows:
-        """Raises UsageError for windows without an output, and for a padding that cannot be read."""
+        """Raises UsageError for windows without an output, and for an invalid padding."""
         sizes, strides, dilations = (
             (size, size) if isinstance(size, int) else size for size in (kernel, stride, dilation)
         )
@@ -64,16 +64,16 @@ class ImageWindows:
 
     @property
     def outputs(self) -> tuple[int, int]:
-        """How many rows and columns of outputs there are in all."""
+        """The global number of rows and of columns of outputs."""
         return self.rows.outputs(self.image[0]), self.columns.outputs(self.image[1])
 
     @property
     def reads(self) -> Mapping[str, tuple[int, Window]]:
-        """As ``Shards.with_halo`` wants them."""
+        """By letter: length and window, as ``Shards.with_halo`` takes them."""
         return {self.y: (self.image[0], self.rows), self.x: (self.image[1], self.columns)}
 
     def here(self, sh: Shards) -> WindowsHere:
-        """As this rank has them."""
+        """The windows of this rank's outputs."""
         sides = []
         for letter, (length, window) in self.reads.items():
             reach = sh.reach(letter, length, window)
@@ -84,27 +84,27 @@ class ImageWindows:
 
 @dataclass(frozen=True)
 class WindowsHere:
-    """Windows over the rows and columns that a rank has: intervals of the whole image, and of all outputs."""
+    """Windows over the rows and columns of a rank, as intervals of the global image and of the global outputs."""
 
     windows: tuple[Window, Window]
     own: tuple[Interval, Interval]  #: inputs that this rank has
     needed: tuple[Interval, Interval]  #: inputs that its outputs read, with the halo
-    outputs: tuple[Interval, Interval]  #: outputs that it makes
-    inner: tuple[Interval, Interval]  #: of these, those that read its own inputs alone
+    outputs: tuple[Interval, Interval]  #: outputs that it computes
+    inner: tuple[Interval, Interval]  #: outputs that read only its own inputs
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """How many rows and columns it needs."""
+        """The number of rows and of columns that the rank needs."""
         return _lengths(self.needed)
 
     @property
     def output_lengths(self) -> tuple[int, int]:
-        """How many rows and columns of outputs it makes."""
+        """The number of rows and of columns of outputs that the rank computes."""
         return _lengths(self.outputs)
 
     @property
     def local(self) -> tuple[Window, Window]:
-        """The windows of all its outputs over the inputs needed: padded at the image's border and nowhere else."""
+        """The windows of all outputs over the needed inputs, padded only at the border of the image."""
         return self.of(self.outputs, self.needed)
 
     def of(self, outputs: tuple[Interval, Interval], inputs: tuple[Interval, Interval]) -> tuple[Window, Window]:
@@ -113,12 +113,12 @@ class WindowsHere:
         return rows, columns
 
     def at(self, outputs: tuple[Interval, Interval]) -> tuple[slice, ...]:
-        """Where these outputs are in this rank's array of outputs, whose rows and columns are dims 1 and 2."""
+        """The index of these outputs in the rank's array of outputs, whose rows and columns are dims 1 and 2."""
         sides = zip(outputs, self.outputs, strict=True)
         return slice(None), *(slice(start - first, stop - first) for (start, stop), (first, _) in sides)
 
     def around(self) -> list[tuple[Interval, Interval]]:
-        """The outputs around the inner ones, as rectangles: above, below, left, right; without those that are empty."""
+        """The outputs around the inner ones, as rectangles that are not empty: above, below, left, right."""
         (rows, columns), (inner_rows, inner_columns) = self.outputs, self.inner
         parts = [
             ((rows[0], inner_rows[0]), columns),
@@ -135,20 +135,20 @@ def _lengths(sides: tuple[Interval, Interval]) -> tuple[int, int]:
 
 
 def part_of(window: Window, outputs: Interval, inputs: Interval) -> Window:
-    """The window whose outputs, over an interval of the inputs, are an interval of this window's outputs.
+    """The window that computes an interval of this window's outputs from an interval of its inputs.
 
-    >>> part_of(Window(3, before=1, after=1), outputs=(0, 2), inputs=(0, 3))  # of 4 and more: padded on one side
+    >>> part_of(Window(3, before=1, after=1), outputs=(0, 2), inputs=(0, 3))  # of at least 4: padded on one side
     Window(size=3, stride=1, dilation=1, before=1, after=0)
     """
     if outputs[0] == outputs[1]:
-        return replace(window, before=inputs[0] - inputs[1], after=0)  # leaves nothing to read
+        return replace(window, before=inputs[0] - inputs[1], after=0)  # reads nothing
     begin = outputs[0] * window.stride - window.before
     end = (outputs[1] - 1) * window.stride - window.before + window.span
     return replace(window, before=inputs[0] - begin, after=end - inputs[1])
 
 
 def inner_outputs(window: Window, length: int, own: Interval, outputs: Interval) -> Interval:
-    """Of an interval of outputs, those that read nothing of ``length`` inputs but an interval of them.
+    """The interval of ``outputs`` that read only the interval ``own`` of ``length`` inputs.
 
     >>> inner_outputs(Window(3, before=1, after=1), 8, own=(4, 8), outputs=(4, 8))
     (5, 8)
@@ -161,14 +161,14 @@ def inner_outputs(window: Window, length: int, own: Interval, outputs: Interval)
     return (first, stop) if first < stop and own[0] < own[1] else (outputs[0], outputs[0])
 
 
-# --- Pooling of images whose rows, columns and channels may be sharded: maxima, averages, and the average of all
+# --- Pooling of images whose rows, columns and channels may be sharded: maxima, averages, and the global average
 
 
 class _Pool(Layer):
-    """A layer without parameters that makes of each channel, and each window of it, a number.
+    """A layer without parameters that reduces each window of each channel to a number.
 
-    Inputs and outputs are [b h w c], with the ``letters`` of batch, rows, columns and channels that its caller has.
-    ``image`` is the whole height and width; ``stride`` is the ``kernel`` if not given; ``padding``: see ``Padding``.
+    Inputs and outputs are [b h w c]; ``letters`` are the caller's for batch, rows, columns and channels. ``image`` is
+    the global height and width; ``stride`` is the ``kernel`` by default; ``padding``: see ``Padding``.
     """
 
     def __init__(
@@ -188,10 +188,10 @@ class _Pool(Layer):
 
 
 class MaxPool(_Pool):
-    """y[b h w c] = the greatest x of the window; of equals the first, row by row, also where ranks have parts of it
+    """y[b h w c] = the maximum of x over the window; among equals, the first in row-major order has the gradient
 
-    Each window is seen whole by the rank whose output it makes, so that the sharding decides no tie. Padding is
-    never the greatest.
+    The rank of an output reads its complete window, so that ties do not depend on the sharding. Padding is never the
+    maximum.
     """
 
     def forward(self, sh, p, x, ctx):
@@ -199,16 +199,16 @@ class MaxPool(_Pool):
         return max_pool(wide, *self.windows.here(sh).local)
 
     def backward_input(self, sh, p, chosen, dy):
-        here = self.windows.here(sh)
-        dx = max_pool_gradient(dy, chosen, *here.local, here.lengths)
+        windows = self.windows.here(sh)
+        dx = max_pool_gradient(dy, chosen, *windows.local, windows.lengths)
         return sh.start_add_halo(dx, self.inputs.dims, self.windows.reads), None
 
 
 class AveragePool(_Pool):
     """y[b h w c] = the mean of x over the window
 
-    Beyond the image there are zeros with ``count_include_pad``, as PyTorch has it by default; else nothing, and the
-    mean is of fewer, as TensorFlow has it.
+    With ``count_include_pad``, padding counts as zeros, the default of PyTorch; else the mean is over fewer elements,
+    as in TensorFlow.
     """
 
     def __init__(self, image: tuple[int, int], kernel: Pair, *, count_include_pad: bool, **windows: Any) -> None:
@@ -220,15 +220,15 @@ class AveragePool(_Pool):
         return average_pool(wide, *self.windows.here(sh).local, self.count_include_pad), None
 
     def backward_input(self, sh, p, saved, dy):
-        here = self.windows.here(sh)
-        dx = average_pool_gradient(dy, *here.local, self.count_include_pad, here.lengths)
+        windows = self.windows.here(sh)
+        dx = average_pool_gradient(dy, *windows.local, self.count_include_pad, windows.lengths)
         return sh.start_add_halo(dx, self.inputs.dims, self.windows.reads), None
 
 
 class GlobalPool(Layer):
-    """y[b c] = the mean of x[b h w c] over h and w; with these sharded, each rank adds its sums to the others'
+    """y[b c] = the mean of x[b h w c] over h and w, reduced over the axes that shard these
 
-    y and its gradient are whole on every rank along the axes of h and w.
+    y and its gradient are replicated along the axes of h and w.
     """
 
     def __init__(self, image: tuple[int, int], letters: str = "bhwc") -> None:
@@ -247,7 +247,7 @@ class GlobalPool(Layer):
         return xp.array(xp.broadcast_to(share[:, None, None], shape)), None
 
 
-# --- Where a model changes from one sharding to another: image rows for samples, or for copies; and parts for the whole
+# --- Changes of sharding in a model: from image rows to samples, or to replicas; and from shards to gathered dims
 
 
 class Reshard(Layer):
@@ -255,12 +255,12 @@ class Reshard(Layer):
 
     With h and w sharded over the mesh axes H and W:
 
-    y, x whole, and n sharded over those of b, then H and W    an all-to-all: each rank sends its rows of most samples,
-                                                               and receives all rows of some
-    y, x whole, and n sharded as b                             an all-gather of rows: all samples on each rank of H, W
+    n sharded over the axes of b, then H and W    an all-to-all: each rank sends its rows of most samples,
+                                                  and receives all rows of some
+    n sharded as b                                an all-gather of rows: all samples on each rank of H, W
 
-    An element that a rank has already stays where it is. The backward goes the same ways back; of copies, which have
-    equal gradients, each rank takes its own part. ``image`` is the whole height and width.
+    Neither shards y and x. Elements that a rank has already are not sent. The backward is the reverse; replicas have
+    equal gradients, of which each rank takes its shard. ``image`` is the global height and width.
     """
 
     def __init__(self, image: tuple[int, int], before: str = "bhwc", after: str = "nyxc") -> None:
@@ -279,8 +279,8 @@ class Reshard(Layer):
 class Gather(Layer):
     """y[b k] = x[n k], or any letters: an all-gather along the axes that shard n and not b
 
-    All of these ranks compute what follows alike; in the backward, each takes its part of dy. This restores the samples
-    that a Reshard split (n k -> b k), and all channels where each rank computed some (b h w f -> b h w c).
+    These ranks then compute the same; in the backward, each takes its shard of dy. This restores the samples that a
+    Reshard split (n k -> b k), or all channels if each rank computed some (b h w f -> b h w c).
     """
 
     def __init__(self, before: str, after: str) -> None:

@@ -1,4 +1,4 @@
-"""What a layer is: parameters by name, and functions of arrays that keep nothing to themselves."""
+"""The interface of layers: parameters by name, and functions of arrays without state."""
 
 from __future__ import annotations
 
@@ -23,44 +23,44 @@ Parameters = Mapping[str, Array]
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """Where and when a layer is called: all of it global, so that no result depends on the mesh."""
+    """The context of a call of a layer: all of it is global, so that no result depends on the mesh."""
 
-    #: s, inside layers: position of each token of this rank in its sample. With a cache b s: samples may differ.
+    #: [s], inside layers: position of each token of this rank in its sample; [b s] with a cache: samples may differ.
     positions: Array
-    residual_positions: Array  #: s, or b s, on the residual stream: the same, for this rank's part of the stream
-    samples: Array | None = None  #: b: index in the global batch of each sample of this rank
+    residual_positions: Array  #: [s] or [b s]: the same for this rank's shard of the residual stream
+    samples: Array | None = None  #: [b]: index in the global batch of each sample of this rank
     step: int = 0  #: optimizer steps made so far
     seed: int = 0
     training: bool = False  #: whether dropout applies and a backward will follow
-    saving: bool = True  #: in training, whether that backward will use what this very forward saves
-    length: int = 0  #: of the whole sequence, over all ranks that shard s; only attention over several ranks needs it
-    micro_batch: int = 0  #: number in its step
+    saving: bool = True  #: in training: whether the backward uses what this forward saves
+    length: int = 0  #: of the global sequence; only attention over several ranks needs it
+    micro_batch: int = 0  #: its number in the step
     share: float = 1.0  #: the weight of this micro-batch's auxiliary losses in the loss of the step
-    mask: Array | None = None  #: like the targets; 0 where one does not count
-    documents: Documents | None = None  #: in training: those of each sample, which see nothing of each other
-    cache: Cache | None = None  #: when serving: what attention remembers of the positions before these
-    #: when serving: rows[n] and columns[n] of the inputs here whose outputs [n 1 ...] alone are wanted of the head
+    mask: Array | None = None  #: shaped as the targets; 0 where a target does not count
+    documents: Documents | None = None  #: in training: of each sample; attention does not cross them
+    cache: Cache | None = None  #: when serving: keys and values of the earlier positions
+    #: when serving: rows[n] and columns[n] of this rank's inputs; the head returns only their outputs, [n 1 ...]
     wanted: tuple[Array, Array] | None = None
     decided: Any = None  #: in a recomputation: ``Extra.decided`` of the first forward
 
 
 @dataclass(frozen=True)
 class Extra:
-    """What a forward may return third, beside the output and what the backward needs."""
+    """The optional third value that a forward returns."""
 
-    updates: Mapping[str, Array] = field(default_factory=dict)  #: of buffers, by the layer's own names
-    outputs: Mapping[str, Array | float] = field(default_factory=dict)  #: side outputs, by the layer's own names
-    #: Choices that a recomputation of this forward must not make anew, such as routing: rounding could turn them.
+    updates: Mapping[str, Array] = field(default_factory=dict)  #: of buffers, by the names in the layer
+    outputs: Mapping[str, Array | float] = field(default_factory=dict)  #: side outputs, by the names in the layer
+    #: Choices, such as routing, that a recomputation of this forward reuses, since rounding could change them.
     decided: Any = None
 
 
 class Layer(ABC):
-    """One text that is a single device's layer where nothing is sharded, and a shard of it where something is.
+    """A layer, with the same code for one device and for any mesh.
 
-    ``parameters``, ``buffers`` and ``side_outputs`` map names to their descriptions, ``sizes`` letters to whole
-    sizes. In all methods ``p[name]`` is this rank's block of a parameter or buffer, ``sh`` the collectives in letters,
-    and what a forward saves comes back to the backward: nothing of a micro-batch is kept on the layer, so any number
-    of them may be under way.
+    ``parameters``, ``buffers`` and ``side_outputs`` map names to their declarations, ``sizes`` letters to global
+    sizes. In all methods ``p[name]`` is this rank's shard of a parameter or buffer, and ``sh`` the collectives in
+    letters. What a forward saves is passed to the backward: a layer keeps no state of a micro-batch, so any number of
+    them may be under way.
     """
 
     parameters: Mapping[str, Parameter] = MappingProxyType({})
@@ -69,10 +69,10 @@ class Layer(ABC):
     inputs: Activation = Activation()
     outputs: Activation = Activation()
     sizes: Mapping[str, int] = MappingProxyType({})
-    tied: Mapping[str, str] = MappingProxyType({})  #: own names of parameters that are another layer's, by full name
+    tied: Mapping[str, str] = MappingProxyType({})  #: name -> full name of another layer's parameter
     may_cut = "bs"  #: letters that a layout may shard inside this layer
-    across = ""  #: the letter over whose axes it gathers from, and reduces onto, the residual stream
-    costs_only = False  #: it computes nothing, but spends on shapes what another program would: it is not checked
+    across = ""  #: letters over whose axes it gathers the residual stream and reduces onto it
+    costs_only = False  #: it computes nothing, but has the costs of another program in a dry run; not checked
     attends = False  #: whether it is attention: ``--recompute attention`` repeats it
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -84,27 +84,27 @@ class Layer(ABC):
 
     @property
     def side_by_side(self) -> tuple[Layer, ...]:
-        """What it consists of, if a layout's axes may shard other letters in each: itself, as a rule."""
+        """The parallel layers inside it, in which a layout may shard different letters; by default only itself."""
         return (self,)
 
     def cost(self, length: int) -> float:
-        """Multiplications of a forward, for each token of a sequence of this length: by what work is balanced."""
+        """Multiplications of a forward per token of a sequence of this length, for balancing the work."""
         dims = (parameter.dims.split() for parameter in self.parameters.values())
         return float(sum(prod(self.sizes[letter] for letter in letters) for letters in dims if len(letters) > 1))
 
     @abstractmethod
     def forward(self, sh: Shards, p: Parameters, x: Array, ctx: ForwardContext) -> tuple:
-        """The output, what the backward needs (anything is enough unless ``ctx.training`` and ``ctx.saving``) and,
-        if there is any, an ``Extra``."""
+        """The output, what the backward needs (anything unless ``ctx.training`` and ``ctx.saving``), and perhaps an
+        ``Extra``."""
 
     @abstractmethod
     def backward_input(
         self, sh: Shards, p: Parameters, saved: Any, dy: Array, *side: Mapping[str, float]
     ) -> tuple[Array | Deferred | None, Any]:
-        """The input's gradient, and what the gradients of the weights still need.
+        """The input's gradient, and what ``backward_weight`` needs.
 
-        The gradient may be under way (``sh.start_...``, or a ``Deferred``): it is then waited for after
-        ``backward_weight``. A layer with losses among its ``side_outputs`` is given their gradients by name.
+        The gradient may be under way (``sh.start_...``, or a ``Deferred``): the caller waits for it after
+        ``backward_weight``. ``side`` has the gradients of the losses among ``side_outputs``, by name.
         """
 
     def backward_weight(self, sh: Shards, rest: Any, g: GradientSums) -> None:
@@ -113,15 +113,15 @@ class Layer(ABC):
             check_backward_weight(self, None, sh, rest, g)
 
 
-# --- Where a layer puts its gradients: sums over micro-batches, in place
+# --- Gradients of a layer, summed over micro-batches in place
 
 
 class GradientSums:
-    """A layer's gradients by its own names, each to be added to.
+    """A layer's gradients by the names in the layer, to which contributions are added.
 
     The first contribution of a step is written instead of added to zeros, which saves two passes over
-    memory: ``untouched`` holds the full names of what has none yet, shared by all layers, since a tied
-    parameter gets contributions from two of them. ``g["norm"]`` is the part of the names under ``norm/``.
+    memory: ``untouched`` holds the full names of gradients without one, shared by all layers, since a tied
+    parameter gets contributions from two of them. ``g["norm"]`` has the gradients under ``norm/``.
     """
 
     def __init__(
@@ -161,14 +161,14 @@ class GradientSums:
             array += value
 
     def open(self, name: str) -> Array:
-        """The gradient of ``name`` itself, zero where nothing was added yet, to be added to in parts."""
+        """The array of the gradient of ``name``, to add contributions to; zero if there are none yet."""
         array, first = self._take(name)
         if first:
             array[...] = 0
         return array
 
     def untouched(self, names: Iterable[str]) -> list[str]:
-        """Those of these names whose gradients are here and have no contribution yet."""
+        """The ``names`` of which this rank has the gradient, without a contribution yet."""
         full_names = {name: self._full_names.get(self._prefix + name) for name in names}
         return [name for name, full in full_names.items() if full in self._untouched]
 
@@ -182,39 +182,39 @@ class GradientSums:
         return self._arrays[name], first
 
 
-# --- Several documents in one sequence, which see nothing of each other
+# --- Several documents in one sequence, which do not attend to each other
 
 
-#: How documents share a row: as one text; seeing nothing of each other; and with learned positions from 0 in each.
+#: How documents share a row: as one text; without attention across them; also with learned positions from 0 in each.
 DOCUMENTS = ("joined", "apart", "restarted")
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Which document each position of this rank's samples belongs to; of whole sequences, however they are sharded."""
+    """The document of each position of this rank's samples, for the global sequences even if they are sharded."""
 
     numbers: Array  #: [b t], ascending in each sample
-    starts: Array | None = None  #: [b t]: where its document begins, if learned positions begin anew there; None: not
+    starts: Array | None = None  #: [b t]: where its document begins, if learned positions restart there; else None
 
     def at(self, positions: Array) -> Array:
         """The documents of these positions[s], as [b s]."""
         return self.numbers[:, positions]
 
     def learned(self, positions: Array) -> Array:
-        """Which of the learned positions these are: [s], or [b s] counted from the beginnings of documents.
+        """The indices of learned positions: [s], or [b s] counted from the beginnings of documents.
 
-        Rotary positions need no such count: only distances within a document matter to them.
+        Rotary positions need no such count: they depend only on distances within a document.
         """
         return positions if self.starts is None else positions - self.starts[:, positions]
 
     def on(self, backend: Backend) -> Documents:
-        """The same where a backend computes."""
+        """The same documents, as arrays of a backend."""
         starts = None if self.starts is None else backend.asarray(self.starts)
         return Documents(backend.asarray(self.numbers), starts)
 
 
 def documents_of(numbers: Array, restart: bool) -> Documents:
-    """Documents by numbers[b t] that ascend in each sample; with ``restart``, learned positions begin anew in each."""
+    """Documents by numbers[b t] that ascend in each sample; with ``restart``, learned positions restart in each."""
     if not restart:
         return Documents(numbers)
     xp = backend_of(numbers).xp

@@ -1,4 +1,4 @@
-"""A dense layer whose letters its caller chooses, so that any of its dims can be sharded by its letter."""
+"""A dense layer with the letters of its caller, so that any of its dims can be sharded."""
 
 from __future__ import annotations
 
@@ -14,34 +14,33 @@ from spmd_engine.layers.mlp import ACTIVATIONS
 
 
 class Linear(Layer):
-    """y[b o] = activation(x[b i] · weights[i o] + bias[o]), the letters i and o being the caller's
+    """y[b o] = activation(x[b i] · weights[i o] + bias[o]), with the caller's letters i and o
 
-    With i sharded over the mesh axes R and o over C (rows and columns of a mesh that the weights lie on):
+    With i sharded over the mesh axes R and o over C (the rows and columns of a mesh of weights):
 
     Forward
         1. z[b o/C] {U_R} = x[b i/R] · weights[i/R o/C],      z[b o/C] = AllReduce_R(...)
-        2. y[b o/C] = activation(z[b o/C] + bias[o/C])        the bias once, after the sum
+        2. y[b o/C] = activation(z[b o/C] + bias[o/C])        the bias is added once
     Backward
         3. dz[b o/C] = dy[b o/C] · slope[b o/C]
         4. dx[b i/R] {U_C} = dz[b o/C] · weights[i/R o/C],    dx[b i/R] = AllReduce_C(...)
         5. dweights[i/R o/C] = x[b i/R] · dz[b o/C],          dbias[o/C] = sum over b of dz[b o/C]
 
-    Without R this is column-parallel, without C row-parallel, with both a 2-D mesh of weights. y is sharded as the
-    next layer's input is, if that has the letter o: layers d -> f, f -> d, ... take turns in R and C and need
-    nothing between them. The two options, each the other's adjoint, join layers whose letters differ:
+    Without R this is column-parallel, without C row-parallel, with both a 2-D mesh of weights. If the input of the
+    next layer has the letter o, it has the sharding of y: layers d -> f, f -> d, ... alternate between R and C without
+    communication between them. Two options, each the adjoint of the other, join layers with different letters:
 
-    gather_output   y[b o] = AllGather_C(y[b o/C]), whole on every rank; backward, each takes its part of dy
-    slice_input     x[b i] comes whole, each rank takes its part; backward, dx[b i] = AllGather_R(dx[b i/R])
+    gather_output   y[b o] = AllGather_C(y[b o/C]), replicated; backward, each rank takes its shard of dy
+    slice_input     x[b i] is replicated, each rank takes its shard; backward, dx[b i] = AllGather_R(dx[b i/R])
 
     On a mesh of R x C ranks each sends 2 b o (R-1) / (R C) elements forward, 2 b i (C-1) / (R C) backward, and
     for the options once b o (C-1) / C and b i (R-1) / R. It holds i o / (R C) weights.
 
-    ``inputs`` and ``outputs`` are a letter and its whole size each. ``std`` is the initial weights' deviation,
-    by default 1 / sqrt(i), times sqrt(2) before an activation (He et al., 2015). With ``input_gradient=False`` step
-    4 is left out: for a layer of which the inputs are data. ``batch`` is the letter of the samples. Raises UsageError
-    for letters that cannot be told apart and activations that there are not. After Shoeybi et al., "Megatron-LM"
-    (2019), section 3, and Pope et al., "Efficiently scaling transformer inference" (2022), section 3.2, whose 2-D
-    weights take turns as here.
+    ``inputs`` and ``outputs`` are a letter and its global size each. ``std`` is the standard deviation of the initial
+    weights, by default 1 / sqrt(i), times sqrt(2) before an activation (He et al., 2015). ``input_gradient=False``
+    omits step 4, for a first layer. ``batch`` is the letter of the samples. Raises UsageError for equal or reserved
+    letters and for unknown activations. After Shoeybi et al., "Megatron-LM" (2019), section 3, and, with 2-D weights
+    that alternate, Pope et al., "Efficiently scaling transformer inference" (2022), section 3.2.
     """
 
     def __init__(
@@ -111,13 +110,13 @@ class Linear(Layer):
             g.einsum("bias", f"b{o}->{o}", dz)
 
 
-# --- The rectifier as a layer of its own, on images
+# --- The rectifier as a separate layer, for images
 
 
 class ReLU(Layer):
     """y = max(x, 0) of x with any ``letters``, such as "bhwc"; its slope at 0 is 0
 
-    Keeps a byte an element for the backward: whether it is positive.
+    Saves one byte per element for the backward: whether it is positive.
     """
 
     def __init__(self, letters: str = "bhwc") -> None:

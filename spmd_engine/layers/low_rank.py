@@ -1,4 +1,4 @@
-"""A frozen layer whose weights are adapted by products of two thin matrices (LoRA)."""
+"""A frozen layer with weights that are adapted by products of two thin matrices (LoRA)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from spmd_engine.arrays.backend import Array
 from spmd_engine.layers.declarations import Buffer, Parameter
 from spmd_engine.layers.layer import GradientSums, Layer
 
-A, B = "_lora_a", "_lora_b"  #: endings of the names of the two
+A, B = "_lora_a", "_lora_b"  #: suffixes of the names of the two matrices
 _SIDE_BY_SIDE = re.compile(r"(^|/)shared\d+/$")
 
 
 class Adapted(NamedTuple):
-    """A weight: the names of its a and its b, and the letters of its inputs and of its outputs."""
+    """An adapted weight: the names of its a and its b, and the letters of its inputs and of its outputs."""
 
     a: str
     b: str
@@ -28,18 +28,18 @@ class Adapted(NamedTuple):
 
 
 class LowRank(Layer):
-    """``layer`` with w + scale · a · b in the place of each weight w that is ``adapted``: w[d f], a[d q], b[q f]
+    """``layer`` with w + scale · a · b in the place of each weight w in ``adapted``: w[d f], a[d q], b[q f]
 
-    ``adapted`` names the a and the b of each. Weights may share an a, as if they were one with the outputs of all, or
-    a b, as if they were one with the inputs of all. What is ``doubled`` has twice the rank. Those of experts are
-    adapted expert by expert, each where it is.
+    ``adapted`` names the a and the b of each weight. Weights may share an a, as if concatenated along their outputs, or
+    a b, as if concatenated along their inputs. Weights in ``doubled`` have twice the rank. The weights of experts are
+    adapted expert by expert, on the ranks that hold them.
 
-    The weights are frozen buffers: they have no gradient and no optimizer's state. a is sharded as the inputs of w, b
-    as its outputs. Weights are those of products with d, first or last: the other letters are the outputs, or the
-    inputs. The gradient of w is never made: with x and dz of a product, and t = dz · bᵀ, da is xᵀ · t. t is unreduced
-    over the outputs' letters, and x · a, of which db is made, over the inputs'.
+    The weights are frozen buffers, without gradients and optimizer state. a is sharded as the inputs of w, b as its
+    outputs. A weight has the letter d first or last: its other letters are the outputs, or the inputs. The gradient of
+    w is never computed: with x and dz of a product, and t = dz · bᵀ, da is xᵀ · t. t is unreduced over the outputs'
+    letters, and x · a, which gives db, over the inputs'.
 
-    b begins as zeros, so that nothing is changed at first. Hu et al., "LoRA" (2021).
+    b is 0 at first, so that the layer is unchanged. Hu et al., "LoRA" (2021).
     """
 
     def __init__(
@@ -52,16 +52,16 @@ class LowRank(Layer):
         self.inputs, self.outputs = layer.inputs, layer.outputs
         self.may_cut, self.across, self.attends = layer.may_cut, layer.across, layer.attends
         self.side_outputs = layer.side_outputs
-        self.buffers = {**layer.buffers, **{own: _frozen(parameter) for own, parameter in layer.parameters.items()}}
+        self.buffers = {**layer.buffers, **{name: _frozen(parameter) for name, parameter in layer.parameters.items()}}
         self.parameters = {}
         with_b = Counter(weight.b for weight in self.adapted.values())
         for name, (a, b, into, out) in self.adapted.items():
             weight = layer.parameters[name]
             std = (3 * with_b[b] * prod(layer.sizes[letter] for letter in into)) ** -0.5
             q = "Q" if name in doubled else "q"
-            for own, dims, deviation, summed in ((a, into + q, std, out), (b, q + out, 0.0, into)):
-                others = self.parameters[own].summed if own in self.parameters else ""
-                self.parameters[own] = Parameter(
+            for key, dims, deviation, summed in ((a, into + q, std, out), (b, q + out, 0.0, into)):
+                others = self.parameters[key].summed if key in self.parameters else ""
+                self.parameters[key] = Parameter(
                     " ".join(dims), std=deviation, summed=_union(others, weight.summed, summed), element=weight.element
                 )
 
@@ -73,23 +73,23 @@ class LowRank(Layer):
 
     def backward_input(self, sh, p, saved, dy, *side):
         dx, rest = self.layer.backward_input(sh, _AdaptedArrays(self, p), saved, dy, *side)
-        # p may be gone by then
-        here = {name: (_at(p, weight.a), _at(p, weight.b)) for name, weight in self.adapted.items()}
-        thin = {name: (a.copy(), b.copy()) for name, (a, b) in here.items() if a is not None and b is not None}
+        # p may be freed before backward_weight
+        factors = {name: (_lookup(p, weight.a), _lookup(p, weight.b)) for name, weight in self.adapted.items()}
+        thin = {name: (a.copy(), b.copy()) for name, (a, b) in factors.items() if a is not None and b is not None}
         return dx, (rest, thin)
 
     def backward_weight(self, sh, rest, g):
         rest, thin = rest
         if thin:
-            self.layer.backward_weight(sh, rest, _OfThin(self, thin, g))
+            self.layer.backward_weight(sh, rest, _FactorGradients(self, thin, g))
 
 
 class _AdaptedArrays(Mapping):
-    """A layer's arrays; an adapted weight is computed on access, so that one exists at a time."""
+    """A layer's arrays; an adapted weight is computed on access, so that only one exists at a time."""
 
     def __init__(self, layer: LowRank, p: Mapping[str, Any], folder: str = "") -> None:
         self._layer, self._p, self._folder = layer, p, folder
-        self._node = p if not folder else _at(p, folder.rstrip("/"))
+        self._node = p if not folder else _lookup(p, folder.rstrip("/"))
 
     def __getitem__(self, name: str) -> Any:
         value, full = self._node[name], self._folder + name
@@ -98,7 +98,7 @@ class _AdaptedArrays(Mapping):
         if full not in self._layer.adapted:
             return value
         a, b, into, out = self._layer.adapted[full]
-        change = einsum(f"{into}q,q{out}->{into}{out}", _at(self._p, a), _at(self._p, b))
+        change = einsum(f"{into}q,q{out}->{into}{out}", _lookup(self._p, a), _lookup(self._p, b))
         change *= self._layer.scale
         change += value
         return change
@@ -110,8 +110,8 @@ class _AdaptedArrays(Mapping):
         return len(self._node)
 
 
-class _OfThin(GradientSums):
-    """Takes a frozen layer's products, and adds the gradients of a and b to those of the layer around it."""
+class _FactorGradients(GradientSums):
+    """Takes the products that give a frozen layer's gradients, and adds the gradients of a and b to ``g``."""
 
     def __init__(
         self, layer: LowRank, thin: Mapping[str, tuple[Array, Array]], g: GradientSums, folder: str = ""
@@ -119,45 +119,45 @@ class _OfThin(GradientSums):
         self._layer, self._thin, self._g, self._folder = layer, thin, g, folder
 
     def __getitem__(self, folder: str) -> GradientSums:
-        return _OfThin(self._layer, self._thin, self._g, f"{self._folder}{folder}/")
+        return _FactorGradients(self._layer, self._thin, self._g, f"{self._folder}{folder}/")
 
     def einsum(self, name: str, pattern: str, *operands: Array) -> None:
         name = self._folder + name
         if name not in self._thin:
             return
-        (a, b), (name_of_own_a, name_of_own_b, into, out) = self._thin[name], self._layer.adapted[name]
+        (a, b), (a_name, b_name, into, out) = self._thin[name], self._layer.adapted[name]
         terms = pattern.partition("->")[0].split(",")
-        (of_x, x), (of_dz, dz) = sorted(zip(terms, operands, strict=True), key=lambda operand: out in operand[0])
-        shared = "".join(letter for letter in of_x if letter not in into)
-        t = einsum(f"{of_dz},q{out}->{shared}q", dz, b)
+        (x_term, x), (dz_term, dz) = sorted(zip(terms, operands, strict=True), key=lambda operand: out in operand[0])
+        shared = "".join(letter for letter in x_term if letter not in into)
+        t = einsum(f"{dz_term},q{out}->{shared}q", dz, b)
         t *= self._layer.scale
-        self._g.einsum(name_of_own_a, f"{of_x},{shared}q->{into}q", x, t)
-        u = einsum(f"{of_x},{into}q->{shared}q", x, a)
+        self._g.einsum(a_name, f"{x_term},{shared}q->{into}q", x, t)
+        u = einsum(f"{x_term},{into}q->{shared}q", x, a)
         u *= self._layer.scale
-        self._g.einsum(name_of_own_b, f"{shared}q,{of_dz}->q{out}", u, dz)
+        self._g.einsum(b_name, f"{shared}q,{dz_term}->q{out}", u, dz)
 
     def add(self, name: str, value: Array) -> None:
-        """What is no product is frozen."""
+        """Ignore gradients that are not products: these weights are frozen."""
 
     def untouched(self, names: Iterable[str]) -> list[str]:
-        """What is frozen needs no gradient."""
+        """None: frozen weights need no gradient."""
         return []
 
 
 def names_of_adapter(name: str, group: Sequence[str], dims: str) -> tuple[str, str]:
-    """What the a and the b of a weight of these dims are called, if weights of this ``group`` share an a.
+    """The names of the a and the b of a weight with these dims, if the weights of a ``group`` share an a.
 
-    Of experts for all tokens, which lie side by side in one weight of others, those with the same inputs share an a,
-    and those with the same outputs a b: ``shared2/gate`` has the a of ``shared/gate``.
+    Shared experts, which other libraries concatenate in one weight, share an a if they have the same inputs, and a b if
+    they have the same outputs: ``shared2/gate`` has the a of ``shared/gate``.
     """
-    folder, slash, own = name.rpartition("/")
-    path, together = folder + slash, _SIDE_BY_SIDE.sub(r"\1shared/", folder + slash)
-    of_a, of_b = (together, path) if sides(dims)[0] == "d" else (path, together)
-    return of_a + "_".join(group) + A, of_b + own + B
+    folder, slash, weight = name.rpartition("/")
+    path, merged_path = folder + slash, _SIDE_BY_SIDE.sub(r"\1shared/", folder + slash)
+    a_folder, b_folder = (merged_path, path) if sides(dims)[0] == "d" else (path, merged_path)
+    return a_folder + "_".join(group) + A, b_folder + weight + B
 
 
-def _at(p: Mapping[str, Any], path: str) -> Any:
-    """What stands there; None where nothing does, as of experts on other ranks."""
+def _lookup(p: Mapping[str, Any], path: str) -> Any:
+    """The entry at a path; None if there is none, as for experts on other ranks."""
     for name in path.split("/"):
         if name not in p:
             return None

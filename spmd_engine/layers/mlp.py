@@ -5,7 +5,7 @@ from spmd_engine.arrays.activations import gate_of, gelu, gelu_erf, relu, relu_s
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import Layer
 
-#: "gelu" is GPT-2's, by a tanh, "gelu-erf" that of the normal distribution.
+#: "gelu" is the tanh form, as in GPT-2; "gelu-erf" is exact.
 ACTIVATIONS = {"gelu": gelu, "gelu-erf": gelu_erf, "relu": relu, "relu-squared": relu_squared}
 
 
@@ -13,7 +13,7 @@ class MLP(Layer):
     """y[b s d] = activation(x[b s d] · w0[d f] + b0[f]) · w1[f d] + b1[d]
 
     With f sharded, the first product is column-parallel (no communication forward), the second row-parallel (its
-    sum over f is reduced); backward the other way round. The bias b1 is added once, after the reduction.
+    sum over f is reduced); in the backward vice versa. The bias b1 is added once, after the reduction.
     Without ``bias`` there are no b0 and b1.
     """
 
@@ -75,11 +75,11 @@ GATES = {"silu": silu_gate, **{name: gate_of(activation) for name, activation in
 
 
 class GatedMLP(Layer):
-    """y[b s d] = (silu(x[b s d] · gate[d f]) · (x · up[d f])) · down[f d], the product in the middle element by element
+    """y[b s d] = (silu(x[b s d] · gate[d f]) · (x · up[d f])) · down[f d], with an elementwise product
 
-    With f sharded, gate and up are column-parallel and down is row-parallel, as in the MLP. With ``bias``, each product
-    has one, gate_bias[f], up_bias[f] and, after the reduction, down_bias[d]. Another ``activation`` may stand in the
-    place of silu, as "gelu", GPT-2's. Shazeer, "GLU variants improve transformer" (2020).
+    With f sharded, gate and up are column-parallel and down is row-parallel, as in the MLP. ``bias`` adds
+    gate_bias[f], up_bias[f] and, after the reduction, down_bias[d]. ``activation`` replaces silu, for example by
+    "gelu". Shazeer, "GLU variants improve transformer" (2020).
     """
 
     may_cut, across = "bsf", "f"

@@ -1,4 +1,4 @@
-"""Normalisation of the residual stream: by mean and variance, or by the mean square alone."""
+"""Normalisation of the residual stream (layer norm, RMS norm) and of images (group norm, batch norm)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from spmd_engine.layers.layer import Extra, Layer
 class LayerNorm(Layer):
     """y[b s d] = (x - mean(x)) / sqrt(var(x) + epsilon) · scale[d] + shift[d], mean and var over d
 
-    Works on whichever part of the stream this rank has, without communication; d must be whole. Without ``scale`` it is
-    1, without ``shift`` 0.
+    Needs no communication: the stream may be sharded, but not d. Without ``scale`` the scale is 1, without ``shift``
+    the shift 0.
     """
 
     def __init__(self, width: int, epsilon: float = 1e-5, *, scale: bool = True, shift: bool = True):
@@ -52,7 +52,7 @@ class LayerNorm(Layer):
 class RMSNorm(Layer):
     """y[b s d] = x / sqrt(mean(x²) + epsilon) · scale[d], the mean over d
 
-    Works on whichever part of the stream this rank has, without communication; d must be whole.
+    Needs no communication: the stream may be sharded, but not d.
     """
 
     def __init__(self, width: int, epsilon: float = 1e-6):
@@ -78,12 +78,12 @@ class RMSNorm(Layer):
 class GroupNorm(Layer):
     """y[b h w c] = (x - mean[b g]) / sqrt(variance[b g] + epsilon) · scale[c] + shift[c], g being the group of c
 
-    Mean and variance are over h, w and the channels of a group, of one image each; with h or w sharded, or channels so
-    that a group lies on several ranks, sums are reduced over these: twice forward, about a mean that all share, and
-    once backward. Samples need nothing of each other. After Wu and He, "Group normalization" (2018).
+    Mean and variance are over h, w and the channels of a group, for each image. If h, w or the channels of a group are
+    sharded, sums are reduced over these ranks: twice forward, for the mean and for the squares about it, and once
+    backward. Samples are independent. After Wu and He, "Group normalization" (2018).
 
     ``channels`` are a letter and their number, ``groups`` (of as many consecutive channels each) divide it, ``image``
-    is the whole height and width, ``letters`` those of batch, rows and columns. Raises UsageError for other groups.
+    is the global height and width, ``letters`` those of batch, rows and columns. Raises UsageError for other groups.
     """
 
     def __init__(
@@ -111,12 +111,12 @@ class GroupNorm(Layer):
     def _membership(self, sh, like):
         """[c g]: 1 where a channel of this rank belongs to a group."""
         xp, (channel, number) = backend_of(like).xp, *self.sizes.items()
-        here = sh.span(channel, number)
-        group = xp.arange(here.start, here.stop) * self.groups // number
+        span = sh.span(channel, number)
+        group = xp.arange(span.start, span.stop) * self.groups // number
         return (group[:, None] == xp.arange(self.groups)).astype(like.dtype)
 
     def _mean(self, sh, x, members):
-        """The means of x[b h w c] over each group, [b g], whole."""
+        """The means of x[b h w c] over each group, [b g], replicated."""
         return sh.all_reduce(x.sum((1, 2)) @ members, over=self.over) / self.terms
 
     def forward(self, sh, p, x, ctx):
@@ -143,25 +143,25 @@ class GroupNorm(Layer):
         g.add("scale", (dy * normal).sum((0, 1, 2)))
 
 
-# --- Batch normalisation, over the whole micro-batch wherever its samples, rows and columns are
+# --- Batch normalisation over the global micro-batch
 
 
 class BatchNorm(Layer):
     """y[b h w c] = (x - mean[c]) / sqrt(variance[c] + epsilon) · scale[c] + shift[c]
 
-    Mean and variance are over b, h and w of the whole micro-batch, on any mesh: with n elements a channel in all,
+    Mean and variance are over b, h and w of the global micro-batch, with n elements per channel:
 
     Forward
         1. mean[c] = AllReduce_BHW(sum of x) / AllReduce_BHW(count)             one reduction
-        2. variance[c] = AllReduce_BHW(sum of (x - mean)²) / n                  about the mean that all share
+        2. variance[c] = AllReduce_BHW(sum of (x - mean)²) / n                  about the global mean
     Backward, with x̂ = (x - mean) / sqrt(variance + epsilon)
         3. dscale[c] {U_BHW} = sum of dy · x̂,   dshift[c] {U_BHW} = sum of dy
         4. dx = scale / sqrt(variance + epsilon) · (dy - AllReduce_BHW(dshift) / n - x̂ · AllReduce_BHW(dscale) / n)
 
-    Channels may be sharded over other axes: each rank normalises its own. The running mean and the running variance are
-    buffers: a micro-batch makes each 1 - ``momentum`` of what it was and ``momentum`` of its own, its variance there
-    with n - 1 in place of n; in evaluation they take the places of mean and variance. After Ioffe and Szegedy, "Batch
-    normalization" (2015); with momentum and variances as PyTorch has them.
+    Channels may be sharded over other axes: each rank normalises its own. The running mean and variance are buffers:
+    each micro-batch updates them to (1 - ``momentum``) · old + ``momentum`` · new, the variance with n - 1 in place of
+    n; evaluation uses them as mean and variance. After Ioffe and Szegedy, "Batch normalization" (2015); momentum and
+    variances are as in PyTorch.
 
     ``channels`` are a letter and their number, ``letters`` those of batch, rows and columns.
     """

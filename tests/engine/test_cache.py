@@ -132,7 +132,9 @@ def test_sequences_with_a_window_are_joined_dropped_and_read_anew():
             for begin in range(0, 21 - 4 * row):
                 engine.forward(LONG[row : row + 1, begin : begin + 1], cache=cache)
         cache = Cache.joined(caches)
-        with pytest.raises(UsageError, match=r"cannot be cut to 9 positions: of its first \d+, beyond a window of 4"):
+        with pytest.raises(
+            UsageError, match=r"cannot be truncated to 9 positions: its first \d+, beyond a window of 4"
+        ):
             cache.truncate([9, 17])
         cache.truncate([0, 17])
         cache.select([1, 0])

@@ -515,7 +515,7 @@ WRONG = {
         r"outputs must be an array \[b s d\], not None",
     ),
     "forward: four": (forward(lambda y, saved: (y, saved, y, y)), "returned a tuple of 4"),
-    "forward: width": (forward(lambda y, saved: (y[..., :3], saved)), r"outputs \[b s d\] of .*, but d is 6 here"),
+    "forward: width": (forward(lambda y, saved: (y[..., :3], saved)), r"outputs \[b s d\] of .*, but d is 6 on"),
     "forward: cropped": (forward(lambda y, saved: (y[:, 1:], saved)), "but s is 7 in inputs"),
     "forward: turned": (forward(lambda y, saved: (y.transpose(1, 0, 2), saved)), "but b is 3 in inputs"),
     "forward: flat": (
@@ -540,15 +540,15 @@ WRONG = {
     ),
     "forward: unknown update": (
         forward(lambda y, saved: (y, saved, Extra(updates={"mean": y}))),
-        r"Extra\(updates=...\) has 'mean'; of buffers the layer declares none",
+        r"Extra\(updates=...\) has 'mean', but buffers of the layer has none",
     ),
     "forward: unknown output": (
         forward(lambda y, saved: (y, saved, Extra(outputs={"n": 1}))),
-        "of side_outputs the layer",
+        "but side_outputs of the layer",
     ),
     "forward: shape of an output": (
         forward(lambda y, saved: (y, saved, Extra(outputs={"counts": np.ones(3)}))) | {"side_outputs": COUNTS},
-        r"'counts' \[d\] of shape \(3,\), but d is 6 here",
+        r"'counts' \[d\] of shape \(3,\), but d is 6 on this rank",
     ),
     "forward: a loss is missing": (
         {"side_outputs": {"size": SideOutput(loss=True)}},
@@ -560,7 +560,7 @@ WRONG = {
     ),
     "backward: gradient alone": (backward(lambda dx, rest: dx), "returned an array .* what backward_weight needs"),
     "backward: no gradient": (backward(lambda dx, rest: (None, rest)), "gradient of the inputs must be an array"),
-    "backward: width": (backward(lambda dx, rest: (dx[..., :3], rest)), "gradient of the inputs .* but d is 6 here"),
+    "backward: width": (backward(lambda dx, rest: (dx[..., :3], rest)), "gradient of the inputs .* but d is 6 on"),
     "backward: cropped": (backward(lambda dx, rest: (dx[:, 1:], rest)), "but s is 7 in gradient of the outputs"),
     "backward: precision": (backward(lambda dx, rest: (dx / np.sqrt(2), rest)), "float64 from gradient of the outputs"),
     "backward: no loss": (
@@ -593,7 +593,7 @@ WRONG = {
     ),
     "declared: size": (
         declares(parameters={"gate": Parameter("d g")}),
-        "'gate'] has dims \"d g\", but no size of g is known",
+        "'gate'] has dims \"d g\", but sizes has no g: add it",
     ),
     "declared: half a number": (declares(sizes={"f": F / 2}), "sizes is {'d': 6, 'f': 5.0}: give each letter a whole"),
     "declared: an array": (

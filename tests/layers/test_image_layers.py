@@ -245,7 +245,7 @@ def test_reshard_from_rows_to_samples_sends_all_but_what_stays():
         (lambda: Conv2d(("c", 4), ("f", 6), IMAGE, 3, padding="valid"), 'write "same", a number'),
         (lambda: GroupNorm(("c", 5), 2, IMAGE), "5 channels are not 2 groups"),
         (lambda: Chain(("a", ReLU("bhwc")), ("b", ReLU("bhwf"))), r"a makes \[b h w c\], and b takes \[b h w f\]"),
-        (lambda: ResidualBlock(Chain(*_BRANCH[:1])), r"branch ends in \[b h w f\]"),
+        (lambda: ResidualBlock(Chain(*_BRANCH[:1])), r"branch returns \[b h w f\]"),
     ],
 )
 def test_a_mistake_is_named(make, message):

@@ -211,7 +211,7 @@ def test_tokens_are_numbered_by_sample_and_position_and_know_their_runs():
 @pytest.mark.parametrize(
     "wrong, says",
     [
-        ({"score": "sigmoid", "when": "after"}, "about a softmax"),
+        ({"score": "sigmoid", "when": "after"}, "needs score="),
         ({"score": "tanh"}, "softmax, sigmoid"),
         ({"top_k": 0}, "from 1"),
         ({"scale": 0.0}, "positive"),
@@ -232,7 +232,7 @@ def test_options_that_do_not_go_together(wrong, says):
     "options, experts, says",
     [
         (RouterOptions(top_k=5), 4, "there are 4 experts"),
-        (RouterOptions(groups=3), 8, "3 groups of one size"),
+        (RouterOptions(groups=3), 8, "3 groups of equal size"),
         (RouterOptions(top_k=5, groups=4, top_groups=2), 8, "hold only 4"),
         (RouterOptions(), 0, "at least one"),
     ],

@@ -79,7 +79,7 @@ def shape_with(name, **changed):
         ("phi3", {"rope__scaling__original_context_length": None}, "there is no metadata 'rope.scaling.original_"),
         ("minicpm", {"residual_scale": None}, "there is no metadata 'residual_scale'"),
         ("mixtral", {"rope__dimension_count": 1}, "rope.dimension_count is 1"),
-        ("falcon", {"rope__dimension_count": 3}, "have one left over"),
+        ("falcon", {"rope__dimension_count": 3}, "are not pairs"),
         ("qwen2_yarn", {"rope__scaling__type": "su"}, "rope.scaling.type 'su' is not supported"),
         ("qwen2_yarn", {"rope__scaling__yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5"),
         ("qwen2_yarn", {"rope__scaling__attn_factor": 0.5}, "qwen2.rope.scaling.attn_factor is 0.5"),

@@ -1,1 +1,1 @@
-"""Arrays that have shapes and dtypes but no memory: code runs on them to be measured, not computed."""
+"""Meta arrays, which have shapes and dtypes but no memory: code runs on them to be measured."""

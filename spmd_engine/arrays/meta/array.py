@@ -1,8 +1,8 @@
-"""Arrays without memory: a shape, strides and a dtype, on which code for arrays can be run to see what it does.
+"""Meta arrays: a shape, strides and a dtype without memory, on which code for arrays runs to be measured.
 
-``ShapedArray`` takes part in NumPy's functions and operators in the place of an array: views, reshapes and
-transpositions are NumPy's own, of an array whose elements are never read; results have the shapes and dtypes that
-NumPy's would have; the meter of this thread counts memory and work.
+NumPy's functions and operators accept a ``ShapedArray`` in the place of an array. Views, reshapes and transpositions
+are NumPy's own, of an array whose elements are never read; results have the shapes and dtypes that NumPy's would have;
+the meter of this thread counts memory and work.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from spmd_engine.errors import UsageError, user_line
 
 
 class ShapedArray(NDArrayOperatorsMixin):
-    """A shape and a dtype. Parts can be taken and shapes changed as of any array; what is written is forgotten."""
+    """A shape and a dtype. It can be indexed and reshaped as any array; written values are discarded."""
 
     __slots__ = ("_like", "memory")
 
     def __init__(self, shape: int | Sequence[int], dtype: Any, memory: Memory | None = None) -> None:
-        """``memory``: what it is a view of; None: of none that anybody counts."""
+        """``memory``: the memory that it views; None: memory that is not counted."""
         sizes = (shape,) if isinstance(shape, (int, np.integer)) else tuple(map(int, shape))
         self._like, self.memory = _phantom(sizes, np.dtype(dtype)), memory
 
     @classmethod
     def new(cls, shape: int | Sequence[int], dtype: Any) -> ShapedArray:
-        """One with memory of its own."""
+        """An array with new memory."""
         array = cls(shape, dtype)
         array.memory = metering.meter().allocate(array._like.nbytes)
         return array
@@ -43,7 +43,7 @@ class ShapedArray(NDArrayOperatorsMixin):
         view._like, view.memory = like, self.memory
         return view
 
-    # --- what it is --------------------------------------------------------------------------------------
+    # --- attributes --------------------------------------------------------------------------------------
 
     shape = property(lambda self: self._like.shape)
     dtype = property(lambda self: self._like.dtype)
@@ -81,12 +81,12 @@ class ShapedArray(NDArrayOperatorsMixin):
         try:
             return self._view(np.reshape(self._like, sizes, copy=False))
         except ValueError:
-            known = [sizes] if isinstance(sizes, int) else list(sizes)
-            if -1 in known:
-                known[known.index(-1)] = self.size // max(1, -prod(known))
-            if prod(known) != self.size:
+            lengths = [sizes] if isinstance(sizes, int) else list(sizes)
+            if -1 in lengths:
+                lengths[lengths.index(-1)] = self.size // max(1, -prod(lengths))
+            if prod(lengths) != self.size:
                 raise
-            return self._copied(known, self.dtype)
+            return self._copied(lengths, self.dtype)
 
     def ravel(self) -> ShapedArray:
         return self.reshape(-1)
@@ -94,12 +94,12 @@ class ShapedArray(NDArrayOperatorsMixin):
     def __getitem__(self, index: Any) -> ShapedArray:
         if _is_basic(index):
             return self._view(_part(self._like, index))
-        result = ShapedArray.new(_taken(self.shape, index), self.dtype)
+        result = ShapedArray.new(_indexed_shape(self.shape, index), self.dtype)
         count(result.size, (result,), (result,))
         return result
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        shape = _part(self._like, index).shape if _is_basic(index) else _taken(self.shape, index)
+        shape = _part(self._like, index).shape if _is_basic(index) else _indexed_shape(self.shape, index)
         size = prod(shape)
         read = value.nbytes if isinstance(value, (ShapedArray, np.ndarray)) else 0
         metering.meter().elementwise(size, read, size * self.itemsize)
@@ -157,7 +157,7 @@ class ShapedArray(NDArrayOperatorsMixin):
         return 1.0
 
     def item(self) -> float:
-        """Some number, of an array of one."""
+        """An arbitrary number, if there is one element."""
         return float(self)
 
     def __bool__(self) -> bool:
@@ -170,7 +170,7 @@ class ShapedArray(NDArrayOperatorsMixin):
 
 
 def count(elements: int, read: Sequence[Any], written: Sequence[Any]) -> None:
-    """Tell the meter of an operation on so many elements of these arrays."""
+    """Count an operation on a number of ``elements`` that reads and writes these arrays."""
     metering.meter().elementwise(elements, sum(x.nbytes for x in read), sum(x.nbytes for x in written))
 
 
@@ -183,7 +183,7 @@ def _no_values(x: ShapedArray, why: str) -> UsageError:
 
 @lru_cache(maxsize=4096)
 def _phantom(sizes: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array of this shape, with the strides of a contiguous one, of whose elements only the first exists."""
+    """An array of this shape, with the strides of a contiguous one, but memory for its first element only."""
     strides, step = [], dtype.itemsize
     for size in reversed(sizes):
         strides.append(step)
@@ -199,13 +199,13 @@ def _is_basic(index: Any) -> bool:
 
 
 def _part(like: np.ndarray, index: Any) -> np.ndarray:
-    """A view, of one element, too."""
+    """A view, also of a single element."""
     parts = index if isinstance(index, tuple) else (index,)
     return like[parts if Ellipsis in parts else (*parts, Ellipsis)]
 
 
-def _taken(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
-    """The shape of what an index with arrays in it takes."""
+def _indexed_shape(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
+    """The shape of the result of an index with arrays in it."""
     parts = list(index) if isinstance(index, tuple) else [index]
     used = sum(_dims(part) for part in parts)
     at = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
@@ -225,13 +225,13 @@ def _taken(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
             where.append(place)
             arrays.append(_index_shape(part))
             dim += _dims(part)
-    together = where == list(range(where[0], where[-1] + 1))
+    adjacent = where == list(range(where[0], where[-1] + 1))
     joint = np.broadcast_shapes(*arrays)
-    return (*before, *joint, *after) if together else (*joint, *before, *after)
+    return (*before, *joint, *after) if adjacent else (*joint, *before, *after)
 
 
 def _dims(part: Any) -> int:
-    """How many dims of an array an index of it uses."""
+    """How many dims of an array a part of an index uses."""
     if part is None or part is Ellipsis:
         return 0
     return part.ndim if getattr(part, "dtype", None) == np.bool_ else 1

@@ -1,4 +1,4 @@
-"""A backend whose arrays are shapes alone, so that the text of layers and engines runs on it and is counted."""
+"""A backend of meta arrays, on which the code of layers and engines runs and is counted."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from spmd_engine.arrays.numba.images import FastImages
 
 
 class ShapedModule:
-    """NumPy, but that new arrays of numbers with a point, and of bytes, are shapes. Indices stay what they are."""
+    """NumPy, but new arrays of floating-point numbers, and of bytes, are meta arrays. Indices stay NumPy arrays."""
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(np, name)
-        setattr(self, name, value)  # found at once the next time
+        setattr(self, name, value)  # found without this method the next time
         return value
 
     __name__ = "numpy"
@@ -60,27 +60,27 @@ class ShapedModule:
 
 
 def _is_data(dtype: Any) -> bool:
-    """Whether arrays of it hold data, and not indices, of which values are needed and known."""
+    """Whether arrays of this dtype hold data, and not indices, whose values are known and needed."""
     dtype = np.dtype(dtype)
     return dtype.kind in "fcV" or dtype == np.uint8
 
 
 class Shapes(Backend):
-    """The host's backend, of shapes: its compiled loops are counted where the host has them, too."""
+    """The host's backend with meta arrays; compiled loops are counted if the host has them."""
 
     name = "shapes"
     xp: Any = ShapedModule()
-    functions = FUNCTIONS  #: of NumPy that know what to make of shapes
+    functions = FUNCTIONS  #: of NumPy that accept meta arrays
 
     def __init__(self) -> None:
         self.kernels = FastFunctions(_Loops()) if loops_are_there() else None
 
     @cached_property
     def image_kernels(self) -> FastImages | None:  # type: ignore[override]
-        """Apart, since only models of images need them, and finding them takes a while."""
+        """Separate, since only models of images need them, and loading them takes a while."""
         if self.kernels is None:
             return None
-        return FastImages(_Loops(), _KeptPlaces(import_module("spmd_engine.arrays.numba.places")))
+        return FastImages(_Loops(), _CountedPlaces(import_module("spmd_engine.arrays.numba.places")))
 
     def owns(self, x: Array) -> bool:
         return isinstance(x, ShapedArray)
@@ -101,8 +101,8 @@ class Shapes(Backend):
         return ShapedArray.new(shape, dtype)
 
 
-class _KeptPlaces:
-    """The module that finds where convolutions read and write; what it finds, and keeps, is counted."""
+class _CountedPlaces:
+    """The module ``places``; the memory of the arrays that it caches is counted."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -122,7 +122,7 @@ class _KeptPlaces:
 
 
 class _Loops:
-    """In the place of compiled loops: what they are given is read, and counted. Convolutions are products."""
+    """Replaces compiled loops, and counts their arrays as read and written; convolutions count as products."""
 
     def __getattr__(self, name: str) -> Any:
         return _counted
@@ -145,7 +145,7 @@ def _counted(*args: Any) -> None:
 
 @contextmanager
 def on_shapes() -> Iterator[Shapes]:
-    """Meanwhile ``backend_of`` knows arrays that are shapes."""
+    """Inside the context, ``backend_of`` recognises meta arrays."""
     backend = Shapes()
     register_backend(backend)
     try:

@@ -1,4 +1,4 @@
-"""What NumPy's functions make of arrays that have shapes alone: the shapes of their results, and the work they are."""
+"""NumPy's functions on meta arrays: the shapes of their results, and their work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spmd_engine.arrays.meta.array import ShapedArray, count
 from spmd_engine.arrays.meta.meter import meter
 from spmd_engine.errors import UsageError, user_line
 
-# --- operators and other functions that go element by element
+# --- operators and other elementwise functions
 
 
 def apply_ufunc(ufunc: np.ufunc, method: str, inputs: Sequence[Any], out: Any, options: dict[str, Any]) -> Any:
@@ -40,7 +40,7 @@ def apply_ufunc(ufunc: np.ufunc, method: str, inputs: Sequence[Any], out: Any, o
     if method == "outer":
         a, b = inputs
         return ufunc(a.reshape(*np.shape(a), *[1] * np.ndim(b)), b, out=out)
-    raise UsageError(f"numpy.{ufunc.__name__}.{method} of arrays that are only shapes is not known")
+    raise UsageError(f"numpy.{ufunc.__name__}.{method} of arrays that are only shapes is not supported")
 
 
 def _dtype(ufunc: np.ufunc, inputs: Sequence[Any]) -> np.dtype:
@@ -48,7 +48,7 @@ def _dtype(ufunc: np.ufunc, inputs: Sequence[Any]) -> np.dtype:
 
 
 def _weak(x: Any) -> Any:
-    """What numbers of Python's own count as."""
+    """The type of ``x`` in promotions; Python's numbers are weak."""
     return int if isinstance(x, (bool, int)) else type(x) if isinstance(x, (float, complex)) else np.asarray(x).dtype
 
 
@@ -150,7 +150,7 @@ def _where(condition: Any, a: Any, b: Any) -> ShapedArray:
 
 
 def _viewed(function: Callable) -> Callable:
-    """What a function of NumPy makes of an array's shape and strides alone: one view, or a list of them."""
+    """A function of NumPy that returns one view, or a list of them, for meta arrays."""
 
     def view(x: ShapedArray, *args: Any, **options: Any) -> Any:
         like = function(x._like, *args, **options)
@@ -194,16 +194,16 @@ def _outer(a: Any, b: Any, out: Any = None) -> Any:
 def _tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
     if isinstance(axes, int):
         axes = range(a.ndim - axes, a.ndim), range(axes)
-    ours, theirs = ([dims] if isinstance(dims, int) else dims for dims in axes)
-    of_a, of_b = list(range(a.ndim)), [a.ndim + dim for dim in range(b.ndim)]
-    for one, other in zip(ours, theirs, strict=True):
-        of_b[other] = of_a[one]
-    return np.einsum(_pattern(of_a, of_b), a, b)
+    a_axes, b_axes = ([dims] if isinstance(dims, int) else dims for dims in axes)
+    a_dims, b_dims = list(range(a.ndim)), [a.ndim + dim for dim in range(b.ndim)]
+    for one, other in zip(a_axes, b_axes, strict=True):
+        b_dims[other] = a_dims[one]
+    return np.einsum(_pattern(a_dims, b_dims), a, b)
 
 
-def _pattern(of_a: Sequence[int], of_b: Sequence[int]) -> str:
-    """An einsum of two arrays whose dims have these numbers, summed over those that both have."""
-    one, other = ("".join(chr(ord("a") + dim) for dim in dims) for dims in (of_a, of_b))
+def _pattern(a_dims: Sequence[int], b_dims: Sequence[int]) -> str:
+    """The einsum pattern of two arrays whose dims have these numbers, summed over common numbers."""
+    one, other = ("".join(chr(ord("a") + dim) for dim in dims) for dims in (a_dims, b_dims))
     return f"{one},{other}->{''.join(letter for letter in one + other if (letter in one) != (letter in other))}"
 
 
@@ -220,15 +220,15 @@ def _copyto(target: Any, source: Any, **_: Any) -> None:
 
 def _summing(ufunc: np.ufunc) -> Callable:
     def reduce(x: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: Any = False, **_: Any) -> Any:
-        kept = keepdims is True
-        return _reduced(x, axis, kept, dtype or _reduced_dtype(ufunc, x.dtype), out)
+        keeps = keepdims is True
+        return _reduced(x, axis, keeps, dtype or _reduced_dtype(ufunc, x.dtype), out)
 
     return reduce
 
 
 def _mean(x: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: Any = False, **_: Any) -> Any:
-    kept = keepdims is True
-    return _reduced(x, axis, kept, dtype or (x.dtype if x.dtype.kind not in "iub" else np.float64), out)
+    keeps = keepdims is True
+    return _reduced(x, axis, keeps, dtype or (x.dtype if x.dtype.kind not in "iub" else np.float64), out)
 
 
 def _cumsum(x: Any, axis: Any = None, dtype: Any = None, out: Any = None) -> Any:
@@ -248,7 +248,7 @@ def _take_along_axis(x: Any, indices: Any, axis: int = -1) -> ShapedArray:
 
 
 def _argmax(x: Any, axis: Any = None, out: Any = None, **_: Any) -> np.ndarray:
-    """Choices, of experts as a rule: evenly over the columns, or, at worst, the same for all rows."""
+    """Assumed choices, usually of experts: evenly over the columns, or, as the worst case, the same for all rows."""
     m = meter()
     count(x.size, (x,), ())
     shape = [size for dim, size in enumerate(x.shape) if axis is not None and dim != axis % x.ndim]
@@ -272,7 +272,7 @@ def _qr(x: Any, mode: str = "reduced") -> tuple[ShapedArray, ShapedArray]:
 
 
 def _argpartition(x: Any, kth: int, axis: int = -1, **_: Any) -> np.ndarray:
-    """Some order; which elements come last is not looked at, but how many."""
+    """An arbitrary order: only the number of the last elements matters, not which they are."""
     meter().assume("only the number of the largest entries matters, not which they are")
     count(x.size, (x,), ())
     shape = [size if dim == axis % x.ndim else 1 for dim, size in enumerate(x.shape)]

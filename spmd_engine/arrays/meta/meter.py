@@ -1,8 +1,7 @@
-"""The account of what is done with arrays that have shapes alone: memory held, and work, moment by moment.
+"""The memory and the work of meta arrays over time.
 
-Every rank whose step is run on shapes has a ``Meter`` of its own; ``metered`` sets the one that counts in this thread.
-Arrays take their memory from it and give it back with their last view, as real ones do, so that what it holds at a
-moment is what a rank would hold.
+Each rank of a dry run has a ``Meter``; ``metered`` sets the one of this thread. Meta arrays allocate memory from it and
+free it with their last view, as real arrays do, so that it holds at any moment what a rank would hold.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from spmd_engine.errors import UsageError
 
 TEMPORARIES = "temporaries"
 
-#: The host's own kernels that make products, in the place of BLAS: a machine file may have a speed for each.
+#: The host's kernels that compute products in the place of BLAS; a machine file may have a speed for each.
 KERNELS = CONVOLUTION, CONVOLUTION_WEIGHTS = "convolution", "convolution_weights"
 
 _current = threading.local()
 
 
 class Memory:
-    """So many bytes that some views share; they are given back with the last of these."""
+    """A number of bytes that some views share; they are freed with the last of these."""
 
     __slots__ = ("meter", "bytes", "kind", "what", "young", "number", "written", "shared", "__weakref__")
 
     def __init__(self, meter: Meter, size: int, kind: str, what: str) -> None:
         self.meter, self.bytes, self.kind, self.what = meter, size, kind, what
-        self.young = True  #: whether it was taken in the phase that is under way
+        self.young = True  #: whether it was allocated in the current phase
         self.written = False
-        self.shared = False  #: whether ranks of the node reach it
+        self.shared = False  #: whether ranks of the node share it
         self.number = -1
 
     def __del__(self) -> None:
@@ -42,8 +41,8 @@ class Memory:
 
 @dataclass
 class Work:
-    """What was computed: matrix products by (batch, m, n, k, itemsize, fused, kernel), and what goes element by
-    element."""
+    """Computed work: matrix products by (batch, m, n, k, itemsize, fused, kernel), and elementwise
+    operations."""
 
     products: Counter = field(default_factory=Counter)
     elements: int = 0
@@ -54,7 +53,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Held:
-    """The most that was held at a moment, by kind, and after which event that was."""
+    """The peak of the memory, by kind, and after which event it was reached."""
 
     total: int
     by_kind: dict[str, int]
@@ -64,21 +63,21 @@ class Held:
 class Meter:
     """Counts for one rank. ``choose``: the outcome of choices that depend on data, "balanced" or "worst".
 
-    ``lenient``: where code writes shapes into arrays that it made itself, these are taken to be zeros.
+    ``lenient``: meta arrays that code writes into its own arrays count as zeros.
     """
 
     def __init__(self, choose: str = "balanced", *, lenient: bool = False) -> None:
         self.choose, self.lenient = choose, lenient
-        self.kind, self.what = TEMPORARIES, ""  #: of what is taken now
+        self.kind, self.what = TEMPORARIES, ""  #: of memory that is allocated now
         self.held: Counter = Counter()
         self.total = 0
-        #: bytes (negative: given back; 0: of another kind now), the memory's number, its kind, and what it is
+        #: bytes (negative: freed; 0: relabelled), the memory's number, its kind, and what it is
         self.events: list[tuple[int, int, str, str]] = []
-        self.notes: dict[str, None] = {}  #: what was assumed about values, in order
+        self.notes: dict[str, None] = {}  #: assumptions about values, in order
         self.work = Work()
-        self.constants: dict[Hashable, int] = {}  #: bytes that loops find once, and keep beside all arrays, by what for
-        self.times = 1  #: how often the work counts that is done now
-        #: what the phase under way has taken; by weak references, so that it can be freed before the end
+        self.constants: dict[Hashable, int] = {}  #: bytes that loops cache, by function and arguments
+        self.times = 1  #: how often the current work counts
+        #: memory of the current phase, by weak references, so that it can be freed before the phase ends
         self._young: WeakValueDictionary[int, Memory] = WeakValueDictionary()
         self._turn = 0
         self._count = 0
@@ -87,7 +86,7 @@ class Meter:
     # --- memory ------------------------------------------------------------------------------------------
 
     def allocate(self, size: int, kind: str | None = None, what: str | None = None) -> Memory:
-        """Take memory, until the last reference to it is gone."""
+        """Allocate memory, until the last reference to it is gone."""
         memory = Memory(self, size, kind or self.kind, self.what if what is None else what)
         if size:
             memory.number = self._count = self._count + 1
@@ -101,7 +100,7 @@ class Meter:
         return memory
 
     def release(self, memory: Memory) -> None:
-        """Take memory back."""
+        """Free memory."""
         if memory.bytes:
             self.held[memory.kind] -= memory.bytes
             self.total -= memory.bytes
@@ -115,23 +114,23 @@ class Meter:
             self.held[kind] += memory.bytes
             self._young.pop(memory.number, None)
         memory.kind, memory.what = kind, memory.what if what is None else what
-        if memory.number >= 0:  # of nothing, nothing was written down
+        if memory.number >= 0:  # memory of 0 bytes has no events
             self.events.append((0, memory.number, memory.kind, memory.what))
 
     def keep_young(self, kind: str) -> None:
-        """A phase ends: what it leaves behind is of this kind, and no longer temporary."""
+        """End a phase: its remaining memory is of this kind, and no longer temporary."""
         for memory in tuple(self._young.values()):
             self.relabel(memory, kind)
         self._young.clear()
 
     def take_top(self) -> Held:
-        """The most that was held since the last call."""
+        """The peak of the memory since the last call."""
         top, self._top = self._top, Held(self.total, dict(self.held), len(self.events))
         return top
 
     @contextmanager
     def taking(self, kind: str, what: str = "") -> Iterator[None]:
-        """Meanwhile memory is taken for this."""
+        """Inside the context, memory is allocated with this kind."""
         before, (self.kind, self.what) = (self.kind, self.what), (kind, what)
         try:
             yield
@@ -146,8 +145,8 @@ class Meter:
         return work
 
     def product(self, batch: int, m: int, n: int, k: int, itemsize: int, fused: float = 0.0, kernel: str = "") -> None:
-        """``batch`` matrix products of [m k] by [k n], read once and written once; where ``fused``, a share of the
-        speed that a kernel reaches which uses them up where they are made, never written. ``kernel``: as of
+        """Count ``batch`` matrix products of [m k] by [k n], read once and written once. ``fused``, the share of the
+        speed that is reached by a kernel that also consumes them: then they are not written. ``kernel``: see
         ``Product``."""
         work, times = self.work, self.times
         work.products[batch, m, n, k, itemsize, fused, kernel] += times
@@ -156,7 +155,7 @@ class Meter:
         work.written += times * batch * m * n * itemsize * (not fused)
 
     def elementwise(self, elements: int, read: int, written: int) -> None:
-        """One operation on so many elements, which reads and writes so many bytes."""
+        """Count one operation on a number of ``elements``, which reads and writes these numbers of bytes."""
         work, times = self.work, self.times
         work.elements += times * elements
         work.calls += times
@@ -165,7 +164,7 @@ class Meter:
 
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:
-        """Meanwhile all work counts so often."""
+        """Inside the context, all work counts this number of times."""
         before, self.times = self.times, self.times * times
         try:
             yield
@@ -175,26 +174,26 @@ class Meter:
     # --- unknown values ------------------------------------------------------------------------
 
     def assume(self, what: str) -> None:
-        """Note what is taken to be so, since there are no values to look at."""
+        """Note an assumption, which replaces unknown values."""
         self.notes[what] = None
 
     def turn(self) -> int:
-        """A number that is one more each time: by which choices differ."""
+        """A number that increases with each call, so that choices differ."""
         self._turn += 1
         return self._turn - 1
 
 
 def meter() -> Meter:
-    """The one that counts in this thread; raises UsageError where nothing is run on shapes."""
+    """The meter of this thread; raises UsageError if there is none."""
     current = getattr(_current, "meter", None)
     if current is None:
-        raise UsageError("an array that is only a shape was computed with outside of an analysis; it has no values")
+        raise UsageError("an array that is only a shape was used outside of a dry run; it has no values")
     return current
 
 
 @contextmanager
 def metered(meter: Meter) -> Iterator[Meter]:
-    """Meanwhile ``meter`` counts what this thread does with shapes."""
+    """Inside the context, ``meter`` counts the work of this thread on meta arrays."""
     before, _current.meter = getattr(_current, "meter", None), meter
     try:
         yield meter

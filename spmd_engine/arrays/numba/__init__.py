@@ -1,1 +1,1 @@
-"""Loops that Numba compiles, kept as object code, under the names of the NumPy functions that they replace."""
+"""Loops that Numba compiles and that are cached as object code, named as the NumPy functions that they replace."""

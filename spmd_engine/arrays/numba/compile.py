@@ -1,7 +1,7 @@
 """Compiles loops to object code, which any later process links without Numba (``object_code``).
 
-Beside each loop stands its entry, a C function of its name that Python can call, and that takes arrays as they are. It
-raises TypeError for what is no such array as the loop is compiled for, before anything is read or written.
+Each loop has an entry, a C function of its name, which Python calls with array objects. It raises TypeError for
+arguments that the loop is not compiled for, before anything is read or written.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from numba.np.arrayobj import populate_array
 
 from spmd_engine.arrays.numba.kernels import Loop
 
-# Where an array object, PyArrayObject_fields of NumPy's ndarraytypes.h, has its data pointer, and what follows that;
-# and where a PyArray_Descr has its type's number.
+# Offsets of the data pointer, and of the fields behind it, in an array object, PyArrayObject_fields of NumPy's
+# ndarraytypes.h; and of the type's number in a PyArray_Descr.
 DATA = object.__basicsize__
 DIMENSIONS, SHAPE, DESCRIPTION, FLAGS = DATA + 8, DATA + 16, DATA + 40, DATA + 48
 TYPE_NUMBER = object.__basicsize__ + 12
@@ -46,7 +46,7 @@ def compile_loops(module: str) -> tuple[list[str], bytes]:
 
 
 def _compile(loop: Loop) -> compiler.CompileResult:
-    """Numba's machinery for ``loop`` and the types of its annotations, without the wrappers that Python calls."""
+    """Compile ``loop`` for the types of its annotations, without Numba's wrappers that Python calls."""
     flags: Any = compiler.Flags()
     flags.error_model = "numpy"
     flags.fastmath = FastMathOptions(set(loop.fastmath))
@@ -61,21 +61,21 @@ def _compile(loop: Loop) -> compiler.CompileResult:
 
 
 def _object_code(programs: Iterable[str]) -> bytes:
-    """LLVM's for this processor, which may lie anywhere in memory."""
+    """Position-independent object code of LLVM programs for this processor."""
     target: Any = cpu_target.target_context
     _, cpu, features = target.codegen().magic_tuple()
     machine = binding.Target.from_default_triple().create_target_machine(cpu, features, 3, reloc="pic")
-    whole = None
+    linked = None
     for program in programs:
         part = binding.parse_assembly(program)
-        whole = part if whole is None else whole
-        if part is not whole:
-            whole.link_in(part)
-    return machine.emit_object(whole)
+        linked = part if linked is None else linked
+        if part is not linked:
+            linked.link_in(part)
+    return machine.emit_object(linked)
 
 
 def _entry(name: str, result: compiler.CompileResult) -> ir.Module:
-    """The text of the entry, as ``PyMethodDef`` has it with METH_FASTCALL: it is given arguments and their number."""
+    """The program of an entry, a METH_FASTCALL function: its arguments are an array of arguments, and their number."""
     context, kinds = result.target_context, result.signature.args
     module, pointer = context.create_module(f"entry of {name}"), ir.PointerType(BYTE)
     entry = ir.Function(module, ir.FunctionType(pointer, [pointer, ir.PointerType(pointer), LONG]), name)
@@ -90,20 +90,20 @@ def _entry(name: str, result: compiler.CompileResult) -> ir.Module:
 
     count = sum(kind.count if isinstance(kind, types.UniTuple) else 1 for kind in kinds)
     unless(builder.icmp_signed("==", entry.args[2], LONG(count)), f"takes {count} arguments, a tuple's one by one")
-    given = (builder.load(builder.gep(entry.args[1], [LONG(place)])) for place in range(count))
+    arguments = (builder.load(builder.gep(entry.args[1], [LONG(place)])) for place in range(count))
     values = []
     for kind in kinds:
         if isinstance(kind, types.Array):
-            values.append(_array(context, builder, kind, next(given), unless))
+            values.append(_array(context, builder, kind, next(arguments), unless))
         elif isinstance(kind, types.UniTuple):
-            numbers = [python.long_as_longlong(next(given)) for _ in range(kind.count)]
+            numbers = [python.long_as_longlong(next(arguments)) for _ in range(kind.count)]
             values.append(cgutils.pack_array(builder, numbers))
         elif kind == types.float32:
-            values.append(builder.fptrunc(python.float_as_double(next(given)), ir.FloatType()))
+            values.append(builder.fptrunc(python.float_as_double(next(arguments)), ir.FloatType()))
         else:
-            values.append(python.long_as_longlong(next(given)))
+            values.append(python.long_as_longlong(next(arguments)))
     with builder.if_then(cgutils.is_not_null(builder, python.err_occurred()), likely=False):
-        builder.ret(python.get_null_object())  # of what is no number
+        builder.ret(python.get_null_object())  # an argument is not a number
     state = python.save_thread()
     loop = context.declare_function(module, result.fndesc)
     context.call_conv.call_function(builder, loop, types.none, kinds, values)
@@ -112,24 +112,23 @@ def _entry(name: str, result: compiler.CompileResult) -> ir.Module:
     return module
 
 
-def _array(context, builder: ir.IRBuilder, kind: types.Array, given: ir.Value, unless: Callable) -> ir.Value:
-    """Numba's array of the array object ``given``. Where it has more dimensions than the loop knows, the first ones are
-    merged."""
+def _array(context, builder: ir.IRBuilder, kind: types.Array, array_object: ir.Value, unless: Callable) -> ir.Value:
+    """Numba's array of an array object. If it has more dimensions than the loop's type, the first ones are merged."""
 
     def field(of: ir.Value, offset: int, type_: ir.Type) -> ir.Value:
         return builder.load(builder.bitcast(builder.gep(of, [LONG(offset)]), type_.as_pointer()))
 
     dtype, pointer = np.dtype(str(kind.dtype)), ir.PointerType(BYTE)
-    dimensions = field(given, DIMENSIONS, WORD)
-    number = field(field(given, DESCRIPTION, pointer), TYPE_NUMBER, WORD)
-    flags = builder.and_(field(given, FLAGS, WORD), WORD(CONTIGUOUS_AND_ALIGNED))
+    dimensions = field(array_object, DIMENSIONS, WORD)
+    number = field(field(array_object, DESCRIPTION, pointer), TYPE_NUMBER, WORD)
+    flags = builder.and_(field(array_object, FLAGS, WORD), WORD(CONTIGUOUS_AND_ALIGNED))
     fits = builder.and_(
         builder.icmp_signed("==", number, WORD(dtype.num)),
         builder.icmp_signed("==", flags, WORD(CONTIGUOUS_AND_ALIGNED)),
     )
     fits = builder.and_(fits, builder.icmp_signed(">=", dimensions, WORD(kind.ndim)))
     unless(fits, f"wants contiguous arrays of {dtype} with {kind.ndim} dimensions or more")
-    sizes = field(given, SHAPE, ir.PointerType(LONG))
+    sizes = field(array_object, SHAPE, ir.PointerType(LONG))
     merged = builder.sext(builder.sub(dimensions, WORD(kind.ndim - 1)), LONG)
     first = cgutils.alloca_once_value(builder, LONG(1))
     with cgutils.for_range(builder, merged) as dimension:
@@ -140,7 +139,7 @@ def _array(context, builder: ir.IRBuilder, kind: types.Array, given: ir.Value, u
     strides: list[Any] = [LONG(dtype.itemsize)]
     for size in reversed(shape[1:]):
         strides.insert(0, builder.mul(strides[0], size))
-    data = builder.bitcast(field(given, DATA, pointer), context.get_data_type(kind.dtype).as_pointer())
+    data = builder.bitcast(field(array_object, DATA, pointer), context.get_data_type(kind.dtype).as_pointer())
     array = context.make_array(kind)(context, builder)
     populate_array(array, data=data, shape=shape, strides=strides, itemsize=LONG(dtype.itemsize), meminfo=None)
     return array._getvalue()
@@ -162,4 +161,4 @@ def _check_layout() -> None:
         word(id(x) + FLAGS, ctypes.c_int32),
     ]
     if fields != [x.ctypes.data, x.ndim, list(x.shape), id(x.dtype), x.dtype.num, x.flags.num]:
-        raise RuntimeError("this NumPy's arrays are laid out in another way than those that compiled loops read")
+        raise RuntimeError("the layout of this NumPy's arrays is not the one that compiled loops read")

@@ -12,19 +12,19 @@ import numpy as np
 
 from spmd_engine.arrays.factors import adamw_factors, hide
 
-_SUMMED = 1024  # rows whose sum is made one by one: a sum of a million would have lost two digits more
+_SUMMED = 1024  # rows that are added one by one: a million would lose two more digits
 
 logger = logging.getLogger(__name__)
 
 
 def fast_functions() -> FastFunctions | None:
-    """The compiled functions, where Numba is installed and SPMD_FAST is not 0; else None, and NumPy does it."""
+    """The compiled functions, where Numba is installed and SPMD_FAST is not 0; else None: NumPy computes."""
     loops = compiled_loops("kernels")
     return FastFunctions(loops) if loops else None
 
 
 def loops_are_there() -> bool:
-    """Whether ``functions`` will find them, without loading them."""
+    """Whether compiled loops can be loaded; loads nothing."""
     return os.environ.get("SPMD_FAST", "1") != "0" and find_spec("numba") is not None
 
 
@@ -36,19 +36,19 @@ def compiled_loops(module: str) -> Any:
         from spmd_engine.arrays.numba.object_code import linked
 
         return linked(module)
-    except (ImportError, SystemError, RuntimeError) as error:  # its releases follow NumPy's with a delay
+    except (ImportError, SystemError, RuntimeError) as error:  # Numba's releases follow NumPy's with a delay
         logger.warning("Numba is installed, but cannot be used (%s): NumPy computes instead", error)
         return None
 
 
 class FastFunctions:
-    """Each has the name, signature and result of its NumPy text, where both are documented."""
+    """Each function has the name, signature and result of its NumPy version, which is documented."""
 
     def __init__(self, loops) -> None:
         self._loops = loops
 
     def takes(self, x: np.ndarray) -> bool:
-        """Float32 is what one trains in when speed counts; what is computed in float64 is computed by NumPy."""
+        """Only float32, the dtype of fast training; NumPy computes float64."""
         return x.dtype == np.float32
 
     # Activations
@@ -117,14 +117,14 @@ class FastFunctions:
 
     def adamw(self, p, g, mean, square, *, step, rate, betas, epsilon, decay, scale=1.0):
         factors = adamw_factors(step=step, rate=rate, betas=betas, epsilon=epsilon, decay=decay, scale=scale)
-        self._loops.adamw(_own(p), _spread(g, p.shape), _state(mean, p), _state(square, p), *factors)
+        self._loops.adamw(_inplace(p), _spread(g, p.shape), _state(mean, p), _state(square, p), *factors)
 
     def momentum_sgd(self, p, g, velocity, *, rate, momentum, decay, scale=1.0):
         kept = 1.0 - rate * decay
         if velocity is None:
-            self._loops.sgd(_own(p), _spread(g, p.shape), scale * rate, kept)
+            self._loops.sgd(_inplace(p), _spread(g, p.shape), scale * rate, kept)
         else:
-            self._loops.momentum_sgd(_own(p), _spread(g, p.shape), _state(velocity, p), scale, momentum, rate, kept)
+            self._loops.momentum_sgd(_inplace(p), _spread(g, p.shape), _state(velocity, p), scale, momentum, rate, kept)
 
     # Softmax
 
@@ -151,14 +151,14 @@ class FastFunctions:
 
 
 def _contiguous(x: np.ndarray) -> np.ndarray:
-    """As the loops take it: they know one type, and look at no strides."""
+    """``x`` as contiguous float32, which the loops take: they check no strides."""
     if x.dtype != np.float32:
         x = x.astype(np.float32)
     return x if x.flags.c_contiguous else x.copy()
 
 
 def _spread(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Contiguous ``x`` of this shape, as NumPy broadcasts; ValueError if it cannot. The loops look at no bounds."""
+    """Contiguous ``x``, broadcast to this shape; ValueError if it cannot be. The loops check no bounds."""
     return _contiguous(x if x.shape == shape else np.broadcast_to(x, shape))
 
 
@@ -167,7 +167,7 @@ def _indices(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _of_columns(x: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """x[h 1 s] of scores[h t s]."""
+    """``x`` broadcast to [h 1 s], for scores[h t s]."""
     return _spread(x, (len(scores), 1, scores.shape[2]))
 
 
@@ -186,26 +186,26 @@ def _norm_backward(loop, dy: np.ndarray, normal: np.ndarray, inverse: np.ndarray
 
 
 def _sums_over_rows(loop, count: int, dy: np.ndarray, normal: np.ndarray) -> np.ndarray:
-    """[count d]: so many sums over rows, to which the loop adds those of some rows."""
+    """[count d]: ``count`` sums over rows; the loop adds those of some rows at a time."""
     rows, normal_rows = (x.reshape(-1, dy.shape[-1]) for x in (_contiguous(dy), _spread(normal, dy.shape)))
     sums = np.zeros_like(dy, shape=(count, dy.shape[-1]))
     for start in range(0, len(rows), _SUMMED):
-        part, some = slice(start, start + _SUMMED), np.zeros_like(sums)
-        loop(rows[part], normal_rows[part], *some)
-        sums += some
+        part, part_sums = slice(start, start + _SUMMED), np.zeros_like(sums)
+        loop(rows[part], normal_rows[part], *part_sums)
+        sums += part_sums
     return sums
 
 
 def _in_place(loop, x: np.ndarray, *others: np.ndarray) -> None:
-    """Run a loop that changes ``x``, wherever that lies."""
+    """Run a loop that changes ``x`` in place, even if ``x`` is not contiguous."""
     changed = _contiguous(x)
     loop(changed, *others)
     if changed is not x:
         x[...] = changed
 
 
-def _own(x: np.ndarray) -> np.ndarray:
-    """``x``, which is updated where it lies."""
+def _inplace(x: np.ndarray) -> np.ndarray:
+    """``x``; raises ValueError if it is not contiguous, and so cannot be updated in place."""
     if not x.flags.c_contiguous:
         raise ValueError(f"an array of shape {x.shape} that is not contiguous cannot be updated in place")
     return x
@@ -214,4 +214,4 @@ def _own(x: np.ndarray) -> np.ndarray:
 def _state(x: np.ndarray, p: np.ndarray) -> np.ndarray:
     if x.shape != p.shape:
         raise ValueError(f"optimizer state of shape {x.shape} for a parameter of shape {p.shape}")
-    return _own(x)
+    return _inplace(x)

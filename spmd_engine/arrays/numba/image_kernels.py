@@ -14,7 +14,7 @@ from spmd_engine.arrays.numba.places import LANES, ROWS, WIDE
 
 
 def _tile_product(vectors: int):
-    """The product of which a tile is ``ROWS`` rows of so many vectors each."""
+    """The product of a tile of ``ROWS`` rows with this number of ``vectors`` each."""
     wide = vectors * LANES
 
     @intrinsic
@@ -23,17 +23,17 @@ def _tile_product(vectors: int):
 
             a[rows[row + r] + runs[run] + t * step] * b[place + s * wide + j].
 
-        All arrays are flat, r < ROWS, j < wide, t < length. No bounds are looked at.
+        All arrays are flat, r < ROWS, j < wide, t < length. Bounds are not checked.
         """
         number = types.intp
         signature = types.void(a, rows, number, runs, number, number, b, number, y, places, number, number)
 
         def generate(context, builder, signature, values):
-            given = [
+            arguments = [
                 context.make_array(kind)(context, builder, value) if isinstance(kind, types.Array) else value
                 for kind, value in zip(signature.args, values, strict=True)
             ]
-            a, rows, row, runs, length, step, b, place, y, places, first, start = given
+            a, rows, row, runs, length, step, b, place, y, places, first, start = arguments
             single, integer, vector = ir.FloatType(), ir.IntType(64), ir.VectorType(ir.FloatType(), LANES)
             columns = range(0, wide, LANES)  # where the vectors of a row begin
 
@@ -86,13 +86,13 @@ _multiply_wide, _multiply_narrow = _tile_product(2), _tile_product(1)
 
 @intrinsic
 def _flat(typing, x):
-    """The numbers of ``x`` in a row. Numba's own ``reshape`` is a call of its library."""
+    """A flat view of ``x``. Numba's ``reshape`` is a call of its library."""
     row = types.Array(x.dtype, 1, "C")
 
     def generate(context, builder, signature, values):
-        given, flat = context.make_array(x)(context, builder, values[0]), context.make_array(row)(context, builder)
-        shape, strides = [given.nitems], [given.itemsize]
-        populate_array(flat, data=given.data, shape=shape, strides=strides, itemsize=given.itemsize, meminfo=None)
+        array, flat = context.make_array(x)(context, builder, values[0]), context.make_array(row)(context, builder)
+        shape, strides = [array.nitems], [array.itemsize]
+        populate_array(flat, data=array.data, shape=shape, strides=strides, itemsize=array.itemsize, meminfo=None)
         return flat._getvalue()
 
     return row(x), generate
@@ -100,7 +100,7 @@ def _flat(typing, x):
 
 @njit
 def _multiply_tile(wide, a, rows, row, runs, length, step, b, place, y, places, first, start):
-    """The product of a tile so wide."""
+    """The product of a tile of ``wide`` columns."""
     if wide == WIDE:
         _multiply_wide(a, rows, row, runs, length, step, b, place, y, places, first, start)
     else:
@@ -122,16 +122,16 @@ def _copy_padded(x, samples, row, column, panel):
                 end = begin = line + width
             for i in range(line * channels, begin * channels):
                 target[i] = f32(0)
-            of = (((samples + b) * x.shape[1] + row + h) * x.shape[2] + column + left) * channels
+            start = (((samples + b) * x.shape[1] + row + h) * x.shape[2] + column + left) * channels
             for i in range((end - begin) * channels):
-                target[begin * channels + i] = source[of + i]
+                target[begin * channels + i] = source[start + i]
             for i in range(end * channels, (line + width) * channels):
                 target[i] = f32(0)
 
 
 @njit
 def _copy_some(source, of, target, to, count):
-    """target[to + j] = source[of + j], j < count: of a number that is known a few vectors."""
+    """target[to + j] = source[of + j], j < count: a few vectors for two constant counts."""
     if count == WIDE:
         for j in range(WIDE):
             target[to + j] = source[of + j]
@@ -163,19 +163,19 @@ def correlate(
 ):
     """y[b p q (g o)] = sum over k, l, i of x[b h w (g i)] * w[g t (k l i) j], where o = (t j), j in a tile's width.
 
-    ``y`` is flat memory; ``outputs`` are b, p, q, o; ``strides`` those of b, p, q in ``y``, and where it begins. Panel
-    and tile are memory to work in; from ``lines`` on it is what ``places_of_outputs`` has found.
+    ``y`` is flat memory; ``outputs`` are b, p, q, o; ``strides`` those of b, p, q in ``y``, and its offset. ``panel``
+    and ``tile`` are scratch memory; the arguments from ``lines`` on are those of ``places_of_outputs``.
     """
     groups, tiles, inside, wide = w.shape
     channels, (b, p, q, o), samples = x.shape[3], outputs, panel.shape[0]
-    of_panel, right = _flat(panel), _flat(w)
+    flat_panel, right = _flat(panel), _flat(w)
     for first in range(0, b, samples):
         for line in range(0, p, lines):
             patches = min(samples, b - first) * min(lines, p - line) * q
             place = first * strides[0] + line * strides[1]
             _copy_padded(x, first, line * rows[1] - rows[3], -columns[3], panel)
             for g in range(groups):
-                left = of_panel[g * (channels // groups) :]
+                left = flat_panel[g * (channels // groups) :]
                 for t in range(tiles):
                     weights, to, filled = (g * tiles + t) * inside * wide, place + g * o + t * wide, o - t * wide
                     for m in range(0, patches, ROWS):
@@ -206,26 +206,26 @@ def correlate_weights(
 ):
     """Add to dw[g t (k l i) j] the sums over b, p, q of x[b h w (g i)] * dy[b p q (g o)], where o = (t j) as above.
 
-    With ``places_of_taps``. ``right`` is memory, too, for columns of dy side by side, and holds 0.
+    With ``places_of_taps``. ``right`` is scratch memory for some columns of dy, and holds 0.
     """
     groups, tiles, inside, wide = dw.shape
     channels, o, (b, p, q, f), samples = x.shape[3], dy.shape[3] // groups, dy.shape, panel.shape[0]
-    of_panel, of_dy, step = _flat(panel), _flat(dy), columns[1] * channels
+    flat_panel, flat_dy, step = _flat(panel), _flat(dy), columns[1] * channels
     for first in range(0, b, samples):
         for line in range(0, p, lines):
             count, height = min(samples, b - first), min(lines, p - line)
-            of_block = runs[: count * height]
+            block_runs = runs[: count * height]
             _copy_padded(x, first, line * rows[1] - rows[3], -columns[3], panel)
             for g in range(groups):
-                left = of_panel[g * (channels // groups) :]
+                left = flat_panel[g * (channels // groups) :]
                 for t in range(tiles):
                     filled = min(wide, o - t * wide)
                     for n in range(count):
                         for v in range(height * q):
-                            of = ((first + n) * p + line) * q + v
-                            _copy_some(of_dy, of * f + g * o + t * wide, right, (n * height * q + v) * wide, filled)
+                            row = ((first + n) * p + line) * q + v
+                            _copy_some(flat_dy, row * f + g * o + t * wide, right, (n * height * q + v) * wide, filled)
                     for m in range(0, inside, ROWS):
-                        _multiply_tile(wide, left, reads, m, of_block, length, step, right, 0, tile, in_tile, 0, 0)
+                        _multiply_tile(wide, left, reads, m, block_runs, length, step, right, 0, tile, in_tile, 0, 0)
                         for r in range(min(ROWS, inside - m)):
                             for j in range(wide):
                                 dw[g, t, m + r, j] += tile[r * wide + j]
@@ -239,7 +239,7 @@ SUMMED = 1024
 
 @compiled
 def channel_sums(x: Rows, some: Vector, sums: Vector):
-    """Add to sums[c] those of x[n c]."""
+    """Add the sums of x[n c] over n to sums[c]."""
     for first in range(0, len(x), SUMMED):
         for c in range(sums.size):
             some[c] = f32(0)
@@ -252,7 +252,7 @@ def channel_sums(x: Rows, some: Vector, sums: Vector):
 
 @compiled
 def channel_squares(x: Rows, mean: Vector, some: Vector, squares: Vector):
-    """Add to squares[c] those of x[n c] - mean[c]."""
+    """Add the sums of (x[n c] - mean[c])^2 over n to squares[c]."""
     for first in range(0, len(x), SUMMED):
         for c in range(squares.size):
             some[c] = f32(0)
@@ -273,7 +273,7 @@ def scale_channels(x: Rows, mean: Vector, factor: Vector, shift: Vector, y: Rows
 
 @compiled
 def channel_gradients(dy: Rows, x: Rows, mean: Vector, some: Rows, sums: Rows):
-    """Add to sums[0, c] those of dy[n c] * (x[n c] - mean[c]), and to sums[1, c] those of dy."""
+    """Add the sums over n of dy[n c] * (x[n c] - mean[c]) to sums[0, c], and those of dy to sums[1, c]."""
     for first in range(0, len(x), SUMMED):
         for c in range(mean.size):
             some[0, c] = f32(0)
@@ -297,7 +297,7 @@ def normalized_gradient(dy: Rows, x: Rows, mean: Vector, along: Vector, shift: V
 
 # --- Loops of pooling and depthwise convolutions over float32 images that Numba compiles: channels do not mix
 #
-# As those of ``kernels``, in whose manner they are written. A window is the tuple (size, stride, dilation, before).
+# They are written as those of ``kernels``. A window is the tuple (size, stride, dilation, before).
 
 
 Taps = types.Array(types.uint8, 4, "C")
@@ -331,7 +331,7 @@ def max_pool(x: Images, rows: Four, columns: Four, y: Images, chosen: Taps):
 
 @compiled
 def max_pool_gradient(dy: Images, chosen: Taps, rows: Four, columns: Four, dx: Images):
-    """Add to dx[b h w c] the gradients dy[b p q c] of what was chosen."""
+    """Add to dx[b h w c] the gradients dy[b p q c] of the chosen inputs."""
     samples, height, width, channels = dy.shape
     for b in range(samples):
         for p in range(height):
@@ -382,7 +382,7 @@ def depthwise_input(dy: Images, factors: Blocks, rows: Four, columns: Four, dx: 
 def depthwise_weights(x: Images, dy: Images, rows: Four, columns: Four, of_row: Blocks, dw: Blocks):
     """Add to dw[k l c] the sums over b, p, q of x[b h w c] * dy[b p q c].
 
-    Rows are summed first, in ``of_row``: a sum of a million would have lost two digits more.
+    Rows are summed first, in ``of_row``: a sequential sum of a million numbers would lose two more digits.
     """
     samples, height, width, channels = dy.shape
     for b in range(samples):

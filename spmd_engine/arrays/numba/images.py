@@ -12,20 +12,20 @@ from spmd_engine.arrays.windows import Window, check_convolution, check_gradient
 
 
 def fast_images() -> FastImages | None:
-    """The compiled functions of images, as ``functions``."""
+    """The compiled functions of images, or None as ``fast_functions``."""
     loops = compiled_loops("image_kernels")
     return FastImages(loops, import_module("spmd_engine.arrays.numba.places")) if loops else None
 
 
 class FastImages:
-    """Each has the name, signature and result of its NumPy text, where both are documented."""
+    """Each function has the name, signature and result of its NumPy version, which is documented."""
 
     def __init__(self, loops, places) -> None:
-        """``places`` is the module ``places``, which is imported where loops are there alone."""
+        """``places`` is the module of this name, which is imported only if loops are available."""
         self._loops, self._places = loops, places
 
     def takes(self, x: np.ndarray) -> bool:
-        """As of ``FastFunctions``: float64 is left to NumPy."""
+        """Only float32, as ``FastFunctions``."""
         return x.dtype == np.float32
 
     # Convolution
@@ -95,16 +95,16 @@ class FastImages:
         return _contiguous(dw[:, :, :o]).reshape(shape)
 
     def _side_by_side(self, groups, outputs):
-        """How many groups to take as one, of so many outputs in all."""
+        """How many groups to take as one, for this number of ``outputs`` of all groups."""
         return side_by_side(groups, outputs // groups, self._places.LANES)
 
     def _width_of_tiles(self, outputs):
-        """Narrow tiles, of one vector a row, for outputs that would leave much of wide ones empty."""
+        """The columns of a tile: narrow ones, of one vector, for outputs that would leave much of wide ones empty."""
         lanes = self._places.LANES
         return lanes if -(-outputs // lanes) in (1, 3) else self._places.WIDE
 
     def _tiles(self, weights):
-        """weights[g k l i o] as [g t (k l i) j], where o = (t j) and j is as wide as a tile, filled up with 0."""
+        """weights[g k l i o] as [g t (k l i) j], where o = (t j) and j is as wide as a tile, padded with 0."""
         (groups, *inside, o), wide = weights.shape, self._width_of_tiles(weights.shape[4])
         tiles = -(-o // wide)
         if o % wide:
@@ -130,7 +130,7 @@ class FastImages:
             self._loops.correlate(x, weights, y.reshape(y.size), *numbers, *memory, *places[1:])
 
     def _panel_and_tile(self, x, places):
-        """Memory for the loops to work in."""
+        """Scratch memory of the loops."""
         sizes = places.panel, self._places.ROWS * self._places.WIDE
         return [np.empty_like(x, np.float32, shape=size) for size in sizes]
 
@@ -200,13 +200,13 @@ def _contiguous(x: np.ndarray) -> np.ndarray:
 
 
 def _rows(x: np.ndarray, shape: tuple[int, ...] | None = None) -> np.ndarray:
-    """x[... c] as [n c], spread to this shape as NumPy does, ValueError if it cannot: the loops look at no bounds."""
+    """x[... c] as [n c], broadcast to this shape; ValueError if it cannot be. The loops check no bounds."""
     x = _contiguous(x if shape in (None, x.shape) else np.broadcast_to(x, shape))
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def _of_channels(x: np.ndarray, *factors: np.ndarray) -> list[np.ndarray]:
-    """Numbers of each channel of x[... c]."""
+    """Factors of each channel of x[... c], as [c]."""
     return [_contiguous(np.broadcast_to(factor, x.shape[-1:])) for factor in factors]
 
 
@@ -223,8 +223,8 @@ def _is_depthwise(w: tuple[int, ...], groups: int) -> bool:
 def _backward(window: Window, first: int) -> tuple[slice | None, Window]:
     """The gradient at inputs first, first + stride, ... as a convolution of the outputs' gradient with stride 1.
 
-    Returns the window's taps that read these inputs, in the order in which that convolution has them (None: there is
-    none), and its window.
+    Returns the window's taps that read these inputs, in the order of that convolution (None: no tap does), and the
+    window of that convolution.
     Input first + m * stride was read by tap k of output p if p * stride = first + m * stride + before - k * dilation.
     """
     place, common = first + window.before, gcd(window.stride, window.dilation)
@@ -236,19 +236,19 @@ def _backward(window: Window, first: int) -> tuple[slice | None, Window]:
     return last_to_first, Window(len(taps), 1, window.dilation // common, -nearest)
 
 
-# --- Groups of few channels, several side by side as one: where a vector of outputs is made at once, that is less work
+# --- Several groups of few channels as one: less work where a vector of outputs is computed at once
 #
-# The weights between channels of different groups are then 0, and gradients of these are left out.
+# The weights between channels of different groups are then 0, and their gradients are left out.
 
 
 def side_by_side(groups: int, outputs: int, wide: int) -> int:
-    """How many of the groups, of so many outputs each, to take as one: as many as divide them and fill no more than
-    ``wide`` outputs."""
+    """How many of the groups, with this number of ``outputs`` each, to take as one: the most that divide the groups and
+    have at most ``wide`` outputs."""
     return max(m for m in range(1, max(1, min(groups, wide // max(1, outputs))) + 1) if groups % m == 0)
 
 
 def joined(w: np.ndarray, groups: int, m: int) -> np.ndarray:
-    """w[k l i (g o)] of convolutions in ``groups`` as [k l (m i) (g o)], in groups of m of these."""
+    """w[k l i (g o)] of convolutions in ``groups`` as [k l (m i) (g o)], with m of these as one."""
     k, l, i, f = w.shape
     o = f // groups
     wide = np.zeros_like(w, shape=(k, l, m, i, groups // m, m, o))
@@ -259,7 +259,7 @@ def joined(w: np.ndarray, groups: int, m: int) -> np.ndarray:
 
 
 def parted(wide: np.ndarray, groups: int, m: int) -> np.ndarray:
-    """Of gradients [k l (m i) (g o)] those of w[k l i (g o)]: the adjoint of ``joined``."""
+    """The gradients of w[k l i (g o)] in those of [k l (m i) (g o)]: the adjoint of ``joined``."""
     k, l, mi, f = wide.shape
     i, o = mi // m, f // groups
     blocks = wide.reshape(k, l, m, i, groups // m, m, o)

@@ -1,8 +1,8 @@
 """Loops over float32 arrays that Numba compiles: every chain of elementwise steps is one pass over memory.
 
-Imported only where they are compiled (``compile``). A loop's annotations are the types it is compiled for, once;
-it writes to arrays that it is given, and allocates nothing. What is not a number stays so. Numbers of Python count as
-float64 in a loop, hence ``f32`` around each.
+Imported only where they are compiled (``compile``). A loop is compiled once, for the types of its annotations; it
+writes to its arguments and allocates nothing. NaNs propagate. Numbers of Python count as float64 in a loop, hence
+``f32`` around each.
 """
 
 # pyright: reportInvalidTypeForm=false, reportCallIssue=false
@@ -31,19 +31,19 @@ _LOWEST, _HIGHEST = -87.33, 89.0  # exp is 0 below, where float32 has no normal 
 
 @dataclass(frozen=True)
 class Loop:
-    """A function to compile, and in what LLVM need not hold to the order and rounding in which it is written."""
+    """A function to compile, and the changes of order and rounding that LLVM may make."""
 
     function: Callable
     fastmath: Set[str]
 
 
 def compiled(loop: Callable) -> Loop:
-    """Compile ``loop`` as it is written, but for products and sums that the processor makes in one."""
+    """Compile ``loop`` in the written order; a product and a sum may become one instruction."""
     return Loop(loop, {"contract", "arcp", "nsz"})
 
 
 def compiled_sums(loop: Callable) -> Loop:
-    """Compile ``loop`` with its sums made in another order, several numbers at a time."""
+    """Compile ``loop`` with its sums in another order, several numbers at a time."""
     return Loop(loop, {"contract", "arcp", "nsz", "reassoc"})
 
 
@@ -62,7 +62,7 @@ def exponential(x):
     """exp(x) to 2 units in the last place: a power of 2 and a polynomial (Moshier's Cephes library, ``expf``)."""
     inside = f32(_LOWEST) if x < f32(_LOWEST) else (f32(_HIGHEST) if x > f32(_HIGHEST) else x)
     n = np.floor(inside * f32(1.44269504088896341) + f32(0.5))
-    r = inside - n * f32(0.693359375) - n * f32(-2.12194440e-4)  # log(2), the first with few digits
+    r = inside - n * f32(0.693359375) - n * f32(-2.12194440e-4)  # log(2) in two parts, the first with few digits
     p = f32(1.9875691500e-4)
     p = p * r + f32(1.3981999507e-3)
     p = p * r + f32(8.3334519073e-3)
@@ -154,7 +154,7 @@ def layer_norm_backward(dy: Rows, normal: Rows, inverse: Vector, scale: Vector, 
 
 @compiled
 def layer_norm_backward_parameters(dy: Rows, normal: Rows, dscale: Vector, dshift: Vector):
-    """Add to dscale[d] and dshift[d] those of dy[n d]."""
+    """Add the gradients of dy[n d] to dscale[d] and dshift[d]."""
     rows, width = dy.shape
     for i in range(rows):
         for j in range(width):
@@ -239,7 +239,7 @@ def softmax_backward(ds: Blocks, p: Blocks, projection: Rows):
 
 @compiled
 def scores_of_targets(scores: Rows, targets: Indices, top: Vector, result: Vector):
-    """found[n] = scores[n v] at targets[n], less top[n]; 0 where that is none of v."""
+    """result[n] = scores[n v] at targets[n], minus top[n]; 0 where the target is not in v."""
     for i in range(targets.size):
         target = targets[i]
         result[i] = scores[i, target] - top[i] if 0 <= target < scores.shape[1] else f32(0)
@@ -257,9 +257,7 @@ def cross_entropy_gradient(p: Rows, sums: Vector, weights: Vector, targets: Indi
             p[i, targets[i]] -= weights[i]
 
 
-# --- Compiled loops over float32 arrays of what Llamas have: RMS norm, gated perceptrons, rotary positions
-#
-# As those of ``kernels``, in whose manner they are written.
+# --- Loops of Llama models: RMS norm, gated perceptrons, rotary positions
 
 
 # --- RMS norm of rows[n d]
@@ -298,7 +296,7 @@ def rms_norm_backward(dy: Rows, normal: Rows, inverse: Vector, scale: Vector, dx
 
 @compiled
 def rms_norm_backward_scale(dy: Rows, normal: Rows, dscale: Vector):
-    """Add to dscale[d] that of dy[n d]."""
+    """Add the gradient of dy[n d] to dscale[d]."""
     rows, width = dy.shape
     for i in range(rows):
         for j in range(width):

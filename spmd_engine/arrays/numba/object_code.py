@@ -1,6 +1,6 @@
 """Compiled loops in this process: linked from object code by LLVM, without Numba, which takes a second to load.
 
-The first process on a machine compiles (``compile``); object code is kept on disk (``object_code``).
+The first process on a machine compiles (``compile``); object code is cached on disk (``object_code``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _MethodDef(ctypes.Structure):
 
 
 def linked(module: str) -> Loops:
-    """The loops of a module of this package; their object code is kept on disk under its name."""
+    """The loops of a module of this package; their object code is cached on disk under its name."""
 
     def compile_module() -> bytes:
         from spmd_engine.arrays.numba.compile import compile_loops
@@ -54,11 +54,11 @@ def linked(module: str) -> Loops:
 
 
 class Loops:
-    """Functions by name, of object code that ``compile_loops`` has made; RuntimeError if it cannot be linked.
+    """Functions by name, of object code of ``compile_loops``; raises RuntimeError if it cannot be linked.
 
     They take arrays and numbers, write to arrays, and return nothing. They raise TypeError for an array that is not
-    contiguous, of another type, or with fewer dimensions than the loop has; that arrays of several arguments have
-    lengths that belong together is for the caller to see to.
+    contiguous, of another type, or with fewer dimensions than the loop has; the caller must ensure that the lengths
+    of several arrays fit together.
     """
 
     def __init__(self, names: Sequence[str], code: bytes) -> None:
@@ -76,25 +76,25 @@ class Loops:
             setattr(self, name, new(ctypes.addressof(definition), None, None))
 
 
-# --- Object code of loops is kept on disk: one process compiles what is not there, and the others wait to find it
+# --- Object code of loops is cached on disk: one process compiles it if it is missing, and the others wait
 #
 # The lock lies in the folder of the files, so only processes that share the folder wait for each other, and no other
-# user can make it first. A process that finds the code takes no lock.
+# user can create it first. A process that finds the code takes no lock.
 
 
-WARN_AFTER = 10.0  # seconds of waiting after which a process logs what it waits for
-LIMIT = 180.0  # seconds of waiting after which it compiles beside the one that holds the lock
-PERIOD = 0.1  # seconds between looks whether the lock is free
+WARN_AFTER = 10.0  # seconds of waiting after which a process logs why it waits
+LIMIT = 180.0  # seconds of waiting after which a process compiles without the lock
+PERIOD = 0.1  # seconds between attempts to take the lock
 
 logger = logging.getLogger(__name__)
 
 
 def kept(name: str, make: Callable[[], bytes]) -> bytes:
-    """What ``make`` returns, made by one process of those that share a folder, and kept there under this name.
+    """The result of ``make``, computed by one of the processes that share a folder, and cached there under this name.
 
-    Other sources, versions and processors have files of their own: machines may share a home. A file that is damaged
-    or another user's is made again. A process that has waited for too long, cannot have the lock or can write nothing
-    makes it for itself: ranks of one job must compute with the same kernels.
+    Other sources, versions and processors have other files, since machines may share a home. A file that is damaged or
+    another user's is replaced. A process that has waited for too long, or cannot take the lock or write, calls ``make``
+    itself: ranks of one job must compute with the same kernels.
     """
     folder = _folder()
     if folder is None:
@@ -103,7 +103,7 @@ def kept(name: str, make: Callable[[], bytes]) -> bytes:
     path = folder / f"spmd_engine.{name}.{key.hex()[:16]}"
     code = _read(path, key)
     if code is None:
-        with _alone(folder / f"{path.name}.lock"):
+        with _locked(folder / f"{path.name}.lock"):
             code = _read(path, key)
             if code is None:
                 code = make()
@@ -112,10 +112,10 @@ def kept(name: str, make: Callable[[], bytes]) -> bytes:
 
 
 def _folder() -> Path | None:
-    """Where files can be kept: as Numba would have it, beside this package's own compiled files, or in the user's
-    cache."""
-    asked, caches = os.environ.get("NUMBA_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
-    folders = [asked] if asked else [Path(__file__).parent / "__pycache__", Path(caches or "~/.cache", "spmd_engine")]
+    """The folder for cached files: NUMBA_CACHE_DIR, or else the one of this package's compiled files, or the user's
+    cache; None: none can be written."""
+    chosen, caches = os.environ.get("NUMBA_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    folders = [chosen] if chosen else [Path(__file__).parent / "__pycache__", Path(caches or "~/.cache", "spmd_engine")]
     for folder in folders:
         with suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
             path = Path(folder).expanduser()
@@ -126,9 +126,9 @@ def _folder() -> Path | None:
 
 
 def _key() -> bytes:
-    """A digest of all that makes the code what it is."""
-    here, numba = Path(__file__).parent, find_spec("numba")
-    sources = [*sorted(here.glob("*.py")), here.parent / "factors.py"]
+    """A digest of everything that the code depends on."""
+    folder, numba = Path(__file__).parent, find_spec("numba")
+    sources = [*sorted(folder.glob("*.py")), folder.parent / "factors.py"]
     if numba is not None and numba.origin:
         sources += Path(numba.origin).parent.glob("_version.py")
     digest = hashlib.sha256()
@@ -141,7 +141,7 @@ def _key() -> bytes:
 
 
 def _read(path: Path, key: bytes) -> bytes | None:
-    """What the file holds; None if there is none to be trusted with this key."""
+    """The content of the file; None if there is no file that can be trusted with this key."""
     with suppress(OSError, UsageError), open(path, "rb", opener=open_regular) as file:
         if os.fstat(file.fileno()).st_uid in (os.geteuid(), 0):
             digest, content = file.read(32), file.read()
@@ -150,7 +150,7 @@ def _read(path: Path, key: bytes) -> bytes | None:
 
 
 def _write(path: Path, key: bytes, content: bytes) -> None:
-    """Put a file in the other's place, as a whole; without room for it, nothing is kept."""
+    """Replace the file atomically; if it cannot be written, nothing is cached."""
     with suppress(OSError):
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         try:
@@ -164,8 +164,8 @@ def _write(path: Path, key: bytes, content: bytes) -> None:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock, if it is to be had in time."""
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock, if it can be taken in time."""
     try:
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, 0o644)
     except (OSError, UsageError):  # a file of another user
@@ -178,7 +178,7 @@ def _alone(path: Path) -> Iterator[None]:
             logger.warning("no lock on %s (%s): this process compiles its loops without", path, error)
         yield
     finally:
-        os.close(descriptor)  # and with it goes the lock
+        os.close(descriptor)  # which frees the lock
 
 
 def _wait(descriptor: int, path: Path) -> None:

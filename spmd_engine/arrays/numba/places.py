@@ -1,8 +1,7 @@
-"""Where the loops of convolutions read and write, found before they run: the tile, the panel, and places in it.
+"""Where the loops of convolutions read and write, computed before they run: the tile, the panel, and places in it.
 
-The panel is a copy of some images with their padding, or of some of their rows, so large that it stays in a cache. A
-patch, what an output reads, lies there as a few runs of numbers side by side. A window is the tuple (size, stride,
-dilation, before).
+The panel is a copy of some images with their padding, or of some of their rows, which fits a cache. A patch, the inputs
+of an output, consists of a few contiguous runs of it. A window is the tuple (size, stride, dilation, before).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ Four = tuple[int, int, int, int]
 
 
 def _tile() -> tuple[int, int]:
-    """Rows and lanes: two vectors of this processor a row, as many rows as its registers hold beside their factors."""
+    """Rows and lanes: two vectors of this processor per row, and the rows that fit its registers beside factors."""
     features = binding.get_host_cpu_features()
     if features.get("avx512f"):
         return 12, 16
@@ -30,14 +29,14 @@ PANEL_ELEMENTS = 1 << 17  # of the copied images at a time: 512 KiB, so that the
 
 
 class Places(NamedTuple):
-    """Of a product whose left matrix is patches, or their transpose: its numbers are read where they lie.
+    """The places of a product whose left matrix is patches, or their transpose, which is read from the panel.
 
-    Row m has at step (run t), t < length, the number at reads[m] + runs[run] + t * step of the panel, and goes to
-    writes[m], or, at a tile's edge, to a tile apart.
+    Number (run t) of row m, t < length, is at reads[m] + runs[run] + t * step in the panel. The result of the row goes
+    to writes[m], or, at a tile's edge, to a separate tile.
     """
 
     panel: Four  #: its shape
-    lines: int  #: of outputs that are worked on at a time
+    lines: int  #: of outputs that are computed at a time
     reads: np.ndarray
     runs: np.ndarray
     length: int
@@ -50,8 +49,8 @@ def places_of_outputs(
     outputs: Four, strides: Four, inputs: int, groups: int, wide: int, rows: Four, columns: Four, limit: int
 ) -> Places:
     """Rows are patches, for y[b p q (g o)]. ``outputs`` are b, p, q, o; ``strides`` those of b, p, q in memory, and
-    where y begins; ``inputs`` is the images' number of channels, ``wide`` a tile's of columns, ``limit`` a panel's of
-    numbers."""
+    the offset of y; ``inputs`` is the number of channels of the images, ``wide`` that of columns of a tile, ``limit``
+    that of elements of a panel."""
     panel, lines = _panel(outputs, inputs, rows, columns, limit)
     (samples, height, width, _), q = panel, outputs[2]
     reads = _grid((samples, height * width), (lines, rows[1] * width), (q, columns[1])) * inputs
@@ -62,20 +61,20 @@ def places_of_outputs(
 
 @lru_cache(maxsize=256)
 def places_of_taps(outputs: Four, inputs: int, groups: int, wide: int, rows: Four, columns: Four, limit: int) -> Places:
-    """Rows are taps, for dw[g t (k l i) j], and all go to a tile apart. Runs are lines of outputs, of which as many
-    columns are held beside the panel as the tile has."""
+    """Rows are taps, for dw[g t (k l i) j], and all go to a separate tile. Runs are lines of outputs; as many of their
+    columns as the tile has are held beside the panel."""
     panel, lines = _panel(outputs, inputs, rows, columns, limit, wide)
     samples, height, width, _ = panel
-    taps, together = _runs_of_patch(panel, groups, rows, columns)
-    reads = np.add.outer(taps, np.arange(together)).reshape(-1)
+    taps, run_length = _runs_of_patch(panel, groups, rows, columns)
+    reads = np.add.outer(taps, np.arange(run_length)).reshape(-1)
     runs = _grid((samples, height * width), (lines, rows[1] * width)) * inputs
     in_tile = np.arange(ROWS) * wide
     return Places(panel, lines, _whole_tiles(reads), runs, outputs[2], in_tile, in_tile)
 
 
 def _panel(outputs: Four, inputs: int, rows: Four, columns: Four, limit: int, beside: int = 0) -> tuple[Four, int]:
-    """The panel's shape [b h w c], and the lines of outputs that are made of it, where it and the numbers ``beside``
-    each output are about ``limit`` in all."""
+    """The panel's shape [b h w c], and the lines of outputs that are computed from it. The panel and ``beside`` numbers
+    per output are about ``limit`` numbers."""
     b, p, q, _ = outputs
     width = (q - 1) * columns[1] + (columns[0] - 1) * columns[2] + 1
     fitting = max(1, limit // max(1, rows[1] * width * inputs + q * beside))
@@ -84,7 +83,7 @@ def _panel(outputs: Four, inputs: int, rows: Four, columns: Four, limit: int, be
 
 
 def _runs_of_patch(panel: Four, groups: int, rows: Four, columns: Four) -> tuple[np.ndarray, int]:
-    """Where the runs of a patch begin, and how many numbers each is: a tap, or a row of taps that touch each other."""
+    """The offsets of the runs of a patch, and their length: a run is a tap, or a row of adjacent taps."""
     _, _, width, inputs = panel
     if columns[2] == 1 and groups == 1:
         return _grid((rows[0], rows[2] * width * inputs)), columns[0] * inputs
@@ -92,7 +91,7 @@ def _runs_of_patch(panel: Four, groups: int, rows: Four, columns: Four) -> tuple
 
 
 def _grid(*axes: tuple[int, int]) -> np.ndarray:
-    """The sums of one multiple of each axis, (how many, step), the last one's the fastest."""
+    """The sums of one multiple of each axis, (count, step); the last axis varies fastest."""
     places = np.zeros(1, np.int64)
     for count, step in axes:
         places = np.add.outer(places, np.arange(count) * step).reshape(-1)
@@ -100,5 +99,5 @@ def _grid(*axes: tuple[int, int]) -> np.ndarray:
 
 
 def _whole_tiles(rows: np.ndarray) -> np.ndarray:
-    """As many more, of which nothing is kept, as the last tile may have."""
+    """``rows`` with padding for the last tile; the results of the padding are discarded."""
     return np.concatenate([rows, np.zeros(ROWS, np.int64)])

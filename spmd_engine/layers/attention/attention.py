@@ -1,4 +1,4 @@
-"""Causal multi-head self-attention: heads are sharded, so each rank attends with its own."""
+"""Causal multi-head self-attention with sharded heads."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ class Attention(Layer):
     """q, k, v[b s h k] = x[b s d] · w[d h k] + bias[h k]
     y[b s d] = softmax(mask(q · k / sqrt(k))) · v · output[h k d] + bias[d]
 
-    With h sharded, the projections are column-parallel and the output is row-parallel, as in the MLP. A sharded s on
-    the residual stream is gathered first; ``context`` handles an s that is sharded inside: it brings queries and
-    keys together.
+    With h sharded, the projections are column-parallel and the output is row-parallel, as in the MLP. If s is sharded
+    on the residual stream, it is gathered first; ``context`` is the method for an s that is sharded inside.
 
     With fewer ``key_value_heads`` than ``heads``, r queries share each key head (Ainslie et al., "GQA", 2023):
-    queries are q[b s h r k], and their weights have r besides h. A layout may then shard r instead of h. Keys and
-    values are computed alike on all its ranks, but each rank's queries give only a part of their gradients,
-    which are unreduced over r: for x as those of the queries are, for the weights as over b and s.
+    queries are q[b s h r k], and their weights have r besides h. A layout may then shard r instead of h. All ranks of r
+    compute the same keys and values, but each rank's queries give only a part of their gradients, which are therefore
+    unreduced over r: in dx, as those of queries, and in the weights, as over b and s.
 
-    Heads are width / heads wide, or ``head_width``. Without ``bias`` q, k and v have none, without ``output_bias`` y
-    has none. With ``rotary`` or ``norm_epsilon`` queries and keys are turned by their positions, or normalised before,
-    or behind if ``turned_first``, head by head or, ``norm_together``, all heads of a token: see ``QueriesAndKeys``.
-    Scores are multiplied by ``scale`` in the place of 1 / sqrt(k), if it is given, and then, with a ``cap``, are
-    cap · tanh(scores / cap). With a ``window``, a query sees so many positions alone, up to its own; with ``alibi``,
-    scores fall with the distance of the key: see ``Alibi``.
+    Heads have the width ``head_width``, by default width / heads. ``bias`` is that of q, k and v, ``output_bias`` that
+    of y. ``rotary`` rotates queries and keys by their positions; ``norm_epsilon`` normalises them before, or after if
+    ``turned_first``, each head or, with ``norm_together``, all heads of a token: see ``QueriesAndKeys``. ``scale``
+    replaces the factor 1 / sqrt(k) of the scores, which then, with a ``cap``, are cap · tanh(scores / cap). With a
+    ``window``, a query sees only that many positions, up to its own; with ``alibi``, scores fall with the distance of
+    the key: see ``Alibi``. Raises UsageError for numbers of heads that do not divide.
     """
 
     attends = True
@@ -93,7 +92,7 @@ class Attention(Layer):
         )
         weights, biases = {}, {}
         for name, heads_of in self.heads.items():
-            summed = "bs" + self.across.removeprefix(heads_of)  # r over keys and values: queries that share them
+            summed = "bs" + self.across.removeprefix(heads_of)  # keys and values: r, too, the queries that share them
             weights[name] = Parameter(_dims("d", heads_of, "k"), std=std, summed=summed)
             biases[f"{name}_bias"] = Parameter(_dims(heads_of, "k"), decay=False, summed=summed)
         self.parameters = {
@@ -107,13 +106,13 @@ class Attention(Layer):
 
     def cost(self, length):
         visible = length if self.window is None else min(length, 2 * self.window)
-        return super().cost(length) + self.sizes["d"] * visible  # on average, half the keys twice: scores and values
+        return super().cost(length) + self.sizes["d"] * visible  # half the keys on average, for scores and for values
 
     def forward(self, sh, p, x, ctx):
         x = sh.all_gather(x, "b s d", "s", across=self.across)
         q, k, v = (self._project(p, name, x) for name in PROJECTIONS)
         turns = None if ctx.cache is None else ctx.cache.turns
-        q, k, made_ready = self.ready.forward(sh, p, q, k, ctx.positions, turns)
+        q, k, ready_saved = self.ready.forward(sh, p, q, k, ctx.positions, turns)
         if self.alibi is not None:
             q, k, v = self.alibi.widen(sh, q, k, v, ctx.positions)
         if ctx.cache is not None:
@@ -126,7 +125,7 @@ class Attention(Layer):
         y = sh.reduce_scatter(y, "b s d", over=self.across, onto="s")
         if "output_bias" in self.parameters:
             y += p["output_bias"]
-        return y, (x, mixed, made_ready, attended)
+        return y, (x, mixed, ready_saved, attended)
 
     def _project(self, p, name, x):
         """q, k or v of x[b s d]."""
@@ -137,7 +136,7 @@ class Attention(Layer):
         return y
 
     def backward_input(self, sh, p, saved, dy):
-        x, mixed, made_ready, attended = saved
+        x, mixed, ready_saved, attended = saved
         dy_whole = sh.all_gather(dy, "b s d", "s", across=self.across)
         dmixed = einsum(f"bsd,{self.across}kd->bs{self.across}k", dy_whole, p["output"])
         if self.alibi is not None:
@@ -145,19 +144,19 @@ class Attention(Layer):
         gradients: dict[str, Array] = dict(zip(PROJECTIONS, self.context.backward(sh, attended, dmixed), strict=True))
         if self.alibi is not None:
             self.alibi.narrow(gradients)
-        of_scales = self.ready.backward(sh, p, made_ready, gradients)
+        scale_gradients = self.ready.backward(sh, p, ready_saved, gradients)
         parts = (einsum(f"bs{h}k,d{h}k->bsd", gradients[name], p[name]) for name, h in self.heads.items())
         dx = reduce(iadd, parts)
         dx = sh.start_reduce_scatter(dx, "b s d", over=self.across, onto="s")
-        return dx, (x, gradients, of_scales, mixed, dy_whole, dy)
+        return dx, (x, gradients, scale_gradients, mixed, dy_whole, dy)
 
     def backward_weight(self, sh, rest, g):
-        x, gradients, of_scales, mixed, dy_whole, dy = rest
+        x, gradients, scale_gradients, mixed, dy_whole, dy = rest
         for name, h in self.heads.items():
             g.einsum(name, f"bsd,bs{h}k->d{h}k", x, gradients[name])
             if f"{name}_bias" in self.parameters:
                 g.einsum(f"{name}_bias", f"bs{h}k->{h}k", gradients[name])
-        for name, gradient in of_scales.items():
+        for name, gradient in scale_gradients.items():
             g.add(name, gradient)
         g.einsum("output", f"bs{self.across}k,bsd->{self.across}kd", mixed, dy_whole)
         if "output_bias" in self.parameters:
@@ -169,17 +168,17 @@ def _dims(*letters: str) -> str:
     return " ".join("".join(letters))
 
 
-# --- Attention whose scores fall with the distance of the key: ALiBi
+# --- ALiBi: scores that fall with the distance of the key
 
 
 class Alibi:
-    """Scores q · k / sqrt(k) + slope[h] · t, for keys at position t: as one more number in queries and keys
+    """Scores q · k / sqrt(k) + slope[h] · t for keys at position t, by one more number in queries and keys
 
-    A softmax is the same if all its scores are less by slope · s, the query's position: so this is a penalty on the
-    distance s - t. A key that has its position with it may be cached, and travel to other ranks, as any other. Queries
-    get their head's slope, values a 0, which is removed from the mixed values. Press et al., "Train short, test
-    long" (2022), whose slopes are 2^(-8 i / n) for heads i from 1 to n; of n that is no power of 2, those of the next
-    one, first every other of them.
+    Subtracting slope · s, with s the query's position, does not change the softmax: so this is a penalty on the
+    distance s - t. Since keys contain their positions, they can be cached and sent to other ranks as any others. The
+    additional number is the head's slope in queries, and 0 in values, where it is removed after mixing. Press et al.,
+    "Train short, test long" (2022): slopes are 2^(-8 i / n) for heads i from 1 to n; if n is not a power of 2, those of
+    the next power, first every other of them.
     """
 
     def __init__(self, heads: str, sizes: Mapping[str, int], steepest: float) -> None:
@@ -192,12 +191,12 @@ class Alibi:
         xp, width = backend_of(q).xp, q.shape[-1]
         slopes = xp.asarray(self.slopes, dtype=q.dtype).reshape([self.sizes[letter] for letter in self.heads])
         slopes = slopes[tuple(sh.span(letter, self.sizes[letter]) for letter in self.heads)]
-        at = xp.asarray(positions, dtype=q.dtype)
-        at = at.reshape(*([1] * (2 - at.ndim)), *at.shape, 1)
-        scale = sqrt(width + 1)  # by which the scores are divided
+        key_positions = xp.asarray(positions, dtype=q.dtype)
+        key_positions = key_positions.reshape(*([1] * (2 - key_positions.ndim)), *key_positions.shape, 1)
+        scale = sqrt(width + 1)  # the divisor of the scores
         return (
             _with_last(q * (scale / sqrt(width)), slopes * scale),
-            _with_last(k, at),
+            _with_last(k, key_positions),
             _with_last(v, 0),
         )
 
@@ -208,7 +207,7 @@ class Alibi:
 
     @staticmethod
     def narrow(gradients: dict[str, Array]) -> None:
-        """Make the gradients of queries, keys and values those of what was before one number more."""
+        """Replace the gradients of widened queries, keys and values by those of the original ones."""
         for name, gradient in gradients.items():
             width = gradient.shape[-1] - 1
             narrow = gradient[..., :-1]
@@ -216,7 +215,7 @@ class Alibi:
 
 
 def _with_last(x: Array, last: Array | int) -> Array:
-    """x[... k] with one number more behind k."""
+    """x[... k] with ``last`` appended to k."""
     y = backend_of(x).xp.empty((*x.shape[:-1], x.shape[-1] + 1), x.dtype)
     y[..., :-1], y[..., -1] = x, last
     return y
@@ -224,5 +223,5 @@ def _with_last(x: Array, last: Array | int) -> Array:
 
 def _slopes(heads: int, steepest: float) -> list[float]:
     full = 2 ** ceil(log2(heads))
-    all_of_them = [2.0 ** (-steepest * i / full) for i in range(1, full + 1)]
-    return all_of_them if full == heads else [*all_of_them[1::2], *all_of_them[::2]][:heads]
+    slopes = [2.0 ** (-steepest * i / full) for i in range(1, full + 1)]
+    return slopes if full == heads else [*slopes[1::2], *slopes[::2]][:heads]

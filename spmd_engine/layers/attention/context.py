@@ -16,11 +16,11 @@ from spmd_engine.sharding.shards import Shards
 
 
 class ContextMethod(ABC):
-    """Causal attention of q[b s h k] to k[b s h k] and v[b s h k], each rank having its positions of s.
+    """Causal attention of q[b s h k] to k[b s h k] and v[b s h k], with s sharded.
 
-    Where r queries share a key head, q is [b s h r k]. With a ``window``, a query sees so many positions alone, up to
-    its own; with a ``cap``, scores are cap · tanh(scores / cap). Where s is whole on every rank, all methods are the
-    kernel itself. They keep nothing: one object may serve all layers.
+    Where r queries share a key head, q is [b s h r k]. With a ``window``, a query sees only that many positions, up to
+    its own; with a ``cap``, scores are cap · tanh(scores / cap). If s is not sharded, all methods only call the kernel.
+    They have no state: one object may serve all layers.
     """
 
     def forward(
@@ -35,7 +35,7 @@ class ContextMethod(ABC):
     ) -> tuple[Array, Any]:
         """The mixed values, shaped as q, and what the backward needs. Collective over the axes that shard s.
 
-        Raises UsageError if s is sharded and ``ctx.length`` does not fit this rank's part of it.
+        Raises UsageError if s is sharded and ``ctx.length`` does not fit this rank's shard.
         """
         if not sh.is_cut("s"):
             visible = _visible(ctx.positions, ctx.documents, window, cap)
@@ -76,9 +76,9 @@ class ShardedSequence:
     label: str  #: in the ledger
     rank_positions: list[Array]  #: the positions of each rank of the group, ascending; on the host
     consecutive: bool  #: whether those of all ranks, in rank order, ascend
-    documents: Documents | None = None  #: of which queries see only keys of their own
+    documents: Documents | None = None  #: queries see only keys of their own document
     window: int | None = None  #: how many positions a query sees, up to its own; None: all
-    cap: float | None = None  #: of scores; None: there is none
+    cap: float | None = None  #: of scores; None: no cap
 
     @classmethod
     def of(
@@ -86,7 +86,7 @@ class ShardedSequence:
     ) -> ShardedSequence:
         """Raises UsageError if ``ctx.length`` does not fit this rank's shard."""
         rank_positions = sh.layout.positions_by_rank(ctx.length, sh.mesh)
-        group: Any = sh.group_of("s")  # which exists, since s is sharded
+        group: Any = sh.group_of("s")  # not None, since s is sharded
         if len(rank_positions[group.rank]) != q.shape[1]:
             raise UsageError(
                 f"{sh.label}: s is sharded over {group.axes}: of a sequence of {ctx.length} (ForwardContext.length) "
@@ -101,16 +101,16 @@ class ShardedSequence:
         return [len(positions) for positions in self.rank_positions]
 
     def positions(self, like: Array, rank: int | None = None) -> Array:
-        """Those of a rank of the group, this one by default, where ``like`` lives."""
+        """The positions of a rank of the group, by default this one, on the device of ``like``."""
         return backend_of(like).asarray(self.rank_positions[self.group.rank if rank is None else rank])
 
     def all_positions(self, like: Array) -> Array:
-        """0, 1, ... up to the sequence's length, where ``like`` lives."""
+        """0, 1, ... up to the sequence's length, on the device of ``like``."""
         return backend_of(like).xp.arange(sum(self.lengths))
 
     def visible(self, like: Array, rows: slice = slice(None), owner: int | None = None) -> dict[str, Any]:
-        """Keyword arguments of ``causal_attention`` for some of this rank's queries and the keys of the rank ``owner``;
-        None: of all ranks. Positions lie where ``like`` lives."""
+        """Keyword arguments of ``causal_attention`` for some of this rank's queries and the keys of the rank ``owner``,
+        or of all ranks if it is None, on the device of ``like``."""
         positions, apart = self.positions(like)[rows], None
         keys = self.all_positions(like) if owner is None else self.positions(like, owner)
         if self.documents is not None:
@@ -120,15 +120,15 @@ class ShardedSequence:
         return {"positions": positions, "key_positions": keys, "apart": apart, "window": self.window, "cap": self.cap}
 
     def all_visible(self, like: Array) -> dict[str, Any]:
-        """The same for the queries and keys of all ranks."""
+        """Keyword arguments of ``causal_attention`` for the queries and keys of all ranks."""
         return _visible(self.all_positions(like), self.documents, self.window, self.cap)
 
     def ascending(self, x: Array, axis: int) -> Array:
-        """All ranks' parts of ``x``, joined along ``axis`` in rank order, put in the order of positions."""
+        """The shards of ``x``, joined along ``axis`` in rank order, in the order of positions."""
         return x if self.consecutive else x.take(self._in_rank_order(x).argsort(), axis=axis)
 
     def by_rank(self, x: Array, axis: int) -> Array:
-        """The inverse of ``ascending``: what each rank has lies together."""
+        """The inverse of ``ascending``: in rank order."""
         return x if self.consecutive else x.take(self._in_rank_order(x), axis=axis)
 
     def _in_rank_order(self, like: Array) -> Array:
@@ -136,7 +136,7 @@ class ShardedSequence:
         return xp.concatenate([xp.asarray(positions) for positions in self.rank_positions])
 
 
-# --- Context parallelism by gathered keys: the shortest way, at the price of all keys on every rank
+# --- Context parallelism by gathered keys: the simplest method, but every rank holds all keys
 
 
 class GatherKeys(ContextMethod):
@@ -149,7 +149,7 @@ class GatherKeys(ContextMethod):
         1. dq[b s/context h k], and dk, dv[b t h k] unreduced over context: from its queries
         2. dk, dv[b s/context h k] = reduce_scatter of them
 
-    With S bytes of keys and values in all, n ranks: S(n-1)/n sent by a rank forward, as much backward; S kept.
+    With S bytes of keys and values and n ranks, a rank sends S(n-1)/n forward and as much backward, and keeps S.
     """
 
     def attend(self, sequence, q, k, v):
@@ -166,7 +166,7 @@ class GatherKeys(ContextMethod):
 
 
 def _pack(k: Array, v: Array) -> Array:
-    """[t 2 b h k]: keys and values travel together, positions first, so that parts are joined where they arrive."""
+    """[t 2 b h k]: keys and values in one array, positions first, so that received shards need no copy."""
     return backend_of(k).xp.stack((k.swapaxes(0, 1), v.swapaxes(0, 1)), axis=1)
 
 
@@ -175,31 +175,31 @@ def _unpack(packed: Array) -> tuple[Array, Array]:
     return packed[:, 0].swapaxes(0, 1), packed[:, 1].swapaxes(0, 1)
 
 
-# --- Ulysses: for the attention alone, heads are sharded instead of the sequence
+# --- Ulysses: during attention, heads are sharded instead of the sequence
 
 
-SEQUENCE, HEAD = 1, 2  # of [b s h k] and [b s h r k]
+SEQUENCE, HEAD = 1, 2  # dims of [b s h k] and [b s h r k]
 
 
 class Ulysses(ContextMethod):
-    """Every rank attends with some heads, over the whole sequence.
+    """Every rank computes some heads over the complete sequence.
 
     Forward:
         1. q, k, v[b s h/context k] = all_to_all of q, k, v[b s/context h k]
         2. mixed = causal attention, as on one device
         3. mixed[b s/context h k] = all_to_all of mixed[b s h/context k]
-    Backward: the same with dmixed before, and dq, dk, dv after.
+    Backward: the same with dmixed as input, and dq, dk, dv as output.
 
-    With S bytes of queries in all and as many of keys: 4 S/n (n-1)/n sent by a rank forward, as much backward.
-    Heads need not divide; ranks beyond their number have nothing to attend with.
+    With S bytes of queries and as many of keys, a rank sends 4 S/n (n-1)/n forward and as much backward.
+    Ranks need not divide the heads; ranks beyond the number of heads have none.
     Jacobs et al., "DeepSpeed Ulysses" (2023).
     """
 
     def attend(self, sequence, q, k, v):
         q, k, v = _heads_for_positions(sequence, q, k, v)
         mixed, log_sums = causal_attention(q, k, v, **sequence.all_visible(q))
-        (own,) = _positions_for_heads(sequence, mixed)
-        return own, (q, k, v, mixed, log_sums)
+        (output,) = _positions_for_heads(sequence, mixed)
+        return output, (q, k, v, mixed, log_sums)
 
     def attend_backward(self, sequence, saved, dmixed):
         q, k, v, mixed, log_sums = saved
@@ -225,53 +225,52 @@ def _positions_for_heads(sequence: ShardedSequence, *arrays: Array) -> tuple[Arr
     return tuple(move.wait()[0] for move in moves)
 
 
-# --- Ring attention: keys and values go round, and every rank attends to each block as it passes
+# --- Ring attention: blocks of keys and values pass from rank to rank, and every rank attends to each
 
 
 class RingAttention(ContextMethod):
-    """No rank ever has more than two blocks of keys and values, and blocks travel while others are computed.
+    """A rank holds at most two blocks of keys and values, and sends one while it computes another.
 
     Forward, n steps; the first block is the rank's own k, v[b s/context h k]:
         1. start to send the block to the next rank, and to receive the previous rank's
-        2. attend to the block; merge with what the blocks before gave, weighted by their sums of exponentials
-        3. what has come is the next block
+        2. attend to the block; merge with the results of earlier blocks, weighted by the sums of exponentials
+        3. continue with the received block
     Backward, n steps with the final output and sums:
         1. start to send and to receive blocks as above
-        2. dq += the block's part; the block's dk, dv = what the previous rank sent + this rank's part
-        3. start to send those to the next rank: they follow their block, and after n steps are home
+        2. dq += the block's part; the block's dk, dv = those from the previous rank + this rank's part
+        3. start to send these to the next rank: they follow their block, and after n steps are at its owner
 
-    Queries that see nothing of a block are left out of it; if the sequence is sharded in a ``zigzag``, that leaves
-    every rank as much to do in every step. With S bytes of keys and values in all, a rank sends S(n-1)/n
-    forward and 2S(n-1)/n + S/n backward, and keeps S/n.
+    Queries that see no key of a block skip it; with a ``zigzag`` sharding, all ranks then have equal work in every
+    step. With S bytes of keys and values, a rank sends S(n-1)/n forward and 2S(n-1)/n + S/n backward, and keeps S/n.
 
     After Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers" (2023); the merging is the
     online softmax of Milakov and Gimelshein (2018).
     """
 
     def attend(self, sequence, q, k, v):
-        own = backend_of(k).xp.stack((k, v))
-        own_block = sequence.visible(q, owner=sequence.group.rank)
-        mixed, log_sums = causal_attention(q, k, v, **own_block)  # every query sees at least itself
-        for owner, block in _passing(sequence, own):
+        keys_values = backend_of(k).xp.stack((k, v))
+        own_visible = sequence.visible(q, owner=sequence.group.rank)
+        mixed, log_sums = causal_attention(q, k, v, **own_visible)  # every query sees at least itself
+        for owner, block in _ring_blocks(sequence, keys_values):
             rows = _rows_that_see(sequence, owner)
             if rows is not None and owner != sequence.group.rank:
                 part = causal_attention(q[:, rows], *block, **sequence.visible(q, rows, owner))
                 _merge(mixed[:, rows], log_sums[..., rows], *part)
-        return mixed, (q, own, mixed, log_sums)
+        return mixed, (q, keys_values, mixed, log_sums)
 
     def attend_backward(self, sequence, saved, dmixed):
-        q, own, mixed, log_sums = saved
+        q, keys_values, mixed, log_sums = saved
         dq = backend_of(q).xp.zeros(q.shape, q.dtype)
-        dblock = backend_of(q).xp.zeros(own.shape, own.dtype)
+        dblock = backend_of(q).xp.zeros(keys_values.shape, keys_values.dtype)
         arriving: Any = None
-        for owner, block in _passing(sequence, own):
+        for owner, block in _ring_blocks(sequence, keys_values):
             rows, parts = _rows_that_see(sequence, owner), ()
             if rows is not None:
                 queries, output = (dmixed[:, rows], q[:, rows]), (mixed[:, rows], log_sums[..., rows])
                 visible = sequence.visible(q, rows, owner)
                 dq_part, *parts = causal_attention_backward(*queries, block[0], block[1], *output, **visible)
                 dq[:, rows] += dq_part
-            if arriving:  # no rank has added to a rank's own block yet
+            if arriving:  # not for the rank's own block, which comes first
                 dblock = arriving()
             for total, part in zip(dblock, parts, strict=False):
                 total += part
@@ -279,9 +278,9 @@ class RingAttention(ContextMethod):
         return dq, *arriving()
 
 
-def _passing(sequence: ShardedSequence, own: Array) -> Iterator[tuple[int, Array]]:
-    """Each rank and its block, this rank's own first; the next is on its way meanwhile."""
-    block, ranks = own, sequence.group.size
+def _ring_blocks(sequence: ShardedSequence, own_block: Array) -> Iterator[tuple[int, Array]]:
+    """Each rank and its block, this rank's first; the next block is received meanwhile."""
+    block, ranks = own_block, sequence.group.size
     for step in range(ranks):
         next_block = _pass_on(sequence, block) if step < ranks - 1 else None
         yield (sequence.group.rank - step) % ranks, block
@@ -290,9 +289,9 @@ def _passing(sequence: ShardedSequence, own: Array) -> Iterator[tuple[int, Array
 
 
 def _pass_on(sequence: ShardedSequence, x: Array) -> Callable[[], Array]:
-    """Start to send ``x`` to the next rank; the function returned waits for what the previous one sends.
+    """Start to send ``x`` to the next rank; the returned function waits for the array of the previous one.
 
-    All ranks start the same messages in the same order and wait only then, so none waits for another's wait.
+    All ranks start the same messages in the same order before they wait, so there is no deadlock.
     """
     group = sequence.group
     sending = group.start_send((group.rank + 1) % group.size, x, label=sequence.label)
@@ -307,14 +306,14 @@ def _pass_on(sequence: ShardedSequence, x: Array) -> Callable[[], Array]:
 
 
 def _rows_that_see(sequence: ShardedSequence, owner: int) -> slice | None:
-    """This rank's queries that see a key of that rank at least: the last ones, or None."""
+    """This rank's queries that see at least one key of the rank ``owner``: the last ones, or None."""
     queries, keys = sequence.rank_positions[sequence.group.rank], sequence.rank_positions[owner]
     first = int(queries.searchsorted(keys[0])) if len(keys) else len(queries)
     return slice(first, None) if first < len(queries) else None
 
 
 def _merge(y: Array, log_sums: Array, part: Array, part_log_sums: Array) -> None:
-    """Make y[b s h k] and log_sums[b h s], attention to some keys, attention to those of ``part`` too."""
+    """Merge ``part``, attention to other keys, into y[b s h k] and log_sums[b h s], in place."""
     xp = backend_of(y).xp
     both = xp.logaddexp(log_sums, part_log_sums)
     y *= _by_query(xp.exp(log_sums - both), xp)
@@ -335,7 +334,7 @@ CONTEXT_METHODS = {"gather": GatherKeys, "ring": RingAttention, "ulysses": Ulyss
 
 
 def context_method(name: str) -> ContextMethod:
-    """The method called ``name``; raises UsageError naming those there are."""
+    """The method called ``name``; raises UsageError for an unknown name."""
     if name not in CONTEXT_METHODS:
         raise UsageError(f"unknown context method {name!r}; {one_of(name, CONTEXT_METHODS)}")
     return CONTEXT_METHODS[name]()

@@ -1,4 +1,4 @@
-"""Rotary positions of a model: by which angles the pairs of a head are turned."""
+"""Rotary positions, and norms of queries and keys."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from spmd_engine.sharding.shards import Shards
 
 @dataclass(frozen=True)
 class RotaryOptions(Configuration):
-    """How queries and keys are turned: pair number i of n by position · theta^(-i/n), unless there is a ``scaling``.
+    """The rotation of queries and keys: pair i of n by position · theta^(-i/n), and the ``scaling`` of frequencies.
 
-    ``linear`` divides all frequencies by ``factor``. ``llama3`` divides those whose wavelength, in positions, is
-    longer than ``original_context / low_frequency_factor``, leaves those alone that are shorter than
-    ``original_context / high_frequency_factor``, and blends between (Llama 3.1). ``yarn`` blends by the number of the
-    pair, between those that make ``fast_turns`` and ``slow_turns`` turns in ``original_context`` positions (Peng et
-    al., "YaRN", 2023). ``divided`` divides each by its own of the ``divisors``. All in float64.
+    ``linear`` divides all frequencies by ``factor``. ``llama3`` divides those with a wavelength, in positions, above
+    ``original_context / low_frequency_factor``, keeps those with one below ``original_context /
+    high_frequency_factor``, and interpolates between them (Llama 3.1). ``yarn`` interpolates by the number of the pair,
+    between those that make ``fast_turns`` and ``slow_turns`` turns in ``original_context`` positions (Peng et al.,
+    "YaRN", 2023). ``divided`` divides each frequency by one of the ``divisors``. All in float64.
     """
 
     theta: float = setting(10_000.0, least=1)
     pairs: str = setting("halves", choices=("halves", "neighbours"))  #: i and i + n, or 2i and 2i + 1
-    part: float = setting(1.0, least=0, most=1)  #: of each head that is turned: its first numbers
+    part: float = setting(1.0, least=0, most=1)  #: fraction of each head that is rotated: its first numbers
     scaling: str = setting("none", choices=("none", "linear", "llama3", "yarn", "divided"))
     factor: float = setting(1.0, least=1)
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
-    original_context: int = setting(8192, least=1)  #: positions that a model with ``scaling`` had learnt before
+    original_context: int = setting(8192, least=1)  #: positions that the model was trained on before ``scaling``
     fast_turns: float = setting(32.0, least=0)
     slow_turns: float = setting(1.0, least=0)
-    whole_pairs: bool = True  #: whether those two limits of ``yarn`` are rounded outwards to whole numbers of pairs
-    divisors: str = ""  #: numbers with commas, one a pair
-    magnitude: float = setting(1.0, least=0)  #: by which queries and keys are multiplied as they are turned
+    whole_pairs: bool = True  #: whether ``yarn`` rounds its two limits outwards to whole numbers of pairs
+    divisors: str = ""  #: comma-separated numbers, one per pair
+    magnitude: float = setting(1.0, least=0)  #: factor of rotated queries and keys
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,10 +65,10 @@ class RotaryOptions(Configuration):
         return [self._as_llama3(frequency) for frequency in plain]
 
     def _as_llama3(self, frequency: float) -> float:
-        periods = self.original_context * frequency / (2 * pi)  # in what was learnt before
+        periods = self.original_context * frequency / (2 * pi)  # in the original context
         span = self.high_frequency_factor - self.low_frequency_factor
-        kept = min(1.0, max(0.0, (periods - self.low_frequency_factor) / span))
-        return frequency * (kept + (1 - kept) / self.factor)
+        share = min(1.0, max(0.0, (periods - self.low_frequency_factor) / span))
+        return frequency * (share + (1 - share) / self.factor)
 
     def _as_yarn(self, plain: list[float]) -> list[float]:
         def pair_with(turns: float) -> float:
@@ -86,24 +86,24 @@ class RotaryOptions(Configuration):
         try:
             divisors = [float(number) for number in self.divisors.split(",")]
         except ValueError:
-            raise UsageError(f"rotary: divisors is {self.divisors!r}: it is numbers with commas") from None
+            raise UsageError(f"rotary: divisors is {self.divisors!r}: write numbers with commas between them") from None
         if len(divisors) != pairs or min(divisors) <= 0:
-            raise UsageError(f"rotary: {len(divisors)} divisors for {pairs} pairs; there is a positive one for each")
+            raise UsageError(f"rotary: {len(divisors)} divisors for {pairs} pairs; write one positive number for each")
         return divisors
 
 
 class Rotary:
-    """``options`` for heads of a width: shared by all layers of a model, and nothing of a micro-batch is kept."""
+    """Rotary positions for heads of a width; one object without state serves all layers of a model."""
 
     def __init__(self, width: int, options: RotaryOptions) -> None:
         turned = int(width * options.part)
         if turned % 2:
-            raise UsageError(f"rotary positions turn pairs: {turned} of heads of width {width} have one left over")
+            raise UsageError(f"rotary: {turned} numbers of a head of {width} are not pairs; rotate an even number")
         self.neighbours = options.pairs == "neighbours"
         self.frequencies, self.magnitude = options.frequencies(turned // 2), options.magnitude
 
     def turn(self, positions: Array, like: Array) -> Turn:
-        """The turns of all pairs at these positions[s], or [b s], where ``like`` lives and in its dtype."""
+        """The turns of all pairs at positions[s] or [b s], on the device of ``like`` and in its dtype."""
         cosines, sines = turn_at(positions, backend_of(like).xp.asarray(self.frequencies), like)
         return (cosines, sines) if self.magnitude == 1 else (cosines * self.magnitude, sines * self.magnitude)
 
@@ -112,15 +112,15 @@ class Rotary:
 
 
 class QueriesAndKeys:
-    """q[b s h k], k[b s h k] = rotate(norm(q) · query_norm), the same for k; each of the two steps or none
+    """q[b s h k] = rotate(norm(q) · query_norm), and the same for k; both steps are optional
 
-    Queries are then multiplied by the ``factor``, if one is given: what else divides scores but the root of k.
+    Queries are then multiplied by ``factor``, the scale of the scores besides 1 / sqrt(k).
 
-    ``heads`` are the letters of the heads of queries and of keys, ``sizes`` theirs and that of k. Norms are of each
-    head, with query_norm[k], or, ``together``, of all heads of a token, with query_norm[h k]. A scale that all heads
-    share gets only a part of its gradient from a rank's heads, if any of them are sharded: it is summed over them, too.
-    Keys' gradients are unreduced over r, queries that share them, and so is that of their norm. With ``turned_first``
-    it is norm(rotate(q)).
+    ``heads`` are the letters of the heads of queries and of keys, ``sizes`` the sizes of these and of k. A norm is that
+    of one head, with query_norm[k], or, with ``together``, of all heads of a token, with query_norm[h k]. If heads are
+    sharded, a rank's heads give only a part of the gradient of a scale that all heads share: it is summed over them,
+    too. The gradients of keys and of their norm are unreduced over r, the queries that share them. With
+    ``turned_first`` the order is norm(rotate(q)).
     """
 
     def __init__(
@@ -139,11 +139,11 @@ class QueriesAndKeys:
         if norm_epsilon is None:
             return
         for name in self.norms:
-            own, dims, summed = heads[name], "k", "bs" + heads["query"]
+            h_dims, dims, summed = heads[name], "k", "bs" + heads["query"]
             self.norms[name] = NormOfHead(norm_epsilon)
             if together:
-                dims, summed = " ".join(own + "k"), "bs" + heads["query"].removeprefix(own)
-                self.norms[name] = NormOfAllHeads(norm_epsilon, own, prod(sizes[letter] for letter in own + "k"))
+                dims, summed = " ".join(h_dims + "k"), "bs" + heads["query"].removeprefix(h_dims)
+                self.norms[name] = NormOfAllHeads(norm_epsilon, h_dims, prod(sizes[letter] for letter in h_dims + "k"))
             self.parameters[f"{name}_norm"] = Parameter(dims, mean=1.0, decay=False, summed=summed)
 
     def forward(
@@ -151,7 +151,7 @@ class QueriesAndKeys:
     ) -> tuple[Array, Array, Any]:
         """q and k, normalized and rotated, and what the backward needs; ``positions`` are [s], or [b s].
 
-        ``turns`` are those of these positions that other layers have made already, and are added to.
+        ``turns`` has the turns of these positions that other layers have computed; missing ones are added.
         """
         turn = None if self.rotary is None or turns is None else turns.get(self.rotary)
         if self.rotary is not None and turn is None:
@@ -177,16 +177,16 @@ class QueriesAndKeys:
     def backward(self, sh: Shards, p: Any, saved: Any, gradients: dict[str, Array]) -> dict[str, Array]:
         """Replace ``gradients`` of the results by those of q and k; returns the gradients of the norms' scales."""
         turn, normals = saved
-        of_scales = {}
+        scale_gradients = {}
         if self.factor != 1:
             gradients["query"] = gradients["query"] * self.factor
         for name, norm in self.norms.items():
             dx = self._rotated(gradients[name], turn, not self.turned_first, back=True)
             if norm is not None:
                 scale = f"{name}_norm"
-                dx, of_scales[scale] = norm.backward(sh, normals[name], p[scale], dx)
+                dx, scale_gradients[scale] = norm.backward(sh, normals[name], p[scale], dx)
             gradients[name] = self._rotated(dx, turn, self.turned_first, back=True)
-        return of_scales
+        return scale_gradients
 
 
 # --- Norms of queries or keys: of each head by itself, or of all heads of a token together
@@ -210,7 +210,7 @@ class NormOfHead:
 
 
 class NormOfAllHeads:
-    """y[b s h k] = x / sqrt(mean(x²) + epsilon) · scale[h k], the mean over h and k, which are so ``many`` numbers
+    """y[b s h k] = x / sqrt(mean(x²) + epsilon) · scale[h k], the mean over h and k, ``many`` numbers
 
     ``heads`` are the letters h of the heads, which may be sharded:
 
@@ -227,8 +227,8 @@ class NormOfAllHeads:
     def forward(self, sh: Shards, x: Array, scale: Array) -> tuple[Array, Any]:
         """y, and what the backward needs."""
         xp = backend_of(x).xp
-        squares = sh.all_reduce(_over_heads(x * x), over=self.heads)
-        inverse = _of_token(1.0 / xp.sqrt(squares / self.many + self.epsilon), x)
+        squares = sh.all_reduce(_sum_over_heads(x * x), over=self.heads)
+        inverse = _expand_to_heads(1.0 / xp.sqrt(squares / self.many + self.epsilon), x)
         normal = x * inverse
         return normal * scale, (normal, inverse)
 
@@ -238,18 +238,18 @@ class NormOfAllHeads:
         xp, weighted = backend_of(dy).xp, dy * normal
         dscale = weighted.sum(axis=(0, 1))
         weighted *= scale
-        along = sh.all_reduce(_over_heads(weighted), over=self.heads)
+        along = sh.all_reduce(_sum_over_heads(weighted), over=self.heads)
         dx = dy * scale
-        dx -= normal * _of_token(along / self.many, dy)
+        dx -= normal * _expand_to_heads(along / self.many, dy)
         dx *= inverse
         return xp.ascontiguousarray(dx), dscale
 
 
-def _over_heads(x: Array) -> Array:
+def _sum_over_heads(x: Array) -> Array:
     """The sums [b s] of x[b s h k], or [b s h r k]."""
     return x.sum(axis=tuple(range(2, x.ndim)))
 
 
-def _of_token(x: Array, like: Array) -> Array:
-    """x[b s], to be multiplied with [b s h k], or [b s h r k]."""
+def _expand_to_heads(x: Array, like: Array) -> Array:
+    """x[b s] as [b s 1 1], or [b s 1 1 1], to be multiplied with ``like``."""
     return x.reshape(*x.shape, *[1] * (like.ndim - 2))

@@ -16,16 +16,16 @@ from spmd_engine.layers.moe.dispatch import Dispatch
 from spmd_engine.layers.moe.router import Router
 from spmd_engine.layers.moe.routing import RouterOptions
 
-#: Of each expert: its parameters, and which of all rows are its own.
+#: The parameters and the rows of each expert.
 Experts = Sequence[tuple[Mapping[str, Array], slice]]
 
 
 class Perceptron:
-    """y[t d] = activation(x[t d] · w0[d f]) · w1[f d], of every expert for its own rows t: without biases
+    """y[t d] = activation(x[t d] · w0[d f]) · w1[f d], for the rows t of each expert, without biases
 
     ``gated``: y[t d] = (silu(x[t d] · gate[d f]) · (x · up[d f])) · down[f d]. With f sharded, y and dx are unreduced
     over f, as are those of an MLP before its reduction. There is one product for each expert; elementwise steps are
-    made for the rows of all experts at once.
+    for the rows of all experts at once.
     """
 
     def __init__(self, activation: str = "gelu", *, gated: bool = False, std: float = 0.02, out_std: float = 0.02):
@@ -48,7 +48,7 @@ class Perceptron:
         return y, (x, h, slopes)
 
     def backward_input(self, experts: Experts, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """dx[t d], and what the weights' gradients need."""
+        """dx[t d], and what ``backward_weight`` needs."""
         x, h, slopes = saved
         xp = backend_of(dy).xp
         dh, dx = xp.empty_like(h), xp.empty_like(x)
@@ -73,91 +73,91 @@ class Perceptron:
             g.einsum(self.last, "tf,td->fd", h[rows], dy[rows])
 
 
-# --- Experts that every token goes through, beside those that a router chooses
+# --- Shared experts, which every token goes through
 
 
 _GATE = "shared_gate"
 
 
 class SharedExperts:
-    """y[t d] = Σ_i shared_i(x[t d]), times sigmoid(x · shared_gate[d]) if they are ``weighted``: so ``many`` of a kind
+    """y[t d] = Σ_i shared_i(x[t d]), times sigmoid(x · shared_gate[d]) if ``weighted``, over ``many`` equal experts
 
-    One of m times the width is m of them, whose hidden numbers lie side by side. With f sharded, y and dx are unreduced
-    over f. The weight is whole on all ranks along f, but its gradient, like all that follows, is linear in the parts
-    of y, and so stays unreduced: that of shared_gate is summed over f as well.
+    One expert of m times the hidden width is stored as m of them. With f sharded, y and dx are unreduced over f. The
+    weight is replicated along f, but its gradient is linear in the unreduced y, and so stays unreduced: that of
+    shared_gate is summed over f as well.
     """
 
     def __init__(self, perceptron: Perceptron, many: int, weighted: bool, std: float) -> None:
         self.perceptron, self.many, self.weighted = perceptron, many, weighted
         self.parameters: dict[str, Parameter] = {}
         for number in range(many):
-            self.parameters |= {f"shared{number}/{own}": parameter for own, parameter in perceptron.parameters.items()}
+            self.parameters |= {f"shared{number}/{key}": parameter for key, parameter in perceptron.parameters.items()}
         if weighted:
             self.parameters[_GATE] = Parameter("d", std=std, summed="bsf")
 
     def forward(self, p: Mapping[str, Any], x: Array, hidden: int, keep: bool) -> tuple[Array | None, Any]:
-        """y of x, and what the backward needs; None: there are none. ``hidden`` is how much of f is here."""
+        """y of x, or None without experts, and what the backward needs; ``hidden`` is the size of f on this rank."""
         y, saved = None, []
         for number in range(self.many):
-            own, of_own = self.perceptron.forward([(p[f"shared{number}"], slice(0, len(x)))], x, hidden, keep)
+            y_i, expert_saved = self.perceptron.forward([(p[f"shared{number}"], slice(0, len(x)))], x, hidden, keep)
             if y is not None:
-                own += y
-            y = own
-            saved.append(of_own)
+                y_i += y
+            y = y_i
+            saved.append(expert_saved)
         if not self.weighted:
             return y, (saved, None)
         weights = _sigmoid(einsum("td,d->t", x, p[_GATE]))
         return y * weights[:, None], (saved, (x, y, weights))
 
     def backward_input(self, p: Mapping[str, Any], saved: Any, dy: Array) -> tuple[Array | None, Any]:
-        """dx, and what the weights' gradients need."""
-        saved, of_gate = saved
-        dx, of_logits = None, None
-        if of_gate is not None:
-            x, y, weights = of_gate
+        """dx, and what ``backward_weight`` needs."""
+        saved, gate_saved = saved
+        dx, gate_rest = None, None
+        if gate_saved is not None:
+            x, y, weights = gate_saved
             dlogits = (dy * y).sum(axis=1) * (weights * (1.0 - weights))
-            dx, of_logits = dlogits[:, None] * p[_GATE], (x, dlogits)
+            dx, gate_rest = dlogits[:, None] * p[_GATE], (x, dlogits)
             dy = dy * weights[:, None]
         rests = []
-        for number, of_own in enumerate(saved):
-            own, rest = self.perceptron.backward_input([(p[f"shared{number}"], slice(0, len(dy)))], of_own, dy)
+        for number, expert_saved in enumerate(saved):
+            dx_i, rest = self.perceptron.backward_input([(p[f"shared{number}"], slice(0, len(dy)))], expert_saved, dy)
             if dx is not None:
-                own += dx
-            dx = own
+                dx_i += dx
+            dx = dx_i
             rests.append(rest)
-        return dx, (rests, of_logits, slice(0, len(dy)))
+        return dx, (rests, gate_rest, slice(0, len(dy)))
 
     def backward_weight(self, rest: Any, g: GradientSums) -> None:
-        """Add the gradients of all of them."""
-        rests, of_logits, rows = rest
-        for number, rest_of_one in enumerate(rests):
-            self.perceptron.backward_weight(rest_of_one, [(g[f"shared{number}"], rows)])
-        if of_logits is not None:
-            x, dlogits = of_logits
+        """Add the gradients of all experts and of the gate."""
+        rests, gate_rest, rows = rest
+        for number, expert_rest in enumerate(rests):
+            self.perceptron.backward_weight(expert_rest, [(g[f"shared{number}"], rows)])
+        if gate_rest is not None:
+            x, dlogits = gate_rest
             g.einsum(_GATE, "td,t->d", x, dlogits)
 
 
 def _sigmoid(z: Array) -> Array:
-    """1 / (1 + exp(-z)), where nothing overflows."""
+    """1 / (1 + exp(-z)), without overflow."""
     xp = backend_of(z).xp
     small = xp.exp(-xp.abs(z))
     return xp.where(z < 0, small, 1.0) / (1.0 + small)
 
 
-# --- A mixture of experts: of many perceptrons each token goes through a few, which a router chooses
+# --- A mixture of experts: each token goes through a few of many perceptrons, which a router chooses
 
 
 class MoE(Layer):
     """y[b s d] = Σ_j weight_j · expert_j(x[b s d]) over the k experts that a token chose + Σ_i shared_i(x)
 
-    E experts, of which a rank has those of its part of e, each with f sharded as in an MLP. Tokens travel to their
-    experts by all_to_all along the axes of e and back, so an expert sees the tokens of all ranks along them and its
-    gradient is summed over the other axes alone. What comes back is unreduced over f and is combined at the source,
-    then reduced together with what the shared experts, which every token goes through, make of it meanwhile.
+    A rank has the experts of its shard of e, each with f sharded as in an MLP. An all_to_all along the axes of e sends
+    tokens to their experts, and another one returns the results, so an expert sees the tokens of all ranks along these
+    axes, and its gradient is summed over the other axes only. The results are unreduced over f; they are combined at
+    the source and reduced together with those of the shared experts, which are computed meanwhile.
 
-    In the backward the weights of the combination get a gradient that is unreduced over f. All that follows is linear
-    in it, and so it stays: one reduction of dx serves experts and router, and the router's gradient is summed over f
-    as well. Auxiliary losses, which are whole on every rank along f, count on the first of these.
+    In the backward the gradient of the combination's weights is unreduced over f. All later steps are linear in it, so
+    it stays unreduced: one reduction of dx serves experts and router, and the router's gradient is summed over f as
+    well. Auxiliary losses are replicated along f: only the first rank adds their gradients.
 
     ``activation`` and ``gated`` are those of each ``Perceptron``. With a ``shared_gate``, the result of the shared
     experts is weighted by a sigmoid: see ``SharedExperts``.
@@ -185,8 +185,8 @@ class MoE(Layer):
         self.shared = SharedExperts(self.perceptron, shared, shared_gate, std)
         self.parameters = {**self.router.parameters, **self.shared.parameters}
         for number in range(experts):
-            for own, parameter in self.perceptron.parameters.items():
-                self.parameters[f"expert{number}/{own}"] = replace(parameter, element=("e", number))
+            for name, parameter in self.perceptron.parameters.items():
+                self.parameters[f"expert{number}/{name}"] = replace(parameter, element=("e", number))
         self.buffers, self.side_outputs = self.router.buffers, self.router.side_outputs
 
     def cost(self, length):
@@ -200,9 +200,9 @@ class MoE(Layer):
         routed = self.router.forward(sh, p, x, shape[0], ctx)
         dispatch = Dispatch(sh, routed.experts, self.sizes["e"])
         rows = dispatch.start(x[dispatch.tokens])
-        y, of_shared = self.shared.forward(p, x, self._hidden(sh), keep)  # while tokens travel
-        rows, of_experts = self.perceptron.forward(
-            [(p[f"expert{number}"], own) for number, own in zip(dispatch.here, dispatch.rows, strict=True)],
+        y, shared_saved = self.shared.forward(p, x, self._hidden(sh), keep)  # while tokens are sent
+        rows, experts_saved = self.perceptron.forward(
+            [(p[f"expert{number}"], span) for number, span in zip(dispatch.here, dispatch.rows, strict=True)],
             wait_for(rows),
             self._hidden(sh),
             keep,
@@ -210,42 +210,42 @@ class MoE(Layer):
         rows = wait_for(dispatch.start_back(rows))
         y = _sum(dispatch.gathered(rows, shape[2], routed.choices.weights), y)
         y = sh.reduce_scatter(y.reshape(shape), "b s d", over="f", onto="s")
-        saved = shape, x, routed, dispatch, rows, of_shared, of_experts
+        saved = shape, x, routed, dispatch, rows, shared_saved, experts_saved
         return y, saved, *([self.router.extra(routed, ctx)] if ctx.training and ctx.decided is None else [])
 
     def backward_input(self, sh, p, saved, dy, *side):
-        shape, x, routed, dispatch, rows, of_shared, of_experts = saved
+        shape, x, routed, dispatch, rows, shared_saved, experts_saved = saved
         dy = sh.all_gather(dy, "b s d", "s", across="f").reshape(-1, shape[2])
         drows, dweights = dispatch.gradients(dy, rows, routed.choices.weights)
         drows = dispatch.start(drows)
-        dx, rest_of_shared = self.shared.backward_input(p, of_shared, dy)  # while gradients travel
+        dx, shared_rest = self.shared.backward_input(p, shared_saved, dy)  # while gradients are sent
         dlogits = self.router.backward(sh, routed, dweights, *side or [{}])
         dx = _sum(einsum("tE,dE->td", dlogits, p["router"]), dx)
-        experts = [(p[f"expert{number}"], own) for number, own in zip(dispatch.here, dispatch.rows, strict=True)]
-        drows, rest = self.perceptron.backward_input(experts, of_experts, wait_for(drows))
+        experts = [(p[f"expert{number}"], span) for number, span in zip(dispatch.here, dispatch.rows, strict=True)]
+        drows, rest = self.perceptron.backward_input(experts, experts_saved, wait_for(drows))
 
         def combined(drows):
-            whole = _sum(dispatch.gathered(drows, shape[2]), dx)
-            return sh.reduce_scatter(whole.reshape(shape), "b s d", over="f", onto="s")
+            total = _sum(dispatch.gathered(drows, shape[2]), dx)
+            return sh.reduce_scatter(total.reshape(shape), "b s d", over="f", onto="s")
 
-        # The rows' gradients travel while those of the experts' weights are made.
-        return then(dispatch.start_back(drows), combined), (x, dlogits, dispatch, rest, rest_of_shared)
+        # The rows' gradients are sent while those of the experts' weights are computed.
+        return then(dispatch.start_back(drows), combined), (x, dlogits, dispatch, rest, shared_rest)
 
     def backward_weight(self, sh, rest, g):
-        x, dlogits, dispatch, rest, rest_of_shared = rest
+        x, dlogits, dispatch, rest, shared_rest = rest
         g.einsum("router", "td,tE->dE", x, dlogits)
-        here = zip(dispatch.here, dispatch.rows, strict=True)
-        self.perceptron.backward_weight(rest, [(g[f"expert{number}"], own) for number, own in here])
-        self.shared.backward_weight(rest_of_shared, g)
+        experts = zip(dispatch.here, dispatch.rows, strict=True)
+        self.perceptron.backward_weight(rest, [(g[f"expert{number}"], span) for number, span in experts])
+        self.shared.backward_weight(shared_rest, g)
 
     def _hidden(self, sh):
-        """How much of f is here."""
-        here = sh.span("f", self.sizes["f"])
-        return here.stop - here.start
+        """The size of f on this rank."""
+        span = sh.span("f", self.sizes["f"])
+        return span.stop - span.start
 
 
-def _sum(own: Array, other: Array | None) -> Array:
-    """``own``, with the other added to it if there is one."""
+def _sum(x: Array, other: Array | None) -> Array:
+    """Add ``other``, if there is one, to ``x`` in place, and return ``x``."""
     if other is not None:
-        own += other
-    return own
+        x += other
+    return x

@@ -1,7 +1,7 @@
-"""The router of a mixture of experts in a layer: what is global of its choices is summed here, the rest is ``routing``.
+"""The router of a mixture of experts: sums of its choices over ranks, and losses. ``routing`` has the choice itself.
 
-Capacity and balance are defined over the whole micro-batch: how many tokens it has, and how many of them chose each
-expert, is one small all_reduce over the axes that shard tokens, under way while these travel.
+Capacity and balance are defined over the global micro-batch: its number of tokens, and how many of them chose each
+expert, are one small all_reduce over the axes that shard tokens, under way while these are sent.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from spmd_engine.sharding.shards import Shards
 
 @dataclass
 class Routed:
-    """What was chosen in one micro-batch, and its sums over ranks as soon as they are there."""
+    """The choices of one micro-batch, and their sums over ranks, which may be under way."""
 
     logits: Array  #: [t E]
     choices: Choices
-    kept: Array  #: bool[t k]: the pairs (token, choice) that travel; others are left out or dropped
-    own_counts: Array  #: int64[1 E]: of this rank's pairs
-    _sums: Any  #: 1 + E, or on its way: all tokens of the micro-batch, then its pairs by expert; None: not needed
+    kept: Array  #: bool[t k]: the pairs (token, choice) that are sent; others are unused or dropped
+    own_counts: Array  #: int64[1 E]: pairs of this rank by expert
+    _sums: Any  #: [1 + E], or under way: the micro-batch's tokens, then its pairs by expert; None: not needed
     sequence_counts: Array | None  #: int64[b E], if there is a loss for each sequence
 
     @property
     def sums(self) -> Array:
-        """1 + E: the number of tokens of the micro-batch, and of the pairs that chose each expert."""
+        """[1 + E]: the number of tokens of the micro-batch, and of the pairs that chose each expert."""
         self._sums = wait_for(self._sums)
         return self._sums
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the whole micro-batch."""
+        """Number of tokens of the global micro-batch."""
         return int(self.sums[0])
 
     @property
     def experts(self) -> Array:
-        """int64[t k]: where each pair goes; -1 where it does not travel."""
+        """int64[t k]: the expert of each pair; -1 if it is not sent."""
         return backend_of(self.kept).xp.where(self.kept, self.choices.experts, -1)
 
     @property
@@ -63,13 +63,12 @@ class Routed:
 
 
 class Router:
-    """logits[t E] = x[t d] · router[d E], what each token chooses by them, the losses of these choices and the bias.
+    """logits[t E] = x[t d] · router[d E], the choices of each token, their losses and the bias.
 
-    Its losses and counts are side outputs: ``balance``, ``sequence_balance`` and ``z`` as far as ``options`` have
-    them; ``load``, pairs (token, choice) by expert, before any is dropped; how many were ``dropped`` for want of
-    capacity; and the mean ``entropy`` of a token's scores, in nats. Outside of training nothing is left to chance: a
-    second choice is always used. With a KV cache, a few tokens at a time, there is no capacity, and
-    routing is learned.
+    Losses and counts are side outputs: ``balance``, ``sequence_balance`` and ``z`` if ``options`` have them; ``load``,
+    pairs (token, choice) by expert, before any is dropped; the number of pairs ``dropped`` for lack of capacity; and
+    the mean ``entropy`` of a token's scores, in nats. Outside of training nothing is random: a second choice is always
+    used. With a KV cache, a few tokens at a time, capacity is unlimited, and routing is learned.
     """
 
     def __init__(self, width: int, experts: int, options: RouterOptions, std: float) -> None:
@@ -94,7 +93,7 @@ class Router:
         }
 
     def forward(self, sh: Shards, p: Any, x: Array, samples: int, ctx: ForwardContext) -> Routed:
-        """What the tokens x[t d], of so many samples, choose. Collective over the axes that shard b and s."""
+        """The choices of the tokens x[t d] of a number of ``samples``. Collective over the axes that shard b and s."""
         xp = backend_of(x).xp
         logits = einsum("td,dE->tE", x, p["router"])
         options = self._options(ctx)
@@ -104,18 +103,18 @@ class Router:
         tokens = self._tokens(sh, samples, ctx)
         key = key_of(ctx.seed, "routing", ctx.step, sh.label)
         choices = choose(logits, p.get("bias"), options, tokens=tokens, key=key)
-        own = expert_counts(choices)
-        sums = by_sequence = None
+        counts = expert_counts(choices)
+        sums = sequence_counts = None
         if ctx.training or options.capacity_factor is not None:
-            sums = xp.concatenate((xp.array([len(x)]), own[0]))
+            sums = xp.concatenate((xp.array([len(x)]), counts[0]))
             sums = sh.start_all_reduce(sums, over="bs")
         if ctx.training and "sequence_balance" in self.losses:
-            by_sequence = sh.all_reduce(expert_counts(choices, samples), over="s")
-        routed = Routed(logits, choices, choices.used, own, sums, by_sequence)
+            sequence_counts = sh.all_reduce(expert_counts(choices, samples), over="s")
+        routed = Routed(logits, choices, choices.used, counts, sums, sequence_counts)
         if options.capacity_factor is not None:
-            alone = options.scope == "shard"
-            capacity = capacity_of(options, len(x) if alone else routed.tokens, self.experts)
-            gather = (lambda own: [own]) if alone else (lambda own: [sh.gather_rows(own, over="bs")])
+            per_rank = options.scope == "shard"
+            capacity = capacity_of(options, len(x) if per_rank else routed.tokens, self.experts)
+            gather = (lambda rows: [rows]) if per_rank else (lambda rows: [sh.gather_rows(rows, over="bs")])
             routed.kept = keep(choices, capacity, tokens, gather)
         return routed
 
@@ -129,7 +128,7 @@ class Router:
         return Extra(updates, outputs, routed.decided)
 
     def backward(self, sh: Shards, routed: Routed, dweights: Array, side: Any) -> Array:
-        """dlogits[t E] of dweights[t k], unreduced over f as these are, and of the losses, on the first along f."""
+        """dlogits[t E] of dweights[t k], unreduced over f as these are, and of the losses, on the first rank of f."""
         dlogits = weights_gradient(routed.choices, dweights)
         if sh.part("f") == 0:
             for name, coefficient in self.losses.items():
@@ -170,44 +169,44 @@ class Router:
         ):
             return None
         numbers = ctx.samples
-        if numbers is None:  # only training numbers them
+        if numbers is None:  # they are numbered only in training
             xp = backend_of(ctx.positions).xp
-            there = sh.gather_rows(xp.array([samples]), over="b")
-            numbers = xp.arange(samples) + int(there[: sh.part("b")].sum())
+            samples_by_rank = sh.gather_rows(xp.array([samples]), over="b")
+            numbers = xp.arange(samples) + int(samples_by_rank[: sh.part("b")].sum())
         return Tokens(numbers, ctx.positions)
 
 
-# --- What keeps experts equally busy: losses of the router, each beside its gradient, and a bias that needs no loss
+# --- Balance of experts: losses of the router with their gradients, and a bias that needs no loss
 #
-# Letters as in ``routing``: t tokens of this rank, E experts. T is the number of tokens of the *whole* micro-batch,
-# and every loss here is this rank's share of one that is defined over the whole micro-batch: shares are summed over
-# the ranks that shard the tokens, gradients are those of the rank's own tokens, with no further factor.
+# Letters as in ``routing``: t tokens of this rank, E experts. T is the number of tokens of the *global* micro-batch.
+# Each loss is this rank's share of a loss over the global micro-batch: shares are summed over the ranks that shard the
+# tokens, gradients are those of the rank's own tokens, with no further factor.
 
 
 def balance_loss(choices: Choices, counts: Array, tokens: int, coefficient: float) -> float:
     """This rank's share of coefficient · E · Σ_i f_i P_i, the loss of Switch and GShard.
 
-    f_i is the part of all pairs (token, choice) that went to expert i, from counts[1 E] (``expert_counts``, summed
+    f_i is the fraction of all pairs (token, choice) with expert i, from counts[1 E] (``expert_counts``, summed
     over the ranks that shard the tokens), so that f sums to 1 for any k. P_i is the mean over T ``tokens`` of expert
     i's share of a token's scores, over all experts. Perfect balance gives 1 (times the coefficient).
 
     With counts[b E] of b sequences (tokens in b equal runs; summed over the ranks that shard a sequence) it is the mean
-    of that loss of each sequence (DeepSeek-V3, eq. 17-20). With a rank's own counts (scope "shard") it is the mean of
+    of this loss over sequences (DeepSeek-V3, eq. 17-20). With a rank's own counts (scope "shard") it is the mean of
     the ranks' own losses, weighted by their tokens.
     """
     if not choices.shares.size:
         return 0.0
-    pull = _pull(choices, counts, tokens, coefficient)
-    shares = choices.shares.reshape(len(pull), -1, choices.shares.shape[1])
-    return float((shares.sum(axis=1) * pull).sum())
+    share_gradient = _share_gradient(choices, counts, tokens, coefficient)
+    shares = choices.shares.reshape(len(share_gradient), -1, choices.shares.shape[1])
+    return float((shares.sum(axis=1) * share_gradient).sum())
 
 
 def balance_gradient(choices: Choices, counts: Array, tokens: int, coefficient: float) -> Array:
     """dlogits[t E] of ``balance_loss``. Counts are constants: only the scores carry a gradient."""
     rows, width = choices.shares.shape
-    pull = _pull(choices, counts, tokens, coefficient)
-    pull = pull.repeat(rows // len(pull) if len(pull) else 0, axis=0)
-    dlogits = pull - (choices.shares * pull).sum(axis=1, keepdims=True)
+    share_gradient = _share_gradient(choices, counts, tokens, coefficient)
+    share_gradient = share_gradient.repeat(rows // len(share_gradient) if len(share_gradient) else 0, axis=0)
+    dlogits = share_gradient - (choices.shares * share_gradient).sum(axis=1, keepdims=True)
     dlogits *= choices.shares
     if choices.slope is not None:
         dlogits *= choices.slope
@@ -228,7 +227,7 @@ def z_gradient(logits: Array, tokens: int, coefficient: float) -> Array:
 def entropy(choices: Choices, tokens: int) -> float:
     """This rank's share of the mean over T ``tokens`` of -Σ q log q, in nats, with q a token's shares of scores.
 
-    log E where all experts score alike, 0 where one has it all.
+    log E if all scores are equal, 0 if one expert has all of the score.
     """
     xp = backend_of(choices.shares).xp
     logs = xp.log(xp.maximum(choices.shares, xp.finfo(choices.shares.dtype).tiny))
@@ -238,16 +237,16 @@ def entropy(choices: Choices, tokens: int) -> float:
 def bias_fold(bias: Array, counts: Array, rate: float) -> Array:
     """The next step's bias[E]: raised by ``rate`` for experts that got fewer pairs than the mean, lowered for others.
 
-    ``counts[E]``: of a whole optimizer step, over all micro-batches and axes. After Wang et al., "Auxiliary-Loss-Free
-    Load Balancing" (2024); the mean of the change is taken off, so that the bias does not drift as a whole, which
-    would change no choice.
+    ``counts[E]`` are those of an optimizer step, over all micro-batches and axes. After Wang et al.,
+    "Auxiliary-Loss-Free Load Balancing" (2024); the mean of the change is subtracted, so that the bias has no common
+    drift, which would change no choice.
     """
     xp = backend_of(bias).xp
     change = xp.sign(counts.sum() - counts * counts.size).astype(bias.dtype)  # exact: the mean is never rounded
     return bias + (change - change.mean()) * bias.dtype.type(rate)
 
 
-def _pull(choices: Choices, counts: Array, tokens: int, coefficient: float) -> Array:
+def _share_gradient(choices: Choices, counts: Array, tokens: int, coefficient: float) -> Array:
     """[n E]: the gradient of the loss by a token's share of each expert."""
     counts = counts.astype(choices.shares.dtype)
     f = counts / counts.sum(axis=1, keepdims=True).clip(1)

@@ -1,4 +1,4 @@
-"""What a router of experts does, as one frozen, checked, JSON-able record."""
+"""The options of a router, and the choice of experts."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from spmd_engine.errors import UsageError
 
 @dataclass(frozen=True)
 class RouterOptions(Configuration):
-    """How tokens choose among E experts. Raises UsageError for values that do not go together.
+    """How tokens choose among E experts. Raises UsageError for inconsistent values.
 
-    With z[E] a token's logits, a score is p = softmax(z) or sigmoid(z). The ``top_k`` experts of the highest score (of
-    the highest logit where the softmax comes ``after``), plus the bias if there is one, are chosen, best first, a tie
-    going to the lower expert. The outputs of the chosen are weighted by their scores, without the bias: divided by
-    their sum if ``renormalise``, and times ``scale``. A softmax after the choice is one over the chosen alone: what
-    ``renormalise`` makes of one before it.
+    With z[E] a token's logits, a score is p = softmax(z) or sigmoid(z). A token chooses the ``top_k`` experts of
+    the highest score (the highest logit if the softmax comes ``after``), plus the bias if there is one: best first, and
+    the lower expert of a tie. Their outputs are weighted by their scores, without the bias, divided by the sum of these
+    if ``renormalise``, times ``scale``. A softmax after the choice is over the chosen experts only, which equals
+    ``renormalise`` with a softmax before it.
 
     With ``groups``, a token chooses only among its ``top_groups`` best groups of E / ``groups`` neighbouring experts;
-    a group is as good as the sum of its ``group_best`` best scores (DeepSeek-V3: 2).
+    the score of a group is the sum of its ``group_best`` best scores (DeepSeek-V3: 2).
     """
 
     top_k: int = setting(2, least=1, fixed=True, help="Experts that each token chooses.")
@@ -89,7 +89,7 @@ class RouterOptions(Configuration):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.score == "sigmoid" and self.when == "after":
-            raise UsageError("when='after' is about a softmax; a sigmoid is the same before and after the choice")
+            raise UsageError("when='after' needs score='softmax'; a sigmoid is the same before and after the choice")
         if self.scale <= 0:
             raise UsageError(f"scale is {self.scale}: it must be positive")
         if self.capacity_factor is not None and self.capacity_factor <= 0:
@@ -102,13 +102,13 @@ class RouterOptions(Configuration):
             raise UsageError("second_probability needs second_choice='random'")
 
     def check(self, experts: int) -> None:
-        """Raise UsageError unless a router over so many experts can do this."""
+        """Raise UsageError unless a router over this number of ``experts`` can have these options."""
         if experts < 1:
             raise UsageError(f"a router needs at least one expert, not {experts}")
         if self.top_k > experts:
             raise UsageError(f"top_k is {self.top_k}, but there are {experts} experts: choose at most {experts}")
         if experts % self.groups:
-            raise UsageError(f"{experts} experts do not fall into {self.groups} groups of one size")
+            raise UsageError(f"{experts} experts cannot be divided into {self.groups} groups of equal size")
         within = experts // self.groups * self.top_groups
         if self.routing == "learned" and self.top_k > within:
             raise UsageError(
@@ -117,11 +117,11 @@ class RouterOptions(Configuration):
             )
 
 
-# --- Which experts a token goes to, and with what weights: functions of arrays, of any sharding of the tokens
+# --- The experts and weights of each token: functions of arrays, for any sharding of the tokens
 #
 # Letters: t tokens of this rank (samples times positions, row by row), E experts, k choices of a token. All scores
 # are handled as a softmax over *log scores* l[t E]: the logits z themselves, or log sigmoid(z). So a softmax and a
-# sigmoid, renormalised or not, share one backward, and no sum of tiny scores is ever divided by.
+# sigmoid, renormalised or not, share one backward, and no divisor is a sum of tiny scores.
 
 
 POSITIONS = 1 << 24  # more than any sequence has: a token's number must not depend on the sequence's length
@@ -129,10 +129,10 @@ POSITIONS = 1 << 24  # more than any sequence has: a token's number must not dep
 
 @dataclass(frozen=True)
 class Tokens:
-    """Which tokens of the micro-batch a rank has: some positions of some samples, both by their global numbers."""
+    """The tokens of the micro-batch on a rank: positions of samples, both by their global numbers."""
 
     samples: Array  #: int[b], increasing
-    positions: Array  #: int[s]: of a sequence that is sharded, any runs of it
+    positions: Array  #: int[s]: any runs of the sequence if it is sharded
 
     def numbers(self) -> Array:
         """int64[b s]: one number for each token, in the order (sample, position), the same on every mesh."""
@@ -151,18 +151,18 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Choices:
-    """What the tokens of this rank chose, and what the gradients need of it."""
+    """The choices of this rank's tokens, with what their gradients need."""
 
     experts: Array  #: int64[t k], best first, all different in a row
-    weights: Array  #: [t k]: what the output of each of these experts is multiplied by
-    used: Array  #: bool[t k]: False where a second choice is left out by chance
+    weights: Array  #: [t k]: the weights of the outputs of these experts
+    used: Array  #: bool[t k]: False where a second choice is randomly left out
     shares: Array  #: [t E]: all scores of a token divided by their sum
     slope: Array | None  #: [t E]: the derivative of the log scores by the logits; None where it is 1
     options: RouterOptions
 
     @property
     def decided(self) -> tuple[Array, Array]:
-        """What a recomputation must not choose anew: ``choose(..., decided=)`` takes it."""
+        """The choices that a recomputation reuses, by ``choose(..., decided=)``."""
         return self.experts, self.used
 
 
@@ -175,24 +175,24 @@ def choose(
     key: int = 0,
     decided: tuple[Array, Array] | None = None,
 ) -> Choices:
-    """The choice for each row of logits[t E]; ``bias[E]`` is added to the scores for the choice alone.
+    """The choice for each row of logits[t E]; ``bias[E]`` is added to the scores only for the choice.
 
-    ``tokens`` says which tokens these are, and ``key`` (of seed, step and layer) seeds random draws: both are
-    used only if ``options`` draw at random or take turns. With ``decided`` (``Choices.decided``
-    of the first forward) only the weights are computed.
+    ``tokens`` identifies the rows, and ``key`` (of seed, step and layer) seeds random draws: both are used only if
+    ``options`` choose at random or in turn. With ``decided`` (``Choices.decided`` of the first forward) only the
+    weights are computed.
     """
     xp = backend_of(logits).xp
     rows, width = logits.shape
     options.check(width)
     scores, shares, slope = _scores(logits, options)
-    given: Any = tokens  # not None where it is used
+    required_tokens: Any = tokens  # not None where it is used
     if decided is not None:
         experts, used = decided
     elif options.routing == "balanced":
-        turn = (given.samples[:, None] + given.positions[None, :]).reshape(-1, 1) * options.top_k
+        turn = (required_tokens.samples[:, None] + required_tokens.positions[None, :]).reshape(-1, 1) * options.top_k
         experts = (turn + xp.arange(options.top_k)) % width
     elif options.routing == "random":
-        cells = given.numbers().reshape(-1, 1) * width + xp.arange(width)
+        cells = required_tokens.numbers().reshape(-1, 1) * width + xp.arange(width)
         experts = top(hash_bits(key_of(key, "experts"), cells, xp).astype(xp.float64), options.top_k)
     else:
         basis = logits if options.when == "after" else scores
@@ -202,7 +202,7 @@ def choose(
     if decided is None:
         used = xp.ones(experts.shape, bool)
         if options.second_choice == "random" and rows:
-            chance = uniform_at(key_of(key, "second choice"), given.numbers().reshape(-1))
+            chance = uniform_at(key_of(key, "second choice"), required_tokens.numbers().reshape(-1))
             limit = options.second_probability
             used[:, 1] = 2 * weights[:, 1] > chance * weights.sum(axis=1) if limit is None else chance < limit
     return Choices(experts, weights, used, shares, slope, options)
@@ -212,7 +212,7 @@ def weights_gradient(choices: Choices, dweights: Array) -> Array:
     """dlogits[t E] of dweights[t k], which is 0 where a pair was not used or was dropped. Linear in dweights."""
     xp = backend_of(dweights).xp
     options, experts, weights = choices.options, choices.experts, choices.weights
-    chosen = dweights * weights  # gradients of the log scores, but for what normalisation takes away
+    chosen = dweights * weights  # gradients of the log scores, without the term of a normalisation
     total = chosen.sum(axis=1, keepdims=True)
     if _normalised(options):
         chosen -= weights * (total * weights.dtype.type(1 / options.scale))
@@ -227,9 +227,9 @@ def weights_gradient(choices: Choices, dweights: Array) -> Array:
 
 
 def expert_counts(choices: Choices, sequences: int = 1) -> Array:
-    """int64[n E]: how many pairs (token, choice) use each expert, before any is dropped for want of capacity.
+    """int64[n E]: how many pairs (token, choice) use each expert, before any is dropped for lack of capacity.
 
-    ``sequences``: into how many equal runs of tokens these are counted, such as one a sample; 1 counts them all.
+    ``sequences``: the number of equal runs of tokens that are counted separately, such as one for each sample.
     """
     xp = backend_of(choices.experts).xp
     rows, width = choices.shares.shape
@@ -241,11 +241,11 @@ def expert_counts(choices: Choices, sequences: int = 1) -> Array:
 def top(scores: Array, k: int, allowed: Array | None = None) -> Array:
     """int64[t k]: the columns of the k highest scores[t E] in each row, highest first, the lower column of a tie.
 
-    ``allowed`` bool[t E] names the columns among which to choose, at least k a row. For the few k of a router, k
+    ``allowed`` bool[t E] marks the columns to choose from, at least k in each row. For the small k of a router, k
     searches for the maximum are several times as fast as sorting, and as stable.
     """
     xp = backend_of(scores).xp
-    left = xp.maximum(scores, xp.finfo(scores.dtype).min)  # so that -inf marks only what may not be chosen
+    left = xp.maximum(scores, xp.finfo(scores.dtype).min)  # so that -inf only marks columns that may not be chosen
     if allowed is not None:
         left[~allowed] = -xp.inf
     rows = xp.arange(len(scores))
@@ -283,7 +283,7 @@ def _normalised(options: RouterOptions) -> bool:
 
 
 def highest(x: Array) -> Array:
-    """[t] of x[t E]: down the columns of a copy, since NumPy takes ten times as long for maxima of short rows."""
+    """The maxima[t] of x[t E], over columns of a copy: NumPy takes ten times as long for maxima of short rows."""
     return x.T.copy().max(axis=0)
 
 
@@ -295,7 +295,7 @@ def _softmax(x: Array) -> Array:
 
 
 def _log_sigmoid(z: Array) -> tuple[Array, Array]:
-    """log sigmoid(z), and its derivative 1 - sigmoid(z), neither of which overflows or cancels."""
+    """log sigmoid(z), and its derivative 1 - sigmoid(z), without overflow and cancellation."""
     xp = backend_of(z).xp
     small = xp.exp(-xp.abs(z))
     return xp.minimum(z, 0) - xp.log1p(small), xp.where(z >= 0, small, z.dtype.type(1)) / (1 + small)
