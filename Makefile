@@ -25,7 +25,7 @@ help:  ## list the targets
 	@echo '  ARGS="..." goes through to the program: make train RANKS=4 ARGS="--mesh data=2,model=2 --steps 100"'
 
 train: $(VENV)/installed-mpich  ## train a language model on 8 ranks, or RANKS=n
-	$(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m spmd_engine train $(ARGS)
+	$(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m spmd_engine train --report $(ARGS)
 
 test: $(VENV)/installed-mpich-test  ## run the tests, serial and MPI, 4 jobs at a time, or JOBS=n
 	$(BIN)/python -m pytest $(HARNESS) -m "not soak" --durations=25 $(ARGS)

@@ -12,7 +12,7 @@ import click
 import numpy as np
 
 from spmd_engine.cli.options import chosen_settings, options_of, values_given
-from spmd_engine.cli.report import Reporter
+from spmd_engine.cli.progress import Reporter
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
@@ -36,6 +36,7 @@ options that are impossible on the mesh are dropped."""
 @click.option("--plan", metavar="FILE", help="Spread the model as in a file of 'plan --output'; or: --mesh auto.")
 @click.option("--stop-at", type=int, metavar="STEP", help="Save and stop after this step. [default: the last]")
 @click.option("--requeue", is_flag=True, help=f"After a save on a signal, exit with code {REQUEUE}, to be requeued.")
+@click.option("--report", is_flag=True, help="At the end, write report.html, as the command 'report' does.")
 @click.option("--trace", metavar="STEPS", type=int, help="Record this many steps in trace.json.")
 @click.option(
     "--enforce/--no-enforce",
@@ -59,7 +60,7 @@ def train(context: click.Context, **options: Any) -> None:
     if options["trace"] is not None and options["trace"] < 1:
         raise UsageError(f"--trace {options['trace']}: it must be from 1")
     try:
-        train_job(
+        run = train_job(
             job_of(context),
             options["run"],
             resume=options["resume"],
@@ -69,6 +70,10 @@ def train(context: click.Context, **options: Any) -> None:
             observers=[Reporter()],
             enforce=options["enforce"],
         )
+        if options["report"] and run.engine.device_id == 0:
+            from spmd_engine.cli.report import write_report
+
+            write_report([run.folder], run.folder / "report.html")
     except SystemExit as stopped:  # by a signal, after a save
         if options["requeue"] and stopped.code != 128 + signal.SIGINT:
             sys.exit(REQUEUE)

@@ -80,6 +80,11 @@ class FirstStepCheck:
             logger.warning("step 1 differs from its analysis: %s", differing[0])
         resident = max(bytes for _, bytes in measured)
         facts = check.prediction_facts(analysis, default_machine)
+        facts |= {
+            "peak_bytes_by_rank": analysis.peak_bytes_by_rank(),
+            "resident_bytes_by_rank": [resident for _, resident in measured],
+            "traffic": check.traffic(sums, ledgers),
+        }
         facts |= {"resident_bytes": resident, "measured_seconds": seconds, "differences": len(differing)}
         if routing := check.routed_bytes(sums, ledgers, routed, analysis.axes):
             facts["routed_bytes"] = routing

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from time import time
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
@@ -22,6 +23,7 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, Evaluation
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.files import open_regular
+from spmd_engine.runtime.environment import environment
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.trainer import StepReport, Trainer
 
@@ -108,6 +110,59 @@ class MetricsFile(Observer):
             return False
 
 
+class EventLog(Observer):
+    """``events.jsonl``: a line for each start, warning, checkpoint and end of a run, with the seconds since 1970.
+
+    A run that continues appends to the file, so that it tells of restarts.
+    """
+
+    NAME = "events.jsonl"
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / self.NAME
+
+    def opened(self, workload: Workload, parameters: int, notices: Sequence[str]) -> None:
+        self._write("opened", parameters=parameters, data=str(workload.corpus), notices=list(notices))
+
+    def loaded(self, table: Sequence[str]) -> None:
+        if table:
+            self._write("loaded", table=list(table))
+
+    def started(self, run: Run, stop: int) -> None:
+        self._run, mesh = run, run.engine.mesh
+        self._handler = logging.Handler(logging.WARNING)
+        self._handler.emit = lambda record: self._write("warning", text=record.getMessage())
+        logging.getLogger("spmd_engine").addHandler(self._handler)
+        where = {"mesh": str(mesh), "nodes": list(mesh.nodes_by_rank), "environment": environment()}
+        self._write("started", step=run.steps_done, stop=stop, **where)
+
+    def stepped(self, report: StepReport) -> None:
+        if report.skipped:
+            self._write("skipped", step=report.step, why=report.skipped)
+
+    def saved(self, step: int) -> None:
+        self._write("saved", step=step)
+
+    def not_saved(self, step: int, why: str) -> None:
+        self._write("not saved", step=step, why=why)
+
+    def stopped(self, step: int, signal: int) -> None:
+        self._write("stopped", step=step, signal=signal)
+
+    def finished(self, loss: float | None, sample: str) -> None:
+        self._write("finished", step=self._run.steps_done, validation_loss=loss, sample=sample)
+
+    def closed(self) -> None:
+        logging.getLogger("spmd_engine").removeHandler(self._handler)
+        with suppress(OSError):
+            self._write("closed", step=self._run.steps_done)
+
+    def _write(self, event: str, **facts: Any) -> None:
+        file = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        with open(file, "a") as lines:
+            lines.write(json.dumps({"time": round(time(), 3), "event": event, **facts}) + "\n")
+
+
 def _lines_up_to(path: Path, step: int) -> list[str]:
     """The lines of the first steps: without what a run that was broken off wrote beyond its checkpoint, and rubbish.
 
@@ -184,7 +239,8 @@ class Run:
         self._saving: Save | None = None  # begun, and not yet known to be complete
         self._lock: RunLock | None = None  # while this run writes
         self.evaluation: Evaluation | None = None  #: the last one
-        self._observers = (MetricsFile(), *observers) if self.engine.device_id == 0 else ()
+        #: on rank 0; on the others none
+        self.observers = (MetricsFile(), EventLog(self.folder), *observers) if self.engine.device_id == 0 else ()
 
     @property
     def engine(self) -> ShardedEngine:
@@ -399,7 +455,7 @@ class Run:
 
         def start() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for each in self._observers:
+            for each in self.observers:
                 each.started(self, steps)
                 started.append(each)
 
@@ -419,7 +475,7 @@ class Run:
     def _tell(self, event: Callable[[Observer], None]) -> None:
         """Raises UsageError where an observer cannot write, for lack of space, say: on rank 0, which ends the job."""
         with self._named():
-            for each in self._observers:
+            for each in self.observers:
                 event(each)
 
 

@@ -68,7 +68,7 @@ def train(
         with made.locked():  # before anything is read or written there
             loaded = _begin(made, workload, resume)
             parameters = workload.parameter_count  # on all ranks: an engine may have to exchange shapes
-            for each in observers if mesh.rank == 0 else ():
+            for each in made.observers:
                 each.opened(workload, parameters, notices)
                 each.loaded(loaded)
             made.train(stop_at or steps)

@@ -91,6 +91,21 @@ def routed_bytes(
     }
 
 
+def traffic(predicted: Sums, measured: Sequence[Sums]) -> list[dict[str, Any]]:
+    """Calls and bytes of all ranks by operation and axes, predicted and measured."""
+    totals: dict[tuple[str, str], list[float]] = {}
+    for column, sums in (0, [predicted]), (2, measured):
+        for ledger in sums:
+            for (operation, axes, _), (calls, sent) in ledger.items():
+                total = totals.setdefault((operation, axes), [0, 0, 0, 0])
+                total[column], total[column + 1] = total[column] + calls, total[column + 1] + sent
+    names = ("predicted_calls", "predicted_bytes", "calls", "bytes")
+    return [
+        {"operation": operation, "axes": axes, **dict(zip(names, total, strict=True))}
+        for (operation, axes), total in totals.items()
+    ]
+
+
 def prediction_facts(analysis: StepAnalysis, find_machine: Callable[[], Machine]) -> dict[str, Any]:
     """The prediction in ``metrics.jsonl``; with seconds, if the machine has enough ranks."""
     facts = {"bytes_sent": analysis.bytes_sent, "calls": analysis.calls, "peak_bytes": analysis.peak_bytes}

@@ -1,0 +1,392 @@
+"""The page of a report: HTML with its style, its script and its numbers in one file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
+from importlib.resources import files
+from math import isfinite
+from signal import Signals
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.axes import all_positions, parse_axes
+from spmd_engine.cli.show.picture import Picture, svg
+from spmd_engine.cli.show.schedule import draw_schedule
+from spmd_engine.cli.show.sharding import draw_mesh
+from spmd_engine.engine.parallel_config import composed_layout
+from spmd_engine.errors import SpmdError
+from spmd_engine.models import Model
+from spmd_engine.report.run_record import WARM_UP, RunRecord
+from spmd_engine.training.train_config import TrainConfig
+from spmd_engine.units import readable_bytes
+
+POINTS = 2400  #: most points of a curve of a single run; of several runs, each has its part of them
+MOST_RANKS, MOST_ROWS = 16, 200  #: rows of tables of ranks and of parameters
+TITLES = {
+    "loss": "Training loss",
+    "validation_loss": "Validation loss",
+    "grad_norm": "Norm of the gradient",
+    "learning_rate": "Learning rate",
+    "tokens_per_second": "Targets per second",
+    "seconds": "Seconds of a step",
+}
+
+Cells = Sequence[Any]
+
+
+def page_of(runs: Sequence[RunRecord], refresh: int = 0) -> str:
+    """The page of one run, or of several that are compared; reloaded every ``refresh`` seconds, if that is not 0."""
+    title = escape(", ".join(run.name for run in runs))
+    charts = list(_charts(runs))
+    sections = [_summary(runs)]
+    if len(runs) > 1:
+        sections.append(_differences(runs))
+    sections += [_curves(runs, charts), *(_of_run(run, len(runs) > 1) for run in runs)]
+    meta = f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
+    data = json.dumps({"charts": charts}, allow_nan=False).replace("<", "\\u003c")
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{meta}'
+        f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
+        f"<style>{_file('report.css')}</style></head><body><header><h1>{title}</h1></header>"
+        f'<main>{"".join(sections)}</main><script type="application/json" id="data">{data}</script>'
+        f"<script>{_file('report.js')}</script></body></html>\n"
+    )
+
+
+def _file(name: str) -> str:
+    return files("spmd_engine.report").joinpath(name).read_text()
+
+
+# --- Parts of a page
+
+
+def _section(heading: str, *content: str, level: int = 2) -> str:
+    return f"<section><h{level}>{escape(heading)}</h{level}>{''.join(content)}</section>"
+
+
+def _table(caption: str, head: Cells, rows: Sequence[Cells], numbers: bool = True) -> str:
+    """A table; the first column names its rows, and the others are ``numbers`` or texts."""
+    kind = ' class="numbers"' if numbers else ""
+    heads = "".join(f'<th scope="col">{escape(str(cell))}</th>' for cell in head)
+    body = "".join(
+        f'<tr><th scope="row">{escape(str(row[0]))}</th>'
+        + "".join(f"<td>{escape(str(c))}</td>" for c in row[1:])
+        + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="wide"><table{kind}><caption>{escape(caption)}</caption><thead><tr>{heads}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _details(summary: str, content: str) -> str:
+    return f"<details><summary>{escape(summary)}</summary>{content}</details>"
+
+
+def _note(text: str) -> str:
+    return f"<p>{escape(text)}</p>"
+
+
+def _picture(picture: Picture) -> str:
+    lines = [picture.title, *picture.notes]
+    return f'<figure class="wide" role="img" aria-label="{escape(". ".join(lines))}">{svg(picture).decode()}</figure>'
+
+
+def _text(number: float) -> str:
+    """A number with four digits that count."""
+    if not isfinite(number):
+        return "-"
+    return f"{number:,.0f}" if abs(number) >= 10_000 else f"{number:.4g}"
+
+
+def _time(event: Mapping[str, Any]) -> str:
+    try:
+        return datetime.fromtimestamp(float(event["time"]), UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (KeyError, TypeError, ValueError, OverflowError, OSError):
+        return "-"
+
+
+# --- What is said of all runs: a summary, what differs, and curves
+
+
+def _summary(runs: Sequence[RunRecord]) -> str:
+    facts: dict[str, Callable[[RunRecord], Any]] = {
+        "state": lambda run: run.state,
+        "model": lambda run: run.config.get("strategy") or _at(run.config, "model", "name"),
+        "parameters": lambda run: f"{run.last('opened').get('parameters', 0):,}",
+        "data": lambda run: run.last("opened").get("data", "-"),
+        "mesh": lambda run: run.last("started").get("mesh") or run.checkpoint.get("mesh") or "-",
+        "steps": lambda run: (
+            f"{int(run.steps[-1]) if len(run.steps) else 0:,} of {_at(run.config, 'training', 'steps')}"
+        ),
+        "training loss": lambda run: _text(run.final("loss")),
+        "validation loss": lambda run: _text(run.final("validation_loss")),
+        "seconds of a step, median": lambda run: _text(run.median("seconds")),
+        "targets per second, median": lambda run: _text(run.median("tokens_per_second")),
+        "starts": lambda run: sum(event.get("event") == "started" for event in run.events) or "-",
+        "steps skipped": lambda run: sum(event.get("event") == "skipped" for event in run.events),
+    }
+    rows = [(name, *(fact(run) for run in runs)) for name, fact in facts.items()]
+    return _section("Summary", _table("The runs at a glance", ["", *(run.name for run in runs)], rows, numbers=False))
+
+
+def _at(config: Any, *path: str) -> Any:
+    for name in path:
+        config = config.get(name) if isinstance(config, Mapping) else None
+    return "-" if config is None else config
+
+
+def _differences(runs: Sequence[RunRecord]) -> str:
+    """Speed and where the time went, then options and environments that are not the same."""
+    first = runs[0].median("seconds")
+    head = [
+        "run",
+        "seconds of a step",
+        f"times {runs[0].name}",
+        "computing",
+        "communicating",
+        "idle",
+        "slowest rank computes",
+    ]
+    speeds = []
+    for run in runs:
+        split, seconds = run.split_seconds, run.median("seconds")
+        slowest = int(split[:, 0].argmax())
+        speeds.append(
+            (run.name, _text(seconds), _text(seconds / first), *map(_text, split.mean(0)))
+            + (f"{_text(float(split[slowest, 0]))} (rank {slowest})",)
+        )
+    options = _unequal([dict(_flat(run.config)) for run in runs])
+    here = _unequal([dict(run.last("started").get("environment") or {}) for run in runs])
+    names = ["", *(run.name for run in runs)]
+    return _section(
+        "What differs",
+        _table("Where the time of a median step went: seconds, the mean over ranks", head, speeds),
+        _table("Options", names, options, numbers=False) if options else _note("All options are equal."),
+        _table("Environment", names, here, numbers=False) if here else _note("Equal environments, or none recorded."),
+    )
+
+
+def _flat(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(config, Mapping) and config:
+        for key, value in config.items():
+            yield from _flat(value, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, config
+
+
+def _unequal(runs: Sequence[Mapping[str, Any]]) -> list[Cells]:
+    names = dict.fromkeys(name for run in runs for name in run)
+    rows = [(name, *(run.get(name, "-") for run in runs)) for name in names]
+    return [row for row in rows if any(value != row[1] for value in row[2:])]
+
+
+def _curves(runs: Sequence[RunRecord], charts: Sequence[Mapping[str, Any]]) -> str:
+    most = max((len(run.steps) for run in runs), default=0)
+    shown = POINTS // len(runs)
+    note = (
+        "Drag over a part of a curve to enlarge it in all charts; a double click or Escape shows all. With the keys, "
+        "arrows move along the steps, and + and - change the range."
+    )
+    if most > shown:
+        note += f" Of {most:,} steps, the least and the largest value of each of {shown // 2:,} intervals are drawn."
+    figures = "".join(
+        f'<figure class="chart" data-chart="{number}"><figcaption>{escape(chart["title"])}</figcaption>'
+        f'<p class="summary">{escape(_in_words(chart))}</p></figure>'
+        for number, chart in enumerate(charts)
+    )
+    return _section("Curves", _note(note), f'<div class="charts">{figures}</div>')
+
+
+def _in_words(chart: Mapping[str, Any]) -> str:
+    texts = []
+    for curve in chart["curves"]:
+        x, y = curve["x"], curve["y"]
+        least = min(range(len(y)), key=y.__getitem__)
+        ends = f"from {_text(y[0])} at step {x[0]} to {_text(y[-1])} at step {x[-1]}"
+        texts.append(f"{curve['name']}: {ends}, least {_text(y[least])} at step {x[least]}.")
+    return " ".join(texts)
+
+
+def _charts(runs: Sequence[RunRecord]) -> Iterator[dict[str, Any]]:
+    for name in dict.fromkeys(name for run in runs for name in run.series):
+        curves = []
+        for number, run in enumerate(runs):
+            y = run.series.get(name, np.empty(0))
+            seen = np.isfinite(y)
+            if name in ("seconds", "tokens_per_second") and len(y) > WARM_UP:
+                seen[:WARM_UP] = False
+            if seen.any():
+                x, y = _thinned(run.steps[seen], y[seen], POINTS // len(runs))
+                curves.append({"name": run.name, "run": number, "x": x.tolist(), "y": [float(f"{v:.6g}") for v in y]})
+        if curves:
+            yield {"title": TITLES.get(name, name.replace("_", " ").capitalize()), "curves": curves}
+
+
+def _thinned(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """At most ``most`` points: the least and the largest of each of equally many neighbours."""
+    if len(x) <= most:
+        return x, y
+    starts = np.linspace(0, len(x), most // 2, endpoint=False).astype(int)
+    parts = np.split(y, starts[1:])
+    kept = {
+        start + place
+        for start, part in zip(starts.tolist(), parts, strict=True)
+        for place in (part.argmin(), part.argmax())
+    }
+    order = np.array(sorted(kept | {0, len(x) - 1}))
+    return x[order], y[order]
+
+
+# --- What is said of one run
+
+
+def _of_run(run: RunRecord, named: bool) -> str:
+    parts = [_time_of_step(run), _memory(run), _traffic(run), _sharding(run), _events(run), _sample(run), _facts(run)]
+    return f"<article>{f'<h2>{escape(run.name)}</h2>' if named else ''}{''.join(parts)}</article>"
+
+
+def _time_of_step(run: RunRecord) -> str:
+    split = run.split_seconds
+    order = np.argsort(-split[:, 0], kind="stable")[:MOST_RANKS]
+    slowest = float(split[:, 0].max()) or 1.0
+    rows, bars = [], []
+    total = float(split.sum(1).max()) or 1.0
+    for rank in order:
+        computing, communicating, idle = map(float, split[rank])
+        rows.append((f"rank {rank}", *map(_text, (computing, communicating, idle)), f"{computing / slowest:.0%}"))
+        widths = "".join(
+            f'<span class="{name}" style="width:{100 * part / total:.2f}%"></span>'
+            for name, part in (("computing", computing), ("communicating", communicating), ("idle", idle))
+        )
+        bars.append(f'<div class="bar"><b>rank {rank}</b><i>{widths}</i></div>')
+    head = ["", "computing", "communicating", "idle", "computing, of the slowest"]
+    what = f"Seconds of a median step after the first {WARM_UP}, ranks that compute longest first"
+    more = f"; {len(split) - len(order)} more ranks are not listed" if len(split) > len(order) else ""
+    names = {"computing": "computing", "communicating": "communicating (not hidden)", "idle": "waiting for other ranks"}
+    legend = "".join(f'<span class="{name}"></span> {text}' for name, text in names.items())
+    return _section(
+        "Where the time of a step went",
+        f'<p class="legend">{legend}</p><div aria-hidden="true">{"".join(bars)}</div>',
+        _table(what + more, head, rows),
+    )
+
+
+def _memory(run: RunRecord) -> str:
+    peaks, resident = run.predicted.get("peak_bytes_by_rank"), run.predicted.get("resident_bytes_by_rank")
+    if not peaks or not resident:
+        return ""
+    rows = [
+        (f"rank {rank}", readable_bytes(arrays), readable_bytes(all_of_it), readable_bytes(all_of_it - arrays))
+        for rank, (arrays, all_of_it) in enumerate(zip(peaks, resident, strict=True))
+    ]
+    head = [
+        "",
+        "arrays, predicted peak",
+        "resident after step 1, measured",
+        "difference: Python, libraries, shared memory",
+    ]
+    return _section(
+        "Memory of each rank", _table("Predicted before step 1, and measured after it", head, rows[:MOST_ROWS])
+    )
+
+
+def _traffic(run: RunRecord) -> str:
+    lines = run.predicted.get("traffic")
+    if not lines:
+        return ""
+    rows = [
+        (f"{line['operation']} over {line['axes'] or 'all ranks'}",)
+        + tuple(f"{line[name]:,.0f}" for name in ("predicted_calls", "calls", "predicted_bytes", "bytes"))
+        for line in lines
+    ]
+    head = ["", "calls, predicted", "calls, measured", "bytes sent, predicted", "bytes sent, measured"]
+    count = run.predicted.get("differences", 0)
+    verdict = "All calls and bytes are as predicted." if not count else f"{count} lines of the ledger differ."
+    return _section("Communication of a step", _note(verdict), _table("Step 1, all ranks together", head, rows))
+
+
+def _sharding(run: RunRecord) -> str:
+    """The mesh, the schedule, and the shardings of parameters; why not, where they cannot be told."""
+    mesh = run.last("started").get("mesh") or run.checkpoint.get("mesh")
+    try:
+        axes = parse_axes(str(mesh)) if mesh else {"data": 1}
+        content = [_picture(draw_mesh(dict(axes)))]
+        if not run.config.get("strategy"):
+            job = TrainConfig.from_json(dict(run.config), run.name)
+            composition = job.composition.changed(mesh=axes)
+            plan, stages = composition.schedule_on(axes), axes.get("pipe", 1)
+            if stages > 1:
+                content.append(_picture(draw_schedule(plan, stages, job.data.micro_batches)))
+            if job.model.engine is None:
+                model = job.model.build(composition)
+                content.append(_details("Shardings of parameters", _parameters(model, axes, composition)))
+    except (SpmdError, ValueError) as error:
+        content = [_note(f"Not shown: {error}")]
+    return _section("Mesh and sharding", *content)
+
+
+def _parameters(model: Model, axes: Mapping[str, int], composition: Any) -> str:
+    place = all_positions(axes)[0]
+    layout = composed_layout(model, place, composition)
+    rows = []
+    for name, (parameter, shape) in model.parameters():
+        spec = layout.spec(parameter.dims)
+        rows.append((name, str(spec), "x".join(map(str, shape)), "x".join(map(str, spec.local_shape(shape, place)))))
+    more = f"; {len(rows) - MOST_ROWS} more are not listed" if len(rows) > MOST_ROWS else ""
+    head = ["parameter", "sharding", "whole shape", "on the first rank"]
+    return _table(f"Parameters{more}", head, rows[:MOST_ROWS], numbers=False)
+
+
+def _events(run: RunRecord) -> str:
+    rows = []
+    for event in run.events:
+        kind, step = event.get("event"), event.get("step", "")
+        if kind in ("opened", "saved"):
+            texts = event.get("notices", [])
+        elif kind == "stopped":
+            texts = [f"by {_signal(event.get('signal'))}, after a save"]
+        elif kind == "started":
+            texts = [f"mesh {event.get('mesh')}, on {len(set(event.get('nodes') or [0]))} node(s)"]
+        else:
+            texts = [event.get(name) for name in ("text", "why") if event.get(name)]
+        if kind in ("started", "stopped", "finished", "closed") or texts:
+            rows.append((_time(event), kind, step, "; ".join(map(str, texts))))
+    if not rows:
+        return ""
+    saved = sum(event.get("event") == "saved" for event in run.events)
+    caption = f"Starts, ends, warnings and skipped steps (UTC); {saved} checkpoints were saved"
+    return _section("Events", _table(caption, ["time", "event", "step", "what"], rows[-MOST_ROWS:], numbers=False))
+
+
+def _signal(number: Any) -> str:
+    try:
+        return Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _sample(run: RunRecord) -> str:
+    sample = run.last("finished").get("sample")
+    return _section("A sample", f"<pre>{escape(str(sample))}</pre>") if sample else ""
+
+
+def _facts(run: RunRecord) -> str:
+    environment = run.last("started").get("environment") or {}
+    digests = [
+        ("data, SHA-256", _at(run.config, "corpus", "sha256")),
+        ("model's code, SHA-256", _at(run.config, "model", "code")),
+    ]
+    digests += [(f"newest checkpoint, {name}", value) for name, value in run.checkpoint.items()]
+    options = [(name, value) for name, value in _flat(run.config)]
+    parts = [
+        _table("Digests", ["", ""], digests, numbers=False),
+        _table("Environment of rank 0", ["", ""], list(environment.items()), numbers=False) if environment else "",
+        _details("All options", _table("config.json", ["option", "value"], options, numbers=False)),
+    ]
+    return _section("Configuration and environment", *parts)

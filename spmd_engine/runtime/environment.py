@@ -1,0 +1,37 @@
+"""What a process runs on: versions, host, processor, cores, threads."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("spmd_engine", "numpy", "mpi4py", "numba", "cupy", "safetensors")
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+
+def environment() -> dict[str, str]:
+    """The environment of this process, by name. Nothing is imported for it."""
+    found = {"command": " ".join(sys.argv), "host": platform.node(), "processor": processor()}
+    found["cores"] = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
+    found |= {name: os.environ[name] for name in THREADS if name in os.environ}
+    found |= {"system": platform.platform(), "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if mpi := sys.modules.get("mpi4py.MPI"):
+        found["MPI library"] = mpi.Get_library_version().split("\n")[0].strip("\0 ")
+    return found
+
+
+def processor() -> str:
+    """The processor's name; empty where the system does not tell it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
