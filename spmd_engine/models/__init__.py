@@ -1,4 +1,4 @@
-"""Models as lists of layers, with sizes by name."""
+"""Models as lists of layers, and model sizes by name."""
 
 from spmd_engine.models.convnet import ImageShape, convnet, resnet
 from spmd_engine.models.decoder import DECODERS, GPT_SIZES, DecoderConfig, GPTSize, decoder, gpt, token_loss

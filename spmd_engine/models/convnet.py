@@ -1,8 +1,9 @@
 """Convolutional networks: a small one, and residual networks after He et al. (2016). Images[b h w c] to scores[b k].
 
-Letters that may be sharded: samples b, rows h, columns w, and channels f; channels c, between blocks, and classes k are
-whole. With ``reshard_after`` a network is a hybrid: after so many blocks its samples, now n, are sharded over the ranks
-that sharded rows and columns before, and each rank has whole images (letters y and x), which are small by then.
+Letters that may be sharded: samples b, rows h, columns w, and channels f. Channels c between blocks and classes k are
+not sharded. ``reshard_after`` makes a network a hybrid: after that number of blocks its samples, now n, are sharded
+over the ranks that sharded rows and columns before, and each rank has whole images (letters y and x), which are small
+at that depth.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ImageShape:
-    """The size of all images of a data set, and the number of their classes."""
+    """The size of all images of a data set, and the number of classes."""
 
     height: int = 8
     width: int = 8
@@ -46,9 +47,9 @@ def convnet(
     channels: Sequence[int] = (32, 32, 64, 64),
     reshard_after: int | None = None,
 ) -> Model:
-    """Blocks of a 3 x 3 convolution, batch norm and ReLU; maxima of 2 x 2 after each pair; the mean; a dense head.
+    """Blocks of a 3 x 3 convolution, batch norm and ReLU; 2 x 2 max pooling after each pair; the mean; a dense head.
 
-    Channels take turns: c -> f -> c. Raises UsageError for an odd number of blocks and images smaller than 2 x 2.
+    Channels alternate: c -> f -> c. Raises UsageError for an odd number of blocks and images smaller than 2 x 2.
     """
     if len(channels) % 2:
         raise UsageError(f"{name}: {len(channels)} blocks; they come in pairs")
@@ -74,11 +75,11 @@ def resnet(
     large: bool = True,
     reshard_after: int | None = None,
 ) -> Model:
-    """Stages of ``blocks`` residual blocks each; a stage has twice the channels of the one before, at half the size.
+    """Stages of ``blocks`` residual blocks each; each stage doubles the channels and halves the size.
 
-    Basic blocks are two convolutions, c -> f -> c; bottlenecks three, c -> f -> f -> c, whose ends have four times
-    the channels. For ``large`` images a stem of 7 x 7 at stride 2 and maxima of 3 x 3 at stride 2 come first; for
-    others a stem of 3 x 3. The stem and the shortcuts' projections make channels f, which are then gathered.
+    Basic blocks have two convolutions, c -> f -> c; bottlenecks have three, c -> f -> f -> c, with four times the
+    channels at the ends. For ``large`` images the stem is a 7 x 7 convolution and 3 x 3 max pooling, both at stride 2;
+    for others a 3 x 3 convolution. The stem and the shortcuts' projections output channels f, which are then gathered.
     """
     net = _Network(shape, name, reshard_after)
     kernel, stride = (7, 2) if large else (3, 1)
@@ -120,7 +121,7 @@ def _residual_block(net: _Network, width: int, stride: int, bottleneck: bool) ->
 
 
 class _Network:
-    """A network while it is built: its layers so far, and what comes out of them."""
+    """A network during its construction: its layers so far, and the size of their output."""
 
     def __init__(self, shape: ImageShape, name: str, reshard_after: int | None) -> None:
         self.shape, self.name, self.reshard_after = shape, name, reshard_after
@@ -130,8 +131,8 @@ class _Network:
     def add(self, name: str, layer: Layer) -> None:
         self.layers.append((name, layer))
 
-    def conv(self, into: str, out: str, channels: int, kernel: int, *, stride: int = 1, **how) -> layers.Conv2d:
-        """A convolution of what came out last; no bias, since a batch norm follows."""
+    def conv(self, into: str, out: str, channels: int, kernel: int, *, stride: int = 1, **options) -> layers.Conv2d:
+        """Return a convolution of the last output, without a bias, since a batch norm follows."""
         layer = layers.Conv2d(
             (into, self.channels),
             (out, channels),
@@ -141,7 +142,7 @@ class _Network:
             bias=False,
             letters=self.letters,
             input_gradient=bool(self.layers),
-            **how,
+            **options,
         )
         self.image, self.channels = layer.windows.outputs, channels
         return layer
@@ -150,7 +151,7 @@ class _Network:
         return layers.BatchNorm((letter, channels), letters=self.letters)
 
     def gather(self) -> layers.Gather:
-        """All channels of what came out last, of which a rank may have made some."""
+        """Return a layer that gathers the channels of the last output, of which a rank may have computed a part."""
         return layers.Gather(self.letters + "f", self.letters + "c")
 
     def pool(self, kernel: int, letter: str, *, stride: int | None = None, padding: int = 0) -> layers.MaxPool:
@@ -159,14 +160,14 @@ class _Network:
         return layer
 
     def begin_block(self, number: int) -> None:
-        """Change the cut, if it is to change here."""
+        """Add a change of the sharding if it belongs before this block."""
         if number == self.reshard_after:
             channel = self.layers[-1][1].outputs.dims[-1] if self.layers else "c"
             self.add("recut", layers.Reshard(self.image, self.letters + channel, "nyx" + channel))
             self.letters = "nyx"
 
     def finish(self, blocks: int) -> Model:
-        """The model, with its head. Raises UsageError if the cut is to change where there is no block."""
+        """Return the model with its head. Raises UsageError unless ``reshard_after`` is from 1 to ``blocks`` - 1."""
         after, shape = self.reshard_after, self.shape
         if after is not None and not 0 < after < blocks:
             raise UsageError(
@@ -189,24 +190,24 @@ class _Network:
         )
 
 
-# --- A warning if halos are larger than the shards that they belong to
+# --- A warning if halos are larger than their shards
 
 
 def halo_warning(model: Model, axes: Mapping[str, int]) -> str | None:
-    """A warning if the halos of a forward have more elements than the images and feature maps that they belong to."""
+    """Return a warning if the halos of a forward have more elements than the shards of images and feature maps."""
     from spmd_engine.sharding.halos import Reach
 
     sharded = {axis: axes[axis] for axis in ("rows", "columns") if axes.get(axis, 1) > 1}
-    windows = [each for _, layer in model.layers for each in _windows(layer) if (each.y, each.x) == ("h", "w")]
+    windows = [w for _, layer in model.layers for w in _windows(layer) if (w.y, w.x) == ("h", "w")]
     halos = owned = 0
     for place in all_positions(sharded) if sharded else ():
-        for each in windows:
-            sides = (each.image[0], each.rows, "rows"), (each.image[1], each.columns, "columns")
+        for w in windows:
+            sides = (w.image[0], w.rows, "rows"), (w.image[1], w.columns, "columns")
             reaches = [Reach.of(n, window, (axis,) if axis in sharded else (), place) for n, window, axis in sides]
-            own = prod(reach.own[1] - reach.own[0] for reach in reaches)
+            shard = prod(reach.own[1] - reach.own[0] for reach in reaches)
             needed = prod(reach.needed[1] - reach.needed[0] for reach in reaches)
-            here = prod(max(0, min(r.needed[1], r.own[1]) - max(r.needed[0], r.own[0])) for r in reaches)
-            halos, owned = halos + needed - here, owned + own
+            local = prod(max(0, min(r.needed[1], r.own[1]) - max(r.needed[0], r.own[0])) for r in reaches)
+            halos, owned = halos + needed - local, owned + shard
     if halos <= owned:
         return None
     mesh = ",".join(f"{axis}={size}" for axis, size in sharded.items())
@@ -217,7 +218,7 @@ def halo_warning(model: Model, axes: Mapping[str, int]) -> str | None:
 
 
 def _windows(layer: Layer) -> Iterator[ImageWindows]:
-    """Those of a layer, and of the layers in it."""
+    """Yield the windows of a layer and of the layers in it."""
     parts: dict[str, Layer] = {}
     if isinstance(layer, layers.Chain):
         parts = dict(layer.layers)

@@ -1,4 +1,4 @@
-"""Decoder-only language models, all built from one DecoderConfig: Llama, GPT-2 and relatives, with experts or not."""
+"""Decoder-only language models, built from a DecoderConfig: Llama, GPT-2 and relatives, with or without experts."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ BYTES = 257  # every byte, and the end of a file
 
 @dataclass(frozen=True)
 class DecoderConfig(Configuration):
-    """All that decides what a decoder computes, except its parameters. Raises UsageError for invalid combinations.
+    """All that determines what a decoder computes, except parameters. Raises UsageError for invalid combinations.
 
-    The family ``gpt2`` implies learned positions, layer norm, GELU and biases. All other families only decide the names
-    of weights in files: what they compute is in the other fields. Blocks are listed by number, as in "0,5".
+    The family ``gpt2`` implies learned positions, layer norm, GELU and biases. Other families determine only the names
+    of weights in files; the other fields determine the computation. Blocks are listed by number, as in "0,5".
     """
 
     family: str = setting("llama", choices=tuple(FAMILIES))
     layers: int = setting(8, least=1, most=10_000)
     width: int = setting(96, least=1, most=1 << 24)  #: d
     heads: int = setting(6, least=1, most=1 << 16)  #: of queries
-    key_value_heads: int | None = setting(None, least=1)  #: of keys and values; None: as many
+    key_value_heads: int | None = setting(None, least=1)  #: of keys and values; None: the same number
     head_width: int | None = setting(None, least=1, most=1 << 16)  #: k; None: width / heads
     hidden: int = setting(256, least=1)  #: f, of the dense perceptrons
     vocabulary: int = setting(BYTES, least=1)  #: v
@@ -57,36 +57,36 @@ class DecoderConfig(Configuration):
     tied: bool = True  #: whether the head uses the embedding's table
     rotary: RotaryOptions = RotaryOptions()
     bias: bool = False  #: whether queries, keys and values have biases
-    output_bias: bool = False  #: whether the attention's output has one
+    output_bias: bool = False  #: whether the attention's output has a bias
     qk_norm: bool = setting(False, old_names=("query_key_norm",))  #: whether queries and keys are normalised
     qk_norm_all_heads: bool = setting(False, old_names=("norm_together",))  #: over all heads, not head by head
-    mixture: Mixture | None = None  #: experts in the place of dense perceptrons; None: there are none
-    window: int | None = setting(None, least=1)  #: positions that a query sees, up to its own; None: all up to it
+    mixture: Mixture | None = None  #: experts instead of dense perceptrons; None: no experts
+    window: int | None = setting(None, least=1)  #: positions that a query sees, up to its own; None: all
     window_layers: str = setting("", old_names=("windowed",))  #: blocks that have the window; "": all
     window_rotary: RotaryOptions | None = setting(
         None, old_names=("rotary_in_window",)
-    )  #: rotary positions of those blocks; None: as of the others
+    )  #: rotary positions of those blocks; None: the same as in other blocks
     no_rope_layers: str = setting("", old_names=("unturned",))  #: blocks without rotary positions
     learned_positions: bool = setting(
         False, old_names=("learned",)
-    )  #: whether positions are learned and added to the embedding, instead of rotary ones
-    unused_positions: int = setting(0, least=0)  #: rows of their table before that of the first
-    #: RMSNorm, or LayerNorm, with a shift, with a scale alone, or with neither.
+    )  #: whether learned positions are added to the embedding, instead of rotary positions
+    unused_positions: int = setting(0, least=0)  #: rows of their table before the row of the first position
+    #: RMSNorm, or LayerNorm: with scale and shift, with a scale alone, or with neither.
     norm: str = setting("rms", choices=("rms", "layer", "layer-scale", "layer-plain"))
-    #: Where a branch has a norm.
+    #: The place of the norm in a branch.
     norm_position: str = setting("before", choices=("before", "after", "both"), old_names=("norms",))
-    #: Whether attention and perceptron see the same input, side by side, and if so how many norms are before them.
+    #: Whether attention and perceptron have the same input, and if so how many norms are before them.
     parallel: str = setting("none", choices=("none", "one-norm", "two-norms"))
     gated: bool = True  #: whether dense perceptrons have a gate: three products, not two
     activation: str = setting("silu", choices=tuple(GATES))  #: of dense perceptrons, or of their gate
-    mlp_bias: bool = setting(False, old_names=("perceptron_bias",))  #: whether they have biases
+    mlp_bias: bool = setting(False, old_names=("perceptron_bias",))  #: whether dense perceptrons have biases
     embedding_scale: float = 1.0  #: factor of the embedding's rows
     residual_scale: float = 1.0  #: factor of every branch's output
     attention_scale: float | None = None  #: factor of queries times keys; None: 1 / sqrt(k)
-    attention_cap: float | None = None  #: scores are cap · tanh(scores / cap); None: there is no cap
-    logits_divisor: float = 1.0  #: by what logits are divided
-    logits_cap: float | None = None  #: they are cap · tanh(logits / cap); None: there is no cap
-    head_bias: bool = False  #: whether logits have one
+    attention_cap: float | None = None  #: scores are cap · tanh(scores / cap); None: no cap
+    logits_divisor: float = 1.0  #: logits are divided by it
+    logits_cap: float | None = None  #: logits are cap · tanh(logits / cap); None: no cap
+    head_bias: bool = False  #: whether logits have a bias
     rope_before_norm: bool = setting(
         False, old_names=("turned_first",)
     )  #: whether queries and keys rotate before they are normalised
@@ -101,43 +101,43 @@ class DecoderConfig(Configuration):
         if self.heads % (self.key_value_heads or self.heads):
             raise UsageError(f"{self.heads} heads cannot share {self.key_value_heads} heads of keys and values")
         if self.mixture is not None:
-            self.mixture.is_routed(0, self.layers)  # raises if there are no such layers
-        for what in ("window_layers", "no_rope_layers"):
-            block_numbers(getattr(self, what), what, self.layers)
+            self.mixture.is_routed(0, self.layers)  # raises if `dense` has a number beyond the layers
+        for name in ("window_layers", "no_rope_layers"):
+            block_numbers(getattr(self, name), name, self.layers)
         if self.logits_divisor == 0:
             raise UsageError("logits_divisor is 0")
-        for what in ("attention_cap", "logits_cap"):
-            if (cap := getattr(self, what)) is not None and cap <= 0:
-                raise UsageError(f"{what} is {cap}: it must be positive, or None for no cap")
+        for name in ("attention_cap", "logits_cap"):
+            if (cap := getattr(self, name)) is not None and cap <= 0:
+                raise UsageError(f"{name} is {cap}: it must be positive, or None for no cap")
         if not self.gated and self.activation not in ACTIVATIONS:
-            raise UsageError(f"a perceptron without a gate has no activation {self.activation!r} here")
+            raise UsageError(f"activation {self.activation!r} is not supported in perceptrons without a gate")
         if self.parallel != "none" and (self.mixture is not None or self.norm_position != "before"):
-            raise UsageError("parallel branches have norms before them, and no experts")
+            raise UsageError("parallel branches need norm_position 'before' and no mixture")
         gated = self.activation == "silu" and self.gated and not self.mlp_bias
         if self.mixture is not None and self.family != "gpt2" and not gated:
-            raise UsageError("experts are gated perceptrons with silu here, without biases; so are those beside them")
+            raise UsageError("with experts, all perceptrons must have a gate with silu, and no biases")
 
     def has_window(self, block: int) -> bool:
-        """Whether queries of this block see the window alone."""
+        """Return whether queries of this block see only the window."""
         windowed = block_numbers(self.window_layers, "window_layers")
         return self.window is not None and (not windowed or block in windowed)
 
     def has_rope(self, block: int) -> bool:
-        """Whether this block has rotary positions."""
+        """Return whether this block has rotary positions."""
         if self.family == "gpt2" or self.learned_positions or self.alibi:
             return False
         return block not in block_numbers(self.no_rope_layers, "no_rope_layers")
 
     def rotary_of(self, block: int) -> RotaryOptions | None:
-        """The rotary positions of this block; None if it has none."""
+        """Return the rotary positions of this block; None if it has none."""
         if not self.has_rope(block):
             return None
         return (self.has_window(block) and self.window_rotary) or self.rotary
 
     def rotaries(self) -> dict[RotaryOptions, Rotary]:
-        """The rotary positions that blocks have, for heads of this width; raises UsageError for one that cannot be."""
+        """Return the rotary positions of all blocks, by options. Raises UsageError if the head width does not fit."""
         width = self.head_width or self.width // self.heads
-        return {each: Rotary(width, each) for each in map(self.rotary_of, range(self.layers)) if each is not None}
+        return {rope: Rotary(width, rope) for rope in map(self.rotary_of, range(self.layers)) if rope is not None}
 
 
 NANO: dict[str, Any] = {"layers": 8, "width": 96, "heads": 6, "key_value_heads": 2}
@@ -160,8 +160,8 @@ DECODERS = {
 def decoder(shape: DecoderConfig, name: str = "decoder", dropout: float = 0.0, context_method: str = "gather") -> Model:
     """Tokens[b s] to logits[b s v]. ``dropout`` applies to every residual branch, and to learned positions.
 
-    Initial weights are normal with deviation 0.02, those that end a branch with 0.02 / sqrt(2 layers). The
-    ``context_method`` of attention over a sharded s is gather, ring or ulysses.
+    Initial weights are normal with standard deviation 0.02, and 0.02 / sqrt(2 layers) in the last weight of a branch.
+    ``context_method`` is the method of attention over a sharded s: gather, ring or ulysses. Raises UsageError.
     """
     if not 0.0 <= dropout < 1.0:
         raise UsageError(f"dropout {dropout} must be at least 0 and below 1")
@@ -191,7 +191,7 @@ def _norm(shape: DecoderConfig) -> Layer:
 
 
 def _blocks(shape: DecoderConfig, dropout: float, context_method: str) -> Iterator[tuple[str, Layer]]:
-    """The layers of all blocks."""
+    """Yield the layers of all blocks."""
     d, out_std, rotaries = shape.width, 0.02 / sqrt(2 * shape.layers), shape.rotaries()
     context = method_called(context_method)
 
@@ -221,7 +221,7 @@ def _blocks(shape: DecoderConfig, dropout: float, context_method: str) -> Iterat
             out_std=out_std,
         )
         if shape.parallel != "none":
-            yield f"block{i}/parallel", _side_by_side(shape, attention, _perceptron(shape, out_std), dropout)
+            yield f"block{i}/parallel", _parallel_branches(shape, attention, _perceptron(shape, out_std), dropout)
             continue
         yield f"block{i}/attention", residual(attention)
         if shape.mixture is not None and shape.mixture.is_routed(i, shape.layers):
@@ -235,11 +235,11 @@ def _perceptron(shape: DecoderConfig, out_std: float) -> Layer:
     return kind(shape.width, shape.hidden, activation=shape.activation, bias=shape.mlp_bias, out_std=out_std)
 
 
-def _side_by_side(shape: DecoderConfig, attention: Layer, mlp: Layer, dropout: float) -> Parallel:
+def _parallel_branches(shape: DecoderConfig, attention: Layer, mlp: Layer, dropout: float) -> Parallel:
     if shape.parallel == "one-norm":
         return Parallel(("attention", attention), ("mlp", mlp), norm=_norm(shape), dropout=dropout)
-    own = Branch(_norm(shape), attention), Branch(_norm(shape), mlp)
-    return Parallel(("attention", own[0]), ("mlp", own[1]), dropout=dropout)
+    branches = Branch(_norm(shape), attention), Branch(_norm(shape), mlp)
+    return Parallel(("attention", branches[0]), ("mlp", branches[1]), dropout=dropout)
 
 
 # --- GPT: pre-norm blocks with learned positions, layer norms and GELU, after GPT-2 (Radford et al., 2019)
@@ -256,13 +256,13 @@ class GPTSize:
     vocabulary: int = BYTES  #: v
     hidden: int | None = None  #: f; None: 4 d
     tied: bool = True  #: whether the head uses the embedding's table
-    key_value_heads: int | None = None  #: heads of keys and values, each shared by as many queries; None: all
-    mixture: Mixture | None = None  #: experts in the place of MLPs; None: all are dense
+    key_value_heads: int | None = None  #: heads of keys and values, each shared by equally many queries; None: all
+    mixture: Mixture | None = None  #: experts instead of MLPs; None: all MLPs are dense
     epsilon: float = 1e-5  #: of layer norms
 
     @property
     def config(self) -> DecoderConfig:
-        """The same as a DecoderConfig."""
+        """The DecoderConfig of this shape."""
         return DecoderConfig(**{"family": "gpt2", **vars(self), "hidden": self.hidden or 4 * self.width})
 
 
@@ -270,7 +270,7 @@ GPT_SIZES = {
     "gpt-nano": GPTSize(layers=8, width=96, heads=6, context=128),
     "gpt-mini": GPTSize(layers=6, width=384, heads=6, context=256),
     "gpt2": GPTSize(layers=12, width=768, heads=12, context=1024, vocabulary=50257),
-    # as much work for each token as those of their names
+    # the same work per token as the dense models of these names
     "gpt-moe-nano": GPTSize(layers=8, width=96, heads=6, context=128, mixture=Mixture()),
     "gpt-moe-mini": GPTSize(layers=6, width=384, heads=6, context=256, mixture=Mixture()),
     # as published: GPT-2 (Radford et al., 2019) and GPT-3 (Brown et al., 2020); Megatron's of arXiv 2205.05198
@@ -284,7 +284,7 @@ GPT_SIZES = {
 
 
 def gpt(size: GPTSize, name: str = "gpt", dropout: float = 0.0, context_method: str = "gather") -> Model:
-    """``decoder`` for a GPT. Raises UsageError for sizes that do not go together."""
+    """Return ``decoder`` for a GPT. Raises UsageError for sizes that do not fit together."""
     try:
         config = size.config
     except UsageError as error:

@@ -1,7 +1,7 @@
-"""The metadata of a GGUF file as a DecoderConfig, by the record of its family.
+"""Reads the metadata of a GGUF file as a DecoderConfig, by the record of its family.
 
-Metadata and their names are those of https://github.com/ggml-org/llama.cpp. What they do not say, such as which blocks
-of a Gemma see a window, is what that program assumes.
+Metadata and their names are those of https://github.com/ggml-org/llama.cpp. Facts that they do not contain, such as the
+blocks of a Gemma with a window, are as that program assumes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from spmd_engine.models.hf.read_config import Fields, with_windows_in
 from spmd_engine.models.hf.rope import yarn_magnitude
 from spmd_engine.models.mixture import Mixture
 
-#: Families of GGUF files, first those that are of an architecture under a condition.
+#: Families of GGUF files; those that have an architecture only under a condition come first.
 _FAMILIES = [family for family in FAMILIES.values() if family.gguf.architecture]
 _FAMILIES.sort(key=lambda family: family.gguf.when is None)
 ARCHITECTURES = tuple(dict.fromkeys(family.gguf.architecture for family in _FAMILIES))
-#: Metadata that repeat others, or change nothing up to the context; a value is the one that does not.
+#: Metadata that repeat others, or change nothing up to the context. Values are those without effect; None: any value.
 _WITHOUT_EFFECT: Mapping[str, Any] = {
     "vocab_size": None, "tensor_data_layout": None, "attention.layer_norm_epsilon": None,
     "attention.layer_norm_rms_epsilon": None, "rope.scaling.finetuned": None, "rope.dimension_count": None,
@@ -38,21 +38,21 @@ _WITHOUT_EFFECT: Mapping[str, Any] = {
 
 
 def config_of_gguf(file: GGUF, where: str) -> DecoderConfig:
-    """The decoder that a file describes; raises CheckpointError for an unsupported architecture or feature."""
+    """Return the decoder that a file describes; raises CheckpointError for an unsupported architecture or feature."""
     kind = file.facts.get("general.architecture")
     if kind not in ARCHITECTURES:
         raise CheckpointError(f"{where}: architecture {kind!r} is not supported; {one_of(kind, ARCHITECTURES)}")
     if not file.tensors:
         raise CheckpointError(f"{where} has no weights, at most a vocabulary; fetch the model's own file")
-    own = f"{kind}."
+    prefix = f"{kind}."
     try:
         facts = Fields(
-            {name.removeprefix(own): shortest(each) for name, each in file.facts.items() if name.startswith(own)}
+            {name.removeprefix(prefix): shortest(x) for name, x in file.facts.items() if name.startswith(prefix)}
         )
-        matching = (each for each in _FAMILIES if each.gguf.architecture == kind)
-        family = next(each for each in matching if each.gguf.when is None or each.gguf.when(facts))
+        matching = (record for record in _FAMILIES if record.gguf.architecture == kind)
+        family = next(record for record in matching if record.gguf.when is None or record.gguf.when(facts))
         shape = _read(family, facts, file.tensors)
-        shape.rotaries()  # raises if heads are of a width that they cannot turn
+        shape.rotaries()  # raises if rotary positions do not fit the head width
     except CheckpointError:
         raise
     except KeyError as error:
@@ -60,19 +60,20 @@ def config_of_gguf(file: GGUF, where: str) -> DecoderConfig:
     except (UsageError, TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
         raise CheckpointError(f"{where}: {error}") from error
     for name in facts.left():
-        silent = name.startswith("ssm.") or _WITHOUT_EFFECT.get(name, 0) in (None, facts[name])  # ssm: tensors tell
-        if facts[name] and not silent:
-            raise CheckpointError(f"{where}: {own}{name} is {facts[name]!r}, which is not supported")
+        # Tensors show whether a model uses metadata of ssm.
+        harmless = name.startswith("ssm.") or _WITHOUT_EFFECT.get(name, 0) in (None, facts[name])
+        if facts[name] and not harmless:
+            raise CheckpointError(f"{where}: {prefix}{name} is {facts[name]!r}, which is not supported")
     return shape
 
 
 def _read(family: Family, facts: Config, tensors: Mapping[str, FileTensor]) -> DecoderConfig:
-    heads, width = _of_all_blocks(facts, "attention.head_count"), facts["embedding_length"]
+    heads, width = _common_value(facts, "attention.head_count"), facts["embedding_length"]
     usual = family.usual(width)
     rms = {**usual, **family.implied}.get("norm", "rms") == "rms"
     head_width = facts.get("attention.key_length") or width // heads
     supported = {"attention.value_length": head_width, "attention.causal": True, **family.gguf.required}
-    if family.gguf.reordered:  # whole heads are
+    if family.gguf.reordered:  # only whole heads are reordered
         supported["rope.dimension_count"] = head_width
     for name, value in supported.items():
         check_required(name, facts.get(name, value), value)
@@ -85,9 +86,9 @@ def _read(family: Family, facts: Config, tensors: Mapping[str, FileTensor]) -> D
         layers=facts["block_count"],
         width=width,
         heads=heads,
-        key_value_heads=_of_all_blocks(facts, "attention.head_count_kv", heads),
+        key_value_heads=_common_value(facts, "attention.head_count_kv", heads),
         head_width=head_width,
-        hidden=_of_all_blocks(facts, "feed_forward_length"),
+        hidden=_common_value(facts, "feed_forward_length"),
         vocabulary=tensors["token_embd.weight"].shape[0],
         context=facts["context_length"],
         epsilon=facts[f"attention.layer_norm_{'rms_' if rms else ''}epsilon"],
@@ -102,7 +103,7 @@ def _read(family: Family, facts: Config, tensors: Mapping[str, FileTensor]) -> D
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "head_bias": "output.bias" in tensors,
     }
-    usual |= {own: value for own, name in family.gguf.values.items() if (value := facts.get(name))}
+    usual |= {field: value for field, name in family.gguf.values.items() if (value := facts.get(name))}
     shape = shape.changed(**usual, mixture=_mixture(family, facts))
     if family.rope is not None:
         rotary = rotary_of_gguf(facts, tensors, head_width, shape.context)
@@ -111,14 +112,14 @@ def _read(family: Family, facts: Config, tensors: Mapping[str, FileTensor]) -> D
         shape = shape.changed(rotary=rotary.changed(pairs=family.rope.pairs))
     if family.windows is not None and family.gguf.window is not None:
         shape = _with_windows(facts, shape, family.windows, family.gguf.window)
-    if family.rope is not None and family.rope.in_windows and shape.window:  # never scaled
+    if family.rope is not None and family.rope.in_windows and shape.window:  # positions in windows are never scaled
         theta = facts.get("rope.freq_base_swa", family.rope.window_theta or shape.rotary.theta)
         shape = shape.changed(window_rotary=RotaryOptions(theta, part=shape.rotary.part))
     return family.gguf.read(facts, tensors, shape) if family.gguf.read else shape
 
 
-def _of_all_blocks(facts: Config, name: str, default: int | None = None) -> int:
-    """Metadata of which newer files may have a value for each block."""
+def _common_value(facts: Config, name: str, default: int | None = None) -> int:
+    """Return metadata that must be equal in all blocks; newer files may list a value per block."""
     value = facts[name] if default is None else facts.get(name, default)
     if not isinstance(value, list):
         return value
@@ -156,34 +157,34 @@ def _with_windows(facts: Config, shape: DecoderConfig, windows: SlidingWindow, d
 # --- Rotary positions, from metadata and from tensors of divisors
 
 
-_ORIGINAL = 8192  # positions before Llama 3.1 was scaled: what ``rope_freqs`` is made of, with a factor
+_ORIGINAL = 8192  # the context of Llama 3.1 before scaling; ``rope_freqs`` follows from it and a factor
 _FREQUENCIES, _SHORT = "rope_freqs.weight", "rope_factors_short.weight"
-IGNORED = (_FREQUENCIES, _SHORT, "rope_factors_long.weight")  #: tensors whose numbers the rotary options have
+IGNORED = (_FREQUENCIES, _SHORT, "rope_factors_long.weight")  #: tensors whose values are in the rotary options
 
 
 def shortest(value: Any) -> Any:
-    """1e-5, of which a file keeps 32 bits: the shortest number that has these; anything else as it is."""
+    """Return the shortest decimal with the same 32-bit float, such as 1e-5; values of other types as they are."""
     if not isinstance(value, float):
         return value
     shorter = (float(f"{value:.{digits}g}") for digits in range(6, 10))
-    return next((each for each in shorter if _narrow(each) == _narrow(value)), value)
+    return next((number for number in shorter if _as_float32(number) == _as_float32(value)), value)
 
 
 def rotary_of_gguf(
     facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], head_width: int, context: int
 ) -> RotaryOptions:
-    """Of all blocks, or of those without a window; raises UsageError for what is not supported."""
-    turned = facts.get("rope.dimension_count") or head_width
-    plain = RotaryOptions(facts.get("rope.freq_base", 10_000.0), part=turned / head_width)
+    """Return the rotary positions of all blocks, or of those without a window. Raises UsageError if not supported."""
+    rotated = facts.get("rope.dimension_count") or head_width
+    plain = RotaryOptions(facts.get("rope.freq_base", 10_000.0), part=rotated / head_width)
     kind = facts.get("rope.scaling.type", "linear")
     factor = facts.get("rope.scaling.factor") or facts.get("rope.scale_linear") or 1.0
-    name = next((each for each in (_SHORT, _FREQUENCIES) if each in tensors), None)
+    name = next((tensor for tensor in (_SHORT, _FREQUENCIES) if tensor in tensors), None)
     if name is not None:
         if kind not in ("none", "longrope"):
             check_required("rope.scaling.factor", factor, 1.0)
-        divisors = tensors[name].read([[turned // 2]], [slice(None)]).tolist()
+        divisors = tensors[name].read([[rotated // 2]], [slice(None)]).tolist()
         if name == _FREQUENCIES:
-            return _of_llama3(plain, divisors) or _divided(plain, divisors, context)
+            return _match_llama3(plain, divisors) or _divided(plain, divisors, context)
         magnitude = facts.get("rope.scaling.attn_factor") or 1.0
         return _divided(plain, divisors, facts["rope.scaling.original_context_length"]).changed(magnitude=magnitude)
     if kind == "none" or factor == 1 and kind == "linear":
@@ -191,8 +192,8 @@ def rotary_of_gguf(
     if kind == "linear":
         return plain.changed(scaling="linear", factor=factor)
     if kind != "yarn":
-        known = f"none, linear, yarn, and longrope with {_SHORT}"
-        raise UsageError(f"rope.scaling.type {kind!r} is not supported; {known} are")
+        supported = f"none, linear, yarn, and longrope with {_SHORT}"
+        raise UsageError(f"rope.scaling.type {kind!r} is not supported; {supported} are")
     check_required("rope.scaling.yarn_ext_factor", facts.get("rope.scaling.yarn_ext_factor", 1.0), 1.0)
     usual = yarn_magnitude(factor) / yarn_magnitude(factor, facts.get("rope.scaling.yarn_log_multiplier", 0.0))
     return plain.changed(
@@ -205,18 +206,18 @@ def rotary_of_gguf(
     )
 
 
-def _of_llama3(plain: RotaryOptions, divisors: list[float]) -> RotaryOptions | None:
-    """What Llama 3.1 calls its scaling, if these are its."""
-    found = plain.changed(scaling="llama3", factor=float(round(max(divisors), 3)), original_context=_ORIGINAL)
-    frequencies = zip(plain.frequencies(len(divisors)), found.frequencies(len(divisors)), divisors, strict=True)
-    return found if all(abs(old / new - divisor) <= 1e-4 * divisor for old, new, divisor in frequencies) else None
+def _match_llama3(plain: RotaryOptions, divisors: list[float]) -> RotaryOptions | None:
+    """Return the scaling of Llama 3.1 if the divisors are those of Llama 3.1, else None."""
+    scaled = plain.changed(scaling="llama3", factor=float(round(max(divisors), 3)), original_context=_ORIGINAL)
+    frequencies = zip(plain.frequencies(len(divisors)), scaled.frequencies(len(divisors)), divisors, strict=True)
+    return scaled if all(abs(old / new - divisor) <= 1e-4 * divisor for old, new, divisor in frequencies) else None
 
 
 def _divided(plain: RotaryOptions, divisors: list[float], original: int) -> RotaryOptions:
-    written = ",".join(repr(shortest(each)) for each in divisors)
-    return plain.changed(scaling="divided", divisors=written, original_context=original)
+    text = ",".join(repr(shortest(divisor)) for divisor in divisors)
+    return plain.changed(scaling="divided", divisors=text, original_context=original)
 
 
-def _narrow(value: float) -> float:
-    """With 32 bits."""
+def _as_float32(value: float) -> float:
+    """Round to 32 bits."""
     return struct.unpack("f", struct.pack("f", value))[0]

@@ -1,4 +1,4 @@
-"""The usual layout of a model: which letters a mesh's axes shard, given the letters that the model has."""
+"""The default layout of a model on a mesh: the letters that each mesh axis shards."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def layout_for(
     zigzag: bool = False,
     experts_over: Sequence[str] | None = None,
 ) -> Layout:
-    """``Layout.for_mesh``, with ``model`` on the heads that the model has enough of; for images, ``OF_IMAGES``.
+    """Return ``Layout.for_mesh`` with a suitable sharding of heads over ``model``; for images, ``OF_IMAGES``.
 
-    It shards key heads; or, where these are fewer than ranks, the queries that share one, if the rank with most then
-    has less, and no axis ``queries`` shards them. Raises MeshError for an axis without a usual name, and for one, or
-    ``sequence_parallel``, whose letter the model does not have.
+    ``model`` shards key heads. If there are fewer key heads than ranks and no axis ``queries``, it shards the queries
+    of each key head instead, if this reduces the most queries on a rank. Raises MeshError for an unknown axis, and for
+    an axis, or ``sequence_parallel``, whose letter the model does not have.
     """
     letters = model.inputs.split()
     of_images = {"h", "w"} <= set(letters)
     if mesh.axes.get("context", 1) > 1 and "s" not in letters:
-        nearest = "'data', 'rows' or 'columns'" if of_images else "'data'"
+        alternatives = "'data', 'rows' or 'columns'" if of_images else "'data'"
         raise MeshError(
             f"mesh {mesh}: axis 'context' shards sequences, but {model.name} takes [{model.inputs}]; "
-            f"give its ranks to {nearest}"
+            f"give its ranks to {alternatives}"
         )
     if sequence_parallel and "s" not in letters:
         raise MeshError(
@@ -57,7 +57,7 @@ def layout_for(
     ranks, attentions = mesh.axes.get("model", 1), _attentions(model)
     if mesh.axes.get("queries", 1) > 1 and not any("r" in sizes for sizes in attentions):
         raise MeshError(
-            f"mesh {mesh}: axis 'queries' shards query heads that share a key head, of which {model.name} has none; "
+            f"mesh {mesh}: axis 'queries' shards query heads that share a key head, but {model.name} has none; "
             "give its ranks to 'model'"
         )
     queries_cut = "queries" not in mesh.axes and _queries_divide_better(attentions, ranks)
@@ -71,34 +71,34 @@ def layout_for(
 
 
 def layout_of_images(model: Model, mesh: MeshPosition) -> Layout:
-    """Letters by ``OF_IMAGES``; and n, samples with whole rows y and columns x, is sharded as b, then as h and w."""
-    cuts: dict[str, tuple[str, ...]] = {}
+    """Return the layout by ``OF_IMAGES``. The axes of b, h and w together shard n, the samples of whole images."""
+    axes_by_letter: dict[str, tuple[str, ...]] = {}
     for axis in mesh.axes:
         if axis not in OF_IMAGES and mesh.axes[axis] > 1:
             raise MeshError(
-                f"mesh {mesh}: axis {axis!r} shards nothing that {model.name} has, which takes [{model.inputs}]; "
+                f"mesh {mesh}: axis {axis!r} shards nothing that {model.name} has: it takes [{model.inputs}]; "
                 f"{one_of(axis, OF_IMAGES)}"
             )
         for letter in OF_IMAGES.get(axis, ""):
-            cuts[letter] = (*cuts.get(letter, ()), axis)
-    cuts["n"] = tuple(axis for letter in "bhw" for axis in cuts.get(letter, ()))
-    return Layout(cuts, cuts)
+            axes_by_letter[letter] = (*axes_by_letter.get(letter, ()), axis)
+    axes_by_letter["n"] = tuple(axis for letter in "bhw" for axis in axes_by_letter.get(letter, ()))
+    return Layout(axes_by_letter, axes_by_letter)
 
 
 def with_queries_apart(model: Model, axes: Mapping[str, int]) -> dict[str, int]:
-    """The same ranks, those along ``model`` divided between the key heads and, on an axis ``queries``, the queries that
-    share one, if so a rank computes fewer key heads than with ``model`` alone, and no more queries."""
+    """Return the axes with the ranks of ``model`` divided between key heads and, on an axis ``queries``, their queries,
+    if a rank then computes fewer key heads than with ``model`` alone, and no more queries."""
     ranks, attentions = axes.get("model", 1), _attentions(model)
     if "queries" in axes or not _queries_divide_better(attentions, ranks):
         return dict(axes)
     sizes = attentions[0]
 
-    def most(along_model: int) -> tuple[int, int]:
-        """The most queries, and key heads, that a rank has."""
+    def largest_share(along_model: int) -> tuple[int, int]:
+        """Return the most queries, and the most key heads, of a rank."""
         key_heads = -(-sizes["h"] // along_model)
         return key_heads * -(-sizes["r"] // (ranks // along_model)), key_heads
 
-    best = min((each for each in range(1, ranks + 1) if ranks % each == 0), key=most)
+    best = min((n for n in range(1, ranks + 1) if ranks % n == 0), key=largest_share)
     if best == 1:
         return dict(axes)
     divided: dict[str, int] = {}
@@ -108,7 +108,7 @@ def with_queries_apart(model: Model, axes: Mapping[str, int]) -> dict[str, int]:
 
 
 def note_of_shared_keys(model: Model, axes: Mapping[str, int]) -> str | None:
-    """A hint if ranks along ``model`` compute key heads that their queries do not read, else None."""
+    """Return a hint if ranks along ``model`` compute key heads that their queries do not read, else None."""
     better = with_queries_apart(model, axes)
     if "queries" not in set(better) - set(axes):
         return None
@@ -119,17 +119,17 @@ def note_of_shared_keys(model: Model, axes: Mapping[str, int]) -> str | None:
 
 
 def attends(model: Model) -> bool:
-    """Whether the model has attention layers, for which a sequence can be sharded in a zigzag."""
+    """Return whether the model has attention layers, for which a sequence can be sharded in a zigzag."""
     return bool(_attentions(model))
 
 
 def _attentions(model: Model) -> list[Mapping[str, int]]:
-    """The sizes of its attention layers."""
+    """Return the sizes of the attention layers of a model."""
     return [layer.sizes for _, layer in model.layers if "h" in layer.sizes]
 
 
 def _queries_divide_better(attentions: Sequence[Mapping[str, int]], ranks: int) -> bool:
-    """Whether in all of them the rank with most query heads has fewer if r is sharded, and key heads do not suffice."""
+    """Return whether all layers have fewer key heads than ranks, and a sharded r reduces the most queries of a rank."""
     return bool(attentions) and all(
         sizes["h"] < ranks and sizes["h"] * -(-sizes.get("r", 1) // ranks) < sizes.get("r", 1) for sizes in attentions
     )

@@ -1,4 +1,4 @@
-"""The configuration of a decoder at a path, or in the local cache of Hugging Face's hub."""
+"""Reads the configuration of a decoder from a path or from the local cache of Hugging Face's hub."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 def is_path(name: str) -> bool:
-    """Whether a model's name is a path of weights: it has a slash, or is a file, a folder, or in the hub's cache."""
+    """Return whether a name is a path of weights: it has a slash, or is a file, a folder, or in the hub's cache."""
     return "/" in name or Path(name).exists() or snapshot_of(name) is not None
 
 
 def located(name: str | Path, what: str = "model") -> Path:
-    """Where a model, or ``what`` else the hub keeps, is: the file or folder of this name, else the hub's snapshot of
-    this name in its local cache. Raises CheckpointError, which says how to fetch it, if neither is there."""
+    """Return the path of a model, or of another ``what`` of the hub: the file or folder of this name, or the snapshot
+    in the hub's local cache. Raises CheckpointError, with the command that fetches it, if neither exists."""
     path = Path(name)
     if path.exists() or path.is_symlink():
         return path
@@ -34,21 +34,21 @@ def located(name: str | Path, what: str = "model") -> Path:
     if not _is_hub_name(str(name)) or "/" not in str(name):
         raise CheckpointError(f"{name} is no {what}: there is no such folder")
     raise CheckpointError(
-        f"{name} is no {what}: there is no such folder, and no snapshot of it in the hub's cache, {_kept(str(name))}; "
-        f"fetch it where there is a network, 'hf download {name} --local-dir {path.name}', and name that folder"
+        f"{name} is no {what}: there is no such folder, and no snapshot of it in the hub's cache, "
+        f"{_cache_folder(str(name))}; online, run 'hf download {name} --local-dir {path.name}', and name that folder"
     )
 
 
 def snapshot_of(name: str) -> Path | None:
-    """The folder of a model, as ``org/name``, in the local cache of Hugging Face's hub, as its branch main was when it
-    was fetched; None if it is not there. Nothing is fetched."""
+    """Return the folder of a model ``org/name`` in the local cache of Hugging Face's hub, with its branch main as last
+    fetched; None if it is not in the cache. Nothing is fetched."""
     if not _is_hub_name(name):
         return None
     try:
-        revision = (_kept(name) / "refs" / "main").read_text().strip()
+        revision = (_cache_folder(name) / "refs" / "main").read_text().strip()
     except (OSError, UnicodeDecodeError):
         return None
-    snapshot = _kept(name) / "snapshots" / revision
+    snapshot = _cache_folder(name) / "snapshots" / revision
     return snapshot if revision.isalnum() and snapshot.is_dir() else None
 
 
@@ -60,11 +60,11 @@ def short_name(name: str) -> str:
     if is_code(name):
         return name_of_code(name)
     path = Path(name)
-    kept = path.parent.parent.name
-    return kept.rpartition("--")[2] if path.parent.name == "snapshots" and kept.startswith(_KEPT) else path.name
+    folder = path.parent.parent.name
+    return folder.rpartition("--")[2] if path.parent.name == "snapshots" and folder.startswith(_PREFIX) else path.name
 
 
-_KEPT = "models--"  #: begins the folder of a model in the hub's cache
+_PREFIX = "models--"  #: the beginning of a model's folder in the hub's cache
 
 
 def _is_hub_name(name: str) -> bool:
@@ -72,23 +72,23 @@ def _is_hub_name(name: str) -> bool:
     return len(parts) <= 2 and all(part.strip(".") and part.isascii() and part.isprintable() for part in parts)
 
 
-def _kept(name: str) -> Path:
-    """The folder of a model in the hub's cache, which is where the hub's own library looks."""
+def _cache_folder(name: str) -> Path:
+    """Return the folder of a model in the hub's cache, by the rules of the hub's own library."""
     environment = os.environ
     home = Path(environment.get("HF_HOME") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"))
     cache = Path(environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE") or home / "hub")
-    return cache.expanduser() / f"{_KEPT}{name.replace('/', '--')}"
+    return cache.expanduser() / f"{_PREFIX}{name.replace('/', '--')}"
 
 
 def is_description(name: str) -> bool:
-    """Whether the name is that of a file that describes a model and has no weights."""
+    """Return whether the name is that of a file that describes a model without weights."""
     return name.endswith((".toml", ".json"))
 
 
 def load_config(path: str | Path, *, warn: bool = False) -> DecoderConfig:
-    """The configuration of a folder with ``config.json``, or of a GGUF file. Raises CheckpointError.
+    """Return the configuration in a folder with ``config.json``, or in a GGUF file. Raises CheckpointError.
 
-    ``warn``: log which fields of ``config.json`` are unknown, and ignored.
+    ``warn``: log the unknown fields of ``config.json``, which are ignored.
     """
     from spmd_engine.formats.gguf import read_gguf
     from spmd_engine.formats.safetensors_file import CONFIG, read_json
@@ -108,18 +108,18 @@ def load_config(path: str | Path, *, warn: bool = False) -> DecoderConfig:
 
 
 def warn_unknown_fields(where: str, fields: list[str]) -> None:
-    """Log which fields are unknown."""
+    """Log a warning with the unknown fields, if any."""
     if fields:
         logger.warning("%s: unknown fields, ignored: %s", where, ", ".join(fields))
 
 
-# --- tokenizers: their modules are imported by those that read one, not by every rank that trains
+# --- Tokenizers: their modules are imported on use, since most ranks of a training need none
 
 
 def tokenizer_at(path: str | Path) -> JsonTokenizer:
-    """The tokenizer of a model's folder, of a GGUF file, or of one ``tokenizer.json``.
+    """Return the tokenizer in a model's folder, in a GGUF file, or of a ``tokenizer.json``.
 
-    Raises UsageError for what is missing or damaged.
+    Raises UsageError if it is missing or damaged.
     """
     from spmd_engine.formats.gguf import is_gguf, read_gguf
     from spmd_engine.tokens.gguf import gguf_tokenizer
@@ -130,7 +130,7 @@ def tokenizer_at(path: str | Path) -> JsonTokenizer:
 
 
 def ends_at(path: str | Path) -> tuple[int, ...]:
-    """The tokens that end a generated text, from the metadata of a GGUF file."""
+    """Return the tokens that end a generated text, from the metadata of a GGUF file."""
     from spmd_engine.formats.gguf import read_gguf
     from spmd_engine.tokens.gguf import gguf_ends
 

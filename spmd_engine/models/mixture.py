@@ -1,4 +1,4 @@
-"""Mixtures of experts in the blocks of a model: how many there are, of what size, and in which blocks."""
+"""Mixtures of experts in the blocks of a model: the number of experts, their sizes, and their blocks."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 
 
 def block_numbers(text: str, what: str, blocks: int | None = None) -> tuple[int, ...]:
-    """The numbers in "0,5"; raises UsageError, which says ``what`` it is, for anything else, and for numbers that a
-    model of so many ``blocks`` has not."""
+    """Return the numbers in "0,5". Raises UsageError for other text, and for numbers from ``blocks`` on; ``what`` is
+    the name of the option in the error."""
     numbers = [number.strip() for number in text.split(",")] if text.strip() else []
     if not all(number.isdecimal() for number in numbers):
-        raise UsageError(f"{what} is {text!r}: it is numbers of blocks, as in 0,5")
-    found = tuple(map(int, numbers))
-    if blocks is not None and max(found, default=0) >= blocks:
+        raise UsageError(f"{what} is {text!r}: it must be block numbers, as in 0,5")
+    values = tuple(map(int, numbers))
+    if blocks is not None and max(values, default=0) >= blocks:
         raise UsageError(f"{what} {text}: blocks are from 0 to {blocks - 1}")
-    return found
+    return values
 
 
 def as_text(numbers: Iterable[int]) -> str:
-    """The inverse, in ascending order."""
+    """Return the text of block numbers, in ascending order: the inverse of ``block_numbers``."""
     return ",".join(map(str, sorted(numbers)))
 
 
 @dataclass(frozen=True)
 class Mixture(Configuration):
-    """What stands in the place of a block's MLP; ``router`` has all that is about choosing experts."""
+    """Experts that replace the MLP of a block; ``router`` has all options of the choice of experts."""
 
     experts: int = setting(8, least=1, most=1 << 16, fixed=True, help="Experts of each layer that has any.")
     shared: int = setting(
@@ -69,19 +69,18 @@ class Mixture(Configuration):
         self.router.check(self.experts)
         block_numbers(self.dense, "dense")
         if self.shared_gate and not self.shared:
-            raise UsageError("shared_gate weighs what shared experts make, but shared is 0")
+            raise UsageError("shared_gate weighs the output of shared experts, but shared is 0")
 
     def is_routed(self, block: int, blocks: int) -> bool:
-        """Whether block number ``block`` has experts; raises UsageError if ``dense`` names one that is not there."""
+        """Return whether block number ``block`` has experts; raises UsageError if ``dense`` has another block."""
         return block not in block_numbers(self.dense, "dense", blocks)
 
     def layer(self, width: int, hidden: int, out_std: float, gated: bool = False) -> MoE:
-        """The layer for a dense MLP of this hidden width: as many active multiplications, unless ``hidden`` is said.
-
-        ``gated`` says of which kind the experts are, as of the MLP."""
+        """Return the layer that replaces a dense MLP of this hidden width, with equal work per token if the field
+        ``hidden`` is None. ``gated``: whether experts have a gate."""
         from spmd_engine.layers.moe.moe import MoE
 
         active = self.router.top_k + self.shared
-        own = self.hidden or max(1, hidden // active)
+        expert_hidden = self.hidden or max(1, hidden // active)
         options = {"shared": self.shared, "shared_gate": self.shared_gate, "gated": gated}
-        return MoE(width, own, self.experts, self.router, out_std=out_std, **options)
+        return MoE(width, expert_hidden, self.experts, self.router, out_std=out_std, **options)

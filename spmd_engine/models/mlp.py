@@ -1,4 +1,4 @@
-"""Dense feed-forward models: layers whose letters take turns, so that a layout can cut any of them."""
+"""Dense feed-forward models: the letters of layers alternate, so that a layout can shard any of them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ def mlp(
     activation: str = "relu",
     whole_between: bool = False,
 ) -> Model:
-    """x[b d] to scores[b c] of classes, by cross-entropy with the targets[b]; the activation between layers.
+    """x[b d] to scores[b c] of classes, by cross-entropy with targets[b]; the activation is between layers.
 
-    Widths have the letters d, f, d, f, ..., and the classes c. With f cut over an axis, layers are column-parallel
-    and row-parallel in turn; with d cut over another too, weights lie on a 2-D mesh. ``whole_between`` makes every
-    layer d -> f and the stream between them whole on every rank: with f cut, all are column-parallel, and outputs
-    are gathered. The inputs' gradient is not computed: they are data. Raises UsageError for fewer than two sizes.
+    Widths have the letters d, f, d, f, ..., and the classes c. With f sharded over an axis, layers are alternately
+    column-parallel and row-parallel; with d sharded over a second axis, weights are sharded on a 2-D mesh. With
+    ``whole_between`` every layer is d -> f and replicated between layers: with f sharded, all layers are
+    column-parallel and outputs are gathered. The gradient of the inputs, which are data, is not computed. Raises
+    UsageError for fewer than two sizes.
     """
     if len(sizes) < 2:
         raise UsageError(f"{name}: sizes {tuple(sizes)}; give those of the inputs and of the classes at least")
@@ -45,9 +46,9 @@ def mlp(
 
 
 def two_layers(width: int = 64, hidden: int = 256, name: str = "two-layers") -> Model:
-    """y[b d] = relu(x[b d] · w0[d f]) · w1[f d] by the mean squared error: the model of the pages in ``strategies``.
+    """y[b d] = relu(x[b d] · w0[d f]) · w1[f d] by the mean squared error: the model of the files in ``strategies``.
 
-    Parameters have the names that they have there.
+    Parameters have the same names as in these files.
     """
     up = Linear(("d", width), ("f", hidden), activation="relu", bias=False, std=1 / sqrt(width))
     down = Linear(("f", hidden), ("d", width), bias=False)
@@ -55,10 +56,10 @@ def two_layers(width: int = 64, hidden: int = 256, name: str = "two-layers") -> 
 
 
 def deep_mlp(layers: int = 1000, width: int = 64, name: str = "deep-mlp") -> Model:
-    """x[b d] to y[b d], by the mean squared error, through so many dense layers: pairs d -> f -> d that are skipped.
+    """x[b d] to y[b d] by the mean squared error, through pairs of dense layers d -> f -> d with skip connections.
 
-    Small parameters by the thousand. Each pair adds little at first, so that signals and gradients keep their size
-    at any depth. Raises UsageError for an odd number of layers.
+    The model has thousands of small parameters. Each pair adds little initially, so that signals and gradients keep
+    their size at any depth. Raises UsageError for an odd number of layers.
     """
     if layers < 2 or layers % 2:
         raise UsageError(f"{name}: {layers} layers; they come in pairs")
@@ -71,8 +72,8 @@ def deep_mlp(layers: int = 1000, width: int = 64, name: str = "deep-mlp") -> Mod
 
 
 def class_loss(letter: str, classes: int, *, check: bool = True) -> Callable:
-    """Cross-entropy of scores[b c] or logits[b s v] with targets[b] or [b s] below ``classes``; the letter of the
-    classes may be sharded. ``check``: whether a target out of range is an error."""
+    """Return the cross-entropy of scores[b c] or logits[b s v] with targets[b] or [b s] below ``classes``; the letter
+    of the classes may be sharded. ``check``: whether a target out of range is an error."""
 
     def loss(sh, outputs, targets, **options):
         if check:
@@ -85,7 +86,7 @@ def class_loss(letter: str, classes: int, *, check: bool = True) -> Callable:
 
 
 def class_accuracy(letter: str, classes: int) -> Callable:
-    """How many targets[b] are the class with the largest of the scores[b c], whose letter c may be sharded."""
+    """Return a metric: the number of targets[b] with the largest of scores[b c]; letter c may be sharded."""
 
     def metric(sh, outputs, targets, **options):
         axes = sh.axes(letter)
@@ -96,5 +97,5 @@ def class_accuracy(letter: str, classes: int) -> Callable:
 
 
 def squared_loss(sh, outputs, targets, **options):
-    """The mean squared error of blocks with the same sharding."""
+    """Return the mean squared error of blocks with the same sharding."""
     return mean_squared_error(outputs, targets, **options)

@@ -1,4 +1,4 @@
-"""Models by name, as the command line knows them."""
+"""Models by their names on the command line."""
 
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from spmd_engine.models.model import Model
 from spmd_engine.models.user_code import is_code
 
 DENSE = {"mlp": mlp, "deep-mlp": deep_mlp, "two-layers": two_layers}
-#: Models of images, and the images that they are for unless told otherwise.
+#: Models of images, and their default image shapes.
 IMAGES = {
     "convnet": (convnet, ImageShape()),
     "resnet-nano": (partial(resnet, blocks=(1, 1, 1), width=16, large=False), ImageShape()),
@@ -25,12 +25,12 @@ MODELS = (*GPT_SIZES, *DECODERS, *DENSE, *IMAGES)
 
 
 def shape_named(name: str) -> DecoderConfig:
-    """The decoder called ``name``; raises UsageError for a model that is none, or has experts of a kind of its own."""
+    """Return the decoder ``name``; raises UsageError for other models, and for those that no family describes."""
     if name in DECODERS:
         return DECODERS[name]
     size = GPT_SIZES.get(name)
     if size is None or size.mixture is not None or size.key_value_heads is not None:
-        raise UsageError(f"{name} is of no family that others know; {one_of(name, FAMILIES)}")
+        raise UsageError(f"{name} is of no family of other libraries; {one_of(name, FAMILIES)}")
     return size.config
 
 
@@ -40,7 +40,7 @@ def has_weights(name: str) -> bool:
 
 
 def family_of(name: str, shape: DecoderConfig | None = None) -> str:
-    """The family of a decoder by name or path, or of this shape; of all other models "gpt2", whose names they have."""
+    """Return the family of a decoder by name, path or shape; "gpt2" for other models, which use its names."""
     if shape is None:
         shape = load_config(name) if name not in MODELS and not is_code(name) and is_path(name) else DECODERS.get(name)
     return "gpt2" if shape is None else shape.family
@@ -55,7 +55,7 @@ def unknown_model(name: str) -> UsageError:
 
 
 def other_meaning(name: str) -> str | None:
-    """How to write the weights that one of ``MODELS`` could mean, too: of this name here, or in the hub's cache."""
+    """Return the path of weights with the name of one of ``MODELS``, local or in the hub's cache, or None."""
     if name not in MODELS:
         return None
     from spmd_engine.formats.gguf import is_gguf
@@ -76,13 +76,13 @@ def build_model(
     shape: DecoderConfig | None = None,
     vocabulary: int | None = None,
 ) -> Model:
-    """The model called ``name``: of images of the shape of ``sample``, or with this ``mixture`` of experts.
+    """Return the model ``name``, for images of the shape of ``sample``, or with a ``mixture`` of experts.
 
-    A path is that of a decoder's weights, whose configuration is read; with a ``shape`` it is that decoder, and the
-    name, such as the path, is only what it is called.
-    With a ``vocabulary`` a model of text that is drawn, not read, knows so many tokens.
-    ``context_method`` and ``reshard_after`` (so many blocks of a model of images: see there) say how it is computed.
-    Raises UsageError for another name, naming those there are, and for what this model has not.
+    If ``name`` is the path of a decoder's weights, its configuration is read. With a ``shape`` the model is that
+    decoder, and ``name``, for example the path, is only its name. ``vocabulary`` is the number of tokens of a model of
+    text with random weights. ``context_method`` and ``reshard_after`` (for models of images) determine how it is
+    computed: see ``decoder`` and ``convnet``. Raises UsageError for an unknown name, with the available names, and for
+    options that the model does not have.
     """
     if shape is None and name not in MODELS:
         if not is_path(name):
@@ -93,17 +93,17 @@ def build_model(
     if vocabulary is not None and (shape is not None or name not in (*GPT_SIZES, *DECODERS)):
         why = "its weights say how many tokens it knows" if shape is not None else "it is no model of text"
         raise UsageError(f"--vocabulary {vocabulary}: {name} takes none, {why}; leave it out")
-    routed = [each for each, size in (GPT_SIZES | DECODERS).items() if size.mixture]
+    routed = [model for model, size in (GPT_SIZES | DECODERS).items() if size.mixture]
     if mixture is not None and name not in routed:
         raise UsageError(
-            f"{name} has no experts, and takes no options about them; choose one of {', '.join(routed)}"
+            f"{name} has no experts, and no options of experts; choose one of {', '.join(routed)}"
             if shape is None or shape.mixture is None
-            else f"{name}: its own config.json says all about its experts; leave the options about them out"
+            else f"{name}: its config.json defines its experts; leave out the options of experts"
         )
     if shape is not None or name in (*GPT_SIZES, *DECODERS):
         shape = shape or (DECODERS[name] if name in DECODERS else GPT_SIZES[name].config)
-        given = {"mixture": mixture, "vocabulary": vocabulary}
-        shape = shape.changed(**{option: value for option, value in given.items() if value is not None})
+        options = {"mixture": mixture, "vocabulary": vocabulary}
+        shape = shape.changed(**{option: value for option, value in options.items() if value is not None})
         return decoder(shape, name, dropout, context_method)
     if dropout:
         raise UsageError(f"{name} has no dropout; leave it at 0 instead of {dropout}")

@@ -1,4 +1,4 @@
-"""Verification: a sharded engine and one on a single device in lockstep, and what explains their differences."""
+"""Verification: compares a sharded engine with one on a single device in lockstep, and explains differences."""
 
 from spmd_engine.verification.lockstep import verify
 from spmd_engine.verification.reference import engine_and_reference, engine_of_model, fill_zeros, mesh_of_one

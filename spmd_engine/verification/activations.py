@@ -1,4 +1,4 @@
-"""A model beside activations that another program made: which layer is the first whose output differs."""
+"""Compares a model's activations with those of another program, to find the first layer whose output differs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spmd_engine.layers import Activation
 from spmd_engine.verification.probe import OUTPUT, LayeredProbe, ProbedLayer, ProbePoint
 
 INPUTS = "tokens"
-NEVER = np.iinfo(np.int64).max  # the number of the first token that is off, if none is
+NEVER = np.iinfo(np.int64).max  # the number of the first differing token, if no token differs
 _HIDDEN = re.compile(r"hidden_states\.(\d+)")
 
 
@@ -26,33 +26,33 @@ class LayerDistance:
 
     layer: str
     distance: float  #: the largest difference, relative to the reference's largest element
-    place: tuple[int, int] | None  #: sample and position of the first token that is off; None: none is
+    place: tuple[int, int] | None  #: sample and position of the first differing token; None: no token differs
 
 
 def compare_activations(
     engine: LayeredEngine, reference: Mapping[str, np.ndarray], tolerance: float
 ) -> list[LayerDistance]:
-    """Distances of the layers of which ``reference`` has the outputs for ``tokens``[b s], in the order of the forward.
+    """Return the distances of the layers whose outputs ``reference`` has for its ``tokens``[b s], in forward order.
 
-    Arrays are called as layers are, or, as transformers does it, ``hidden_states.N``, after N blocks (the last after
-    the final norm), and ``logits``. Every rank compares its own block. Collective. Raises UsageError for arrays that
-    are no layer's, or of another shape than its output.
+    Arrays have the names of layers or those of transformers: ``hidden_states.N`` after N blocks (the last one after
+    the final norm), and ``logits``. Every rank compares its own block. Collective. Raises UsageError for an array that
+    belongs to no layer, or whose shape is not that of the layer's output.
     """
     if INPUTS not in reference:
         raise UsageError(f"the reference has no array {INPUTS!r}; it has: {', '.join(sorted(reference))}")
     names = [name for name, _ in engine.model.layers]
     expected = {_layer(name, names): array for name, array in reference.items() if name != INPUTS}
     if not expected:
-        raise UsageError(f"the reference has nothing but {INPUTS!r}: name arrays as layers are, {names[0]}, {names[1]}")
+        raise UsageError(f"the reference has only {INPUTS!r}; add arrays named like layers: {names[0]}, {names[1]}")
     tokens, comparison = reference[INPUTS], _Comparison(engine, expected, tolerance)
     (x,) = engine.cut_rows(tokens[engine.batch_span(len(tokens))], None)[:1]
     with engine.inference(), engine.wrapped(partial(ProbedLayer, comparison)):
         engine.forward(np.ascontiguousarray(x))
     compared = [name for name in names if name in expected]
-    mine = [comparison.distances.get(name, (0.0, NEVER)) for name in compared]
+    local = [comparison.distances.get(name, (0.0, NEVER)) for name in compared]
     group = engine.group()
-    furthest = group.all_reduce(np.array([distance for distance, _ in mine]), "max", label="verify")
-    firsts = group.all_reduce(np.array([first for _, first in mine]), "min", label="verify")
+    furthest = group.all_reduce(np.array([distance for distance, _ in local]), "max", label="verify")
+    firsts = group.all_reduce(np.array([first for _, first in local]), "min", label="verify")
     distances = []
     for name, distance, first in zip(compared, furthest.tolist(), firsts.tolist(), strict=True):
         place = None if first == NEVER else divmod(first, tokens.shape[1])
@@ -61,51 +61,51 @@ def compare_activations(
 
 
 def _layer(name: str, names: Sequence[str]) -> str:
-    """The layer that an array is the output of."""
+    """Return the layer whose output an array is."""
     if name == "logits":
         return names[-1]
     if (hidden := _HIDDEN.fullmatch(name)) is not None:
         number = int(hidden[1])
-        ends = [each for each in names if each.startswith(f"block{number - 1}/")]
-        blocks = max(int(each[5 : each.index("/")]) for each in names if each.startswith("block")) + 1
+        block_layers = [layer for layer in names if layer.startswith(f"block{number - 1}/")]
+        blocks = max(int(layer[5 : layer.index("/")]) for layer in names if layer.startswith("block")) + 1
         if number == 0:
-            return names[next(at for at, each in enumerate(names) if each.startswith("block0/")) - 1]
+            return names[next(at for at, layer in enumerate(names) if layer.startswith("block0/")) - 1]
         if number <= blocks:
-            return ends[-1] if number < blocks else "norm"
+            return block_layers[-1] if number < blocks else "norm"
     if name not in names:
         raise UsageError(f"the reference has {name!r}, which no layer is called; {one_of(name, names)}")
     return name
 
 
 class _Comparison(LayeredProbe):
-    """Compares the outputs of layers with the reference's, on this rank."""
+    """Compares the outputs of layers with the reference on this rank."""
 
     def __init__(self, engine: LayeredEngine, expected: Mapping[str, np.ndarray], tolerance: float) -> None:
         super().__init__(engine)
         self._expected, self._tolerance = expected, tolerance
-        self.distances: dict[str, tuple[float, int]] = {}  #: the largest difference, and the number of the first token
+        self.distances: dict[str, tuple[float, int]] = {}  #: largest difference, number of the first differing token
 
     def take(self, point: ProbePoint, array: Array, declared: Activation, base: Array) -> None:
-        """Compare an output with its part of the reference."""
+        """Compare an output with its shard of the reference."""
         if point.kind != OUTPUT or point.layer not in self._expected:
             return
-        y, whole, letters = backend_of(array).to_host(array), self._expected[point.layer], declared.dims.split()
-        if whole.ndim != len(letters):
-            raise UsageError(f"the reference has {point.layer} of shape {whole.shape}, its output is [{declared.dims}]")
+        y, expected, letters = backend_of(array).to_host(array), self._expected[point.layer], declared.dims.split()
+        if expected.ndim != len(letters):
+            raise UsageError(f"the reference has {point.layer} of shape {expected.shape}, not [{declared.dims}]")
         layout, mesh = self.engine.layout, self.engine.mesh
-        places = [
+        positions = [
             layout.positions(length, mesh, declared.where, letter)
-            for letter, length in zip(letters, whole.shape, strict=True)
+            for letter, length in zip(letters, expected.shape, strict=True)
         ]
-        if tuple(map(len, places)) != y.shape:
+        if tuple(map(len, positions)) != y.shape:
             raise UsageError(
-                f"the reference has {point.layer} of shape {whole.shape}: other samples, lengths or widths"
+                f"the reference has {point.layer} of shape {expected.shape}: the output has other lengths or widths"
             )
-        difference = abs(y.astype(np.float64) - whole[np.ix_(*places)])
+        difference = abs(y.astype(np.float64) - expected[np.ix_(*positions)])
         furthest, first = 0.0, NEVER
         if difference.size:
             furthest = float(np.nan_to_num(difference, nan=np.inf).max())
-            off = ~(difference <= self._tolerance * (abs(whole).max() or 1.0)).all(axis=2)
+            off = ~(difference <= self._tolerance * (abs(expected).max() or 1.0)).all(axis=2)
             if off.any():
-                first = int((places[0][:, None] * whole.shape[1] + places[1])[off].min())
+                first = int((positions[0][:, None] * expected.shape[1] + positions[1])[off].min())
         self.distances[point.layer] = furthest, first

@@ -1,6 +1,6 @@
-"""One device's gradients compared with finite differences of its loss, and the line of a backward that is wrong.
+"""Compares one device's gradients with finite differences of its loss, and finds the wrong line of a backward.
 
-A mistake that one device makes too is no difference between two engines; finite differences find it.
+A mistake that one device makes, too, is no difference between two engines; finite differences find it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from spmd_engine.verification.bindings import Bindings, Name, place
 from spmd_engine.verification.reference import put_back
 from spmd_engine.verification.report import Cause, Finding, GradientCheck, Slope
 
-DIRECTIONS = 3  # in which a gradient that is wrong in the first is looked at: is it the same multiple in all?
-SHORTER = 16.0  # a second, shorter step, where the first may have crossed a kink such as relu's
+DIRECTIONS = 3  # a gradient that is wrong along the first is compared along all: it may be one multiple in all
+SHORTER = 16.0  # divides the second step, since the first may have crossed a kink such as that of relu
 SIZE_OF_ZEROS = 0.1
-ROUNDING = 16.0  # units in the last place by which a loss may be off
+ROUNDING = 16.0  # units in the last place by which a loss may differ
 
 
 class Point:
@@ -40,11 +40,11 @@ class Point:
         self._directions: dict[int, Array] = {}
 
     def anew(self) -> Point:
-        """The same, of another loss."""
+        """Return a copy without the computed losses."""
         return Point(self.name, self.x, self.size, self._loss_at, self.precision)
 
     def compare(self, gradient: Array | None) -> Slope:
-        """The slope along the first direction; if it is wrong, with the multiple that it is of the right one in all."""
+        """Return the slope along the first direction; a wrong one has the multiple that is common to all directions."""
         if gradient is not None and gradient.shape != self.x.shape:
             fault = f"has shape {gradient.shape}, the parameter {self.x.shape}"
             return Slope(self.name, 0.0, 0.0, np.inf, wrong=True, fault=fault)
@@ -52,24 +52,24 @@ class Point:
         first = next(slopes)
         if not first.wrong:
             return first
-        every = [first, *slopes]
-        multiples = [slope.backward / slope.differences if slope.differences else 0.0 for slope in every]
-        same = all(abs(each - multiples[0]) <= 1e-3 * abs(multiples[0]) for each in multiples)
+        all_slopes = [first, *slopes]
+        multiples = [slope.backward / slope.differences if slope.differences else 0.0 for slope in all_slopes]
+        same = all(abs(multiple - multiples[0]) <= 1e-3 * abs(multiples[0]) for multiple in multiples)
         return replace(first, multiple=float(np.median(multiples))) if same else first
 
     def is_gradient(self, array: Array) -> bool:
-        """Whether an array is the gradient, and not 0."""
+        """Return whether an array is the gradient, and not 0."""
         if array.shape != self.x.shape:
             return False
         return all(not slope.wrong and slope.differences and slope.backward for slope in self._slopes(array))
 
     def _slopes(self, gradient: Array | None) -> Iterator[Slope]:
-        """The slope along one random direction after another."""
+        """Yield the slopes along random directions."""
         for number in range(DIRECTIONS):
             direction = self._direction(number)
-            said = 0.0 if gradient is None else float((gradient * direction).sum())
+            backward = 0.0 if gradient is None else float((gradient * direction).sum())
             length = 0.0 if gradient is None else norm(gradient) * self.size
-            yield self._compared(said, length, number)
+            yield self._compare_slope(backward, length, number)
 
     def _direction(self, number: int) -> Array:
         if number not in self._directions:
@@ -79,24 +79,24 @@ class Point:
 
     def _value(self, number: int, h: float) -> float:
         if (number, h) not in self._losses:
-            there = self.x + self.x.dtype.type(h) * self._direction(number)
-            self._losses[number, h] = self._loss_at(there)
+            shifted = self.x + self.x.dtype.type(h) * self._direction(number)
+            self._losses[number, h] = self._loss_at(shifted)
         return self._losses[number, h]
 
-    def _compared(self, said: float, length: float, number: int) -> Slope:
-        """A slope beside what is ``said`` of it; ``length`` is what it is in most directions.
+    def _compare_slope(self, backward: float, length: float, number: int) -> Slope:
+        """Compare the slope ``backward`` with finite differences; ``length`` is the slope's size in most directions.
 
         Errors of central differences grow as h^2 and, by rounding, as precision / h: the best h is near the cube root
-        of the precision. A shorter one decides if they disagree, as a kink may lie within the first.
+        of the precision. If they disagree, a shorter h decides, as a kink may lie within the first.
         """
         root, first = self.precision ** (1 / 3), None
         for h in (2 * root, 2 * root / SHORTER):
             above, below = self._value(number, h), self._value(number, -h)
-            found = (above - below) / (2 * h)
-            scale = max(abs(said), abs(found), length)
+            differences = (above - below) / (2 * h)
+            scale = max(abs(backward), abs(differences), length)
             rounding = ROUNDING * self.precision * max(abs(above), abs(below)) / h
-            wrong = not abs(found - said) <= 4 * root * scale + rounding
-            slope = Slope(self.name, said, found, abs(found - said) / (scale or 1.0), wrong)
+            wrong = not abs(differences - backward) <= 4 * root * scale + rounding
+            slope = Slope(self.name, backward, differences, abs(differences - backward) / (scale or 1.0), wrong)
             first = first or slope
             if not wrong:
                 return slope
@@ -104,33 +104,33 @@ class Point:
 
 
 def size_of(x: Array) -> float:
-    """The root of the elements' mean square."""
+    """Return the root mean square of the elements."""
     return norm(x) / max(x.size, 1) ** 0.5 or SIZE_OF_ZEROS
 
 
 def norm(x: Array) -> float:
-    """The 2-norm."""
+    """Return the 2-norm."""
     return float((x**2).sum()) ** 0.5
 
 
-def random_like(like: Array, *what: object) -> Array:
-    """Numbers from a normal distribution: always the same for the same words."""
-    return normal(key_of("finite differences", *what), like.shape, like.dtype, backend=backend_of(like))
+def random_like(like: Array, *key: object) -> Array:
+    """Return numbers from a normal distribution that depend only on the key and the shape."""
+    return normal(key_of("finite differences", *key), like.shape, like.dtype, backend=backend_of(like))
 
 
-# --- Which line of a backward is wrong: one of its arrays is changed, and the step is repeated
+# --- Find the wrong line of a backward: change one of its arrays, and repeat the step
 #
-# Finite differences give the gradient of every array that the forward binds to a name. So it is known which array of
-# the backward is such a gradient, and which would be one if it were divided by a number, transposed, or multiplied by a
-# mask or a slope. Each such change is tried: the one with which the wrong gradients become right, and no right one
-# becomes wrong, is the explanation.
+# Finite differences give the gradient of every array that the forward binds to a name. They show which arrays of the
+# backward are such gradients, and which would be if they were divided by a number, transposed, or multiplied by a mask
+# or a slope. The search tries these changes. The explanation is the change that makes wrong gradients right and no
+# right one wrong.
 
 
 Change = Callable[[Array], Array]
-#: The step of one device, with that loss function: its loss and gradients.
+#: One device's step with a loss function; returns its loss and gradients.
 Step = Callable[[Callable], tuple[float, Mapping[str, Array]]]
-MOST = 60  # arrays of a forward that are looked at
-#: What the gradient of an array that u is made of, or made to, is multiplied by.
+MOST = 60  # arrays of a forward to examine
+#: Factors that a backward may apply: derivatives as functions of u, the input or the output of an activation.
 FACTORS: dict[str, Change] = {
     "({0} > 0)": lambda u: u > 0,
     "(1 - {0} * {0})": lambda u: 1 - u * u,
@@ -144,26 +144,26 @@ class _Bound:
     """An array that a line bound to a name."""
 
     name: Name
-    time: int  #: how often it had done so before
-    array: Array  #: the array itself, whatever it holds later
+    time: int  #: how often the line has run before
+    array: Array  #: the array itself, which may change later
     copy: Array
 
 
 class _Search:
-    """Explains which gradients of ``points``, the parameters, are wrong."""
+    """Explains why gradients of ``points``, the parameters, are wrong."""
 
     def __init__(self, points: Mapping[str, Point], gradients: Mapping[str, Array], step: Step, loss: Callable) -> None:
         self._points, self._step, self._loss = points, step, loss
-        self._wrong, self._gradients = self._wrong_of(gradients), gradients
+        self._wrong, self._gradients = self._wrong_parameters(gradients), gradients
         forward, self._backward = self._record()
         self._forward = [x for x in forward if x.name.name.isidentifier()][:MOST]
         self._targets = [*points.values(), *map(self._point, self._forward)]
 
-    def _wrong_of(self, gradients: Mapping[str, Array]) -> list[str]:
+    def _wrong_parameters(self, gradients: Mapping[str, Array]) -> list[str]:
         return [name for name, point in self._points.items() if point.compare(gradients.get(name)).wrong]
 
     def _record(self) -> tuple[list[_Bound], list[_Bound]]:
-        """What forward and backward bind in a step."""
+        """Return the arrays that forward and backward bind in a step."""
         bound: tuple[list[_Bound], list[_Bound]] = ([], [])
         times: Counter[Name] = Counter()
         in_backward = False
@@ -182,77 +182,77 @@ class _Search:
         return bound
 
     def _point(self, bound: _Bound) -> Point:
-        """An array of the forward, on which the loss depends."""
+        """Return a point for an array of the forward."""
 
-        def loss_at(there: Array) -> float:
-            return self._with(bound.name, lambda x: there, bound.time)[0]
+        def loss_at(values: Array) -> float:
+            return self._changed_step(bound.name, lambda x: values, bound.time)[0]
 
         x, precision = bound.copy, next(iter(self._points.values())).precision
         return Point(f"{bound.name}", x, size_of(x), loss_at, precision)
 
-    def _with(self, name: Name, change: Change, time: int | None = None) -> tuple[float, Mapping[str, Array]]:
-        """The step with what is bound to a name changed, each time or that time alone."""
+    def _changed_step(self, name: Name, change: Change, time: int | None = None) -> tuple[float, Mapping[str, Array]]:
+        """Run the step with a change to the array bound to a name, each time or only at ``time``."""
         times = -1
 
-        def see(each: Name, x: Array) -> Array | None:
+        def see(bound: Name, x: Array) -> Array | None:
             nonlocal times
-            times += each == name
-            return change(x) if each == name and time in (None, times) else None
+            times += bound == name
+            return change(x) if bound == name and time in (None, times) else None
 
         with Bindings(see):
             return self._step(self._loss)
 
-    def _is_repaired(self, still: Sequence[str]) -> bool:
-        return self._wrong[0] not in still and set(still) <= set(self._wrong)
+    def _is_repaired(self, still_wrong: Sequence[str]) -> bool:
+        return self._wrong[0] not in still_wrong and set(still_wrong) <= set(self._wrong)
 
     def findings(self) -> Iterator[Finding]:
-        """What explains it, the likeliest first."""
+        """Yield the explanations, the likeliest first."""
         if absent := [name for name in self._wrong if name not in self._gradients]:
-            yield from self._absent(absent)
+            yield from self._explain_absent(absent)
         masks, zeros = [], []
         for bound in self._backward:
             if bound.name.name.startswith("argument "):
-                continue  # what calls the function has a name for it, or none
-            for cause, text, change in self._suspicions(bound.copy):
+                continue  # it is tried under the caller's name for it, if there is one
+            for cause, text, change in self._candidate_changes(bound.copy):
                 finding = Finding(cause, f"{bound.name}: {text}")
                 if cause is Cause.ZERO:
                     zeros += [] if bound.array.any() else [finding]
-                elif self._is_repaired(self._wrong_of(self._with(bound.name, change)[1])):
+                elif self._is_repaired(self._wrong_parameters(self._changed_step(bound.name, change)[1])):
                     if cause is not Cause.MISSING_MASK:
                         yield finding
                     masks.append(finding)
-        yield from masks[::-1]  # of several names of one array, the last
+        yield from masks[::-1]  # the last of several names of one array comes first
         yield from zeros
-        yield from self._missing_in_forward()
+        yield from self._find_missing_in_forward()
 
-    def _absent(self, names: Sequence[str]) -> Iterator[Finding]:
-        where = [x.name for x in self._backward if x.name.name.startswith("what ") and '"' in x.name.name]
-        at = f" {place(where[0].file, where[0].line)}" if where else ""
-        yield Finding(Cause.ABSENT, f"what backward returns{at} has no gradient of {', '.join(names)}")
+    def _explain_absent(self, names: Sequence[str]) -> Iterator[Finding]:
+        returned = [x.name for x in self._backward if x.name.name.startswith("what ") and '"' in x.name.name]
+        location = f" {place(returned[0].file, returned[0].line)}" if returned else ""
+        yield Finding(Cause.ABSENT, f"what backward returns{location} has no gradient of {', '.join(names)}")
 
-    def _suspicions(self, x: Array) -> Iterator[tuple[Cause, str, Change]]:
-        """By what change an array of the backward would be a gradient; none if it is one already."""
-        own = [point for point in self._targets if point.is_gradient(x)]
+    def _candidate_changes(self, x: Array) -> Iterator[tuple[Cause, str, Change]]:
+        """Yield the changes that would make an array of the backward a gradient; none if it is one already."""
+        matching = [point for point in self._targets if point.is_gradient(x)]
         for point in self._targets:
-            if own:
+            if matching:
                 break
             if point.x.shape == x.T.shape and x.ndim > 1 and point.is_gradient(x.T):
                 yield Cause.TRANSPOSED, f"it is the transpose of the gradient of {point.name}", lambda x: x.T
             elif point.x.shape == x.shape and (multiple := point.compare(x).multiple) is not None:
                 text = f"it is {multiple:.4g} times the gradient of {point.name}"
                 yield (Cause.FACTOR if multiple else Cause.ZERO), text, lambda x, m=multiple: x / (m or 1)
-        for u in self._forward if own else ():
+        for u in self._forward if matching else ():
             for text, factor in FACTORS.items():
-                if u.copy.shape == x.shape and self._is_other_gradient(x * factor(u.copy), own):
-                    what = f"{text.format(u.name.name)}, with {u.name}"
-                    by = factor(u.copy)
-                    yield Cause.MISSING_MASK, f"it is not multiplied by {what}", lambda x, by=by: x * by
+                if u.copy.shape == x.shape and self._is_other_gradient(x * factor(u.copy), matching):
+                    mask = f"{text.format(u.name.name)}, with {u.name}"
+                    values = factor(u.copy)
+                    yield Cause.MISSING_MASK, f"it is not multiplied by {mask}", lambda x, values=values: x * values
 
-    def _is_other_gradient(self, x: Array, than: Sequence[Point]) -> bool:
-        return any(point not in than and point.is_gradient(x) for point in self._targets)
+    def _is_other_gradient(self, x: Array, excluded: Sequence[Point]) -> bool:
+        return any(point not in excluded and point.is_gradient(x) for point in self._targets)
 
-    def _missing_in_forward(self) -> Iterator[Finding]:
-        """A mask that the backward applies, but the forward does not: of several names of one array, at the last."""
+    def _find_missing_in_forward(self) -> Iterator[Finding]:
+        """Yield masks that the backward applies and the forward does not, at the last of several names of one array."""
         for bound in reversed(self._forward):
 
             def see(name: Name, x: Array, wanted: Name = bound.name) -> Array | None:
@@ -260,9 +260,9 @@ class _Search:
 
             with Bindings(see):
                 _, gradients = self._step(self._loss)
-                anew = [point.anew() for point in self._points.values()]
-                still = [point.name for point in anew if point.compare(gradients.get(point.name)).wrong]
-            if self._is_repaired(still):
+                points = [point.anew() for point in self._points.values()]
+                still_wrong = [point.name for point in points if point.compare(gradients.get(point.name)).wrong]
+            if self._is_repaired(still_wrong):
                 yield Finding(
                     Cause.MISSING_MASK, f"{bound.name}: the backward masks it where it is not positive, the forward not"
                 )
@@ -271,14 +271,14 @@ class _Search:
 def explain_gradients(
     points: Mapping[str, Point], gradients: Mapping[str, Array], step: Step, loss: Callable
 ) -> tuple[Finding, ...]:
-    """What is wrong, and in which line, so that some gradients of these parameters are; empty if it is not found."""
+    """Return what makes gradients of these parameters wrong, and in which line; empty if nothing explains it."""
     return tuple(islice(_Search(points, gradients, step, loss).findings(), 1))
 
 
 # --- The check of all gradients
 
 
-NUDGE = 0.05  # of a parameter's size, away from where kinks may be, such as zero
+NUDGE = 0.05  # relative to a parameter's size: the distance from its values, which may be at kinks, such as zero
 
 
 def check_gradients(engine: ShardedEngine, batch: Callable[[], Batch], loss: Loss | None = None) -> GradientCheck:
@@ -286,45 +286,45 @@ def check_gradients(engine: ShardedEngine, batch: Callable[[], Batch], loss: Los
 
     Along a random direction v in one parameter w, (L(w + h v) - L(w - h v)) / 2h should be the gradient times v. L is
     ``engine.step``'s loss, in training mode, of ``batch()``, which gives the same batch whenever it is called. The
-    loss function's own gradient, with respect to the outputs, comes first. All is done a little away from the
-    parameters' values, since there may be kinks at zeros, and the parameters are put back. What the engine assigns to
-    its attributes, and its random generators, are put back before every step, so that dropout repeats itself.
+    loss function's gradient, with respect to the outputs, is checked first. Parameters are moved a little for the
+    check, since there may be kinks at zeros, and are restored at the end. The engine's attributes and random generators
+    are restored after every step, so that dropout repeats itself.
     """
-    held = engine.named(engine.owned)
-    floats = {name: x for name, x in held.items() if x.dtype.kind == "f"}
+    parameters = engine.named(engine.owned)
+    floats = {name: x for name, x in parameters.items() if x.dtype.kind == "f"}
     before = {name: x.copy() for name, x in floats.items()}
     precision = max((float(finfo(x.dtype).eps) for x in floats.values()), default=1.0)
     if precision > 1e-6:
         return GradientCheck(skipped="no parameter has the precision of float32 or more")
-    own, of_loss = loss or engine.loss, []
+    chosen_loss, loss_slopes = loss or engine.loss, []
 
-    def step(watched: Loss = own) -> tuple[float, dict[str, Array]]:
+    def step(watched: Loss = chosen_loss) -> tuple[float, dict[str, Array]]:
         with put_back(engine):
             value = engine.step(batch(), watched)
             return value, {name: x.copy() for name, x in engine.named(engine.gradients).items()}
 
-    def loss_at(name: str, there: Array) -> float:
-        here = floats[name].copy()
-        floats[name][...] = there
+    def loss_at(name: str, values: Array) -> float:
+        saved = floats[name].copy()
+        floats[name][...] = values
         engine.after_update()
         value, _ = step()
-        floats[name][...] = here
+        floats[name][...] = saved
         return value
 
     try:
         sizes = {name: _nudge(name, x) for name, x in floats.items()}
         engine.after_update()
-        value, gradients = step(lambda *args, **options: _watch(own, of_loss, precision, *args, **options))
+        value, gradients = step(lambda *args, **options: _watch(chosen_loss, loss_slopes, precision, *args, **options))
         if not isfinite(value):
             return GradientCheck(skipped=f"the loss is {value}")
         if abs(step()[0] - value) > ROUNDING * precision * abs(value):
             return GradientCheck(skipped="two steps on the same batch, with the same parameters, have different losses")
-        if any(slope.wrong for slope in of_loss):
-            return GradientCheck((next(slope for slope in of_loss if slope.wrong),))
+        if any(slope.wrong for slope in loss_slopes):
+            return GradientCheck((next(slope for slope in loss_slopes if slope.wrong),))
         points = {n: Point(n, x.copy(), sizes[n], partial(loss_at, n), precision) for n, x in floats.items()}
         slopes = tuple(point.compare(gradients.get(name)) for name, point in points.items())
         wrong = any(slope.wrong for slope in slopes)
-        return GradientCheck(slopes, explain_gradients(points, gradients, step, own) if wrong else ())
+        return GradientCheck(slopes, explain_gradients(points, gradients, step, chosen_loss) if wrong else ())
     finally:
         for name, x in before.items():
             floats[name][...] = x
@@ -334,11 +334,11 @@ def check_gradients(engine: ShardedEngine, batch: Callable[[], Batch], loss: Los
 def _watch(
     loss: Loss, slopes: list[Slope], precision: float, outputs: Array, targets: Array, **options: Any
 ) -> tuple[float, Array]:
-    """The loss; notes how its own gradient compares. It may write over the outputs it is given."""
-    at = outputs.copy()
+    """Compute the loss and append the slope of its gradient. The loss may overwrite the outputs."""
+    saved = outputs.copy()
     value, gradient = loss(outputs, targets, **options)
-    if at.dtype.kind == "f" and at.size:
-        point = Point("", at, size_of(at), lambda there: loss(there, targets, **options)[0], precision)
+    if saved.dtype.kind == "f" and saved.size:
+        point = Point("", saved, size_of(saved), lambda x: loss(x, targets, **options)[0], precision)
         slopes.append(point.compare(gradient.copy()))
     return value, gradient
 

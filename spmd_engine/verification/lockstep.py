@@ -1,4 +1,4 @@
-"""A sharded engine and one on a single device, step by step, until they disagree."""
+"""Trains a sharded engine and one on a single device in lockstep, until they disagree."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spmd_engine.verification.replay import explain
 from spmd_engine.verification.report import Cause, Disagreement, Distances, GradientCheck, Report
 
 GRADIENT, LOSS, NORM = "gradient", "loss", "squared norm of the gradient"
-#: By dtype, relative to a tensor's scale: what rounding does not reach in a few steps, and mistakes surpass.
+#: By dtype, relative to a tensor's scale: larger than rounding errors of a few steps, smaller than mistakes.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 
 
@@ -43,17 +43,17 @@ def verify(
     """Train ``engine`` on all ranks and ``reference`` on rank 0 alone, and compare everything they compute.
 
     ``reference`` is an engine with the same parameters, by names and values, on a mesh of one rank
-    (``mesh_of_one``); only rank 0 needs it. ``batches(engine, step)`` gives the same global batch to either, cut as
-    it wants it (``make_batch``), for steps from 0; ``loss(engine)`` is the loss function for each, if not its own.
+    (``mesh_of_one``); only rank 0 needs it. ``batches(engine, step)`` returns the same global batch for both engines,
+    sharded for the engine (``make_batch``), for steps from 0. ``loss(engine)`` is the loss function of an engine; None:
+    the engine's own.
 
-    Compared are first all ranks' copies of the parameters; then, unless ``finite_differences`` is False, the
-    reference's gradients with finite differences of its loss (``check_gradients``), which alone finds what is wrong on
-    one device, too; in every step outputs, the loss, gradients and their norm; and after the update the parameters
-    again. A tensor disagrees if an element is off by more than
-    ``tolerance`` times the largest one (1e-9 in float64, 1e-4 in float32). That ends the verification, and the
-    report then tells the first such tensor in the order in which things are computed (forwards layer by layer, then
-    backwards) and what would explain it. Both engines are trained by it. Collective; the report is the same on every
-    rank.
+    The first comparison is of all ranks' copies of the parameters. Unless ``finite_differences`` is False, the
+    reference's gradients are then compared with finite differences of its loss (``check_gradients``); only this finds
+    mistakes that one device makes, too. Every step compares outputs, the loss, gradients and their norm, and after the
+    update the parameters. A tensor disagrees if an element differs by more than ``tolerance`` times the largest one
+    (1e-9 in float64, 1e-4 in float32). A disagreement ends the verification: the report has the first such tensor in
+    the order of computation (forwards layer by layer, then backwards) and its explanation. Both engines are trained.
+    Collective; the report is the same on every rank.
 
     Raises NotFiniteError if the reference diverges, UsageError if the two cannot be compared.
     """
@@ -83,13 +83,13 @@ def verify(
 
 
 def _distances(step: int, loss: float, computed: Sequence[Measured], updated: Sequence[Measured]) -> Distances:
-    forward = [each.distance for each in computed if each.tensor.kind in (OUTPUT, LOSS)]
-    backward = [each.distance for each in computed if each.tensor.kind not in (OUTPUT, LOSS)]
-    return Distances(step, loss, max(forward), max(backward), max(each.distance for each in updated))
+    forward = [measured.distance for measured in computed if measured.tensor.kind in (OUTPUT, LOSS)]
+    backward = [measured.distance for measured in computed if measured.tensor.kind not in (OUTPUT, LOSS)]
+    return Distances(step, loss, max(forward), max(backward), max(measured.distance for measured in updated))
 
 
 class Pair:
-    """The two engines, and what they have just computed; see ``verify``."""
+    """The two engines and their last computed tensors; see ``verify``."""
 
     def __init__(
         self,
@@ -100,10 +100,10 @@ class Pair:
         tolerance: float | None = None,
     ) -> None:
         self.engine, self.batches, self.loss_of = engine, batches, loss
-        self.reference: Any = reference  # an engine on rank 0, where alone it is used
+        self.reference: Any = reference  # an engine on rank 0; not used on other ranks
         for compared in (engine, reference):
-            if compared is not None:  # rank 0 alone has the reference
-                compared.checks_replicas = compared.checks_gradients = False  # verify checks both, and explains them
+            if compared is not None:  # only rank 0 has the reference
+                compared.checks_replicas = compared.checks_gradients = False  # verify checks and explains both
         self.world = engine.group()
         self._on_first(lambda: _check_names(engine, self.reference))
         self.probe, self.probe_alone = probe(engine), self._on_first(lambda: probe(self.reference))
@@ -113,36 +113,36 @@ class Pair:
         self.parameters_before: dict[str, Array] = {}
 
     def _on_first(self, do: Callable[[], Any]) -> Any:
-        """What ``do`` returns on rank 0, which has the reference; None on others. All raise its UsageError."""
+        """Return the result of ``do`` on rank 0, which has the reference; None on others. All raise its UsageError."""
         return on_rank_zero(self.world, do)
 
-    # --- what they do ------------------------------------------------------------------------------------
+    # --- steps of both -----------------------------------------------------------------------------------
 
     def check_gradients(self) -> GradientCheck:
-        """Whether the reference's gradients are those of its loss. Its parameters are afterwards as before."""
+        """Compare the reference's gradients with its loss. The reference's parameters are restored."""
 
-        def alone() -> GradientCheck:
+        def check_reference() -> GradientCheck:
             reference = self.reference
             return check_gradients(reference, lambda: self.batches(reference, 0), self.loss_of(reference))
 
-        return from_first(self.world, self._on_first(alone))
+        return from_first(self.world, self._on_first(check_reference))
 
     def forward_and_backward(self, step: int) -> None:
-        """Step number ``step``, from 1, of both up to the gradients."""
+        """Run step number ``step``, from 1, of both engines up to the gradients. Raises NotFiniteError."""
 
-        def alone() -> float:
+        def step_reference() -> float:
             batch = self.batches(self.reference, step - 1)
             return self.probe_alone.step(batch, self.loss_of(self.reference))
 
         batch = self.batches(self.engine, step - 1)
         self.micro_batches = len(batch.micro_batches)
         self.loss = self.probe.step(batch, self.loss_of(self.engine))
-        self.expected_loss = from_first(self.world, self._on_first(alone))
+        self.expected_loss = from_first(self.world, self._on_first(step_reference))
         if not np.isfinite(self.expected_loss):
             raise NotFiniteError(f"step {step}: one device's loss is {self.expected_loss}; lower the learning rate")
 
     def update(self, optimizer: Optimizer, optimizer_alone: Optimizer, step: int, rate: float) -> None:
-        """Both optimizers' update; remembers what was before."""
+        """Update both engines, and keep copies of the gradients and parameters before the update."""
         self.gradients_before = {name: g.copy() for name, g in self.engine.named(self.engine.gradients).items()}
         self.parameters_before = {name: parameter.copy() for name, parameter in self.engine.parameters.items()}
         optimizer.update(self.engine, self.engine.gradients, step=step, rate=rate)
@@ -151,48 +151,48 @@ class Pair:
     # --- comparing ---------------------------------------------------------------------------------------
 
     def compare(self, tensors: Sequence[ComparedTensor], step: int) -> tuple[list[Measured], Disagreement | None]:
-        """Distances and, if one is too large, the first of the tensors that is off.
+        """Return the distances and, if one is too large, the first disagreement.
 
-        What passes between layers is only looked at if something else is off: it cannot be off alone.
+        Arrays between layers are compared only if another tensor differs: they never differ alone.
         """
         at_once = [tensor for tensor in tensors if not _is_between_layers(tensor)]
         measured = measure(self.world, at_once)
-        if not any(each.is_off(self.tolerance) for each in measured):
+        if not any(measurement.is_off(self.tolerance) for measurement in measured):
             return measured, None
-        known = dict(zip(map(id, at_once), measured, strict=True))
-        one_by_one = (known.get(id(tensor)) or measure(self.world, [tensor])[0] for tensor in tensors)
-        first = next(each for each in one_by_one if each.is_off(self.tolerance))
-        found = examine(self.engine, first, self.tolerance, step=step, micro_batches=self.micro_batches)
-        return measured, self._explained(found, [each for each in measured if each.is_off(self.tolerance)])
+        measured_by_id = dict(zip(map(id, at_once), measured, strict=True))
+        one_by_one = (measured_by_id.get(id(tensor)) or measure(self.world, [tensor])[0] for tensor in tensors)
+        first = next(measurement for measurement in one_by_one if measurement.is_off(self.tolerance))
+        disagreement = examine(self.engine, first, self.tolerance, step=step, micro_batches=self.micro_batches)
+        return measured, self._explain(disagreement, [x for x in measured if x.is_off(self.tolerance)])
 
-    def _explained(self, found: Disagreement, wrong: Sequence[Measured]) -> Disagreement:
-        """What a step computed and nothing explains, or not where: which line of a user's functions is it?"""
-        if found.kind in (INITIAL, PARAMETER):
-            return found
-        step = found.step
+    def _explain(self, disagreement: Disagreement, wrong: Sequence[Measured]) -> Disagreement:
+        """Find the line of a user's function that causes a disagreement in a step, unless a line is known."""
+        if disagreement.kind in (INITIAL, PARAMETER):
+            return disagreement
+        step = disagreement.step
 
         def repeat() -> list[str]:
             self.loss = self.probe.step(self.batches(self.engine, step - 1), self.loss_of(self.engine))
-            again = measure(self.world, self.computed())
-            return [_key(each.tensor) for each in again if each.is_off(self.tolerance)]
+            measured = measure(self.world, self.computed())
+            return [_key(measurement.tensor) for measurement in measured if measurement.is_off(self.tolerance)]
 
-        def alone() -> None:
+        def repeat_reference() -> None:
             self.probe_alone.step(self.batches(self.reference, step - 1), self.loss_of(self.reference))
 
-        names = [_key(each.tensor) for each in wrong]
-        known = bool({finding.cause for finding in found.findings} - {Cause.REPLICAS_DIFFER})
-        lines = explain(self.engine, self.reference, repeat, alone, names, self.tolerance, known)
-        if known and {finding.cause for finding in lines} == {Cause.FIRST}:
-            return found
-        return replace(found, findings=lines or found.findings)
+        names = [_key(measurement.tensor) for measurement in wrong]
+        is_explained = bool({finding.cause for finding in disagreement.findings} - {Cause.REPLICAS_DIFFER})
+        lines = explain(self.engine, self.reference, repeat, repeat_reference, names, self.tolerance, is_explained)
+        if is_explained and {finding.cause for finding in lines} == {Cause.FIRST}:
+            return disagreement
+        return replace(disagreement, findings=lines or disagreement.findings)
 
     def parameters(self, kind: str) -> list[ComparedTensor]:
-        """All parameters, in the model's order."""
+        """Return all parameters, in the model's order."""
 
         def part(name: str) -> LocalPart | None:
-            found, before = self.engine.parameters.get(name), self.parameters_before.get(name)
+            parameter, before = self.engine.parameters.get(name), self.parameters_before.get(name)
             index = self.engine.index(name)
-            return None if found is None or index is None else LocalPart(found, index, before, base=before)
+            return None if parameter is None or index is None else LocalPart(parameter, index, before, base=before)
 
         def tensor(name: str) -> ComparedTensor:
             return ComparedTensor(
@@ -202,7 +202,7 @@ class Pair:
         return list(map(tensor, self.engine.names))
 
     def computed(self) -> list[ComparedTensor]:
-        """What forward and backward made, in the order in which they did."""
+        """Return the tensors that forward and backward have computed, in the order of computation."""
         norm = float(self.engine.gradient_norm())
         norm_alone = self._on_first(lambda: float(self.reference.gradient_norm()))
         points = from_first(self.world, self._on_first(lambda: set(self.probe_alone.probed)))
@@ -210,41 +210,42 @@ class Pair:
         for tensor in reversed(self._gradients()):
             gradients.setdefault(self.probe.layer_of(tensor.name), []).append(tensor)
         layers = self.probe.layers
-        story = [*self._passing(points, OUTPUT, layers), _number(LOSS, self.expected_loss, self.loss)]
-        story += self._passing(points, OUTPUT_GRADIENT, layers)
+        tensors = [*self._probed_tensors(points, OUTPUT, layers), _number(LOSS, self.expected_loss, self.loss)]
+        tensors += self._probed_tensors(points, OUTPUT_GRADIENT, layers)
         for layer in reversed(layers):
-            own, passing = gradients.get(layer, []), self._passing(points, INPUT_GRADIENT, [layer])
-            story += [*passing, *own] if layer else [*own, *passing]  # a layer's own gradients come last
-        return [*story, _number(NORM, norm_alone, norm, power=2)]
+            layer_gradients, probed = gradients.get(layer, []), self._probed_tensors(points, INPUT_GRADIENT, [layer])
+            # The gradients of a layer's parameters come last.
+            tensors += [*probed, *layer_gradients] if layer else [*layer_gradients, *probed]
+        return [*tensors, _number(NORM, norm_alone, norm, power=2)]
 
-    def _passing(self, points: Set[ProbePoint], kind: str, layers: Sequence[str]) -> list[ComparedTensor]:
-        """Of the arrays that passed by, those of some layers, in the layers' order and then the micro-batches'."""
+    def _probed_tensors(self, points: Set[ProbePoint], kind: str, layers: Sequence[str]) -> list[ComparedTensor]:
+        """Return the probed arrays of some layers, by layer and then by micro-batch."""
 
         def tensor(point: ProbePoint) -> ComparedTensor:
-            def whole() -> Array:
+            def expected() -> Array:
                 return self.probe_alone.probed[point].array
 
             def part(shape: tuple[int, ...]) -> LocalPart | None:
                 probed = self.probe.probed.get(point)
                 return probed.part(shape) if probed else None
 
-            return ComparedTensor(kind, whole, part, layer=point.layer, micro_batch=point.micro_batch)
+            return ComparedTensor(kind, expected, part, layer=point.layer, micro_batch=point.micro_batch)
 
         every = (ProbePoint(kind, layer, m) for layer in layers for m in range(self.micro_batches))
         return [tensor(point) for point in every if point in points]
 
     def _gradients(self) -> list[ComparedTensor]:
-        found = self.engine.named(self.engine.gradients)
+        gradients = self.engine.named(self.engine.gradients)
         expected = self._on_first(lambda: self.reference.named(self.reference.gradients))
 
         self._on_first(lambda: _check_gradients(expected, self.reference))
-        _check_gradients(found, self.engine)
+        _check_gradients(gradients, self.engine)
 
         def part(name: str) -> LocalPart | None:
             index = self.engine.owned_index(name)
-            if name not in found or index is None:
+            if name not in gradients or index is None:
                 return None
-            return LocalPart(found[name], index, self.gradients_before.get(name))
+            return LocalPart(gradients[name], index, self.gradients_before.get(name))
 
         def tensor(name: str) -> ComparedTensor:
             return ComparedTensor(GRADIENT, lambda: expected[name], lambda _: part(name), name, self._layer(name))
@@ -252,12 +253,12 @@ class Pair:
         return list(map(tensor, self.engine.names))
 
     def _layer(self, name: str) -> str:
-        """The layer of a parameter: by the names of layers, or, where there are none, by the parameter's own."""
+        """Return the layer of a parameter: by the names of layers or, if there are none, by the parameter's name."""
         return self.probe.layer_of(name) or name.rpartition("/")[0]
 
 
 def _number(kind: str, expected: Any, found: float, power: int = 1) -> ComparedTensor:
-    """A number that every rank should have."""
+    """Return the tensor of a number that every rank should have."""
     return ComparedTensor(kind, lambda: np.array(expected**power), lambda shape: LocalPart(np.array(found**power), ()))
 
 
@@ -272,8 +273,8 @@ def _is_between_layers(tensor: ComparedTensor) -> bool:
 def _check_names(engine: ShardedEngine, reference: ShardedEngine) -> None:
     if not engine.names:
         raise UsageError(
-            f"{type(engine).__name__} names no parameters; to be verified it must say what it holds: parameters, and "
-            "how they are cut: shardings"
+            f"{type(engine).__name__} names no parameters; an engine to verify must define its parameters and their "
+            "shardings"
         )
     if set(engine.names) != set(reference.names):
         differ = ", ".join(sorted(set(engine.names) ^ set(reference.names)))

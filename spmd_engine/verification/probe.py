@@ -1,4 +1,4 @@
-"""What passes by while an engine makes a step: outputs of layers, and gradients on their way back."""
+"""Records outputs of layers and their gradients during a step of an engine."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from spmd_engine.sharding.notation import Spec
 from spmd_engine.verification.comparison import Index, LocalPart
 
 OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT = "output", "gradient of the outputs", "input gradient"
-Place = Callable[[tuple[int, ...]], Index]  # the shape of a whole array -> this rank's part of it
+Place = Callable[[tuple[int, ...]], Index]  # the shape of a global array -> the index of this rank's part
 
 
 @dataclass(frozen=True)
 class ProbePoint:
-    """When an array passes by."""
+    """The point of a step at which an array is recorded."""
 
     kind: str
-    layer: str  #: empty: of the whole engine
+    layer: str  #: empty: the whole engine
     micro_batch: int
 
 
 @dataclass(frozen=True)
 class Probed:
-    """An array that passed by on this rank."""
+    """An array recorded on this rank."""
 
     array: Array
     place: Place
     base: Array | None = None
 
     def part(self, shape: tuple[int, ...]) -> LocalPart | None:
-        """It, in a whole of this shape; None if it is cut in a way that is not known here."""
+        """Return the array as part of a global array of this shape; None if its own shape does not fit."""
         if len(shape) != self.array.ndim:
             return None
         index = self.place(shape)
@@ -50,7 +50,7 @@ class Probed:
 
 
 class Probe:
-    """Makes a step of an engine and keeps its outputs, their gradients and, of the last micro-batch, the inputs'."""
+    """Runs a step of an engine and records outputs, their gradients and the last micro-batch's input gradient."""
 
     layers: Sequence[str] = ("",)  #: in the order of the forward
 
@@ -59,15 +59,15 @@ class Probe:
         self.probed: dict[ProbePoint, Probed] = {}
 
     def layer_of(self, parameter: str) -> str:
-        """Which of ``layers`` has a parameter."""
+        """Return the one of ``layers`` that has a parameter."""
         return ""
 
     def step(self, batch: Batch, loss: Loss | None = None) -> float:
-        """The engine's step; returns its loss."""
+        """Run the engine's step and return its loss."""
         value = self._probed_step(batch, loss)
         if (dx := self.engine.input_gradient) is not None:
             point = ProbePoint(INPUT_GRADIENT, "", len(batch.micro_batches) - 1)
-            self.probed[point] = Probed(dx, partial(_cut, self.engine, self.engine.input_sharding))
+            self.probed[point] = Probed(dx, partial(_index_in_sharding, self.engine, self.engine.input_sharding))
         return value
 
     def _probed_step(self, batch: Batch, loss: Loss | None) -> float:
@@ -79,18 +79,18 @@ class Probe:
     ) -> tuple[float, Array]:
         m = next(m for m, micro in enumerate(batch.micro_batches) if micro.targets is targets)
         place = self._place_of_outputs()
-        # Copies, since the loss may write over what it is given.
+        # Copies, since the loss may overwrite its arguments.
         self.probed[ProbePoint(OUTPUT, self.layers[-1], m)] = Probed(outputs.copy(), place)
         value, gradient = loss(outputs, targets, **options)
         self.probed[ProbePoint(OUTPUT_GRADIENT, self.layers[-1], m)] = Probed(gradient.copy(), place)
         return value, gradient
 
     def _place_of_outputs(self) -> Place:
-        return partial(_cut, self.engine, self.engine.output_sharding)
+        return partial(_index_in_sharding, self.engine, self.engine.output_sharding)
 
 
 class LayeredProbe(Probe):
-    """Keeps the output and the input's gradient of each layer that is on this rank."""
+    """Records the output and the input gradient of each layer on this rank."""
 
     engine: LayeredEngine
 
@@ -100,23 +100,23 @@ class LayeredProbe(Probe):
         self._known = set(self.layers)
 
     def layer_of(self, parameter: str) -> str:
-        return next(layer for layer in _beginnings(parameter) if layer in self._known)
+        return next(layer for layer in _name_prefixes(parameter) if layer in self._known)
 
     def step(self, batch: Batch, loss: Loss | None = None) -> float:
         with self.engine.wrapped(partial(ProbedLayer, self)):
             return self._probed_step(batch, loss)
 
     def take(self, point: ProbePoint, array: Array, declared: Activation, base: Array) -> None:
-        """Keep what a layer that was given ``base`` gives to the next one, with the letters that it declares."""
+        """Record a layer's result for input ``base``. Raises UsageError if its dims differ from the declaration."""
         if (point.kind, point.layer) == (OUTPUT, self.layers[-1]):
-            return  # the loss is given those, and may write over them
+            return  # _probed_loss records these, since the loss may overwrite them
         if len(declared.dims.split()) != array.ndim:
             raise UsageError(
                 f"layer {point.layer}: the {point.kind} has shape {array.shape}, but the layer declares "
-                f'[{declared.dims}]; say inputs = Activation("...") and outputs = Activation("...") in its class'
+                f'[{declared.dims}]; set inputs = Activation("...") and outputs = Activation("...") in its class'
             )
         probed = Probed(array, partial(self._index_of, declared), base if base.shape == array.shape else None)
-        self.probed.setdefault(point, probed)  # where it is recomputed, it comes again
+        self.probed.setdefault(point, probed)  # a recomputed array arrives again
 
     def _place_of_outputs(self) -> Place:
         return partial(self._index_of, Activation(self.engine.model.outputs, where="inside"))
@@ -127,16 +127,16 @@ class LayeredProbe(Probe):
         def places(letter: str, length: int) -> slice | np.ndarray:
             if letter in declared.whole:
                 return slice(0, length)
-            mine = layout.positions(length, mesh, declared.where, letter)
+            local = layout.positions(length, mesh, declared.where, letter)
             if letter in layout.zigzag:
-                return mine
-            return slice(int(mine[0]), int(mine[-1]) + 1) if mine.size else slice(0, 0)  # consecutive: no list of them
+                return local
+            return slice(int(local[0]), int(local[-1]) + 1) if local.size else slice(0, 0)  # they are consecutive
 
         return tuple(map(places, declared.dims.split(), shape))
 
 
 class ProbedLayer(Layer):
-    """A layer that shows its probe what it gives to others."""
+    """A layer that passes its results to a probe."""
 
     def __init__(self, probe: LayeredProbe, name: str, layer: Layer) -> None:
         self._probe, self._name, self._layer = probe, name, layer
@@ -157,16 +157,16 @@ class ProbedLayer(Layer):
         self._layer.backward_weight(sh, rest, g)
 
 
-def _beginnings(name: str) -> Iterator[str]:
-    """Of "a/b/c": "a/b" and "a", what may be the name of its layer."""
+def _name_prefixes(name: str) -> Iterator[str]:
+    """Yield "a/b" and "a" for "a/b/c": possible names of its layer."""
     while name := name.rpartition("/")[0]:
         yield name
 
 
-def _cut(engine: ShardedEngine, sharding: str, shape: tuple[int, ...]) -> Index:
+def _index_in_sharding(engine: ShardedEngine, sharding: str, shape: tuple[int, ...]) -> Index:
     return Spec.parse(sharding).block(shape, engine.mesh) if sharding else (slice(None),) * len(shape)
 
 
 def probe(engine: ShardedEngine) -> Probe:
-    """A probe that suits the engine: one with named layers is probed layer by layer."""
+    """Return a probe for the engine; an engine with named layers is probed layer by layer."""
     return LayeredProbe(engine) if isinstance(engine, LayeredEngine) else Probe(engine)

@@ -1,4 +1,4 @@
-"""The engine to verify and the single device to compare it with: a mesh of one rank, and the same engine on it."""
+"""Makes the engine to verify, and its reference: the same engine on a mesh of one rank."""
 
 from __future__ import annotations
 
@@ -27,42 +27,42 @@ from spmd_engine.models.user_code import name_of
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.verification.comparison import from_first
 
-DEVIATION = 0.1  #: of the values that take the place of zeros
+DEVIATION = 0.1  #: standard deviation of the values that replace zeros
 
 
 def mesh_of_one(axes: Iterable[str] = ("data",)) -> Mesh:
-    """A mesh of this rank alone, on which each of the axes has size 1."""
+    """Return a mesh of this rank alone, on which each of the axes has size 1."""
     sizes: dict[str, Any] = dict.fromkeys(axes, 1)
     return Mesh(solo(), **sizes)
 
 
 def engine_and_reference(make: Callable[..., Any], mesh: Mesh) -> tuple[ShardedEngine, ShardedEngine | None]:
-    """An engine of one's own on all ranks and, on rank 0, the same on one rank, with the first one's parameters.
+    """Make a user's engine on all ranks and, on rank 0, the same engine on one rank, with the same parameters.
 
-    ``make``, a class or a function, is called with ``mesh`` and with ``dtype=float64`` if it takes arguments of these
-    names, and with nothing else. An engine without a mesh of its own gets this one; the reference's has the same
-    axes. What is wrong on one rank, too, is not found by comparing with it. Collective. Raises UsageError if ``make``
-    wants more, or makes no ShardedEngine.
+    ``make``, a class or a function, is called with ``mesh`` and with ``dtype=float64`` if it has parameters of these
+    names, and with nothing else. An engine without a mesh gets this one; the reference's mesh has the same axes. The
+    comparison does not find mistakes that the engine also makes on one rank. Collective. Raises UsageError if ``make``
+    has other required parameters, or returns no ShardedEngine.
     """
-    engine = _made(make, mesh)
+    engine = _make_checked(make, mesh)
 
-    def alone() -> ShardedEngine:
-        one = mesh_of_one(engine.mesh.axes)
-        return run_threads(_made, 1, args=(make, one))[0]  # a mesh that it makes itself is then one of one rank, too
+    def make_reference() -> ShardedEngine:
+        single_mesh = mesh_of_one(engine.mesh.axes)
+        return run_threads(_make_checked, 1, args=(make, single_mesh))[0]  # a mesh made by `make` has one rank, too
 
-    reference = on_rank_zero(engine.group(), alone)
-    whole = {name: engine.gather(name, root=0) for name in engine.names}
+    reference = on_rank_zero(engine.group(), make_reference)
+    parameters = {name: engine.gather(name, root=0) for name in engine.names}
     if reference is not None:
-        _load(reference, whole)
+        _load(reference, parameters)
     return engine, reference
 
 
 def fill_zeros(engine: ShardedEngine, reference: ShardedEngine | None, seed: int) -> None:
-    """Give both random values in place of parameters that are all 0, which would hide mistakes. Collective.
+    """Replace parameters that are all 0, which would hide mistakes, by random values in both engines. Collective.
 
-    Both load all parameters, as float64: an engine that keeps those of its checkpoint then computes in it.
+    Both load all parameters in float64: an engine that keeps the arrays of its checkpoint then computes in float64.
     """
-    world, whole = engine.group(), {}
+    world, parameters = engine.group(), {}
     for name in engine.names:
         values = None
         if reference is not None:
@@ -70,15 +70,15 @@ def fill_zeros(engine: ShardedEngine, reference: ShardedEngine | None, seed: int
             values = backend_of(gathered).to_host(gathered).astype(np.float64)
             if not values.any():
                 values = DEVIATION * normal(key_of(seed, "verify", name), values.shape, np.float64)
-        whole[name] = world.broadcast(values, label="verify")
-    _load(engine, whole)
+        parameters[name] = world.broadcast(values, label="verify")
+    _load(engine, parameters)
     if reference is not None:
-        _load(reference, whole)
+        _load(reference, parameters)
 
 
 @contextmanager
 def put_back(engine: ShardedEngine) -> Iterator[None]:
-    """Afterwards the engine's attributes are those that it had, and its random generators where they were."""
+    """Restore the engine's attributes and the states of its random generators on exit."""
     generators = np.random.Generator, np.random.RandomState
     before = {name: deepcopy(x) if isinstance(x, generators) else x for name, x in vars(engine).items()}
     try:
@@ -88,30 +88,30 @@ def put_back(engine: ShardedEngine) -> Iterator[None]:
         vars(engine).update(before)
 
 
-def _load(engine: ShardedEngine, whole: dict[str, Array]) -> None:
-    engine.load_checkpoint({name: array.copy() for name, array in whole.items()})  # it may keep what it is given
+def _load(engine: ShardedEngine, parameters: dict[str, Array]) -> None:
+    engine.load_checkpoint({name: array.copy() for name, array in parameters.items()})  # it may keep the arrays
     engine.after_update()
 
 
-def _made(make: Callable[..., Any], mesh: Mesh) -> ShardedEngine:
+def _make_checked(make: Callable[..., Any], mesh: Mesh) -> ShardedEngine:
     try:
-        made = make_engine(make, mesh, dtype=np.float64)
-    except WrongNumberOfRanks as error:  # of a mesh that it makes itself
+        engine = make_engine(make, mesh, dtype=np.float64)
+    except WrongNumberOfRanks as error:  # of a mesh that `make` makes
         ranks = "one rank, with which verify compares" if mesh.size == 1 else f"{mesh.size} ranks"
         raise UsageError(
             f"on {ranks}, {name_of(make)} cannot be made: it makes the mesh {error.mesh}, of {error.ranks} ranks. "
             "Let it take the mesh: def __init__(self, mesh). Then start: "
             f"mpiexec -n {error.ranks} python -m spmd_engine verify ... --mesh {error.mesh}"
         ) from error
-    if not made.names:
+    if not engine.names:
         raise UsageError(
-            f"{name_of(make)} made an engine without parameters: load some in its constructor, or name a function that "
-            "makes it and loads them"
+            f"{name_of(make)} made an engine without parameters: load some in its constructor, or name a function "
+            "that makes the engine and loads them"
         )
-    return made
+    return engine
 
 
-# --- Random batches to verify with: functions of seed, step and global index alone, whatever the mesh
+# --- Random batches for verification: functions of seed, step and global index, independent of the mesh
 
 
 Batches = Callable[[ShardedEngine, int], Batch]
@@ -120,24 +120,24 @@ Batches = Callable[[ShardedEngine, int], Batch]
 def batches_for_model(
     model: Model, size: int, *, length: int = 32, micro_batches: int = 1, seed: int = 0, dtype: Any = np.float64
 ) -> Batches:
-    """Batches of ``size`` samples as the model wants them; of sequences, ``length`` positions (at most its context).
+    """Return batches of ``size`` samples for a model; sequences have ``length`` positions (at most its context).
 
-    Tokens and classes are drawn evenly, vectors from a normal distribution.
+    Tokens and classes are uniformly distributed, vectors normally.
     """
     common = {"b": size, "s": min(length, model.context)}
     first = {**model.layers[0][1].sizes, **common}
-    last: dict[str, int] = {}  # of each letter, in the last layer that has it
+    last: dict[str, int] = {}  # sizes by letter, in the last layer that has the letter
     for _, layer in model.layers:
         last |= layer.sizes
     last |= common
     inputs = [size, *model.sample] if model.sample else [first[letter] for letter in model.inputs.split()]
     targets = [last[letter] for letter in model.targets.split()]
-    classes = last[model.outputs.split()[-1]] if model.targets != model.outputs else 0  # one of so many, or numbers
+    classes = last[model.outputs.split()[-1]] if model.targets != model.outputs else 0  # 0: targets are numbers
 
     def batch(engine: ShardedEngine, step: int) -> Batch:
-        draw = np.random.default_rng([seed, step])
-        x = draw.integers(0, model.vocabulary, inputs) if model.vocabulary else draw.standard_normal(inputs)
-        y = draw.integers(0, classes, targets) if classes else draw.standard_normal(targets)
+        generator = np.random.default_rng([seed, step])
+        x = generator.integers(0, model.vocabulary, inputs) if model.vocabulary else generator.standard_normal(inputs)
+        y = generator.integers(0, classes, targets) if classes else generator.standard_normal(targets)
         x, y = (array.astype(dtype) if array.dtype.kind == "f" else array for array in (x, y))
         return batch_of(x, y, engine, micro_batches, step)
 
@@ -154,11 +154,11 @@ def batches_of_shape(
     below: int | None = None,
     classes: int | None = None,
 ) -> Batches:
-    """Batches for an engine of one's own: normal inputs of this shape, the batch first, and targets like its outputs.
+    """Return batches for a user's engine: normal inputs of this shape, batch first, and targets like its outputs.
 
-    With ``below``, inputs are whole numbers from 0 up to it (tokens) instead. With ``classes``, targets are whole
-    numbers below that, shaped like the outputs without their last dim. Collective: rank 0 asks the reference for its
-    outputs' shape. Raises UsageError if the engine's targets are of another shape.
+    With ``below``, inputs are integers in [0, below) (tokens) instead. With ``classes``, targets are integers in
+    [0, classes) of the shape of the outputs without their last dim. Collective: rank 0 computes the shape of the
+    outputs with the reference. Raises UsageError if outputs or targets of the engine do not have such shapes.
     """
     _check_targets(engine, classes)
 
@@ -178,53 +178,53 @@ def batches_of_shape(
         return outputs.shape[:-1] if classes else outputs.shape, dtype.name
 
     def inputs(step: int, dtype: Any) -> np.ndarray:
-        draw = np.random.default_rng([seed, step])
-        return draw.standard_normal(shape).astype(dtype) if below is None else draw.integers(0, below, shape)
+        generator = np.random.default_rng([seed, step])
+        return generator.standard_normal(shape).astype(dtype) if below is None else generator.integers(0, below, shape)
 
     target_shape, dtype = from_first(engine.group(), on_rank_zero(engine.group(), find_shape))
 
     def batch(engine: ShardedEngine, step: int) -> Batch:
-        draw = np.random.default_rng([seed, step, 1])
+        generator = np.random.default_rng([seed, step, 1])
         if classes:
-            targets = draw.integers(0, classes, target_shape)
+            targets = generator.integers(0, classes, target_shape)
         else:
-            targets = draw.standard_normal(target_shape).astype(dtype)
+            targets = generator.standard_normal(target_shape).astype(dtype)
         return batch_of(inputs(step, dtype), targets, engine, micro_batches, step)
 
     return batch
 
 
 def _check_targets(engine: ShardedEngine, classes: int | None) -> None:
-    """Raise UsageError if what can be made up is not what the engine wants."""
+    """Raise UsageError if the engine needs other targets than those that can be drawn."""
     targets, outputs = Spec.parse(engine.target_sharding), Spec.parse(engine.output_sharding)
     if not classes and targets != outputs:
         raise UsageError(
-            f'targets are "{targets}", outputs "{outputs}". Of targets unlike the outputs, only classes can be made '
-            "up: --classes N. For others, bring batches, and a loss, of your own to spmd_engine.verification.verify"
+            f'targets are "{targets}", outputs "{outputs}". Targets unlike the outputs can only be classes: '
+            "--classes N. For others, call spmd_engine.verification.verify with your own batches and loss"
         )
-    wanted = Spec(outputs.dims[:-1]) if len(outputs.dims) > 1 else outputs  # "b/data" is the batch, and what follows
-    if classes and targets != wanted:
+    expected = Spec(outputs.dims[:-1]) if len(outputs.dims) > 1 else outputs  # "b/data" means that and further dims
+    if classes and targets != expected:
         raise UsageError(
-            f'--classes {classes}: targets are then like outputs, "{outputs}", without their last dim: say in the '
-            f'engine target_sharding = "{wanted}"'
+            f'--classes {classes}: targets must be like outputs, "{outputs}", without their last dim: set in the '
+            f'engine target_sharding = "{expected}"'
         )
     if classes and engine.loss is mean_squared_error:
         raise UsageError(
-            f"--classes {classes}: the engine's loss is the mean squared error, of no classes. Say in the engine, for "
-            "instance, loss = staticmethod(cross_entropy), from spmd_engine.layers"
+            f"--classes {classes}: the engine's loss is the mean squared error, not one of classes. Set in the engine, "
+            "for example, loss = staticmethod(cross_entropy), from spmd_engine.layers"
         )
 
 
-# --- The engine of a model by name, with values in which mistakes show
+# --- The engine of a model by name, with parameters that do not hide mistakes
 
 
 def engine_of_model(
     model: ModelConfig, mesh: Mesh, composition: ParallelConfig, *, device: str = "cpu"
 ) -> LayeredEngine:
-    """A model on a mesh, with random parameters. Collective.
+    """Return a model on a mesh, with random parameters. Collective.
 
-    What adapters leave frozen is read, if the model is one by path, and else random; they themselves are not the zeros
-    with which half of them begin, behind which the others would have no gradients.
+    The frozen weights of a model with adapters are read if the model is given by a path, and random otherwise. Adapters
+    that are initialized to zeros get random values, since zeros would leave the other adapters without gradients.
     """
     if model.lora is None or model.path is None:
         engine = build_engine(model, mesh, composition, device=device)
@@ -236,7 +236,7 @@ def engine_of_model(
 
 
 def _draw_zeros(engine: LayeredEngine) -> None:
-    """Give it random values in place of parameters that begin as zeros."""
+    """Replace parameters that are initialized to zeros by random values."""
     for name, target in engine.parameters.items():
         parameter, shape = engine.store.described[name]
         if parameter.mean == parameter.std == 0 and target.size:

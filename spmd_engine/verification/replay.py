@@ -1,12 +1,12 @@
-"""Which line of a user's forward or backward is wrong: one of its arrays is repaired, and the step is made again.
+"""Finds the wrong line of a user's forward or backward: repairs one of its arrays, and repeats the step.
 
-The tensors that disagree say little of the mistake: where the backward forgets to sum dx[b d] {U_model} =
-dz[b f/model] · w[d f/model], no gradient of a weight is a sum, or a multiple, of what it should be. So both engines
-make the step once more, and every array that their functions bind to a name is compared with one device's of the same
-name and line. It may rightly be a block of that, or a term of a sum over ranks. What is neither is suspected, and also
-terms that no all_reduce is given; the causes of ``diagnosis`` are tried on them. Then the step is repeated, each time
-with one suspected array replaced by what one device has. The first one that makes the wrong tensor right, and no right
-one wrong, is where the mistake is made. Arrays that are bound to no name cannot be found.
+The tensors that disagree reveal little about the mistake: if the backward forgets to sum dx[b d] {U_model} =
+dz[b f/model] · w[d f/model], no weight gradient is a sum or a multiple of the right one. So both engines repeat the
+step, and every array that their functions bind to a name is compared with one device's array of the same name and
+line. A right array is a block of that array, or a term of a sum over ranks. Suspected are arrays that are neither, and
+terms that are no argument of an all_reduce; the causes of ``diagnosis`` are tried on them. Then the step is repeated
+with one suspected array at a time replaced by one device's. The mistake is in the first line whose replacement makes
+the wrong tensor right and no right one wrong. Arrays that are bound to no name are not observed.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from spmd_engine.verification.diagnosis import VARIABLE, ComparedBlock, base_in_
 from spmd_engine.verification.report import Cause, Finding
 
 Axes = tuple[str, ...]
-Rank = Mapping[str, int]  # its coordinates
+Rank = Mapping[str, int]  # coordinates by axis
 MOST = 150  # repeated steps
-MOST_BYTES = 1 << 28  # of arrays that are kept, on each rank
-BASES = 8  # how many arrays are tried as what others are added to
+MOST_BYTES = 1 << 28  # recorded arrays on each rank
+BASES = 8  # arrays to try as bases, to which other arrays are added
 OPS = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
 
 
 @dataclass
 class Recorded:
-    """What one rank's functions bound to names in a step, in order; and what they had reduced before that."""
+    """Arrays that one rank's functions bound to names in a step, each with the number of reductions before it."""
 
     coordinates: Rank
     parameters: dict[str, np.ndarray]
@@ -46,7 +46,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Repair:
-    """What may be wrong with an array, and what each rank is to have instead, each time that its line runs."""
+    """What may be wrong with an array, and the values that replace it on each rank, each time that its line runs."""
 
     name: Name
     findings: tuple[Finding, ...]
@@ -62,57 +62,57 @@ def explain(
     tolerance: float,
     is_known: bool,
 ) -> tuple[Finding, ...]:
-    """What is wrong in which lines, so that the first of ``wrong`` tensors is; empty if it is not found. Collective.
+    """Return the mistakes that make the first of ``wrong`` tensors wrong, with their lines. Collective.
 
-    ``repeat`` repeats the engine's step, and returns which tensors are off then; ``alone`` repeats the reference's,
-    which rank 0 alone has. While some tensor is still wrong, a further mistake is looked for. ``is_known``: what is
-    wrong is known, if not in which line, so that lines are left out that one device does not run.
+    ``repeat`` repeats the engine's step and returns the tensors that are then wrong; ``alone`` repeats the step of the
+    reference, which only rank 0 has. The search continues while a tensor is wrong; the result is empty if no mistake is
+    found. ``is_known``: the cause is known but not the line, so lines that one device does not run are left out.
     """
-    world, findings, repairs, left = engine.group(), [], {}, MOST
+    world, findings, repairs, steps_left = engine.group(), [], {}, MOST
     expected = _record(reference, alone, {}) if reference is not None else None
-    while wrong and left > 0:
-        everyone = to_first(world, _record(engine, repeat, repairs))
-        suspected = iter(())
-        if everyone is not None and expected is not None:
-            suspected = _suspected(dict(enumerate(everyone)), expected, engine, tolerance, is_known)
-        while left > 0 and (repair := from_first(world, next(suspected, None))) is not None:
-            left -= 1
-            with _bound(engine, {**repairs, repair.name: repair}):
-                still = repeat()
-            if wrong[0] not in still and set(still) <= set(wrong):
-                findings += [replace(each, text=f"{repair.name}: {each.text}") for each in repair.findings]
-                repairs[repair.name], wrong = repair, still
+    while wrong and steps_left > 0:
+        recorded = to_first(world, _record(engine, repeat, repairs))
+        candidates = iter(())
+        if recorded is not None and expected is not None:
+            candidates = _candidate_repairs(dict(enumerate(recorded)), expected, engine, tolerance, is_known)
+        while steps_left > 0 and (repair := from_first(world, next(candidates, None))) is not None:
+            steps_left -= 1
+            with _bind_repairs(engine, {**repairs, repair.name: repair}):
+                still_wrong = repeat()
+            if wrong[0] not in still_wrong and set(still_wrong) <= set(wrong):
+                findings += [replace(finding, text=f"{repair.name}: {finding.text}") for finding in repair.findings]
+                repairs[repair.name], wrong = repair, still_wrong
                 break
         else:
             break
     return tuple(findings)
 
 
-# --- making the step again
+# --- Repeat the step
 
 
 def _record(engine: ShardedEngine, step: Callable[[], Any], repairs: dict[Name, Repair]) -> Recorded:
-    """What the engine's functions bind in a step."""
+    """Return the arrays that the engine's functions bind in a step."""
     recorded = Recorded(engine.mesh.coordinates, {name: _host(x) for name, x in engine.parameters.items()})
-    held = {id(x) for x in engine.parameters.values()}
-    left = MOST_BYTES
+    parameter_ids = {id(x) for x in engine.parameters.values()}
+    bytes_left = MOST_BYTES
 
     def see(name: Name, array: Array) -> None:
-        nonlocal left
-        left -= array.nbytes
-        if left > 0 and id(array) not in held:
+        nonlocal bytes_left
+        bytes_left -= array.nbytes
+        if bytes_left > 0 and id(array) not in parameter_ids:
             recorded.arrays.setdefault(name, []).append((_host(array).copy(), len(recorded.reductions)))
 
     def reduced(reduction: ObservedReduction, array: Array) -> None:
         recorded.reductions.append((reduction, _host(array).copy()))
 
-    with _bound(engine, repairs, see, reduced):
+    with _bind_repairs(engine, repairs, see, reduced):
         step()
     return recorded
 
 
-def _bound(engine: ShardedEngine, repairs: dict[Name, Repair], see=lambda *_: None, reduced=lambda *_: None):
-    """Meanwhile arrays of these names are bound to the repaired ones."""
+def _bind_repairs(engine: ShardedEngine, repairs: dict[Name, Repair], see=lambda *_: None, reduced=lambda *_: None):
+    """Return a context in which these names are bound to repaired arrays."""
     times = dict.fromkeys(repairs, 0)
 
     def repaired(name: Name, array: Array) -> Array | None:
@@ -128,262 +128,262 @@ def _bound(engine: ShardedEngine, repairs: dict[Name, Repair], see=lambda *_: No
     return Bindings(repaired, reduced)
 
 
-# --- what is suspected, on rank 0
+# --- Suspected arrays, on rank 0
 
 
-def _suspected(
-    everyone: Mapping[int, Recorded], expected: Recorded, engine: ShardedEngine, tolerance: float, is_known: bool
+def _candidate_repairs(
+    recorded: Mapping[int, Recorded], expected: Recorded, engine: ShardedEngine, tolerance: float, is_known: bool
 ) -> Iterator[Repair]:
-    """Arrays that may be where the mistake is made, the likeliest first.
+    """Yield repairs of arrays that may be wrong, the likeliest first.
 
-    What is known to be wrong comes first, then parts of sums, most of which are rightly so; then what is wrong in a way
-    that nothing explains, as may rightly be what a rank computes of its part alone.
+    Arrays with an explained error come first; then terms of sums, most of which are right; then arrays with an
+    unexplained difference, which may be right if a rank computes them from its part alone.
     """
     smallest = SMALLEST_SCALE * max((_scale(x) for runs in expected.arrays.values() for x, _ in runs), default=0.0)
     axes = {axis: n for axis, n in engine.mesh.axes.items() if n > 1}
-    parts, unexplained, right = [], [], []
-    for name in {name: None for each in everyone.values() for name in each.arrays}:
-        here = {rank: each for rank, each in everyone.items() if name in each.arrays}
-        if (wholes := _wholes(name, expected, {len(each.arrays[name]) for each in here.values()})) is None:
-            parts += () if is_known else _sums(name, here, axes)
+    terms, unexplained, right = [], [], []
+    for name in {name: None for record in recorded.values() for name in record.arrays}:
+        records = {rank: record for rank, record in recorded.items() if name in record.arrays}
+        if (expected_runs := _expected_runs(name, expected, {len(x.arrays[name]) for x in records.values()})) is None:
+            terms += () if is_known else _missing_sums(name, records, axes)
             continue
-        found = _Found(name, here, wholes, axes, tolerance * max(_scale(wholes[0]), smallest))
-        if not found.is_known:
+        array = _ComparedArray(name, records, expected_runs, axes, tolerance * max(_scale(expected_runs[0]), smallest))
+        if not array.is_known:
             continue
-        if found.first < 0:
+        if array.first < 0:
             right.append(name)
             continue
-        repairs = list(found.repairs(None)) or [each for base in found.bases(right) for each in found.repairs(base)]
+        repairs = list(array.repairs(None)) or [x for base in array.bases(right) for x in array.repairs(base)]
         for repair in repairs:
             if repair.findings[0].cause is Cause.MISSING_SUM:
-                if not found.is_summed(repair.findings[0].axes):
-                    parts.append(repair)
+                if not array.is_summed(repair.findings[0].axes):
+                    terms.append(repair)
             else:
                 yield repair
-        unexplained += found.unexplained()
-    yield from parts
+        unexplained += array.unexplained()
+    yield from terms
     yield from unexplained
 
 
-def _wholes(name: Name, expected: Recorded, times: set[int]) -> list[np.ndarray] | None:
-    """What one device has each time that the line runs; None if it runs another number of times there.
+def _expected_runs(name: Name, expected: Recorded, counts: set[int]) -> list[np.ndarray] | None:
+    """Return one device's array for each run of the line; None if the numbers of runs differ.
 
-    Of a line that only several ranks run, it is what the name was bound to before.
+    For a line that one device does not run, it is the array that was bound to the name before.
     """
     if name not in expected.arrays:
-        before = [x for x in expected.arrays if (x.file, x.name) == (name.file, name.name) and _is_before(x, name)]
-        if not before:
+        earlier = [x for x in expected.arrays if (x.file, x.name) == (name.file, name.name) and _is_before(x, name)]
+        if not earlier:
             return None
-        name = max(before)
-    wholes = [x for x, _ in expected.arrays[name]]
-    return wholes if {len(wholes)} == times else None
+        name = max(earlier)
+    runs = [x for x, _ in expected.arrays[name]]
+    return runs if {len(runs)} == counts else None
 
 
 def _scale(x: np.ndarray) -> float:
     return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
 
 
-def _sums(name: Name, here: Mapping[int, Recorded], axes: Rank) -> Iterator[Repair]:
-    """Sums over ranks that have other values of one shape, where it is not known what one device has."""
-    where = [each.coordinates for each in here.values()]
-    runs = [[x for x, _ in run] for run in zip(*(each.arrays[name] for each in here.values()), strict=False)]
+def _missing_sums(name: Name, ranks: Mapping[int, Recorded], axes: Rank) -> Iterator[Repair]:
+    """Yield sums over ranks with different values of one shape, where one device's array is unknown."""
+    coordinates = [record.coordinates for record in ranks.values()]
+    runs = [[x for x, _ in run] for run in zip(*(record.arrays[name] for record in ranks.values()), strict=False)]
 
-    def are_reduced(op: str, over: Axes, alike: Callable[[np.ndarray, np.ndarray], bool]) -> bool:
-        return all(all(map(alike, run, _reduced(where, run, op, over))) for run in runs)
+    def are_reduced(op: str, over: Axes, equal: Callable[[np.ndarray, np.ndarray], bool]) -> bool:
+        return all(all(map(equal, run, _all_reduced(coordinates, run, op, over))) for run in runs)
 
-    for over in _sets(axes):
+    for over in _axis_sets(axes):
         if are_reduced("sum", over, lambda x, y: x.shape == y.shape) and not are_reduced("max", over, np.array_equal):
-            made = [_reduced(where, run, "sum", over) for run in runs]
-            yield Repair(name, (missing_sum(over),), dict(zip(here, map(list, zip(*made, strict=True)), strict=True)))
+            sums = [_all_reduced(coordinates, run, "sum", over) for run in runs]
+            yield Repair(name, (missing_sum(over),), dict(zip(ranks, map(list, zip(*sums, strict=True)), strict=True)))
 
 
 def _is_before(one: Name, other: Name) -> bool:
-    return one.line < other.line or other.name.startswith("what ")  # a function returns on one line or another
+    return one.line < other.line or other.name.startswith("what ")  # a function may return on several lines
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What the ranks have bound to a name when its line ran once: their blocks, in each way in which it may be cut."""
+    """Arrays that the ranks bound to a name in one run of its line: their blocks, for each possible sharding."""
 
-    ways: dict[tuple[Axes, ...], list[ComparedBlock]]
+    shards: dict[tuple[Axes, ...], list[ComparedBlock]]
     limit: float
 
     @property
     def right(self) -> list[ComparedBlock] | None:
-        return next((blocks for blocks in self.ways.values() if not self.is_off(blocks)), None)
+        return next((blocks for blocks in self.shards.values() if not self.is_off(blocks)), None)
 
     def is_off(self, blocks: Sequence[ComparedBlock]) -> bool:
         return any((block.difference > self.limit).any() for block in blocks)
 
-    def taken(self, cut: tuple[Axes, ...]) -> list[ComparedBlock]:
-        """The blocks that are right, or else of that cut, or of any."""
-        return self.right or self.ways.get(cut) or next(iter(self.ways.values()))
+    def choose_blocks(self, sharding: tuple[Axes, ...]) -> list[ComparedBlock]:
+        """Return the blocks that are right, or those of this sharding, or those of any sharding."""
+        return self.right or self.shards.get(sharding) or next(iter(self.shards.values()))
 
 
-class _Found:
-    """What the ranks have bound to a name, beside what one device has."""
+class _ComparedArray:
+    """The arrays that the ranks bound to a name, compared with one device's."""
 
     def __init__(
-        self, name: Name, here: Mapping[int, Recorded], wholes: Sequence[np.ndarray], axes: Rank, limit: float
+        self, name: Name, records: Mapping[int, Recorded], expected: Sequence[np.ndarray], axes: Rank, limit: float
     ) -> None:
-        self.name, self.here, self.axes, self.limit = name, here, axes, limit
+        self.name, self.records, self.axes, self.limit = name, records, axes, limit
         self.runs = [
-            _Run(self._ways({rank: each.arrays[name][k][0] for rank, each in here.items()}, whole), limit)
-            for k, whole in enumerate(wholes)
+            _Run(self._split({rank: record.arrays[name][k][0] for rank, record in records.items()}, whole), limit)
+            for k, whole in enumerate(expected)
         ]
         wrong = (k for k, run in enumerate(self.runs) if run.right is None)
-        self.first = next(wrong, -1)  #: the first run that is wrong; -1: none is
+        self.first = next(wrong, -1)  #: the first wrong run; -1: all are right
 
     @property
     def is_known(self) -> bool:
-        return all(run.ways for run in self.runs)
+        return all(run.shards for run in self.runs)
 
     def is_summed(self, over: Axes) -> bool:
-        """Whether an all_reduce over these axes is given it."""
+        """Return whether the array is the argument of an all_reduce over these axes."""
 
-        def given(rank: int) -> bool:
-            x = self.here[rank].arrays[self.name][self.first][0]
-            sums = (y for r, y in self.here[rank].reductions if r.op == "sum" and set(r.axes) == set(over))
+        def is_argument(rank: int) -> bool:
+            x = self.records[rank].arrays[self.name][self.first][0]
+            sums = (y for r, y in self.records[rank].reductions if r.op == "sum" and set(r.axes) == set(over))
             return any(np.array_equal(x, y) for y in sums)
 
-        return all(map(given, self.here))
+        return all(map(is_argument, self.records))
 
     def bases(self, right: Sequence[Name]) -> list[tuple[str, dict[int, np.ndarray]]]:
-        """What it may have been added to: parameters, and arrays that are right."""
-        first = next(iter(self.here.values()))
-        every = [(name, {rank: each.parameters[name] for rank, each in self.here.items()}) for name in first.parameters]
+        """Return arrays to which it may have been added: parameters, and right arrays."""
+        first = next(iter(self.records.values()))
+        bases = [(name, {rank: x.parameters[name] for rank, x in self.records.items()}) for name in first.parameters]
         for name in right:
-            if all(name in each.arrays for each in self.here.values()):
-                every.append((name.name, {rank: each.arrays[name][-1][0] for rank, each in self.here.items()}))
-        fitting = [base for base in every if all(self._broadcasts(x, rank) for rank, x in base[1].items())]
+            if all(name in record.arrays for record in self.records.values()):
+                bases.append((name.name, {rank: record.arrays[name][-1][0] for rank, record in self.records.items()}))
+        fitting = [base for base in bases if all(self._broadcasts(x, rank) for rank, x in base[1].items())]
         return sorted(fitting, key=lambda base: min(x.ndim for x in base[1].values()))[:BASES]  # biases first
 
     def _broadcasts(self, x: np.ndarray, rank: int) -> bool:
-        shape = self.here[rank].arrays[self.name][self.first][0].shape
+        shape = self.records[rank].arrays[self.name][self.first][0].shape
         return 0 < x.ndim <= len(shape) and shape[len(shape) - x.ndim :] == x.shape
 
     def repairs(self, base: tuple[str, dict[int, np.ndarray]] | None) -> Iterator[Repair]:
-        """What one device has, in each way in which what the ranks have instead can be explained."""
-        for cut, blocks in self.runs[self.first].ways.items():
+        """Yield one device's values for each explanation of the ranks' values."""
+        for sharding, blocks in self.runs[self.first].shards.items():
             if base is not None:
-                whole = {block.rank: np.broadcast_to(base[1][block.rank], block.found.shape) for block in blocks}
-                blocks = [replace(block, base=whole[block.rank], base_name=base[0]) for block in blocks]
-            findings = tuple(self._by_reductions(blocks)) or diagnose(blocks, self.axes, self.limit, kind=VARIABLE)
+                bases = {block.rank: np.broadcast_to(base[1][block.rank], block.found.shape) for block in blocks}
+                blocks = [replace(block, base=bases[block.rank], base_name=base[0]) for block in blocks]
+            findings = tuple(self._explain_reduction(blocks)) or diagnose(blocks, self.axes, self.limit, kind=VARIABLE)
             if not findings:
                 continue
-            yield self._repaired(findings, cut)
-            if base is not None and findings[0].cause is Cause.MISSING_SUM:  # or is the sum made later?
+            yield self._repair(findings, sharding)
+            if base is not None and findings[0].cause is Cause.MISSING_SUM:  # or the base is added before a later sum
                 over = findings[0].axes
                 finding = base_in_sum(base[0], over, prod(self.axes[axis] for axis in over))
-                yield Repair(self.name, (finding,), {x.rank: [_once(x, over)] * len(self.runs) for x in blocks})
+                yield Repair(self.name, (finding,), {x.rank: [_drop_base(x, over)] * len(self.runs) for x in blocks})
 
     def unexplained(self) -> list[Repair]:
         text = "it differs from what one device has, and nothing before it does: look at this line"
-        return [self._repaired((Finding(Cause.FIRST, text),), cut) for cut in self.runs[self.first].ways]
+        return [self._repair((Finding(Cause.FIRST, text),), sharding) for sharding in self.runs[self.first].shards]
 
-    def _repaired(self, findings: tuple[Finding, ...], cut: tuple[Axes, ...]) -> Repair:
-        taken = [run.taken(cut) for run in self.runs]
-        values = {blocks[0].rank: [block.expected for block in blocks] for blocks in zip(*taken, strict=True)}
+    def _repair(self, findings: tuple[Finding, ...], sharding: tuple[Axes, ...]) -> Repair:
+        runs = [run.choose_blocks(sharding) for run in self.runs]
+        values = {blocks[0].rank: [block.expected for block in blocks] for blocks in zip(*runs, strict=True)}
         return Repair(self.name, findings, values)
 
-    def _by_reductions(self, blocks: Sequence[ComparedBlock]) -> Iterator[Finding]:
-        """It is what an all_reduce before it has made: of what, over which axes?"""
-        here = [self.here[block.rank] for block in blocks]
-        lists = [each.reductions[: each.arrays[self.name][self.first][1]] for each in here]
+    def _explain_reduction(self, blocks: Sequence[ComparedBlock]) -> Iterator[Finding]:
+        """Yield findings if the array is the result of an earlier all_reduce that is wrong."""
+        records = [self.records[block.rank] for block in blocks]
+        lists = [record.reductions[: record.arrays[self.name][self.first][1]] for record in records]
 
-        def are(arrays: Sequence[np.ndarray], what: str) -> bool:
-            """Whether these are what ranks have found, or what is expected of them, but for the base."""
-            wanted = [getattr(block.added, what) for block in blocks]
+        def are(arrays: Sequence[np.ndarray], attribute: str) -> bool:
+            """Return whether the arrays are the ranks' found or expected blocks, without the base."""
+            values = [getattr(block.added, attribute) for block in blocks]
             return all(
                 x.shape == y.shape and (difference(x, y) <= self.limit * len(blocks)).all()
-                for x, y in zip(arrays, wanted, strict=True)
+                for x, y in zip(arrays, values, strict=True)
             )
 
-        for given in reversed(list(zip(*lists, strict=False))):
-            reduction, sources = given[0][0], [x for _, x in given]
-            if any(each != reduction for each, _ in given):
+        for calls in reversed(list(zip(*lists, strict=False))):
+            reduction, sources = calls[0][0], [x for _, x in calls]
+            if any(other != reduction for other, _ in calls):
                 continue
 
             def reduced(op: str, over: Axes, sources: Sequence[np.ndarray] = sources) -> list[np.ndarray]:
-                return _reduced([each.coordinates for each in here], sources, op, over)
+                return _all_reduced([record.coordinates for record in records], sources, op, over)
 
-            op, over, line = reduction.op, reduction.axes, f"the all_reduce{self._elsewhere(reduction)}"
+            op, over, line = reduction.op, reduction.axes, f"the all_reduce{self._place_if_elsewhere(reduction)}"
             if not are(reduced(op, over), "found"):
                 continue
-            axes, many = " and ".join(over), prod(self.axes[axis] for axis in over)
+            axes, size = " and ".join(over), prod(self.axes[axis] for axis in over)
             if op == "sum" and are(sources, "expected"):
                 same = are(reduced("mean", over), "expected")
-                what = "of what has been summed" if same else "of different parts"
-                text = f"{line} sums over {axes}, {what}: it is one too many"
-                yield Finding(Cause.REPEATED_SUM if same else Cause.EXTRA_SUM, text, over, many if same else 1.0)
+                terms = "of what has been summed" if same else "of different parts"
+                text = f"{line} sums over {axes}, {terms}: it is one too many"
+                yield Finding(Cause.REPEATED_SUM if same else Cause.EXTRA_SUM, text, over, size if same else 1.0)
             elif op != "sum" and are(reduced("sum", over), "expected"):
                 text, is_mean = f"{line} takes the {op} over {axes}, where the sum is right", op == "mean"
                 yield Finding(
-                    Cause.MEAN if is_mean else Cause.OTHER_REDUCTION, text, over, 1 / many if is_mean else 1.0
+                    Cause.MEAN if is_mean else Cause.OTHER_REDUCTION, text, over, 1 / size if is_mean else 1.0
                 )
             else:
-                others = (other for other in _sets(self.axes) if not set(other) >= set(over))
+                others = (other for other in _axis_sets(self.axes) if not set(other) >= set(over))
                 for other in (other for other in others if are(reduced(op, other), "expected")):
                     text = f"{line} is over {axes}: over {' and '.join(other)} it would be right"
                     yield Finding(Cause.WRONG_AXIS, text, other)
             return
 
-    def _elsewhere(self, reduction: ObservedReduction) -> str:
-        """The line of an all_reduce, unless it is this one."""
-        is_here = (reduction.file, reduction.line) == (self.name.file, self.name.line)
-        return "" if is_here else f" {place(reduction.file, reduction.line)}"
+    def _place_if_elsewhere(self, reduction: ObservedReduction) -> str:
+        """Return the place of an all_reduce, or "" if it is on this line."""
+        is_same_line = (reduction.file, reduction.line) == (self.name.file, self.name.line)
+        return "" if is_same_line else f" {place(reduction.file, reduction.line)}"
 
-    # --- how it may be cut
+    # --- Possible shardings
 
-    def _ways(self, run: Mapping[int, np.ndarray], whole: np.ndarray) -> dict[tuple[Axes, ...], list[ComparedBlock]]:
-        if any(x.ndim != whole.ndim for x in run.values()):
+    def _split(self, run: Mapping[int, np.ndarray], full: np.ndarray) -> dict[tuple[Axes, ...], list[ComparedBlock]]:
+        if any(x.ndim != full.ndim for x in run.values()):
             return {}
         dims = [
-            [()] if all(x.shape[dim] == n for x in run.values()) else _sets(self.axes)
-            for dim, n in enumerate(whole.shape)
+            [()] if all(x.shape[dim] == n for x in run.values()) else _axis_sets(self.axes)
+            for dim, n in enumerate(full.shape)
         ]
-        cuts = (cut for cut in product(*dims) if len(set(sum(cut, ()))) == len(sum(cut, ())))
-        return {cut: blocks for cut in cuts if (blocks := self._blocks(run, whole, cut))}
+        shardings = (sharding for sharding in product(*dims) if len(set(sum(sharding, ()))) == len(sum(sharding, ())))
+        return {sharding: blocks for sharding in shardings if (blocks := self._blocks(run, full, sharding))}
 
-    def _blocks(self, run: Mapping[int, np.ndarray], whole: np.ndarray, cut: Sequence[Axes]) -> list[ComparedBlock]:
-        """The ranks' blocks, if these are what such a cut gives them; else nothing."""
+    def _blocks(self, run: Mapping[int, np.ndarray], full: np.ndarray, sharding: Sequence[Axes]) -> list[ComparedBlock]:
+        """Return the ranks' blocks if their shapes fit the sharding; else nothing."""
         index: dict[int, tuple[np.ndarray, ...]] = dict.fromkeys(run, ())
-        for dim, axes in enumerate(cut):
-            lengths = {self._place(rank, axes): x.shape[dim] for rank, x in run.items()}
-            places = sorted(lengths)
-            ends = dict(zip(places, np.cumsum([lengths[place] for place in places]).tolist(), strict=True))
-            if ends[places[-1]] != whole.shape[dim]:
+        for dim, axes in enumerate(sharding):
+            lengths = {self._position(rank, axes): x.shape[dim] for rank, x in run.items()}
+            positions = sorted(lengths)
+            ends = dict(zip(positions, np.cumsum([lengths[position] for position in positions]).tolist(), strict=True))
+            if ends[positions[-1]] != full.shape[dim]:
                 return []
             for rank in run:
-                end = ends[self._place(rank, axes)]
-                index[rank] += (np.arange(end - lengths[self._place(rank, axes)], end),)
+                end = ends[self._position(rank, axes)]
+                index[rank] += (np.arange(end - lengths[self._position(rank, axes)], end),)
         if any(run[rank].shape != tuple(map(len, index[rank])) for rank in run):
             return []
         return [
-            ComparedBlock(rank, self.here[rank].coordinates, index[rank], x, whole[np.ix_(*index[rank])])
+            ComparedBlock(rank, self.records[rank].coordinates, index[rank], x, full[np.ix_(*index[rank])])
             for rank, x in run.items()
         ]
 
-    def _place(self, rank: int, axes: Axes) -> tuple[int, ...]:
-        return tuple(self.here[rank].coordinates[axis] for axis in axes)
+    def _position(self, rank: int, axes: Axes) -> tuple[int, ...]:
+        return tuple(self.records[rank].coordinates[axis] for axis in axes)
 
 
-def _once(block: ComparedBlock, over: Axes) -> np.ndarray:
-    """What a rank has, without the base unless it is the first one along these axes."""
+def _drop_base(block: ComparedBlock, over: Axes) -> np.ndarray:
+    """Return a block without its base, but with it on the first rank along these axes."""
     return block.found if not any(block.coordinates[axis] for axis in over) else block.found - block.base
 
 
-def _reduced(where: Sequence[Rank], arrays: Sequence[np.ndarray], op: str, over: Axes) -> list[np.ndarray]:
-    """What an all_reduce of the ranks' arrays over some axes gives each of them; empty where shapes differ."""
+def _all_reduced(coordinates: Sequence[Rank], arrays: Sequence[np.ndarray], op: str, over: Axes) -> list[np.ndarray]:
+    """Return the results of an all_reduce of the ranks' arrays over some axes; empty where shapes differ."""
     teams: dict[tuple, list[np.ndarray]] = {}
-    keys = [tuple(place for axis, place in coordinates.items() if axis not in over) for coordinates in where]
+    keys = [tuple(place for axis, place in rank.items() if axis not in over) for rank in coordinates]
     for key, x in zip(keys, arrays, strict=True):
         teams.setdefault(key, []).append(x)
-    made = {key: OPS[op](x, axis=0) if len({y.shape for y in x}) == 1 else np.empty(0) for key, x in teams.items()}
-    return [made[key] for key in keys]
+    results = {key: OPS[op](x, axis=0) if len({y.shape for y in x}) == 1 else np.empty(0) for key, x in teams.items()}
+    return [results[key] for key in keys]
 
 
-def _sets(axes: Rank) -> list[Axes]:
+def _axis_sets(axes: Rank) -> list[Axes]:
     return [over for count in range(1, len(axes) + 1) for over in combinations(axes, count)]
 
 

@@ -1,4 +1,4 @@
-"""What a verification found: distances step by step and, if there is one, the first disagreement explained."""
+"""The report of a verification: distances step by step and, if there is one, the first disagreement explained."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from enum import Enum
 
 
 class Cause(Enum):
-    """What may explain a disagreement."""
+    """The causes that may explain a disagreement."""
 
-    MISSING_SUM = "missing sum"  #: ranks have parts of a sum that was not reduced
-    REPEATED_SUM = "repeated sum"  #: a sum was made once more, of equal terms
+    MISSING_SUM = "missing sum"  #: ranks have terms of a sum that was not reduced
+    REPEATED_SUM = "repeated sum"  #: a sum over equal terms, which were summed before
     MEAN = "mean for a sum"
     STALE = "stale"  #: the values are those of the step before
     ZERO = "zero"
-    OTHER_REDUCTION = "other reduction"  #: a maximum, say, where a sum should be
-    WRONG_AXIS = "wrong axis"  #: a sum over other ranks than it should be
-    EXTRA_SUM = "extra sum"  #: of different blocks
-    BIAS_IN_SUM = "bias in sum"  #: every rank adds the bias, and then they are summed
+    OTHER_REDUCTION = "other reduction"  #: a maximum, for example, instead of a sum
+    WRONG_AXIS = "wrong axis"  #: a sum over the wrong ranks
+    EXTRA_SUM = "extra sum"  #: a sum over different blocks
+    BIAS_IN_SUM = "bias in sum"  #: every rank adds the bias before a sum over ranks
     OTHER_BLOCK = "other block"  #: the values are those that another rank should have
     TRANSPOSED = "transposed"
-    MISSING_MASK = "missing mask"  #: or another factor, by which elements are multiplied
+    MISSING_MASK = "missing mask"  #: or another missing factor of elements
     ABSENT = "absent"  #: the backward returns no such gradient
-    FACTOR = "factor"  #: another multiple of the right values
-    FIRST = "first difference"  #: where it begins; nothing explains it
-    MISSING_HALO = "missing halo"  #: only what lies next to other ranks' parts is off
-    REPLICAS_DIFFER = "replicas differ"  #: ranks that should have the same values have not
+    FACTOR = "factor"  #: a multiple of the right values
+    FIRST = "first difference"  #: the first array that differs, without an explanation
+    MISSING_HALO = "missing halo"  #: only elements next to other ranks' shards differ
+    REPLICAS_DIFFER = "replicas differ"  #: values differ between ranks that should have the same
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A cause that was tried and fits."""
+    """A cause that fits, with an explanation."""
 
     cause: Cause
     text: str  #: a sentence for people
-    axes: tuple[str, ...] = ()  #: the mesh axes that it is about
-    factor: float = 1.0  #: by which found values exceed right ones
+    axes: tuple[str, ...] = ()  #: the mesh axes concerned
+    factor: float = 1.0  #: found values divided by right ones
 
 
 @dataclass(frozen=True)
 class Element:
-    """One number that is off."""
+    """One wrong element."""
 
-    index: tuple[int, ...]  #: in the whole array
-    rank: int  #: in whose block it lies
-    coordinates: Mapping[str, int]  #: of that rank on the mesh
+    index: tuple[int, ...]  #: in the global array
+    rank: int  #: the rank with the element
+    coordinates: Mapping[str, int]  #: the rank's position on the mesh
     found: float
     expected: float
 
@@ -57,16 +57,16 @@ class Element:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """The first tensor, in order of computation, that differs from one device's, and what would explain it."""
+    """The first tensor, in order of computation, that differs from one device's, and its explanation."""
 
     step: int  #: from 1; 0: before the first
     kind: str  #: "output", "loss", "gradient", "parameter", ...
-    name: str  #: of the parameter; empty for what is none
-    layer: str  #: empty where an engine has no named layers
+    name: str  #: the parameter; empty for other tensors
+    layer: str  #: empty if the engine has no named layers
     micro_batch: int | None
     distance: float  #: the largest difference, relative to the tensor's scale
-    ranks: tuple[int, ...]  #: whose blocks are off
-    first: Element  #: of the elements that are off
+    ranks: tuple[int, ...]  #: the ranks with wrong elements
+    first: Element  #: the first wrong element
     largest: Element
     findings: tuple[Finding, ...]
 
@@ -92,11 +92,11 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class Distances:
-    """How far one step was from one device's: the largest difference of each kind, relative to tensors' scales."""
+    """The largest differences of a step from one device's, by kind, relative to the scales of tensors."""
 
     step: int  #: from 1
-    loss: float  #: one device's
-    of_loss: float  #: and of the outputs, where these are compared
+    loss: float  #: one device's loss
+    of_loss: float  #: of the loss, and of the outputs if they are compared
     of_gradients: float
     of_parameters: float  #: after the update
 
@@ -109,40 +109,40 @@ class Distances:
         return f"{self.step:>4}  {self.loss:>10.6g}  " + "  ".join(f"{distance:>10.1e}" for distance in distances)
 
 
-#: What stands above the columns of ``Distances``.
+#: The headings of the columns of ``Distances``.
 HEADING = f"{'step':>4}  {'loss':>10}  {'of loss':>10}  {'gradients':>10}  {'parameters':>10}"
 
 
 @dataclass(frozen=True)
 class Slope:
-    """How the loss of one device changes along a random direction in one parameter: two answers."""
+    """The slope of one device's loss along a random direction in one parameter, computed in two ways."""
 
-    name: str  #: of the parameter; empty: of the outputs, in which only the loss function is looked at
+    name: str  #: the parameter; empty: the outputs, for a check of the loss function alone
     backward: float  #: the gradient times the direction
     differences: float  #: by central differences of the loss
     distance: float  #: between the two, relative to their scale
     wrong: bool = False
-    multiple: float | None = None  #: if wrong: by which factor in all directions, if it is one
-    fault: str = ""  #: why there is nothing to compare: "has shape (5, 7), ..."
+    multiple: float | None = None  #: if wrong: the factor, if it is the same in all directions
+    fault: str = ""  #: the reason why nothing can be compared: "has shape (5, 7), ..."
 
     def __str__(self) -> str:
         if self.fault:
             return f"gradient of {self.name} is wrong on one device, too: it {self.fault}"
-        what, who = (f"gradient of {self.name}", "backward") if self.name else ("the loss function's gradient", "it")
+        name, source = (f"gradient of {self.name}", "backward") if self.name else ("the loss function's gradient", "it")
         text = (
-            f"{what} is wrong on one device, too: along a random direction the loss changes by "
-            f"{self.differences:.10g} (finite differences), {who} says {self.backward:.10g}"
+            f"{name} is wrong on one device, too: along a random direction the loss changes by "
+            f"{self.differences:.10g} (finite differences), {source} says {self.backward:.10g}"
         )
         return text if self.multiple is None else f"{text}\n  it is {self.multiple:.4g} times what it should be"
 
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """One device's gradients beside finite differences of its loss."""
+    """The comparison of one device's gradients with finite differences of its loss."""
 
-    slopes: Sequence[Slope] = ()  #: of each parameter
-    findings: tuple[Finding, ...] = ()  #: what explains that some are wrong, and where
-    skipped: str = ""  #: why nothing was compared
+    slopes: Sequence[Slope] = ()  #: one for each parameter
+    findings: tuple[Finding, ...] = ()  #: why gradients are wrong, and in which lines
+    skipped: str = ""  #: the reason if nothing was compared
 
     @property
     def wrong(self) -> Sequence[Slope]:
@@ -155,18 +155,18 @@ class GradientCheck:
             worst = max((slope.distance for slope in self.slopes), default=0.0)
             return f"one device's gradients are those of finite differences, to {worst:.0e}"
         others = [slope.name for slope in self.wrong[1:]], [slope.name for slope in self.slopes if not slope.wrong]
-        lines = [f"  {what}: {', '.join(names)}" for what, names in zip(("also wrong", "right"), others) if names]
+        lines = [f"  {label}: {', '.join(names)}" for label, names in zip(("also wrong", "right"), others) if names]
         return "\n".join([str(self.wrong[0]), *lines, *(f"  {finding.text}" for finding in self.findings)])
 
 
 @dataclass(frozen=True)
 class Report:
-    """A whole verification; the same on every rank."""
+    """The result of a verification; the same on every rank."""
 
-    steps: Sequence[Distances]  #: those that agree
+    steps: Sequence[Distances]  #: the steps that agree
     tolerance: float
     disagreement: Disagreement | None = None
-    gradients: GradientCheck | None = None  #: None: left out, or not reached
+    gradients: GradientCheck | None = None  #: None: skipped, or not reached
 
     @property
     def agrees(self) -> bool:
@@ -174,13 +174,13 @@ class Report:
 
     @property
     def distance(self) -> float:
-        """The largest of all steps and kinds, the disagreement's included."""
+        """The largest distance of all steps and kinds, including the disagreement."""
         off = [self.disagreement.distance] if self.disagreement else []
         return max([0.0, *(step.largest for step in self.steps), *off])
 
     @property
     def verdict(self) -> str:
-        """``agrees to 3e-13``, or the disagreement, or the gradient that is wrong on one device."""
+        """``agrees to 3e-13``, or the disagreement, or the wrong gradients of one device."""
         if self.gradients and self.gradients.wrong:
             return str(self.gradients)
         return str(self.disagreement) if self.disagreement else f"agrees to {self.distance:.0e}"

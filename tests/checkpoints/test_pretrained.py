@@ -256,7 +256,7 @@ def test_a_config_written_is_the_one_that_was_read(family):
         ("gemma", {"embedding_scale": 1.0}, "config.json of a gemma cannot represent embedding_scale 1.0"),
         ("gemma3", {"norm_position": "before"}, "config.json of a gemma3-text cannot represent norm_position 'before'"),
         ("gemma3", {"attention_scale": 0.0}, "config.json of a gemma3-text cannot represent attention_scale 0.0"),
-        ("gemma3", {"attention_scale": 0.3}, r"cannot represent attention_scale 0.3: it is 1 / sqrt\(whole number\)"),
+        ("gemma3", {"attention_scale": 0.3}, r"cannot represent attention_scale 0.3: it must be 1 / sqrt\(integer\)"),
         ("llama", {"qk_norm": True}, "config.json of a llama cannot represent qk_norm True"),
         ("llama", {"bias": True, "output_bias": False}, "config.json of a llama cannot represent output_bias False"),
         ("llama", {"mixture": Mixture()}, "config.json of a llama cannot represent mixture"),

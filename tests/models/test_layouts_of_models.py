@@ -66,7 +66,7 @@ def test_key_heads_that_no_query_reads_need_not_be_computed(heads, key_value_hea
 
 
 def test_queries_of_a_model_that_shares_no_keys_are_not_cut():
-    with pytest.raises(MeshError, match=r"'queries' shards query heads that share a key head, of which \w+ has none"):
+    with pytest.raises(MeshError, match=r"'queries' shards query heads that share a key head, but \w+ has none"):
         layout_for(model_of(6), mesh_of(queries=2))
 
 

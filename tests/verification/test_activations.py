@@ -83,7 +83,7 @@ def test_the_first_layer_that_differs(reference, axes, composition):
 def test_a_reference_that_does_not_fit(reference):
     with pytest.raises(UsageError, match="'layer7', which no layer is called"):
         compared(reference | {"layer7": GOLDEN["logits64"]}, {"data": 1}, {})
-    with pytest.raises(UsageError, match="norm of shape .*: other samples, lengths or widths"):
+    with pytest.raises(UsageError, match="norm of shape .*: the output has other lengths or widths"):
         compared(reference | {"norm": reference["norm"][:, :5]}, {"data": 1}, {})
     with pytest.raises(UsageError, match="the reference has no array 'tokens'"):
         compared({"norm": reference["norm"]}, {"data": 1}, {})

@@ -390,10 +390,10 @@ def test_classifiers_get_classes():
 @pytest.mark.parametrize(
     ("attributes", "classes", "message"),
     [
-        ({"target_sharding": "b/data v"}, 4, 'say in the engine target_sharding = "b/data"'),
+        ({"target_sharding": "b/data v"}, 4, 'set in the engine target_sharding = "b/data"'),
         ({"loss": staticmethod(mean_squared_error)}, 4, "the engine's loss is the mean squared error"),
         ({}, 5, "5 classes, but outputs of shape"),
-        ({}, None, "Of targets unlike the outputs, only classes can be made up: --classes N"),
+        ({}, None, "Targets unlike the outputs can only be classes: --classes N"),
     ],
 )
 def test_what_is_no_classifier_is_refused(attributes, classes, message):

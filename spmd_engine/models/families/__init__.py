@@ -1,4 +1,4 @@
-"""Families of decoders: a file for each lineage, with a record for each ``model_type``. A new file needs no list."""
+"""Families of decoders: a file for each lineage, with a record for each ``model_type``. All files are imported."""
 
 from importlib import import_module
 from pkgutil import iter_modules
@@ -6,7 +6,7 @@ from pkgutil import iter_modules
 from spmd_engine.models.families.family import Family
 
 _MODULES = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
-#: By name, which is the ``model_type`` with hyphens.
+#: Records by name, which is the ``model_type`` with hyphens.
 FAMILIES = {
     record.name: record for module in _MODULES for record in vars(module).values() if isinstance(record, Family)
 }

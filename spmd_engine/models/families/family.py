@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Config = Mapping[str, Any]  #: the content of a ``config.json``, or the metadata of a GGUF file
-#: By field of a DecoderConfig: the field of ``config.json``, and its default; one whose default is None is required.
+#: By field of a DecoderConfig: the field of ``config.json`` and its default; None: the field is required.
 ConfigFields = dict[str, tuple[str, Any]]
-#: By name in a block: a module, or several that programs have used for it, the first of which is written.
+#: By name in a block: a module, or the names that programs have used for it, the first of which is written.
 Modules = dict[str, str | tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions as ``config.json`` describes them, where it differs from a Llama's."""
+    """Rotary positions in ``config.json``, as far as they differ from a Llama's."""
 
     theta: float = 10_000.0  #: the default base
-    part: float | None = None  #: the default part of a head that rotates; None: the family always rotates all of it
-    pairs: str = "halves"  #: which numbers of a head rotate together, in the model and in its safetensors files
+    part: float | None = None  #: the default rotated part of a head; None: always the whole head
+    pairs: str = "halves"  #: the numbers of a head that rotate together, in the model and in its safetensors files
     theta_field: str = "rope_theta"
     part_field: str = "partial_rotary_factor"
     kinds: Mapping[str, str] = field(default_factory=dict)  #: other names of a ``rope_type``
     ignored: tuple[str, ...] = ()  #: fields inside ``rope_parameters`` that change nothing up to the context
-    in_windows: bool = False  #: whether layers with a window have positions of their own, in ``sliding_attention``
-    window_theta: float | None = None  #: their default base; None: that of the other layers
+    in_windows: bool = False  #: whether layers with a window have their own positions, in ``sliding_attention``
+    window_theta: float | None = None  #: the default base of these layers; None: as in other layers
     window_theta_field: str = ""
     described: bool = True  #: whether ``rope_parameters`` is written
-    #: Reads fields that no other family has.
+    #: Reads fields of this family alone.
     read: Callable[[Config, DecoderConfig], RotaryOptions] | None = None
 
 
@@ -45,8 +45,8 @@ class SlidingWindow:
     """Layers whose queries see a window of positions (``sliding_window``, ``layer_types``)."""
 
     default: int | None = None  #: positions
-    every: int = 0  #: each so many layers, the last sees all positions, without ``layer_types``; 0: none does
-    #: Whether a layer has a window, where ``every`` cannot describe it.
+    every: int = 0  #: the period of layers that see all positions, without ``layer_types``; 0: no such layers
+    #: Returns whether a layer has a window, if ``every`` cannot describe it.
     has_window: Callable[[Config, DecoderConfig, int], bool] | None = None
     pattern: bool = False  #: whether ``sliding_window_pattern`` replaces ``every``
     switch: bool = False  #: whether there are windows only with ``use_sliding_window``
@@ -57,15 +57,15 @@ class SlidingWindow:
 
 @dataclass(frozen=True)
 class Experts:
-    """Mixtures of experts; defaults are for a silent ``config.json``."""
+    """Mixtures of experts; the values are defaults for fields missing in ``config.json``."""
 
     experts: int
     top_k: int
     field: str = "num_experts"
-    hidden: int | None = None  #: of ``moe_intermediate_size``; None: experts have ``intermediate_size``
-    shared_hidden: int | None = None  #: of ``shared_expert_intermediate_size``; None: there are no shared experts
+    hidden: int | None = None  #: default of ``moe_intermediate_size``; None: ``intermediate_size`` is used
+    shared_hidden: int | None = None  #: default of ``shared_expert_intermediate_size``; None: no shared experts
     normalised: bool = False  #: whether a token's weights always sum to 1, without ``norm_topk_prob``
-    gguf_normalised: bool = False  #: whether they do in all models in GGUF files
+    gguf_normalised: bool = False  #: whether this holds for all models in GGUF files
 
 
 @dataclass(frozen=True)
@@ -73,46 +73,46 @@ class Gguf:
     """GGUF files of a family: https://github.com/ggml-org/llama.cpp (``convert_hf_to_gguf.py``) writes them."""
 
     architecture: str  #: ``general.architecture``
-    #: Whether a file of this architecture is of this family; None: if it is of no other one.
+    #: Whether a file of this architecture is of this family; None: if no other family matches.
     when: Callable[[Config], Any] | None = None
     reordered: bool = False  #: whether the converter puts rows of queries and keys in the order of neighbours
-    values: Mapping[str, str] = field(default_factory=dict)  #: by field of a DecoderConfig, where a value of 0 is none
-    needed: tuple[str, ...] = ()  #: metadata that old files lack, whose models had other values than today's default
-    required: Mapping[str, Any] = field(default_factory=dict)  #: the one supported value
+    values: Mapping[str, str] = field(default_factory=dict)  #: by field of a DecoderConfig; a value of 0 is ignored
+    needed: tuple[str, ...] = ()  #: metadata that old files lack, whose models differ from the default
+    required: Mapping[str, Any] = field(default_factory=dict)  #: the only supported values
     ignored: tuple[str, ...] = ()  #: metadata that changes nothing up to the context
-    window: int | None = None  #: the default window; None: files cannot have one
-    modules: Modules = field(default_factory=dict)  #: tensors with names of their own
-    #: What remains, from metadata and tensors.
+    window: int | None = None  #: the default window; None: files have no window
+    modules: Modules = field(default_factory=dict)  #: tensors with different names
+    #: Reads the remaining fields from metadata and tensors.
     read: Callable[[Config, Mapping[str, Any], DecoderConfig], DecoderConfig] | None = None
 
 
 @dataclass(frozen=True)
 class Family:
-    """All that distinguishes a ``model_type``. A feature that a record does not describe is refused by name."""
+    """The features of a ``model_type``. Features that the record does not describe are refused by name."""
 
     model_type: str
     about: str  #: one line of docs/models.md
     fields: ConfigFields
     modules: Modules
-    constants: dict[str, Any] = field(default_factory=dict)  #: what all its models have unlike a DecoderConfig
-    architecture: str = ""  #: the class of transformers; by default as in "Qwen2MoeForCausalLM" for "qwen2_moe"
-    implied: Mapping[str, Any] = field(default_factory=dict)  #: the same, where a DecoderConfig does not record it
+    constants: dict[str, Any] = field(default_factory=dict)  #: values that differ from a DecoderConfig's defaults
+    architecture: str = ""  #: the class of transformers; the default for "qwen2_moe" is "Qwen2MoeForCausalLM"
+    implied: Mapping[str, Any] = field(default_factory=dict)  #: like ``constants``, but not recorded in a DecoderConfig
     scaled_embedding: bool = False  #: whether embeddings are multiplied by sqrt(width)
     scale_offset: float = 0.0  #: subtracted from scales of norms in its files
     transposed: bool = False  #: whether files have weights as inputs by outputs
     also_read: tuple[str, ...] = ()  #: fields of a DecoderConfig that ``read`` and ``write`` handle
     aliases: Mapping[str, str] = field(default_factory=dict)  #: second names of fields of ``config.json``
-    required: Mapping[str, Any] = field(default_factory=dict)  #: fields of ``config.json``, and the supported value
-    ignored: tuple[str, ...] = ()  #: fields of ``config.json`` that no logits depend on
+    required: Mapping[str, Any] = field(default_factory=dict)  #: fields of ``config.json``, with the supported value
+    ignored: tuple[str, ...] = ()  #: fields of ``config.json`` without effect on logits
     rope: Rope | None = Rope()
     windows: SlidingWindow | None = None
     experts: Experts | None = None
     read: Callable[[Config, DecoderConfig], DecoderConfig] | None = None
     write: Callable[[DecoderConfig], dict[str, Any]] | None = None
-    #: ``model_type`` of models of text and images whose text model is of this family, and what ``text_config`` means
-    #: where it is silent.
+    #: ``model_type`` of models of text and images whose text model is of this family, and the defaults of
+    #: ``text_config``.
     multimodal: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    gguf: Gguf = Gguf("")  #: without an architecture, there are no GGUF files
+    gguf: Gguf = Gguf("")  #: no architecture: no GGUF files
 
     @property
     def class_name(self) -> str:
@@ -121,40 +121,40 @@ class Family:
 
     @property
     def name(self) -> str:
-        """As runs and errors call it."""
+        """The name in runs and errors."""
         return self.model_type.replace("_", "-")
 
     def usual(self, width: int) -> dict[str, Any]:
-        """Fields of a DecoderConfig of this width where ``config.json`` is silent."""
+        """Return the fields of a DecoderConfig of this width that are not in ``config.json``."""
         return self.constants | ({"embedding_scale": sqrt(width)} if self.scaled_embedding else {})
 
 
 def check_required(name: str, value: Any, supported: Any) -> None:
-    """Raise UsageError, naming the field, for a value that is not supported.
+    """Raise UsageError, with the field, for a value that is not supported.
 
-    A null is no text; a null, 0 or "" is false.
+    Null is accepted for any text, and null, 0 and "" for false.
     """
-    silent = not value and not supported or value is None and isinstance(supported, str)
-    if value != supported and not silent:
+    is_empty = not value and not supported or value is None and isinstance(supported, str)
+    if value != supported and not is_empty:
         raise UsageError(f"{name} is {value!r}, which is not supported; {supported!r} is")
 
 
-def same(name: str, *own: str, default: Any = False) -> ConfigFields:
-    """Several fields of a DecoderConfig that one field of ``config.json`` decides."""
-    return dict.fromkeys(own, (name, default))
+def same(name: str, *fields: str, default: Any = False) -> ConfigFields:
+    """Return several fields of a DecoderConfig that one field of ``config.json`` determines."""
+    return dict.fromkeys(fields, (name, default))
 
 
 def defaults(**values: Any) -> ConfigFields:
-    """Other defaults of fields that a Llama has: context, epsilon, key_value_heads, head_width and activation."""
-    return {own: (RMS[own][0], value) for own, value in values.items()}
+    """Return fields of a Llama with other defaults: context, epsilon, key_value_heads, head_width and activation."""
+    return {field: (RMS[field][0], value) for field, value in values.items()}
 
 
 def without(table: Mapping[str, T], *names: str) -> dict[str, T]:
-    """Fields or modules but for some."""
+    """Return fields or modules except those of some names."""
     return {name: value for name, value in table.items() if name not in names}
 
 
-# --- what many families share
+# --- Parts of many families
 
 SIZES: ConfigFields = {
     "layers": ("num_hidden_layers", None),
@@ -177,13 +177,13 @@ ATTENTION: Modules = {
     "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj", "output": "self_attn.o_proj",
     "query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"
 }  # fmt: skip
-#: A Llama's modules, but for its perceptron.
+#: A Llama's modules except its perceptron.
 LLAMA_ATTENTION: Modules = ATTENTION | {
     "": "model.", "embedding": "embed_tokens", "norm": "norm", "block": "layers.",
     "attention/norm": "input_layernorm", "mlp/norm": "post_attention_layernorm"
 }  # fmt: skip
 LLAMA_MODULES: Modules = LLAMA_ATTENTION | {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
-#: All experts of a layer in two tensors, or tensors of their own for each expert.
+#: All experts of a layer in two tensors, or separate tensors for each expert.
 EXPERTS: Modules = {
     "router": "mlp.gate.weight", "expert/gate": "mlp.experts.{}.gate_proj.weight",
     "expert/up": "mlp.experts.{}.up_proj.weight", "expert/down": "mlp.experts.{}.down_proj.weight",

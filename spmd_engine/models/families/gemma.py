@@ -8,11 +8,11 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models.families import family
 from spmd_engine.models.families.family import Config, Family, Gguf, Rope, SlidingWindow
 
-_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu")  # in the first configs, the last meant the others
+_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu")  # in the first configs, "gelu" meant the others
 
 
 def _read(config: Config, shape: Any) -> Any:
-    """Queries are divided by the root of ``query_pre_attn_scalar``."""
+    """Queries are divided by the square root of ``query_pre_attn_scalar``."""
     activation = config.get("hidden_activation") or config.get("hidden_act") or _GELU[0]
     if activation not in _GELU:
         raise UsageError(f"hidden_activation is {activation!r}, which is not supported in a {shape.family}")
@@ -30,13 +30,13 @@ def _write(shape: Any) -> dict[str, Any]:
     divisor = round(scale**-2) if scale > 0 else 0
     if not divisor or abs(scale * sqrt(divisor) - 1) > 1e-12:
         raise UsageError(
-            f"config.json of a {shape.family} cannot represent attention_scale {scale}: it is 1 / sqrt(whole number)"
+            f"config.json of a {shape.family} cannot represent attention_scale {scale}: it must be 1 / sqrt(integer)"
         )
     return written | {"query_pre_attn_scalar": divisor}
 
 
 def _read_gguf(facts: Config, tensors: Any, shape: Any) -> Any:
-    """The 27B models, known by their number of layers, divide queries by sqrt(width / heads), others by sqrt(k)."""
+    """The 27B models, known by their numbers of layers, divide queries by sqrt(width / heads), others by sqrt(k)."""
     large = shape.layers == {"gemma2": 46, "gemma3-text": 62}[shape.family]
     return shape.changed(attention_scale=(shape.width // shape.heads if large else shape.head_width) ** -0.5)
 

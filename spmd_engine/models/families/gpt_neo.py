@@ -11,12 +11,12 @@ from spmd_engine.models.mixture import as_text
 
 
 def _read_neo(config: Config, shape: Any) -> Any:
-    """Kinds of layers are listed one by one, or as [[kinds, how many times], ...]."""
+    """The kinds of layers are a list with one item per layer, or [[kinds, repetitions], ...]."""
     kinds = config.get("attention_layers") or []
     groups = config.get("attention_types") or [[["global", "local"], 12]]
-    kinds = kinds or [kind for some, times in groups for _ in range(times) for kind in some]
+    kinds = kinds or [kind for group, times in groups for _ in range(times) for kind in group]
     if len(kinds) != shape.layers or set(kinds) - {"global", "local"}:
-        raise UsageError(f"attention_types are {kinds} for {shape.layers} layers; each is global or local")
+        raise UsageError(f"attention_types are {kinds} for {shape.layers} layers; each must be global or local")
     window = config.get("window_size", 256)
     local = [number for number, kind in enumerate(kinds) if kind == "local"]
     if not local:
@@ -50,21 +50,21 @@ GPT_NEO = Family(
 
 
 def read_parallel(config: Config, shape: Any) -> Any:
-    """Whether attention and perceptron are side by side: in a GPT-NeoX with a norm each, in a StableLM with one."""
-    of_neox = shape.family == "gpt-neox"
-    parallel = config.get("use_parallel_residual", of_neox)
-    return shape.changed(parallel="two-norms" if of_neox else "one-norm") if parallel else shape
+    """Read whether attention and perceptron are parallel: with two norms in a GPT-NeoX, with one norm in a StableLM."""
+    is_neox = shape.family == "gpt-neox"
+    parallel = config.get("use_parallel_residual", is_neox)
+    return shape.changed(parallel="two-norms" if is_neox else "one-norm") if parallel else shape
 
 
 def write_parallel(shape: Any) -> dict[str, Any]:
-    """The inverse."""
+    """Write the fields that ``read_parallel`` reads. Raises UsageError for other numbers of norms."""
     if shape.parallel not in ("none", "two-norms" if shape.family == "gpt-neox" else "one-norm"):
         raise UsageError(f"config.json of a {shape.family} cannot represent parallel {shape.parallel!r}")
     return {"use_parallel_residual": shape.parallel != "none"}
 
 
 def _read_neox_gguf(facts: Config, tensors: Any, shape: Any) -> Any:
-    """The file does not say which GELU it is; nearly all of this family have the exact one."""
+    """The file does not distinguish GELUs; nearly all models of this family have the exact one."""
     parallel = "two-norms" if facts["use_parallel_residual"] else "none"
     return shape.changed(parallel=parallel, activation="gelu-erf")
 

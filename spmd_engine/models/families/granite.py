@@ -1,4 +1,4 @@
-"""Granite, with or without experts, and Granite 4 where it is all attention."""
+"""Granite, with or without experts, and Granite 4 without Mamba layers."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ GRANITEMOE = Family(
 
 
 def _read_hybrid(config: Config, shape: Any) -> Any:
-    """Without Mamba layers and experts; rotary positions in all layers, or in none."""
+    """Read a model without Mamba layers and experts, with rotary positions in all layers or in none."""
     family.check_required("num_local_experts", config.get("num_local_experts", 8), 0)
     for name in config:
         if name.startswith(("mamba_", "time_step_")):
@@ -59,7 +59,7 @@ def _read_hybrid(config: Config, shape: Any) -> Any:
 def _write_hybrid(shape: Any) -> dict[str, Any]:
     rotates = [shape.has_rope(layer) for layer in range(shape.layers)]
     if any(rotates) and not all(rotates):
-        raise UsageError("a granitemoehybrid has rotary positions in all blocks, or in none")
+        raise UsageError("a granitemoehybrid must have rotary positions in all blocks, or in none")
     return {
         "num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": shape.hidden,
         "layer_types": ["attention"] * shape.layers, "position_embedding_type": "rope" if rotates[0] else "nope",

@@ -18,7 +18,7 @@ def _rotary(config: Config, shape: Any) -> RotaryOptions:
     dynamic = [rope for rope in ropes.values() if "dynamic" in (rope.get("rope_type"), rope.get("type"))]
     alphas = {float(rope.get("alpha") or 1) for rope in dynamic} or {1.0}
     for rope in dynamic:
-        for name in ("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):  # without effect, but for alpha
+        for name in ("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):  # without effect except alpha
             rope.pop(name, None)
     if len(alphas) > 1:
         raise UsageError(f"rope_scaling and rope_parameters differ in alpha: {sorted(alphas)}")

@@ -20,7 +20,7 @@ INTERNLM2 = Family(
 
 
 def _read3(config: Config, shape: Any) -> Any:
-    """Biases everywhere or nowhere, by its own fields or those of a Llama, which transformers reads."""
+    """Biases are everywhere or nowhere, by the family's fields or by those of a Llama, which transformers reads."""
     bias = config.get("attention_bias", shape.bias)
     check_required("bias", config.get("mlp_bias", config.get("bias", False)), bias)
     return shape.changed(bias=bias, output_bias=bias, mlp_bias=bias)

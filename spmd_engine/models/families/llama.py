@@ -1,4 +1,4 @@
-"""Llama, and models that are a Llama with other defaults and biases."""
+"""Llama, and models that differ from it in defaults and biases."""
 
 from spmd_engine.models.families import family
 from spmd_engine.models.families.family import Family, Gguf, Rope, SlidingWindow

@@ -32,7 +32,7 @@ MINICPM = Family(
     LLAMA_MODULES,
     architecture="MiniCPMForCausalLM",
     also_read=tuple(_FACTORS),
-    ignored=("mup_denominator",),  # of its training
+    ignored=("mup_denominator",),  # used in training only
     read=_read,
     write=_write,
     gguf=Gguf("minicpm", reordered=True, values=_FACTORS, needed=tuple(_FACTORS.values())),

@@ -44,7 +44,7 @@ MIXTRAL = Family(
 )  # fmt: skip
 
 
-# --- Ministral 3: queries have a factor beyond the context before positions were scaled; up to there, it is 1
+# --- Ministral 3: queries have a factor, which is 1 up to the context before positions were scaled
 
 
 def _read_ministral3(config: Config, shape: Any) -> Any:

@@ -9,7 +9,7 @@ from spmd_engine.models.mixture import as_text
 
 
 def _read(config: Config, shape: Any) -> Any:
-    """``no_rope_layers`` is 1 where a layer rotates."""
+    """``no_rope_layers`` is 1 for layers with rotary positions."""
     rotates = config.get("no_rope_layers")
     if rotates is None:
         every = config.get("no_rope_layer_interval", 4)

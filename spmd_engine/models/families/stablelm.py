@@ -8,7 +8,7 @@ from spmd_engine.models.families.gpt_neo import read_parallel, write_parallel
 
 
 def _read_gguf(facts: Config, tensors: Any, shape: Any) -> Any:
-    """By its norms: some files do not have ``use_parallel_residual``."""
+    """Parallel branches are recognized by the norms: some files do not have ``use_parallel_residual``."""
     return shape if "blk.0.ffn_norm.weight" in tensors else shape.changed(parallel="one-norm")
 
 

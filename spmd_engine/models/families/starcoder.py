@@ -17,7 +17,7 @@ def _read_bigcode(config: Config, shape: Any) -> Any:
 def _write_bigcode(shape: Any) -> dict[str, Any]:
     heads = shape.key_value_heads or shape.heads
     if heads not in (1, shape.heads):
-        raise UsageError(f"config.json of a gpt-bigcode cannot represent key_value_heads {heads}: one, or all")
+        raise UsageError(f"config.json of a gpt-bigcode cannot represent key_value_heads {heads}: give 1, or heads")
     return {"multi_query": heads == 1}
 
 
@@ -47,7 +47,7 @@ STARCODER2 = Family(
     family.LLAMA_ATTENTION | {"w0": "mlp.c_fc", "w1": "mlp.c_proj"},
     family.GPT_CONSTANTS,
     required={"norm_type": "layer_norm"},
-    ignored=("activation_function", "layer_norm_epsilon"),  # of older programs
+    ignored=("activation_function", "layer_norm_epsilon"),  # fields of older programs
     rope=Rope(),
     windows=SlidingWindow(listed=False),
     gguf=Gguf("starcoder2"),

@@ -1,6 +1,6 @@
-"""Hugging Face's ``config.json`` as a DecoderConfig, by the record of its family.
+"""Reads Hugging Face's ``config.json`` as a DecoderConfig, by the record of its family.
 
-Each field is read, known to be harmless, refused, or named in a warning.
+Each field is read, ignored as harmless, refused, or named in a warning.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spmd_engine.models.families.family import Config, Family, SlidingWindow, ch
 from spmd_engine.models.hf.rope import with_rotary
 from spmd_engine.models.mixture import Mixture, as_text
 
-#: Fields that no logits depend on: training, programs that wrote or run it, defaults of generation, special tokens.
+#: Fields without effect on logits: training, programs that wrote or run it, defaults of generation, special tokens.
 HARMLESS = frozenset((
     "_name_or_path", "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset",
     "_commit_hash", "_experts_implementation", "_experts_implementation_internal", "_flash_attn_2_enabled",
@@ -47,8 +47,8 @@ HARMLESS = frozenset((
     "scale_attention_softmax_in_fp32", "mlp_type"
 ))  # fmt: skip
 
-#: Fields that change what is computed, and their supported values (None, 0, false and "" aside); those that the record
-#: of a family describes are read before.
+#: Fields that change what is computed, and their supported values besides None, 0, false and "". Fields in the record
+#: of a family are read before.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -95,12 +95,12 @@ class Fields(Mapping[str, Any]):
         return len(self._content)
 
     def left(self) -> list[str]:
-        """The fields that were not read."""
+        """Return the fields that were not read."""
         return [name for name in self._content if name not in self._read]
 
     def check_rest(self, where: str) -> list[str]:
-        """The fields that were not read and are unknown; raises CheckpointError, naming the field, for one that changes
-        what is computed, or would, to go by its name."""
+        """Return the unknown fields that were not read. Raises CheckpointError, with the field, for one that
+        changes, or by its name probably changes, what is computed."""
         unknown = []
         for name in self.left():
             value = self._content[name]
@@ -118,21 +118,21 @@ class Fields(Mapping[str, Any]):
         return unknown
 
 
-# --- Models of text and images: the part of ``config.json`` and of the tensors that is the text model
+# --- Models of text and images: the text model's part of ``config.json`` and of the tensors
 
 
-#: By ``model_type``, what ``text_config`` means where it is silent.
+#: By ``model_type``, the defaults of ``text_config``.
 MULTIMODAL: Mapping[str, Mapping[str, Any]] = {
-    kind: {"model_type": family.model_type, **silent}
+    kind: {"model_type": family.model_type, **defaults}
     for family in FAMILIES.values()
-    for kind, silent in family.multimodal.items()
+    for kind, defaults in family.multimodal.items()
 }
-#: Fields beside ``text_config``, about how images become part of a text.
+#: Fields beside ``text_config`` about images.
 _IMAGE_FIELDS = (
     "vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index",
     "projector_hidden_act", "multimodal_projector_bias", "spatial_merge_size", "vision_feature_layer"
 )  # fmt: skip
-#: Prefixes of the text model's tensors, and what they are in a file of it alone; prefixes of tensors for images.
+#: Prefixes of the text model's tensors, and those in a file of the text model alone; prefixes of image tensors.
 _PREFIXES = {
     "model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."
 }  # fmt: skip
@@ -140,30 +140,30 @@ _IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_towe
 
 
 def text_config(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
-    """The config of the text model, and the names of fields that are ignored.
+    """Return the config of the text model, and the names of ignored fields.
 
-    Raises CheckpointError, naming the field, for one that would change what the text model computes.
+    Raises CheckpointError, with the field, for a field that would change what the text model computes.
     """
     outer = Fields(config)
     text = outer.get("text_config")
     if not isinstance(text, Mapping):
-        raise CheckpointError(f"{where}: text_config is {text!r}; it is an object")
+        raise CheckpointError(f"{where}: text_config is {text!r}; it must be an object")
     tied = outer.get("tie_word_embeddings")
     for name in _IMAGE_FIELDS:
         outer.get(name)
     unknown = outer.check_rest(where)
-    whole = {**MULTIMODAL[config["model_type"]], **text, **({} if tied is None else {"tie_word_embeddings": tied})}
-    return whole, [*(["vision_config"] if config.get("vision_config") else []), *unknown]
+    merged = {**MULTIMODAL[config["model_type"]], **text, **({} if tied is None else {"tie_word_embeddings": tied})}
+    return merged, [*(["vision_config"] if config.get("vision_config") else []), *unknown]
 
 
 def text_tensors(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
-    """Tensors of the text model, by their names in a file of it alone."""
+    """Return the tensors of the text model, by their names in a file of the text model alone."""
     renamed = {}
     for name, tensor in tensors.items():
         if not name.startswith(_IMAGE_PREFIXES):
             prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
-            own = _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
-            renamed[own] = replace(tensor, name=own)
+            new_name = _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+            renamed[new_name] = replace(tensor, name=new_name)
     return renamed
 
 
@@ -171,7 +171,7 @@ def text_tensors(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
 
 
 MODEL_TYPES = {family.model_type: family for family in FAMILIES.values()}
-#: Names of activations in configs, and here; the first of those that mean the same is written.
+#: Names of activations in configs, and of those in DecoderConfig; of equal ones the first is written.
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu",
     "gelu": "gelu-erf", "relu": "relu", "relu2": "relu-squared"
@@ -180,7 +180,7 @@ _WINDOW, _FULL = "sliding_attention", ("full_attention", "attention")
 _BOOLEANS, _FACTORS = ("bias", "output_bias", "mlp_bias"), (
     "embedding_scale", "residual_scale", "attention_scale", "logits_divisor"
 )  # fmt: skip
-#: What fields that hold more than one value must be.
+#: The types of fields that hold more than one value.
 _KINDS = dict.fromkeys(("rope_parameters", "rope_scaling", "attn_config"), (Mapping, "an object")) | dict.fromkeys(
     ("layer_types", "mlp_only_layers", "no_rope_layers", "attention_types", "attention_layers"),
     ((list, tuple), "a list"),
@@ -188,11 +188,10 @@ _KINDS = dict.fromkeys(("rope_parameters", "rope_scaling", "attn_config"), (Mapp
 
 
 def read_config(config: Config, where: str) -> tuple[DecoderConfig, list[str]]:
-    """The decoder that a config describes, and the names of unknown fields that do not look as if they changed what is
-    computed; errors name ``where`` the config is.
+    """Return the decoder that a config describes, and the names of unknown fields, which probably have no effect.
 
-    Raises CheckpointError, naming the field, for a model type or a feature that is not supported, and for fields that
-    are missing or have impossible values.
+    Errors name ``where`` the config is. Raises CheckpointError, with the field, for a model type or a feature that is
+    not supported, and for fields that are missing or have impossible values.
     """
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in MULTIMODAL:
@@ -201,14 +200,14 @@ def read_config(config: Config, where: str) -> tuple[DecoderConfig, list[str]]:
         return shape, [*ignored, *unknown]
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise CheckpointError(f"{where}: model_type {kind!r} is not supported; {one_of(kind, MODEL_TYPES)}")
-    for name, (wanted, description) in _KINDS.items():
-        if config.get(name) is not None and not isinstance(config[name], wanted):
+    for name, (types, description) in _KINDS.items():
+        if config.get(name) is not None and not isinstance(config[name], types):
             raise CheckpointError(f"{where}: {name} is {config[name]!r}: it must be {description}")
     fields = Fields(config)
     try:
         shape = _read(MODEL_TYPES[kind], fields)
         shape = shape.changed(head_width=shape.head_width or shape.width // shape.heads)
-        shape.rotaries()  # raises if heads are of a width that they cannot turn
+        shape.rotaries()  # raises if rotary positions do not fit the head width
         return shape, fields.check_rest(where)
     except CheckpointError:
         raise
@@ -225,7 +224,7 @@ def _read(family: Family, config: Config) -> DecoderConfig:
         config.get(name)
     for name, supported in family.required.items():
         check_required(name, config.get(name, supported), supported)
-    values = {own: _value(own, config, family) for own in family.fields}
+    values = {name: _value(name, config, family) for name in family.fields}
     values["key_value_heads"] = values.get("key_value_heads") or values["heads"]
     values["head_width"] = values.get("head_width") or None
     values["hidden"] = values.get("hidden") or 4 * values["width"]
@@ -238,25 +237,25 @@ def _read(family: Family, config: Config) -> DecoderConfig:
     return _with_windows(config, shape, family.windows)
 
 
-def _value(own: str, config: Config, family: Family) -> Any:
-    """The value of a field of a DecoderConfig."""
-    name, default = family.fields[own]
+def _value(field: str, config: Config, family: Family) -> Any:
+    """Return the value of a field of a DecoderConfig."""
+    name, default = family.fields[field]
     alias = family.aliases.get(name)
     if alias is not None and (value := config.get(alias)) is not None:
         check_required(name, config.get(name, value), value)
         return value
     value = config[name] if default is None else config.get(name, default)
-    if own == "activation":
+    if field == "activation":
         if value not in ACTIVATIONS:
             raise UsageError(f"the activation {value!r} is not supported; {one_of(value, ACTIVATIONS)}")
         return ACTIVATIONS[value]
-    if own == "context":
+    if field == "context":
         return value or default
-    return bool(value) if own in _BOOLEANS else float(value) if own in _FACTORS else value
+    return bool(value) if field in _BOOLEANS else float(value) if field in _FACTORS else value
 
 
 def _mixture(family: Family, config: Config, shape: DecoderConfig) -> Mixture | None:
-    """The auxiliary loss is not part of the model: give ``--balance-loss`` when training from nothing."""
+    """Return the experts, without an auxiliary loss: set ``--balance-loss`` to train from scratch."""
     experts = family.experts
     if experts is None:
         return None
@@ -280,7 +279,7 @@ def _mixture(family: Family, config: Config, shape: DecoderConfig) -> Mixture | 
     )
 
 
-# --- Windows: which blocks see one, in config.json and in GGUF files
+# --- Windows: the blocks that have one, in config.json and in GGUF files
 
 
 def _with_windows(config: Config, shape: DecoderConfig, windows: SlidingWindow | None) -> DecoderConfig:
@@ -317,7 +316,7 @@ def _usual_windows(config: Config, shape: DecoderConfig, windows: SlidingWindow)
 def with_windows_in(
     shape: DecoderConfig, windows: SlidingWindow | None, window: int | None, near: list[int]
 ) -> DecoderConfig:
-    """With this window in the blocks ``near``, and rotary positions where the family then has them."""
+    """Return the shape with a window in the blocks ``near``, and the rotary positions that the family then has."""
     far = as_text(set(range(shape.layers)) - set(near))
     if windows is not None and (windows.rotary_only == "always" or windows.rotary_only and window):
         shape = shape.changed(no_rope_layers=far)

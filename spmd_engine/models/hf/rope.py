@@ -1,4 +1,4 @@
-"""Rotary positions as ``config.json`` has them: ``rope_parameters``, or ``rope_theta`` beside ``rope_scaling``."""
+"""Rotary positions in ``config.json``: ``rope_parameters``, or ``rope_theta`` beside ``rope_scaling``."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _ALIASES = {"su": "longrope", "none": "default", None: "default"}
 
 
 def with_rotary(config: Config, shape: DecoderConfig, rope: Rope) -> DecoderConfig:
-    """The decoder with the rotary positions that its config describes, and a context in which they are constant.
+    """Return the decoder with the rotary positions of its config, and a context in which they are constant.
 
-    Raises UsageError for what is not supported, and if old fields and new ones differ.
+    Raises UsageError for unsupported options, and if old and new fields differ.
     """
     if rope.read is not None:
         shape = shape.changed(rotary=rope.read(config, shape))
     elif rope.in_windows:
-        everywhere, near = _of_two_kinds(config)
+        everywhere, near = _fields_by_window(config)
         theta = config.get("rope_theta") or rope.theta
         window_theta = theta if rope.window_theta is None else config.get(rope.window_theta_field) or rope.window_theta
         shape = shape.changed(
@@ -55,7 +55,7 @@ def with_rotary(config: Config, shape: DecoderConfig, rope: Rope) -> DecoderConf
 
 
 def rotary_of_config(config: Config, shape: DecoderConfig, rope: Rope) -> RotaryOptions:
-    """Of a model whose rotary positions are the same in all layers."""
+    """Return the rotary positions of a model that has the same in all layers. Raises UsageError."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     if new:
         new = {name: value for name, value in new.items() if name not in rope.ignored}
@@ -82,17 +82,17 @@ def rotary_of_config(config: Config, shape: DecoderConfig, rope: Rope) -> Rotary
     return options[0]
 
 
-def _of_two_kinds(config: Config) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The fields of layers without a window, and with one."""
+def _fields_by_window(config: Config) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the fields of layers without a window, and of layers with one."""
     fields, old = config.get("rope_parameters") or {}, config.get("rope_scaling")
     nested = {name: value for name, value in fields.items() if isinstance(value, Mapping)}
     if unknown := sorted(fields.keys() - nested.keys()):
-        raise UsageError(f"rope_parameters has {unknown[0]!r}, where it has an object for each of two kinds of layers")
+        raise UsageError(f"rope_parameters has {unknown[0]!r}, but must have only full_attention and sliding_attention")
     return nested.get("full_attention") or old or {}, nested.get("sliding_attention") or {}
 
 
 def _rotary(fields: Mapping[str, Any], theta: float, config: Config, context: int) -> RotaryOptions:
-    """The options in one such object. ``dynamic`` positions change beyond the context alone, so not here."""
+    """Return the options in an object of rope fields. ``dynamic`` positions change only beyond the context."""
     kind = fields.get("rope_type") or fields.get("type")
     kind = _ALIASES.get(kind, kind)
     if kind not in _FIELDS:
@@ -132,22 +132,22 @@ def _rotary(fields: Mapping[str, Any], theta: float, config: Config, context: in
         )
     if magnitude is None:
         magnitude = sqrt(1 + log(factor) / log(original)) if factor > 1 else 1.0
-    divisors = ",".join(repr(float(each)) for each in fields["short_factor"])
+    divisors = ",".join(repr(float(divisor)) for divisor in fields["short_factor"])
     return plain.changed(scaling="divided", divisors=divisors, original_context=original, magnitude=float(magnitude))
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """The factor of queries and keys that goes with ``yarn``."""
+    """Return the factor of queries and keys for ``yarn``."""
     return 0.1 * scale * log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _magnitude_of_yarn(fields: Mapping[str, Any], factor: float) -> float:
-    one, other = fields.get("mscale"), fields.get("mscale_all_dim")
-    return yarn_magnitude(factor, one) / yarn_magnitude(factor, other) if one and other else yarn_magnitude(factor)
+    scale, total = fields.get("mscale"), fields.get("mscale_all_dim")
+    return yarn_magnitude(factor, scale) / yarn_magnitude(factor, total) if scale and total else yarn_magnitude(factor)
 
 
 def rope_fields(rotary: RotaryOptions) -> dict[str, Any]:
-    """The content of ``rope_parameters``."""
+    """Return the content of ``rope_parameters``."""
     kind = {"none": "default", "divided": "longrope"}.get(rotary.scaling, rotary.scaling)
     rope: dict[str, Any] = {"rope_theta": rotary.theta, "rope_type": kind}
     if rotary.part != 1:
@@ -161,7 +161,7 @@ def rope_fields(rotary: RotaryOptions) -> dict[str, Any]:
     if kind == "yarn":
         rope |= {"beta_fast": rotary.fast_turns, "beta_slow": rotary.slow_turns, "truncate": rotary.whole_pairs}
     if kind == "longrope":
-        divisors = [float(each) for each in rotary.divisors.split(",")]
+        divisors = [float(divisor) for divisor in rotary.divisors.split(",")]
         rope |= {"short_factor": divisors, "long_factor": divisors}
     if kind in ("yarn", "longrope"):
         rope["attention_factor"] = rotary.magnitude

@@ -1,4 +1,4 @@
-"""A DecoderConfig as ``config.json``: old field names and new ones, so that any version of transformers reads it."""
+"""Writes a DecoderConfig as ``config.json``, with old and new field names for all versions of transformers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from spmd_engine.models.hf.read_config import ACTIVATIONS
 from spmd_engine.models.hf.rope import rope_fields
 from spmd_engine.models.mixture import as_text, block_numbers
 
-#: Fields of a DecoderConfig that are checked by themselves.
+#: Fields of a DecoderConfig that are checked separately.
 _APART = ("family", "rotary", "mixture", "window", "window_layers")
 
 
 def config_json(shape: DecoderConfig, dtype: str = "float32") -> dict[str, Any]:
-    """The content of ``config.json``, for weights of this ``dtype``; raises UsageError for what it cannot represent."""
+    """Return ``config.json`` for weights of a ``dtype``. Raises UsageError for fields that it cannot represent."""
     family = FAMILIES[shape.family]
     for name in unrepresentable(shape):
         raise _refusal(shape, name)
@@ -29,12 +29,12 @@ def config_json(shape: DecoderConfig, dtype: str = "float32") -> dict[str, Any]:
         "dtype": dtype,
         "torch_dtype": dtype,
     }
-    for own, (name, _) in family.fields.items():
-        value = _explicit(shape, own)
-        if own == "activation":
+    for field, (name, _) in family.fields.items():
+        value = _explicit(shape, field)
+        if field == "activation":
             value = next(name for name, activation in ACTIVATIONS.items() if activation == shape.activation)
         if config.setdefault(name, value) != value:
-            raise _refusal(shape, own)
+            raise _refusal(shape, field)
     if family.rope is not None and family.rope.described:
         config |= _rope(shape, family.rope)
     if family.windows is not None:
@@ -45,11 +45,11 @@ def config_json(shape: DecoderConfig, dtype: str = "float32") -> dict[str, Any]:
 
 
 def unrepresentable(shape: DecoderConfig) -> Iterator[str]:
-    """Fields that differ from those of all models of the family, but that its ``config.json`` cannot express."""
+    """Yield fields that differ from the family's constants and cannot be expressed in its ``config.json``."""
     family = FAMILIES[shape.family]
     usual = DecoderConfig(family=shape.family).changed(**family.usual(shape.width))
     read = {*family.fields, *family.also_read, *_APART}
-    for name in (each.name for each in fields(shape)):
+    for name in (field.name for field in fields(shape)):
         if name in read or name == "window_rotary" and family.rope is not None and family.rope.in_windows:
             continue
         expected = getattr(usual, name)
@@ -65,7 +65,7 @@ def unrepresentable(shape: DecoderConfig) -> Iterator[str]:
         yield "window"
     rope = family.rope
     if rope is not None:
-        reordered = shape.rotary.pairs != rope.pairs  # to halves, and whole heads alone
+        reordered = shape.rotary.pairs != rope.pairs  # only to halves, and only whole heads
         if reordered and rope.pairs != "halves" or shape.rotary.part != 1 and (reordered or rope.part is None):
             yield "rotary"
     if (shape.mixture is not None) != (family.experts is not None):
@@ -73,7 +73,7 @@ def unrepresentable(shape: DecoderConfig) -> Iterator[str]:
 
 
 def _usual_no_rope_layers(shape: DecoderConfig, windows: SlidingWindow) -> str:
-    """The blocks without rotary positions, in a family in which windows decide it."""
+    """Return the blocks without rotary positions, in a family whose windows determine them."""
     if windows.rotary_only != "always" and not shape.window:
         return ""
     return as_text(block for block in range(shape.layers) if not shape.has_window(block))
@@ -84,7 +84,7 @@ def _refusal(shape: DecoderConfig, name: str) -> UsageError:
 
 
 def _explicit(shape: DecoderConfig, name: str) -> Any:
-    """A field, with its value where it is None for a default."""
+    """Return the value of a field, with defaults in place of None."""
     width = shape.head_width or shape.width // shape.heads
     defaults = {"key_value_heads": shape.heads, "head_width": width}
     if "attention_scale" in FAMILIES[shape.family].fields:
@@ -113,7 +113,7 @@ def _windows(shape: DecoderConfig, windows: SlidingWindow) -> dict[str, Any]:
     if windows.switch:
         config["use_sliding_window"] = shape.window is not None
     if windows.listed:
-        config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in near]
+        config["layer_types"] = ["sliding_attention" if windowed else "full_attention" for windowed in near]
     elif any(near) and not all(near):
         raise _refusal(shape, "window_layers")
     return config
@@ -129,7 +129,7 @@ def _experts(shape: DecoderConfig, experts: Experts) -> dict[str, Any]:
         raise _refusal(shape, "mixture")
     if experts.hidden is None and mixture.dense or experts.normalised and not router.renormalise:
         raise UsageError(
-            f"experts of a {shape.family} are in all layers"
+            f"experts of a {shape.family} must be in all layers"
             f"{', and their weights sum to 1' if experts.normalised else ''}; export it as a qwen3-moe"
         )
     config: dict[str, Any] = {experts.field: mixture.experts, "num_experts_per_tok": router.top_k}
