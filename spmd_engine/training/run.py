@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
-from time import time
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
@@ -23,7 +23,6 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, Evaluation
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.files import open_regular
-from spmd_engine.runtime.environment import environment
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.trainer import StepReport, Trainer
 
@@ -111,7 +110,7 @@ class MetricsFile(Observer):
 
 
 class EventLog(Observer):
-    """``events.jsonl``: a line for each start, warning, checkpoint and end of a run, with the seconds since 1970.
+    """``events.jsonl``: a line for each start, warning, checkpoint and end of a run, with its time in UTC.
 
     A run that continues appends to the file, so that it tells of restarts.
     """
@@ -129,6 +128,8 @@ class EventLog(Observer):
             self._write("loaded", table=list(table))
 
     def started(self, run: Run, stop: int) -> None:
+        from spmd_engine.runtime.environment import environment  # which imports much, on rank 0 alone
+
         self._run, mesh = run, run.engine.mesh
         self._handler = logging.Handler(logging.WARNING)
         self._handler.emit = lambda record: self._write("warning", text=record.getMessage())
@@ -158,9 +159,13 @@ class EventLog(Observer):
             self._write("closed", step=self._run.steps_done)
 
     def _write(self, event: str, **facts: Any) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed
         file = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         with open(file, "a") as lines:
-            lines.write(json.dumps({"time": round(time(), 3), "event": event, **facts}) + "\n")
+            lines.write(
+                json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **facts})
+                + "\n"
+            )
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:

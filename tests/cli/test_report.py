@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from command_line import QUIET, TEXT, metrics
-from spmd_engine.report import RunRecord, page_of
-from spmd_engine.report.page import POINTS
+from spmd_engine.cli.report.page import POINTS, page_of
+from spmd_engine.cli.report.run_record import RunRecord
 from spmd_engine.training.run import EventLog, Observer, Run
 
 
@@ -147,7 +147,7 @@ def test_a_folder_that_is_no_run_is_one_line(here, tmp_path):
 
 def test_a_run_that_goes_on_is_followed_to_its_end(here, tmp_path, monkeypatch):
     folder = folder_of(tmp_path / "live", [{"step": 1, "loss": 2.0, "seconds": 1.0}])
-    (folder / "events.jsonl").write_text('{"event": "started", "time": 1}\n')
+    (folder / "events.jsonl").write_text('{"event": "started", "time": "2026-01-01T00:00:00"}\n')
     pages = []
 
     def wait(seconds):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
 from math import isfinite
@@ -14,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.axes import all_positions, parse_axes
+from spmd_engine.cli.report.run_record import WARM_UP, RunRecord
 from spmd_engine.cli.show.picture import Picture, svg
 from spmd_engine.cli.show.schedule import draw_schedule
 from spmd_engine.cli.show.sharding import draw_mesh
 from spmd_engine.engine.parallel_config import composed_layout
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model
-from spmd_engine.report.run_record import WARM_UP, RunRecord
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import readable_bytes
 
@@ -58,7 +57,7 @@ def page_of(runs: Sequence[RunRecord], refresh: int = 0) -> str:
 
 
 def _file(name: str) -> str:
-    return files("spmd_engine.report").joinpath(name).read_text()
+    return files("spmd_engine.cli.report").joinpath(name).read_text()
 
 
 # --- Parts of a page
@@ -105,10 +104,7 @@ def _text(number: float) -> str:
 
 
 def _time(event: Mapping[str, Any]) -> str:
-    try:
-        return datetime.fromtimestamp(float(event["time"]), UTC).strftime("%Y-%m-%d %H:%M:%S")
-    except (KeyError, TypeError, ValueError, OverflowError, OSError):
-        return "-"
+    return str(event.get("time", "-"))[:19].replace("T", " ")
 
 
 # --- What is said of all runs: a summary, what differs, and curves
