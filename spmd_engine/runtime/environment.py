@@ -24,7 +24,7 @@ def environment() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     if mpi := sys.modules.get("mpi4py.MPI"):
-        found["MPI library"] = mpi.Get_library_version().split("\n")[0].strip("\0 ")
+        found["MPI library"] = " ".join(mpi.Get_library_version().split("\n")[0].strip("\0").split())
     return found
 
 

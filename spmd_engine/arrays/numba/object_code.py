@@ -96,7 +96,7 @@ def kept(name: str, make: Callable[[], bytes]) -> bytes:
     another user's is replaced. A process that has waited for too long, or cannot take the lock or write, calls ``make``
     itself: ranks of one job must compute with the same kernels.
     """
-    folder = _folder()
+    folder = cache_folder()
     if folder is None:
         return make()
     key = _key()
@@ -111,7 +111,7 @@ def kept(name: str, make: Callable[[], bytes]) -> bytes:
     return code
 
 
-def _folder() -> Path | None:
+def cache_folder() -> Path | None:
     """The folder for cached files: NUMBA_CACHE_DIR, or else the one of this package's compiled files, or the user's
     cache; None: none can be written."""
     chosen, caches = os.environ.get("NUMBA_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")

@@ -169,7 +169,7 @@ def _measure_links(mesh: Mesh) -> tuple[Link, Link | None, dict[tuple[int, int],
     links_of_pairs: dict[tuple[int, int], Link] = {}
     for a in range(mesh.size):
         for b in range(a + 1, mesh.size):
-            latency, bandwidth = _measure_pair(mesh, a, b)
+            latency, bandwidth = measure_pair(mesh, a, b)
             links_of_pairs[a, b] = Link(latency, bandwidth, by_copy=nodes[a] == nodes[b])
     medians = {}
     for same_node in (True, False):
@@ -187,7 +187,7 @@ def _measure_links(mesh: Mesh) -> tuple[Link, Link | None, dict[tuple[int, int],
     return medians.get(True) or Link(1e-5, 5e9, by_copy=True), medians.get(False), pairs
 
 
-def _measure_pair(mesh: Mesh, a: int, b: int) -> tuple[float, float]:
+def measure_pair(mesh: Mesh, a: int, b: int) -> tuple[float, float]:
     """Latency and bandwidth between ranks a and b, on all ranks. Collective."""
     world = mesh.group()
     times = np.zeros(2)
