@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 
 from spmd_engine.cli.doctor.facts import facts_of_rank, facts_of_ranks
-from spmd_engine.cli.doctor.findings import ERROR, GOOD, WARNING, Finding, diagnose
+from spmd_engine.cli.doctor.findings import ERROR, GOOD, WARNING, CheckResult, diagnose
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
@@ -58,7 +58,7 @@ def doctor(folder: Path, as_json: bool) -> None:
         sys.exit(1)
 
 
-def _print(findings: list[Finding], ranks: list[Any], together: dict[str, Any], as_json: bool) -> None:
+def _print(findings: list[CheckResult], ranks: list[Any], together: dict[str, Any], as_json: bool) -> None:
     if as_json:
         found = [asdict(finding) for finding in findings]
         click.echo(json.dumps({"findings": found, "ranks": ranks, "together": together}, default=str))

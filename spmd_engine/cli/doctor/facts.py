@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from hashlib import sha256
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
@@ -133,8 +134,7 @@ def _gpus() -> list[str]:
     """The names of the GPUs that CuPy can use; empty without CuPy."""
     if find_spec("cupy") is None:
         return []
-    import cupy
-
+    cupy = import_module("cupy")
     return [
         cupy.cuda.runtime.getDeviceProperties(number)["name"].decode()
         for number in range(cupy.cuda.runtime.getDeviceCount())
@@ -196,14 +196,15 @@ def _pairs(ranks: int) -> Iterable[tuple[int, int]]:
 def _product_speed(barrier: Callable[[], None]) -> float:
     """FLOP/s of matrix products on one thread, while all ranks compute."""
     a = np.ones((WIDTH, WIDTH), np.float32)
+    out = np.empty_like(a)
     turns = []
     with threadpool_limits(1, "blas"):
-        a @ a
+        np.matmul(a, a, out=out)
         for _ in range(5):
             barrier()
             began = perf_counter()
             for _ in range(PRODUCTS):
-                a @ a
+                np.matmul(a, a, out=out)
             turns.append(perf_counter() - began)
     return 2 * WIDTH**3 * PRODUCTS / median(turns)
 
