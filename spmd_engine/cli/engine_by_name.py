@@ -19,9 +19,9 @@ from spmd_engine.errors import UsageError
 def engine_by_name(name: str, option: str) -> Callable[..., Any]:
     """The class or function ``MODULE:NAME``, or ``MODULE:NAME(6, hidden=11)`` with these arguments.
 
-    MODULE is a name as in import, also of a file in the current folder, or the path of a Python file, whose folder is
-    then on the import path. Raises UsageError, naming the ``option``, if it cannot be imported or an argument is not a
-    literal.
+    MODULE is a name as in import, also of a file in the current folder, or the path of a Python file; the folder of the
+    file is added to the import path. Raises UsageError, naming the ``option``, if it cannot be imported or an argument
+    is not a literal.
     """
     module, colon, call = name.partition(":")
     attribute, parenthesis, _ = call.partition("(")
@@ -35,13 +35,13 @@ def engine_by_name(name: str, option: str) -> Callable[..., Any]:
                 raise SyntaxError("write NAME(ARGUMENTS)")
             arguments = [ast.literal_eval(argument) for argument in parsed.args]
             keywords = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in parsed.keywords}
-        return partial(getattr(_imported(module), attribute), *arguments, **keywords)
+        return partial(getattr(_import_module(module), attribute), *arguments, **keywords)
     except (ImportError, AttributeError, TypeError, ValueError, SyntaxError) as error:
         raise UsageError(f"{option} {name}: {error}") from error
 
 
-def _imported(module: str) -> ModuleType:
-    """A module by name or by the path of its file; it may import modules of its folder."""
+def _import_module(module: str) -> ModuleType:
+    """Import a module by name or by the path of its file; it may import modules of its folder."""
     folder, _, file = module.rpartition("/")
     path = None
     if file.endswith(".py"):
@@ -60,7 +60,7 @@ def _imported(module: str) -> ModuleType:
 
 
 def check_mesh(name: str, engine: ShardedEngine, mesh: Mesh, axes: Mapping[str, int] | None) -> None:
-    """Raise UsageError if ``--mesh`` gave ``axes``, and the engine has made another mesh."""
+    """Raise UsageError if ``--mesh`` has ``axes``, and the engine made another mesh."""
     if axes and str(engine.mesh) != str(mesh):
         raise UsageError(
             f"{name} makes a mesh of its own, {engine.mesh}, instead of --mesh {mesh}: let it take the mesh, "
