@@ -24,7 +24,7 @@ VOCABULARY, WIDTH, CONTEXT = 257, 64, 64
 
 
 class Bigram(ShardedEngine):
-    """Predicts the next byte from the last byte alone."""
+    """Predicts the next byte from only the last byte."""
 
     shardings = {"first": "v d", "second": "d v/model"}
     input_sharding, output_sharding, target_sharding = "b/data s", "b/data s v/model", "b/data s"
@@ -32,8 +32,8 @@ class Bigram(ShardedEngine):
     def __init__(self, mesh, seed=0):
         self.mesh = mesh
         shapes = {"first": (VOCABULARY, WIDTH), "second": (WIDTH, VOCABULARY)}
-        whole = {name: 0.1 * normal(key_of(seed, name), shape, np.float32) for name, shape in shapes.items()}
-        self.load_checkpoint(whole)
+        parameters = {name: 0.1 * normal(key_of(seed, name), shape, np.float32) for name, shape in shapes.items()}
+        self.load_checkpoint(parameters)
 
     def load_checkpoint(self, params):
         self.parameters = {name: self.block(name, params[name]) for name in self.shardings}

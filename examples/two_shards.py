@@ -46,10 +46,10 @@ def main(batches=3, size=100):
                 features = mesh.receive(0, over="pipe")
                 print(f"batch {batch}: {(classify(features) == names).mean():.0%} right")
             held = features.nbytes
-            del features, images, names  # sent or used: nothing is kept
-            kept = tracemalloc.get_traced_memory()[0] - before
+            del features, images, names  # they were sent or used
+            remaining = tracemalloc.get_traced_memory()[0] - before
             if batch:  # the first batch also loads code
-                print(f"rank {mesh.rank} held {held:,} bytes of features; of this batch it keeps {kept:,}")
+                print(f"rank {mesh.rank} held {held:,} bytes of features; of this batch it keeps {remaining:,}")
 
 
 if __name__ == "__main__":

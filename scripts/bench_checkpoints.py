@@ -90,21 +90,21 @@ def main() -> None:
     parser.add_argument("--mesh", default="", help="for example pipe=2,data=2; default: all ranks on data")
     parser.add_argument("--zero", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=5)
-    asked = parser.parse_args()
-    axes = parse_axes(asked.mesh) if asked.mesh else {}
+    options = parser.parse_args()
+    axes = parse_axes(options.mesh) if options.mesh else {}
     with Mesh(**axes) as mesh:
         world = mesh.group()
-        engine, optimizer = LayeredEngine(build_model(asked.model), mesh, storage=ZeroConfig(asked.zero)), AdamW()
+        engine, optimizer = LayeredEngine(build_model(options.model), mesh, storage=ZeroConfig(options.zero)), AdamW()
         optimizer.prepare(engine)
         folder = Path(text_from_rank_zero(world, lambda: tempfile.mkdtemp(dir=".", prefix="bench-checkpoints-")))
-        plain, whole = folder / f"plain-{world.rank}", folder / "plain"
+        plain, complete = folder / f"plain-{world.rank}", folder / "plain"
         rounds = []
-        for step in range(asked.rounds + 1):
+        for step in range(options.rounds + 1):
             times = [timed(world, lambda: save_checkpoint(folder, engine, optimizer, step=step, keep=1))]  # noqa: B023
             mine = list(CheckpointFolder(folder).newest().glob(f"*-{world.rank:05d}.safetensors"))
             size = sum(path.stat().st_size for path in mine)
             total = int(world.all_reduce(np.array(size)))
-            times.append(timed(world, lambda: dd(world, whole, total)))  # noqa: B023
+            times.append(timed(world, lambda: dd(world, complete, total)))  # noqa: B023
             times += [timed(world, lambda: write(plain, size, hashed=hashed)) for hashed in (False, True)]  # noqa: B023
             for is_cached in (False, True):
                 for do in (lambda: load_checkpoint(folder, engine, optimizer), lambda: read_and_hash(mine)):  # noqa: B023
@@ -116,15 +116,15 @@ def main() -> None:
         if world.rank:
             return
         shutil.rmtree(folder)
-    found = np.array(rounds[1:])  # round, what, seconds or CPU seconds
-    print(f"{asked.model} with AdamW, {total / 1e6:.0f} MB, {world.size} ranks, mesh {axes or 'data'}")
-    for what, name in enumerate(NAMES):
-        wall, cpu = (statistics.median(found[:, what, kind]) for kind in (0, 1))
+    measured = np.array(rounds[1:])  # [round, operation, seconds or CPU seconds]
+    print(f"{options.model} with AdamW, {total / 1e6:.0f} MB, {world.size} ranks, mesh {axes or 'data'}")
+    for index, name in enumerate(NAMES):
+        wall, cpu = (statistics.median(measured[:, index, kind]) for kind in (0, 1))
         print(f"  {name:21} {wall * 1e3:8.0f} ms, CPU {cpu * 1e3:8.0f} ms")
     for one, other in COMPARED:
-        ratios = [found[:, one, kind] / found[:, other, kind] for kind in (0, 1)]
-        told = [f"{statistics.median(each):.2f}x ({each.min():.2f}-{each.max():.2f})" for each in ratios]
-        print(f"  {NAMES[one]} / {NAMES[other]}: {', CPU '.join(told)}")
+        ratios = [measured[:, one, kind] / measured[:, other, kind] for kind in (0, 1)]
+        texts = [f"{statistics.median(values):.2f}x ({values.min():.2f}-{values.max():.2f})" for values in ratios]
+        print(f"  {NAMES[one]} / {NAMES[other]}: {', CPU '.join(texts)}")
 
 
 if __name__ == "__main__":

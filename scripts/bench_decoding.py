@@ -50,7 +50,7 @@ def write_model(folder):
     with Mesh() as mesh:
         engine = build_engine(ModelConfig("llama", shape=SHAPE), mesh)
         arrays = {name: engine.gather(name) for name in engine.names}
-        sliceable = {name: Sliceable(each.shape, each.dtype, each.__getitem__) for name, each in arrays.items()}
+        sliceable = {name: Sliceable(array.shape, array.dtype, array.__getitem__) for name, array in arrays.items()}
         export_huggingface(sliceable, SHAPE, folder, mesh.group())
 
 
@@ -74,36 +74,36 @@ def result_of(worker, rows, folder, python=sys.executable, ranks=1):
 @click.option("--folder", type=click.Path(path_type=Path), help="Folder of the model; written if it is absent.")
 def main(peer_python, rounds, only, folder):
     rows = [row for row in ROWS if row in only.split(",")]
-    alone = [row for row in rows if row != "clock"]
+    cpu_rows = [row for row in rows if row != "clock"]
     with tempfile.TemporaryDirectory() as temporary:
         folder = folder or Path(temporary, "llama-135m")
         if not (folder / "config.json").is_file():
             folder.mkdir(parents=True, exist_ok=True)
             write_model(folder)
-        runs = {"ours": lambda: result_of("decoding_ours", alone, folder)} if alone else {}
-        if peer_python and alone:
-            runs["transformers"] = lambda: result_of("decoding_transformers", alone, folder, peer_python)
+        runs = {"ours": lambda: result_of("decoding_ours", cpu_rows, folder)} if cpu_rows else {}
+        if peer_python and cpu_rows:
+            runs["transformers"] = lambda: result_of("decoding_transformers", cpu_rows, folder, peer_python)
         if "clock" in rows:
             runs["1 rank"] = lambda: result_of("decoding_ours", ["clock"], folder)
             runs["2 ranks"] = lambda: result_of("decoding_ours", ["clock"], folder, ranks=2)
-        found = {name: [] for name in runs}
+        results = {name: [] for name in runs}
         for number in range(rounds):
             for name in reversed(runs) if number % 2 else runs:
-                found[name].append(runs[name]())
+                results[name].append(runs[name]())
     for row in rows:
         sides = ("2 ranks", "1 rank") if row == "clock" else ("ours", "transformers")
-        click.echo(line(row, *([each[row] for each in found.get(side, [])] for side in sides)))
+        click.echo(line(row, *([result[row] for result in results.get(side, [])] for side in sides)))
 
 
 def line(row, ours, theirs):
     """A row of the table: medians, and the median and range of the ratios."""
-    said = f"{SAID[row]:<62} {shown(row, median(ours)):>9}"
+    text = f"{SAID[row]:<62} {shown(row, median(ours)):>9}"
     if not theirs:
-        return said
+        return text
     ratios = [one / other if row == "memory" else other / one for one, other in zip(ours, theirs, strict=True)]
-    found = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    ratio_text = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
     goal = f"{'at most' if row == 'memory' else 'at least'} {GOALS[row]}"
-    return f"{said} {shown(row, median(theirs)):>9}   {found}, {goal}"
+    return f"{text} {shown(row, median(theirs)):>9}   {ratio_text}, {goal}"
 
 
 def shown(row, value):

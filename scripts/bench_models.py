@@ -59,22 +59,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mesh", default="", help="for example data=2,model=2; default: all ranks on model")
     parser.add_argument("--rounds", type=int, default=5)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with Mesh() as all_ranks:
-        axes = parse_axes(asked.mesh) if asked.mesh else {"model": all_ranks.size}
+        axes = parse_axes(options.mesh) if options.mesh else {"model": all_ranks.size}
         world = all_ranks.group()
         folder = Path(text_from_rank_zero(world, lambda: tempfile.mkdtemp(dir=".", prefix="bench-models-")))
         model = folder / "model"
         write_model(model)
         weights, rank, ranks = next(model.glob("*.safetensors")), world.rank, world.size
-        found: dict[str, list[tuple[float, float]]] = {}
+        times_by_name: dict[str, list[tuple[float, float]]] = {}
         with Mesh(**axes) as mesh:
             engine = build_engine(ModelConfig("llama", shape=SHAPE), mesh, drawn=False)
             load_pretrained(engine, model)
             save_checkpoint(folder / "run", engine, step=0)
             checkpoint = Checkpoint(folder / "run")
             out, single, plain = folder / "out", folder / "out.safetensors", folder / f"plain-{rank}"
-            does = {
+            operations = {
                 "load": lambda: load_pretrained(engine, model),
                 "read and hash": lambda: read_and_hash(weights, rank, ranks),
                 "on one rank": lambda: None if rank else read_and_hash(weights, 0, 1),
@@ -82,11 +82,11 @@ def main() -> None:
                 "read, hash, write": lambda: read_and_hash(weights, rank, ranks, plain),
                 "export, safetensors": lambda: export_checkpoint(checkpoint, MODEL, single, world),
             }
-            for _ in range(asked.rounds + 1):
-                for name, do in does.items():
-                    does["read, hash, write"]()  # not counted: the first write after a pause waits for memory
+            for _ in range(options.rounds + 1):
+                for name, operation in operations.items():
+                    operations["read, hash, write"]()  # not counted: the first write after a pause waits for memory
                     plain.unlink()
-                    found.setdefault(name, []).append(timed(world, do))
+                    times_by_name.setdefault(name, []).append(timed(world, operation))
                     plain.unlink(missing_ok=True)
                     if rank == 0:
                         shutil.rmtree(out, ignore_errors=True)
@@ -97,13 +97,13 @@ def main() -> None:
         size = weights.stat().st_size
         shutil.rmtree(folder)
     print(f"{size / 1e6:.0f} MB, {ranks} ranks, mesh {axes}")
-    for name, times in found.items():
+    for name, times in times_by_name.items():
         wall, cpu = (statistics.median(kind) for kind in zip(*times[1:], strict=True))
         print(f"  {name:20} {wall * 1e3:6.0f} ms, CPU {cpu * 1e3:6.0f} ms")
     for one, other in COMPARED:
-        ratios = np.array(found[one][1:]) / np.array(found[other][1:])
-        told = [f"{np.median(each):.2f}x ({each.min():.2f}-{each.max():.2f})" for each in ratios.T]
-        print(f"  {one} / {other}: {', CPU '.join(told)}")
+        ratios = np.array(times_by_name[one][1:]) / np.array(times_by_name[other][1:])
+        texts = [f"{np.median(values):.2f}x ({values.min():.2f}-{values.max():.2f})" for values in ratios.T]
+        print(f"  {one} / {other}: {', CPU '.join(texts)}")
 
 
 if __name__ == "__main__":

@@ -35,28 +35,30 @@ def overlap(model: str, samples: int, rounds: int, compress: tuple[str, ...]) ->
     comm = world()
     with Mesh(comm.subset([comm.rank])) as one, Mesh(data=comm.size) as mesh:
         rows = []
-        for way in compress or ("none",):
-            alone = LayeredEngine(build_model(model), one)
-            together = LayeredEngine(build_model(model), mesh, storage=ZeroConfig(compress=way))
-            ways = {
-                "alone": _step(alone, samples),
+        for compression in compress or ("none",):
+            single = LayeredEngine(build_model(model), one)
+            together = LayeredEngine(build_model(model), mesh, storage=ZeroConfig(compress=compression))
+            calls = {
+                "alone": _step(single, samples),
                 "communication": lambda engine=together: _communicate(engine),
                 "step": _step(together, samples * mesh.size),
             }
-            seconds: dict[str, list[float]] = {name: [] for name in ways}
+            seconds: dict[str, list[float]] = {name: [] for name in calls}
             for _ in range(rounds + 1):
-                for name, call in ways.items():
+                for name, call in calls.items():
                     seconds[name].append(_timed(mesh, call))
             times = {name: values[1:] for name, values in seconds.items()}  # the first round is warm-up
             triples = zip(*times.values(), strict=True)
             hidden = [1 - (step - before) / moved for before, moved, step in triples]
-            rows.append((way, *(spread(values, 1e3, " ms") for values in times.values()), f"{median(hidden):.0%}"))
+            rows.append(
+                (compression, *(spread(values, 1e3, " ms") for values in times.values()), f"{median(hidden):.0%}")
+            )
         if comm.rank == 0:
             print_table((f"{model}, {comm.size} ranks", "alone", "communication", "step", "hidden"), rows)
 
 
 def _step(engine: LayeredEngine, samples: int) -> Callable[[], object]:
-    """A step of the engine on so many samples."""
+    """A step of the engine on ``samples`` samples."""
     size = engine.model.context + 1
     tokens = np.random.default_rng(0).integers(0, engine.model.vocabulary, (samples, size))
     batch = batch_of(tokens[:, :-1], tokens[:, 1:], engine)
@@ -64,7 +66,7 @@ def _step(engine: LayeredEngine, samples: int) -> Callable[[], object]:
 
 
 def _communicate(engine: LayeredEngine) -> None:
-    """Only the gradient reductions of a step."""
+    """Run only the gradient reductions of a step."""
     for pending in [storage.start_reduce() for storage in engine.storages]:
         if pending is not None:
             pending.wait()

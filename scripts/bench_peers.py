@@ -214,8 +214,8 @@ def run_worker(side, comparison, peer_python, config):
     except OSError as error:
         raise click.ClickException(f"{side.name} did not start: {error}") from error
     if done.returncode:
-        said = done.stderr if len(done.stderr) < 4000 else f"{done.stderr[:2000]}\n...\n{done.stderr[-2000:]}"
-        raise click.ClickException(f"{side.name} failed with status {done.returncode}:\n{said}")
+        stderr = done.stderr if len(done.stderr) < 4000 else f"{done.stderr[:2000]}\n...\n{done.stderr[-2000:]}"
+        raise click.ClickException(f"{side.name} failed with status {done.returncode}:\n{stderr}")
     try:
         result = json.loads(done.stdout.strip().rpartition("\n")[2])
     except json.JSONDecodeError as error:
@@ -264,7 +264,9 @@ def summarize(comparison, rounds):
             "memory_ratio": median(one[first]["peak_rss_bytes"] for one in rounds) / memory,
         }
     for side in comparison.sides:
-        rivals = [sides[each.name]["ratio"]["median"] for each in comparison.sides if each.peer == side.peer]
+        rivals = [
+            sides[other_side.name]["ratio"]["median"] for other_side in comparison.sides if other_side.peer == side.peer
+        ]
         best = side.package and len(rivals) > 1 and sides[side.name]["ratio"]["median"] == min(rivals)
         sides[side.name]["fastest_setting"] = bool(best)
     return {"name": comparison.name, "ranks": comparison.ranks, "unit": comparison.unit, "sides": sides}
@@ -343,10 +345,12 @@ POSITIVE = click.IntRange(min=1)
     help="Also write the configurations, the summaries and every timed step here.",
 )
 def main(peer_python, only, model, batch_size, compiled, rounds, json_path, **options):
-    every = comparisons(model, batch_size, compiled)
-    chosen = [comparison for comparison in every if only in comparison.name]
+    all_comparisons = comparisons(model, batch_size, compiled)
+    chosen = [comparison for comparison in all_comparisons if only in comparison.name]
     if not chosen:
-        raise click.ClickException(f"--only {only!r}: there are {'; '.join(each.name for each in every)}")
+        raise click.ClickException(
+            f"--only {only!r}: there are {'; '.join(comparison.name for comparison in all_comparisons)}"
+        )
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     summaries, reports, failed = [], [], False
     for comparison in available(chosen, peer_python):

@@ -32,7 +32,7 @@ WAYS = {
 
 
 class Engine(LayeredEngine):
-    """An engine without initial parameters, which each of the three would overwrite."""
+    """An engine without initial parameters, which every method would overwrite."""
 
     def initialize(self) -> None: ...
 
@@ -42,15 +42,15 @@ def in_memory(engine: LayeredEngine, optimizer: AdamW, mesh: Mesh, zero: int) ->
 
 
 def through_rank_zero(engine: LayeredEngine, optimizer: AdamW, mesh: Mesh, zero: int) -> None:
-    """The hand-written way: gather each array on rank 0, make a new engine, and broadcast each array."""
+    """The method by hand: gather each array on rank 0, make a new engine, and broadcast each array."""
     world = engine.group()
-    whole = {name: engine.gather(name, root=0) for name in engine.names}
+    parameters = {name: engine.gather(name, root=0) for name in engine.names}
     states = {
         kind: {name: engine.gather_owned(name, state, root=0) for name in engine.names}
         for kind, state in optimizer.state.items()
     }
     engine = Engine(engine.model, mesh, storage=ZeroConfig(zero))
-    engine.load_checkpoint({name: world.broadcast(array) for name, array in whole.items()})
+    engine.load_checkpoint({name: world.broadcast(array) for name, array in parameters.items()})
     engine.after_update()
     optimizer.state.clear()
     optimizer.prepare(engine)
@@ -88,24 +88,26 @@ def main() -> None:
     parser.add_argument("--model", default="gpt-mini")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--way", choices=WAYS, help="run only this one")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     with Mesh() as mesh:
         rank = mesh.rank
     for name, way in WAYS.items():
-        if asked.way not in (None, name):
+        if args.way not in (None, name):
             continue
-        rounds = [{how: moved(do, way, asked.model) for how, do in HOWS.items()} for _ in range(asked.rounds + 1)][1:]
+        rounds = [{how: moved(do, way, args.model) for how, do in HOWS.items()} for _ in range(args.rounds + 1)][1:]
         if rank == 0:
             print(name)
         for how in HOWS:
-            wall, cpu = (statistics.median(each[how][i] for each in rounds) for i in (0, 1))
-            ratios = [[each[how][i] / each["in memory"][i] for each in rounds] for i in (0, 1)]
-            told = ", ".join(
+            wall, cpu = (statistics.median(result[how][i] for result in rounds) for i in (0, 1))
+            ratios = [[result[how][i] / result["in memory"][i] for result in rounds] for i in (0, 1)]
+            ratio_text = ", ".join(
                 f"{kind} {statistics.median(r):.2f}x ({min(r):.2f}-{max(r):.2f})"
                 for kind, r in zip(("wall", "CPU"), ratios, strict=True)
             )
             if rank == 0:
-                print(f"  {how:21} {wall * 1e3:8.1f} ms, CPU {cpu * 1e3:8.1f} ms; of in memory: {told}", flush=True)
+                print(
+                    f"  {how:21} {wall * 1e3:8.1f} ms, CPU {cpu * 1e3:8.1f} ms; of in memory: {ratio_text}", flush=True
+                )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""From the launcher to the end of a run of one step, and the start of Python and MPI alone.
+"""Times a run of one step, from the launcher to its end, and the start of Python and MPI alone.
 
 python scripts/bench_start.py --ranks 8
 """
@@ -55,10 +55,10 @@ def start(ranks: int, rounds: int, output: Path | None) -> None:
             seconds[kind].append(_time(lambda environment=environment: _train(ranks, environment)))
             for phase, cpu in json.loads(start_ranks(ranks, WORKER, environment).splitlines()[-1]).items():
                 phases[kind].setdefault(phase, []).append(sum(cpu) / ranks)
-    alone = seconds["imports alone"]
+    imports = seconds["imports alone"]
     rows = [
-        [name, spread(each, unit=" s"), spread([a / b for a, b in zip(each, alone, strict=True)])]
-        for name, each in seconds.items()
+        [name, spread(values, unit=" s"), spread([a / b for a, b in zip(values, imports, strict=True)])]
+        for name, values in seconds.items()
     ]
     figures = {"seconds": seconds, "cpu_seconds": phases, "python": sys.version, "mpiexec": mpiexec(ranks)[0]}
     report([f"{ranks} ranks", "from the launch to the end", "times imports alone"], rows, figures, output)

@@ -1,4 +1,4 @@
-"""The worker of ``bench_start.py``: what a rank does until its first step is saved, and the CPU time of each part."""
+"""The worker of ``bench_start.py``: the phases of a rank until its first step is saved, and their CPU time."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def main() -> None:
         save_checkpoint(text_from_rank_zero(mesh.group(), folder), trainer.engine, trainer.optimizer, step=1)
         over("save")
         mine = np.diff([0.0, *(at for _, at in ends)])
-        everyone = mesh.all_gather(mine).reshape(mesh.size, -1)
+        by_rank = mesh.all_gather(mine).reshape(mesh.size, -1)
         if mesh.rank == 0:
             phases = [phase for phase, _ in ends]
-            print(json.dumps(dict(zip(phases, everyone.T.tolist(), strict=True))))
+            print(json.dumps(dict(zip(phases, by_rank.T.tolist(), strict=True))))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def bench() -> None:
     """Compare strategies, and numbers of ranks, on this machine."""
 
 
-_TEXT = argparse.__file__  # something small to learn: the memory of the usual data would hide that of a strategy
+_TEXT = argparse.__file__  # small data: the memory of the default data would hide that of a strategy
 
 #: Options of ``train`` by the number of ranks that they are for.
 STRATEGIES = {
@@ -97,16 +97,16 @@ def strategies(
             arguments = as_arguments({"model": model, "batch_size": batch_size, "data": _TEXT, **options})
             results[name].append(measure(int(ranks), "train", {"options": arguments, "warm": 2, "time": steps}))
     rows = []
-    times = {name: [median(result["seconds"]) for result in of_name] for name, of_name in results.items()}
-    for name, of_name in results.items():
-        last = of_name[-1]
+    times = {name: [median(result["seconds"]) for result in rounds_of_name] for name, rounds_of_name in results.items()}
+    for name, rounds_of_name in results.items():
+        last = rounds_of_name[-1]
         ratios = [ours / base for ours, base in zip(times[name], times[first], strict=True)]
         rows.append(
             (
                 name,
                 f"{last['bytes_sent'] / 1e6:,.1f} MB",
                 f"{last['calls']:,.0f}",
-                f"{median(result['memory'] for result in of_name) / 1e6:,.0f} MB",
+                f"{median(result['memory'] for result in rounds_of_name) / 1e6:,.0f} MB",
                 spread(times[name], 1e3, " ms"),
                 f"{median(ratios):.2f}",
             )
@@ -115,7 +115,7 @@ def strategies(
     report(columns, rows, results, output)
 
 
-# --- What it costs to run more ranks than there are cores
+# --- The cost of more ranks than cores
 
 
 @bench.command(

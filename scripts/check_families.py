@@ -50,7 +50,7 @@ for folder in sys.argv[2:]:
 def write_model(family, folder, tokens):
     """Write a folder with the family's configuration and random weights, and a file with its logits."""
     config = json.loads((FOLDERS / family / "config.json").read_text()) | {"vocab_size": VOCABULARY}
-    shape = read_config({name: each for name, each in config.items() if not name.endswith("_token_id")}, family)[0]
+    shape = read_config({name: value for name, value in config.items() if not name.endswith("_token_id")}, family)[0]
     random = np.random.default_rng(0)
     with Mesh() as mesh:
         engine = build_engine(ModelConfig(family, shape=shape), mesh)
@@ -70,39 +70,45 @@ def write_model(family, folder, tokens):
 
 def tokenizer():
     """A tokenizer of bytes and of pairs that are frequent in this file."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.ByteLevel(), tokenizers.decoders.ByteLevel()
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = tokenizers.pre_tokenizers.ByteLevel(), tokenizers.decoders.ByteLevel()
     letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=letters, show_progress=False)
-    made.train_from_iterator([Path(__file__).read_text()], trainer)
-    return made
+    bpe.train_from_iterator([Path(__file__).read_text()], trainer)
+    return bpe
 
 
-def call(here, ranks, *arguments):
-    """Run a command of the package on so many ranks."""
+def call(folder, ranks, *arguments):
+    """Run a command of the package on ``ranks`` ranks."""
     command = [sys.executable, "-m", "spmd_engine", *map(str, arguments)]
     command = [*(mpiexec(ranks) if ranks > 1 else []), *command]
     done = subprocess.run(
-        command, cwd=here, capture_output=True, text=True, check=False, timeout=600, env=os.environ | {"SPMD_FAST": "0"}
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+        env=os.environ | {"SPMD_FAST": "0"},
     )
     if done.returncode:
         raise click.ClickException(f"{' '.join(map(str, arguments))} on {ranks} ranks:\n{done.stdout}{done.stderr}")
 
 
-def all_commands(here, family, ranks):
+def all_commands(folder, family, ranks):
     """The commands that a user would run on the folder; the last is the export."""
-    model, run, out = here / family, f"runs/{family}-{ranks}", here / f"{family}-{ranks}"
+    model, run, out = folder / family, f"runs/{family}-{ranks}", folder / f"{family}-{ranks}"
     mesh = ("--mesh", (OF_EXPERTS if family in EXPERTS else MESHES)[ranks])
     if ranks > 1:
-        call(here, 1, "inspect", "--model", model, *mesh)
-        call(here, 1, "plan", "--model", model, "--ranks", ranks, "--batch-size", 4)
-    options = ("--batch-size", 4, "--length", LENGTH, "--data", here / "corpus.tokens", "--seed", 3)
-    call(here, ranks, "train", "--model", model, *mesh, *options, "--steps", 3, "--eval-samples", 4, "--run", run)
-    call(here, ranks, "verify", "--model", model, *mesh, "--batch-size", 4, "--steps", 1)
+        call(folder, 1, "inspect", "--model", model, *mesh)
+        call(folder, 1, "plan", "--model", model, "--ranks", ranks, "--batch-size", 4)
+    options = ("--batch-size", 4, "--length", LENGTH, "--data", folder / "corpus.tokens", "--seed", 3)
+    call(folder, ranks, "train", "--model", model, *mesh, *options, "--steps", 3, "--eval-samples", 4, "--run", run)
+    call(folder, ranks, "verify", "--model", model, *mesh, "--batch-size", 4, "--steps", 1)
     source = ("--model", model) if ranks == 2 else ("--run", run)
-    call(here, ranks, "generate", *source, *mesh, "--prompt", "abc", "--tokens", 5)
-    call(here, ranks, "infer", "--run", run, *mesh, "--input", here / "tokens.npy", "--output", f"{out}.npy")
-    call(here, ranks, "checkpoint", "export", run, out, "--format", "huggingface")
+    call(folder, ranks, "generate", *source, *mesh, "--prompt", "abc", "--tokens", 5)
+    call(folder, ranks, "infer", "--run", run, *mesh, "--input", folder / "tokens.npy", "--output", f"{out}.npy")
+    call(folder, ranks, "checkpoint", "export", run, out, "--format", "huggingface")
     return out
 
 
@@ -113,34 +119,34 @@ def all_commands(here, family, ranks):
 def main(peer_python, only, ranks):
     failed = False
     with tempfile.TemporaryDirectory() as temporary:
-        here = Path(temporary)
-        (here / "text.txt").write_text(Path(__file__).read_text() * 3)
+        root = Path(temporary)
+        (root / "text.txt").write_text(Path(__file__).read_text() * 3)
         tokens = np.random.default_rng(1).integers(0, VOCABULARY, (2, LENGTH))
-        np.save(here / "tokens.npy", tokens)
+        np.save(root / "tokens.npy", tokens)
         outs = []
         for family in only.split(","):
-            write_model(family, here / family, tokens)
-            outs.append(here / family)
-            if not (here / "corpus.tokens").exists():
-                encoded = "--tokenizer", here / family, "--output", here / "corpus.tokens"
-                call(here, 1, "data", "prepare", here / "text.txt", *encoded)
+            write_model(family, root / family, tokens)
+            outs.append(root / family)
+            if not (root / "corpus.tokens").exists():
+                encoded = "--tokenizer", root / family, "--output", root / "corpus.tokens"
+                call(root, 1, "data", "prepare", root / "text.txt", *encoded)
             for count in map(int, filter(None, ranks.split(","))):
                 try:
-                    outs.append(all_commands(here, family, count))
+                    outs.append(all_commands(root, family, count))
                 except click.ClickException as error:
                     failed = True
                     print(f"{family}: {error.message}", flush=True)
                 else:
                     print(f"{outs[-1].name}: all commands", flush=True)
         if peer_python:
-            environment = {name: each for name, each in os.environ.items() if name != "PYTHONPATH"}
-            done = subprocess.run([peer_python, "-c", PEER, here / "tokens.npy", *outs], env=environment, check=False)
+            environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+            done = subprocess.run([peer_python, "-c", PEER, root / "tokens.npy", *outs], env=environment, check=False)
             failed |= done.returncode != 0
             for out in outs:
                 if not (out / "logits.npy").is_file():
                     continue
-                expected, found = np.load(out / "logits.npy"), np.load(f"{out}.npy")
-                off = abs(found - expected).max() / abs(expected).max()
+                expected, actual = np.load(out / "logits.npy"), np.load(f"{out}.npy")
+                off = abs(actual - expected).max() / abs(expected).max()
                 failed |= bool(off > 1e-5)
                 print(f"{out.name}: {off:.1e} off transformers" + (" TOO MUCH" if off > 1e-5 else ""))
     sys.exit(failed)

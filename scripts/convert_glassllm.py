@@ -28,17 +28,17 @@ def convert(language, folder):
     folder.mkdir(parents=True, exist_ok=True)
     with (source / f"{language}.npz").open("rb") as file:
         arrays = dict(np.load(file))
-    said = json.loads(str(arrays.pop("__config__")))
-    tensors = dict(renamed(arrays, said["d_model"] // said["n_heads"]))
-    save_file({name: np.ascontiguousarray(each) for name, each in tensors.items()}, folder / "model.safetensors")
-    write(folder / "config.json", config(said, hidden=arrays["blocks.0.ffn.W1"].shape[1]))
+    settings = json.loads(str(arrays.pop("__config__")))
+    tensors = dict(renamed(arrays, settings["d_model"] // settings["n_heads"]))
+    save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, folder / "model.safetensors")
+    write(folder / "config.json", config(settings, hidden=arrays["blocks.0.ffn.W1"].shape[1]))
     write(folder / "tokenizer.json", tokenizer(json.loads((source / f"{language}.tokenizer.json").read_text("utf-8"))))
     write(folder / "tokenizer_config.json", {"unk_token": "<unk>", "clean_up_tokenization_spaces": False})
 
 
 def renamed(arrays, head_width):
     """Names and arrays in Llama's format: output dims first."""
-    halves = np.arange(head_width).reshape(-1, 2).T.reshape(-1)  # a head's rows: first the first of each pair
+    halves = np.arange(head_width).reshape(-1, 2).T.reshape(-1)  # rows of a head: the first of each pair come first
     names = {
         "attn.W_Q": "self_attn.q_proj",
         "attn.W_K": "self_attn.k_proj",
@@ -56,28 +56,28 @@ def renamed(arrays, head_width):
         elif name == "norm_f.gamma":
             yield "model.norm.weight", array
         else:
-            _, layer, own = name.split(".", 2)
+            _, layer, suffix = name.split(".", 2)
             rows = array.T
-            if own in ("attn.W_Q", "attn.W_K"):
+            if suffix in ("attn.W_Q", "attn.W_K"):
                 rows = rows.reshape(-1, head_width, rows.shape[1])[:, halves].reshape(rows.shape)
-            yield f"model.layers.{layer}.{names[own]}.weight", rows
+            yield f"model.layers.{layer}.{names[suffix]}.weight", rows
 
 
-def config(said, hidden):
-    """`config.json`."""
+def config(settings, hidden):
+    """The content of `config.json`."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "float16",
-        "vocab_size": said["vocab_size"],
-        "hidden_size": said["d_model"],
+        "vocab_size": settings["vocab_size"],
+        "hidden_size": settings["d_model"],
         "intermediate_size": hidden,
-        "num_hidden_layers": said["n_layers"],
-        "num_attention_heads": said["n_heads"],
-        "num_key_value_heads": said["n_kv_heads"],
-        "max_position_embeddings": said["max_len"],
-        "rope_theta": said["rope_base"],
-        "rms_norm_eps": said["eps"],
+        "num_hidden_layers": settings["n_layers"],
+        "num_attention_heads": settings["n_heads"],
+        "num_key_value_heads": settings["n_kv_heads"],
+        "max_position_embeddings": settings["max_len"],
+        "rope_theta": settings["rope_base"],
+        "rms_norm_eps": settings["eps"],
         "hidden_act": "silu",
         "tie_word_embeddings": True,
         "bos_token_id": None,
@@ -85,9 +85,9 @@ def config(said, hidden):
     }
 
 
-def tokenizer(said):
-    """`tokenizer.json`."""
-    vocabulary = SPECIALS + said["alphabet"] + [left + right for left, right in said["merges"]]
+def tokenizer(content):
+    """The content of `tokenizer.json`."""
+    vocabulary = SPECIALS + content["alphabet"] + [left + right for left, right in content["merges"]]
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
         "version": "1.0",
@@ -119,13 +119,13 @@ def tokenizer(said):
             "byte_fallback": False,
             "ignore_merges": False,
             "vocab": {token: number for number, token in enumerate(vocabulary)},
-            "merges": said["merges"],
+            "merges": content["merges"],
         },
     }
 
 
 def write(path, content):
-    """JSON."""
+    """Write JSON."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 

@@ -60,12 +60,14 @@ def main() -> int:
     packages["total"] = sum(packages.values(), Counter())
     exceeded = []
     print(ROW.format("package", "files", "budget", "code", "budget", "docstrings", "characters a line"))
-    for package, found in packages.items():
+    for package, counter in packages.items():
         allowed = budget.get(package, {"files": 0, "code": 0})
-        density = round(found["characters"] / max(found["code"], 1), 1)
-        counts = found["files"], allowed["files"], found["code"], allowed["code"], found["docstrings"], density
+        density = round(counter["characters"] / max(counter["code"], 1), 1)
+        counts = counter["files"], allowed["files"], counter["code"], allowed["code"], counter["docstrings"], density
         print(ROW.format(package, *counts))
-        exceeded += [f"{package}: {found[k]:,} {k}, {allowed[k]:,} allowed" for k in allowed if found[k] > allowed[k]]
+        exceeded += [
+            f"{package}: {counter[k]:,} {k}, {allowed[k]:,} allowed" for k in allowed if counter[k] > allowed[k]
+        ]
     for line in exceeded:
         print(f"over the budget of {BUDGET.name}: {line}", file=sys.stderr)
     return 1 if exceeded else 0

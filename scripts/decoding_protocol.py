@@ -32,12 +32,12 @@ def largest_resident_size():
 
 def measure(steps, report=True):
     """Time the rows that `argv[2]` names; ``steps`` maps each row to a function that executes a step."""
-    found = {}
+    results = {}
     for row in sys.argv[2].split(","):
         step = steps[row]()
         if row == "memory":
             step()
-            found[row] = largest_resident_size()
+            results[row] = largest_resident_size()
             continue
         clock = perf_counter if row == "clock" else process_time
         step()
@@ -46,6 +46,6 @@ def measure(steps, report=True):
             begin = clock()
             step()
             times.append(clock() - begin)
-        found[row] = min(times)
+        results[row] = min(times)
     if report:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(results), flush=True)

@@ -35,7 +35,9 @@ def main():
         return step
 
     def train(model):
-        optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-5)
+        optimizer = torch.optim.AdamW(
+            [parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-5
+        )
         inputs, targets = torch.from_numpy(tokens(2 * TRAIN[0], TRAIN[1], vocabulary)).reshape(2, *TRAIN)
 
         def step():

@@ -9,11 +9,11 @@ def model_types():
     yield "| `model_type` | here | also by name, to be trained from nothing |"
     yield "|---|---|---|"
     for name, family in sorted(FAMILIES.items()):
-        built_in = [own for own, shape in DECODERS.items() if shape.family == name]
+        built_in = [model for model, shape in DECODERS.items() if shape.family == name]
         if name == "gpt2":
-            built_in = [own for own, size in GPT_SIZES.items() if not size.mixture and not size.key_value_heads]
+            built_in = [model for model, size in GPT_SIZES.items() if not size.mixture and not size.key_value_heads]
         kinds = ", ".join(f"`{kind}`" for kind in (family.model_type, *family.multimodal))
-        yield f"| {kinds} | {family.about} | {', '.join(f'`{own}`' for own in built_in)} |"
+        yield f"| {kinds} | {family.about} | {', '.join(f'`{model}`' for model in built_in)} |"
 
 
 def architectures():

@@ -86,10 +86,10 @@ FAULTS = [
     Fault("a flipped bit in rank 3's replica", "flip data 3 5", says="rank 3 differs"),
     Fault("SIGTERM to rank 1", "interrupt data 1 5", (143,), "SIGTERM", lost=0),
     *(
-        Fault(f"{each.name} to {to}", code=(128 + each,), says=each.name, launch=to == "launch", signal=each, lost=0)
+        Fault(f"{sig.name} to {to}", code=(128 + sig,), says=sig.name, launch=to == "launch", signal=sig, lost=0)
         for to in ("mpiexec", "launch")
-        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-        if (to, each) != ("mpiexec", signal.SIGHUP)  # it kills the ranks
+        for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+        if (to, sig) != ("mpiexec", signal.SIGHUP)  # it kills the ranks
     ),
     Fault("SIGINT twice to launch", code=(130,), says="SIGINT", launch=True, signal=signal.SIGINT, again=True, lost=0),
     *(
@@ -111,19 +111,19 @@ def main() -> int:
         if is_open_mpi(find_mpiexec()[0])
         else ()
     )
-    faults = [each for each in FAULTS if not (ends and each.name.startswith(ends))]
-    chosen = [each for each in faults if not sys.argv[1:] or any(word in each.name for word in sys.argv[1:])]
+    faults = [fault for fault in FAULTS if not (ends and fault.name.startswith(ends))]
+    chosen = [fault for fault in faults if not sys.argv[1:] or any(word in fault.name for word in sys.argv[1:])]
     wrong = 0
     with tempfile.TemporaryDirectory(prefix="spmd-faults-") as name:
         root = Path(name)
-        whole = prepared(root / "whole")
-        wanted, _ = started(whole, Fault("none"), [])
-        assert wanted == 0, "the job fails without any fault"
+        reference = prepared(root / "whole")
+        code, _ = started(reference, Fault("none"), [])
+        assert code == 0, "the job fails without any fault"
         print("| fault | exit | reported after | ended after | steps lost | same | message |")
         print("|---|---|---|---|---|---|---|", flush=True)
         for number, fault in enumerate(chosen):
             folder = prepared(root / str(number))
-            line, fine = befall(fault, folder, whole)
+            line, fine = befall(fault, folder, reference)
             wrong += not fine
             print(line, flush=True)
             shutil.rmtree(folder)
@@ -139,21 +139,23 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
-def befall(fault: Fault, folder: Path, whole: Path) -> tuple[str, bool]:
+def befall(fault: Fault, folder: Path, reference: Path) -> tuple[str, bool]:
     """Run a fault; its line of the table, and whether the job did what is expected."""
-    code, told = started(folder, fault, fault.options)
+    code, output = started(folder, fault, fault.options)
     ended = time.time()
     moment = float((folder / "moment").read_text()) if (folder / "moment").exists() else ended
-    first = next(((when, text) for when, text in told if fault.says and fault.says in text), None)
+    first = next(((when, text) for when, text in output if fault.says and fault.says in text), None)
     if first is None:
-        first = next(((when, text) for when, text in told if when > moment and not text.startswith(NOISE)), (ended, ""))
+        first = next(
+            ((when, text) for when, text in output if when > moment and not text.startswith(NOISE)), (ended, "")
+        )
     (folder / "moment").unlink(missing_ok=True)
-    saved, made = newest(folder), steps_made(folder)
-    kept = saved is not None
-    again = ["--resume", "--timeout", "120"] if kept else []
-    rest, after = (0, []) if code == 0 else started(folder, Fault("none"), again)
-    same = rest == 0 and digest(folder) == digest(whole) and losses(folder) == losses(whole)
-    lost = max(0, made - (saved or 0)) if code else 0
+    saved, steps = newest(folder), steps_made(folder)
+    has_checkpoint = saved is not None
+    resume_options = ["--resume", "--timeout", "120"] if has_checkpoint else []
+    rest, after = (0, []) if code == 0 else started(folder, Fault("none"), resume_options)
+    same = rest == 0 and digest(folder) == digest(reference) and losses(folder) == losses(reference)
+    lost = max(0, steps - (saved or 0)) if code else 0
     fine = code in fault.code and (not fault.says or fault.says in first[1]) and not left_over(folder)
     fine &= fault.lost is None or lost <= fault.lost
     fine &= same or "NaN" in fault.name
@@ -175,10 +177,10 @@ def started(folder: Path, fault: Fault, options: Sequence[str]) -> tuple[int, li
     else:
         command = [*find_mpiexec(), "-n", str(RANKS), *command, *train]
     environment = {"SPMD_FAULT": fault.inject, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    told: list[tuple[float, str]] = []
+    output: list[tuple[float, str]] = []
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with MPIJob(command, env=environment, cwd=folder, **pipes) as job:
-        reader = threading.Thread(target=lambda: told.extend((time.time(), line) for line in job.process.stdout))
+        reader = threading.Thread(target=lambda: output.extend((time.time(), line) for line in job.process.stdout))
         reader.start()
         if fault.signal:
             began = time.monotonic()
@@ -195,14 +197,14 @@ def started(folder: Path, fault: Fault, options: Sequence[str]) -> tuple[int, li
             job.process.wait(120)
         code = job.process.poll()
     reader.join()
-    return (code if code is not None else 999), told
+    return (code if code is not None else 999), output
 
 
 def newest(folder: Path) -> int | None:
     """The step of the newest readable checkpoint."""
     try:
-        found = CheckpointFolder(folder / "run").newest()
-        return Checkpoint(found).manifest.step if found else None
+        path = CheckpointFolder(folder / "run").newest()
+        return Checkpoint(path).manifest.step if path else None
     except CheckpointError:
         return None
 
@@ -224,12 +226,12 @@ def steps_made(folder: Path) -> int:
 
 def left_over(folder: Path) -> list[str]:
     """The processes that still run in this folder."""
-    found = []
-    for each in Path("/proc").glob("[0-9]*"):
+    processes = []
+    for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if os.readlink(each / "cwd") == str(folder):
-                found.append(each.name)
-    return found
+            if os.readlink(process / "cwd") == str(folder):
+                processes.append(process.name)
+    return processes
 
 
 def seconds(since: float) -> str:

@@ -25,40 +25,40 @@ PLACES = {
 }
 
 
-def happen(what: str, arguments: tuple) -> object:
-    """The fault itself; a result other than None replaces that of the method."""
+def happen(fault: str, arguments: tuple) -> object:
+    """Cause the fault on this rank; ``arguments`` are those of the patched method."""
     with open("moment", "w") as file:
         file.write(str(time.time()))
-    if what == "kill":
+    if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif what == "stop":
+    elif fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif what == "sleep":
+    elif fault == "sleep":
         time.sleep(1000)
-    elif what == "compute":
+    elif fault == "compute":
         while True:
             pass
-    elif what == "raise":
+    elif fault == "raise":
         raise RuntimeError("something that was not foreseen")
-    elif what == "interrupt":
+    elif fault == "interrupt":
         os.kill(os.getpid(), signal.SIGTERM)
-    elif what == "full":  # no file can grow any more
+    elif fault == "full":  # no file can grow any more
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))
-    elif what == "receive":
+    elif fault == "receive":
         arguments[0].engine.receive((arguments[0].engine.mesh.rank + 1) % arguments[0].engine.mesh.size)
-    elif what == "other":
+    elif fault == "other":
         arguments[0].engine.barrier()
-    elif what == "nan":  # in this rank's part of the sum
+    elif fault == "nan":  # in this rank's part of the sum
         arguments[0].whole_gradients[0] = float("nan")
-    elif what == "inf":  # in this rank's copy of the sum
+    elif fault == "inf":  # in this rank's copy of the sum
         next(iter(arguments[0].gradients.values())).reshape(-1)[0] = float("inf")
-    elif what == "flip":
+    elif fault == "flip":
         next(iter(arguments[0].engine.parameters.values())).reshape(-1).view("u8")[0] ^= 1 << 20
     return None
 
 
-def install(what: str, place: str, victim: int, step: int) -> None:
+def install(fault: str, place: str, victim: int, step: int) -> None:
     """Patch the chosen rank once it has imported the modules; other ranks and restarted ones are unchanged."""
     rank = next((os.environ[name] for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ), None)
     if rank is None or (int(rank) != victim and victim >= 0) or os.environ.get("SPMD_RESTARTS", "0") != "0":
@@ -82,7 +82,7 @@ def install(what: str, place: str, victim: int, step: int) -> None:
     def fail(*arguments) -> None:
         if state["step"] == step and not state["done"]:
             state["done"] = True
-            happen(what, arguments)
+            happen(fault, arguments)
 
     patch(place, fail)
     patch("data", count)

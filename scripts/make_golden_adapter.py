@@ -51,9 +51,9 @@ def make(family):
 def main():
     """Write all adapters, or those that are named, and their logits."""
     torch.set_num_threads(1)
-    made = {family: make(family) for family in sys.argv[1:] or TARGETS}
+    models = {family: make(family) for family in sys.argv[1:] or TARGETS}
     decoders.without_casts()
-    for family, model in made.items():
+    for family, model in models.items():
         model = model.double().eval()
         decoders.frequencies(model.base_model.model)
         tokens = torch.randint(23, (2, 40), generator=torch.Generator().manual_seed(6))

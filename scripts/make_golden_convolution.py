@@ -103,8 +103,8 @@ def norm(normal, shape, run):
 def batch_norm(normal, shape, momentum=0.1):
     mean, variance = normal(shape[3]), 0.5 + normal(shape[3]) ** 2
     after = mean.clone(), variance.clone()
-    found = norm(normal, shape, lambda x, scale, shift: F.batch_norm(x, *after, scale, shift, True, momentum, 1e-5))
-    return found | {
+    arrays = norm(normal, shape, lambda x, scale, shift: F.batch_norm(x, *after, scale, shift, True, momentum, 1e-5))
+    return arrays | {
         "mean": mean,
         "variance": variance,
         "new_mean": after[0],
@@ -126,8 +126,8 @@ def golden():
     for name, case in POOLS.items():
         for counted in (True, False):
             run = lambda *how, counted=counted: F.avg_pool2d(*how, ceil_mode=False, count_include_pad=counted)
-            of_case = pool(normal, *case, run, few=False) | {"count_include_pad": counted}
-            cases[f"average_pool/{name}, padding {'counted' if counted else 'not counted'}"] = of_case
+            arrays = pool(normal, *case, run, few=False) | {"count_include_pad": counted}
+            cases[f"average_pool/{name}, padding {'counted' if counted else 'not counted'}"] = arrays
     for shape in ((3, 4, 5, 6), (1, 1, 7, 2)):
         cases[f"batch_norm/{shape}"] = batch_norm(normal, shape)
     for shape, groups in (((2, 4, 3, 6), 2), ((2, 3, 2, 4), 4), ((2, 2, 3, 6), 1)):

@@ -38,8 +38,8 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 96,
 }
-OF_HEADS = {name: each for name, each in SIZES.items() if name != "num_key_value_heads"} | {"hidden_size": 24}
-#: Otherwise float32 would be too far from float64.
+OF_HEADS = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"} | {"hidden_size": 24}
+#: Families with smaller weights; else float32 would be too far from float64.
 GENTLE = ("bloom", "cwm", "ministral3", "glm", "hunyuan_v1_dense", "ministral")
 LLAMA3 = {
     "rope_type": "llama3",
@@ -179,25 +179,25 @@ def without_casts():
         return torch.nn.Embedding.forward(self, tokens) * self.scalar_embed_scale
 
     def rotary(self, x, position_ids, layer_type=""):
-        own = f"{layer_type}_" if layer_type else ""
-        wide = getattr(self, own + "inv_freq64") if hasattr(self, own + "inv_freq64") else self.inv_freq
+        prefix = f"{layer_type}_" if layer_type else ""
+        wide = getattr(self, prefix + "inv_freq64") if hasattr(self, prefix + "inv_freq64") else self.inv_freq
         angles = position_ids[:, :, None].to(x.dtype) * wide.to(x.dtype)
         both = torch.cat((angles, angles), dim=-1)
         if "Cohere" in type(self).__name__:
             both = angles.repeat_interleave(2, dim=-1)
-        scaling = getattr(self, own + "attention_scaling")
+        scaling = getattr(self, prefix + "attention_scaling")
         return both.cos() * scaling, both.sin() * scaling
 
     def attention_of_gpt_neo(self, query, key, value, attention_mask=None):
-        scores, seen = query @ key.transpose(-1, -2), self.bias[:, :, : query.size(-2), : key.size(-2)]
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        scores, visible = query @ key.transpose(-1, -2), self.bias[:, :, : query.size(-2), : key.size(-2)]
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
         return weights @ value, weights
 
     def attention_of_gptj(self, query, key, value, attention_mask=None):
         weights = (query @ key.transpose(-1, -2) / self.scale_attn + attention_mask).softmax(-1)
         return weights @ value, weights
 
-    def gelu_of_bloom(x):  # its root of 2 / pi has eight digits
+    def gelu_of_bloom(x):  # bloom rounds the root of 2 / pi to eight digits
         return functional.gelu(x, approximate="tanh")
 
     transformers.models.bloom.modeling_bloom.bloom_gelu_forward = gelu_of_bloom
@@ -236,8 +236,8 @@ def frequencies(model):
     """Rotary frequencies in float64, from the functions of transformers with float32 replaced by float64."""
     for module in model.modules():
         if hasattr(module, "embed_positions") and isinstance(module.embed_positions, torch.Tensor):  # GPT-J's
-            turned = torch.arange(0, module.pos_embd_dim, 2, dtype=torch.float64) / module.pos_embd_dim
-            angles = torch.arange(module.max_positions, dtype=torch.float64)[:, None] / 10000**turned
+            exponents = torch.arange(0, module.pos_embd_dim, 2, dtype=torch.float64) / module.pos_embd_dim
+            angles = torch.arange(module.max_positions, dtype=torch.float64)[:, None] / 10000**exponents
             module.embed_positions = torch.cat((angles.sin(), angles.cos()), dim=1)
         for name in [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]:
             if "original" in name:
@@ -292,15 +292,15 @@ def in_float64(model, out):
     loss.backward()
     gradients = {f"gradient/{name}": parameter.grad for name, parameter in model.named_parameters()}
     out = out | {"logits64": logits, "loss64": loss} | gradients
-    return {name: np.array(each.detach().numpy(), order="C") for name, each in out.items()}
+    return {name: np.array(array.detach().numpy(), order="C") for name, array in out.items()}
 
 
 def main():
     """Write all families, or those that are named: first with unchanged transformers, then with the patch."""
     torch.set_num_threads(1)
-    made = {family: make(family, config) for family, config in MODELS.items() if family in (sys.argv[1:] or MODELS)}
+    models = {family: make(family, config) for family, config in MODELS.items() if family in (sys.argv[1:] or MODELS)}
     without_casts()
-    for family, (model, out) in made.items():
+    for family, (model, out) in models.items():
         arrays = in_float64(model, out)
         np.savez_compressed(FOLDER / family / "reference.npz", **arrays)
         off = abs(arrays["logits32"] - arrays["logits64"][:, -LAST:]).max()

@@ -82,8 +82,8 @@ def tensors_of(model):
         elif plain in NAMES:
             yield f"{NAMES[plain]}.weight", parameter.data
         else:
-            _, _, layer, own = plain.split(".", 3)
-            yield f"blk.{layer}.{NAMES[own]}.weight", parameter.data
+            _, _, layer, suffix = plain.split(".", 3)
+            yield f"blk.{layer}.{NAMES[suffix]}.weight", parameter.data
 
 
 def neighbours(rows, heads):
@@ -91,11 +91,11 @@ def neighbours(rows, heads):
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
-def add_tensor(writer, tensor, whole, kind):
+def add_tensor(writer, tensor, values, kind):
     """Add a tensor to the file, quantized; returns the values that a reader gets."""
-    packed = gguf.quantize(whole, kind)
+    packed = gguf.quantize(values, kind)
     writer.add_tensor(tensor, packed, raw_dtype=kind)
-    return gguf.dequantize(packed, kind).reshape(whole.shape)
+    return gguf.dequantize(packed, kind).reshape(values.shape)
 
 
 def finish(writer):
@@ -134,14 +134,14 @@ def write(name, config):
     for tensor, parameter in tensors_of(model):
         if parameter.ndim == 1:
             parameter += 0.3 * torch.randn_like(parameter)
-        own = tensor.removeprefix("blk.0.").removesuffix(".weight")
-        turn = own in ("attn_q", "attn_k") and name == "llama"
-        heads = config.num_attention_heads if own == "attn_q" else config.num_key_value_heads
-        whole = np.ascontiguousarray(neighbours(parameter.numpy(), heads) if turn else parameter.numpy())
-        kind = TYPES.get(own, Type.F32)
-        unpacked = add_tensor(writer, tensor, whole, kind)
+        suffix = tensor.removeprefix("blk.0.").removesuffix(".weight")
+        turn = suffix in ("attn_q", "attn_k") and name == "llama"
+        heads = config.num_attention_heads if suffix == "attn_q" else config.num_key_value_heads
+        values = np.ascontiguousarray(neighbours(parameter.numpy(), heads) if turn else parameter.numpy())
+        kind = TYPES.get(suffix, Type.F32)
+        unpacked = add_tensor(writer, tensor, values, kind)
         if turn:  # the inverse
-            unpacked = unpacked.reshape(heads, -1, 2, whole.shape[1]).swapaxes(1, 2).reshape(whole.shape)
+            unpacked = unpacked.reshape(heads, -1, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
         parameter.copy_(torch.from_numpy(np.ascontiguousarray(unpacked)))
     finish(writer)
     return model
@@ -167,9 +167,9 @@ def write_gpt2():
             parameter += 0.3 * torch.randn_like(parameter)
         turned = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
         tensor = names.get_name(f"transformer.{name}", try_suffixes=(".weight", ".bias"))
-        whole = np.ascontiguousarray((parameter.T if turned else parameter).numpy())
+        values = np.ascontiguousarray((parameter.T if turned else parameter).numpy())
         kind = Type.Q8_0 if parameter.ndim > 1 and "wpe" not in name else Type.F32
-        unpacked = torch.from_numpy(np.ascontiguousarray(add_tensor(writer, tensor, whole, kind)))
+        unpacked = torch.from_numpy(np.ascontiguousarray(add_tensor(writer, tensor, values, kind)))
         parameter.copy_(unpacked.T if turned else unpacked)
     finish(writer)
     return model
@@ -179,13 +179,13 @@ def write_blocks():
     """Write three random blocks of each type, with finite float16 numbers at the bytes given here."""
     halves = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
     halves |= {"Q4_K": (0, 2), "Q5_K": (0, 2)}
-    rng, found = np.random.default_rng(5), {}
+    rng, arrays = np.random.default_rng(5), {}
     for name in ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"]:
         blocks = rng.integers(0, 256, (3, gguf.GGML_QUANT_SIZES[Type[name]][1]), np.uint8)
         for at in halves.get(name, (0,)):
             blocks[:, at : at + 2] = rng.normal(size=(3, 1)).astype(np.float16).view(np.uint8)
-        found |= {f"{name} bytes": blocks, name: gguf.dequantize(blocks, Type[name])}
-    np.savez_compressed(FOLDER / "blocks.npz", **found)
+        arrays |= {f"{name} bytes": blocks, name: gguf.dequantize(blocks, Type[name])}
+    np.savez_compressed(FOLDER / "blocks.npz", **arrays)
 
 
 @torch.no_grad()
@@ -194,11 +194,11 @@ def main():
     torch.set_num_threads(1)
     FOLDER.mkdir(parents=True, exist_ok=True)
     write_blocks()
-    made = {name: write(name, config) for name, config in MODELS.items()}
-    made["gpt2"] = write_gpt2()
+    models = {name: write(name, config) for name, config in MODELS.items()}
+    models["gpt2"] = write_gpt2()
     decoders.without_casts()
     tokens = torch.randint(40, (2, 70), generator=torch.Generator().manual_seed(4))
-    for name, model in made.items():
+    for name, model in models.items():
         model = model.double()
         decoders.frequencies(model)
         with torch.no_grad():

@@ -28,7 +28,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "tests" / "golden" / "gguf_fam
 LAST = 8
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 FAR = decoders.LLAMA3 | {"rope_theta": 1e7, "original_max_position_embeddings": 8192}  # as in Llama 3.1
-#: For each: the model of make_golden_decoders.py, changes of its configuration, and additions to its config.json.
+#: For each file: the model of make_golden_decoders.py, changes of its configuration, and additions to its config.json.
 MODELS = {
     "gemma": ("gemma", {}, {}),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 4}, {}),
@@ -106,8 +106,8 @@ RENAMED = {
 
 def configuration(base, changes):
     """A configuration of make_golden_decoders.py, with changes."""
-    said = {name: each for name, each in decoders.MODELS[base].to_dict().items() if name not in changes}
-    return type(decoders.MODELS[base])(**{**said, **changes})
+    settings = {name: value for name, value in decoders.MODELS[base].to_dict().items() if name not in changes}
+    return type(decoders.MODELS[base])(**{**settings, **changes})
 
 
 def model_of(name, base, config):
@@ -132,13 +132,13 @@ def save(name, model, beside, folder):
     tensors = load_file(folder / "model.safetensors")
     if name == "internlm2":
         for layer in range(config["num_hidden_layers"]):
-            parts = [tensors.pop(f"model.layers.{layer}.self_attn.{each}_proj.weight") for each in "qkv"]
+            parts = [tensors.pop(f"model.layers.{layer}.self_attn.{letter}_proj.weight") for letter in "qkv"]
             groups = [part.reshape(config["num_key_value_heads"], -1, config["hidden_size"]) for part in parts]
             fused = torch.cat(groups, 1).reshape(-1, config["hidden_size"])
             tensors[f"model.layers.{layer}.attention.wqkv.weight"] = fused
     for old, new in RENAMED.get(name, {}).items():
-        tensors = {each.replace(old, new): tensor for each, tensor in tensors.items()}
-    tensors = {each: tensor.clone() for each, tensor in tensors.items()}
+        tensors = {key.replace(old, new): tensor for key, tensor in tensors.items()}
+    tensors = {key: tensor.clone() for key, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
@@ -148,13 +148,13 @@ def convert(name, beside, folder):
     from conversion import get_model_class
     from conversion.base import ModelBase
 
-    said = ModelBase.load_hparams(folder, False) | beside
-    kind = get_model_class(said["architectures"][0])
-    options = {"eager": True, "hparams": said, "split_max_tensors": IN_PARTS.get(name, 0)}
-    made = kind(folder, gguf.LlamaFileType.ALL_F32, FOLDER / f"{name}.gguf", **options)
-    for each in (made, getattr(made, "impl", made)):
-        each.set_vocab = lambda each=each: each.gguf_writer.add_tokenizer_model("none")
-    made.write()
+    settings = ModelBase.load_hparams(folder, False) | beside
+    kind = get_model_class(settings["architectures"][0])
+    options = {"eager": True, "hparams": settings, "split_max_tensors": IN_PARTS.get(name, 0)}
+    converter = kind(folder, gguf.LlamaFileType.ALL_F32, FOLDER / f"{name}.gguf", **options)
+    for instance in (converter, getattr(converter, "impl", converter)):
+        instance.set_vocab = lambda instance=instance: instance.gguf_writer.add_tokenizer_model("none")
+    converter.write()
 
 
 def main():
@@ -164,16 +164,16 @@ def main():
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    made = {}
+    models = {}
     for name in names or MODELS:
         base, changes, beside = MODELS[name]
-        made[name] = model_of(name, base, configuration(base, changes))
+        models[name] = model_of(name, base, configuration(base, changes))
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / name  # the folder's name becomes the model's name in the file
-            save(name, made[name], beside, folder)
+            save(name, models[name], beside, folder)
             convert(name, beside, folder)
     decoders.without_casts()
-    for name, model in made.items():
+    for name, model in models.items():
         tokens = torch.randint(model.config.vocab_size, (1, 72), generator=torch.Generator().manual_seed(2))
         model = model.double()
         decoders.frequencies(model)

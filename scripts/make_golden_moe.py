@@ -72,8 +72,8 @@ def main():
         loads.append(load.tolist())
         optimizer.step()
     arrays |= {f"final/{name}": value.detach() for name, value in p.items()}
-    found = {name: value.numpy() for name, value in arrays.items()}
-    np.savez_compressed(PATH, losses=np.array(losses), load=np.array(loads), **found)
+    golden_arrays = {name: value.numpy() for name, value in arrays.items()}
+    np.savez_compressed(PATH, losses=np.array(losses), load=np.array(loads), **golden_arrays)
 
 
 if __name__ == "__main__":

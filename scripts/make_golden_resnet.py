@@ -145,8 +145,8 @@ def main():
     targets = torch.randint(CLASSES, (BATCH,), generator=generator)
     arrays = {"inputs": np.ascontiguousarray(x.numpy().transpose(0, 2, 3, 1)), "targets": targets.numpy()}
     for name, network in (("basic", ResNet(False, True)), ("bottleneck", ResNet(True, False))):
-        found = golden(network, x, targets, generator)
-        arrays |= {f"{name}/{key}": array for key, array in found.items()}
+        golden_arrays = golden(network, x, targets, generator)
+        arrays |= {f"{name}/{key}": array for key, array in golden_arrays.items()}
     np.savez_compressed(PATH, **arrays)
     print(f"{PATH}: {PATH.stat().st_size:,} bytes")
 

@@ -54,14 +54,14 @@ def main():
                 scores = np.round(scores)
             if kind == "infinite":
                 scores[random.choice(VOCABULARY, 25, replace=False)] = -np.inf
-            seen = random.integers(0, VOCABULARY, SEEN)
-            found = chain(torch.from_numpy(seen)[None], torch.from_numpy(scores)[None].clone())
+            tokens = random.integers(0, VOCABULARY, SEEN)
+            processed = chain(torch.from_numpy(tokens)[None], torch.from_numpy(scores)[None].clone())
             options.append(case)
             before.append(scores)
-            texts.append(seen)
-            after.append(found[0].numpy())
+            texts.append(tokens)
+            after.append(processed[0].numpy())
     arrays = {"scores": before, "seen": texts, "options": options, "allowed": after}
-    np.savez_compressed(FILE, **{name: np.array(each) for name, each in arrays.items()})
+    np.savez_compressed(FILE, **{name: np.array(values) for name, values in arrays.items()})
     print(len(options), "cases", FILE.stat().st_size, "bytes")
 
 

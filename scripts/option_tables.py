@@ -33,9 +33,9 @@ def tables() -> str:
 
 def row(field: ConfigField) -> str:
     """``| `batch_size` | 16; images: 64 | from 1 | Samples a step, over all ranks. |``"""
-    own = field.path[-1]
-    name = f"`{own}`"
-    if field.is_option and field.name != own:
+    key = field.path[-1]
+    name = f"`{key}`"
+    if field.is_option and field.name != key:
         name += f" (`--{field.name.replace('_', '-')}`)"
     elif not field.is_option and not is_dataclass(field.kind):
         name += " (no option)"

@@ -97,23 +97,23 @@ class Peak:
 
 def mapped_bytes(engine: LayeredEngine) -> int:
     """Bytes of parameters and gradients in private mappings (``fresh_zeros``), which tracemalloc does not see."""
-    arrays = [each for storage in engine.storages for each in (storage.whole_parameters, storage.whole_gradients)]
-    return sum(each.nbytes for each in arrays if each is not None and isinstance(each.base, memoryview | mmap))
+    arrays = [array for storage in engine.storages for array in (storage.whole_parameters, storage.whole_gradients)]
+    return sum(array.nbytes for array in arrays if array is not None and isinstance(array.base, memoryview | mmap))
 
 
 def python_bytes() -> int:
     """Traced bytes other than NumPy's arrays."""
     snapshot = tracemalloc.take_snapshot()
     numpy_domain = tracemalloc.DomainFilter(False, np.lib.tracemalloc_domain)
-    return sum(each.size for each in snapshot.filter_traces([numpy_domain]).traces)
+    return sum(trace.size for trace in snapshot.filter_traces([numpy_domain]).traces)
 
 
 def resident_bytes(mesh: Mesh) -> int:
     """Resident bytes of this rank. Shared pages count once: its own arena, and its share of files."""
-    told = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    fields = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     arena = address_of(np.frombuffer(mesh.comm.neighbours.own.memory, np.uint8)) if mesh.comm.neighbours else None
-    own = next((kib for start, kib in mapped_kib() if start == arena), 0)
-    return 1024 * (int(told["Pss_Anon:"]) + int(told["Pss_File:"]) + own)
+    arena_kib = next((kib for start, kib in mapped_kib() if start == arena), 0)
+    return 1024 * (int(fields["Pss_Anon:"]) + int(fields["Pss_File:"]) + arena_kib)
 
 
 def mapped_kib() -> Iterator[tuple[int, int]]:
@@ -166,13 +166,13 @@ def measure(name: str, resident: bool) -> list[dict]:
             trainer.step()
             peak.look()
             measured, base = peak.bytes - python_bytes() + mapped_bytes(trainer.engine), 0
-        everyone = mesh.all_gather(np.array([[measured, base]])).tolist()
+        by_rank = mesh.all_gather(np.array([[measured, base]])).tolist()
     if mesh.rank:
         return []
     peaks = predicted(config, axes, composition, batch_size, micro_batches)
     return [
-        {"rank": rank, "predicted": peak, "measured": each, "base": base}
-        for rank, (peak, (each, base)) in enumerate(zip(peaks, everyone, strict=True))
+        {"rank": rank, "predicted": peak, "measured": measured_bytes, "base": base}
+        for rank, (peak, (measured_bytes, base)) in enumerate(zip(peaks, by_rank, strict=True))
     ]
 
 
@@ -193,9 +193,9 @@ def main() -> None:
     if unknown := {*options.plans} - {*PLANS}:
         parser.error(f"no such plan: {', '.join(unknown)}; choose of {', '.join(PLANS)}")
     if options.rank:
-        found = measure(options.plans[0], options.resident)
-        if found:
-            print(json.dumps(found))
+        results = measure(options.plans[0], options.resident)
+        if results:
+            print(json.dumps(results))
         return
     errors: list[tuple[float, float]] = []
     print(
@@ -209,23 +209,25 @@ def main() -> None:
         if done.returncode:
             print(f"{name:<22} failed: {done.stderr.strip().splitlines()[-1]}")
             continue
-        errors += [told(name, each) for each in json.loads(done.stdout.splitlines()[-1])]
-    alone, whole = np.abs(errors).T
-    print(f"largest error {alone.max():.1%}, median {np.median(alone):.1%}", end="")
-    print(f"; with the base {whole.max():.1%}, {np.median(whole):.1%}" if options.resident else "")
-
-
-def told(name: str, each: Mapping[str, Any]) -> tuple[float, float]:
-    """Print a rank; returns its errors, without the base and with it."""
-    alone = each["predicted"] / each["measured"] - 1
-    whole = (each["predicted"] + each["base"]) / (each["measured"] + each["base"]) - 1
-    foretold_mb, measured_mb, base_mb = (each[key] / 1e6 for key in ("predicted", "measured", "base"))
+        errors += [told(name, row) for row in json.loads(done.stdout.splitlines()[-1])]
+    errors_alone, errors_with_base = np.abs(errors).T
+    print(f"largest error {errors_alone.max():.1%}, median {np.median(errors_alone):.1%}", end="")
     print(
-        f"{name:<22} {each['rank']:>5} {foretold_mb:>12.2f} {measured_mb:>12.2f} {alone:>+7.1%} {base_mb:>9.2f} "
-        f"{whole:>+7.1%}",
+        f"; with the base {errors_with_base.max():.1%}, {np.median(errors_with_base):.1%}" if options.resident else ""
+    )
+
+
+def told(name: str, row: Mapping[str, Any]) -> tuple[float, float]:
+    """Print a rank; returns its errors, without the base and with it."""
+    error = row["predicted"] / row["measured"] - 1
+    error_with_base = (row["predicted"] + row["base"]) / (row["measured"] + row["base"]) - 1
+    predicted_mb, measured_mb, base_mb = (row[key] / 1e6 for key in ("predicted", "measured", "base"))
+    print(
+        f"{name:<22} {row['rank']:>5} {predicted_mb:>12.2f} {measured_mb:>12.2f} {error:>+7.1%} {base_mb:>9.2f} "
+        f"{error_with_base:>+7.1%}",
         flush=True,
     )
-    return alone, whole
+    return error, error_with_base
 
 
 if __name__ == "__main__":

@@ -114,12 +114,12 @@ def main():
         flags.append("--xla_cpu_multi_thread_eigen=false")
     os.environ["XLA_FLAGS"] = " ".join(flags)  # read when the devices are first used
     mesh = Mesh(np.array(jax.devices("cpu")), ("data",))
-    whole, sharded = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    replicated, sharded = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     parameters = initial_parameters(config)
     zeros = jax.tree.map(np.zeros_like, parameters)
-    state = jax.device_put((parameters, zeros, zeros, np.float32(0)), whole)
+    state = jax.device_put((parameters, zeros, zeros, np.float32(0)), replicated)
     batches = [jax.device_put([part.astype(np.int32) for part in batch], sharded) for batch in make_batches(config)]
-    update = jax.jit(make_update(config), donate_argnums=0, out_shardings=(whole, whole))
+    update = jax.jit(make_update(config), donate_argnums=0, out_shardings=(replicated, replicated))
 
     def step(index):
         nonlocal state

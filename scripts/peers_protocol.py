@@ -44,7 +44,7 @@ def make_batches(config):
         return list(zip(inputs, random.integers(0, config["sizes"][-1], (MLP_BATCHES, rows)), strict=True))
     shape = (step_count(config), rows, config["context"] + 1)
     tokens = random.integers(0, config["vocabulary"], shape)
-    return [(each[:, :-1], each[:, 1:]) for each in tokens]
+    return [(sequences[:, :-1], sequences[:, 1:]) for sequences in tokens]
 
 
 def step_count(config):

@@ -39,23 +39,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", default="a100", help="A machine of the package, or a machine file.")
     parser.add_argument("--memory", default="40GB", help="Memory of a rank.")
-    asked = parser.parse_args()
-    machine = read_machine(asked.machine)
-    print(f"{BATCH} samples of {CONTEXT} tokens a step, {machine.name}, {asked.memory} a rank\n")
-    show(("model", "ranks", "plan", *MEASURES), billions(machine, bytes_of(asked.memory)))
+    options = parser.parse_args()
+    machine = read_machine(options.machine)
+    print(f"{BATCH} samples of {CONTEXT} tokens a step, {machine.name}, {options.memory} a rank\n")
+    show(("model", "ranks", "plan", *MEASURES), billions(machine, bytes_of(options.memory)))
     print(f"\n{SMALL_LAYERS:,} layers of width {SMALL_WIDTH}, ZeRO-3 on {SMALL_RANKS} ranks of {machine.name}\n")
     show(("groups of", *MEASURES), grouped(machine))
 
 
-def measures(seen: PlanEvaluation) -> list[str]:
+def measures(evaluation: PlanEvaluation) -> list[str]:
     """The cells of a step."""
-    analysis = seen.analysis
+    analysis = evaluation.analysis
     return [
-        readable_seconds(seen.seconds),
+        readable_seconds(evaluation.seconds),
         readable_bytes(analysis.peak_bytes),
-        readable_bytes(seen.bytes_sent),
+        readable_bytes(evaluation.bytes_sent),
         f"{analysis.calls / analysis.ranks:,.0f}",
-        f"{seen.prediction.exposed / seen.prediction.seconds:.1%}",
+        f"{evaluation.prediction.exposed / evaluation.prediction.seconds:.1%}",
     ]
 
 
@@ -65,11 +65,11 @@ def billions(machine: Machine, memory: float) -> Iterable[list[str]]:
         model, nodes = MODELS[name], machine.with_ranks(ranks)
         planner = Planner(model, nodes)
         choices = SearchSpace(model, [ranks], [BATCH], machine.nodes[0].ranks)
-        found = planner.search(choices, Constraints(Limits(memory=memory)), front=False, keep=1)
-        if not found.best:
+        result = planner.search(choices, Constraints(Limits(memory=memory)), front=False, keep=1)
+        if not result.best:
             yield [name, str(ranks), "none fits"]
         else:
-            best = found.best[0].candidate
+            best = result.best[0].candidate
             yield [name, str(ranks), str(best), *measures(evaluate_plan(model, nodes, best, ParallelConfig()))]
         if ranks > 1:
             yield [name, str(ranks), f"data={ranks}; zero 3; recompute block", *measures(sharded(model, nodes, ranks))]
@@ -87,14 +87,14 @@ def grouped(machine: Machine) -> Iterable[list[str]]:
     model = deep_mlp(SMALL_LAYERS, SMALL_WIDTH)
     for threshold in THRESHOLDS:
         composition = ParallelConfig(zero=3, group_threshold=threshold)
-        seen = evaluate_step(
+        evaluation = evaluate_step(
             model, machine.with_ranks(SMALL_RANKS), {"data": SMALL_RANKS}, composition, 64 * SMALL_RANKS, 1
         )
-        yield [readable_bytes(threshold) if threshold else "one array", *measures(seen)]
+        yield [readable_bytes(threshold) if threshold else "one array", *measures(evaluation)]
 
 
 def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A Markdown table."""
+    """Print a Markdown table."""
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     for row in rows:
         print("| " + " | ".join([*row, *[""] * (len(columns) - len(row))]) + " |", flush=True)

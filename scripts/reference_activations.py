@@ -27,14 +27,14 @@ def keep(out, name, module, inputs):
 
 def between(block):
     """The module of a transformers block that the residual stream enters between attention and MLP, if any."""
-    own = dict(block.named_children())
+    children = dict(block.named_children())
     if getattr(block, "use_parallel_residual", False):
         return None
-    if "post_feedforward_layernorm" in own:
-        return own.get("pre_feedforward_layernorm", own["mlp"])
-    if "self_attn_layer_norm" in own:
-        return own["final_layer_norm"]
-    return own.get("post_attention_layernorm") or own.get("ln_2")
+    if "post_feedforward_layernorm" in children:
+        return children.get("pre_feedforward_layernorm", children["mlp"])
+    if "self_attn_layer_norm" in children:
+        return children["final_layer_norm"]
+    return children.get("post_attention_layernorm") or children.get("ln_2")
 
 
 def main(folder, file, length=80):
@@ -49,10 +49,10 @@ def main(folder, file, length=80):
             entered.register_forward_pre_hook(partial(keep, out, f"block{number}/attention"))
     with torch.no_grad():
         result = model(tokens, output_hidden_states=True, use_cache=False)
-    out |= {f"hidden_states.{number}": each for number, each in enumerate(result.hidden_states)}
+    out |= {f"hidden_states.{number}": array for number, array in enumerate(result.hidden_states)}
     for name in out.keys() - {"tokens"}:  # OPT concatenates samples
         out[name] = out[name].reshape(*tokens.shape, -1)
-    np.savez_compressed(file, **{name: each.numpy() for name, each in out.items()}, logits=result.logits.numpy())
+    np.savez_compressed(file, **{name: array.numpy() for name, array in out.items()}, logits=result.logits.numpy())
     print(file, f"{len(out) + 1} arrays")
 
 

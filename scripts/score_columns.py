@@ -135,7 +135,7 @@ class TransformerRun:
 
     @property
     def repeats(self) -> str:
-        """What is recomputed; if not given, all, or nothing with fused attention."""
+        """The recomputation; if not given, full, or none with fused attention or ZeRO-3."""
         return self.recompute or ("none" if self.flash or self.zero == 3 else "full")
 
     def flops(self, *, repeated: bool) -> float:
@@ -144,8 +144,8 @@ class TransformerRun:
         keys = (self.kv_heads or self.heads) / self.heads
         weights = self.layers * ((2 + 2 * keys) * d * d + (3 if self.gated else 2) * d * f)
         blocks = 2 * weights + 4 * self.layers * self.sequence * d  # per token, of the forward
-        ways = 4 if repeated and self.repeats == "full" else 3
-        return self.global_batch * self.sequence * (ways * blocks + 6 * self.vocabulary * d) / self.ranks
+        passes = 4 if repeated and self.repeats == "full" else 3
+        return self.global_batch * self.sequence * (passes * blocks + 6 * self.vocabulary * d) / self.ranks
 
 
 @dataclass(frozen=True)
@@ -163,59 +163,65 @@ class Columns:
     def of(cls, names: Sequence[str]) -> Columns:
         """The quantities of a table with these columns."""
         plain = {plain_name(name): name for name in reversed(names)}  # of equal names, the first
-        found = {what: plain[first] for what, known in NAMES.items() if (first := _first(known, plain))}
+        columns = {quantity: plain[first] for quantity, aliases in NAMES.items() if (first := _first(aliases, plain))}
         time = next(
             (
-                (what, plain[name], unit)
-                for what, known in SPEEDS.items()
-                for name, unit in known.items()
+                (quantity, plain[name], unit)
+                for quantity, aliases in SPEEDS.items()
+                for name, unit in aliases.items()
                 if name in plain
             ),
             None,
         )
         memory = next(((plain[name], unit) for name, unit in MEMORIES.items() if name in plain), None)
         missing = []
-        if not found.keys() >= {"layers", "hidden"} and "model" not in found:
-            missing += [what for what in ("layers", "hidden") if what not in found]
-        if "global_batch" not in found and not found.keys() >= {"micro_batch", "accumulation"}:
+        if not columns.keys() >= {"layers", "hidden"} and "model" not in columns:
+            missing += [quantity for quantity in ("layers", "hidden") if quantity not in columns]
+        if "global_batch" not in columns and not columns.keys() >= {"micro_batch", "accumulation"}:
             missing.append("global_batch")
         if time is None and memory is None:
             missing.append("a step's time or memory")
         defaults = DEFAULTS | {"gpu": "a100"}
-        looked_up = {"vocabulary"} if "layers" not in found else set()
-        assumed = {what: defaults[what] for what in TOLD if what not in found.keys() | looked_up and defaults[what]}
-        if "recompute" not in found:
+        looked_up = {"vocabulary"} if "layers" not in columns else set()
+        assumed = {
+            quantity: defaults[quantity]
+            for quantity in TOLD
+            if quantity not in columns.keys() | looked_up and defaults[quantity]
+        }
+        if "recompute" not in columns:
             assumed["recompute"] = "full, or none with fused attention or ZeRO-3"
-        used = {*found.values(), *(time[1:2] if time else ()), *(memory[:1] if memory else ())}
-        return cls(found, time, memory, missing, assumed, [name for name in names if name not in used])
+        used = {*columns.values(), *(time[1:2] if time else ()), *(memory[:1] if memory else ())}
+        return cls(columns, time, memory, missing, assumed, [name for name in names if name not in used])
 
     @property
     def help(self) -> str:
         """The accepted names of missing columns."""
-        known = {what: NAMES.get(what, ()) for what in self.missing}
-        known["a step's time or memory"] = TIME_NAMES
-        return "; ".join(f"{what} (as {', '.join(known[what][:6])})" for what in self.missing)
+        names = {quantity: NAMES.get(quantity, ()) for quantity in self.missing}
+        names["a step's time or memory"] = TIME_NAMES
+        return "; ".join(f"{quantity} (as {', '.join(names[quantity][:6])})" for quantity in self.missing)
 
     def run(self, row: Mapping[str, str]) -> TransformerRun | str:
         """The run of a row, or the reason why it cannot be used."""
-        cells = {what: (row.get(column) or "").strip() for what, column in self.found.items()}
+        cells = {quantity: (row.get(column) or "").strip() for quantity, column in self.found.items()}
         try:
-            told = {what: whole(cells[what], self.found[what]) for what in DEFAULTS if cells.get(what)}
-            told = {what: value for what, value in told.items() if value is not None}
+            values = {
+                quantity: whole(cells[quantity], self.found[quantity]) for quantity in DEFAULTS if cells.get(quantity)
+            }
+            values = {quantity: value for quantity, value in values.items() if value is not None}
             shape = self._shape(cells)
             gpu = self._gpu(cells.get("gpu", ""))
         except (ValueError, UsageError) as error:
             return str(error)
         if not re.search("16|mixed|amp|half|^$", cells.get("precision", "").lower()):
             return f"precision {cells['precision']!r} is not predicted here: products are of 16 bits"
-        n = DEFAULTS | shape | told
+        n = DEFAULTS | shape | values
         per_node, gated = n["per_node"] or 8, yes(cells.get("gated", "")) or bool(shape.get("gated"))
         gpus = n["gpus"] or n["nodes"] * per_node or n["tp"] * n["pp"] * max(n["dp"], 1)
-        for what in ("cp", "ep"):
-            if n[what] > 1:
-                return f"{what} above 1 is not predicted here"
+        for quantity in ("cp", "ep"):
+            if n[quantity] > 1:
+                return f"{quantity} above 1 is not predicted here"
         framework = plain_name(cells.get("framework", ""))
-        if "zero" not in told and (framework in FULLY_SHARDED or cells.get("fsdp", "").lower() not in NOT):
+        if "zero" not in values and (framework in FULLY_SHARDED or cells.get("fsdp", "").lower() not in NOT):
             n["zero"] = 3
         n["dp"] = n["dp"] or max(gpus // (n["tp"] * n["pp"]), 1)
         if n["tp"] * n["pp"] * n["dp"] != gpus:
@@ -251,9 +257,11 @@ class Columns:
         """The model's shape from its columns, otherwise from its name."""
         if cells.get("layers") and cells.get("hidden"):
             shape = {
-                what: whole(cells[what], self.found[what]) for what in ("layers", "hidden", "heads") if cells.get(what)
+                quantity: whole(cells[quantity], self.found[quantity])
+                for quantity in ("layers", "hidden", "heads")
+                if cells.get(quantity)
             }
-            return {what: value for what, value in shape.items() if value is not None}
+            return {quantity: value for quantity, value in shape.items() if value is not None}
         name = cells.get("model", "")
         if name.lower() in GPT_SIZES:
             size = GPT_SIZES[name.lower()]
@@ -272,12 +280,12 @@ class Columns:
         if cell.endswith(".toml"):
             read_machine(cell)
             return cell
-        known = next((machine for name, machine in GPUS.items() if name in cell.lower()), None)
-        if known is None:
+        machine_name = next((machine for name, machine in GPUS.items() if name in cell.lower()), None)
+        if machine_name is None:
             raise ValueError(
-                f"of the GPU {cell!r} there is no machine file; there are: {', '.join(sorted({*GPUS.values()}))}"
+                f"there is no machine file for GPU {cell!r}; there are: {', '.join(sorted({*GPUS.values()}))}"
             )
-        return known
+        return machine_name
 
     def _measured(self, run: TransformerRun, row: Mapping[str, str]) -> TransformerRun | str:
         """The run with its time and memory; one of them is required."""
@@ -287,10 +295,10 @@ class Columns:
         if self.time is None or value is None:
             columns = [*(self.time[1:2] if self.time else ()), *(self.memory[:1] if self.memory else ())]
             return replace(run, memory=memory) if memory else f"{' and '.join(columns)} is no number above 0"
-        what, _, unit = self.time
+        quantity, _, unit = self.time
         value *= unit
         samples, tokens = run.global_batch, run.global_batch * run.sequence
-        match what:
+        match quantity:
             case "seconds":
                 seconds = value
             case "tokens of a GPU":
@@ -362,5 +370,5 @@ def _recompute(cell: str) -> str | None:
     return RECOMPUTED.get(text) or ("full" if yes(cell) else "none")
 
 
-def _first(known: Sequence[str], names: Mapping[str, str]) -> str | None:
-    return next((name for name in known if name in names), None)
+def _first(aliases: Sequence[str], names: Mapping[str, str]) -> str | None:
+    return next((name for name in aliases if name in names), None)

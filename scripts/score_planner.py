@@ -102,18 +102,18 @@ def score_by_columns(rows: Sequence[Row], arguments: argparse.Namespace) -> None
         print("  defaults of missing columns: " + ", ".join(f"{k} {v}" for k, v in columns.assumed.items()))
     if columns.unused:
         print(f"  not used: {', '.join(columns.unused)}")
-    found = [(share(row), columns.run(row)) for row in rows]
-    reasons = Counter(run for _, run in found if isinstance(run, str))
+    runs_by_share = [(share(row), columns.run(row)) for row in rows]
+    reasons = Counter(run for _, run in runs_by_share if isinstance(run, str))
     for reason, count in reasons.most_common():
         print(f"  {count} rows left out: {reason}")
-    found.sort(key=lambda each: each[0])
-    runs = [(at, run) for at, run in found if isinstance(run, TransformerRun)]
+    runs_by_share.sort(key=lambda pair: pair[0])
+    runs = [(at, run) for at, run in runs_by_share if isinstance(run, TransformerRun)]
     for gpu in sorted({run.gpu for _, run in runs}):
-        here = [(at, run) for at, run in runs if run.gpu == gpu]
-        timed = [run for _, run in here if run.seconds]
+        runs_on_gpu = [(at, run) for at, run in runs if run.gpu == gpu]
+        timed = [run for _, run in runs_on_gpu if run.seconds]
         if timed:
             score_told_steps(f"steps on {gpu}", timed, arguments.rows)
-        read_of = [(at, run) for at, run in here if run.memory]
+        read_of = [(at, run) for at, run in runs_on_gpu if run.memory]
         if read_of:
             score_told_memory(f"memory on {gpu}", read_of)
 
@@ -142,27 +142,30 @@ def score_told_steps(name: str, runs: Sequence[TransformerRun], most: int) -> No
 def predicted(runs: Sequence[Run], fitted: dict[str, float]) -> list[tuple[float, Run]]:
     """Predicted seconds with their runs, for the runs that this engine can shard in this way."""
     predictor = Predictor()
-    found = [(predictor.seconds(run, **fitted), run) for run in runs]
-    return [(seconds, run) for seconds, run in found if seconds is not None]
+    predictions = [(predictor.seconds(run, **fitted), run) for run in runs]
+    return [(seconds, run) for seconds, run in predictions if seconds is not None]
 
 
 def score_as_it_is(name: str, runs: Sequence[Run], fitted: dict[str, float]) -> None:
     """Print errors with the default numbers, and those of the baseline: the median rate of these rows."""
-    known = predicted(runs, fitted)
-    told(name, [seconds / run.seconds - 1 for seconds, run in known])
-    if len(known) > 2:
-        rates = [[run.flops / seconds for seconds, run in known], [run.flops / run.seconds for _, run in known]]
+    predictions = predicted(runs, fitted)
+    told(name, [seconds / run.seconds - 1 for seconds, run in predictions])
+    if len(predictions) > 2:
+        rates = [
+            [run.flops / seconds for seconds, run in predictions],
+            [run.flops / run.seconds for _, run in predictions],
+        ]
         print(f"  {'':<44} Spearman's correlation of FLOP/s {spearman(*rates):.2f}")
-    if known:
-        rate = median(run.flops / run.seconds for _, run in known)
-        told("baseline: their own median rate", [run.flops / rate / run.seconds - 1 for _, run in known])
-    if len(known) < len(runs):
-        print(f"  {len(runs) - len(known)} rows left out: this engine cannot shard them in this way")
+    if predictions:
+        rate = median(run.flops / run.seconds for _, run in predictions)
+        told("baseline: their own median rate", [run.flops / rate / run.seconds - 1 for _, run in predictions])
+    if len(predictions) < len(runs):
+        print(f"  {len(runs) - len(predictions)} rows left out: this engine cannot shard them in this way")
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     """Spearman's rank correlation."""
-    ranks = [np.argsort(np.argsort(each)) for each in (a, b)]
+    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
     return float(np.corrcoef(*ranks)[0, 1])
 
 
@@ -246,25 +249,25 @@ def fit_error(runs: Sequence[Run], start: dict[str, float]) -> float:
     return mean(errors) if errors else float("inf")
 
 
-def run_of(told: TransformerRun, way: Way) -> Run:
+def run_of(published: TransformerRun, way: Way) -> Run:
     """The run under 1F1B, or interleaved 1F1B if stages have several chunks."""
-    sizes = told.layers, told.hidden, told.heads, told.sequence, told.vocabulary, told.ffn
-    schedule = ("interleaved" if told.virtual > 1 else "1f1b") if told.pp > 1 else None
-    recompute = repeated_by(told) or way.recompute
+    sizes = published.layers, published.hidden, published.heads, published.sequence, published.vocabulary, published.ffn
+    schedule = ("interleaved" if published.virtual > 1 else "1f1b") if published.pp > 1 else None
+    recompute = repeated_by(published) or way.recompute
     candidate = Candidate(
-        mesh_of(told.pp, told.dp, told.tp),
-        told.global_batch,
-        told.global_batch // (told.micro_batch * told.dp),
-        zero=told.zero if told.dp > 1 else 0,
-        sequence_parallel=told.sequence_parallel,
+        mesh_of(published.pp, published.dp, published.tp),
+        published.global_batch,
+        published.global_batch // (published.micro_batch * published.dp),
+        zero=published.zero if published.dp > 1 else 0,
+        sequence_parallel=published.sequence_parallel,
         schedule=schedule,
-        chunks=told.virtual if told.pp > 1 else 1,
+        chunks=published.virtual if published.pp > 1 else 1,
         recompute="block" if recompute == "full" else "none",
     )
-    size = GPTSize(*sizes, tied=not told.gated, key_value_heads=told.kv_heads)
+    size = GPTSize(*sizes, tied=not published.gated, key_value_heads=published.kv_heads)
     repeats = "selective" if recompute == "selective" else "none"
-    run = Run(size, candidate, told.seconds or 0.0, told.gpu, system_of(told), repeats, way.overlap)
-    run.counted, run.node = told.flops(repeated=True), (told.per_node, told.between)
+    run = Run(size, candidate, published.seconds or 0.0, published.gpu, system_of(published), repeats, way.overlap)
+    run.counted, run.node = published.flops(repeated=True), (published.per_node, published.between)
     return run
 
 
@@ -277,8 +280,8 @@ def read(path: Path) -> list[Row]:
 def source_of(path: Path) -> str:
     """The source of a table, from its first line, as lines to print."""
     first = path.read_text().partition("\n")[0]
-    said = first.removeprefix("#").strip() if first.startswith("#") else "source: not said"
-    return fill(said, 118, initial_indent="  ", subsequent_indent="  ")
+    source = first.removeprefix("#").strip() if first.startswith("#") else "source: not said"
+    return fill(source, 118, initial_indent="  ", subsequent_indent="  ")
 
 
 def share(row: Row) -> float:
@@ -320,7 +323,7 @@ def score_all_reduce(rows: Sequence[Row], _: argparse.Namespace) -> None:
     choices = product((0.6, 0.65, 0.7, 0.75, 0.8, 0.85), (0.0, 1e-5, 2e-5, 3e-5, 4e-5))
     best = min(
         (machine.with_fitted(link_share=link, wait_seconds=wait) for link, wait in choices),
-        key=lambda each: mean(map(abs, errors(each, fitting))),
+        key=lambda fitted_machine: mean(map(abs, errors(fitted_machine, fitting))),
     )
     print(f"  fitted to {len(fitting)} rows: link_share {best.fitted.link_share}, wait {best.fitted.wait_seconds}")
     told("predicted", errors(best, scored))
@@ -358,8 +361,10 @@ class Run:
             return self.counted
         size, tokens = self.size, self.candidate.batch_size * self.size.context
         width, length = size.width, size.context
-        each = 72 * size.layers * width**2 * (1 + length / (6 * width) + size.vocabulary / (16 * size.layers * width))
-        return each * tokens * (4 / 3 if self.candidate.recompute == "block" else 1) / self.candidate.ranks
+        flops_per_token = (
+            72 * size.layers * width**2 * (1 + length / (6 * width) + size.vocabulary / (16 * size.layers * width))
+        )
+        return flops_per_token * tokens * (4 / 3 if self.candidate.recompute == "block" else 1) / self.candidate.ranks
 
     @property
     def bubble(self) -> float:
@@ -448,8 +453,8 @@ class Predictor:
             )
         planner.profiles.analyses = self._costs.setdefault((replace(size, layers=1), run.system, run.repeats), {})
         estimator = planner.estimator(candidate)
-        found = estimator.estimate() if estimator is not None else None
-        return float(found.seconds) if found is not None else None
+        estimate = estimator.estimate() if estimator is not None else None
+        return float(estimate.seconds) if estimate is not None else None
 
 
 def _as_megatron(size: GPTSize, candidate: Candidate) -> tuple[GPTSize, Candidate]:
@@ -459,8 +464,8 @@ def _as_megatron(size: GPTSize, candidate: Candidate) -> tuple[GPTSize, Candidat
     chunks = candidate.pipe * candidate.chunks
     if candidate.pipe == 1 or size.layers % chunks:
         return size, candidate
-    each = 2 * size.layers // chunks  # layers: attention and MLP of each block, after the embedding
-    return size, replace(candidate, stages=tuple(number * each + bool(number) for number in range(chunks)))
+    layers_per_chunk = 2 * size.layers // chunks  # layers: attention and MLP of each block, after the embedding
+    return size, replace(candidate, stages=tuple(number * layers_per_chunk + bool(number) for number in range(chunks)))
 
 
 #: Initial values of the fitted numbers: for an A100, with collectives as measured by nccl-tests.
@@ -503,8 +508,8 @@ def fit(predict: Callable[..., float | None], runs: Sequence[Run], start: dict[s
 
     def errors(x: np.ndarray) -> np.ndarray:
         """Residuals of the runs and of the numbers, each divided by its expected deviation."""
-        found = np.log([predict(run, **dict(zip(names, np.exp(np.minimum(x, most)), strict=True))) for run in runs])
-        return np.concatenate([(found - measured) / WRONG, (x - first) / APART])
+        logs = np.log([predict(run, **dict(zip(names, np.exp(np.minimum(x, most)), strict=True))) for run in runs])
+        return np.concatenate([(logs - measured) / WRONG, (x - first) / APART])
 
     def cost(e: np.ndarray) -> float:
         size = np.abs(e)
@@ -519,14 +524,14 @@ def fit(predict: Callable[..., float | None], runs: Sequence[Run], start: dict[s
         square = slopes.T @ (weights[:, None] * slopes)
         while damping < 1e4:
             trial = x - np.linalg.solve(square + damping * np.diag(np.diag(square)), slopes.T @ (weights * e))
-            found = errors(trial)
-            if cost(found) < cost(e):
+            trial_errors = errors(trial)
+            if cost(trial_errors) < cost(e):
                 break
             damping *= 8
         else:
             break
-        gained = cost(e) - cost(found)
-        x, e, damping = trial, found, damping / 4
+        gained = cost(e) - cost(trial_errors)
+        x, e, damping = trial, trial_errors, damping / 4
         if gained < 1e-3 * cost(e):
             break
     return values(x)
@@ -535,14 +540,14 @@ def fit(predict: Callable[..., float | None], runs: Sequence[Run], start: dict[s
 def score_runs(name: str, fitting: Sequence[Run], scored: Sequence[Run], start: dict[str, float] | None = None) -> None:
     """Fit to some runs, near ``start``, and score others against the baselines."""
     predictor = Predictor()
-    own = all(run.system is None for run in fitting)
-    fitted = fit(predictor.seconds, fitting, start or (START_OWN if own else START))
+    this_engine = all(run.system is None for run in fitting)
+    fitted = fit(predictor.seconds, fitting, start or (START_OWN if this_engine else START))
     print(f"  fitted to {len(fitting)} rows: {fitted}")
     errors, left_out = [], 0
     for run in scored:
-        found = predictor.seconds(run, **fitted)
-        left_out += found is None
-        errors += [found / run.seconds - 1] if found is not None else []
+        seconds = predictor.seconds(run, **fitted)
+        left_out += seconds is None
+        errors += [seconds / run.seconds - 1] if seconds is not None else []
     told(f"{name}: predicted", errors)
     rate = median(run.flops / run.seconds for run in fitting)
     told("baseline: a constant rate", [r.flops / rate / r.seconds - 1 for r in scored])
@@ -604,15 +609,15 @@ def score_figures(rows: Sequence[Row]) -> None:
     """Score the memory of the first stage: GiB (figure 1), and percent of that without any technique (figure 7)."""
     modes = {"none": ("none", False), "any": ("none", False), "seq": ("none", True), "sel": ("selective", False)}
     modes |= {"seqsel": ("selective", True), "full": ("full", False)}
-    megatron, known = read_system("megatron"), {}
+    megatron, memories = read_system("megatron"), {}
 
-    def found(row: Row, mode: str) -> SystemMemory:
+    def memory_of_row(row: Row, mode: str) -> SystemMemory:
         size, chunks, stages = MODELS[row["model"]], int(row["virtual_chunks"]), int(row["pp"])
-        if (size, mode) not in known:
+        if (size, mode) not in memories:
             transformer = Transformer(size.layers, size.width, size.heads, size.context)
             axes = axes_of(pipe=stages, model=int(row["tp"]))
             recompute, parallel = modes[mode]
-            known[size, mode] = memory_of(
+            memories[size, mode] = memory_of(
                 megatron,
                 transformer,
                 axes,
@@ -622,7 +627,7 @@ def score_figures(rows: Sequence[Row]) -> None:
                 sequence_parallel=parallel,
                 chunks=chunks if stages > 1 else 1,
             )[0]
-        return known[size, mode]
+        return memories[size, mode]
 
     gib, points = [], []
     for row in rows:
@@ -631,11 +636,11 @@ def score_figures(rows: Sequence[Row]) -> None:
         published = float(row["published"])
         match row["quantity"]:
             case "parameters_and_optimizer":
-                gib.append(abs(found(row, "none").state / 2**30 - published))
+                gib.append(abs(memory_of_row(row, "none").state / 2**30 - published))
             case "activations":
-                gib.append(abs(found(row, row["mode"]).activations / 2**30 - published))
+                gib.append(abs(memory_of_row(row, row["mode"]).activations / 2**30 - published))
             case "activations_relative":
-                percent = 100 * found(row, row["mode"]).activations / found(row, "none").activations
+                percent = 100 * memory_of_row(row, row["mode"]).activations / memory_of_row(row, "none").activations
                 points.append(abs(percent - published))
     if gib:
         print(f"  figure 1, memory: largest error {max(gib):.4f} GiB, mean {mean(gib):.4f}, of {len(gib)} numbers")
@@ -694,7 +699,7 @@ def score_h200(rows: Sequence[Row], _: argparse.Namespace) -> None:
             recompute="block",
         )
         runs.append((share(row), Run(size, candidate, float(row["step_s"]), "h200")))
-    runs.sort(key=lambda each: each[0])
+    runs.sort(key=lambda pair: pair[0])
     few = max(4, len(runs) // 3)
     score_runs("steps", [run for _, run in runs[:few]], [run for _, run in runs[few:]])
     score_h200_memory(rows, sizes)
@@ -750,7 +755,7 @@ def score_bloom_memory(rows: Sequence[Row], _: argparse.Namespace) -> None:
     """Score the memory of BLOOM's tuning: that of Megatron-DeepSpeed, plus a base fitted to a quarter of the rows."""
     plain = read_system("megatron-deepspeed")
     wide = replace(plain, state={**plain.state, "gradients": plain.state["gradients"] + 4})  # summed in 32 bits
-    known: dict[tuple, list[SystemMemory]] = {}
+    memories: dict[tuple, list[SystemMemory]] = {}
     fitting, scored, without_room = [], [], []
     for row in rows:
         if not row["memory_gb"] or not row["hidden"] or not row["pp"]:
@@ -761,8 +766,8 @@ def score_bloom_memory(rows: Sequence[Row], _: argparse.Namespace) -> None:
         layers = int(row["layers"] or round((billions * 1e9 - vocabulary * width) / (12 * width**2)))
         tp, pp, dp = int(row["tp"]), int(row["pp"]), int(row["dp"])
         key = width, heads, layers, tp, pp, dp, row["micro_batch"], row["precision"], row["zero_stage"]
-        if key not in known:
-            known[key] = memory_of(
+        if key not in memories:
+            memories[key] = memory_of(
                 wide if "fp32" in row["precision"] else plain,
                 Transformer(layers, width, heads, 2048, vocabulary),
                 axes_of(pipe=pp, data=dp, model=tp),
@@ -771,16 +776,16 @@ def score_bloom_memory(rows: Sequence[Row], _: argparse.Namespace) -> None:
                 recompute="full",
                 zero=int(row["zero_stage"] or 1),
             )
-        stages = known[key]
+        stages = memories[key]
         peak, state = (max(part) / 2**30 for part in zip(*((s.peak, s.state) for s in stages), strict=True))
         if row["memory_gb"] == "OOM":
             without_room.append(peak)
         else:
             (fitting if share(row) < 0.25 else scored).append((share(row), peak, state, float(row["memory_gb"])))
     base = score_memory("memory", fitting, scored)
-    found = sum(peak + base > ROOM for peak in without_room)
+    right = sum(peak + base > ROOM for peak in without_room)
     wrong = sum(peak + base > ROOM for _, peak, _, _ in scored)
-    print(f"  out of memory: {found} of {len(without_room)} such rows predicted; also {wrong} of {len(scored)} others")
+    print(f"  out of memory: {right} of {len(without_room)} such rows predicted; also {wrong} of {len(scored)} others")
 
 
 def score_tensor_parallel(rows: Sequence[Row], _: argparse.Namespace) -> None:

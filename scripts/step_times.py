@@ -112,14 +112,14 @@ def measure(name: str, seconds: float) -> float:
 
 
 def launched(name: str, seconds: float) -> float | None:
-    """The same, measured on newly started ranks; None if they failed."""
+    """Seconds of a step, measured on newly started ranks; None if they failed."""
     ranks = prod(parse_axes(named()[name][1]).values())
     try:
-        said = start_ranks(ranks, [__file__, "--worker", name, "--seconds", str(seconds)])
+        output = start_ranks(ranks, [__file__, "--worker", name, "--seconds", str(seconds)])
     except UsageError as error:
         print(f"{name}: {error}", flush=True)
         return None
-    return float(json.loads(said.splitlines()[-1]))
+    return float(json.loads(output.splitlines()[-1]))
 
 
 def calibration() -> dict[str, Any]:
@@ -131,7 +131,7 @@ def calibration() -> dict[str, Any]:
 
 
 def calibrated(measured: dict[str, Any]) -> Machine:
-    """The machine file that ``calibrate`` would write from them."""
+    """The machine that ``calibrate`` would write from these measurements."""
     steps = [measured["steps"].get(str(step), float("nan")) for step in STEPS]
     return fitted(parse_machine(measured["machine"]), np.array(steps))
 
@@ -159,24 +159,24 @@ def predicted(name: str, machine: Machine) -> float:
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     """Spearman's rank correlation."""
-    places = [np.argsort(np.argsort(each)) for each in (a, b)]
+    places = [np.argsort(np.argsort(values)) for values in (a, b)]
     return float(np.corrcoef(*places)[0, 1])
 
 
-def report(found: dict[str, tuple[float, list[float]]]) -> None:
+def report(results: dict[str, tuple[float, list[float]]]) -> None:
     """Print errors, the correlation, and for each model the time of its chosen plan against the best."""
     print(f"\n{'plan':<44} {'predicted':>10} {'measured':>10} {'spread':>7} {'error':>7}")
     errors, pairs = [], []
-    for name, (predicted, turns) in found.items():
-        seen = median(turns)
-        errors.append(abs(predicted / seen - 1))
-        pairs.append((predicted, seen))
-        spread = (max(turns) - min(turns)) / seen
-        print(f"{name:<44} {predicted:>9.4f}s {seen:>9.4f}s {spread:>7.1%} {predicted / seen - 1:>+7.1%}")
+    for name, (predicted, turns) in results.items():
+        measured = median(turns)
+        errors.append(abs(predicted / measured - 1))
+        pairs.append((predicted, measured))
+        spread = (max(turns) - min(turns)) / measured
+        print(f"{name:<44} {predicted:>9.4f}s {measured:>9.4f}s {spread:>7.1%} {predicted / measured - 1:>+7.1%}")
     print(f"\n{len(errors)} plans: median error {median(errors):.1%}, largest {max(errors):.1%}", end="")
     print(f"; Spearman {spearman(*zip(*pairs, strict=True)):.3f}" if len(pairs) > 2 else "")
     for model in BATCHES:
-        mine = {name: each for name, each in found.items() if name.startswith(f"{model}/")}
+        mine = {name: result for name, result in results.items() if name.startswith(f"{model}/")}
         if len(mine) < 2:
             continue
         chosen = min(mine, key=lambda name: mine[name][0])
@@ -198,19 +198,21 @@ def main() -> None:
     parser.add_argument("--replay", type=Path, metavar="FILE", help="Report on such a file without measuring.")
     arguments = parser.parse_args()
     if arguments.worker:
-        found = calibration() if arguments.worker == "calibrate" else measure(arguments.worker, arguments.seconds)
+        worker_result = (
+            calibration() if arguments.worker == "calibrate" else measure(arguments.worker, arguments.seconds)
+        )
         if Mesh().rank == 0:
-            print(json.dumps(found))
+            print(json.dumps(worker_result))
         return
-    wanted = arguments.only.split(";") if arguments.only else [""]
-    names = [name for name in named() if any(name.startswith(each) for each in wanted)]
+    prefixes = arguments.only.split(";") if arguments.only else [""]
+    names = [name for name in named() if any(name.startswith(prefix) for prefix in prefixes)]
     if not names:
         parser.error(f"--only {arguments.only}: there is no such plan; there are {'; '.join(named())}")
-    kept = arguments.replay or arguments.record
-    if kept is not None and kept.exists():
-        recorded = json.loads(kept.read_text())
+    record = arguments.replay or arguments.record
+    if record is not None and record.exists():
+        recorded = json.loads(record.read_text())
     elif arguments.replay:
-        parser.error(f"--replay {kept}: there is no such file; --record FILE writes one")
+        parser.error(f"--replay {record}: there is no such file; --record FILE writes one")
     else:
         recorded = {"cpu": cpu_name(), "calibration": {}, "plans": {}}
     if arguments.machine is None and not recorded["calibration"]:
@@ -230,7 +232,7 @@ def main() -> None:
                 print(f"round {number + 1} of {arguments.rounds}: {name} {seconds:.4f} s", flush=True)
             keep()
     turns = {name: recorded["plans"][name] for name in names if name in recorded["plans"]}
-    report({name: (predicted(name, machine), each) for name, each in turns.items()})
+    report({name: (predicted(name, machine), seconds) for name, seconds in turns.items()})
 
 
 if __name__ == "__main__":

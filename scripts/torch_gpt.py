@@ -103,8 +103,8 @@ def cross_entropy(logits, targets, mask=None):
     """Mean cross-entropy of logits [b s v] at targets [b s], over the tokens where mask [b s] is true."""
     if mask is None:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
-    return (each * mask).sum() / mask.sum()
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+    return (losses * mask).sum() / mask.sum()
 
 
 def adamw_groups(model, weight_decay):

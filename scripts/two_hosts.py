@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def why_not() -> str | None:
-    """One line that names what is missing to emulate hosts here."""
+    """The tools or rights that are missing to emulate hosts, in one line; None if there are none."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs Linux, and to be root"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -81,7 +81,7 @@ def wait_until_up(names: list[str]) -> None:
     """Wait until the link is up, up to a second after its creation; UCX ignores a device that is down."""
     show = [["ip", "-n", name, "-brief", "link", "show", "dev", "wire"] for name in names]
     deadline = time.monotonic() + 10
-    while any(" UP " not in subprocess.run(each, stdout=subprocess.PIPE, text=True).stdout for each in show):
+    while any(" UP " not in subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout for command in show):
         if time.monotonic() > deadline:
             raise SystemExit("two_hosts: the link does not come up")
         time.sleep(0.05)
@@ -101,15 +101,15 @@ def slow_down(name: str, rate: str, delay: str) -> None:
 
 def take_down(name: str) -> None:
     """End the processes of a host, and remove it with its device."""
-    found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
-    for process in found.stdout.split():
+    pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+    for process in pids.stdout.split():
         with suppress(ProcessLookupError):
             os.kill(int(process), signal.SIGKILL)
     subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL)
 
 
 def run(hosts: dict[str, str], ranks: int, command: list[str]) -> int:
-    """Run ``command`` on so many ranks; returns the exit code of mpiexec, which runs on the first host."""
+    """Run ``command`` on ``ranks`` ranks; returns the exit code of mpiexec, which runs on the first host."""
     cores = sorted(os.sched_getaffinity(0))
     halves = cores[: len(cores) // 2] or cores, cores[len(cores) // 2 :]
     enter = {address: enter_host(name, half) for (address, name), half in zip(hosts.items(), halves, strict=True)}

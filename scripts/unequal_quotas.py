@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rank", help=argparse.SUPPRESS)  # runs as one of the ranks: first rank and shares
     options = parser.parse_args()
-    quotas = [float(each) for each in options.quotas.split(":")]
+    quotas = [float(text) for text in options.quotas.split(":")]
     if options.rank:
         first, split = options.rank.split(",")
         measure(quotas, int(first), split or None, options.batch_size)
@@ -77,21 +77,23 @@ def group_of(number: int, quota: float | None = None) -> Path:
 def compare(quotas: Sequence[float], options: argparse.Namespace) -> None:
     """Run rounds: each rank alone, an even split, shares by speed."""
     batch, count = options.batch_size, len(quotas)
-    found: dict[str, list[float]] = {"an even split": [], "shares by speed": []}
-    told: list[list[float]] = []
+    fractions: dict[str, list[float]] = {"an even split": [], "shares by speed": []}
+    parts_by_round: list[list[float]] = []
     for _ in range(options.rounds):
         alone = [start(options.quotas, 1, batch // count, first=number)[0] for number in range(count)]
         speeds = [batch // count / seconds for seconds in alone]
         even, computing = start(options.quotas, count, batch)
-        told.append(computing)
-        split = "data=" + ":".join(map(str, shares([1 / median(each) for each in zip(*told, strict=True)], batch)))
+        parts_by_round.append(computing)
+        split = "data=" + ":".join(
+            map(str, shares([1 / median(parts) for parts in zip(*parts_by_round, strict=True)], batch))
+        )
         print(f"alone {', '.join(f'{speed:.1f}' for speed in speeds)} samples/s; {split}", flush=True)
         suited, _ = start(options.quotas, count, batch, split=split)
-        for what, seconds in (("an even split", even), ("shares by speed", suited)):
-            found[what].append(batch / seconds / sum(speeds))
-    for what, parts in found.items():
-        each = ", ".join(f"{part:.0%}" for part in parts)
-        print(f"{what}: {median(parts):.0%} of the sum of speeds ({each})")
+        for label, seconds in (("an even split", even), ("shares by speed", suited)):
+            fractions[label].append(batch / seconds / sum(speeds))
+    for label, parts in fractions.items():
+        percents = ", ".join(f"{part:.0%}" for part in parts)
+        print(f"{label}: {median(parts):.0%} of the sum of speeds ({percents})")
 
 
 def start(quotas: str, ranks: int, batch: int, *, first: int = 0, split: str = "") -> tuple[float, list[float]]:
@@ -119,8 +121,8 @@ def measure(quotas: Sequence[float], first: int, split: str | None, batch_size: 
     with threadpool_limits(1, "blas"), Mesh(data=MPI.COMM_WORLD.size) as mesh:
         engine = build_engine(ModelConfig(MODEL), mesh, ParallelConfig(shares=split))
         batch = synthetic_batch(engine.model, engine, batch_size, 1, None, engine.dtype, real=True)
-        tells = not split  # the parts that ranks compute, at the cost of one more collective
-        trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-3, step_metrics=tells)
+        with_metrics = not split  # the computing parts of ranks, at the cost of one more collective
+        trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-3, step_metrics=with_metrics)
         for _ in range(WARM):
             trainer.step()
         mesh.barrier()

@@ -48,7 +48,7 @@ class SystemWork:
     product: str | None = None
     each: str = ""  #: of a product: its batch dims
     weights: bool = False  #: of a product: whether the second factor is a parameter
-    fused: str | None = None  #: "s, k, t": [s k] by [k t], computed tile by tile in one kernel and consumed there
+    fused: str | None = None  #: "s, k, t": [s k] by [k t], computed and used tile by tile in one kernel
     products: tuple[float, float] = (0, 0)  #: of a fused operation: number of such products, forward and backward
     reached: tuple[float, float] = (1, 1)  #: of a fused operation: fraction of the device's speed, forward and backward
     elements: str | None = None  #: dims of an elementwise pass
@@ -65,7 +65,7 @@ class SystemWork:
                 f"{self.what}: one of product, fused, elements, gather, reduce, and a part of {', '.join(PARTS)}"
             )
         if (self.product or self.fused or ",,").count(",") != 2:
-            raise ValueError(f"{self.what}: a product is of rows, what is summed over, and columns")
+            raise ValueError(f"{self.what}: a product has rows, summed dims, and columns")
 
 
 @dataclass(frozen=True)
@@ -109,40 +109,40 @@ def read_system(name: str | Path) -> System:
 
     Raises UsageError, in one line, for a file that cannot be read, and for unknown or missing fields.
     """
-    beside = Path(__file__).parent / f"{name}.toml"
+    path = Path(__file__).parent / f"{name}.toml"
     with reading(f"{name}: no description of a system"):
-        content = parse_toml(beside.read_text() if beside.is_file() else read_text(name))
+        content = parse_toml(path.read_text() if path.is_file() else read_text(name))
         like = read_system(content.pop("like")) if "like" in content else None
         readers = {"saved": _saved, "work": _operation}
         for key in readers.keys() & content.keys():
-            content[key] = tuple(readers[key](each, name) for each in content[key])
+            content[key] = tuple(readers[key](entry, name) for entry in content[key])
         return _checked(replace(like, **content) if like else System(**content))
 
 
-def _checked(made: Any) -> Any:
-    """``made``; raises ValueError for an invalid value of a field."""
-    types = get_type_hints(type(made))
-    for each in fields(made):
-        if not _fits(value := getattr(made, each.name), types[each.name]):
-            raise ValueError(f"{each.name} is {value!r:.60}, where {each.type} is needed")
-        if each.name == "where" and value not in WHERE:
+def _checked(instance: Any) -> Any:
+    """Return ``instance``; raise ValueError for an invalid value of a field."""
+    types = get_type_hints(type(instance))
+    for item in fields(instance):
+        if not _fits(value := getattr(instance, item.name), types[item.name]):
+            raise ValueError(f"{item.name} is {value!r:.60}, where {item.type} is needed")
+        if item.name == "where" and value not in WHERE:
             raise ValueError(f"where is {value!r:.60}: choose one of {', '.join(WHERE)}")
-        dims = [value] if each.name in _DIMS else value.values() if each.name in _MATRICES else []
+        dims = [value] if item.name in _DIMS else value.values() if item.name in _MATRICES else []
         for dim in " ".join(filter(None, dims)).replace(",", " ").split():
-            if dim not in _LETTERS and not (dim.isdecimal() and isinstance(made, SystemWork)):
-                raise ValueError(f"{each.name} has the dim {dim!r:.60}; there are {', '.join(_LETTERS)}")
-    return made
+            if dim not in _LETTERS and not (dim.isdecimal() and isinstance(instance, SystemWork)):
+                raise ValueError(f"{item.name} has the dim {dim!r:.60}; there are {', '.join(_LETTERS)}")
+    return instance
 
 
 def _fits(value: Any, kind: Any) -> bool:
     of, inner = get_origin(kind), get_args(kind)
     if of is Mapping:
-        return isinstance(value, Mapping) and all(_fits(each, inner[1]) for each in value.values())
+        return isinstance(value, Mapping) and all(_fits(element, inner[1]) for element in value.values())
     if of is tuple:
         kinds = inner[:1] * len(value) if inner[-1] is ... else inner
         return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_fits, value, kinds))
     if of is not None:  # str | None
-        return any(_fits(value, each) for each in inner)
+        return any(_fits(value, option) for option in inner)
     if kind in (int, float):
         return type(value) in (int, kind) and 0 <= value < float("inf")
     return isinstance(value, kind)

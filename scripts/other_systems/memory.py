@@ -62,18 +62,20 @@ def memory_of(
     """
     if recompute not in RECOMPUTED:
         raise UsageError(f"recompute {recompute!r}: choose one of {', '.join(RECOMPUTED)}")
-    block = _LayerPart(system.matrices, [each for each in system.saved if each.of == "block"], transformer, recompute)
+    block = _LayerPart(
+        system.matrices, [tensor for tensor in system.saved if tensor.of == "block"], transformer, recompute
+    )
     layers = [(f"block{number}", block) for number in range(transformer.layers)]
     stages = None
     if system.first:
         layers.insert(0, ("first", _LayerPart(system.first, [], transformer, recompute)))
     if system.last:
-        saved = [each for each in system.saved if each.of == "last"]
+        saved = [tensor for tensor in system.saved if tensor.of == "last"]
         layers.append(("last", _LayerPart(system.last, saved, transformer, recompute)))
     count = axes.get("pipe", 1) * chunks
     if len(layers) > transformer.layers and transformer.layers % count == 0:  # equally many blocks on every stage
-        each = transformer.layers // count
-        stages = ",".join(str(number * each + bool(number and system.first)) for number in range(count))
+        blocks_per_stage = transformer.layers // count
+        stages = ",".join(str(number * blocks_per_stage + bool(number and system.first)) for number in range(count))
     model = Model(system.name, tuple(layers), "b s", "b s", "b s", _no_loss, context=transformer.sequence)
     composition = ParallelConfig(
         sequence_parallel=sequence_parallel,
@@ -90,16 +92,16 @@ def memory_of(
     )
     data = axes.get("data", 1)
     state = sum(size / (data if zero >= CUT_FROM.get(name, 4) else 1) for name, size in system.state.items())
-    whole = _whole(system, zero) if data > 1 else 0.0
-    found = []
+    unsharded = _unsharded_bytes(system, zero) if data > 1 else 0.0
+    memories = []
     for kind in analysis.classes:
-        kept, most = _activations(kind.step)
-        gathered = _largest_block(kind.step) * whole
-        found.append(SystemMemory(round(state * _parameters(kind.step)), kept, most, round(gathered)))
-    return found
+        activations, most = _activations(kind.step)
+        gathered = _largest_block(kind.step) * unsharded
+        memories.append(SystemMemory(round(state * _parameters(kind.step)), activations, most, round(gathered)))
+    return memories
 
 
-def _whole(system: System, zero: int) -> float:
+def _unsharded_bytes(system: System, zero: int) -> float:
     """Bytes per parameter of an unsharded block: the block, the prefetched next one, and its gradient."""
     parameters = 2 * system.state.get("parameters", 0) if zero >= 3 else 0
     return parameters + (system.state.get("gradients", 0) if zero >= 2 else 0)
@@ -124,9 +126,9 @@ def _activations(step: RankStep) -> tuple[int, int]:
     batch = step.before.get("activations", 0)
     ours = (NORM, UPDATE)  # this engine's optimizer has temporaries of its own
     moments = [m.bytes_by_kind for m in step.timeline if step.computations[m.computation].phase not in ours]
-    kept = [held.get("activations", 0) for held in moments]
+    activations = [held.get("activations", 0) for held in moments]
     with_temporaries = [held.get("activations", 0) + held.get("temporaries", 0) for held in moments]
-    return max(kept, default=batch) - batch, max(with_temporaries, default=batch) - batch
+    return max(activations, default=batch) - batch, max(with_temporaries, default=batch) - batch
 
 
 class _LayerPart(Layer):
@@ -138,27 +140,29 @@ class _LayerPart(Layer):
     def __init__(
         self, matrices: Mapping[str, str], saved: Sequence[SavedTensor], transformer: Transformer, recompute: str
     ) -> None:
-        letters = {letter for dims in (*matrices.values(), *(each.dims for each in saved)) for letter in dims.split()}
+        letters = {
+            letter for dims in (*matrices.values(), *(tensor.dims for tensor in saved)) for letter in dims.split()
+        }
         self.sizes = {letter: size for letter, size in transformer.sizes.items() if letter in letters | {"h"}}
         self.parameters = {name: Parameter(dims) for name, dims in matrices.items()}
-        self.saved = [each for each in saved if recompute in each.kept_by]
-        self.repeated = [each for each in saved if recompute not in each.kept_by and "none" in each.kept_by]
+        self.saved = [tensor for tensor in saved if recompute in tensor.kept_by]
+        self.repeated = [tensor for tensor in saved if recompute not in tensor.kept_by and "none" in tensor.kept_by]
         self.sequence = transformer.sequence
 
     def forward(self, sh, p, x, ctx):
-        kept = [self._new(sh, each, len(x)) for each in self.saved for _ in range(each.times)]
+        saved = [self._new(sh, tensor, len(x)) for tensor in self.saved for _ in range(tensor.times)]
         meter().elementwise(1, 0, 0)
-        return x, kept
+        return x, saved
 
     def _new(self, sh, saved: SavedTensor, samples: int) -> ShapedArray:
-        whole = {**self.sizes, "s": self.sequence}
-        parts = (sh.span(letter, whole[letter], saved.where) for letter in saved.dims.split()[1:])
+        sizes = {**self.sizes, "s": self.sequence}
+        parts = (sh.span(letter, sizes[letter], saved.where) for letter in saved.dims.split()[1:])
         return ShapedArray.new((samples, *(part.stop - part.start for part in parts)), _DTYPES[saved.bytes])
 
     def backward_input(self, sh, p, saved, dy):
-        again = [self._new(sh, each, len(dy)) for each in self.repeated for _ in range(each.times)]
+        recomputed = [self._new(sh, tensor, len(dy)) for tensor in self.repeated for _ in range(tensor.times)]
         meter().elementwise(1, 0, 0)
-        del again  # held during the backward of the block
+        del recomputed  # allocated during the backward of the block
         return dy, None
 
 

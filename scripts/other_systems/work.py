@@ -34,12 +34,12 @@ def model_of(system: System, transformer: Transformer, recompute: str = "none") 
     """
     if recompute not in RECOMPUTED[:2]:
         raise UsageError(f"recompute {recompute!r}: choose one of {', '.join(RECOMPUTED[:2])}")
-    if missing := [part for part in PARTS if not any(each.part == part for each in system.work)]:
-        raise UsageError(f"{system.name}: its file does not tell the work of {', '.join(missing)}")
+    if missing := [part for part in PARTS if not any(operation.part == part for operation in system.work)]:
+        raise UsageError(f"{system.name}: its file does not list the work of {', '.join(missing)}")
     matrices: dict[str, dict[str, str]] = {"first": dict(system.first), "last": dict(system.last)}
     for name, dims in system.matrices.items():
-        part, _, own = name.partition("/")
-        matrices.setdefault(part, {})[own] = dims
+        part, _, matrix = name.partition("/")
+        matrices.setdefault(part, {})[matrix] = dims
     tied = {name: f"first/{name}" for name, dims in system.last.items() if system.first.get(name) == dims}
     first, attention, mlp, last = (
         _WorkLayer(part, system, matrices[part], transformer, recompute, tied if part == "last" else {})
@@ -80,10 +80,10 @@ class _WorkLayer(Layer):
         recompute: str,
         tied: Mapping[str, str],
     ) -> None:
-        self.operations = [each for each in system.work if each.part == part]
-        self.repeated = [each for each in self.operations if recompute in each.repeated]
+        self.operations = [operation for operation in system.work if operation.part == part]
+        self.repeated = [operation for operation in self.operations if recompute in operation.repeated]
         self.across = {"attention": "h", "mlp": "f"}.get(part, "v")
-        texts = [*matrices.values(), *(text for each in self.operations for text in _texts(each))]
+        texts = [*matrices.values(), *(text for operation in self.operations for text in _texts(operation))]
         letters = {letter for text in texts for letter in text.replace(",", " ").split()} | {"d", self.across}
         self.sizes = {letter: size for letter, size in transformer.sizes.items() if letter in letters}
         self.parameters = {name: Parameter(dims) for name, dims in matrices.items()}
@@ -99,18 +99,18 @@ class _WorkLayer(Layer):
 
     def _forward(self, sh, operations: Sequence[SystemWork], x):
         samples = len(x)
-        for each in operations:
-            if each.product is not None:
-                rows, summed, columns = each.product.split(",")
-                self._product(sh, samples, each.each, rows, columns, summed)
-            elif each.fused is not None:
-                self._fused(sh, samples, each, each.products[0], each.reached[0])
-            elif each.elements is not None:
-                self._elementwise(sh, samples, each, each.bytes[0])
-            elif each.gather is not None:
-                x = self._gathered(sh, x, each.gather)
+        for operation in operations:
+            if operation.product is not None:
+                rows, summed, columns = operation.product.split(",")
+                self._product(sh, samples, operation.each, rows, columns, summed)
+            elif operation.fused is not None:
+                self._fused(sh, samples, operation, operation.products[0], operation.reached[0])
+            elif operation.elements is not None:
+                self._elementwise(sh, samples, operation, operation.bytes[0])
+            elif operation.gather is not None:
+                x = self._gathered(sh, x, operation.gather)
             else:
-                x = sh.reduce_scatter(self._stream(sh, samples, "inside"), "b s d", over=each.reduce, onto="s")
+                x = sh.reduce_scatter(self._stream(sh, samples, "inside"), "b s d", over=operation.reduce, onto="s")
         return x
 
     def backward_input(self, sh, p, saved, dy):
@@ -121,36 +121,36 @@ class _WorkLayer(Layer):
 
     def _backward(self, sh, operations: Sequence[SystemWork], samples: int, dy):
         """The gradient of the input; pending if a started collective must complete first."""
-        for number, each in enumerate(operations, start=1):
-            if each.product is not None:
-                rows, summed, columns = each.product.split(",")
-                self._product(sh, samples, each.each, rows, summed, columns)
-                if not each.weights:
-                    self._product(sh, samples, each.each, summed, columns, rows)
-            elif each.fused is not None:
-                self._fused(sh, samples, each, each.products[1], each.reached[1])
-            elif each.elements is not None:
-                self._elementwise(sh, samples, each, each.bytes[1])
-            elif each.reduce is not None:
-                dy = self._gathered(sh, dy, each.reduce)
+        for number, operation in enumerate(operations, start=1):
+            if operation.product is not None:
+                rows, summed, columns = operation.product.split(",")
+                self._product(sh, samples, operation.each, rows, summed, columns)
+                if not operation.weights:
+                    self._product(sh, samples, operation.each, summed, columns, rows)
+            elif operation.fused is not None:
+                self._fused(sh, samples, operation, operation.products[1], operation.reached[1])
+            elif operation.elements is not None:
+                self._elementwise(sh, samples, operation, operation.bytes[1])
+            elif operation.reduce is not None:
+                dy = self._gathered(sh, dy, operation.reduce)
             else:
-                stream, over = self._stream(sh, samples, "inside"), each.gather
+                stream, over = self._stream(sh, samples, "inside"), operation.gather
                 summed = sh.start_reduce_scatter(stream, "b s d", over=over, onto="s")
                 rest = partial(self._backward, sh, operations[number:], samples)
                 return then(summed, rest) if self.overlap else rest(wait_for(summed))
         return ShapedArray.new(dy.shape, dy.dtype)
 
     def backward_weight(self, sh, rest, g):
-        for each in self.operations:
-            if each.weights and each.product is not None:
-                rows, summed, columns = each.product.split(",")
-                self._product(sh, rest, each.each, summed, columns, rows)
+        for operation in self.operations:
+            if operation.weights and operation.product is not None:
+                rows, summed, columns = operation.product.split(",")
+                self._product(sh, rest, operation.each, summed, columns, rows)
         for parameter in self.parameters.values():
             size = self._count(sh, rest, parameter.dims, "inside")
             meter().elementwise(size, round(size * self.accumulate), 0)
 
-    def _product(self, sh, samples: int, each: str, rows: str, columns: str, summed: str) -> None:
-        batch, m, n, k = (self._count(sh, samples, dims, "inside") for dims in (each, rows, columns, summed))
+    def _product(self, sh, samples: int, batch_dims: str, rows: str, columns: str, summed: str) -> None:
+        batch, m, n, k = (self._count(sh, samples, dims, "inside") for dims in (batch_dims, rows, columns, summed))
         meter().product(batch, m, n, k, ITEMSIZE)
 
     def _fused(self, sh, samples: int, operation: SystemWork, products: float, reached: float) -> None:

@@ -47,7 +47,7 @@ class LazyGroup(click.Group):
         if cmd_name not in self.modules:
             return None
         with StopFlag(), many_imports():
-            # A signal is handled after the import: a half-loaded program cannot end well.
+            # A signal is handled after the import: a half-imported program cannot end cleanly.
             return getattr(import_module(f"{self.package}.{self.modules[cmd_name]}"), cmd_name)
 
 
@@ -82,18 +82,18 @@ def cli() -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line; a user's mistake is one line from rank 0 and exit code 2 on every rank."""
+    """Run the command line; a user's mistake gives one line from rank 0 and exit code 2 on every rank."""
     arguments = list(sys.argv[1:] if args is None else args)
     try:
         # As in cli.main, which would print an empty line on every interrupted rank.
-        with raise_interrupted(), cli.make_context(_started_as(), arguments) as context:
+        with raise_interrupted(), cli.make_context(_program_name(), arguments) as context:
             cli.invoke(context)
     except click.exceptions.Exit as leave:  # --help ends with 0
         if leave.exit_code:
             sys.exit(leave.exit_code)
-    except click.ClickException as error:  # found before ranks communicate: the same on each
+    except click.ClickException as error:  # raised before ranks communicate, equally on every rank
         if launcher_rank() == 0:
-            message = error.format_message()  # of a group without a command: its help
+            message = error.format_message()  # the help, if a group has no command
             click.echo(message if message.startswith("Usage:") else f"spmd_engine: {message}", err=True)
         let_rank_zero_speak()
         sys.exit(2)
@@ -116,6 +116,6 @@ def main(args: Sequence[str] | None = None) -> None:
         end_at_once(f"spmd_engine: {str(error) or 'interrupted'}", exit_code(error, arguments))
 
 
-def _started_as() -> str:
+def _program_name() -> str:
     """The command as the user wrote it, for usage lines."""
     return INSTALLED if os.path.basename(sys.argv[0]) == INSTALLED else "python -m spmd_engine"

@@ -1,4 +1,4 @@
-"""``analyze``: what every rank computes, sends and holds in a step, without starting one."""
+"""``analyze``: what every rank computes, sends and holds in a step, without starting a rank."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _samples(job: TrainConfig) -> Samples:
     return Samples(inputs, targets, *sizes, job.model.dtype, classes, tokens)
 
 
-# --- The analysis in words: tables of layers and of communication, and what is in the peak
+# --- Tables of layers and communication, and the contents of the peak
 
 
 _PHASES = (FORWARD, RECOMPUTED, BACKWARD_INPUT, BACKWARD_WEIGHTS)
@@ -125,7 +125,7 @@ _MOST_HELD = 10
 
 
 def describe(analysis: StepAnalysis, rank: int, console: Console) -> None:
-    """Print the step of one rank, and the totals of all."""
+    """Print the step of one rank, and the totals of all ranks."""
     step = analysis.of_rank(rank)
     where = ", ".join(f"{axis} {place}" for axis, place in step.coordinates.items())
     console.print(
@@ -144,31 +144,31 @@ def describe(analysis: StepAnalysis, rank: int, console: Console) -> None:
         f"critical path: {path.flops / 1e9:,.2f} GFLOP in {len(path.nodes):,} computations, through "
         f"{len(path.classes):,} ranks in turn; this rank computes {step.flops / 1e9:,.2f}\n"
     )
-    console.print(f"at its peak, in {_at(step)}, this rank holds {step.peak.bytes:,} bytes:")
-    for kind, what, size in step.peak.holds[:_MOST_HELD]:
-        console.print(f"  {size:>15,}  {kind}{f': {what}' if what else ''}")
+    console.print(f"at its peak, in {_peak_computation(step)}, this rank holds {step.peak.bytes:,} bytes:")
+    for kind, name, size in step.peak.holds[:_MOST_HELD]:
+        console.print(f"  {size:>15,}  {kind}{f': {name}' if name else ''}")
     if tables := analysis.tables_of_rank(rank):
         console.print(f"and {tables:,} bytes of slot tables throughout the step")
     for note in analysis.approximate:
         console.print(f"assumed: {note}")
 
 
-def _at(step: RankStep) -> str:
+def _peak_computation(step: RankStep) -> str:
     name = step.computations[step.peak.computation].name if step.computations else "nothing"
     m = step.computations[step.peak.computation].micro_batch if step.computations else None
     return f"{name}{f' of micro-batch {m}' if m is not None else ''}"
 
 
 def _layers(step: RankStep) -> Table:
-    """A row for each layer, or for layers with equal numbers."""
+    """A table with a row for each layer, or for several layers with equal numbers."""
     flops: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     sent: dict[str, float] = defaultdict(float)
-    moved: dict[str, int] = defaultdict(int)
-    for each in step.computations:
-        flops[each.layer][each.phase] += each.flops
-        moved[each.layer] += each.bytes_read + each.bytes_written
-    for each in step.communications:
-        sent[each.label] += each.sent
+    bytes_moved: dict[str, int] = defaultdict(int)
+    for computation in step.computations:
+        flops[computation.layer][computation.phase] += computation.flops
+        bytes_moved[computation.layer] += computation.bytes_read + computation.bytes_written
+    for communication in step.communications:
+        sent[communication.label] += communication.sent
     held: dict[str, int] = defaultdict(int)
     for shard in step.shards:
         held[shard.layers[0] if shard.layers else ""] += shard.bytes
@@ -176,20 +176,20 @@ def _layers(step: RankStep) -> Table:
     for layer in flops:
         if not layer:
             continue
-        most = max((size for name, size in step.temporaries.items() if name.startswith(f"{layer} ")), default=0)
+        largest = max((size for name, size in step.temporaries.items() if name.startswith(f"{layer} ")), default=0)
         numbers = (
             f"{held[layer]:,}",
             *(f"{flops[layer][phase] / 1e9:,.3f}" for phase in _PHASES),
-            f"{moved[layer]:,}",
+            f"{bytes_moved[layer]:,}",
             f"{step.saved.get(layer, 0):,}",
-            f"{most:,}",
+            f"{largest:,}",
             f"{sent[layer]:,.0f}",
         )
-        alike = next((names for names, other in lines if other == numbers), None)
-        if alike is None:
+        equal_layers = next((names for names, other in lines if other == numbers), None)
+        if equal_layers is None:
             lines.append(([layer], numbers))
         else:
-            alike.append(layer)
+            equal_layers.append(layer)
     table = Table(box=None, pad_edge=False)
     table.add_column("layer")
     heads = ("parameters, bytes", "forward, GFLOP", "again", "input", "weights", "bytes moved", "saved", "most")
@@ -211,7 +211,7 @@ def _totals(analysis: StepAnalysis) -> Table:
     return table
 
 
-# --- A picture of a rank's memory over a step: what it holds, moment by moment, by what it is for
+# --- A picture of a rank's memory over a step, by kind of array
 
 
 #: A letter and a colour for each kind.
@@ -249,7 +249,7 @@ def draw_memory_of_step(analysis: StepAnalysis, rank: int) -> Picture:
 
 
 def _stack(held, x: int, most: int) -> list[Cell]:
-    """One column: kinds on top of each other, the first lowest."""
+    """The cells of one column: a bar for each kind, the first kind at the bottom."""
     cells, below = [], 0
     for kind in KINDS:
         size = held.get(kind, 0)

@@ -63,21 +63,21 @@ def calibrate(output: Path | None, seconds: float, fit: bool) -> None:
     file = output or calibrated_file()
     if launcher_rank() == 0:
         click.echo("measuring products, memory, links and a few steps ...", err=True)
-    machine = _of_two(seconds, fit) if world().size == 1 else _measured(seconds, fit)
+    machine = _measure_on_two_ranks(seconds, fit) if world().size == 1 else _measure(seconds, fit)
     if machine is not None:
         _write(file, machine)
 
 
-def _measured(seconds: float, fit: bool) -> Machine | None:
-    """Measured by all ranks at the same time, as they compute in a job; None except on rank 0."""
+def _measure(seconds: float, fit: bool) -> Machine | None:
+    """Measure on all ranks at the same time, as they compute in a job; return None except on rank 0."""
     with Mesh(world()) as mesh:
         machine = measure_machine(mesh, seconds)
         steps = step_seconds(mesh) if fit else None
     return machine if machine is None or steps is None else fitted(machine, steps)
 
 
-def _of_two(seconds: float, fit: bool) -> Machine:
-    """Measured by two ranks, or by this process if there is no mpiexec."""
+def _measure_on_two_ranks(seconds: float, fit: bool) -> Machine:
+    """Measure on two ranks, or in this process if there is no mpiexec."""
     with tempfile.TemporaryDirectory() as folder:
         temporary = Path(folder) / "machine.toml"
         try:
@@ -86,7 +86,7 @@ def _of_two(seconds: float, fit: bool) -> Machine:
             return read_machine(temporary)
         except (UsageError, OSError) as error:
             click.echo(f"spmd_engine: note: no links were measured ({str(error).splitlines()[0]})", err=True)
-            machine = _measured(seconds, fit)
+            machine = _measure(seconds, fit)
             assert machine is not None
             return machine
 
@@ -125,42 +125,42 @@ WARM, TIMED = 1, 7
 
 
 def step_seconds(ranks: Mesh) -> np.ndarray:
-    """Processor seconds of a step of each of these; NaN where one cannot run. Collective.
+    """Processor seconds of a step of each of STEPS; NaN for a model that cannot run. Collective.
 
-    All ranks make a step at the same time, independently, and the slowest counts, since others would wait for it. Steps
-    of the models alternate, so that a slow phase of the machine affects all of them.
+    All ranks make a step at the same time, independently, and the slowest rank counts, since others would wait for it.
+    Steps of the models alternate, so that a slow phase of the machine affects all of them.
     """
     with threadpool_limits(1, "blas"), Mesh(solo()) as mesh:
-        trainers = [_trainer(job, mesh, ranks) for job in _jobs()]
-        turns = [[_turn(trainer, ranks) for trainer in trainers] for _ in range(WARM + TIMED)]
-    return np.median(ranks.all_reduce(np.array(turns[WARM:]), "max"), axis=0)
+        trainers = [_open_trainer(job, mesh, ranks) for job in _jobs()]
+        rounds = [[_time_step(trainer, ranks) for trainer in trainers] for _ in range(WARM + TIMED)]
+    return np.median(ranks.all_reduce(np.array(rounds[WARM:]), "max"), axis=0)
 
 
 def fitted(machine: Machine, seconds: np.ndarray) -> Machine:
     """The machine with ``pass_seconds`` and ``memory_share`` fitted to ``step_seconds``.
 
     Least squares of relative errors over the effects of the two numbers, bytes / share + passes * seconds, in addition
-    to the products, which are measured. A fit of the products, too, would absorb the errors of everything else in these
-    small steps, and be wrong by them in large ones.
+    to the products, which are measured. A fit of the products would also absorb the other errors of these small steps,
+    and be wrong by them in large steps.
     """
     compute, rows = ComputeTimes(replace(machine, fitted=Fitted())), []
     for job in _jobs():
         batch_size = job.data.batch_size
         analysis = analyze(job.model, {"data": 1}, job.composition, batch_size=batch_size, optimizer=AdamW())
-        works = [compute.of(0, each) for each in analysis.classes[0].step.computations]
-        rows.append([sum(w.products for w in works), sum(w.rest for w in works), float(len(works))])
-    known = np.isfinite(seconds)
-    matrix, measured = np.array(rows)[known], seconds[known]
+        times = [compute.of(0, computation) for computation in analysis.classes[0].step.computations]
+        rows.append([sum(w.products for w in times), sum(w.rest for w in times), float(len(times))])
+    finite = np.isfinite(seconds)
+    matrix, measured = np.array(rows)[finite], seconds[finite]
     rest = matrix[:, 1:] / measured[:, None]
-    memory, each_pass = _positive(rest, 1 - matrix[:, 0] / measured)
-    return machine.with_fitted(memory_share=float(1 / max(memory, 0.2)), pass_seconds=float(each_pass))
+    memory, per_pass = _solve_non_negative(rest, 1 - matrix[:, 0] / measured)
+    return machine.with_fitted(memory_share=float(1 / max(memory, 0.2)), pass_seconds=float(per_pass))
 
 
 def _jobs() -> list[TrainConfig]:
     return [TrainConfig.of(model=model, batch_size=batch, eval_every=0, sample=0) for model, batch in STEPS]
 
 
-def _positive(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def _solve_non_negative(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """The least squares solution without negative numbers for a matrix of two columns, by trying all their subsets."""
     best, least = np.zeros(2), np.inf
     for chosen in [0], [1], [0, 1]:
@@ -172,8 +172,8 @@ def _positive(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return best
 
 
-def _trainer(job: TrainConfig, mesh: Mesh, ranks: Mesh) -> Trainer | None:
-    """None if a rank lacks scikit-learn, which has the images."""
+def _open_trainer(job: TrainConfig, mesh: Mesh, ranks: Mesh) -> Trainer | None:
+    """A trainer of the job; None if a rank lacks scikit-learn, which has the images."""
     try:
         trainer = make_trainer(open_workload(job, mesh))
     except ImportError:
@@ -181,7 +181,7 @@ def _trainer(job: TrainConfig, mesh: Mesh, ranks: Mesh) -> Trainer | None:
     return trainer if ranks.all_reduce(np.array(float(trainer is not None)), "min") else None
 
 
-def _turn(trainer: Trainer | None, ranks: Mesh) -> float:
+def _time_step(trainer: Trainer | None, ranks: Mesh) -> float:
     """Processor seconds of a step that all ranks start together."""
     if trainer is None:
         return float("nan")

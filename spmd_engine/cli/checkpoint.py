@@ -47,7 +47,7 @@ def checkpoint() -> None:
 def inspect(path: str, arrays: bool, as_json: bool) -> None:
     """Print the contents of a checkpoint, without reading its arrays."""
     opened, manifest = _open(path)
-    sizes = {section: sum(each.nbytes for each in held.values()) for section, held in manifest.sections.items()}
+    sizes = {section: sum(array.nbytes for array in held.values()) for section, held in manifest.sections.items()}
     facts = {
         "path": str(opened.path),
         "step": manifest.step,
@@ -57,9 +57,9 @@ def inspect(path: str, arrays: bool, as_json: bool) -> None:
         **manifest.facts,
     }
     listed = [
-        {"section": section, "name": name, "shape": each.shape, "dtype": each.dtype, "blocks": len(each.blocks)}
+        {"section": section, "name": name, "shape": array.shape, "dtype": array.dtype, "blocks": len(array.blocks)}
         for section, held in manifest.sections.items()
-        for name, each in held.items()
+        for name, array in held.items()
     ]
     if as_json:
         click.echo(json.dumps(facts | ({"arrays": listed} if arrays else {}), indent=2))
@@ -68,10 +68,10 @@ def inspect(path: str, arrays: bool, as_json: bool) -> None:
     for name, value in (facts | readable).items():
         click.echo(f"{name:<16}{value}")
     if arrays:
-        width = max((len(each["name"]) for each in listed), default=0)
-        for each in listed:
-            shape = f"{each['dtype']}[{', '.join(map(str, each['shape']))}]"
-            click.echo(f"{each['section']:<10}{each['name']:<{width}}  {shape:<24}{each['blocks']} block(s)")
+        width = max((len(entry["name"]) for entry in listed), default=0)
+        for entry in listed:
+            shape = f"{entry['dtype']}[{', '.join(map(str, entry['shape']))}]"
+            click.echo(f"{entry['section']:<10}{entry['name']:<{width}}  {shape:<24}{entry['blocks']} block(s)")
 
 
 @checkpoint.command()
@@ -85,7 +85,7 @@ def verify(path: str) -> None:
         wrong += 1
     if wrong:
         sys.exit(1)
-    blocks = sum(len(each.blocks) for held in manifest.sections.values() for each in held.values())
+    blocks = sum(len(array.blocks) for held in manifest.sections.values() for array in held.values())
     size = f"{blocks} blocks, {manifest.nbytes / 1e6:.1f} MB"
     click.echo(f"{opened.path}: sound; {size}, step {manifest.step}")
 
@@ -101,16 +101,16 @@ def digest(path: str, other: str | None, arrays: bool) -> None:
     """
     digests = digest_of_checkpoint(_open(path)[0])
     if arrays:
-        for name, each in digests.items():
-            click.echo(f"{each.text()}  {name}")
+        for name, array_digest in digests.items():
+            click.echo(f"{array_digest.text()}  {name}")
     click.echo(f"{digest_text(digests)}  {path}")
     if other is None:
         return
     others = digest_of_checkpoint(_open(other)[0])
     click.echo(f"{digest_text(others)}  {other}")
     different = differences(digests, others)
-    for each in different:
-        click.echo(each)
+    for difference in different:
+        click.echo(difference)
     if different:
         sys.exit(1)
 

@@ -38,8 +38,8 @@ def eval(run, texts, files, stride, batch_size, as_json, job) -> None:
         named = json.loads(read)
         scores = score(served.engine, [tokens for _, tokens in named], stride=stride, batch_size=batch_size)
         if opened.rank == 0:
-            for (name, tokens), each in zip(named, scores, strict=True):
-                click.echo(json.dumps(_as_json(name, tokens, each)) if as_json else _line(name, each))
+            for (name, tokens), scored in zip(named, scores, strict=True):
+                click.echo(json.dumps(_as_json(name, tokens, scored)) if as_json else _line(name, scored))
 
 
 def _read(served: TextModel, texts: tuple[str, ...], files: tuple[str, ...]) -> list[tuple[str, list[int]]]:

@@ -70,13 +70,13 @@ def generate(run: str | None, job: TrainConfig, **options: Any) -> None:
     with open_mesh(job) as opened:
         read = text_from_rank_zero(opened.group(), lambda: json.dumps(_prompts(options["prompts"], options["file"])))
         served = open_text_model(run, job, opened)
-        texts = [_text_of(served, each, options) for each in json.loads(read) for _ in range(options["samples"])]
+        texts = [_text_of(served, prompt, options) for prompt in json.loads(read) for _ in range(options["samples"])]
         tokens = [served.tokenizer.encode(text, special=special) for text, special in texts]
         defaults = served.generation
         for name in defaults.unknown if opened.rank == 0 else ():
             click.echo(f"generation_config.json: {name} is not supported, and ignored", err=True)
-        given = {name: options[name] for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
-        sampling = defaults.sampling.with_given(**given, seed=options["seed"])
+        chosen = {name: options[name] for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+        sampling = defaults.sampling.with_given(**chosen, seed=options["seed"])
         if options["greedy"]:
             sampling = sampling.changed(sample=False)
         stopping = StoppingCriteria(
@@ -87,7 +87,7 @@ def generate(run: str | None, job: TrainConfig, **options: Any) -> None:
         )
         echoed = [special if options["echo"] is None else options["echo"] for _, special in texts]
         printing = _Printing([text for text, _ in texts], echoed, options["as_json"])
-        written = generate_texts(
+        completions = generate_texts(
             served.engine,
             tokens,
             sampling=sampling,
@@ -98,12 +98,12 @@ def generate(run: str | None, job: TrainConfig, **options: Any) -> None:
             on_text=printing.on_text(),
         )
         if opened.rank == 0:
-            printing.finish(written)
+            printing.finish(completions)
 
 
-def _prompts(given: Sequence[str], file: str | None) -> list[Any]:
-    """Texts, or lists of messages."""
-    prompts: list[Any] = list(given)
+def _prompts(texts: Sequence[str], file: str | None) -> list[Any]:
+    """The prompts: texts, or lists of messages."""
+    prompts: list[Any] = list(texts)
     if file is not None:
         with reading(f"--prompts {file} cannot be read"):
             lines = read_text(file).splitlines()
@@ -137,7 +137,7 @@ def _text_of(served: TextModel, prompt: str | list, options: dict[str, Any]) -> 
 
 
 class _Printing:
-    """Texts on standard output: a single one while it is generated, several at the end."""
+    """Prints texts on standard output: a single text while it is generated, several at the end."""
 
     def __init__(self, prompts: Sequence[str], echoed: Sequence[bool], as_json: bool) -> None:
         """``echoed``: which prompts are printed before their continuations."""
@@ -167,9 +167,9 @@ class _Printing:
             self._begin()
             click.echo()
             return
-        for number, (prompt, before, each) in enumerate(zip(self._prompts, self._before, written, strict=True)):
+        for number, (prompt, before, result) in enumerate(zip(self._prompts, self._before, written, strict=True)):
             if self._as_json:
-                known = {key: value for key, value in asdict(each).items() if value is not None}
-                click.echo(json.dumps(known | {"prompt": prompt, "prompt_tokens": len(each.prompt)}))
+                fields = {key: value for key, value in asdict(result).items() if value is not None}
+                click.echo(json.dumps(fields | {"prompt": prompt, "prompt_tokens": len(result.prompt)}))
             else:
-                click.echo(f"{'' if number == 0 else chr(10)}--- {number + 1} of {len(written)}\n{before}{each.text}")
+                click.echo(f"{'' if number == 0 else chr(10)}--- {number + 1} of {len(written)}\n{before}{result.text}")

@@ -63,14 +63,14 @@ def infer(source, target, run, engine, checkpoint, batch_size, job) -> None:
                 serving = build_engine(trained, opened, device=job.device, drawn=False)
             load_checkpoint(run_folder(run), serving)
         elif engine:
-            serving = _own_engine(engine, opened, job)
+            serving = _open_user_engine(engine, opened, job)
             if checkpoint:
                 serving.load_checkpoint(Checkpoint(checkpoint))
         else:
             serving, _ = open_pretrained(job.model, opened, device=job.device)
         on_rank_zero(opened.group(), lambda: _check_shape(cast(np.ndarray, inputs), source, serving))
         outputs = _Outputs()
-        with _naming_shapes(inputs, source, serving):
+        with _add_shapes_to_errors(inputs, source, serving):
             serving.inference_loop(_pieces(inputs, batch_size, serving) if inputs is not None else None, outputs)
         on_rank_zero(opened.group(), lambda: _save(target, outputs))
 
@@ -99,8 +99,8 @@ def read_inputs(source: str) -> np.ndarray:
         raise UsageError(f"--input {source}: no such file")
     with reading(f"--input {source} is not an .npy array"):
         inputs = np.lib.format.open_memmap(source, mode="r")
-        if (size := inputs.offset + inputs.nbytes) != (there := Path(source).stat().st_size):
-            raise ValueError(f"its header says {inputs.shape}, {size} bytes in all, but it has {there}")
+        if (size := inputs.offset + inputs.nbytes) != (file_size := Path(source).stat().st_size):
+            raise ValueError(f"its header says {inputs.shape}, {size} bytes in all, but it has {file_size}")
     if inputs.dtype.kind not in "biufc":
         raise UsageError(f"--input {source} must be one .npy array of numbers")
     if not inputs.ndim or not len(inputs):
@@ -120,7 +120,7 @@ def _takes_images(engine: ShardedEngine) -> bool:
     return isinstance(engine, LayeredEngine) and engine.model.name in IMAGES
 
 
-def _own_engine(name: str, mesh: Mesh, job: TrainConfig) -> ShardedEngine:
+def _open_user_engine(name: str, mesh: Mesh, job: TrainConfig) -> ShardedEngine:
     engine = make_engine(code_named(name, "--engine"), mesh)
     check_mesh(name, engine, mesh, job.composition.mesh)
     return engine
@@ -149,7 +149,7 @@ def _check_shape(inputs: np.ndarray, source: str, engine: ShardedEngine) -> None
 
 
 @contextmanager
-def _naming_shapes(inputs: np.ndarray | None, source: str, engine: ShardedEngine) -> Iterator[None]:
+def _add_shapes_to_errors(inputs: np.ndarray | None, source: str, engine: ShardedEngine) -> Iterator[None]:
     """Add the shapes to errors of a user's engine, whose forward may be the first to check them."""
     letters = " ".join(Spec.parse(engine.input_sharding).letters) or "any inputs"
     try:

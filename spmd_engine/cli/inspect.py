@@ -1,4 +1,4 @@
-"""``inspect``: what each rank of a mesh holds, without starting it."""
+"""``inspect``: what each rank of a mesh holds, without starting ranks."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ def inspect(job: TrainConfig) -> None:
         for part in layer.side_by_side:
             layout.check(layer_name, {"b", "s", *part.sizes}, part.may_cut, part.across)
     itemsize = np.dtype(dtype).itemsize
-    assignments = [composed_assignment(built, place, layout, itemsize, composition) for place in _one_a_stage(places)]
+    assignments = [composed_assignment(built, place, layout, itemsize, composition) for place in _first_ranks(places)]
     pretrained = Pretrained(name) if job.model.path else None
     held = bytes_per_rank(built, axes, composition, dtype=dtype)
     console = Console(highlight=False, width=max(WIDTH, Console().width))
-    frozen = {name: each for name, each in built.buffers() if each[0].frozen}
+    frozen = {name: entry for name, entry in built.buffers() if entry[0].frozen}
     count = sum(prod(shape) for _, shape in frozen.values())
     adapters = f" of adapters, and {count:,} frozen ones" if frozen else ""
     console.print(f"{name}: {built.parameter_count:,} parameters{adapters}, {dtype}", soft_wrap=True)
     console.print(f"mesh {places[0]}: {len(places)} ranks")
     console.print(f"inputs {layout.spec(built.inputs)}, outputs {layout.spec(built.outputs)}\n")
     if pretrained is not None:
-        specs = {name: str(layout.spec(each.view.dims)) for name, each in pretrained.filled.items()}
+        specs = {name: str(layout.spec(source.view.dims)) for name, source in pretrained.filled.items()}
         for line in tensor_table(pretrained, specs):
             console.print(line, soft_wrap=True, markup=False)
         console.print()
@@ -78,16 +78,16 @@ def inspect(job: TrainConfig) -> None:
         console.print(placement_text(built, places, layout).lstrip() + "\n", soft_wrap=True)
     for stage, assignment in enumerate(assignments):
         where = f"stage {stage}: " if len(assignments) > 1 else ""
-        here = _counted(len(assignment.uses), "layer"), _counted(len(list(assignment.members)), "parameter")
-        console.print(f"{where}{here[0]} with {here[1]} -> {_counted(len(assignment.groups), 'group')}")
+        counts = _counted(len(assignment.uses), "layer"), _counted(len(list(assignment.members)), "parameter")
+        console.print(f"{where}{counts[0]} with {counts[1]} -> {_counted(len(assignment.groups), 'group')}")
         if assignment.frozen:
             console.print(f"{where}frozen weights in parts -> {_counted(len(assignment.frozen), 'group')}")
     console.print()
     console.print(_summary(held))
 
 
-def _one_a_stage(places: Sequence[MeshPosition]) -> list[MeshPosition]:
-    """The first rank of each stage of a pipeline, or the first of all."""
+def _first_ranks(places: Sequence[MeshPosition]) -> list[MeshPosition]:
+    """The first rank of each pipeline stage; without a pipeline, the first rank."""
     return [place for place in places if not any(n for axis, n in place.coordinates.items() if axis != PIPE)]
 
 
@@ -99,46 +99,46 @@ def _arrays(
     homes: Mapping[str, Home],
     stages: Mapping[str, Sequence[int]],
 ) -> Table:
-    """Each array with its sharding and, in a pipeline, the ``stages`` that have it."""
+    """A table of the arrays with their shardings and, in a pipeline, the ``stages`` that have them."""
     columns = [kind, "sharding", "whole shape", "on the first rank", *(["stages"] if stages else [])]
     table = Table(*columns, box=None, header_style="bold")
-    counts: dict[str, list[int]] = {}  # of experts, and of those that the first rank has
+    counts: dict[str, list[int]] = {}  # all experts, and those of the first rank
     for name, (array, _) in arrays.items():
         if array.element:
-            of_all = counts.setdefault(_of_all(name, array), [0, 0])
-            of_all[0] += 1
-            of_all[1] += name not in homes or homes[name].has(place)
+            expert_counts = counts.setdefault(_row_key(name, array), [0, 0])
+            expert_counts[0] += 1
+            expert_counts[1] += name not in homes or homes[name].has(place)
     for name, (array, shape) in arrays.items():
-        whole, here = "", ""
+        in_all, in_shard = "", ""
         if array.element:
             if array.element[1] > 0:  # the others are like the first
                 continue
-            whole, here = (f"{count} of " for count in counts[_of_all(name, array)])
+            in_all, in_shard = (f"{count} of " for count in counts[_row_key(name, array)])
         spec = layout.spec(array.dims)
         block = spec.local_shape(shape, place)
-        sizes = whole + "x".join(map(str, shape)), here + "x".join(map(str, block))
-        table.add_row(_of_all(name, array), str(spec), *sizes, *([",".join(map(str, stages[name]))] if stages else []))
+        cells = in_all + "x".join(map(str, shape)), in_shard + "x".join(map(str, block))
+        table.add_row(_row_key(name, array), str(spec), *cells, *([",".join(map(str, stages[name]))] if stages else []))
     return table
 
 
 def _stages_of(model: Model, assignments: Sequence[Assignment]) -> dict[str, tuple[int, ...]]:
-    """The stages that have each parameter, or buffer, by the ``assignments`` of all."""
+    """The stages that have each parameter or buffer, by the ``assignments`` of all stages."""
     of_buffers = {
-        f"{model.layers[number][0]}/{own}": (stage,)
+        f"{model.layers[number][0]}/{buffer}": (stage,)
         for stage, assignment in enumerate(assignments)
         for number in assignment.uses
-        for own in model.layers[number][1].buffers
+        for buffer in model.layers[number][1].buffers
     }
     return {**assignments[0].holders, **of_buffers}
 
 
-def _of_all(name: str, array: Parameter | Buffer) -> str:
-    """The name under which the arrays of all experts are listed."""
+def _row_key(name: str, array: Parameter | Buffer) -> str:
+    """The name that the table lists for an array; all experts share one."""
     return name.replace(f"/expert{array.element[1]}/", "/expert*/") if array.element else name
 
 
 def _summary(held: Sequence[Sequence[tuple[str, int]]]) -> Table:
-    """Least and most of each class of bytes, over the ranks."""
+    """A table of the least and most bytes of each class, over the ranks."""
     table = Table("bytes per rank", "least", "most", box=None, header_style="bold")
     by_rank = np.array([[count for _, count in rank] for rank in held])
     notes = {"optimizer state": "optimizer state (AdamW)", "largest groups": "whole for a while (largest groups)"}
@@ -149,5 +149,5 @@ def _summary(held: Sequence[Sequence[tuple[str, int]]]) -> Table:
     return table
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -52,13 +52,13 @@ class Quantity(click.ParamType):
 def chosen_settings(
     configuration: type[Configuration], names: Collection[str] = (), without: Collection[str] = ()
 ) -> dict[str, ConfigField]:
-    """The fields that are options, by name: those called ``names`` or in sections of these names, by default all."""
-    options = {name: each for name, each in settings_of(configuration).items() if each.is_option}
+    """The fields that are options, by name: those in ``names`` or in sections with these names; by default all."""
+    options = {name: setting for name, setting in settings_of(configuration).items() if setting.is_option}
     sections = set(names) - options.keys()
     return {
-        name: each
-        for name, each in options.items()
-        if name not in without and (not names or name in names or sections & set(each.path))
+        name: setting
+        for name, setting in options.items()
+        if name not in without and (not names or name in names or sections & set(setting.path))
     }
 
 
@@ -79,8 +79,8 @@ def options_of(
         chosen = chosen_settings(configuration, names, without)
         if "model" in chosen:
             command = _SET(command)
-        for name, each in reversed(chosen.items()):
-            command = _option(each, (defaults or {}).get(name), (help or {}).get(name))(command)
+        for name, setting in reversed(chosen.items()):
+            command = _option(setting, (defaults or {}).get(name), (help or {}).get(name))(command)
         return command
 
     return decorate
@@ -121,7 +121,7 @@ _SET = click.option(
 
 
 def values_given(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, among a command's parameters, of the options of a job that it was given."""
+    """The given options of a job among a command's parameters, by name, with their values."""
     settings = settings_of(TrainConfig)
     values = {
         name: settings[name].read(value) for name, value in params.items() if value is not None and name in settings
@@ -142,8 +142,8 @@ def takes_job(
     defaults: Mapping[str, Any] | None = None,
     help: Mapping[str, str] | None = None,
 ) -> Callable:
-    """A decorator that gives a command options of a job and, with ``config``, a file that has one; it calls the command
-    with the ``job`` that they describe.
+    """A decorator that gives a command the options of a job and, with ``config``, an option for a file that has a job.
+    It calls the command with the ``job`` that they describe.
 
     ``names`` and ``without`` choose the options. ``defaults`` hold for the command, unless the file has a value. With
     ``described``, ``--model`` may be the path of a file that describes a model.
@@ -156,8 +156,8 @@ def takes_job(
         def run(*args: Any, **values: Any) -> Any:
             path = values.pop("config") if config else None
             names_given = [*chosen, *(["arguments"] if "model" in chosen else [])]
-            given = values_given({name: values.pop(name) for name in names_given})
-            return command(*args, job=_job_of(given, path, defaults or {}, described), **values)
+            given_options = values_given({name: values.pop(name) for name in names_given})
+            return command(*args, job=_job_of(given_options, path, defaults or {}, described), **values)
 
         run = options_of(TrainConfig, names, without, defaults, help)(run)
         return _CONFIG(run) if config else run
@@ -170,14 +170,14 @@ _CONFIG = click.option(
 )
 
 
-def _job_of(given: dict[str, Any], path: str | None, defaults: Mapping[str, Any], described: bool) -> TrainConfig:
+def _job_of(options: dict[str, Any], path: str | None, defaults: Mapping[str, Any], described: bool) -> TrainConfig:
     job = read_job(path) if path else TrainConfig()
-    own = {name: value for name, value in defaults.items() if not path or job.option(name) is None}
-    name = given.get("model")
+    missing = {name: value for name, value in defaults.items() if not path or job.option(name) is None}
+    name = options.get("model")
     if described and name is not None and not (name in MODELS or has_weights(name) or is_code(name)):
-        job = job.with_options(**own | {key: value for key, value in given.items() if key != "model"})
+        job = job.with_options(**missing | {key: value for key, value in options.items() if key != "model"})
         return job.changed(model=DescribedModel(**vars(job.model) | {"name": name}))
-    return job.with_options(**own | given)
+    return job.with_options(**missing | options)
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class DescribedModel(ModelConfig):
 
 
 def _note_other_meaning(context: click.Context, option: click.Parameter, name: str | None) -> str | None:
-    """Print a note if ``--model`` is both a built-in model, which it then is, and the name of weights."""
+    """Print a note if ``--model`` is both a built-in model, which is then used, and the name of weights."""
     if name is not None and (other := other_meaning(name)):
         print_notices([f"--model {name} is the built-in model; for the weights in {other} write --model {other}"])
     return name
@@ -208,7 +208,7 @@ def print_notices(notices: Sequence[str]) -> None:
 
 
 def axes_of(job: TrainConfig) -> dict[str, int]:
-    """The mesh of a job that is drawn or analyzed; raises UsageError if it names none."""
+    """The mesh of a job that is drawn or analyzed; raises UsageError if the job has no mesh."""
     if not job.composition.mesh:
         raise UsageError("--mesh is missing: give the axes of a mesh, which need not exist, as in data=2,model=2")
     return dict(job.composition.mesh)
@@ -217,7 +217,7 @@ def axes_of(job: TrainConfig) -> dict[str, int]:
 def model_on(axes: Mapping[str, int], job: TrainConfig) -> tuple[Model, ParallelConfig]:
     """The model of a job, and how it is spread over a mesh with these axes.
 
-    Prints what has no effect there; raises UsageError for what is impossible.
+    Prints notes on options without effect; raises UsageError for an impossible composition.
     """
     composition = job.composition.changed(mesh=axes)
     model = job.model.build(composition)
@@ -226,7 +226,7 @@ def model_on(axes: Mapping[str, int], job: TrainConfig) -> tuple[Model, Parallel
 
 
 def open_mesh(job: TrainConfig, axes: Mapping[str, int] | None = None) -> Mesh:
-    """The mesh of a job, over all ranks; ``axes`` if the job names none."""
+    """The mesh of a job, over all ranks; ``axes`` if the job has no mesh."""
     named = job.composition.mesh or axes or {}
     return Mesh(check=job.check, **named)  # pyright: ignore[reportArgumentType]  (no axis is called "ledger")
 

@@ -128,7 +128,7 @@ class Reporter(Observer):
 
 
 def launcher_has_terminal(levels: int = 4) -> bool:
-    """Whether standard error of this process, or of the mpiexec that started it here, is a terminal."""
+    """Whether standard error of this process, or of the mpiexec that started it on this host, is a terminal."""
     if sys.stderr.isatty():
         return True
     process = os.getpid()
@@ -148,7 +148,7 @@ class Pipe:
     """A console without a terminal: lines on standard error."""
 
     def print(self, text: str, **_: object) -> None:
-        """A line, as it is."""
+        """Print a line unchanged."""
         print(text, file=sys.stderr)
 
 

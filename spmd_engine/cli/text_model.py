@@ -1,4 +1,4 @@
-"""Models of text with their tokenizers: of a run, a folder in Hugging Face's format or a GGUF file."""
+"""Models of text with their tokenizers, from a run, a folder in Hugging Face's format or a GGUF file."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ run_option = click.option("--run", metavar="DIR", help="Folder of a run of 'trai
 
 def check_weights(*others: Any) -> None:
     """Raise UsageError unless the command has exactly one of ``--model`` and ``others``, and options that suit it."""
-    given = click.get_current_context().params
-    if sum(map(bool, (given["model"], *others))) != 1:
+    params = click.get_current_context().params
+    if sum(map(bool, (params["model"], *others))) != 1:
         names = "--run DIR, --model PATH or --engine MODULE:NAME" if len(others) > 1 else "--run DIR or --model PATH"
         raise UsageError(f"which model? give either {names}")
     for name in ("dtype", "adapter"):
-        if given[name] and not given["model"]:
+        if params[name] and not params["model"]:
             raise UsageError(f"--{name} goes with --model; a run or an engine of your own has its own")
 
 
@@ -64,7 +64,7 @@ def open_text_model(run: str | None, job: TrainConfig, mesh: Mesh) -> TextModel:
     """The model of ``--run`` or ``--model``. Collective; raises UsageError for a model that does not take text."""
     check_weights(run)
     if run:
-        return _of_run(run, mesh, job.device)
+        return _open_run(run, mesh, job.device)
     if is_code(job.model.name):
         raise UsageError(f"--model {job.model.name} is code, without weights: train it, and give --run")
     engine, _ = open_pretrained(job.model, mesh, device=job.device)
@@ -73,11 +73,11 @@ def open_text_model(run: str | None, job: TrainConfig, mesh: Mesh) -> TextModel:
     return TextModel(engine, tokenizer_at(path), generation)
 
 
-def _of_run(run: str, mesh: Mesh, device: str) -> TextModel:
+def _open_run(run: str, mesh: Mesh, device: str) -> TextModel:
     folder = run_folder(run)
     engine = build_engine(served_model(read_run(run)), mesh, device=device, drawn=False)
     if not engine.model.vocabulary:
         raise UsageError(f"{engine.model.name} is not a model of text: it takes no tokens")
     load_checkpoint(folder, engine)
-    own = (folder / "tokenizer.json").is_file()
-    return TextModel(engine, read_tokenizer(folder) if own else ByteTokenizer(), read_generation_config(folder))
+    saved = (folder / "tokenizer.json").is_file()
+    return TextModel(engine, read_tokenizer(folder) if saved else ByteTokenizer(), read_generation_config(folder))

@@ -64,7 +64,7 @@ def train(context: click.Context, **options: Any) -> None:
             job_of(context),
             options["run"],
             resume=options["resume"],
-            given=_given(context),
+            given=_given_options(context),
             stop_at=options["stop_at"],
             trace=options["trace"] or 0,
             observers=[Reporter()],
@@ -82,7 +82,7 @@ def train(context: click.Context, **options: Any) -> None:
 
 def job_of(context: click.Context) -> TrainConfig:
     """The job that a command line of ``train`` describes, with the values of its file or of the run that it resumes."""
-    options, values = context.params, _given(context)
+    options, values = context.params, _given_options(context)
     if options["resume"]:
         if not options["run"] or options["config"]:
             raise UsageError("--resume needs --run NAME, and takes its options from there, not from --config")
@@ -95,8 +95,8 @@ def job_of(context: click.Context) -> TrainConfig:
     return planned_here(job, values) if options["mesh"] == AUTO else job
 
 
-def _given(context: click.Context) -> dict[str, Any]:
-    """The options of the job that were given; ``--mesh auto`` is none of them."""
+def _given_options(context: click.Context) -> dict[str, Any]:
+    """The given options of the job, without ``--mesh auto``."""
     return values_given({name: value for name, value in context.params.items() if (name, value) != ("mesh", AUTO)})
 
 
@@ -113,10 +113,9 @@ DECIDED = (
 
 
 def planned_values(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A job's options with those of a plan's file, read on rank 0. Collective over the world.
+    """The given options of a job and those of a plan's file, read on rank 0. Collective over the world.
 
-    Raises UsageError for a plan that does not fit the ranks at hand, or was made for another model, and for options
-    that the plan decides otherwise.
+    Raises UsageError for a plan for other ranks or another model, and for given options that contradict the plan.
     """
     from spmd_engine.planning.plan_result import PlanFile
 
@@ -148,7 +147,7 @@ def planned_values(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def planned_here(job: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
     """The job with the fastest composition for the ranks of the world, planned on rank 0. Collective over the world.
 
-    Given options of the composition stay, and so do the micro-batches of the job, which are part of what is computed.
+    Given options of the composition stay, and so do the micro-batches of the job, which affect the results.
     Raises UsageError if no plan fits.
     """
     if job.strategy:
@@ -166,7 +165,7 @@ def unplanned(composition: ParallelConfig) -> ParallelConfig:
 
 
 def _plan(job: TrainConfig, ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """On rank 0: the composition as JSON."""
+    """Plan the composition on rank 0, and return it as JSON."""
     from spmd_engine.planning.machine.files import default_machine
     from spmd_engine.planning.plan_result import Request
     from spmd_engine.planning.planner import find_plan

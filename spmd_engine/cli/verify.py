@@ -44,7 +44,7 @@ MOST_PARTS = 4096  #: micro-batches
 LENGTH = 32  #: positions of a sample, by default
 #: Options of the job that do not go with a page of strategies/ or an engine of the user.
 OF_MODELS = ("model", "images", "dropout", "device", "mixture", "lora", "composition")
-OF_OWN = ("input_shape", "tokens", "classes")  # go with an engine of the user only
+OF_OWN = ("input_shape", "tokens", "classes")  # for an engine of the user only
 WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 
 
@@ -101,13 +101,13 @@ def verify(context: click.Context, engine: str | None, job: TrainConfig, **optio
     of_models = set(chosen_settings(TrainConfig, OF_MODELS)) - {"mesh"}
     if engine is None and job.model.engine is not None:
         engine, of_models = job.model.name, of_models - {"model"}
-    given = [name for name in context.params if name in of_models and context.params[name] is not None]
+    model_options = [name for name in context.params if name in of_models and context.params[name] is not None]
     if engine and job.strategy:
         raise UsageError(f"verify {engine} with --strategy {job.strategy}: omit one of them")
     if engine and context.params["config"]:
         raise UsageError(f"verify {engine} with --config: an engine of your own is not a job; omit --config")
-    if (engine or job.strategy) and given:
-        listed = ", ".join(map(_flag, given))
+    if (engine or job.strategy) and model_options:
+        listed = ", ".join(map(_flag, model_options))
         raise UsageError(f"verify {engine or job.strategy}: it has a model and a strategy of its own; omit {listed}")
     for name in OF_OWN:
         if options[name] and not engine:
@@ -118,15 +118,15 @@ def verify(context: click.Context, engine: str | None, job: TrainConfig, **optio
         raise UsageError(f"--micro-batches {job.data.micro_batches}: verify takes at most {MOST_PARTS}")
     with _open_mesh(job) as mesh:
         if options["imported"]:
-            where = options["imported"], options["reference"]
-            if not verify_import(*where, mesh, _composition(job, mesh), job.device, options["tolerance"]):
+            paths = options["imported"], options["reference"]
+            if not verify_import(*paths, mesh, _composition(job, mesh), job.device, options["tolerance"]):
                 sys.exit(1)
             return
         case = _Case(job, mesh, options)
         if job.strategy:
             report = _verify_page(job.strategy, case)
         elif engine:
-            report = _verify_own(engine, case)
+            report = _verify_user_engine(engine, case)
         else:
             report = _verify_model(case)
         if mesh.rank == 0:
@@ -136,7 +136,7 @@ def verify(context: click.Context, engine: str | None, job: TrainConfig, **optio
 
 
 class _Case(NamedTuple):
-    """What is verified: the job, on this mesh, with the options of the command alone."""
+    """The job to verify, its mesh, and the options that only this command has."""
 
     job: TrainConfig
     mesh: Mesh
@@ -154,7 +154,7 @@ def _composition(job: TrainConfig, mesh: Mesh) -> ParallelConfig:
 
 
 def _open_mesh(job: TrainConfig) -> Mesh:
-    """The job's mesh; for a page of strategies, by default one with its axes."""
+    """Open the job's mesh; for a page of strategies, by default a mesh with the axes of that page."""
     if job.strategy and not job.composition.mesh:
         return open_mesh(job, default_axes(strategy_named(job.strategy), world().size))
     return open_mesh(job)
@@ -170,10 +170,10 @@ def _verify_model(case: _Case) -> Report:
         )
     model = with_shape(job.model.changed(dtype="float64"), mesh.group())
     engine = engine_of_model(model, mesh, composition, device=job.device)
-    alone, axes = ParallelConfig(), {"data": 1}
-    if "context" in mesh.axes:  # one device needs no method, whatever that of the ranks
-        alone, axes = ParallelConfig(context_method="gather"), axes | {"context": 1}
-    reference = on_rank_zero(mesh.group(), lambda: engine_of_model(model, mesh_of_one(axes), alone, device=job.device))
+    plain, axes = ParallelConfig(), {"data": 1}
+    if "context" in mesh.axes:  # one device needs no other context method
+        plain, axes = ParallelConfig(context_method="gather"), axes | {"context": 1}
+    reference = on_rank_zero(mesh.group(), lambda: engine_of_model(model, mesh_of_one(axes), plain, device=job.device))
     batches = batches_for_model(
         engine.model,
         job.data.batch_size,
@@ -184,10 +184,10 @@ def _verify_model(case: _Case) -> Report:
     return _compare(job.model.name, engine, reference, batches, case, own=False)
 
 
-def _verify_own(name: str, case: _Case) -> Report:
+def _verify_user_engine(name: str, case: _Case) -> Report:
     if not case.options["input_shape"]:
         raise UsageError(f"verify {name} needs --input-shape N,N,...: the shape of whole inputs, the batch first")
-    return _verify_made(name, code_named(name, "verify"), _parse_shape(case.options["input_shape"]), case)
+    return _verify_constructed(name, code_named(name, "verify"), _parse_shape(case.options["input_shape"]), case)
 
 
 def _verify_page(name: str, case: _Case) -> Report:
@@ -197,15 +197,15 @@ def _verify_page(name: str, case: _Case) -> Report:
     sizes = {"b": case.job.data.batch_size, "s": case.job.data.length, "d": WIDTH}
     sizes |= {"h": IMAGE[0], "w": IMAGE[1], "c": WIDTH}
     shape = tuple(sizes[letter] for letter in page.sample.split())
-    return _verify_made(name, partial(page, WIDTH, HEADS if "heads" in page.sizes else HIDDEN), shape, case)
+    return _verify_constructed(name, partial(page, WIDTH, HEADS if "heads" in page.sizes else HIDDEN), shape, case)
 
 
-def _verify_made(name: str, make: Callable[..., Any], shape: tuple[int, ...], case: _Case) -> Report:
+def _verify_constructed(name: str, make: Callable[..., Any], shape: tuple[int, ...], case: _Case) -> Report:
     engine, reference = engine_and_reference(make, case.mesh)
     check_mesh(name, engine, case.mesh, case.job.composition.mesh)
-    no_batch: Any = None  # no step is made
+    no_batch: Any = None  # no step runs
     started = compare(engine, reference, no_batch, steps=0)
-    if not started.agrees:  # checked before equal values are filled in, which would hide it
+    if not started.agrees:  # fill_zeros would hide this difference
         return started
     fill_zeros(engine, reference, case.job.model.seed)
     batches = batches_of_shape(
@@ -261,29 +261,29 @@ def _parse_shape(text: str) -> tuple[int, ...]:
 
 # --- ``verify --import PATH --reference FILE``: an imported model and activations of another program
 
-TOLERANCE = 1e-4  #: of activations in float32, relative to a layer's largest
+TOLERANCE = 1e-4  #: difference of float32 activations, relative to a layer's largest
 
 
 def verify_import(
     path: str, reference: str, mesh: Mesh, composition: ParallelConfig, device: str, tolerance: float | None
 ) -> bool:
-    """Print how far each layer is from its reference, and the first that differs; return whether all agree."""
+    """Print the distance of each layer from its reference, and the first that differs; return whether all agree."""
     tolerance = tolerance or TOLERANCE
     arrays = on_all_ranks(mesh.group(), lambda: _read(reference))
     engine, pretrained = open_pretrained(ModelConfig(path, dtype="float64"), mesh, composition, device=device)
     distances = compare_activations(engine, arrays, tolerance)
-    first = next((each for each in distances if each.place is not None), None)
+    first = next((row for row in distances if row.place is not None), None)
     if mesh.rank > 0:
         return first is None
     click.echo(f"{path} on mesh {mesh}, compared with {reference}\n")
-    width = max(len(each.layer) for each in distances)
-    for each in distances:
-        where = "" if each.place is None else f"  off, first at sample {each.place[0]}, position {each.place[1]}"
-        click.echo(f"{each.layer:<{width}}  {each.distance:8.1e}{where}")
+    width = max(len(row.layer) for row in distances)
+    for row in distances:
+        where = "" if row.place is None else f"  off, first at sample {row.place[0]}, position {row.place[1]}"
+        click.echo(f"{row.layer:<{width}}  {row.distance:8.1e}{where}")
     if first is None:
         click.echo(f"\nall {len(distances)} agree to {tolerance:g}")
         return True
-    tensors = [each.tensor.name for name, each in pretrained.filled.items() if name.startswith(f"{first.layer}/")]
+    tensors = [source.tensor.name for name, source in pretrained.filled.items() if name.startswith(f"{first.layer}/")]
     click.echo(
         f"\n{first.layer} is the first that differs, by {first.distance:.1e} (allowed is {tolerance:g}). It has "
         f"{', '.join(dict.fromkeys(tensors)) or 'no parameters'}"
@@ -293,4 +293,4 @@ def verify_import(
 
 def _read(path: str) -> dict[str, np.ndarray]:
     arrays = {name: read_npz(path, name) for name in npz_names(path)}
-    return {name: each.open() if isinstance(each, MappedArray) else each for name, each in arrays.items()}
+    return {name: array.open() if isinstance(array, MappedArray) else array for name, array in arrays.items()}

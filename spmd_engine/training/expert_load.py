@@ -1,4 +1,4 @@
-"""How busy the experts of a model were in a step: what its side outputs say, in few numbers."""
+"""The load of a model's experts in a step, summarized from its side outputs, and its rebalancing."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class ExpertLoad:
     """The load of experts in one step, over all layers with experts. A pair is a token and an expert that it chose."""
 
     pairs: int  #: of the whole batch, in all layers
-    dropped: int  #: of these, for want of capacity
-    heaviest: float  #: the most pairs of one expert, over the mean of its layer
-    where: str  #: that expert, as in "block0/moe expert 3"
-    entropy: float  #: of the router's scores, the mean over layers, as a share of the most there could be
+    dropped: int  #: pairs without an expert, for lack of capacity
+    heaviest: float  #: the most pairs of one expert, divided by the mean of its layer
+    where: str  #: the expert with these most pairs, as in "block0/moe expert 3"
+    entropy: float  #: of the router's scores: mean over layers, as a share of the maximum
 
     @classmethod
     def of(cls, side_outputs: Mapping[str, Any] | None) -> Self | None:
-        """From the side outputs of a step; None if no layer has experts."""
+        """The load by the side outputs of a step; None if no layer has experts."""
         side_outputs = side_outputs or {}
-        loads = _ending(side_outputs, "/load")
+        loads = _with_suffix(side_outputs, "/load")
         if not loads:
             return None
         ratios = {
@@ -39,10 +39,10 @@ class ExpertLoad:
         heaviest, where = max(ratios)
         shares = [
             value / log(len(loads[layer]))
-            for layer, value in _ending(side_outputs, "/entropy").items()
+            for layer, value in _with_suffix(side_outputs, "/entropy").items()
             if len(loads[layer]) > 1
         ]
-        pairs, dropped = sum(map(sum, loads.values())), sum(_ending(side_outputs, "/dropped").values())
+        pairs, dropped = sum(map(sum, loads.values())), sum(_with_suffix(side_outputs, "/dropped").values())
         return cls(round(pairs), round(dropped), heaviest, where, sum(shares) / max(1, len(shares)))
 
     @property
@@ -58,35 +58,33 @@ class ExpertLoad:
         )
 
 
-def _ending(side_outputs: Mapping[str, Any], end: str) -> dict[str, Any]:
+def _with_suffix(side_outputs: Mapping[str, Any], end: str) -> dict[str, Any]:
     return {name.removesuffix(end): value for name, value in side_outputs.items() if name.endswith(end)}
 
 
-# --- Experts that move between steps to where there is room, by the load that was measured
+# --- Experts that move between steps, by the measured load
 
 
 logger = logging.getLogger(__name__)
 
 
 class Rebalancer:
-    """Every so many steps, looks at the load of each layer's experts since it last looked, and moves those that
-    should be elsewhere, with their optimizer state.
+    """Moves experts between ranks, with their optimizer state, after ``every`` steps, by the load of these steps.
 
-    All ranks know the same load, and so decide alike. What is computed stays the same, to rounding; only the ranks
-    that compute it change.
-    ``how`` are the options of ``LayeredEngine.reshard`` with which the engine was made.
+    All ranks have the same load, and so make the same decision. The results stay equal, to rounding; only the ranks
+    that compute them change. ``how`` are the options of ``LayeredEngine.reshard`` with which the engine was made.
     """
 
     def __init__(self, engine: LayeredEngine, optimizer: Optimizer, every: int, **how: Any) -> None:
         self._engine, self._optimizer, self._every, self._how = engine, optimizer, every, how
         self._loads: dict[str, np.ndarray] = {}  # by layer
-        self.moves = 0  #: experts, so far
+        self.moves = 0  #: experts moved so far
 
     def after(self, step: int) -> None:
-        """To be called after each step, with its number from 1. Collective over the world when it is due."""
+        """Call this after each step, with its number from 1. Collective over the world when a move is due."""
         for name, load in self._engine.side_outputs.items():
-            layer, _, what = name.rpartition("/")
-            if what == "load":
+            layer, _, output = name.rpartition("/")
+            if output == "load":
                 self._loads[layer] = self._loads.get(layer, 0) + load
         if step % self._every == 0:
             self._move(step)

@@ -26,7 +26,7 @@ class FirstStepCheck:
     """Compares the calls and bytes that one step adds to the ledgers of all ranks with the dry run of the step.
 
     ``predict`` returns the analysis and the names of routed layers. It is called once, on rank 0; if it fails, a
-    warning is logged and nothing is compared. ``enforced``: whether a difference is an error, or a warning.
+    warning is logged and nothing is compared. If ``enforced``, a difference is an error, else a warning.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class FirstStepCheck:
 
     def begin(self) -> None:
         """Begin a step."""
-        self._before = self._account()
+        self._before = self._ledger_sums()
 
     def made(self) -> list[tuple[tuple, tuple[int, int]]]:
         """The calls and bytes of this rank since ``begin``, by line of the ledger."""
         gained = []
-        for line, (calls, sent) in self._account().items():
+        for line, (calls, sent) in self._ledger_sums().items():
             before = self._before.get(line, (0, 0))
             if calls > before[0] and line[2] != METRICS:
                 gained.append((line, (calls - before[0], sent - before[1])))
@@ -51,8 +51,8 @@ class FirstStepCheck:
     def compare(self, made: list[tuple[tuple, tuple[int, int]]], seconds: float) -> dict[str, Any]:
         """The prediction and the measurement, for ``metrics.jsonl``. Collective.
 
-        ``made`` are the calls and bytes of this rank, ``seconds`` those of the step, which as the first one includes
-        loading. Raises PlanError on every rank if the step differs from its dry run, naming the first such call.
+        ``made`` are the calls and bytes of this rank; ``seconds`` is the time of the step, which includes loading.
+        Raises PlanError on every rank if the step differs from its dry run, naming the first such call.
         """
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         measured = gather_json(self._mesh.group(), [made, resident], METRICS)
@@ -73,7 +73,7 @@ class FirstStepCheck:
             reason = str(error) if isinstance(error, UsageError) else f"its analysis failed with {error!r}"
             logger.warning("step 1 was not compared with its analysis: %s", reason)
             return {"differs": "", "facts": {}}
-        ledgers = [{tuple(line): tuple(sums) for line, sums in made} for made, _ in measured]
+        ledgers = [{tuple(line): tuple(sums) for line, sums in calls} for calls, _ in measured]
         sums = check.predicted_sums(analysis)
         differing = check.differences(sums, ledgers, routed, analysis.axes)
         if differing and not self._enforced:
@@ -90,7 +90,7 @@ class FirstStepCheck:
             facts["routed_bytes"] = routing
         return {"differs": differing[0] if differing else "", "facts": facts}
 
-    def _account(self) -> dict[tuple, tuple[int, int]]:
+    def _ledger_sums(self) -> dict[tuple, tuple[int, int]]:
         return {line: (entry.calls, entry.sent) for line, entry in self._mesh.ledger.entries.items()}
 
 

@@ -33,76 +33,76 @@ logger = logging.getLogger(__name__)
 
 
 class Observer:
-    """Methods that a run calls on rank 0 as it goes; a subclass overrides some. Here they do nothing.
+    """Methods that a run calls on rank 0; a subclass overrides some. By default they do nothing.
 
-    Nothing here may call a collective. An OSError ends the run on all ranks, in one line.
+    They must not call collectives. An OSError ends the run on all ranks, with one line.
     """
 
     def opened(self, workload: Workload, parameters: int, notices: Sequence[str]) -> None:
-        """What a job trains, its number of parameters, and which of its options have no effect. Before ``started``."""
+        """The job's workload, its number of parameters, and notices of options without effect. Before ``started``."""
 
     def loaded(self, table: Sequence[str]) -> None:
-        """Lines that say from what a job's initial weights were read; none, if they are drawn. Before ``started``."""
+        """The sources of a job's initial weights, as lines; none if the weights are random. Before ``started``."""
 
     def started(self, run: Run, stop: int) -> None:
-        """The run begins, or goes on after ``run.trainer.steps_done`` steps, up to step ``stop``."""
+        """The run begins, or continues after ``run.trainer.steps_done`` steps, up to step ``stop``."""
 
     def evaluated(self, step: int, loss: float) -> None:
-        """The validation loss after ``step`` steps; comes after that step's ``stepped``, whose report has it, too.
+        """The validation loss after ``step`` steps. Called after ``stepped``, whose report also has the loss.
 
-        The metrics beside it are in the run's ``evaluation``.
+        The run's ``evaluation`` has the metrics.
         """
 
     def stepped(self, report: StepReport) -> None:
-        """A step was made."""
+        """A step is done."""
 
     def saved(self, step: int) -> None:
         """The checkpoint after ``step`` steps is complete."""
 
     def not_saved(self, step: int, why: str) -> None:
-        """A checkpoint could not be written; the run goes on after ``step`` steps."""
+        """A checkpoint could not be written; the run continues after ``step`` steps."""
 
     def stopped(self, step: int, signal: int) -> None:
-        """The run ends after ``step`` steps, saved, since a rank was sent this signal."""
+        """The run has been saved and ends after ``step`` steps, because a rank received this signal."""
 
     def finished(self, loss: float | None, sample: str) -> None:
-        """All steps are made; the last validation loss, if there is one, and what the model writes, if it does."""
+        """All steps are done: the last validation loss, or None, and a text that the model generates, or ""."""
 
     def closed(self) -> None:
-        """The run is over, in whatever way: give back what is open. Not called where ``started`` was not."""
+        """The run has ended, perhaps by an error: close files. Called only after ``started``."""
 
 
 class MetricsFile(Observer):
-    """``metrics.jsonl``: a line a step. A run that goes on from a checkpoint takes up the file at its step."""
+    """``metrics.jsonl``: a line for each step. A resumed run continues the file after the step of its checkpoint."""
 
     NAME = "metrics.jsonl"
 
     def started(self, run: Run, stop: int) -> None:
         self._run, self._path, self._steps = run, run.folder / self.NAME, run.trainer.steps_done
-        kept = "".join(line + "\n" for line in _lines_up_to(self._path, self._steps))
-        replace_file(self._path, kept)
-        self._file: TextIO = self._opened()
+        lines = "".join(line + "\n" for line in _lines_up_to(self._path, self._steps))
+        replace_file(self._path, lines)
+        self._file: TextIO = self._open()
 
     def stepped(self, report: StepReport) -> None:
-        if not self._is_there():
-            self._run.check_lock()  # another one's file is not this one's
+        if not self._is_current():
+            self._run.check_lock()  # the file may belong to another run
             logger.warning("%s is gone, and what it said up to step %d; made again", self._path, self._steps)
             self._file.close()
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._opened()
+            self._file = self._open()
         self._steps = report.step
         self._file.write(json.dumps(report.as_dict()) + "\n")
         self._file.flush()
 
     def closed(self) -> None:
-        with suppress(OSError):  # of a line that could not be written: that was said
+        with suppress(OSError):  # for a line that could not be written, which is already reported
             self._file.close()
 
-    def _opened(self) -> TextIO:
+    def _open(self) -> TextIO:
         return open(open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a")
 
-    def _is_there(self) -> bool:
-        """Whether the open file is the one of that name: lines written to a removed one are lost."""
+    def _is_current(self) -> bool:
+        """Whether the path still names the open file: lines written to a removed file are lost."""
         try:
             return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
         except FileNotFoundError:
@@ -169,24 +169,24 @@ class EventLog(Observer):
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:
-    """The lines of the first steps: without what a run that was broken off wrote beyond its checkpoint, and rubbish.
+    """The lines of the first ``step`` steps, without damaged lines and those that a run wrote after its checkpoint.
 
-    Raises UsageError for a pipe, a folder and the like, of which the first might be read for ever.
+    Raises UsageError for a folder or a pipe, since reading a pipe might never end.
     """
     if os.path.exists(path) and not os.path.isfile(path):
-        raise UsageError(f"{path} is no file: move it away; what a run says of its steps is written there")
-    kept = []
+        raise UsageError(f"{path} is no file: move it away; the run writes its metrics to this path")
+    lines = []
     for line in path.read_text(errors="replace").split("\n") if step and path.exists() else ():
         try:
-            said = json.loads(line)
+            record = json.loads(line)
         except (ValueError, RecursionError):  # the last line of a run that was killed
             continue
-        if isinstance(said, dict) and isinstance(said.get("step"), int) and said["step"] <= step:
-            kept.append(line)
-    return kept
+        if isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] <= step:
+            lines.append(line)
+    return lines
 
 
-# --- A run: a training with a folder, that evaluates, saves, resumes, and ends in order for a signal
+# --- A run: a training with a folder. It evaluates, saves, resumes, and stops on a signal
 
 
 if TYPE_CHECKING:
@@ -198,22 +198,22 @@ CONFIG = "config.json"
 
 
 class Run:
-    """A Trainer's steps with all that goes round them, for any ShardedEngine and any data.
+    """The steps of a Trainer with evaluations, checkpoints and reports, for any ShardedEngine and any data.
 
     ``folder`` gets ``metrics.jsonl``, checkpoints, and, if there is a ``config`` (JSON), ``config.json``.
-    ``validation`` are the batches to evaluate on, every ``eval_every`` steps and at both ends. A checkpoint is
-    written every ``save_every`` steps and at the end; 0 is at the end alone. The last ``keep`` stay. ``facts`` (JSON)
-    are kept in it, and a run with others cannot go on from it. In the ``background`` training goes on while it is
-    written. If it cannot be written, the run ends with CheckpointError on all ranks, or, with ``go_on_unsaved``,
-    it reports that to the observers and tries the next one when it is due; the last one, at the end, must be written.
-    Every ``check_replicas_every`` steps (0: never) ranks compare what they hold alike, and a flipped bit ends the run.
-    ``trace`` traces so many steps, from the second on, to ``trace.json``. ``sample`` is called on all ranks when all is
-    done, for a text that shows what was learnt; ``after_step`` with the number of each step, when its metrics are
-    reported and before anything is saved.
+    ``validation`` are the batches to evaluate, at the start, every ``eval_every`` steps and at the end. A checkpoint is
+    written every ``save_every`` steps and at the end; 0: only at the end. The last ``keep`` stay. Checkpoints contain
+    ``facts`` (JSON), and a run with other facts cannot resume from them. With ``background``, training continues during
+    a save. If a save fails, the run ends with CheckpointError on all ranks, or, with ``go_on_unsaved``, reports the
+    failure to the observers and tries the next save when it is due; the last one must succeed. Every
+    ``check_replicas_every`` steps (0: never) ranks compare their replicas, and a flipped bit ends the run. ``trace`` is
+    the number of steps, from the second on, to trace in ``trace.json``. ``sample`` is called on all ranks at the end,
+    for a text that shows what the model learnt; ``after_step`` is called with the number of each step, after its
+    metrics are reported and before anything is saved.
 
-    SIGINT, SIGTERM, SIGUSR1 or SIGHUP to any rank ends the run after the step that is under way: saved, reported to the
-    observers, and with SystemExit, whose code is 128 + the signal's number, on every rank. A second one ends the
-    program at once, and so does the first one before a step has been made: there is nothing to save.
+    SIGINT, SIGTERM, SIGUSR1 or SIGHUP to any rank ends the run after the current step: it is saved, reported to the
+    observers, and raises SystemExit on every rank, whose code is 128 + the signal's number. A second signal, or one
+    before the first step is done, ends the program at once.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Run:
         self._keep, self._background, self._go_on_unsaved = keep, background, go_on_unsaved
         self._check_replicas_every = check_replicas_every
         self._phase = trainer.engine.mesh.activity.phase
-        self._saving: Save | None = None  # begun, and not yet known to be complete
+        self._saving: Save | None = None  # a save that is perhaps not complete
         self._lock: RunLock | None = None  # while this run writes
         self.evaluation: Evaluation | None = None  #: the last one
         #: on rank 0; on the others none
@@ -261,51 +261,51 @@ class Run:
         return self.trainer.steps_done
 
     def train(self, steps: int) -> float | None:
-        """Steps until ``steps`` have been made in all. Returns the last validation loss. Collective."""
-        self.engine.mesh.activity.folder = self.folder  # where a watchdog puts the stacks of a job that hangs
+        """Make steps until ``steps`` are done in all. Return the last validation loss. Collective."""
+        self.engine.mesh.activity.folder = self.folder  # a watchdog writes the stacks of a hanging job to it
         with self.locked(), self._observed(steps), StopFlag(to_save=False) as stop:
             self.trainer.stop = stop
             self._evaluate()
-            self._tell_evaluated()
+            self._notify_evaluated()
             for report in self._traced(steps):
                 last = report.step == steps
                 evaluates = last or not stop.taken and _due(self.eval_every, report.step)
                 if evaluates:
                     self._evaluate()
-                    if found := self.evaluation:
-                        report = replace(report, validation_loss=found.loss, validation_metrics=found.metrics)
-                self._tell(lambda each, report=report: each.stepped(report))
+                    if evaluation := self.evaluation:
+                        report = replace(report, validation_loss=evaluation.loss, validation_metrics=evaluation.metrics)
+                self._notify(lambda observer, report=report: observer.stepped(report))
                 if evaluates:
-                    self._tell_evaluated()
+                    self._notify_evaluated()
                 self.after_step(report.step)
                 ends = last or bool(stop.taken)
                 if _due(self._check_replicas_every, report.step):
                     self._compare_replicas(report.step)
-                if self._saving and self._written_everywhere():
+                if self._saving and self._is_written_everywhere():
                     self._finish_saving(must=ends)
                 if ends or _due(self.save_every, report.step):
                     self._start_saving(must=ends)
                     if ends or not self._background:
                         self._finish_saving(must=ends)
             if stop.taken:
-                self._tell(lambda each: each.stopped(self.steps_done, stop.taken))
+                self._notify(lambda observer: observer.stopped(self.steps_done, stop.taken))
                 sys.exit(128 + stop.taken)
             if steps == 0:
                 self.save()
         return self.loss
 
     def save(self) -> None:
-        """Write a checkpoint, and the folder if there is none. Collective."""
+        """Write a checkpoint, and make the folder if it is missing. Collective."""
         with self.locked():
             self._start_saving(must=True)
             self._finish_saving(must=True)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """No other run writes here meanwhile; what a broken save left is swept. Collective.
+        """Lock the folder against other runs, and remove the files of an interrupted save. Collective.
 
-        ``train`` and ``save`` do so themselves; round both and ``resume`` or ``write_config``, it keeps others out from
-        the first file on. Raises UsageError on all ranks if another run is writing here.
+        ``train`` and ``save`` lock it themselves; a lock around them and ``resume`` or ``write_config`` begins before
+        the first file is written. Raises UsageError on all ranks if another run is writing to the folder.
         """
         if self._lock:
             yield
@@ -325,9 +325,9 @@ class Run:
             lock.__exit__()
 
     def check_lock(self) -> None:
-        """Raise UsageError if another run has begun to write here, from a host that this one's lock does not reach.
+        """Raise UsageError if another run has begun to write to the folder, from a host that the lock does not reach.
 
-        On rank 0, which has the lock.
+        Call this on rank 0, which has the lock.
         """
         if self._lock:
             self._lock.check()
@@ -344,52 +344,52 @@ class Run:
         self.on_rank_zero(write, CheckpointError)
 
     def on_rank_zero(self, write: Callable[[], None], error: type[UsageError] = UsageError) -> None:
-        """``write()`` into the folder, on rank 0 alone; what the system refuses is one error on all. Collective."""
+        """Call ``write``, which writes to the folder, on rank 0; a failure is one error on all ranks. Collective."""
 
         def named() -> None:
-            with self._named():
+            with self._add_folder_to_errors():
                 write()
 
         on_rank_zero(self.engine.group(), named, error)
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Name the folder: the error of a full disk does not say which one it is."""
+    def _add_folder_to_errors(self) -> Iterator[None]:
+        """Name the folder in an OSError: the error of a full disk does not name it."""
         try:
             yield
         except OSError as error:
-            said = f"{self.folder} cannot be written to: {error}; the last checkpoint there, if any, is whole"
-            raise UsageError(said) from error
+            message = f"{self.folder} cannot be written to: {error}; the last checkpoint there, if any, is whole"
+            raise UsageError(message) from error
 
     def resume(self) -> None:
-        """Take up the folder's checkpoint where it left off. Collective.
+        """Load the folder's newest checkpoint and continue after its step. Collective.
 
-        Raises UsageError if there is none, or if it was made with other ``facts``.
+        Raises UsageError if there is none, or if it has other ``facts``.
         """
         from spmd_engine.checkpoints import load_checkpoint
 
         with self._phase("loading a checkpoint"):
             facts = load_checkpoint(self.folder, self.engine, self.trainer.optimizer)
             if self.engine.device_id == 0:
-                self._tell_of_another_mesh()
+                self._warn_of_other_mesh()
         if missing := {"step", *self.facts} - set(facts):
-            raise UsageError(f"{self.folder}: its checkpoint does not say its {', '.join(sorted(missing))}")
+            raise UsageError(f"{self.folder}: its checkpoint lacks {', '.join(sorted(missing))}")
         for name, value in self.facts.items():
             if facts[name] != value:
-                raise UsageError(f"{self.folder} was trained with {name} {facts[name]!r}, and this is {value!r}")
+                raise UsageError(f"{self.folder} was trained with {name} {facts[name]!r}, but this run has {value!r}")
         self.trainer.steps_done = facts["step"]
 
-    def _tell_of_another_mesh(self) -> None:
+    def _warn_of_other_mesh(self) -> None:
         from spmd_engine.checkpoints.read import read_manifest
 
         newest = CheckpointFolder(self.folder).newest()
-        saved_on, here = read_manifest(newest).mesh if newest else "", mesh_name(self.engine)
-        if saved_on and saved_on != here:
-            said = "%s was saved on mesh %s; on mesh %s the results agree to rounding, not to the bit"
-            logger.warning(said, newest, saved_on, here)
+        saved_on, this_mesh = read_manifest(newest).mesh if newest else "", mesh_name(self.engine)
+        if saved_on and saved_on != this_mesh:
+            message = "%s was saved on mesh %s; on mesh %s the results agree to rounding, not to the bit"
+            logger.warning(message, newest, saved_on, this_mesh)
 
     def _start_saving(self, must: bool) -> None:
-        self._finish_saving(must)  # the one before
+        self._finish_saving(must)  # the previous save
         with self._maybe_unsaved(must), self._phase("saving, step", self.steps_done):
             self.write_config()
             self._saving = Save(
@@ -403,7 +403,7 @@ class Run:
                 background=self._background and not must,
             )
 
-    def _written_everywhere(self) -> bool:
+    def _is_written_everywhere(self) -> bool:
         """Whether no rank is still writing. Collective."""
         assert self._saving
         mine = np.array(self._saving.is_written, np.int64)
@@ -414,23 +414,23 @@ class Run:
         if saving is not None:
             with self._maybe_unsaved(must), self._phase("saving, step", saving.step):
                 saving.finish()
-                self._tell(lambda each: each.saved(saving.step))
+                self._notify(lambda observer: observer.saved(saving.step))
 
     @contextmanager
     def _maybe_unsaved(self, must: bool) -> Iterator[None]:
-        """Report a failed save to the observers, if this run may go on without it."""
+        """Report a failed save to the observers, if this run may continue without it."""
         try:
             yield
         except CheckpointError as error:
             if must or not self._go_on_unsaved:
                 raise
             why = str(error)
-            self._tell(lambda each: each.not_saved(self.steps_done, why))
+            self._notify(lambda observer: observer.not_saved(self.steps_done, why))
 
     def _evaluate(self) -> None:
         if self.validation:
-            found = self.trainer.evaluation(self.validation)
-            self.evaluation = found if found.count else None  # of no targets there is no loss
+            evaluation = self.trainer.evaluation(self.validation)
+            self.evaluation = evaluation if evaluation.count else None  # without targets there is no loss
 
     def _compare_replicas(self, step: int) -> None:
         from spmd_engine.checkpoints.digest import compare_replicas
@@ -439,7 +439,7 @@ class Run:
             compare_replicas(self.engine, self.trainer.optimizer)
 
     def _traced(self, steps: int) -> Iterator[StepReport]:
-        """The training's steps; those that are traced come second, when everything is warm."""
+        """Make the steps; the traced ones begin with the second, after the first has warmed up."""
         if self.trace:
             from spmd_engine.training.trace import Trace
 
@@ -451,7 +451,7 @@ class Run:
             self.on_rank_zero(lambda: replace_file(self.folder / "trace.json", text or ""))
         yield from self.trainer.run(steps)
 
-    # --- observers: on rank 0 alone -----------------------------------------------------------------------
+    # --- Observers, on rank 0 only
 
     @contextmanager
     def _observed(self, steps: int) -> Iterator[None]:
@@ -460,28 +460,28 @@ class Run:
 
         def start() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for each in self.observers:
-                each.started(self, steps)
-                started.append(each)
+            for observer in self.observers:
+                observer.started(self, steps)
+                started.append(observer)
 
         try:
             self.on_rank_zero(start)
             yield
             text = self.sample()
-            self._tell(lambda each: each.finished(self.loss, text))
+            self._notify(lambda observer: observer.finished(self.loss, text))
         finally:
-            for each in started:
-                each.closed()
+            for observer in started:
+                observer.closed()
 
-    def _tell_evaluated(self) -> None:
+    def _notify_evaluated(self) -> None:
         if (loss := self.loss) is not None:
-            self._tell(lambda each: each.evaluated(self.steps_done, loss))
+            self._notify(lambda observer: observer.evaluated(self.steps_done, loss))
 
-    def _tell(self, event: Callable[[Observer], None]) -> None:
-        """Raises UsageError where an observer cannot write, for lack of space, say: on rank 0, which ends the job."""
-        with self._named():
-            for each in self.observers:
-                event(each)
+    def _notify(self, event: Callable[[Observer], None]) -> None:
+        """Pass an event to the observers. Raises UsageError on rank 0, which ends the job, if one cannot write."""
+        with self._add_folder_to_errors():
+            for observer in self.observers:
+                event(observer)
 
 
 def _due(every: int, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""From a job to its run: ``train`` begins one, or goes on with one, on however many ranks there are."""
+"""Runs of jobs: ``train`` begins or resumes a run, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from spmd_engine.training.workload import Workload, make_trainer, open_workload
 if TYPE_CHECKING:
     from spmd_engine.formats.token_file import TokenFile
 
-PROMPT = "def "  #: how a sample begins
+PROMPT = "def "  #: the beginning of a sample
 TEMPERATURE = 0.8  #: of samples
 
 
@@ -42,37 +42,37 @@ def train(
     observers: Sequence[Observer] = (),
     enforce: bool = True,
 ) -> Run:
-    """Train as a job says: a Job, its JSON, or a file of that. Collective over the world; returns the Run when done.
+    """Train a job: a TrainConfig, its JSON, or a file of that. Collective over the world; returns the Run when done.
 
     ``run`` is the folder for results, or its name under ``runs/``; None makes a new one, ``runs/MODEL-NUMBER``. With
-    ``resume`` the run there goes on from its checkpoint, and what of the composition the mesh cannot have is left out,
-    but for the options that were ``given``. ``stop_at`` ends it before the job's last step, ``trace`` traces so many.
-    Raises UsageError for what cannot be done.
+    ``resume`` the run continues from its checkpoint, without the options of its composition that the mesh does not
+    permit, unless they are ``given``. ``stop_at`` ends the run before the job's last step; ``trace`` is the number of
+    steps to trace. Raises UsageError for a job that cannot run.
     """
     job = _as_job(job)
     steps = job.training.steps
     if stop_at is not None and not 0 < stop_at <= steps:
-        raise UsageError(f"--stop-at {stop_at} with --steps {steps}: it is a step of these, from 1 to {steps}")
+        raise UsageError(f"--stop-at {stop_at} with --steps {steps}: it must be from 1 to {steps}")
     if resume and run is None:
         raise UsageError("--resume needs --run NAME: name the run to continue")
     with _open_mesh(job) as mesh:
         job = _with_shape(job, mesh)
         if job.model.lora is not None and job.model.path is None:
-            raise UsageError(f"adapters are of trained weights, but {job.model.name} begins with none: --model PATH")
-        job, notices = _fitted(job, mesh, resume, given)
+            raise UsageError(f"adapters need trained weights, and {job.model.name} has none: give --model PATH")
+        job, notices = _fit_to_mesh(job, mesh, resume, given)
         workload = open_workload(job, mesh)
-        notices += _without_effect(workload)
+        notices += _notices_without_effect(workload)
         folder = Path(text_from_rank_zero(mesh.group(), lambda: _open_folder(job, run, resume)))
-        made = _make_run(workload, folder, observers, trace)
-        made.trainer.first_step_check = first_step_check(workload, enforce)
-        with made.locked():  # before anything is read or written there
-            loaded = _begin(made, workload, resume)
+        new_run = _make_run(workload, folder, observers, trace)
+        new_run.trainer.first_step_check = first_step_check(workload, enforce)
+        with new_run.locked():  # before anything is read from or written to the folder
+            loaded = _begin(new_run, workload, resume)
             parameters = workload.parameter_count  # on all ranks: an engine may have to exchange shapes
-            for each in made.observers:
-                each.opened(workload, parameters, notices)
-                each.loaded(loaded)
-            made.train(stop_at or steps)
-    return made
+            for observer in new_run.observers:
+                observer.opened(workload, parameters, notices)
+                observer.loaded(loaded)
+            new_run.train(stop_at or steps)
+    return new_run
 
 
 def _as_job(job: TrainConfig | Mapping[str, Any] | str | Path | None) -> TrainConfig:
@@ -84,7 +84,7 @@ def _as_job(job: TrainConfig | Mapping[str, Any] | str | Path | None) -> TrainCo
 
 
 def _open_mesh(job: TrainConfig) -> Mesh:
-    """The mesh that a job asks for; of a page of strategies, one with its axes."""
+    """Open the mesh of a job; for a page of strategies, by default a mesh with the axes of that page."""
     axes: Any = job.composition.mesh
     if job.strategy and not axes:
         axes = default_axes(strategy_named(job.strategy), world().size)
@@ -92,7 +92,7 @@ def _open_mesh(job: TrainConfig) -> Mesh:
 
 
 def _with_shape(job: TrainConfig, mesh: Mesh) -> TrainConfig:
-    """The job, whose model knows the shape of the weights that it begins with, if there are any."""
+    """The job; its model gets the shape of its initial weights, if there are any."""
     if job.model.path is None and job.model.adapter is None:
         return job
     from spmd_engine.checkpoints.pretrained import with_shape
@@ -100,8 +100,8 @@ def _with_shape(job: TrainConfig, mesh: Mesh) -> TrainConfig:
     return job.changed(model=with_shape(job.model, mesh.group()))
 
 
-def _fitted(job: TrainConfig, mesh: Mesh, resume: bool, given: Collection[str]) -> tuple[TrainConfig, list[str]]:
-    """The job as this mesh can have it, and what of its composition is left out."""
+def _fit_to_mesh(job: TrainConfig, mesh: Mesh, resume: bool, given: Collection[str]) -> tuple[TrainConfig, list[str]]:
+    """The job with a composition that this mesh permits, and notices of the options that are left out."""
     if job.strategy or job.model.engine is not None:
         return job, []
     composition, left_out = job.composition, []
@@ -112,8 +112,8 @@ def _fitted(job: TrainConfig, mesh: Mesh, resume: bool, given: Collection[str]) 
     return job.changed(composition=composition), left_out
 
 
-def _without_effect(workload: Workload) -> list[str]:
-    """Notices of what has no effect, or little, on the model, which may have the sizes of the data."""
+def _notices_without_effect(workload: Workload) -> list[str]:
+    """Notices of options with no or little effect on the model, whose sizes may be those of the data."""
     job, mesh = workload.job, workload.engine.mesh
     notices = []
     if job.model.code is not None:
@@ -123,27 +123,27 @@ def _without_effect(workload: Workload) -> list[str]:
     return notices + job.composition.check(mesh.axes, job.model.build(job.composition))
 
 
-def _begin(made: Run, workload: Workload, resume: bool) -> list[str]:
-    """Take up the run's checkpoint, or begin a new one in its folder; a table of the weights that it begins with."""
+def _begin(run: Run, workload: Workload, resume: bool) -> list[str]:
+    """Resume the run, or begin it in its folder; return a table of its initial weights."""
     if resume:
-        made.resume()
+        run.resume()
         return []
     loaded = _load_weights(workload)
-    made.write_config()
+    run.write_config()
     if (file := workload.token_file) is not None:
-        made.on_rank_zero(lambda: keep_tokenizer(file, made.folder))
+        run.on_rank_zero(lambda: keep_tokenizer(file, run.folder))
     return loaded
 
 
 def _load_weights(workload: Workload) -> list[str]:
-    """Load the weights that the job's model begins with, if there are any; a table of what went where."""
+    """Load the initial weights of the job's model, if there are any; return a table of their tensors."""
     model, engine = workload.job.model, workload.engine
     if model.path is None or not isinstance(engine, LayeredEngine):
         return []
     from spmd_engine.checkpoints.pretrained import load_pretrained, table
 
     pretrained = load_pretrained(engine, model.path, model.adapter)
-    specs = {name: str(engine.layout.spec(each.view.dims)) for name, each in pretrained.filled.items()}
+    specs = {name: str(engine.layout.spec(source.view.dims)) for name, source in pretrained.filled.items()}
     return list(table(pretrained, specs))
 
 
@@ -162,10 +162,10 @@ def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], t
         sampling = SamplingOptions(sample=True, temperature=TEMPERATURE, seed=job.model.seed)
         ends = () if tokenizer.end is None else (tokenizer.end,)
         stopping = StoppingCriteria(job.sample, ends, slide=True)
-        (written,) = generate(
+        (completion,) = generate(
             engine, [tokenizer.encode(PROMPT)], sampling=sampling, stopping=stopping, tokenizer=tokenizer
         )
-        return PROMPT + (written.text or "")
+        return PROMPT + (completion.text or "")
 
     trainer = make_trainer(workload)
     after_step: Callable[[int], None] = lambda step: None
@@ -194,7 +194,7 @@ def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], t
 
 
 def _tokenizer(workload: Workload) -> Tokenizer | None:
-    """What turns this workload's tokens into text; None if its library is not installed."""
+    """The tokenizer of this workload's tokens; None if its library is not installed."""
     file = workload.token_file
     if file is None or not file.tokenizer:
         return ByteTokenizer()
@@ -204,25 +204,25 @@ def _tokenizer(workload: Workload) -> Tokenizer | None:
 
 
 def keep_tokenizer(file: TokenFile, folder: Path) -> None:
-    """The run's folder has the files of the tokenizer by which its model reads and writes."""
+    """Write the files of the model's tokenizer to the run's folder."""
     from spmd_engine.tokens.hugging_face import CONFIG, TEMPLATE, TOKENIZER
 
     files = file.tokenizer
-    for name in files.keys() & {CONFIG, TEMPLATE, TOKENIZER}:  # no name in it is taken as a path
+    for name in files.keys() & {CONFIG, TEMPLATE, TOKENIZER}:  # other names could be paths
         replace_file(folder / name, files[name])
 
 
-# --- folders
+# --- Folders
 
 
 def run_folder(run: str | Path) -> Path:
     """The folder of a run: a path, or its name under ``runs/``."""
-    here = "/" in str(run) or os.path.exists(Path(run, CONFIG)) and not _is_model(Path(run))
-    return Path(run) if here else Path("runs") / run
+    is_path = "/" in str(run) or os.path.exists(Path(run, CONFIG)) and not _is_model(Path(run))
+    return Path(run) if is_path else Path("runs") / run
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether a folder holds a model of Hugging Face's format: its configuration has the name of a run's."""
+    """Whether a folder holds a model in Hugging Face's format, whose configuration file is named as a run's."""
     try:
         content = json.loads((folder / CONFIG).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -237,7 +237,7 @@ def read_run(run: str | Path) -> TrainConfig:
     def read() -> TrainConfig:
         newest = CheckpointFolder(path.parent).newest()
         if os.path.exists(path) and not os.path.isfile(path):
-            raise UsageError(f"{path} is no file: move it away, and the job is taken from the newest checkpoint")
+            raise UsageError(f"{path} is no file: move it away; the job is then read from the newest checkpoint")
         if not os.path.isfile(path):
             if newest is None:
                 raise UsageError(
@@ -245,8 +245,8 @@ def read_run(run: str | Path) -> TrainConfig:
                 )
             from spmd_engine.checkpoints.read import read_manifest
 
-            if (kept := read_manifest(newest).config) is not None:
-                return TrainConfig.from_json(kept, f"{newest}")
+            if (config := read_manifest(newest).config) is not None:
+                return TrainConfig.from_json(config, f"{newest}")
         try:
             return TrainConfig.read(path)
         except UsageError as error:
@@ -254,15 +254,15 @@ def read_run(run: str | Path) -> TrainConfig:
                 raise
             raise UsageError(f"{error}. Move it away, and the job is taken from {newest}") from error
 
-    return _from_rank_zero(read)
+    return _read_on_rank_zero(read)
 
 
 def read_job(path: str | Path) -> TrainConfig:
     """The job of a JSON file, read on rank 0. Collective over the world."""
-    return _from_rank_zero(lambda: TrainConfig.read(path))
+    return _read_on_rank_zero(lambda: TrainConfig.read(path))
 
 
-def _from_rank_zero(read) -> TrainConfig:
+def _read_on_rank_zero(read) -> TrainConfig:
     with Mesh(world()) as mesh:
         return TrainConfig.from_json(
             json.loads(text_from_rank_zero(mesh.group(), lambda: json.dumps(read().as_json())))
@@ -270,11 +270,11 @@ def _from_rank_zero(read) -> TrainConfig:
 
 
 def _open_folder(job: TrainConfig, run: str | Path | None, resume: bool) -> str:
-    """On rank 0: the run's folder, made if it is a new run. A run without a checkpoint may be begun again."""
+    """Open the run's folder on rank 0, and make it for a new run. A run without a checkpoint may begin again."""
     if run is not None:
         folder = run_folder(run)
         if resume:
-            find_checkpoint(folder)  # raises CheckpointError: nothing is to be made where none is
+            find_checkpoint(folder)  # raises CheckpointError if there is none
             return str(folder)
         if CheckpointFolder(folder).newest():
             raise UsageError(f"{folder} holds a run already; give --resume to continue it, or another --run")
@@ -287,7 +287,7 @@ def _open_folder(job: TrainConfig, run: str | Path | None, resume: bool) -> str:
         folder = Path("runs") / f"{short_name(job.model.name)}-{number}"
         try:
             folder.mkdir(parents=True)
-        except FileExistsError:  # perhaps another job has made it a moment ago
+        except FileExistsError:  # perhaps another job has just made it
             number += 1
         else:
             return str(folder)

@@ -1,4 +1,4 @@
-"""What every rank does when: a trace in the format of Chrome and Perfetto, all ranks on one clock."""
+"""The activity of all ranks over time: a trace in the format of Chrome and Perfetto, on one clock."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ _PINGS = 5
 class Trace:
     """Spans of time on this rank; ``json`` gives those of all ranks.
 
-    ``with trace.of(engine): ...`` records what is done there: each layer's forward and backward, and the time this
-    rank stands waiting in each collective, by operation, axes and label. What is neither is the rest: data, the
-    optimizer, and whatever an engine of one's own does.
+    ``with trace.of(engine): ...`` records each layer's forward and backward, and the time that this rank waits in each
+    collective, by operation, axes and label. The rest of the time is data, the optimizer, and other code of the engine.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -36,7 +35,7 @@ class Trace:
     @contextmanager
     def of(self, engine: ShardedEngine) -> Iterator[None]:
         """Record layers and waits of an engine."""
-        self._mesh.ledger.observer = self._waited
+        self._mesh.ledger.observer = self._record_wait
         try:
             if isinstance(engine, LayeredEngine):
                 with engine.wrapped(partial(_TracedLayer, self)):
@@ -48,14 +47,14 @@ class Trace:
 
     @contextmanager
     def span(self, name: str, kind: str = COMPUTE) -> Iterator[None]:
-        """Record what is done within."""
+        """Record the body of the with statement as a span."""
         began = perf_counter()
         try:
             yield
         finally:
             self._events.append((name, kind, began, perf_counter()))
 
-    def _waited(self, operation: str, axes: str, label: str, seconds: float) -> None:
+    def _record_wait(self, operation: str, axes: str, label: str, seconds: float) -> None:
         now = perf_counter()
         name = f"{operation} over {axes}" + (f" ({label})" if label else "")
         self._events.append((name, COMMUNICATION, now - seconds, now))
@@ -110,11 +109,11 @@ class _TracedLayer(Layer):
 
 
 def _clock_difference(mesh: Mesh) -> float:
-    """Seconds to add to this rank's clock for rank 0's. Ranks of a node have one clock; others ask rank 0, and the
-    quickest answer is the best. Collective."""
+    """Seconds to add to this rank's clock for rank 0's. Ranks of a node have one clock; others ask rank 0, and use the
+    quickest answer. Collective."""
     world, difference, quickest = mesh.group(), 0.0, float("inf")
-    elsewhere = [rank for rank, node in enumerate(mesh.nodes) if node != mesh.nodes[0]]
-    for rank in elsewhere:
+    remote_ranks = [rank for rank, node in enumerate(mesh.nodes) if node != mesh.nodes[0]]
+    for rank in remote_ranks:
         for _ in range(_PINGS):
             if mesh.rank == 0:
                 world.receive(rank, label="trace")
@@ -122,8 +121,8 @@ def _clock_difference(mesh: Mesh) -> float:
             elif mesh.rank == rank:
                 began = perf_counter()
                 world.send(0, np.zeros(1), label="trace")
-                theirs = float(world.receive(0, label="trace"))
+                answer = float(world.receive(0, label="trace"))
                 ended = perf_counter()
                 if ended - began < quickest:
-                    quickest, difference = ended - began, theirs - (began + ended) / 2
+                    quickest, difference = ended - began, answer - (began + ended) / 2
     return difference

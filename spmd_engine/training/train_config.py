@@ -1,4 +1,4 @@
-"""A job: everything that decides a training run, as one configuration that JSON can hold.
+"""A job: all that determines a training run, as one configuration with a form in JSON.
 
 Each field is an option of the command line, unless its ``setting`` says otherwise.
 """
@@ -21,15 +21,15 @@ from spmd_engine.models.names import IMAGES
 from spmd_engine.models.user_code import is_code
 from spmd_engine.units import SECONDS
 
-VERSION = 1  #: of the JSON that jobs are written as
-MOST = 1 << 24  #: samples, and micro-batches: more is a slip
-LARGEST = 1e30  #: of rates and the like
+VERSION = 1  #: of the JSON of jobs
+MOST = 1 << 24  #: samples, and micro-batches: more is a mistake
+LARGEST = 1e30  #: of rates, decays and limits
 AUGMENT = ("none", "shift", "shift-flip")  #: how training images may change at random
 
 
 @dataclass(frozen=True)
 class DataConfig(Configuration):
-    """What a model learns from, and in which pieces."""
+    """The training data, and their batches."""
 
     path: str | None = setting(
         None,
@@ -63,7 +63,7 @@ class DataConfig(Configuration):
 
 @dataclass(frozen=True)
 class StepConfig(Configuration):
-    """How parameters are updated, and what happens between steps."""
+    """The updates of parameters, and the actions between steps."""
 
     steps: int = setting(600, least=0, of_images=100, help="Optimizer steps in all.")
     learning_rate: float = setting(
@@ -95,7 +95,7 @@ class StepConfig(Configuration):
 
 @dataclass(frozen=True)
 class CorpusFacts(Configuration):
-    """What a corpus was read from: equal for equal data."""
+    """The files of a corpus: equal for equal data."""
 
     files: int = setting(0, least=0)  #: their number
     sha256: str = ""  #: of their names, sizes and contents, in hexadecimal digits
@@ -103,7 +103,7 @@ class CorpusFacts(Configuration):
 
 @dataclass(frozen=True)
 class TrainConfig(Configuration):
-    """A whole training run: equal jobs on equal data compute the same, to rounding, whatever the composition."""
+    """A training run: equal jobs on equal data give equal results, to rounding, with any composition."""
 
     version: int = setting(VERSION, option=None, help="Version of this format.")
     model: ModelConfig = ModelConfig()
@@ -139,7 +139,7 @@ class TrainConfig(Configuration):
 
     @classmethod
     def from_json(cls, content: Any, where: str = "") -> Self:
-        """As Configuration.from_json; also reads a config.json from before there were versions."""
+        """As Configuration.from_json; also reads an old config.json without a version."""
         if isinstance(content, Mapping) and "version" not in content and {"model", "seed", "dtype"} <= set(content):
             return _from_options(cls, content, where)
         if isinstance(content, Mapping) and content.get("version") != VERSION:
@@ -153,16 +153,16 @@ class TrainConfig(Configuration):
         return cls.from_json(json_at(path), str(path))
 
     def write(self, path: str | Path) -> None:
-        """Write what ``read`` reads."""
+        """Write the JSON file that ``read`` reads."""
         Path(path).write_text(json.dumps(self.as_json(), indent=2) + "\n")
 
     @classmethod
     def of(cls, **options: Any) -> Self:
-        """A job with some options of ``with_options``, all others by default, which depend on the kind of model."""
+        """A job with these options, as in ``with_options``; the defaults of the others depend on the kind of model."""
         return cls().with_options(**(OF_IMAGES if options.get("model") in IMAGES else {}) | options)
 
     def with_options(self, **options: Any) -> Self:
-        """This job with other values of fields, by their names on the command line, whatever section they are in.
+        """This job with other values of fields in any section, by their names on the command line.
 
         >>> TrainConfig.of(model="gpt-mini", steps=20, zero=3).training.steps
         20
@@ -172,7 +172,7 @@ class TrainConfig(Configuration):
         return _changed(self, {_setting(name).path: value for name, value in options.items()})
 
     def option(self, name: str) -> Any:
-        """The value of one of ``with_options``' names."""
+        """The value of an option, by its name in ``with_options``."""
         *sections, field = _setting(name).path
         value: Any = self
         for section in sections:
@@ -180,9 +180,9 @@ class TrainConfig(Configuration):
         return getattr(value, field)
 
     def resumed(self, where: str = "the run", **options: Any) -> Self:
-        """This job of a run that resumes, with other values of some options; mesh, device and check are not kept.
+        """The job of a resumed run, with other values of some options; mesh, device and check become their defaults.
 
-        Raises UsageError for another value of an option that decides what is computed (``FIXED``).
+        Raises UsageError for another value of an option that determines the results (``FIXED``).
         """
         for name in FIXED:
             if name in options and options[name] != self.option(name):
@@ -193,21 +193,21 @@ class TrainConfig(Configuration):
         return self.with_options(**{"mesh": None, "device": "cpu", "check": True} | options)
 
 
-#: Options that decide what a run computes: a run that resumes keeps its own.
-FIXED = tuple(name for name, each in settings_of(TrainConfig).items() if each.about.get("fixed"))
+#: Options that determine the results of a run: a resumed run keeps its values.
+FIXED = tuple(name for name, field in settings_of(TrainConfig).items() if field.about.get("fixed"))
 #: Defaults for models of images.
 OF_IMAGES = {
-    name: each.about["of_images"] for name, each in settings_of(TrainConfig).items() if "of_images" in each.about
+    name: field.about["of_images"] for name, field in settings_of(TrainConfig).items() if "of_images" in field.about
 }
 
 
 def _changed(configuration: Configuration, values: Mapping[tuple[str, ...], Any]) -> Any:
-    """A configuration with other values of fields, of its own and in sections within it, all at once."""
-    own = {path[0]: value for path, value in values.items() if len(path) == 1}
+    """A configuration with other values of its fields and those of its sections, all at once."""
+    changes = {path[0]: value for path, value in values.items() if len(path) == 1}
     for section in dict.fromkeys(path[0] for path in values if len(path) > 1):
         within = {path[1:]: value for path, value in values.items() if len(path) > 1 and path[0] == section}
-        own[section] = _changed(section_of(configuration, section), within)
-    return configuration.changed(**own)
+        changes[section] = _changed(section_of(configuration, section), within)
+    return configuration.changed(**changes)
 
 
 def _setting(name: str) -> ConfigField:
@@ -220,14 +220,14 @@ def _setting(name: str) -> ConfigField:
 def _with_defaults(content: Any) -> Any:
     """A job's JSON, with the defaults for images if it has a model of images."""
     model = content.get("model") if isinstance(content, Mapping) else None
-    if not isinstance(model, Mapping) or model.get("name") not in list(IMAGES):  # it may be anything
+    if not isinstance(model, Mapping) or model.get("name") not in list(IMAGES):  # the name may have any type
         return content
     filled = dict(content)
     for option, value in OF_IMAGES.items():
         section, name = _setting(option).path
-        given = filled.get(section, {})
-        if isinstance(given, Mapping):
-            filled[section] = {name: value, **given}
+        values = filled.get(section, {})
+        if isinstance(values, Mapping):
+            filled[section] = {name: value, **values}
     return filled
 
 

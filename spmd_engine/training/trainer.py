@@ -39,37 +39,36 @@ class StepReport:
     seconds: float
     tokens_per_second: float
     metrics: Mapping[str, float] | None = None  #: of the batch, before the update: by name, as ``Evaluation`` has them
-    bytes_sent: int | None = None  #: by all ranks, by the ledger
-    exposed_communication: float | None = None  #: seconds that a rank stood in collectives, the mean over ranks
-    gigabytes_per_second: dict[str, float] | None = None  #: by mesh axis: sent by all, by those seconds
+    bytes_sent: int | None = None  #: by all ranks, from the ledger
+    exposed_communication: float | None = None  #: seconds of a rank in collectives, mean over ranks
+    gigabytes_per_second: dict[str, float] | None = None  #: by mesh axis: sent by all, by their seconds
     shares: list[list[float]] | None = None  #: of the step, by rank: computing, communicating, and idle
     side_outputs: dict[str, Any] | None = None  #: of layers, by name: auxiliary losses, counts
-    predicted: dict[str, Any] | None = None  #: of the first step: what ``analyze`` says of it, and what was measured
-    skipped: str | None = None  #: why nothing was updated: what is not finite, where, and on which ranks
+    predicted: dict[str, Any] | None = None  #: of the first step: the prediction of ``analyze``, and the measurement
+    skipped: str | None = None  #: why nothing was updated: the value that is not finite, and its ranks
     validation_loss: float | None = None
     validation_metrics: Mapping[str, float] | None = None  #: by name, as ``Evaluation`` has them
 
     def as_dict(self) -> dict:
-        """What is known, by name; a metric has its own, ``accuracy``, and in validation ``validation_accuracy``."""
-        known = {key: value for key, value in asdict(self).items() if value is not None}
-        of_batch, metrics = known.pop("metrics", {}), known.pop("validation_metrics", {})
-        for key in ("loss", "grad_norm"):  # JSON has no numbers for what is not finite
-            known[key] = known[key] if isfinite(known[key]) else str(known[key])
-        return known | of_batch | {f"validation_{name}": value for name, value in metrics.items()}
+        """The fields that are not None, by name; metrics by their own: ``accuracy``, ``validation_accuracy``."""
+        fields = {key: value for key, value in asdict(self).items() if value is not None}
+        of_batch, metrics = fields.pop("metrics", {}), fields.pop("validation_metrics", {})
+        for key in ("loss", "grad_norm"):  # JSON has no numbers that are not finite
+            fields[key] = fields[key] if isfinite(fields[key]) else str(fields[key])
+        return fields | of_batch | {f"validation_{name}": value for name, value in metrics.items()}
 
 
 class Trainer:
-    """Steps an engine with an optimizer over batches that are functions of the step's number.
+    """Trains an engine with an optimizer on batches that are functions of the step's number.
 
-    ``batches(step)`` gives this rank's Batch of step ``step`` (from 0), ``rate(step)`` its learning rate.
-    Gradients whose whole norm exceeds ``grad_clip`` are scaled down to it; 0 switches that off. With a loss or a
-    norm that is not finite nothing is updated, on any rank, and the report says why; after more than ``max_skipped``
-    such steps in a row NotFiniteError is raised, on every rank alike. If only some ranks find it so, in gradients that
-    should be equal, ReplicasDifferError is. With
-    ``step_metrics`` every report has what all ranks sent and waited for, which takes a small collective; it always has
-    the auxiliary losses and counts that layers return.
-    ``first_step_check`` compares the first step with its dry run. ``run`` ends after a step
-    at whose end any rank had a signal in its ``stop`` flag: all ranks' flags are then taken.
+    ``batches(step)`` gives this rank's Batch of step ``step`` (from 0), ``rate(step)`` its learning rate. Gradients
+    whose global norm exceeds ``grad_clip`` are scaled down to it; 0: no limit. If the loss or norm is not finite, no
+    rank updates anything, and the report gives the reason; after more than ``max_skipped`` such steps in a row,
+    NotFiniteError is raised on every rank. If only some ranks find such values in gradients that should be equal,
+    ReplicasDifferError is raised. With ``step_metrics``, every report has the bytes and waiting times of all ranks,
+    which takes a small collective; it always has the auxiliary losses and counts that layers return.
+    ``first_step_check`` compares the first step with its dry run. ``run`` ends after a step at whose end any rank had a
+    signal in its ``stop`` flag: all ranks' flags are then taken.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class Trainer:
         self.skipped_in_a_row = 0
 
     def step(self) -> StepReport:
-        """One optimizer step. Collective."""
+        """Make one optimizer step. Collective."""
         with self.engine.mesh.activity.phase("step", self.steps_done + 1):
             return self._step()
 
@@ -108,7 +107,7 @@ class Trainer:
             batch = replace(batch, count=engine.count(batch))
         if self.first_step_check:
             self.first_step_check.begin()
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is reported below, once
+        with np.errstate(over="ignore", invalid="ignore"):  # values that are not finite are reported below, once
             loss = engine.step(batch, self.loss)
             norm = engine.gradient_norm()
         rate, skips = self.rate(step), not (isfinite(loss) and isfinite(norm))
@@ -120,18 +119,18 @@ class Trainer:
             self.skipped_in_a_row = 0
         else:
             engine.update_skipped()
-        made = self.first_step_check.made() if self.first_step_check and not skips else None
-        # Before ranks agree that the step is made: another rank may report it, and be sent a signal for that, earlier.
+        step_calls = self.first_step_check.made() if self.first_step_check and not skips else None
+        # Before ranks agree that the step is done: another rank may report it, and then receive a signal, earlier.
         if self.stop:
             self.stop.to_save = True
-        # That all ranks skip is sure only now: each may have taken the norm of its own copy of the summed gradients.
+        # Only this proves that all ranks skip: each may have taken the norm of its own copy of the summed gradients.
         seconds, facts, signal = metrics.close(skips, self.stop.received if self.stop else None)
         skipped = self._skip(loss, norm, batch) if skips else None
         self.steps_done += 1
         if self.stop:
             self.stop.take(signal)
-        if self.first_step_check and made is not None:
-            facts |= self.first_step_check.compare(made, seconds)
+        if self.first_step_check and step_calls is not None:
+            facts |= self.first_step_check.compare(step_calls, seconds)
             self.first_step_check = None
         tokens = int(batch.count or 0)
         if engine.side_outputs:
@@ -141,26 +140,26 @@ class Trainer:
         return StepReport(step + 1, loss, norm, rate, tokens, seconds, tokens / seconds, **facts, skipped=skipped)
 
     def _skip(self, loss: float, norm: float, batch: Batch) -> str:
-        """Why this step updates nothing. Collective. Raises NotFiniteError if too many before it did not."""
+        """Why this step updates nothing. Collective. Raises NotFiniteError after too many such steps in a row."""
         self.skipped_in_a_row += 1
-        what = f"the loss is {loss}" if not isfinite(loss) else f"the gradient's norm is {norm}"
-        named = self.engine.named(self.engine.gradients).items()
-        mine = [name for name, each in named if not isfinite(sum_of_squares(each.reshape(-1)))]
+        problem = f"the loss is {loss}" if not isfinite(loss) else f"the gradient's norm is {norm}"
+        gradients = self.engine.named(self.engine.gradients).items()
+        mine = [name for name, gradient in gradients if not isfinite(sum_of_squares(gradient.reshape(-1)))]
         names_of_ranks = gather_json(self.engine.group(), mine, "not finite")
-        found = [name for name in self.engine.names if any(name in names for names in names_of_ranks)]
-        if found:
-            ranks = [str(rank) for rank, names in enumerate(names_of_ranks) if found[0] in names]
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            what += f" (gradient of {found[0]}, rank {', '.join(ranks)}{more})"
+        not_finite = [name for name in self.engine.names if any(name in names for names in names_of_ranks)]
+        if not_finite:
+            ranks = [str(rank) for rank, names in enumerate(names_of_ranks) if not_finite[0] in names]
+            more = f" and {len(not_finite) - 1} more" if len(not_finite) > 1 else ""
+            problem += f" (gradient of {not_finite[0]}, rank {', '.join(ranks)}{more})"
         cause = self._wrong_data([batch])
         if self.skipped_in_a_row > self.max_skipped:
             times = f" in {self.skipped_in_a_row} steps in a row" if self.max_skipped else ""
-            why = f"step {self.steps_done + 1}: {what}{times}"
+            why = f"step {self.steps_done + 1}: {problem}{times}"
             raise NotFiniteError(f"{why}; {cause or 'lower the learning rate, or clip gradients'}")
-        return f"{what}; {cause}" if cause else what
+        return f"{problem}; {cause}" if cause else problem
 
     def _wrong_data(self, batches: Sequence[Batch]) -> str:
-        """Whether data are why a loss is not finite, in words; empty if they are not. Collective."""
+        """The data that are not finite, and their ranks, as text; empty if all are finite. Collective."""
         parts = ("inputs", "targets")
         mine = [
             name
@@ -169,12 +168,12 @@ class Trainer:
         ]
         names_of_ranks = gather_json(self.engine.group(), mine, "not finite")
         for name in parts:
-            if ranks := [str(rank) for rank, found in enumerate(names_of_ranks) if name in found]:
+            if ranks := [str(rank) for rank, names in enumerate(names_of_ranks) if name in names]:
                 return f"the {name} on rank {', '.join(ranks)} have values that are not finite: mend the data"
         return ""
 
     def run(self, steps: int) -> Iterator[StepReport]:
-        """Steps until ``steps`` have been made in all, or a signal ends the work."""
+        """Make steps until ``steps`` are done in all, or until a signal."""
         while self.steps_done < steps and not (self.stop and self.stop.taken):
             yield self.step()
 
@@ -185,112 +184,112 @@ class Trainer:
     def evaluation(self, batches: Sequence[Batch]) -> Evaluation:
         """The mean loss, and the engine's metrics, over whole batches. Collective."""
         with self.engine.mesh.activity.phase("evaluating, step", self.steps_done):
-            found = self._evaluated(batches)
-        if not np.isfinite(found.loss):
+            evaluation = self._evaluate(batches)
+        if not np.isfinite(evaluation.loss):
             cause = self._wrong_data(batches) or "lower the learning rate"
-            raise NotFiniteError(f"the validation loss is {found.loss} after step {self.steps_done}; {cause}")
-        return found
+            raise NotFiniteError(f"the validation loss is {evaluation.loss} after step {self.steps_done}; {cause}")
+        return evaluation
 
-    def _evaluated(self, batches: Sequence[Batch]) -> Evaluation:
+    def _evaluate(self, batches: Sequence[Batch]) -> Evaluation:
         engine = self.engine
         if not _is_newer(type(engine), "evaluate", than="evaluation"):
             return engine.evaluation(batches, self.loss)
-        counts = [engine.count(batch) for batch in batches]  # the engine says itself what a batch's loss is
+        counts = [engine.count(batch) for batch in batches]  # the engine has its own loss of a batch
         total = sum(count * engine.evaluate(batch, self.loss) for batch, count in zip(batches, counts, strict=True))
         return Evaluation(total / (sum(counts) or 1.0), {}, sum(counts))
 
 
 def _all_finite(x: Any) -> bool:
-    """Whether an array, if it is one of floats, has finite values alone."""
+    """Whether all values of an array are finite; True for an array without floats."""
     if getattr(getattr(x, "dtype", None), "kind", "") not in ("f", "c"):
         return True
     return bool(backend_of(x).xp.isfinite(x).all())
 
 
 def _check_arguments(engine: Any, optimizer: Any, batches: Any, rate: Any) -> None:
-    wanted = {
+    expectations = {
         "engine": (isinstance(engine, ShardedEngine), "a ShardedEngine, not its class"),
         "optimizer": (isinstance(optimizer, Optimizer), "an Optimizer, as SGD(), not its class"),
         "batches": (callable(batches), "a function of the step, as lambda step: batch_of(x, y, engine, step=step)"),
         "rate": (callable(rate), "a function of the step, as lambda step: 0.1"),
     }
-    given = {"engine": engine, "optimizer": optimizer, "batches": batches, "rate": rate}
-    for name, (fits, what) in wanted.items():
-        if not fits and given[name] is not None:  # of evaluations alone
-            found = described(given[name])
-            raise UsageError(f"Trainer(engine, optimizer, batches, rate): {name} is {found}; give {what}")
+    arguments = {"engine": engine, "optimizer": optimizer, "batches": batches, "rate": rate}
+    for name, (fits, expected) in expectations.items():
+        if not fits and arguments[name] is not None:  # None in a trainer for evaluations only
+            description = described(arguments[name])
+            raise UsageError(f"Trainer(engine, optimizer, batches, rate): {name} is {description}; give {expected}")
 
 
 def _is_newer(kind: type, method: str, than: str) -> bool:
-    """Whether a class has one of its methods from a subclass of the class that it has the other from."""
-    order = [next(i for i, each in enumerate(kind.__mro__) if name in vars(each)) for name in (method, than)]
+    """Whether a class inherits ``method`` from a more derived class than ``than``."""
+    order = [next(i for i, base in enumerate(kind.__mro__) if name in vars(base)) for name in (method, than)]
     return order[0] < order[1]
 
 
-# --- Where the time of a step went, on every rank, and what was sent meanwhile
+# --- The time and the sent bytes of a step, on every rank
 
 
 class StepMetrics:
-    """Opened when a step begins; ``close`` returns what the ledger and the waits gained since, unless ``brief``."""
+    """Measures a step until ``close``, which returns the increase of the ledger and of waits, unless ``brief``."""
 
     def __init__(self, mesh: Mesh, brief: bool = False) -> None:
         self._mesh, self._brief, self._began = mesh, brief, perf_counter()
         self._before = _state(mesh) if mesh.size > 1 and not brief else None
 
     def close(self, skips: bool = False, signal: int | None = None) -> tuple[float, dict[str, Any], int]:
-        """The step's seconds on this rank, facts about all ranks, and the largest ``signal`` that one of them says.
+        """The step's seconds on this rank, facts about all ranks, and the largest ``signal`` of any rank.
 
-        Raises ReplicasDifferError, on all ranks, if some but not all of them say that this step ``skips`` its update.
-        Collective over the world; if it is brief, only where ranks may have signals.
-        A rank is *idle* where it stands in a collective with nothing to do, since others have not come or their
-        messages are under way; it *communicates* for the rest of the time it stands there.
+        Raises ReplicasDifferError on all ranks if ``skips``, whether this step has no update, differs among ranks.
+        Collective over the world; if brief, only if ranks may have signals.
+        A rank is *idle* while it waits in a collective for other ranks or for their messages; it *communicates* for
+        the rest of its time in collectives.
         """
         seconds = perf_counter() - self._began
         if self._brief:
-            return seconds, {}, self._largest(skips, signal)
+            return seconds, {}, self._largest_signal(skips, signal)
         if self._mesh.size == 1:
             return seconds, {"bytes_sent": 0}, signal or 0
         mine = np.concatenate([_state(self._mesh) - self._before, [seconds, skips, signal or 0]])
         axes = list(self._mesh.axes)
         ranks = self._mesh.all_gather(mine[None], label="metrics")
-        _check_alike(ranks[:, -2])
+        _check_equal(ranks[:, -2])
         idle, seconds, signals = ranks[:, 0], ranks[:, -3], ranks[:, -1]
         sent, waited = ranks[:, 1 : 1 + len(axes)], ranks[:, 1 + len(axes) : -3]
-        stood = waited.sum(axis=1)
-        idle = np.minimum(idle, stood)
-        parts = np.stack([seconds - stood, stood - idle, idle], axis=1) / seconds[:, None]
+        waiting = waited.sum(axis=1)
+        idle = np.minimum(idle, waiting)
+        parts = np.stack([seconds - waiting, waiting - idle, idle], axis=1) / seconds[:, None]
         speeds = zip(axes, sent.sum(axis=0), waited.sum(axis=0), strict=True)
         facts = {
             "bytes_sent": int(sent.sum()),
-            "exposed_communication": float(stood.mean()),
+            "exposed_communication": float(waiting.mean()),
             "gigabytes_per_second": {axis: round(n / t / 1e9, 3) for axis, n, t in speeds if n and t},
             "shares": parts.round(3).tolist(),
         }
         return perf_counter() - self._began, facts, int(signals.max())
 
-    def _largest(self, skips: bool, signal: int | None) -> int:
+    def _largest_signal(self, skips: bool, signal: int | None) -> int:
         if signal is None or self._mesh.size == 1:
             return signal or 0
-        said = self._mesh.all_gather(np.array([[skips, signal]]), label="metrics")
-        _check_alike(said[:, 0])
-        return int(said[:, 1].max())
+        by_rank = self._mesh.all_gather(np.array([[skips, signal]]), label="metrics")
+        _check_equal(by_rank[:, 0])
+        return int(by_rank[:, 1].max())
 
 
-def _check_alike(skips: np.ndarray) -> None:
-    """Raise ReplicasDifferError unless all ranks say the same."""
+def _check_equal(skips: np.ndarray) -> None:
+    """Raise ReplicasDifferError unless all ranks skip, or none."""
     if skips.any() and not skips.all():
         ranks = np.flatnonzero(skips).tolist()
         raise ReplicasDifferError(
             f"{named(ranks)} of {len(skips)} found something in the summed gradients that is not finite; the others, "
-            "whose gradients should be equal, did not. A bit was flipped there, or something else made them differ; go "
-            "on from the last checkpoint (--resume)"
+            "whose gradients should be equal, did not. A flipped bit or another fault made them differ; continue "
+            "from the last checkpoint (--resume)"
         )
 
 
 def _state(mesh: Mesh) -> np.ndarray:
-    """Idle seconds so far; then bytes sent over, and seconds stood for, each mesh axis.
+    """Idle seconds so far; then bytes sent over each mesh axis; then seconds in collectives over each mesh axis.
 
-    What goes over several axes at once counts for the first of them.
+    A call over several axes counts for the first of them.
     """
     places = {axis: place for place, axis in enumerate(mesh.axes)}
     sent, waited = [0] * len(places), [0.0] * len(places)

@@ -1,4 +1,4 @@
-"""What a job trains: a model sharded by its composition, or a strategy of ``strategies/``, with its data."""
+"""The workload of a job: a model sharded by its composition, or a page of ``strategies/``, with its data."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ if TYPE_CHECKING:
     from spmd_engine.training.data.images import Images
     from spmd_engine.training.data.token_data import PreparedData
 
-PAGE_MODEL = "mlp"  #: what the model's name is for any page: each has its own small model
+PAGE_MODEL = "mlp"  #: the model's name in a job of a page: each page has its own small model
 _WIDTH, _HIDDEN, _HEADS, _LENGTH = 64, 256, 4, 16
 
 
 @dataclass(frozen=True)
 class Workload:
-    """An engine, and what it learns from."""
+    """An engine and its training data."""
 
     job: TrainConfig
     engine: ShardedEngine
     corpus: Corpus | Images | PreparedData | LabelledArrays
     data: SampledData
     writes: bool = False  #: whether it is a model of text
-    token_file: TokenFile | None = None  #: what the corpus is read from, if it is one
+    token_file: TokenFile | None = None  #: the file of the corpus, if it is a token file
 
     @property
     def parameter_count(self) -> int:
-        """Parameters of the whole model. Collective, where ranks must exchange shapes."""
+        """Parameters of the whole model. Collective if ranks must exchange shapes."""
         return sum(prod(self.engine.global_shape(name)) for name in self.engine.names)
 
     @property
@@ -65,21 +65,21 @@ class Workload:
 def open_workload(job: TrainConfig, mesh: Mesh) -> Workload:
     """The engine and the data of a job. Collective.
 
-    Raises UsageError for what does not go together, for data that are not those of ``job.corpus``, and for batches
-    with fewer samples than ranks.
+    Raises UsageError for options that contradict each other, for data other than ``job.corpus``, and for batches with
+    fewer samples than ranks.
     """
     for option, value in ("documents", job.data.documents), ("length", job.data.length):
         if value is not None and (job.model.name in IMAGES or job.strategy):
-            what = job.strategy or job.model.name
-            raise UsageError(f"--{option} {value}: {what} learns from no file of tokens; leave it out")
+            name = job.strategy or job.model.name
+            raise UsageError(f"--{option} {value}: {name} learns from no file of tokens; leave it out")
     if job.model.name in IMAGES and not job.strategy:
-        workload = _of_images(job, mesh)
+        workload = _open_images(job, mesh)
     elif is_code(job.model.name) and not job.strategy:
-        workload = _of_code(job, mesh)
+        workload = _open_code(job, mesh)
     elif job.data.augment != "none":
         raise UsageError(f"--augment {job.data.augment}: {job.model.name} learns from no images; leave it out")
     else:
-        workload = _page(job, mesh) if job.strategy else _model(job, mesh)
+        workload = _open_page(job, mesh) if job.strategy else _open_model(job, mesh)
     check_batch(job.data.batch_size, job.data.micro_batches, Spec.parse(workload.engine.input_sharding), mesh)
     return workload
 
@@ -92,9 +92,9 @@ def _check_corpus(job: TrainConfig, corpus: Corpus | Images | PreparedData | Lab
         raise UsageError(f"{where}: other files than the job was made for (SHA-256 differs); give the same --data")
 
 
-def _model(job: TrainConfig, mesh: Mesh) -> Workload:
+def _open_model(job: TrainConfig, mesh: Mesh) -> Workload:
     if job.data.path and _is_token_file(mesh.group(), str(job.data.path)):
-        return _of_tokens(job, mesh)
+        return _open_tokens(job, mesh)
     if job.data.documents is not None:
         raise UsageError(f"--documents {job.data.documents} goes with a file of tokens: 'data prepare' makes one")
     engine = build_engine(job.model, mesh, job.composition, device=job.device, drawn=job.model.path is None)
@@ -111,15 +111,15 @@ def _model(job: TrainConfig, mesh: Mesh) -> Workload:
 
 
 def _is_token_file(group: Group, path: str) -> bool:
-    """Whether rank 0 finds one there. Collective."""
+    """Whether rank 0 finds a token file at ``path``. Collective."""
     from spmd_engine.formats.token_file import is_token_file
 
-    found = on_rank_zero(group, lambda: is_token_file(path))
-    return bool(group.broadcast(np.array(bool(found)), label="corpus"))
+    is_file = on_rank_zero(group, lambda: is_token_file(path))
+    return bool(group.broadcast(np.array(bool(is_file)), label="corpus"))
 
 
-def _of_tokens(job: TrainConfig, mesh: Mesh) -> Workload:
-    """A model that is drawn is built for the tokens that are found, and the job says so from now on."""
+def _open_tokens(job: TrainConfig, mesh: Mesh) -> Workload:
+    """The workload of a token file; its job gets the vocabulary of the file if the weights are random."""
     from spmd_engine.formats.token_file import open_token_file
     from spmd_engine.training.data.token_data import PreparedData, check_file
 
@@ -148,13 +148,13 @@ def _length(job: TrainConfig, engine: LayeredEngine) -> int:
     return length
 
 
-def _of_code(job: TrainConfig, mesh: Mesh) -> Workload:
+def _open_code(job: TrainConfig, mesh: Mesh) -> Workload:
     """A model or an engine of the user's own; it learns from arrays unless it is a Model of text."""
     from spmd_engine.training.data.array_file import FileData, load_arrays
 
     make, path = job.model.engine, str(job.data.path or "")
     if make is None and not path.endswith(".npz"):
-        return _model(job, mesh)
+        return _open_model(job, mesh)
     if not path.endswith(".npz"):
         raise UsageError(f"{job.model.name} is an engine of your own: give --data FILE.npz, with arrays x and y")
     if make is not None:
@@ -169,29 +169,29 @@ def _of_code(job: TrainConfig, mesh: Mesh) -> Workload:
     return Workload(job, engine, corpus, FileData(corpus, job.model.dtype, numbers, job.model.seed))
 
 
-def _of_images(job: TrainConfig, mesh: Mesh) -> Workload:
-    """The model is built for the images that are found, and the job says so from now on."""
-    from spmd_engine.training.data.images import ImageData, load_images  # with the formats that they come in
+def _open_images(job: TrainConfig, mesh: Mesh) -> Workload:
+    """The workload of images; its job gets the sizes that the model is built for."""
+    from spmd_engine.training.data.images import ImageData, load_images  # imports the formats of images
 
     images = load_images(mesh.group(), job.data.path)
     _check_corpus(job, images)
-    job = job.with_options(images=_fitting(asdict(images.shape), job))
+    job = job.with_options(images=_model_sizes(asdict(images.shape), job))
     engine = build_engine(job.model, mesh, job.composition, device=job.device)
     data = ImageData(images, dtype=job.model.dtype, augment=job.data.augment, seed=job.model.seed)
     return Workload(job, engine, images, data)
 
 
-def _fitting(found: dict[str, int], job: TrainConfig) -> dict[str, int]:
-    """What the model is for: what the job says, if these images fit, or else what they are."""
-    said = job.model.images or found
-    alike = all(found[name] == said[name] for name in ("height", "width", "channels"))
-    if not alike or found["classes"] > said["classes"]:
-        here, wanted = ImageShape(**found), ImageShape(**said)
-        raise UsageError(f"{job.data.path or 'the digits'}: {here}, but the model is for {wanted}")
-    return dict(said)
+def _model_sizes(data_sizes: dict[str, int], job: TrainConfig) -> dict[str, int]:
+    """The sizes of a model: those of the job, which the images must fit, or else those of the images."""
+    model_sizes = job.model.images or data_sizes
+    same_shape = all(data_sizes[name] == model_sizes[name] for name in ("height", "width", "channels"))
+    if not same_shape or data_sizes["classes"] > model_sizes["classes"]:
+        data_shape, model_shape = ImageShape(**data_sizes), ImageShape(**model_sizes)
+        raise UsageError(f"{job.data.path or 'the digits'}: {data_shape}, but the model is for {model_shape}")
+    return dict(model_sizes)
 
 
-def _page(job: TrainConfig, mesh: Mesh) -> Workload:
+def _open_page(job: TrainConfig, mesh: Mesh) -> Workload:
     from spmd_engine.strategies.two_convolutions import IMAGE
 
     name, dtype = job.strategy or "", job.model.dtype
@@ -200,7 +200,7 @@ def _page(job: TrainConfig, mesh: Mesh) -> Workload:
         raise UsageError(f"--strategy {name} has a small model of its own: leave --model out, or give {PAGE_MODEL}")
     _check_undivided(job, f"--strategy {name}")
     if job.device != "cpu" or job.model.dropout:
-        raise UsageError(f"--strategy {name}: these pages are NumPy alone, and without dropout")
+        raise UsageError(f"--strategy {name}: pages of strategies/ run in NumPy only, and without dropout")
     if any(axis not in mesh.axes for axis in page.axes):
         wanted = ",".join(f"{axis}=N" for axis in page.axes)
         raise UsageError(f"--strategy {name} with --mesh {mesh}: it needs --mesh {wanted}")

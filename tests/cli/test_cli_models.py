@@ -68,7 +68,7 @@ def test_trained_with_adapters_and_exported(here, tmp_path):
     text.write_bytes(bytes(np.random.default_rng(0).integers(97, 107, 2000).astype(np.uint8)))
     options = ["--data", str(text), "--steps", "1", "--batch-size", "2", *QUIET]
     code, _, error = here("train", "--model", "llama-nano", "--lora-rank", "2", *options)
-    assert code == 2 and "adapters are of trained weights, but llama-nano begins with none" in error
+    assert code == 2 and "adapters need trained weights, and llama-nano has none" in error
     assert here("train", "--model", "llama-nano", *options, "--run", "runs/base")[0] == 0
     assert here("checkpoint", "export", "runs/base", "base", "--format", "huggingface")[0] == 0
     code, _, error = here("train", "--model", "./base", "--lora-rank", "2", *options, "--run", "runs/a")

@@ -80,7 +80,7 @@ def test_the_update_moves_the_bytes_that_the_file_says():
 def test_impossible_work_is_an_error_of_one_line(tmp_path):
     with pytest.raises(UsageError, match="recompute 'full': choose one of none, selective"):
         model_of(MEGATRON, SIZES, "full")
-    with pytest.raises(UsageError, match="mine: its file does not tell the work of first, attention, mlp, last"):
+    with pytest.raises(UsageError, match="mine: its file does not list the work of first, attention, mlp, last"):
         model_of(System("mine", {}, {}, ()), SIZES)
     file = tmp_path / "mine.toml"
     for wrong in ('product = "s, k"', 'gather = "h"\nreduce = "h"', 'elements = "b"\ncolour = "red"'):

@@ -31,7 +31,7 @@ def test_columns_are_recognized_by_their_usual_names():
         ({"step_ms": ""}, "step_ms is no number above 0"),
         ({"gpus": "3"}, "tp x pp x dp is not the number of GPUs"),
         ({"dp": "3"}, "global_batch is no multiple of micro_batch x dp"),
-        ({"GPU": "V100"}, "of the GPU 'V100' there is no machine file; there are: a100, h100, h200"),
+        ({"GPU": "V100"}, "there is no machine file for GPU 'V100'; there are: a100, h100, h200"),
         ({"cp": "2"}, "cp above 1 is not predicted here"),
         ({"precision": "FP8"}, "precision 'FP8' is not predicted here: products are of 16 bits"),
     ],

@@ -161,7 +161,9 @@ def test_western_text_is_text_in_any_encoding(tmp_path, encoding):
 
 def test_a_pipe_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UsageError, match="pipe: no file and no folder; write what a pipe gives into a file first"):
+    with pytest.raises(
+        UsageError, match="pipe: neither a file nor a folder; write the output of a pipe into a file first"
+    ):
         load(tmp_path / "pipe")
     assert not is_token_file(tmp_path / "pipe")
 

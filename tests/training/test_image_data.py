@@ -92,7 +92,9 @@ def test_the_digits_are_there_by_default():
 
 def test_without_scikit_learn_it_is_said_what_to_install(monkeypatch):
     monkeypatch.setattr("spmd_engine.training.data.images.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"scikit-learn is not here: pip install 'spmd_engine\[images\]', or give"):
+    with pytest.raises(
+        UsageError, match=r"scikit-learn is not installed: pip install 'spmd_engine\[images\]', or give"
+    ):
         load(None)
 
 
@@ -147,7 +149,7 @@ def spoiled(tmp_path, how):
 BAD = {
     "cut short": "train-images-idx3-ubyte: its header says 23 x 6 x 5, 690 bytes, but 687 follow",
     "without classes": "train-images.* and train-labels.* go together, and one is missing",
-    "sizes apart": r"t10k-images-idx3-ubyte: what is held out is uint8 of shape \(5, 5\), but what is learnt from",
+    "sizes apart": r"t10k-images-idx3-ubyte: held-out images are uint8 of shape \(5, 5\), but training images are",
     "a class of its own": "t10k-images-idx3-ubyte: classes from 0 to 3, but .* those learnt from end at 2",
     "a damaged picture": "class1/04.png is damaged or cannot be read: .*Replace or remove it",
     "pictures of two sizes": "class1/04.png: 9 x 9 pixels, but those before have 5 x 6.*scale or crop them first",
@@ -161,8 +163,8 @@ BAD = {
     "channels first": r"a.npz: images of shape \(23, 3, 6, 6\) have channels first; save x.transpose\(0, 2, 3, 1\)",
     "not a number": "a.npz: image 7, counted from 0, has pixels that are not finite",
     "none": r"a.npz: images of shape \(0, 6, 5\); save some",
-    "one": "a.npz: 1 images, too few to learn from some and hold out others",
-    "held out without classes": "a.npz: it has no y_test, which goes with what it holds out",
+    "one": "a.npz: 1 images, too few to train on some and hold out others",
+    "held out without classes": "a.npz: it has no y_test, which is needed with its held-out arrays",
     "bytes as floats": "a.npz: the largest pixel is 255, but white is 1 in images of float32; divide the pixels",
     "12 bits of 16": "a.npz: the largest pixel is 4080, but white is 65535 in images of uint16; divide",
     "0 and 1 as bytes": "a.npz: the largest pixel is 1, but white is 255 in images of uint8; divide",

@@ -1,4 +1,4 @@
-"""``bench``: how fast it is here, each comparison alternating in one run: medians, spread and ratios."""
+"""``bench``: speed on this machine. Comparisons alternate within one run, and give medians, spread and ratios."""
 
 import click
 

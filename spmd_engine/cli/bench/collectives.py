@@ -1,7 +1,7 @@
 """``bench collectives``: the engine's collectives and the MPI library's own.
 
 This module is also the worker: its ``argv[1]`` is a JSON object, ``operations``, ``sizes`` in bytes, and ``rounds``.
-Rank 0 prints a JSON list with an object for each operation and size: seconds of a call by way, one number a round.
+Rank 0 prints a JSON list with an object for each operation and size: seconds of a call by variant, a number a round.
 """
 
 from __future__ import annotations
@@ -42,92 +42,92 @@ def collectives(ranks: int, rounds: int, only: tuple[str, ...], largest: int, ou
     }
     results = measure(ranks, "collectives", config)
     rows = []
-    for each in results:
-        seconds = each["seconds"]
+    for result in results:
+        seconds = result["seconds"]
         times = [f"{median(values) * 1e6:,.1f}" for values in seconds.values()]
-        ratios = [_times_as_fast(seconds, way) for way in ("shared", "ordinary")]
-        rows.append((each["operation"], f"{each['size']:,}", *times, *ratios))
+        ratios = [_times_as_fast(seconds, variant) for variant in ("shared", "ordinary")]
+        rows.append((result["operation"], f"{result['size']:,}", *times, *ratios))
     columns = ("operation", "bytes", "shared us", "ordinary us", "unchecked us", "library us", "shared", "ordinary")
     report(columns, rows, {"ranks": ranks, "results": results}, output)
 
 
-def _times_as_fast(seconds: dict[str, list[float]], way: str) -> str:
-    """How many times as fast as the library this way is."""
-    ratios = [library / ours for library, ours in zip(seconds["library"], seconds[way], strict=True)]
+def _times_as_fast(seconds: dict[str, list[float]], variant: str) -> str:
+    """The library's time divided by that of the variant, as text."""
+    ratios = [library / ours for library, ours in zip(seconds["library"], seconds[variant], strict=True)]
     return f"{median(ratios):.2f}x"
 
 
-# --- The worker, on the ranks it is started on
+# --- The worker, which runs on every rank
 
 
 Call = Callable[[], object]
-_ENOUGH = 2e-3  # seconds that calls are repeated for, between two looks at the clock
+_ENOUGH = 2e-3  # seconds of repeated calls between two readings of the clock
 
 
 def main() -> None:
-    """Time every way of every operation, alternating."""
+    """Time every variant of every operation, alternating."""
     config = json.loads(sys.argv[1])
     results = []
     with Mesh() as mesh, Mesh(check=False) as trusting:
         for operation in config["operations"]:
             for size in config["sizes"]:
-                ways = {
+                variants = {
                     "shared": ours(mesh, operation, size, mesh.empty),
                     "ordinary": ours(mesh, operation, size, np.empty),
                     "unchecked": ours(trusting, operation, size, np.empty),
                     "library": library(operation, size),
                 }
-                seconds = {way: [] for way in ways}
-                often = {way: repetitions(mesh, call) for way, call in ways.items()}
+                seconds = {variant: [] for variant in variants}
+                repeats = {variant: repetitions(mesh, call) for variant, call in variants.items()}
                 for _ in range(config["rounds"]):
-                    for way, call in ways.items():
-                        seconds[way].append(timed(mesh, call, often[way]))
+                    for variant, call in variants.items():
+                        seconds[variant].append(timed(mesh, call, repeats[variant]))
                 results.append({"operation": operation, "size": size, "seconds": seconds})
     if mesh.rank == 0:
         print(json.dumps(results))
 
 
 def ours(mesh: Mesh, operation: str, size: int, empty: Callable) -> Call:
-    """A call of the engine's, with all its arrays from ``empty``; ``size`` counts the largest of them."""
+    """A call of the engine with arrays from ``empty``; ``size`` is the bytes of the largest array."""
     ranks, length = mesh.size, max(size // 4 // mesh.size, 1) * mesh.size
-    whole, part = empty(length, np.float32), empty(length // ranks, np.float32)
-    whole[...] = part[...] = 0
+    full, shard = empty(length, np.float32), empty(length // ranks, np.float32)
+    full[...] = shard[...] = 0
     calls: dict[str, Call] = {
-        "all_reduce": lambda: mesh.all_reduce(whole, out=whole),
-        "reduce_scatter": lambda: mesh.reduce_scatter(whole, out=part),
-        "all_gather": lambda: mesh.all_gather(part, out=whole),
-        "broadcast": lambda: mesh.broadcast(whole),
-        "all_to_all": lambda: mesh.all_to_all(whole),
+        "all_reduce": lambda: mesh.all_reduce(full, out=full),
+        "reduce_scatter": lambda: mesh.reduce_scatter(full, out=shard),
+        "all_gather": lambda: mesh.all_gather(shard, out=full),
+        "broadcast": lambda: mesh.broadcast(full),
+        "all_to_all": lambda: mesh.all_to_all(full),
     }
     return calls[operation]
 
 
 def library(operation: str, size: int) -> Call:
-    """The MPI library's own, with arrays made before, and written to, as the engine's are."""
+    """A call of the MPI library. Its arrays are allocated and written before, like those of the engine."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
     ranks, length = comm.size, max(size // 4 // comm.size, 1) * comm.size
-    whole, other, part = (np.ones(size, np.float32) for size in (length, length, length // ranks))
+    full, received, shard = (np.ones(size, np.float32) for size in (length, length, length // ranks))
     calls: dict[str, Call] = {
-        "all_reduce": lambda: comm.Allreduce(MPI.IN_PLACE, whole),
-        "reduce_scatter": lambda: comm.Reduce_scatter_block(whole, part),
-        "all_gather": lambda: comm.Allgather(part, whole),
-        "broadcast": lambda: comm.Bcast(whole),
-        "all_to_all": lambda: comm.Alltoall(whole, other),
+        "all_reduce": lambda: comm.Allreduce(MPI.IN_PLACE, full),
+        "reduce_scatter": lambda: comm.Reduce_scatter_block(full, shard),
+        "all_gather": lambda: comm.Allgather(shard, full),
+        "broadcast": lambda: comm.Bcast(full),
+        "all_to_all": lambda: comm.Alltoall(full, received),
     }
     return calls[operation]
 
 
 def repetitions(mesh: Mesh, call: Call) -> int:
-    """How often to call between two looks at the clock: as often on all ranks."""
+    """The number of calls between two readings of the clock, equal on all ranks."""
     call()
     seconds = timed(mesh, call, 3)
     return int(mesh.all_reduce(np.array(max(1.0, min(_ENOUGH / seconds, 200.0))), "min"))
 
 
 def timed(mesh: Mesh, call: Call, often: int) -> float:
-    """Seconds of one call, among so many in a row, on the rank that took longest."""
+    """Seconds of one call on the slowest rank, as the mean of ``often`` calls in a row."""
     mesh.barrier()
     began = perf_counter()
     for _ in range(often):

@@ -1,4 +1,4 @@
-"""What benchmarks share: their options, and figures as medians with ranges, in a table and as JSON."""
+"""Shared by benchmarks: options, and figures as medians with ranges, in a table and as JSON."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def report(columns: Sequence[str], rows: Sequence[Sequence[str]], figures: Any, 
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table that reads well in a pipe, too: numbers to the right."""
+    """Print a table with numbers aligned to the right, at least 140 columns wide, also in a pipe."""
     table = Table(*columns, box=None, header_style="bold", pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -69,52 +69,52 @@ def spread(values: Sequence[float], scale: float = 1.0, unit: str = "") -> str:
     return f"{median(values) * scale:,.4g}{unit} ({low:,.4g}-{high:,.4g})"
 
 
-# --- Starts workers under mpiexec and reads what they measured
+# --- Start workers under mpiexec and read their measurements
 
 
 TIMEOUT = 1200.0  # seconds
 
 
 def measure(ranks: int, worker: str, config: Mapping[str, Any]) -> Any:
-    """What ``python -m spmd_engine.cli.bench.WORKER`` prints as its last line, on so many ranks."""
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # a core for each rank, as the share of the peak has it
+    """Run ``python -m spmd_engine.cli.bench.WORKER`` on ``ranks`` ranks; return its last line, parsed as JSON."""
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # one core for each rank, as for the share of the peak
     output = start_ranks(ranks, ["-m", f"spmd_engine.cli.bench.{worker}", json.dumps(config)], environment)
     return json.loads(output.splitlines()[-1])
 
 
 def start_ranks(ranks: int, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """What Python, with these arguments, prints on so many ranks.
+    """Run Python with these arguments on ``ranks`` ranks, and return its standard output.
 
     Raises UsageError, with the end of its standard error, if it fails or takes too long.
     """
-    command, what = [*mpiexec(ranks), sys.executable, *arguments], " ".join(arguments)
+    command, program = [*mpiexec(ranks), sys.executable, *arguments], " ".join(arguments)
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL, env=environment
         )
     except subprocess.TimeoutExpired as error:
-        raise UsageError(f"bench: {ranks} ranks took more than {TIMEOUT:g} s for {what}") from error
+        raise UsageError(f"bench: {ranks} ranks took more than {TIMEOUT:g} s for {program}") from error
     if done.returncode:
-        tail = "\n".join(done.stderr.strip().splitlines()[-24:])  # Open MPI adds a dozen of its own
-        raise UsageError(f"bench: {ranks} ranks failed ({done.returncode}) with {what}:\n{tail}")
+        tail = "\n".join(done.stderr.strip().splitlines()[-24:])  # Open MPI adds a dozen lines
+        raise UsageError(f"bench: {ranks} ranks failed ({done.returncode}) with {program}:\n{tail}")
     return done.stdout
 
 
 def mpiexec(ranks: int) -> list[str]:
-    """The beginning of a command that starts so many ranks; raises UsageError if there is no mpiexec."""
+    """The beginning of a command that starts ``ranks`` ranks; raises UsageError if there is no mpiexec."""
     if not (launcher := find_mpiexec()):
         raise UsageError("mpiexec is missing, which starts ranks: pip install 'spmd_engine[mpich]'")
     return [*launcher, "-n", str(ranks)]
 
 
-# --- How fast this machine multiplies matrices: the peak
+# --- The peak: how fast this machine multiplies matrices
 
 
 _SIZE = 1024
 
 
 def sgemm_peak(rounds: int = 20) -> float:
-    """Floating-point operations a second of one core's float32 matrix products: the best of some."""
+    """Floating-point operations a second of one core's float32 matrix products: the best of ``rounds``."""
     a, b = (np.random.default_rng(seed).standard_normal((_SIZE, _SIZE)).astype(np.float32) for seed in (0, 1))
     out = np.empty_like(a)
     seconds = []

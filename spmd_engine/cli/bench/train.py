@@ -56,12 +56,12 @@ def train(ranks: int, steps: int, rounds: int, output: Path | None, options: tup
         peaks.append(sgemm_peak())
         results.append(measure(ranks, "train", {"options": list(options), "warm": 2, "time": steps}))
     tokens = [result["tokens"] / median(result["seconds"]) for result in results]
-    done = [result["multiplications"] / median(result["seconds"]) for result in results]
-    shares = [each / (peak * ranks) for each, peak in zip(done, peaks, strict=True)]
+    rates = [result["multiplications"] / median(result["seconds"]) for result in results]
+    shares = [rate / (peak * ranks) for rate, peak in zip(rates, peaks, strict=True)]
     rows = [
         ("targets a second", spread(tokens)),
         ("a step", spread([median(result["seconds"]) for result in results], 1e3, " ms")),
-        ("floating-point operations a second", spread(done, 1e-9, " G")),
+        ("floating-point operations a second", spread(rates, 1e-9, " G")),
         ("of the peak of one core for each rank", spread(shares, 100, " %")),
         ("a core's matrix products", spread(peaks, 1e-9, " G")),
         ("waiting for others, of a step", spread([r["waiting"] / np.mean(r["seconds"]) for r in results], 100, " %")),
@@ -114,22 +114,22 @@ def layers(steps: int, rounds: int, output: Path | None, options: tuple[str, ...
                 for _ in range(steps):
                     trainer.step()
             seconds = perf_counter() - began
-            of_round = _by_layer(json.loads(trace.json() or "{}")["traceEvents"])
-            of_round[REST] = [seconds - sum(map(sum, of_round.values())), 0.0, 0.0]
-            for name, parts in of_round.items():
+            round_seconds = _by_layer(json.loads(trace.json() or "{}")["traceEvents"])
+            round_seconds[REST] = [seconds - sum(map(sum, round_seconds.values())), 0.0, 0.0]
+            for name, parts in round_seconds.items():
                 parts_by_layer[name].append([part / steps for part in parts])
     model, costs = workload.engine.model, dict[str, float]()
     for name, layer in model.layers:
-        own = _without_number(name)
-        costs[own] = costs.get(own, 0.0) + 3 * 2 * tokens * layer.cost(model.context)
+        pattern = _without_number(name)
+        costs[pattern] = costs.get(pattern, 0.0) + 3 * 2 * tokens * layer.cost(model.context)
     numbers = Counter(_without_number(name) for name, _ in model.layers)
-    whole = [sum(sum(of_round[i]) for of_round in parts_by_layer.values()) for i in range(rounds)]
+    totals = [sum(sum(layer_rounds[i]) for layer_rounds in parts_by_layer.values()) for i in range(rounds)]
     rows = [
-        _row(name, numbers[name], of_name, costs.get(name, 0.0), whole, peaks)
-        for name, of_name in parts_by_layer.items()
+        _row(name, numbers[name], layer_rounds, costs.get(name, 0.0), totals, peaks)
+        for name, layer_rounds in parts_by_layer.items()
     ]
-    of_peak = _share(sum(costs.values()), whole, peaks)
-    rows.append(("a step", "", "", "", "", spread(whole, 1e3, " ms"), "100%", of_peak))
+    of_peak = _share(sum(costs.values()), totals, peaks)
+    rows.append(("a step", "", "", "", "", spread(totals, 1e3, " ms"), "100%", of_peak))
     columns = ("layer", "times", "forward", "dx", "dw", "together", "of a step", "of the peak")
     report(columns, rows, {"peaks": peaks, "seconds": parts_by_layer, "multiplications": costs}, output)
 
@@ -149,17 +149,17 @@ def _without_number(name: str) -> str:
 
 
 def _row(
-    name: str, number: int, rounds: list[list[float]], cost: float, whole: list[float], peaks: list[float]
+    name: str, number: int, rounds: list[list[float]], cost: float, totals: list[float], peaks: list[float]
 ) -> tuple[str, ...]:
     together = [sum(parts) for parts in rounds]
-    parts = [f"{median(each) * 1e3:,.1f} ms" if name != REST else "" for each in zip(*rounds, strict=True)]
-    share = median(seconds / step for seconds, step in zip(together, whole, strict=True))
+    parts = [f"{median(times) * 1e3:,.1f} ms" if name != REST else "" for times in zip(*rounds, strict=True)]
+    share = median(seconds / step for seconds, step in zip(together, totals, strict=True))
     of_peak = _share(cost, together, peaks) if cost else ""
     return name, str(number or ""), *parts, spread(together, 1e3, " ms"), f"{share:.1%}", of_peak
 
 
 def _share(cost: float, seconds: list[float], peaks: list[float]) -> str:
-    """What share of the peak so many operations in so many seconds are."""
+    """The share of the peak that ``cost`` operations in ``seconds`` reach, as the median over rounds."""
     return f"{median(cost / s / peak for s, peak in zip(seconds, peaks, strict=True)):.0%}"
 
 
@@ -167,7 +167,7 @@ def _share(cost: float, seconds: list[float], peaks: list[float]) -> str:
 
 
 def main() -> None:
-    """Build, warm up, time."""
+    """Build a trainer, warm up, and time steps."""
     config = json.loads(sys.argv[1])
     job = job_of(train_command.make_context("train", config["options"]))
     steps = config["time"]
@@ -215,7 +215,7 @@ def multiplications(workload: Workload) -> float:
 
 
 def held_bytes() -> int:
-    """This process's memory in bytes, without mapped files; a page that several ranks share counts by its part (PSS).
+    """This process's memory in bytes, without mapped files; a page that several ranks share counts in part (PSS).
 
     Freed memory is kept, so this is a peak. The part of a mapped library depends on how many unrelated processes use it
     at the moment.

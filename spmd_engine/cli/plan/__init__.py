@@ -100,8 +100,8 @@ def plan(what: str | None, **options: Any) -> None:
     for option in ("output", "timeline"):
         if options[option]:
             check_ending(f"--{option}", options[option], ".json")
-    given = values_given({name: value for name, value in options.items() if name != "batch_size"})
-    request = _request(options, given)
+    values = values_given({name: value for name, value in options.items() if name != "batch_size"})
+    request = _request(options, values)
     if what == "explain":
         _explain(request, options["as_json"])
         return
@@ -110,7 +110,7 @@ def plan(what: str | None, **options: Any) -> None:
         if result.conflict is not None:
             click.echo("spmd_engine: note: nothing fits, so no plan was written", err=True)
         else:
-            result.plan_file(given.get("model", TrainConfig().model.name), _lora(given)).write(options["output"])
+            result.plan_file(values.get("model", TrainConfig().model.name), _lora(values)).write(options["output"])
     if options["timeline"] and result.evaluation is not None:
         from spmd_engine.planning.simulator.check_prediction import trace_json
 
@@ -141,25 +141,25 @@ def _explain(request: Any, as_json: bool) -> None:
         print_explanation(subject, answers)
 
 
-def _lora(given: Mapping[str, Any]) -> LoRAOptions | None:
-    return TrainConfig().with_options(**{name: given[name] for name in given if name in LORA}).model.lora
+def _lora(values: Mapping[str, Any]) -> LoRAOptions | None:
+    return TrainConfig().with_options(**{name: values[name] for name in values if name in LORA}).model.lora
 
 
-def _request(options: Mapping[str, Any], given: Mapping[str, Any]) -> Request:
+def _request(options: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
     """The request of a command line; raises UsageError for options that contradict each other."""
     machine = default_machine(options["machine"])
-    axes = given.get("mesh")
+    axes = values.get("mesh")
     ranks = _ranks(options, axes, machine)
-    job = TrainConfig().with_options(**{name: value for name, value in given.items() if name not in ("model", *LORA)})
-    name, base = given.get("model", job.model.name), unplanned(job.composition)
+    job = TrainConfig().with_options(**{name: value for name, value in values.items() if name not in ("model", *LORA)})
+    name, base = values.get("model", job.model.name), unplanned(job.composition)
     return Request(
-        planned_model(name, _lora(given), base),
+        planned_model(name, _lora(values), base),
         machine,
         [n for n in range(1, ranks + 1) if ranks % n == 0] if options["fewer"] else [ranks],
         _batch_sizes(options["batch_size"], name),
         options["goal"],
         Limits(options["memory"], options["latency"], options["bandwidth"], options["compute"]),
-        _fixed(given),
+        _fixed(values),
         axes=_axes(options["axes"]),
         sequence=job.data.length,
         dtype=np.dtype(job.model.dtype),
@@ -199,11 +199,11 @@ def _batch_sizes(text: str | None, model: str) -> list[int]:
     return sizes
 
 
-def _fixed(given: Mapping[str, Any]) -> dict[str, Any]:
-    fixed = {name: given[name] for name in ("mesh", *SEARCHED) if name in given}
+def _fixed(values: Mapping[str, Any]) -> dict[str, Any]:
+    fixed = {name: values[name] for name in ("mesh", *SEARCHED) if name in values}
     if "stages" in fixed:
         division = parse_division(fixed["stages"])
         fixed["stages"] = fixed["stages"] if isinstance(division, str) else tuple(division)
-        if "mesh" not in given and isinstance(division, str):
+        if "mesh" not in values and isinstance(division, str):
             raise UsageError(f"--stages {division}: stages are planned; give --mesh as well, or the first layers")
     return fixed

@@ -61,7 +61,7 @@ def compare_run(run: str, machine_name: str | None = None) -> TraceComparison:
 
 
 def steps_of(trace: Mapping[str, Any]) -> dict[str, Any]:
-    """The trace without what follows the last step: evaluations, and the end of the run."""
+    """The trace without the events after the last step: evaluations, and the end of the run."""
     last: dict[int, float] = {}
     for event in trace["traceEvents"]:
         if "backward" in event.get("name", ""):
@@ -71,8 +71,8 @@ def steps_of(trace: Mapping[str, Any]) -> dict[str, Any]:
         after = event.get("ph") == "X" and event["ts"] > last.get(event["pid"], 0.0)
         if after and (event["name"].endswith(" forward") or event["name"].endswith(AFTER_STEPS)):
             end[event["pid"]] = min(end.get(event["pid"], event["ts"]), event["ts"])
-    kept = [e for e in trace["traceEvents"] if e.get("ph") != "X" or e["ts"] < end.get(e["pid"], float("inf"))]
-    return {**trace, "traceEvents": kept}
+    events = [e for e in trace["traceEvents"] if e.get("ph") != "X" or e["ts"] < end.get(e["pid"], float("inf"))]
+    return {**trace, "traceEvents": events}
 
 
 def _seconds(metrics_file: Path, trace: Mapping[str, Any], micro_batches: int) -> list[float]:

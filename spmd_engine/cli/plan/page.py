@@ -119,7 +119,7 @@ def _print_evaluation(console: Console, evaluation: PlanEvaluation, batch: int) 
         f"{evaluation.peak_moment}: "
         + ", ".join(
             f"{kind} {readable_bytes(size)}"
-            for kind, size in sorted(evaluation.peak_bytes_by_kind.items(), key=lambda each: -each[1])
+            for kind, size in sorted(evaluation.peak_bytes_by_kind.items(), key=lambda item: -item[1])
             if size
         )
     )
@@ -136,8 +136,8 @@ def _print_conflict(console: Console, result: PlanResult) -> None:
         console.print(f"closest: {conflict.nearest.candidate if conflict.nearest else 'the given composition'}")
         _print_evaluation(console, result.nearest_evaluation, request.batch_sizes[0])
         peak = result.nearest_evaluation.peak_step.peak
-        for kind, what, size in peak.holds[:6]:
-            console.print(f"    {readable_bytes(size):>12}  {kind}: {what}")
+        for kind, name, size in peak.holds[:6]:
+            console.print(f"    {readable_bytes(size):>12}  {kind}: {name}")
         console.print()
     if conflict.nearest is not None:
         _print_matrix(console, "the closest plan and the constraints", [conflict.nearest], constraints)
@@ -151,7 +151,7 @@ def _print_conflict(console: Console, result: PlanResult) -> None:
 
 
 def _print_matrix(console: Console, title: str, plans: Sequence[Estimate], constraints: Constraints) -> None:
-    """Print a row for each plan, a column for each constraint: the need, and ! where it is not kept."""
+    """Print a row for each plan, a column for each constraint: the value, and ! if it breaks the constraint."""
     limits = constraints.limits
     measured = [name for name in constraints.names if name not in constraints.fixed]
     columns = [f"{name} ({limits.shown(name)})" for name in measured] + [
@@ -234,7 +234,7 @@ def print_explanation(subject: str, answers: Sequence[Explanation]) -> None:
 
 COLUMNS = 88
 MOST_ROWS = 16
-#: By the end of a computation's name: its letter, colour and description.
+#: The end of a computation's name, with its letter, colour and description.
 KINDS = (
     ("forward again", "R", PURPLE, "forward again"),
     ("forward", "F", SKY, "forward"),
@@ -245,7 +245,7 @@ KINDS = (
 
 
 def draw_step(evaluation: PlanEvaluation) -> Picture:
-    """What each rank does most of the time in each of COLUMNS parts of the step."""
+    """A row for each rank: its main work in each of COLUMNS parts of the step."""
     prediction = evaluation.prediction
     rows = list(prediction.ranks)[:MOST_ROWS]
     left = max(len(f"rank {rank}") for rank in rows) + 1

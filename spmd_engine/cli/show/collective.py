@@ -31,7 +31,7 @@ class Example:
     use: str
     cost: str
     adjoint: str
-    moves: bool = True  #: whether values are moved unchanged, so that each comes from one rank
+    moves: bool = True  #: whether values are moved unchanged, so that each value comes from one rank
     code: str = "y = mesh.{name}(x)"
 
 
@@ -185,8 +185,8 @@ def routes_by_size(operation: str, hosts: Sequence[int], tuning: Tuning) -> list
 
     def route_of(size: int) -> Route:
         inline = size <= inline_limit(operation, ranks, room, one_node, tuning)
-        whole = size * ranks if operation == "all_gather" and not one_node else size
-        facts = Facts(whole, ranks, one_node, even, library=True, inline=inline, readable=True, tuning=tuning)
+        payload = size * ranks if operation == "all_gather" and not one_node else size
+        facts = Facts(payload, ranks, one_node, even, library=True, inline=inline, readable=True, tuning=tuning)
         return choose(Signature(operation), facts)
 
     parts = []

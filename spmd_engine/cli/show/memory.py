@@ -67,44 +67,44 @@ def memory(job: TrainConfig, output: Path | None) -> None:
 
 
 def draw_memory(job: TrainConfig) -> Picture:
-    """A bar for each ZeRO stage, of the rank that holds most; if the job has a stage, one for all equal ranks."""
+    """A bar for each ZeRO stage, of the rank that holds most; for a given stage, one for each group of equal ranks."""
     axes, zero, built = axes_of(job), job.composition.zero, job.model.build(job.composition)
     dtype, optimizer = job.model.dtype, job.training.optimizer
     stages = range(4) if zero is None else [zero]
     options = {"dtype": dtype, "optimizer": OPTIMIZERS[optimizer](), "cache": PassCache()}
     held = {stage: bytes_per_rank(built, axes, ParallelConfig(zero=stage), **options) for stage in stages}
     if zero is None:
-        bars = [(f"zero {stage}", max(ranks, key=_together)) for stage, ranks in held.items()]
-        what = "the rank that holds most"
+        bars = [(f"zero {stage}", max(ranks, key=_total_bytes)) for stage, ranks in held.items()]
+        ranks_shown = "the rank that holds most"
     else:
-        bars = _by_holding(held[zero])
-        what = f"each rank, zero {zero}"
+        bars = _group_equal_ranks(held[zero])
+        ranks_shown = f"each rank, zero {zero}"
     notes = ["largest groups: whole for a while, at the worst moment of a step. Activations are not counted."]
     if len(bars) > MOST_BARS:
         notes.insert(0, f"Drawn are the ranks that hold most and least; {len(bars) - 2} others hold something between.")
-        bars.sort(key=lambda bar: -_together(bar[1]))
+        bars.sort(key=lambda bar: -_total_bytes(bar[1]))
         bars = [bars[0], bars[-1]]
     count, mesh = f"{built.parameter_count:,}", MeshPosition(axes, {})
-    title = f"{job.model.name}, {count} parameters in {dtype}, {optimizer}, mesh {mesh}: bytes on {what}"
+    title = f"{job.model.name}, {count} parameters in {dtype}, {optimizer}, mesh {mesh}: bytes on {ranks_shown}"
     return Picture(title, _bars(bars), _numbers(bars), notes)
 
 
-def _together(held: Held) -> int:
+def _total_bytes(held: Held) -> int:
     return sum(count for _, count in held)
 
 
-def _by_holding(ranks: Sequence[Held]) -> list[tuple[str, Held]]:
-    """Ranks that hold the same, grouped, in the order of the first of each group."""
-    alike: dict[Held, list[int]] = defaultdict(list)
+def _group_equal_ranks(ranks: Sequence[Held]) -> list[tuple[str, Held]]:
+    """Groups of ranks that hold equal bytes, in the order of their first ranks."""
+    groups: dict[Held, list[int]] = defaultdict(list)
     for rank, held in enumerate(ranks):
-        alike[held].append(rank)
-    return [(f"{'rank' if len(members) == 1 else 'ranks'} {listed(members)}", held) for held, members in alike.items()]
+        groups[held].append(rank)
+    return [(f"{'rank' if len(members) == 1 else 'ranks'} {listed(members)}", held) for held, members in groups.items()]
 
 
 def _bars(bars: Sequence[tuple[str, Held]]) -> list[Cell]:
-    """Bars to one scale."""
+    """The cells of the bars, which have one scale."""
     left = max(len(name) for name, _ in bars) + 1
-    scale = LONGEST_BAR / max(_together(held) for _, held in bars)
+    scale = LONGEST_BAR / max(_total_bytes(held) for _, held in bars)
     cells: list[Cell] = []
     for row, (name, held) in enumerate(bars):
         x, y = left, 3 * row
@@ -115,23 +115,23 @@ def _bars(bars: Sequence[tuple[str, Held]]) -> list[Cell]:
                 label = kind if len(kind) + 1 < width else kind[0]
                 cells.append(Cell(x, y, width, 2, label, FILLS[kind]))
                 x += width
-        cells.append(text(x + 2, y + 1, readable_bytes(_together(held))))
+        cells.append(text(x + 2, y + 1, readable_bytes(_total_bytes(held))))
     return cells
 
 
 def _numbers(bars: Sequence[tuple[str, Held]]) -> list[Cell]:
     rows = [("", *(f"({kind[0]}) {kind}" for kind in CLASSES), "together")]
-    rows += [(name, *(f"{count:,}" for _, count in held), f"{_together(held):,}") for name, held in bars]
+    rows += [(name, *(f"{count:,}" for _, count in held), f"{_total_bytes(held):,}") for name, held in bars]
     return table(rows, "lrrrrr")
 
 
-# --- Bytes of each rank by the engine's own assignment, and of its unsharded groups by the analysis of a step
+# --- Bytes of each rank from the engine's assignment, and of its unsharded groups from the analysis of a step
 
 
 CLASSES = ("parameters", "gradients", "optimizer state", "largest groups")
 FROZEN = "frozen weights"  #: one more class, of models with adapters
 #: Kinds of memory of unsharded groups in the analysis of a step.
-_WHOLE = ("gathered groups", "whole gradients")
+_UNSHARDED = ("gathered groups", "whole gradients")
 _Parts = tuple[tuple[str, ...], list[int]]  # of a group: the axes that shard its storage, and the size of each part
 
 
@@ -156,30 +156,30 @@ def bytes_per_rank(
     layout = composed_layout(model, places[0], composition)
     frozen = [buffer for _, (buffer, _) in model.buffers() if buffer.frozen]
     arrays = [*(parameter for _, (parameter, _) in model.parameters()), *frozen]
-    letters = {letter for each in arrays for letter in each.dims.split()}
-    letters |= {each.element[0] for each in arrays if each.element}
+    letters = {letter for array in arrays for letter in array.dims.split()}
+    letters |= {array.element[0] for array in arrays if array.element}
     shaping = {PIPE, *(axis for letter in letters for axis in layout.axes(letter))}
     zero, itemsize = composition.storage.stage(axes), np.dtype(dtype).itemsize
-    for_a_while = [0] * len(places)
+    unsharded_bytes = [0] * len(places)
     if zero >= 2:
-        for_a_while = _whole_for_a_while(model, axes, composition, dtype, cache)
+        unsharded_bytes = _peak_unsharded_bytes(model, axes, composition, dtype, cache)
     shares: dict[tuple[int, ...], _Share] = {}
     ranks = []
-    for place, passing in zip(places, for_a_while, strict=True):
+    for place, unsharded in zip(places, unsharded_bytes, strict=True):
         where = tuple(place.coordinates[axis] for axis in place.axes if axis in shaping)
-        if where not in shares:  # the same for all that differ in the batch alone
+        if where not in shares:  # equal for ranks that differ only in their part of the batch
             shares[where] = _share(model, place, layout, itemsize, composition)
         share = shares[where]
-        owned, of_frozen = (
+        owned, owned_frozen = (
             sum(parts[place.index(axes)] for axes, parts in groups) for groups in (share.owned, share.frozen)
         )
         held = (
             (owned if zero >= 3 else share.whole) * itemsize,
             (owned if zero >= 2 else share.whole) * itemsize,
             len(optimizer.kinds) * (owned if zero >= 1 else share.whole) * itemsize,
-            passing,
+            unsharded,
         )
-        of_frozen_weights = ((FROZEN, (share.frozen_whole + of_frozen) * itemsize),) if frozen else ()
+        of_frozen_weights = ((FROZEN, (share.frozen_whole + owned_frozen) * itemsize),) if frozen else ()
         ranks.append((*zip(CLASSES, held, strict=True), *of_frozen_weights))
     return ranks
 
@@ -190,8 +190,8 @@ class _Share:
 
     whole: int  #: of all parameters
     owned: list[_Parts]  #: of each group of parameters
-    frozen: list[_Parts]  #: of each group of frozen weights, all of which are in parts
-    frozen_whole: int  #: of frozen weights that are in none
+    frozen: list[_Parts]  #: of each group of sharded frozen weights
+    frozen_whole: int  #: of frozen weights that are in no group
 
 
 def _share(model: Model, place: MeshPosition, layout: Layout, itemsize: int, composition: ParallelConfig) -> _Share:
@@ -205,25 +205,25 @@ def _share(model: Model, place: MeshPosition, layout: Layout, itemsize: int, com
             for group, axes, size in zip(groups, over, sizes, strict=True)
         ]
 
-    in_parts = {name for group in assignment.frozen for name in group.spans}
-    whole = 0
+    sharded_names = {name for group in assignment.frozen for name in group.spans}
+    unsharded = 0
     for number in assignment.uses:
         layer_name, layer = model.layers[number]
-        for own, buffer in layer.buffers.items():
-            home = assignment.homes.get(name := f"{layer_name}/{own}")
-            if buffer.frozen and name not in in_parts and (home is None or home.has(place)):
-                whole += prod(layout.spec(buffer.dims).local_shape(buffer.whole(layer.sizes), place))
-    of_parameters = sum(group.size for group in assignment.groups)
-    return _Share(of_parameters, parts_of(assignment.groups), parts_of(assignment.frozen), whole)
+        for buffer_name, buffer in layer.buffers.items():
+            home = assignment.homes.get(name := f"{layer_name}/{buffer_name}")
+            if buffer.frozen and name not in sharded_names and (home is None or home.has(place)):
+                unsharded += prod(layout.spec(buffer.dims).local_shape(buffer.whole(layer.sizes), place))
+    parameter_size = sum(group.size for group in assignment.groups)
+    return _Share(parameter_size, parts_of(assignment.groups), parts_of(assignment.frozen), unsharded)
 
 
-def _whole_for_a_while(
+def _peak_unsharded_bytes(
     model: Model, axes: Mapping[str, int], composition: ParallelConfig, dtype: str, cache: PassCache | None
 ) -> list[int]:
     """The most bytes of unsharded groups at one time in a step, on each rank.
 
-    They do not depend on the batch: this one has a sample for each rank in each micro-batch, and a micro-batch for
-    each stage.
+    These bytes do not depend on the batch, which here has a sample for each rank in each micro-batch, and a micro-batch
+    for each stage.
     """
     micro_batches = axes.get(PIPE, 1)
     batch_size = micro_batches * prod(axes.values())
@@ -231,8 +231,8 @@ def _whole_for_a_while(
         model, axes, composition, batch_size=batch_size, micro_batches=micro_batches, dtype=dtype, cache=cache
     )
     ranks = [0] * analysis.ranks
-    for alike in analysis:
-        most = max(sum(moment.bytes_by_kind.get(kind, 0) for kind in _WHOLE) for moment in alike.step.timeline)
-        for rank in alike.ranks:
+    for rank_class in analysis:
+        most = max(sum(moment.bytes_by_kind.get(kind, 0) for kind in _UNSHARDED) for moment in rank_class.step.timeline)
+        for rank in rank_class.ranks:
             ranks[rank] = most
     return ranks

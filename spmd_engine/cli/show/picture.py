@@ -1,4 +1,4 @@
-"""Pictures as data, and where they go: the terminal, a pipe, or a file."""
+"""Pictures as data, and their output to the terminal, a pipe, or a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.text import Text
 from spmd_engine.errors import UsageError
 from spmd_engine.files import output_file
 
-#: Colours that colour-blind people tell apart (Okabe and Ito, 2008); labels say the same in words.
+#: Colours that colour-blind people distinguish (Okabe and Ito, 2008); labels repeat their meaning in words.
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILLION, PURPLE, PALE = "#0072B2", "#D55E00", "#CC79A7", "#DDDDDD"
 COLOURS = (SKY, ORANGE, GREEN, YELLOW, PURPLE, BLUE, VERMILLION)
@@ -48,7 +48,7 @@ class Cell:
 
     @property
     def right(self) -> int:
-        """The first column that is free again."""
+        """The first column to the right of the cell."""
         return self.x + self.width + self.outline
 
     @property
@@ -91,7 +91,7 @@ def text(x: int, y: int, label: str, width: int | None = None, align: str = "lef
 
 
 def table(rows: Sequence[Sequence[str]], align: str) -> list[Cell]:
-    """Rows of text in columns two apart. ``align`` has a letter a column: l for left, r for right."""
+    """Rows of text in columns two apart. ``align`` has a letter for each column: l for left, r for right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     starts = list(accumulate([width + 2 for width in widths], initial=0))
     sides = {"l": "left", "r": "right"}
@@ -153,13 +153,13 @@ def rgb(colour: str) -> tuple[int, int, int]:
 
 
 def listed(numbers: Sequence[int], most: int = 8) -> str:
-    """``0,1,2``; of more than ``most``, the first three and the last."""
+    """``0,1,2``; if there are more than ``most``, the first three and the last."""
     if len(numbers) > most:
         return ",".join(map(str, numbers[:3])) + f",...,{numbers[-1]}"
     return ",".join(map(str, numbers))
 
 
-# --- Where a picture goes: the terminal, a pipe, or a file
+# --- Output of a picture: to the terminal, a pipe, or a file
 
 
 output_option = click.option(
@@ -171,7 +171,7 @@ output_option = click.option(
 
 
 def present(picture: Picture, output: Path | None) -> None:
-    """Print a picture, in colour where there is a terminal, or write it to ``output``."""
+    """Print a picture, in colour on a terminal, or write it to ``output``."""
     if output is None:
         print_picture(picture, Console())
         return
@@ -183,15 +183,15 @@ def present(picture: Picture, output: Path | None) -> None:
 
 
 UP, RIGHT, DOWN, LEFT = 1, 2, 4, 8
-#: By the directions in which lines leave a place: their sum is the index.
+#: The index of a character is the sum of the directions in which its lines leave it.
 LINES = " ╵╶└╷│┌├╴┘─┴┐┤┬┼"
 PLAIN = str.maketrans(LINES[1:], "|-+||++-+-+++++")
 
-Row = list[tuple[str, str | None]]  # characters, each with its background
+Row = list[tuple[str, str | None]]  # characters with their backgrounds
 
 
 def print_picture(picture: Picture, console: Console) -> None:
-    """Print it; without colours in a pipe, in which the text is the same whatever the terminal."""
+    """Print a picture; in a pipe it has no colours, and its text does not depend on the terminal."""
     widest = console.width if console.is_terminal else WIDEST
     ascii_only = not (console.encoding or "").lower().startswith("utf")
     for line in lines(picture, widest):
@@ -221,7 +221,7 @@ def _text_line(row: Row) -> Text:
 
 
 def _canvas(cells: Sequence[Cell]) -> list[Row]:
-    """Each place's character and background; labels come last, over borders."""
+    """The character and background of each place; labels are drawn last, over borders."""
     columns, rows = size(cells)
     directions = [[0] * columns for _ in range(rows)]
     canvas: list[Row] = [[(" ", None)] * columns for _ in range(rows)]
@@ -253,7 +253,7 @@ def _outline(directions: list[list[int]], cell: Cell) -> None:
 
 
 def _write(canvas: list[Row], cell: Cell) -> None:
-    """A label in the middle of its cell's lines, truncated to its columns."""
+    """Write a label in the middle of its cell's lines, truncated to the cell's columns."""
     if not cell.label:
         return
     labels = cell.label.split("\n")
@@ -284,12 +284,12 @@ def _folded(canvas: list[Row], fold: tuple[int, int] | None, widest: int) -> Ite
 # --- A picture as SVG, or as PNG by Pillow
 
 
-COLUMN, LINE, FONT, MARGIN = 8, 18, 13, 12  # pixels: a column's width, a line's height, letters, all around
+COLUMN, LINE, FONT, MARGIN = 8, 18, 13, 12  # pixels: width of a column, height of a line, size of letters, margin
 BORDER, BETWEEN, PAPER = "#333333", "#FFFFFF", "#FFFFFF"
 
 
 def write_image(picture: Picture, path: Path) -> None:
-    """Write it in the format of the ending of ``path``; raises UsageError unless that is .svg or .png."""
+    """Write a picture in the format of the ending of ``path``; raises UsageError unless that is .svg or .png."""
     writers = {".svg": svg, ".png": png}
     if path.suffix.lower() not in writers:
         raise UsageError(f"--output {path}: write a picture as .svg or .png")
@@ -363,7 +363,7 @@ def _rectangle(cell: Cell) -> tuple[float, float, int, int]:
 
 
 def _labels(cell: Cell) -> Iterator[tuple[float, float, str]]:
-    """Each line of a label with the point it is aligned to: half-way up the line."""
+    """Each line of a label with its anchor point, at half the height of the line."""
     if not cell.label:
         return
     left, top, wide, high = _rectangle(cell)

@@ -77,13 +77,13 @@ def schedule(name: str, stages: int, micro_batches: int, chunks: int | None, out
 
 
 def draw_schedule(plan: Schedule, stages: int, micro_batches: int) -> Picture:
-    """A row a stage; one column of the grid is the time of the shortest slot, a forward of one chunk."""
+    """A row for each stage; one column of the grid is the time of the shortest slot, a forward of one chunk."""
 
     def check(length: int) -> None:
         if stages * length > MOST_SLOTS:
             raise UsageError(f"{plan.name} with {stages} stages and {micro_batches} micro-batches is too long to draw")
 
-    check(3 * micro_batches * plan.chunks)  # the work alone, before it takes long to find out
+    check(3 * micro_batches * plan.chunks)  # a quick check, by the work without idle slots
     slots = timeline(plan, stages, micro_batches)
     length = round(makespan(slots) * plan.chunks)
     check(length)
@@ -93,8 +93,8 @@ def draw_schedule(plan: Schedule, stages: int, micro_batches: int) -> Picture:
     cells += [text(left + at * plan.chunks * unit, 0, str(at)) for at in range(0, length // plan.chunks + 1, 5)]
     for stage in range(stages):
         cells.append(text(0, 1 + stage, f"stage {stage}"))
-        own = [slot for slot in slots if slot.stage == stage]
-        cells += _slots_of_stage(left, 1 + stage, unit, own, plan.chunks, stages, length)
+        stage_slots = [slot for slot in slots if slot.stage == stage]
+        cells += _slots_of_stage(left, 1 + stage, unit, stage_slots, plan.chunks, stages, length)
     title = f"{plan.name}: {stages} stages, {micro_batches} micro-batches"
     title += f", {plan.chunks} chunks a stage" if plan.chunks > 1 else ""
     notes = _notes(plan, slots, stages, micro_batches)
@@ -102,7 +102,7 @@ def draw_schedule(plan: Schedule, stages: int, micro_batches: int) -> Picture:
 
 
 def _label(work: Compute, chunks: int, stages: int) -> str:
-    """``F3``; with several chunks a stage, ``F3b``: its second one."""
+    """``F3``; with several chunks a stage, ``F3b`` for its second chunk."""
     letter = chr(ord("a") + work.chunk // stages) if chunks > 1 else ""
     return f"{KINDS[type(work)][0]}{work.m}{letter}"
 
@@ -126,12 +126,12 @@ def _slot(x: int, y: int, width: int, label: str, fill: str) -> Cell:
 
 
 def _stages(slots: Sequence[Slot]) -> list[tuple[str, ...]]:
-    """A line a stage, under headings."""
+    """A row for each stage, under headings."""
     rows: list[tuple[str, ...]] = [("", "busy", "idle", "idle inside", "activations held")]
-    whole = makespan(slots)
+    step_time = makespan(slots)
     for stage, (inside, peak) in enumerate(zip(idle_inside(slots), peak_activations(slots), strict=True)):
         busy = sum(slot.end - slot.start for slot in slots if slot.stage == stage)
-        rows.append((f"stage {stage}", *(f"{round(x, 2):g}" for x in (busy, whole - busy, inside, peak))))
+        rows.append((f"stage {stage}", *(f"{round(x, 2):g}" for x in (busy, step_time - busy, inside, peak))))
     return rows
 
 
@@ -227,6 +227,6 @@ def _name_of_transfer(transfer: Communication) -> str:
 
 
 def _row_of_transfer(step: RankStep, transfer: Communication) -> tuple[str, ...]:
-    names = [*(f"{number} {each.name}" for number, each in enumerate(step.computations)), "the end"]
+    names = [*(f"{number} {computation.name}" for number, computation in enumerate(step.computations)), "the end"]
     begins, ends = names[transfer.begins], names[transfer.ends]
     return _name_of_transfer(transfer), transfer.axes, f"{round(transfer.sent):,}", begins, ends, str(transfer.priority)

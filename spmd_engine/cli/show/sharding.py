@@ -61,7 +61,7 @@ def mesh(axes: str, output: Path | None) -> None:
 
 
 def draw_mesh(axes: dict[str, int]) -> Picture:
-    """The last two axes are a grid; each axis before them is a row, or a column, of boxes around it."""
+    """The last two axes are a grid; each axis before them is a row or a column of boxes around the grid."""
     ranks = np.arange(len(all_positions(axes))).reshape(tuple(axes.values()))
     if ranks.size > MOST_RANKS:
         raise UsageError(f"mesh {MeshPosition(axes, {})} has {ranks.size} ranks; at most {MOST_RANKS} can be drawn")
@@ -85,7 +85,7 @@ def _boxes(axes: list[str], ranks: np.ndarray, fastest: int) -> list[Cell]:
     for place, part in enumerate(ranks):
         inside = _boxes(axes[1:], part, fastest)
         width, height = (side + more for side, more in zip(size(inside), (3, 2), strict=True))
-        if x and x + width > WIDEST:  # to the right while there is room
+        if x and x + width > WIDEST:  # no room to the right
             x, y = 0, y + height + 1
         cells.append(Cell(x, y, width, height))
         cells.append(text(x + 2, y + 1, f"{axes[0]} {place}"))
@@ -99,10 +99,10 @@ def _groups(ranks: np.ndarray, dim: int) -> str:
     groups = np.moveaxis(ranks, dim, -1).reshape(-1, ranks.shape[dim])
     shown = ""
     for count, group in enumerate(groups):
-        one = "{" + listed(group.tolist()) + "} "
-        if len(shown) + len(one) > WIDEST - 30:
+        group_text = "{" + listed(group.tolist()) + "} "
+        if len(shown) + len(group_text) > WIDEST - 30:
             return f"{shown}... {len(groups) - count} more"
-        shown += one
+        shown += group_text
     return shown.rstrip()
 
 
@@ -165,18 +165,18 @@ def with_shares(spec: Spec, text: str | None, place: MeshPosition) -> Spec:
 def parameter_sharding(
     job: TrainConfig, name: str, places: Sequence[MeshPosition]
 ) -> tuple[Spec, tuple[int, ...], Sequence[MeshPosition]]:
-    """How the default layout shards a parameter of a model, its whole shape, and the ranks whose stage has it."""
+    """The sharding of a parameter by the default layout, its whole shape, and the ranks that hold it."""
     built = job.model.build(job.composition)
     layout = layout_for(built, places[0])
     parameters = dict(built.parameters())
     if name not in parameters:
-        close = [known for known in parameters if name.split("/")[-1] in known] or list(parameters)
+        close = [other for other in parameters if name.split("/")[-1] in other] or list(parameters)
         raise UsageError(f"{job.model.name} has no parameter {name!r}; it has, for example: {', '.join(close[:4])}")
     assignment = assign(built, places[0], layout, itemsize=4)
     stages, home = assignment.holders[name], assignment.homes.get(name)
     parameter, shape = parameters[name]
-    having = [place for place in places if place.coordinates.get(PIPE, 0) in stages and (not home or home.has(place))]
-    return layout.spec(parameter.dims), shape, having
+    holders = [place for place in places if place.coordinates.get(PIPE, 0) in stages and (not home or home.has(place))]
+    return layout.spec(parameter.dims), shape, holders
 
 
 def draw_sharding(spec: Spec, shape: Sequence[int], places: Sequence[MeshPosition], name: str = "") -> Picture:
@@ -186,34 +186,34 @@ def draw_sharding(spec: Spec, shape: Sequence[int], places: Sequence[MeshPositio
     if (count := mesh.axis_size(spec.axes)) > MOST_BLOCKS:
         raise UsageError(f'sharding "{spec}" on mesh {mesh} has {count} blocks; at most {MOST_BLOCKS} can be drawn')
     sharded = [dim for dim, (_, axes) in enumerate(spec) if axes]
-    (down, across), others = _drawn(sharded, len(shape)), sharded[2:]
+    (down, across), others = _drawn_dims(sharded, len(shape)), sharded[2:]
     ranks: dict[tuple[int, int], list[int]] = defaultdict(list)
     first: dict[tuple[int, int], tuple[slice, ...]] = {}
     for place, block in zip(places, blocks, strict=True):
-        where = _part(spec, down, place), _part(spec, across, place)
-        ranks[where].append(_rank(place))
-        first.setdefault(where, block)
+        cell = _part(spec, down, place), _part(spec, across, place)
+        ranks[cell].append(_rank(place))
+        first.setdefault(cell, block)
     rows, columns = (max(parts) + 1 for parts in zip(*ranks, strict=True))
     cells = grid(
         [_name(spec, down, first[row, 0]) for row in range(rows)],
         [_name(spec, across, first[0, column]) for column in range(columns)],
         [[_label(ranks[r, c], first[r, c], spec, others) for c in range(columns)] for r in range(rows)],
-        # Steps of 3 and 1 of 7 colours: neighbours never have the same.
+        # Steps of 3 and 1 of 7 colours: neighbours never have equal colours.
         [[COLOURS[(3 * r + c) % len(COLOURS)] for c in range(columns)] for r in range(rows)],
     )
-    title = f'{name}"{spec}", shape {_by(shape)}, mesh {mesh}'
+    title = f'{name}"{spec}", shape {_shape_text(shape)}, mesh {mesh}'
     notes = [_sizes(blocks)]
     notes += [_not_drawn(spec, dim, places, blocks) for dim in others]
     reach = {axis: len({place.coordinates[axis] for place in places}) for axis in mesh.axes}
     if reach.get(PIPE, 1) < mesh.axes.get(PIPE, 1):
         stages = sorted({place.coordinates[PIPE] for place in places})
         notes.append(f"Pipeline: stage {' and stage '.join(map(str, stages))} alone.")
-    if alone := [axis for axis, size in mesh.axes.items() if axis != PIPE and reach[axis] < size]:
-        where = " and ".join(f"{axis} {mesh.coordinates[axis]}" for axis in alone)
+    if fixed_axes := [axis for axis, size in mesh.axes.items() if axis != PIPE and reach[axis] < size]:
+        where = " and ".join(f"{axis} {mesh.coordinates[axis]}" for axis in fixed_axes)
         notes.append(f"Of one expert: only on ranks with {where}, which split the batch in other layers.")
-    if copied := [axis for axis, count in reach.items() if count > 1 and axis not in spec.axes]:
-        copies = prod(reach[axis] for axis in copied)
-        notes.append(f"Each block is on {copies} ranks, which differ along {' and '.join(copied)}.")
+    if replicated_axes := [axis for axis, count in reach.items() if count > 1 and axis not in spec.axes]:
+        copies = prod(reach[axis] for axis in replicated_axes)
+        notes.append(f"Each block is on {copies} ranks, which differ along {' and '.join(replicated_axes)}.")
     return Picture(title, cells, notes=notes)
 
 
@@ -221,7 +221,7 @@ def _rank(place: MeshPosition) -> int:
     return place.index(place.axes)
 
 
-def _drawn(sharded: Sequence[int], dims: int) -> tuple[int | None, int | None]:
+def _drawn_dims(sharded: Sequence[int], dims: int) -> tuple[int | None, int | None]:
     """The sharded dim drawn from top to bottom, and the one drawn from left to right."""
     if len(sharded) == 1:  # the last dim from left to right, like a vector and the columns of a matrix
         return (None, sharded[0]) if sharded[0] == dims - 1 else (sharded[0], None)
@@ -229,7 +229,7 @@ def _drawn(sharded: Sequence[int], dims: int) -> tuple[int | None, int | None]:
 
 
 def _part(spec: Spec, dim: int | None, place: MeshPosition) -> int:
-    """Which part of a dim a rank has, counted along it."""
+    """The index of a rank's part of a dim."""
     return place.index(spec.dims[dim][1] if dim is not None else ())
 
 
@@ -238,7 +238,7 @@ def _name(spec: Spec, dim: int | None, block: Sequence[slice]) -> str:
 
 
 def _label(ranks: Sequence[int], block: Sequence[slice], spec: Spec, others: Sequence[int]) -> str:
-    """The ranks and, below, what they hold: ``[0:4, :]``, with the letter of a dim that is split but not drawn."""
+    """The ranks and, below, their indices: ``[0:4, :]``, with the letter of a dim that is split but not drawn."""
     indices = []
     for dim, ((letter, axes), part) in enumerate(zip(spec, block, strict=True)):
         indices.append(letter if dim in others else _range(part) if axes else ":")
@@ -251,7 +251,7 @@ def _range(part: slice) -> str:
     return f"{part.start}:{part.stop}"
 
 
-def _by(sizes: Sequence[int]) -> str:
+def _shape_text(sizes: Sequence[int]) -> str:
     return " x ".join(map(str, sizes)) or "of a number"
 
 
@@ -262,8 +262,8 @@ def _sizes(blocks: Sequence[Sequence[slice]]) -> str:
     if held == [()]:
         return "Each rank holds one number."
     if len(held) == 1:
-        return f"Each rank holds {_by(held[0])}."
-    return f"Uneven: a rank holds from {_by(held[0])} to {_by(held[-1])}."
+        return f"Each rank holds {_shape_text(held[0])}."
+    return f"Uneven: a rank holds from {_shape_text(held[0])} to {_shape_text(held[-1])}."
 
 
 def _not_drawn(spec: Spec, dim: int, places: Sequence[MeshPosition], blocks: Sequence[Sequence[slice]]) -> str:
@@ -304,10 +304,10 @@ def experts(job: TrainConfig, run: str | None, steps: int, layer: str | None) ->
     composition = ParallelConfig(experts_over=over)
     loads: Mapping[str, Sequence[float]] = {}
     if run:
-        of_run = read_run(run)
-        job = job.changed(model=of_run.model)
-        composition = composition if over or axes else of_run.composition
-        axes = axes or of_run.composition.mesh
+        run_job = read_run(run)
+        job = job.changed(model=run_job.model)
+        composition = composition if over or axes else run_job.composition
+        axes = axes or run_job.composition.mesh
         loads = mean_loads(run_folder(run), steps)
     model = job.model.build(composition)
     places = all_positions(dict(axes or {"data": 1}))
@@ -323,28 +323,28 @@ def placement_text(
     loads: Mapping[str, Sequence[float]] | None = None,
     layer: str | None = None,
 ) -> str:
-    """Routing tables: one for all layers with the same placement, their loads added up, or of one ``layer``.
+    """Routing tables: one for all layers with equal placement, with the sums of their loads, or that of one ``layer``.
 
     ``loads`` are those of each layer's experts, by the layer's name. Raises UsageError if there is no such layer.
     """
-    routed = {name: each.sizes["e"] for name, each in model.layers if "e" in each.sizes}
+    routed = {name: model_layer.sizes["e"] for name, model_layer in model.layers if "e" in model_layer.sizes}
     if not routed or layer not in (None, *routed):
         which = f" {layer!r}" if routed else ""
         nearest = one_of(layer, routed) if routed else "try gpt-moe-nano"
         raise UsageError(f"{model.name} has no layer{which} with experts; {nearest}")
     axes = layout.axes("e")
-    alike: dict[tuple[int, ...], list[str]] = {}
+    names_by_placement: dict[tuple[int, ...], list[str]] = {}
     for name in [layer] if layer else routed:
-        alike.setdefault(layout.parts(name, "e", routed[name], places[0]), []).append(name)
+        names_by_placement.setdefault(layout.parts(name, "e", routed[name], places[0]), []).append(name)
     parts = places[0].axis_size(axes)
     ranks = [[place.index(None) for place in places if place.index(axes) == part] for part in range(parts)]
     texts = []
-    for placement, names in alike.items():
-        known = [loads[name] for name in names if loads and name in loads]
-        together = [sum(each) for each in zip(*known, strict=True)] if known else None
+    for placement, names in names_by_placement.items():
+        layer_loads = [loads[name] for name in names if loads and name in loads]
+        total_loads = [sum(expert_loads) for expert_loads in zip(*layer_loads, strict=True)] if layer_loads else None
         over = f"over {','.join(axes)}" if parts > 1 else "on every rank"
         texts.append(f"\n{_listed_layers(names)}: {len(placement)} experts {over}\n")
-        texts.append(routing_table(placement, parts, together, ranks))
+        texts.append(routing_table(placement, parts, total_loads, ranks))
     return "\n".join(texts)
 
 
@@ -357,7 +357,7 @@ def mean_loads(folder: Path, steps: int) -> dict[str, list[int]]:
     names = [name for name in (outputs[-1] if outputs else {}) if name.endswith(LOAD)]
     if not names:
         raise UsageError(f"{path} has no load of experts: the run made no step, or its model has no experts")
-    by_name = {name: zip(*(each[name] for each in outputs), strict=True) for name in names}
+    by_name = {name: zip(*(output[name] for output in outputs), strict=True) for name in names}
     return {
         name.removesuffix(LOAD): [round(sum(of_expert) / len(outputs)) for of_expert in of_layer]
         for name, of_layer in by_name.items()

@@ -1,4 +1,4 @@
-"""Samples in batches that no mesh changes, and NumPy arrays as training data: shuffled epochs, and a part held out."""
+"""Batches that do not depend on the mesh, and NumPy arrays as training data, with a held-out part."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from spmd_engine.layers.layer import Documents
 class SampledData(ABC):
     """Training samples, numbered over all steps, and held-out samples, numbered from 0.
 
-    What a sample is depends on the data, a seed and its number alone: neither the mesh, nor the step at which a run
-    was interrupted, changes what a step is given.
+    A sample depends only on the data, a seed and its number: neither the mesh nor an interruption of the run changes
+    the batch of a step.
     """
 
     @property
     @abstractmethod
     def terms(self) -> int:
-        """How many numbers of a sample the loss compares."""
+        """The numbers of a sample that the loss compares."""
 
     @abstractmethod
     def examples(self, numbers: np.ndarray, held_out: bool = False) -> Sequence[np.ndarray]:
@@ -38,11 +38,11 @@ class SampledData(ABC):
         """``samples`` numbers of held-out samples, spread evenly; None: all."""
 
     def count(self, numbers: np.ndarray, held_out: bool) -> float:
-        """Targets that count, of all these samples."""
+        """The number of targets of these samples that count in the loss."""
         return len(numbers) * self.terms
 
     def documents_of(self, numbers: np.ndarray, held_out: bool) -> Documents | None:
-        """The documents of which these samples consist; None if their positions see all earlier ones."""
+        """The documents of these samples; None if each position attends to all earlier ones."""
         return None
 
     def batch(self, engine: ShardedEngine, step: int, *, size: int, micro_batches: int = 1) -> Batch:
@@ -50,7 +50,7 @@ class SampledData(ABC):
         return self._batch(engine, step * size + np.arange(size), False, micro_batches, step)
 
     def validation_batches(self, engine: ShardedEngine, *, size: int, samples: int | None = None) -> list[Batch]:
-        """``samples`` of what is held out (None: all), spread evenly and in order, in batches of ``size``."""
+        """``samples`` held-out samples (None: all), spread evenly and in order, in batches of ``size``."""
         numbers = self.held_out_numbers(samples)
         return [self._batch(engine, numbers[first : first + size], True) for first in range(0, len(numbers), size)]
 
@@ -69,11 +69,11 @@ class SampledData(ABC):
 
 
 class ArrayData(SampledData):
-    """Samples x[b ...] with targets y[b ...], whole on every rank; memory maps will do, since only rows are read.
+    """Samples x[b ...] with targets y[b ...], whole on every rank. Memory maps suffice, since only rows are read.
 
-    Targets are whatever the engine's loss takes: classes y[b], or numbers y[b d]. ``validation`` is the fraction of
-    samples that is held out, or the numbers of these. Which these are, and the order of every epoch, are functions of
-    the seed, the epoch and the samples' numbers alone.
+    Targets are those of the engine's loss: classes y[b], or numbers y[b d]. ``validation`` is the fraction of samples
+    that is held out, or the numbers of these samples. The choice of these, and the order of every epoch, depend only on
+    the seed, the epoch and the samples' numbers.
     """
 
     def __init__(self, x: Any, y: Any, *, validation: float | np.ndarray = 0.0, seed: int = 0) -> None:
@@ -85,7 +85,7 @@ class ArrayData(SampledData):
             validation = part_of(len(x), round(float(validation) * len(x)), seed)
         self.x, self.y, self.seed = x, y, seed
         self.held_out = np.unique(validation)  #: numbers of the samples for validation
-        self.train = np.setdiff1d(np.arange(len(x)), self.held_out)  #: and of those to learn from
+        self.train = np.setdiff1d(np.arange(len(x)), self.held_out)  #: numbers of the samples for training
         if not len(self.train):
             raise UsageError(f"ArrayData: {len(x)} samples, of which all are held out, leave none to learn from")
 
@@ -94,11 +94,11 @@ class ArrayData(SampledData):
         return int(np.prod(self.y.shape[1:]))
 
     def epoch(self, number: int) -> np.ndarray:
-        """The numbers of the samples to learn from, each once, in the order of this epoch."""
+        """The numbers of all training samples, in the order of this epoch."""
         return self.train[epoch_order(self.seed, number, len(self.train))]
 
     def numbers(self, places: np.ndarray) -> np.ndarray:
-        """Which samples stand at these places in all epochs, one after the other."""
+        """The numbers of the samples at these places in all epochs, one after the other."""
         return self.train[in_epochs(self.seed, len(self.train), places)]
 
     def held_out_numbers(self, samples: int | None) -> np.ndarray:
@@ -110,7 +110,7 @@ class ArrayData(SampledData):
 
     @cached_property
     def sha256(self) -> str:
-        """Of shapes, dtypes and contents: a fact for a checkpoint, so that a run goes on with the same data."""
+        """Of shapes, dtypes and contents: a fact for a checkpoint, so that a run resumes with the same data."""
         digest = hashlib.sha256()
         for array in (self.x, self.y):
             digest.update(f"{array.dtype.str}{array.shape}".encode())
@@ -125,17 +125,17 @@ def spread(count: int, samples: int | None) -> np.ndarray:
 
 
 def part_of(count: int, size: int, seed: int) -> np.ndarray:
-    """So many of the numbers below ``count``, in order, drawn by the seed alone."""
+    """``size`` of the numbers below ``count``, in order, drawn by the seed alone."""
     return np.sort(_shuffled(key_of(seed, "validation"), count)[:size])
 
 
 def in_epochs(seed: int, count: int, places: np.ndarray) -> np.ndarray:
-    """Which of the numbers below ``count`` stand at these places of shuffled epochs, one after the other."""
+    """The numbers below ``count`` at these places of shuffled epochs, one after the other."""
     epochs, within = np.divmod(places, count)
     numbers = np.empty(len(places), np.int64)
     for epoch in np.unique(epochs).tolist():
-        here = epochs == epoch
-        numbers[here] = epoch_order(seed, epoch, count)[within[here]]
+        in_epoch = epochs == epoch
+        numbers[in_epoch] = epoch_order(seed, epoch, count)[within[in_epoch]]
     return numbers
 
 

@@ -1,4 +1,4 @@
-"""Bytes to learn from: by default the source of Python's own standard library, present on every machine."""
+"""Corpora of bytes: by default the source of Python's standard library, which is on every machine."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from spmd_engine.models.model import Model
 from spmd_engine.tokens.tokenizer import END_OF_FILE
 from spmd_engine.training.data.array_data import SampledData
 
-HELD_OUT = 20  #: one file in so many is for validation (of a single file, its last part)
+HELD_OUT = 20  #: one file of this many is for validation (of a single file, the last part)
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "turtledemo"}
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens[n] to train on and to validate on, equal on every rank, and what they were read from."""
+    """Tokens[n] for training and for validation, equal on every rank, with the number and digest of their files."""
 
     train: np.ndarray
     validation: np.ndarray
@@ -39,12 +39,12 @@ class Corpus:
         return f"{len(self.train):,} tokens from {self.files} files"
 
     def windows(self, length: int, seed: int = 0) -> TokenWindows:
-        """Samples of ``length`` tokens each; where those to learn from begin follows from the seed."""
+        """Samples of ``length`` tokens each; the seed determines the starts of training samples."""
         return TokenWindows(self, length, seed=seed)
 
 
 def load_corpus(group: Group, path: str | None, context: int) -> Corpus:
-    """Read the files on rank 0 and share their tokens with all, in one array a node.
+    """Read the files on rank 0 and share their tokens with all ranks, in one array for each node.
 
     ``path`` is a file or a folder; None means the standard library. Raises UsageError on every rank if it is
     missing, empty, or too short for one context in either part.
@@ -57,14 +57,14 @@ def load_corpus(group: Group, path: str | None, context: int) -> Corpus:
 
 
 def _read(path: str | None, context: int) -> tuple[list[np.ndarray], int, int, str]:
-    """What files hold, bytes and ends by turns, those to train on first; how much that is; files; and their digest."""
+    """Bytes and end of each file, training files first; tokens for training; number of files; and their digest."""
     if path == "":
         raise UsageError("--data is empty: name a file or a folder, or leave the option out")
     root = str(Path(path)) if path is not None else os.path.dirname(os.__file__)
     if not os.path.exists(root):
         raise UsageError(f"--data {root}: no such file or folder")
     if not (os.path.isfile(root) or os.path.isdir(root)):
-        raise UsageError(f"--data {root}: no file and no folder; write what a pipe gives into a file first")
+        raise UsageError(f"--data {root}: neither a file nor a folder; write the output of a pipe into a file first")
     files = [root] if os.path.isfile(root) else _files(root, "*.py" if path is None else "*")
     digest, end = hashlib.sha256(), np.array([END_OF_FILE], np.uint16)
     train: list[np.ndarray] = []
@@ -72,7 +72,7 @@ def _read(path: str | None, context: int) -> tuple[list[np.ndarray], int, int, s
     for number, file in enumerate(files):
         with open(file, "rb", buffering=0) as opened:
             if path is not None:
-                from spmd_engine.formats.text_documents import check_text  # Python's own source needs no look
+                from spmd_engine.formats.text_documents import check_text  # Python's own source needs no check
 
                 check_text(opened, f"--data {file}")
             content = opened.read()
@@ -84,7 +84,7 @@ def _read(path: str | None, context: int) -> tuple[list[np.ndarray], int, int, s
     train_size, size = sum(map(len, train)), sum(map(len, (*train, *validation)))
     if size <= len(files):
         raise UsageError(f"--data {root}: there is nothing to read in it")
-    if size - train_size <= context:  # one file, or empty ones: the end of what there is serves as well
+    if size - train_size <= context:  # one file, or empty ones: validate on the end of all bytes
         train_size = size - max(size // HELD_OUT, min(context + 1, size // 2))
     shortest = min(train_size, size - train_size)
     if shortest <= context:
@@ -96,24 +96,24 @@ def _read(path: str | None, context: int) -> tuple[list[np.ndarray], int, int, s
 
 
 def _files(root: str, pattern: str) -> list[str]:
-    """Paths, a folder's files beside its folders in the order of names.
+    """Paths of the files in a folder and its subfolders, in the order of names.
 
-    Hidden files and folders are left out; of the standard library, which alone has a pattern, its tests, too.
+    Hidden files and folders are left out; so are the tests of the standard library, which alone has a pattern.
     """
     left_out = _NOT_SOURCE if pattern != "*" else set()
-    found = []
+    paths = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not (name.startswith(".") or name in left_out)]
         for name in names:
             if not (name.startswith(".") or name in left_out) and fnmatchcase(name, pattern):
-                found.append(os.path.join(folder, name))
-    return sorted(filter(os.path.isfile, found), key=lambda path: path.split(os.sep))
+                paths.append(os.path.join(folder, name))
+    return sorted(filter(os.path.isfile, paths), key=lambda path: path.split(os.sep))
 
 
 # --- Samples: windows of a corpus, as tokens or as vectors of numbers
 
 BITS = 8
-#: What kind of character comes next, in Python's source; what is in none of these is "other".
+#: The kinds of the next character in Python's source; "other" is the kind of all further characters.
 CLASSES = {
     "space": " ",
     "newline": "\n",
@@ -132,9 +132,9 @@ CLASSES = {
 class Windows(SampledData):
     """Samples from a corpus: windows of tokens.
 
-    ``features`` is the size of a sample's input, ``dtype`` the inputs' (that of the engine's parameters). Training
-    windows begin at places that are drawn by the ``seed`` and a sample's number, held-out ones are spread evenly.
-    Raises UsageError for a corpus shorter than one.
+    ``features`` is the size of a sample's input, ``dtype`` that of inputs and of the engine's parameters. The ``seed``
+    and a sample's number determine the start of a training window; held-out windows are spread evenly. Raises
+    UsageError for a corpus shorter than one window.
     """
 
     corpus: Corpus
@@ -149,7 +149,7 @@ class Windows(SampledData):
 
     @property
     def length(self) -> int:
-        """Tokens of a window, with those that are to be predicted."""
+        """Tokens of a window, including those to predict."""
         return self.features + 1
 
     @property
@@ -173,7 +173,7 @@ class Windows(SampledData):
 
 
 class TokenWindows(Windows):
-    """x[b s]: as many tokens as there are features; targets[b s]: the same window one token further on."""
+    """x[b s]: as many tokens as features; targets[b s]: the same window one token later."""
 
     def inputs_and_targets(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         tokens = tokens.astype(np.int64)
@@ -206,10 +206,10 @@ class ByteClasses(Windows):
 
 @dataclass(frozen=True)
 class BytePairs(Windows):
-    """x[b d]: d bytes, scaled to [-1, 1]; targets[b d]: the same window one byte further on.
+    """x[b d]: d bytes, scaled to [-1, 1]; targets[b d]: the same window one byte later.
 
-    With a ``shape``, that of each sample: x[b s d], or x[b h w c]; targets alike. Outputs are to be compared by the
-    mean squared error. The end of a file is byte 0.
+    ``shape`` is that of each sample and its targets: x[b s d], or x[b h w c]. The loss is the mean squared error. The
+    end of a file is byte 0.
     """
 
     shape: tuple[int, ...] = ()
@@ -223,10 +223,10 @@ class BytePairs(Windows):
 def data_for(
     model: Model, corpus: Corpus, dtype: Any = np.float32, length: int | None = None, seed: int = 0
 ) -> Windows:
-    """What a model learns from a corpus: its tokens, the class of the next byte, or the window one byte further on.
+    """The samples of a corpus for a model: its targets are tokens, the class of the next byte, or the next bytes.
 
-    Decided by the letters of its inputs and targets. ``length`` is that of a sample in tokens, by default the model's
-    context. Raises UsageError for other letters, and for sizes that do not fit.
+    The letters of its inputs and targets determine which. ``length`` is that of a sample in tokens, by default the
+    model's context. Raises UsageError for other letters, and for sizes that do not fit.
     """
     dims = model.inputs.split(), model.targets.split()
     if dims == (["b", "s"], ["b", "s"]):

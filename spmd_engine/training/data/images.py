@@ -1,4 +1,4 @@
-"""Labelled images: found and checked on rank 0, mapped or shared by all ranks, and augmented at random."""
+"""Labelled images: rank 0 finds and checks them, all ranks map or share them and augment them at random."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from spmd_engine.formats import ImageFiles, MappedArray, image_files, npz_names,
 from spmd_engine.models import ImageShape
 from spmd_engine.training.data.array_data import ArrayData, part_of
 
-HELD_OUT = 5  #: one image in so many is for validation where the data have no part for that; the same in every run
-#: What a .npz may call images and their classes, and then those that are held out.
+HELD_OUT = 5  #: one image of this many is for validation, equally in all runs, if the data have no part for that
+#: Names in an .npz file of images and their classes, then of held-out ones.
 NPZ_NAMES = (
     (("x", "y"),),
     (("images", "labels"),),
     (("x_train", "y_train"), ("x_test", "y_test")),
     (("train_images", "train_labels"), ("test_images", "test_labels")),
 )
-#: What a folder of IDX files has: MNIST's own names, with .gz or without.
+#: Names of IDX files in a folder: those of MNIST, with .gz or without.
 IDX_NAMES = (("train-images*", "train-labels*"), ("t10k-images*", "t10k-labels*"))
-_BRIGHTEST = 10  #: times white that floats may be: with mean 0 and variance 1, pixels are a few times white
+_BRIGHTEST = 10  #: the largest float, in multiples of white: with mean 0 and variance 1, pixels reach a few
 _KNOWN = (
     "a folder of IDX files (train-images-idx3-ubyte, train-labels-idx1-ubyte, ...), an .npz file of arrays x and y, or "
     "a folder with a subfolder of images a class"
@@ -43,11 +43,11 @@ Part = MappedArray | ImageFiles | np.ndarray
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Labelled images as they were found, and checked."""
+    """Labelled images that rank 0 found and checked."""
 
-    parts: tuple[Part, ...]  #: [n h w] or [n h w c] each, alike but for n
+    parts: tuple[Part, ...]  #: [n h w] or [n h w c] each, equal except for n
     y: np.ndarray  #: int64: the class of each image of all parts, from 0
-    held_out: np.ndarray  #: numbers of those to validate on
+    held_out: np.ndarray  #: numbers of the images for validation
     files: int
 
 
@@ -64,7 +64,7 @@ def find_images(path: str | None) -> ImageSource:
         if any(root.glob(IDX_NAMES[0][0])):
             return _idx(root)
         files, y, _ = image_files(root)
-        return _checked([(str(root), files, y)], len(files))
+        return _check_sources([(str(root), files, y)], len(files))
     with root.open("rb") as file:
         if file.read(2) == b"PK":
             return _npz(root)
@@ -72,55 +72,55 @@ def find_images(path: str | None) -> ImageSource:
 
 
 def _digits() -> ImageSource:
-    """scikit-learn's 1,797 handwritten digits, 8 x 8 pixels from 0 to 16: read from its file, since to import it takes
+    """scikit-learn's 1,797 handwritten digits, 8 x 8 pixels from 0 to 16: read from its file, since its import takes
     seconds."""
-    found = find_spec("sklearn")
-    file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz" if found and found.origin else None
+    spec = find_spec("sklearn")
+    file = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz" if spec and spec.origin else None
     if file is None or not file.exists():
         raise UsageError(
-            "images are scikit-learn's digits unless --data says otherwise, and scikit-learn is not here: "
+            "without --data, images are scikit-learn's digits, and scikit-learn is not installed: "
             f"pip install 'spmd_engine[images]', or give --data PATH: {_KNOWN}"
         )
     with gzip.open(file, "rt") as lines:
         table = np.loadtxt(lines, np.float32, delimiter=",")
-    return _checked([(str(file), table[:, :-1].reshape(-1, 8, 8) / 16, table[:, -1].astype(np.int64))], 1)
+    return _check_sources([(str(file), table[:, :-1].reshape(-1, 8, 8) / 16, table[:, -1].astype(np.int64))], 1)
 
 
 def _idx(folder: Path) -> ImageSource:
     parts = []
     for patterns in IDX_NAMES:
-        # The first: not the .gz, if both are there.
+        # The least is not the .gz file, if both exist.
         images, labels = (min(folder.glob(pattern), default=None) for pattern in patterns)
         if images is None and labels is None:
             continue
         if images is None or labels is None:
             raise UsageError(f"--data {folder}: {patterns[0]} and {patterns[1]} go together, and one is missing")
-        parts.append((str(images), read_idx(images), _whole(read_idx(labels))))
-    return _checked(parts, 2 * len(parts))
+        parts.append((str(images), read_idx(images), _load(read_idx(labels))))
+    return _check_sources(parts, 2 * len(parts))
 
 
 def _npz(file: Path) -> ImageSource:
-    there = set(npz_names(file))
+    names = set(npz_names(file))
     for pairs in NPZ_NAMES:
-        if there.issuperset(pairs[0]):
-            found = [pair for pair in pairs if there.intersection(pair)]
-            if missing := sorted({name for pair in found for name in pair} - there):
-                raise UsageError(f"--data {file}: it has no {missing[0]}, which goes with what it holds out")
-            return _checked([(str(file), read_npz(file, x), _whole(read_npz(file, y))) for x, y in found], 1)
+        if names.issuperset(pairs[0]):
+            present = [pair for pair in pairs if names.intersection(pair)]
+            if missing := sorted({name for pair in present for name in pair} - names):
+                raise UsageError(f"--data {file}: it has no {missing[0]}, which is needed with its held-out arrays")
+            return _check_sources([(str(file), read_npz(file, x), _load(read_npz(file, y))) for x, y in present], 1)
     raise UsageError(
-        f"--data {file}: it has the arrays {', '.join(sorted(there)) or 'none'}; call images x and their classes y (or "
+        f"--data {file}: it has the arrays {', '.join(sorted(names)) or 'none'}; call images x and their classes y (or "
         "images and labels, or x_train, y_train, x_test, y_test)"
     )
 
 
-def _whole(array: MappedArray | np.ndarray) -> np.ndarray:
+def _load(array: MappedArray | np.ndarray) -> np.ndarray:
     return np.array(array.open() if isinstance(array, MappedArray) else array)
 
 
-def _checked(found: list[tuple[str, Part, np.ndarray]], files: int) -> ImageSource:
-    """A source of parts, each with where it is from and its classes; a second part is what is held out."""
+def _check_sources(sources: list[tuple[str, Part, np.ndarray]], files: int) -> ImageSource:
+    """A source of parts, which come with their places and classes; a second part is held out."""
     parts, classes = [], []
-    for where, x, y in found:
+    for where, x, y in sources:
         y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
         _check_images(where, x, parts)
         _check_classes(where, x.shape[0], y, classes)
@@ -129,24 +129,24 @@ def _checked(found: list[tuple[str, Part, np.ndarray]], files: int) -> ImageSour
     y = np.concatenate(classes)
     held_out = np.arange(len(classes[0]), len(y)) if len(parts) > 1 else part_of(len(y), -(-len(y) // HELD_OUT), 0)
     if not 0 < len(held_out) < len(y):
-        raise UsageError(f"--data {found[0][0]}: {len(y)} images, too few to learn from some and hold out others")
+        raise UsageError(f"--data {sources[0][0]}: {len(y)} images, too few to train on some and hold out others")
     return ImageSource(tuple(parts), y, held_out, files)
 
 
 def check_pixels(where: str, dtype: np.dtype) -> None:
-    """Raise UsageError if numbers of this dtype are no pixels: of which it is known what is white."""
+    """Raise UsageError if this dtype is not one of pixels, which has a known value of white."""
     if dtype.kind != "f" and (dtype.kind != "u" or dtype.itemsize > 2):
         raise UsageError(f"{where}: images are {dtype.name}; save them as uint8 (0 to 255), uint16, or floats (0 to 1)")
 
 
 def check_scale(where: str, largest: float, dtype: np.dtype, darkest: float = 1 / 15) -> None:
-    """Raise UsageError if ``largest``, the largest absolute pixel, shows that their scale is not
-    that of their dtype: bytes as floats, 12 bits in uint16, masks of 0 and 1 in uint8. Standardized floats are fine."""
+    """Raise UsageError if ``largest``, the largest absolute pixel, does not fit the scale of the dtype: bytes as
+    floats, 12 bits in uint16, masks of 0 and 1 in uint8. Standardized floats are fine."""
     white = 1 if dtype.kind == "f" else np.iinfo(dtype).max
     if not darkest * white <= largest <= _BRIGHTEST * white:
         raise UsageError(
             f"{where}: the largest pixel is {largest:g}, but white is {white} in images of {dtype.name}; divide the "
-            "pixels by what is white in them, and save floats from 0 to 1"
+            "pixels by their value of white, and save floats from 0 to 1"
         )
 
 
@@ -159,8 +159,8 @@ def _check_images(where: str, x: Part, before: list[Part]) -> None:
     check_pixels(where, dtype)
     if before and (before[0].shape[1:], np.dtype(before[0].dtype)) != (shape[1:], dtype):
         raise UsageError(
-            f"{where}: what is held out is {dtype.name} of shape {shape[1:]}, but what is learnt from "
-            f"{np.dtype(before[0].dtype).name} of {tuple(before[0].shape[1:])}; save both alike"
+            f"{where}: held-out images are {dtype.name} of shape {shape[1:]}, but training images are "
+            f"{np.dtype(before[0].dtype).name} of {tuple(before[0].shape[1:])}; save both in one format"
         )
 
 
@@ -180,14 +180,14 @@ def _check_classes(where: str, images: int, y: np.ndarray, before: list[np.ndarr
         )
 
 
-# --- Images to learn from: shared among the ranks, each of which reads its own samples alone
+# --- Training images, shared among the ranks, which read only their own samples
 
 
-_MOST_BYTES = 1 << 24  # of images that the digest looks at together
+_MOST_BYTES = 1 << 24  # of images that the digest reads at once
 
 
 class ImageRows:
-    """Images[n h w c] that lie in several places, one after the other: read by numbers or slices of n."""
+    """Images[n h w c] of several arrays, one after the other, read by numbers or slices of n."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         opened: list[Any] = [part if isinstance(part, np.ndarray) else part.open() for part in parts]
@@ -203,25 +203,25 @@ class ImageRows:
         numbers = np.arange(*numbers.indices(len(self))) if isinstance(numbers, slice) else numbers
         rows = np.empty((len(numbers), *self.shape[1:]), self.dtype)
         for start, part in zip(self._starts, self.parts, strict=False):
-            here = (numbers >= start) & (numbers < start + len(part))
-            if here.any():
-                rows[here] = part[numbers[here] - start]
+            in_part = (numbers >= start) & (numbers < start + len(part))
+            if in_part.any():
+                rows[in_part] = part[numbers[in_part] - start]
         return rows
 
 
 @dataclass(frozen=True)
 class Images:
-    """Images[n h w c], the class of each, and what they were read from: the same on every rank."""
+    """Images[n h w c], their classes, and the number and digest of their files: equal on every rank."""
 
     x: ImageRows
     y: np.ndarray  #: int64[n]
-    held_out: np.ndarray  #: numbers of those to validate on
+    held_out: np.ndarray  #: numbers of the images for validation
     files: int
-    sha256: str  #: of pixels, classes, and what is held out: the same images in another format have the same
+    sha256: str  #: of pixels, classes, and held-out numbers: equal for equal images in another format
 
     @property
     def shape(self) -> ImageShape:
-        """What a model of them is built for."""
+        """The sizes that a model of these images is built for."""
         _, height, width, channels = self.x.shape
         return ImageShape(height, width, channels, int(self.y.max()) + 1)
 
@@ -233,49 +233,48 @@ class Images:
 def load_images(group: Group, path: str | None) -> Images:
     """The images of a file or a folder; None: scikit-learn's digits. Collective.
 
-    Rank 0 finds and checks them. What lies in files as it is (IDX and .npz that are not compressed) every rank maps,
-    and pictures of a folder are opened when they are wanted, so that a rank reads its own samples alone; what is
-    compressed is shared, one copy a node. Raises the same UsageError on every rank for what is missing, damaged or
-    makes no sense.
+    Rank 0 finds and checks them. Every rank maps uncompressed IDX and .npz files, and opens pictures of a folder when
+    it needs them, so that a rank reads only its own samples; compressed files are shared, one copy for each node.
+    Raises the same UsageError on every rank for data that are missing, damaged or invalid.
     """
-    found: Any = on_rank_zero(group, lambda: find_images(path))  # an ImageSource; None on other ranks
-    said = json.loads(text_from_rank_zero(group, lambda: json.dumps(_described(found, path or "the digits"))))
+    source: Any = on_rank_zero(group, lambda: find_images(path))  # an ImageSource; None on other ranks
+    facts = json.loads(text_from_rank_zero(group, lambda: json.dumps(_describe(source, path or "the digits"))))
     shared = []
-    for number, described in enumerate(said["parts"]):
-        parts = [found.parts[number]] if found and not described else None
-        shared.append(_part(described) if described else share_array(group, parts, label="images"))
-    y = group.broadcast(found.y if found else None, label="images")
-    held_out = group.broadcast(found.held_out if found else None, label="images")
-    return Images(on_all_ranks(group, lambda: ImageRows(shared)), y, held_out, said["files"], said["sha256"])
+    for number, part_facts in enumerate(facts["parts"]):
+        parts = [source.parts[number]] if source and not part_facts else None
+        shared.append(_part_from_json(part_facts) if part_facts else share_array(group, parts, label="images"))
+    y = group.broadcast(source.y if source else None, label="images")
+    held_out = group.broadcast(source.held_out if source else None, label="images")
+    return Images(on_all_ranks(group, lambda: ImageRows(shared)), y, held_out, facts["files"], facts["sha256"])
 
 
-def _described(found: ImageSource, where: str) -> dict[str, Any]:
+def _describe(source: ImageSource, where: str) -> dict[str, Any]:
     """A source in JSON, without its arrays; all images are read once, for the digest."""
-    parts = [None if isinstance(part, np.ndarray) else asdict(part) for part in found.parts]
-    sha256 = _digest(ImageRows(found.parts), found.y, found.held_out, where)
-    return {"parts": parts, "files": found.files, "sha256": sha256}
+    parts = [None if isinstance(part, np.ndarray) else asdict(part) for part in source.parts]
+    sha256 = _digest(ImageRows(source.parts), source.y, source.held_out, where)
+    return {"parts": parts, "files": source.files, "sha256": sha256}
 
 
-def _part(described: dict[str, Any]) -> MappedArray | ImageFiles:
+def _part_from_json(part_facts: dict[str, Any]) -> MappedArray | ImageFiles:
     values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in described.items()
+        name: tuple(value) if isinstance(value, list) else value for name, value in part_facts.items()
     }
     return (MappedArray if "offset" in values else ImageFiles)(**values)
 
 
 def _digest(x: ImageRows, y: np.ndarray, held_out: np.ndarray, where: str) -> str:
-    """SHA-256 of them. Raises UsageError for an image with a number that is not finite, and for another scale than
-    that of their dtype."""
+    """SHA-256 of images, classes and held-out numbers. Raises UsageError for pixels that are not finite, and for
+    another scale than that of their dtype."""
     digest = hashlib.sha256(f"{x.dtype.name}{x.shape}".encode())
     largest = 0.0
     at_once = max(1, _MOST_BYTES // max(1, x.dtype.itemsize * int(np.prod(x.shape[1:]))))
     for first in range(0, len(x), at_once):
-        some = x[first : first + at_once]
-        if some.dtype.kind == "f" and not (finite := np.isfinite(some).all(axis=(1, 2, 3))).all():
+        images = x[first : first + at_once]
+        if images.dtype.kind == "f" and not (finite := np.isfinite(images).all(axis=(1, 2, 3))).all():
             number = first + finite.argmin()
             raise UsageError(f"{where}: image {number}, counted from 0, has pixels that are not finite")
-        largest = max(largest, float(some.max()), -float(some.min()))
-        digest.update(some.astype(x.dtype.newbyteorder("="), copy=False).tobytes())
+        largest = max(largest, float(images.max()), -float(images.min()))
+        digest.update(images.astype(x.dtype.newbyteorder("="), copy=False).tobytes())
     check_scale(where, largest, x.dtype)
     digest.update(y.astype("<i8").tobytes() + held_out.astype("<i8").tobytes())
     return digest.hexdigest()
@@ -284,8 +283,8 @@ def _digest(x: ImageRows, y: np.ndarray, held_out: np.ndarray, where: str) -> st
 class ImageData(ArrayData):
     """Images as samples x[b h w c], floats of ``dtype`` from 0 to 1, with their classes y[b], in shuffled epochs.
 
-    Those to learn from are changed at random as ``augment`` says (see ``augmented``), each time in another way; those
-    to validate on never are. Both follow from the seed and a sample's place in all epochs alone.
+    Training images are changed at random by ``augment`` (see ``augmented``), differently in each epoch; validation
+    images never are. Order and changes depend only on the seed and a sample's place in all epochs.
     """
 
     def __init__(self, images: Images, *, dtype: Any = np.float32, augment: str = "none", seed: int = 0) -> None:
@@ -299,9 +298,9 @@ class ImageData(ArrayData):
 
 
 def as_floats(x: np.ndarray, dtype: Any) -> np.ndarray:
-    """Pixels as a model takes them: from 0 to 1, unsigned whole numbers being divided by the largest of their dtype.
+    """Pixels as a model takes them, from 0 to 1: unsigned whole numbers are divided by the largest of their dtype.
 
-    Floats are taken as they are. Raises UsageError for all other numbers, whose largest value is unknown.
+    Floats are not scaled. Raises UsageError for all other dtypes, whose value of white is unknown.
     """
     check_pixels("pixels", x.dtype)
     dtype = np.dtype(dtype)
@@ -310,14 +309,14 @@ def as_floats(x: np.ndarray, dtype: Any) -> np.ndarray:
     return x.astype(dtype) / dtype.type(np.iinfo(x.dtype).max)
 
 
-# --- Images that are shifted and mirrored at random, as functions of a seed and a place alone
+# --- Random shifts and mirrorings of images, as functions of a seed and a place alone
 
 
 def augmented(x: np.ndarray, places: np.ndarray, seed: int, how: str) -> np.ndarray:
-    """Images[b h w c], each changed as its place in all epochs says: the same on any mesh, and after any resume.
+    """Images[b h w c], each changed by its place in all epochs: equally on any mesh, and after any resume.
 
-    ``shift`` moves an image by up to an eighth of its height and width, each way and each amount as likely as any
-    other, and fills with 0; ``shift-flip`` also mirrors every second one, left to right; ``none`` changes nothing.
+    ``shift`` moves an image by up to an eighth of its height and width, all directions and amounts being equally
+    likely, and fills with 0; ``shift-flip`` also mirrors half of them, left to right; ``none`` changes nothing.
     """
     if how == "none":
         return x
@@ -329,14 +328,14 @@ def augmented(x: np.ndarray, places: np.ndarray, seed: int, how: str) -> np.ndar
 
 
 def shifted(x: np.ndarray, down: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Images[b h w c], each moved by its own numbers of pixels, down[b] and right[b], with 0 where nothing was."""
+    """Images[b h w c], each moved by its own numbers of pixels, down[b] and right[b], and filled with 0."""
     _, height, width, _ = x.shape
-    rows = np.arange(height) - down[:, None]  # b h: where each row comes from
+    rows = np.arange(height) - down[:, None]  # b h: the source of each row
     columns = np.arange(width) - right[:, None]
-    here = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
+    inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
     samples = np.arange(len(x))[:, None, None]
     taken = x[samples, (rows % height)[:, :, None], (columns % width)[:, None, :]]
-    return np.where(here[..., None], taken, x.dtype.type(0))
+    return np.where(inside[..., None], taken, x.dtype.type(0))
 
 
 def _offsets(seed: int, dim: str, length: int, places: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""``data prepare``: a corpus becomes a file of tokens; ranks share the reading, the encoding and the writing."""
+"""``data prepare``: encode a corpus as a file of tokens; ranks share the reading, the encoding and the writing."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from spmd_engine.formats.token_file import TokenFacts, TokenFile, add_to_digest,
 from spmd_engine.tokens import Tokenizer
 from spmd_engine.tokens.chat import chat_text
 
-HELD_OUT = 20  #: one document in so many is to validate on
-TOGETHER = 1 << 20  #: characters that are encoded at once: a tokenizer's library does so in parallel
+HELD_OUT = 20  #: one document of this many is for validation
+TOGETHER = 1 << 20  #: characters that are encoded at once, in parallel by a tokenizer's library
 _COPIED = 1 << 24  # bytes at a time
 TRAIN, VALIDATION = range(2)
 
 
 @dataclass
 class _Part:
-    """Documents of one kind that this rank has encoded: their tokens lie in files for a while."""
+    """Documents of one kind that this rank has encoded, with their tokens in temporary files."""
 
     tokens: BinaryIO
     learnt: BinaryIO
@@ -45,37 +45,37 @@ class _Part:
 def prepare(group: Group, paths: Sequence[str], tokenizer: Tokenizer, output: str | Path) -> TokenFile:
     """Encode documents (see ``formats.text_documents``) into a file of tokens. Collective.
 
-    The file is the same however many ranks write it, and appears when it is complete. Each document is followed by
-    the token that ends a text; one in ``HELD_OUT`` is for validation. In prompts with completions, and in
-    conversations, only the completions and the assistant's answers, with what ends them, are targets. Raises
-    UsageError for what cannot be read, and for documents that do not go together.
+    The file does not depend on the number of ranks, and appears when it is complete. Each document is followed by the
+    token that ends a text; one of ``HELD_OUT`` documents is for validation. In prompts with completions, and in
+    conversations, only the completions and the assistant's answers, with their ends, are targets. Raises UsageError for
+    files that cannot be read, and for texts mixed with instructions.
     """
-    listed = text_from_rank_zero(group, lambda: json.dumps(_found(paths, output)))
+    listed = text_from_rank_zero(group, lambda: json.dumps(_find_inputs(paths, output)))
     files = [(name, size) for name, size in json.loads(listed)]
     total = sum(size for _, size in files)
     begin, end = (total * group.rank // group.size, total * (group.rank + 1) // group.size)
     with tempfile.TemporaryDirectory(prefix=".prepare-", dir=Path(output).resolve().parent) as folder:
         # Which documents are for validation depends on their numbers, so all ranks count theirs first.
-        here = on_all_ranks(group, lambda: count_documents(files, begin, end))
-        before = int(group.all_gather(np.array([here]), label="prepare")[: group.rank].sum())
+        document_count = on_all_ranks(group, lambda: count_documents(files, begin, end))
+        before = int(group.all_gather(np.array([document_count]), label="prepare")[: group.rank].sum())
 
         def encode() -> tuple[list[_Part], np.ndarray]:
-            return _spooled(_encoded(documents(files, begin, end, TOGETHER), tokenizer), before, folder)
+            return _spool(_encoded(documents(files, begin, end, TOGETHER), tokenizer), before, folder)
 
         parts, kinds = on_all_ranks(group, encode)
         kinds = group.all_reduce(kinds, label="prepare")
         if kinds.all():
             raise UsageError(f"{', '.join(paths)}: texts and instructions do not go together; prepare each by itself")
-        # In a folder that rank 0 has just made no link waits, and what is left there goes with it.
-        made = text_from_rank_zero(group, lambda: Path(folder).name)
+        # A folder that rank 0 has just made has no links, and an unfinished file is removed with it.
+        folder_name = text_from_rank_zero(group, lambda: Path(folder).name)
         try:
-            unfinished = Path(output).resolve().parent / made / "tokens"
+            unfinished = Path(output).resolve().parent / folder_name / "tokens"
             return _write(group, parts, bool(kinds[1]), tokenizer, len(files), Path(output), unfinished)
         except UsageError as error:
             raise UsageError(f"--output {output}: {error}") from error
 
 
-def _found(paths: Sequence[str], output: str | Path) -> list[tuple[str, int]]:
+def _find_inputs(paths: Sequence[str], output: str | Path) -> list[tuple[str, int]]:
     if not Path(output).resolve().parent.is_dir():
         raise UsageError(f"--output {output}: there is no such folder")
     if Path(output).is_dir():
@@ -92,12 +92,12 @@ def _found(paths: Sequence[str], output: str | Path) -> list[tuple[str, int]]:
 _Tokens = tuple[np.ndarray, np.ndarray | None]
 
 
-def _encoded(found: Iterator[Document], tokenizer: Tokenizer) -> Iterator[Iterable[_Tokens]]:
+def _encoded(source: Iterator[Document], tokenizer: Tokenizer) -> Iterator[Iterable[_Tokens]]:
     """The tokens of each document, one after the other, in parts if it is long."""
     dtype = np.uint16 if tokenizer.vocabulary <= 1 << 16 else np.uint32
     end = [] if tokenizer.separator is None else [tokenizer.separator]
     texts: list[str] = []
-    size = 0  # of these, in characters
+    size = 0  # characters of the texts
 
     def of_texts() -> Iterator[list[_Tokens]]:
         nonlocal size
@@ -111,7 +111,7 @@ def _encoded(found: Iterator[Document], tokenizer: Tokenizer) -> Iterator[Iterab
             yield tokens.astype(dtype), None
         yield np.array(end, dtype), None
 
-    for document in found:
+    for document in source:
         if document.messages is None and document.prompt is None:
             if document.file is not None or len(document.text) > TOGETHER:
                 yield from of_texts()
@@ -130,7 +130,7 @@ def _encoded(found: Iterator[Document], tokenizer: Tokenizer) -> Iterator[Iterab
 
 
 def _pieces(document: Document, tokenizer: Tokenizer, end: list[int]) -> list[tuple[list[int], bool]]:
-    """Tokens, and whether they are targets."""
+    """The pieces of a document: tokens, and whether they are targets."""
     if document.messages is None:
         prompt = tokenizer.encode(document.prompt or "")
         return [(prompt, False), (tokenizer.encode(document.text, special=False) + end, True)]
@@ -142,8 +142,8 @@ def _pieces(document: Document, tokenizer: Tokenizer, end: list[int]) -> list[tu
         after = chat_text(tokenizer, messages[: number + 1], answer=False)
         if not before.startswith(written) or not after.startswith(before):
             raise UsageError(
-                "the chat template writes a conversation otherwise once it goes on: which part of it is an answer "
-                'cannot be told. Write {"prompt": ..., "completion": ...} for each answer'
+                "the chat template changes earlier messages when a conversation continues, so its answers cannot be "
+                'located. Write {"prompt": ..., "completion": ...} for each answer'
             )
         pieces.append((tokenizer.encode(before[len(written) :], special=False), False))
         pieces.append((tokenizer.encode(after[len(before) :], special=False), True))
@@ -153,9 +153,9 @@ def _pieces(document: Document, tokenizer: Tokenizer, end: list[int]) -> list[tu
     return pieces
 
 
-def _spooled(encoded: Iterator[Iterable[_Tokens]], first: int, folder: str) -> tuple[list[_Part], np.ndarray]:
-    """This rank's documents, numbered from ``first``, as parts to learn from and to validate on; and how many of them
-    are texts, and how many instructions."""
+def _spool(encoded: Iterator[Iterable[_Tokens]], first: int, folder: str) -> tuple[list[_Part], np.ndarray]:
+    """Write this rank's documents, numbered from ``first``, to parts for training and for validation. Return the parts,
+    and the numbers of texts and of instructions."""
     kinds = np.zeros(2, np.int64)
     parts = [_Part(tempfile.TemporaryFile(dir=folder), tempfile.TemporaryFile(dir=folder)) for _ in range(2)]
     for number, document in enumerate(encoded, first):
@@ -165,7 +165,7 @@ def _spooled(encoded: Iterator[Iterable[_Tokens]], first: int, folder: str) -> t
             part.tokens.write(tokens.data)
             end += len(tokens)
             add_to_digest(digest, tokens, "<u4")
-            if learnt is not None:  # and then this is all of it
+            if learnt is not None:  # then this is the whole document
                 part.learnt.write(learnt.data)
                 add_to_digest(digest, learnt, "<u1")
         part.ends.append(end)
@@ -184,12 +184,12 @@ def _write(
     unfinished: Path,
 ) -> TokenFile:
     mine = np.array([[part.count, len(part.ends)] for part in parts], np.int64)
-    of_ranks = group.all_gather(mine[None], label="prepare")  # [rank kind (tokens, documents)]
-    totals = of_ranks.sum(axis=0)
+    by_rank = group.all_gather(mine[None], label="prepare")  # [rank kind (tokens, documents)]
+    totals = by_rank.sum(axis=0)
     digests, learnt = [], 0
     for part in parts:
-        own = np.frombuffer(part.digests, np.uint8)
-        digests.append(group.all_gather(own, label="prepare").tobytes())
+        digest_bytes = np.frombuffer(part.digests, np.uint8)
+        digests.append(group.all_gather(digest_bytes, label="prepare").tobytes())
         part.learnt.seek(0)
         while block := part.learnt.read(_COPIED):
             learnt += int(np.frombuffer(block, np.uint8).sum())
@@ -205,15 +205,15 @@ def _write(
         sha256=sha256(b"".join(digests)).hexdigest(),
         files=files,
     )
-    described = json.dumps(dict(tokenizer.files)).encode()
-    header, offsets = layout(facts, with_learnt, described)
+    tokenizer_json = json.dumps(dict(tokenizer.files)).encode()
+    header, offsets = layout(facts, with_learnt, tokenizer_json)
 
     def begin() -> None:
         with unfinished.open("wb") as file:
             file.write(header)
             file.truncate(offsets["end"])
             file.seek(offsets["tokenizer"])
-            file.write(described)
+            file.write(tokenizer_json)
 
     on_rank_zero(group, begin)
     itemsize = 2 if facts.dtype == "U16" else 4
@@ -222,7 +222,7 @@ def _write(
         with unfinished.open("r+b") as file:
             for kind, part in enumerate(parts):
                 tokens, documents_before = (
-                    of_ranks[: group.rank, kind].sum(axis=0) + totals[:kind].sum(axis=0)
+                    by_rank[: group.rank, kind].sum(axis=0) + totals[:kind].sum(axis=0)
                 ).tolist()
                 _copy(part.tokens, file, offsets["tokens"] + tokens * itemsize)
                 if with_learnt:

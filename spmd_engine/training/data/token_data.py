@@ -1,4 +1,4 @@
-"""Learning from a file of tokens: every row once in an epoch, in an order that hangs on the seed alone."""
+"""Training data from a file of tokens: every row once in an epoch, in an order that depends on the seed alone."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from spmd_engine.layers.layer import Documents, documents_of
 from spmd_engine.tokens.hugging_face import TOKENIZER
 from spmd_engine.training.data.array_data import SampledData, in_epochs, spread
 
-HELD_OUT = 20  #: one row in so many is to validate on, if the file has no documents for that
+HELD_OUT = 20  #: one row of this many is for validation, if the file has no documents for that
 
 
 @dataclass(frozen=True)
 class PreparedData(SampledData):
     """Rows of ``context`` positions from a file of tokens, each once in an epoch.
 
-    Instructions are always kept apart, and only what is to be
-    learnt of them counts in the loss, whose mean is over what counts in the whole batch.
+    Instructions are always apart from each other, and only their targets count in the loss, which is the mean over the
+    targets of the whole batch.
     """
 
     file: TokenFile
@@ -35,7 +35,7 @@ class PreparedData(SampledData):
 
     @classmethod
     def of(cls, file: TokenFile, context: int, documents: str | None = None, seed: int = 0) -> PreparedData:
-        """Raises UsageError for a file with less than a row to learn from, or none to validate on."""
+        """The data of a file. Raises UsageError if it has less than a row for training, or none for validation."""
         instructions = file.learnt is not None
         documents = documents or ("apart" if instructions else "joined")
         if instructions and documents == "joined":
@@ -53,7 +53,7 @@ class PreparedData(SampledData):
                 for part in parts
             )
         rows, others = range(len(train)), range(len(held_out))
-        if not others:  # too few documents, or too short ones: the end of what there is serves as well
+        if not others:  # too few documents, or too short ones: validate on the last rows
             end = len(train) - max(1, len(train) // HELD_OUT)
             held_out, rows, others = train, range(end), range(end, len(train))
         if not rows:
@@ -68,9 +68,9 @@ class PreparedData(SampledData):
 
     def __str__(self) -> str:
         facts = self.file.facts
-        what = f"{facts.train_tokens:,} tokens of {facts.train_documents:,} documents"
-        own = "" if self.held_out is not self.train else f", {len(self.held_out_rows):,} more of them to validate on"
-        return f"{what} in {len(self.train_rows):,} rows{own} ({self.file.path})"
+        size = f"{facts.train_tokens:,} tokens of {facts.train_documents:,} documents"
+        rest = "" if self.held_out is not self.train else f", {len(self.held_out_rows):,} more of them to validate on"
+        return f"{size} in {len(self.train_rows):,} rows{rest} ({self.file.path})"
 
     @property
     def files(self) -> int:
@@ -100,52 +100,52 @@ class PreparedData(SampledData):
     def examples(self, numbers: np.ndarray, held_out: bool = False) -> list[np.ndarray]:
         """inputs[b s], targets[b s] and, if not everything counts, mask[b s]."""
         places, _ = self._rows(numbers, held_out)
-        there = places >= 0
-        inputs, targets = (np.where(there, self.file.tokens[places + more], 0).astype(np.int64) for more in (0, 1))
+        filled = places >= 0
+        inputs, targets = (np.where(filled, self.file.tokens[places + more], 0).astype(np.int64) for more in (0, 1))
         if self.documents == "joined":
             return [inputs, targets]
-        counts = there if self.file.learnt is None else there & (self.file.learnt[places + 1] > 0)
+        counts = filled if self.file.learnt is None else filled & (self.file.learnt[places + 1] > 0)
         return [inputs, targets, counts.astype(np.float32)]
 
     def count(self, numbers: np.ndarray, held_out: bool) -> float:
         if self.documents == "joined":
             return super().count(numbers, held_out)
-        rows = np.split(numbers, len(numbers))  # one at a time: each rank counts those of the whole batch
+        rows = np.split(numbers, len(numbers))  # one at a time: each rank counts the whole batch
         return float(sum(self.examples(row, held_out)[2].sum() for row in rows))
 
 
 def check_file(group: Group, file: TokenFile) -> None:
-    """Raise UsageError, on all ranks, if a file's documents are not those that it was written with. Collective; ranks
-    share the reading."""
+    """Raise UsageError on all ranks if a file's documents have changed since it was written. Collective; ranks share
+    the reading."""
     bounds = np.searchsorted(file.ends, file.facts.tokens * np.arange(1, group.size) // group.size)
     bounds = [0, *bounds.tolist(), file.facts.documents]
     mine = file.digests(bounds[group.rank], bounds[group.rank + 1])
-    found = group.all_gather(np.frombuffer(mine, np.uint8), label="corpus")
-    check_digests(file, found.tobytes())
+    digests = group.all_gather(np.frombuffer(mine, np.uint8), label="corpus")
+    check_digests(file, digests.tobytes())
 
 
 def check_digests(file: TokenFile, digests: bytes) -> None:
-    """Raise UsageError if these are not the digests of the file's documents, or its tokenizer is not what it was."""
+    """Raise UsageError if these are not the digests of the file's documents, or if its tokenizer has changed."""
     facts, texts = file.facts, file.tokenizer
-    # A file without texts is of bytes, or of a caller's own tokenizer, of which nothing is kept to be compared.
+    # A file without texts is of bytes, or of a caller's tokenizer, which is not saved, and cannot be compared.
     tokenizer = facts.tokenizer_sha256
     if texts:
         tokenizer = sha256(texts.get(TOKENIZER, "").encode(errors="replace")).hexdigest()
-    for what, found, written in (
+    for subject, actual, written in (
         ("documents are", sha256(digests).hexdigest(), facts.sha256),
         ("tokenizer is", tokenizer, facts.tokenizer_sha256),
     ):
-        if found != written:
-            why = f"its {what} not what was written (SHA-256 differs)"
+        if actual != written:
+            why = f"its {subject} not what was written (SHA-256 differs)"
             raise UsageError(f"{file.path} is damaged: {why}; prepare it again")
 
 
-# --- Which tokens of a corpus make the rows of a batch: windows of a stream, or whole documents side by side
+# --- The rows of a batch: windows of a stream of tokens, or whole documents side by side
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows of a number of positions, each made of pieces of the corpus.
+    """Rows of ``length`` positions, each made of pieces of the corpus.
 
     A piece of n + 1 tokens fills n positions: each predicts the next, and none predicts what comes after the piece.
     """
@@ -159,23 +159,23 @@ class Packed:
         return len(self.first) - 1
 
     def rows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """places[b length] of the inputs in the corpus, -1 where there is none, and the piece[b length] of each; what
-        fills a row up counts as its last."""
+        """places[b length] of the inputs in the corpus, -1 for padding, and the piece[b length] of each; the padding of
+        a row is its last piece."""
         places = np.full((len(numbers), self.length), -1, np.int64)
         pieces = np.zeros((len(numbers), self.length), np.int64)
         for line, numbering, row in zip(places, pieces, numbers.tolist(), strict=True):
-            own = slice(self.first[row], self.first[row + 1])
-            counts = self.counts[own]
+            row_pieces = slice(self.first[row], self.first[row + 1])
+            counts = self.counts[row_pieces]
             filled = int(counts.sum())
             offsets = np.arange(filled) - np.repeat(np.cumsum(counts) - counts, counts)
-            line[:filled] = np.repeat(self.begins[own], counts) + offsets
+            line[:filled] = np.repeat(self.begins[row_pieces], counts) + offsets
             numbering[:filled] = np.repeat(np.arange(len(counts)), counts)
             numbering[filled:] = len(counts)
         return places, pieces
 
 
 def windows(begin: int, end: int, length: int) -> Packed:
-    """The tokens from ``begin`` to ``end`` as rows one after the other, wherever documents end; the rest is left."""
+    """The tokens from ``begin`` to ``end`` as consecutive rows, across documents; an incomplete row is left out."""
     count = max(0, (end - begin - 1) // length)
     return Packed(begin + length * np.arange(count), np.full(count, length), np.arange(count + 1), length)
 
@@ -185,18 +185,18 @@ def whole_documents(
 ) -> Packed:
     """Documents side by side, in order, as many as fit in a row.
 
-    One that is longer than a row begins a new one, and goes on in the next, or (``truncate``) ends there. One of
-    a single token predicts nothing, and is left out; so is, with ``learnt``, which says by token whether it is a
-    target that counts, one without any that does.
+    A document that is longer than a row begins a new row, and continues in the next, or (``truncate``) ends there. A
+    document of a single token predicts nothing, and is left out; so is, with ``learnt``, the flags of tokens that count
+    as targets, a document without such a token.
     """
     counts = ends - begins - 1
     if truncate:
         counts = np.minimum(counts, length)
-    kept = counts > 0
-    begins, counts = begins[kept], counts[kept]
+    usable = counts > 0
+    begins, counts = begins[usable], counts[usable]
     if learnt is not None:
-        kept = _any_between(learnt, begins + 1, begins + counts + 1)
-        begins, counts = begins[kept], counts[kept]
+        usable = _any_between(learnt, begins + 1, begins + counts + 1)
+        begins, counts = begins[usable], counts[usable]
     parts = -(-counts // length)
     number = np.repeat(np.arange(len(counts)), parts)  # the document of each piece
     offset = length * (np.arange(len(number)) - np.repeat(np.cumsum(parts) - parts, parts))
@@ -213,7 +213,7 @@ def whole_documents(
 
 
 def _any_between(flags: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Whether any of ``flags`` is set from each beginning up to its end; these ascend, and no two overlap."""
+    """Whether any of ``flags`` is set from each begin up to its end; these ranges ascend and do not overlap."""
     places = np.stack([begins, ends], axis=1).reshape(-1)
     places = places[: len(places) - (len(places) > 0 and places[-1] == len(flags))]
     return np.maximum.reduceat(flags, places)[::2] > 0 if len(places) else np.zeros(0, bool)
