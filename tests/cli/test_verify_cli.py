@@ -181,7 +181,7 @@ MISTAKES = {
     "write the path of a file with its ending .py": ["../mine:make", "--input-shape", "5,4"],
     "No module named 'yours'": ["yours:Engine", "--input-shape", "5,4"],
     "has no attribute 'Engine'": ["mine:Engine", "--input-shape", "5,4"],
-    "the first argument must be callable": ["mine:nothing", "--input-shape", "5,4"],
+    "3 is not a callable object": ["mine:nothing", "--input-shape", "5,4"],
     "Forgetful needs model_dim, hidden_dim": ["mine:Forgetful", "--input-shape", "5,4"],
     "malformed node or string": ["mine:Forgetful(4, six)", "--input-shape", "5,4"],
     "made an engine without parameters": ["mine:empty", "--input-shape", "5,4"],

@@ -150,5 +150,5 @@ def test_heads_of_an_odd_width_are_read_where_no_positions_are_rotary(config, tm
 
 def test_heads_of_an_odd_width_are_refused_where_positions_are_rotary(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": "llama", "head_dim": 15}))
-    with pytest.raises(CheckpointError, match=r"config\.json: rotary positions turn pairs: 15 of heads of width 15"):
+    with pytest.raises(CheckpointError, match=r"config\.json: rotary: 15 numbers of a head of 15 are not pairs"):
         load_config(tmp_path)
