@@ -189,11 +189,6 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
 # --- A run: a training with a folder. It evaluates, saves, resumes, and stops on a signal
 
 
-if TYPE_CHECKING:
-    from spmd_engine.training.workload import Workload
-
-logger = logging.getLogger(__name__)
-
 CONFIG = "config.json"
 
 

@@ -71,6 +71,10 @@ def test_speeds_between_points_follow_a_line_of_logarithms():
         (TEXT.replace("float32 = 1e9", "float31 = 1"), "unknown field 'float31'"),
         (TEXT.replace("ranks = 2", "ranks = 0"), "ranks is 0: it must be an integer, at least 1"),
         (TEXT + "[fitted]\nluck = 2\n", "unknown field 'luck'"),
+        (
+            TEXT + '[[pairs]]\nranks = [0, 1]\nlatency = 0\nbandwidth = 5\nby_copy = "false"\n',
+            "by_copy is 'false': it must be true or false",
+        ),
         (TEXT + '[topology]\nkind = "torus"\nshape = [3]\n', "a torus of 3 nodes, but there are 2"),
         (TEXT + '[topology]\nkind = "graph"\nedges = [[0, 0]]\n', "node 0 and node 1 are not connected"),
         (TEXT + "[[pairs]]\nranks = [0, 9]\nlatency = 0\nbandwidth = 1\n", "names rank 9, but there are 4"),

@@ -169,6 +169,12 @@ def _node_kind(table: Any, where: str) -> NodeKind:
     return _NODE({"count": 1, **table} if isinstance(table, Mapping) else table, where)
 
 
+def _boolean(value: Any, where: str) -> bool:
+    if type(value) is not bool:
+        raise UsageError(f"{where} is {value!r}: it must be true or false")
+    return value
+
+
 def _or_none(read: Reader) -> Reader:
     """Reads 0 as None."""
     return lambda value, where: read(value, where) or None
@@ -179,7 +185,7 @@ _LINK = _record(
     latency=_number(0),
     bandwidth=_number(),
     lanes=_or_none(_integer(0)),
-    by_copy=lambda value, where: bool(value),
+    by_copy=_boolean,
 )
 _NODE = _record(
     NodeKind,
