@@ -14,9 +14,20 @@ from spmd_engine.training.train_config import TrainConfig
 PACKAGE = Path(spmd_engine.__file__).parent
 DOCS = PACKAGE.parent / "docs"
 FORMER = {
-    *("foretell", "foretells", "tells", "asks"),  # predict; return; need
-    *("whom", "whoever", "somebody", "anybody", "everybody"),  # a rank, any rank, all ranks
-    *("meets", "meeting"),  # a collective
+    *("foretell", "foretells", "foretold", "tells", "told", "said", "asks"),  # predict; return; need
+    *(
+        "who",
+        "whom",
+        "whoever",
+        "nobody",
+        "someone",
+        "somebody",
+        "anybody",
+        "everybody",
+        "everyone",
+    ),  # a rank, all ranks
+    *("meet", "meets", "meeting"),  # a collective
+    *("thing", "things"),  # a name of what it is
 }
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 

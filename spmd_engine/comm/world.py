@@ -58,7 +58,7 @@ def _process_world() -> MPICommunicator | ThreadCommunicator:
         if is_launched():
             raise UsageError(
                 f"started by an MPI launcher, but mpi4py cannot load an MPI library ({error}). Install one: "
-                "pip install 'spmd_engine[mpich]', or load your cluster's MPI module"
+                "pip install 'spmd_engine[mpich]', or load your cluster's MPI module; 'doctor' says more"
             ) from error
         return _open_solo_world()
     if MPI.COMM_WORLD.size == 1:
@@ -83,7 +83,7 @@ def _open_solo_world() -> ThreadCommunicator:
         raise UsageError(
             f"started as one of {size} processes, but MPI sees only this one: the launcher belongs to another MPI "
             "library, and each process would do all the work by itself. Start it with the mpiexec of this environment, "
-            "or with srun: 'srun --mpi=pmi2' with MPICH, or with an MPI library that was built for srun"
+            "or with srun: 'srun --mpi=pmi2' with MPICH, or with an MPI library built for srun; 'doctor' says more"
         )
     if (cores := cores_here()) < len(os.sched_getaffinity(0)):  # BLAS has started a thread for each core
         _share_cores(int(cores))

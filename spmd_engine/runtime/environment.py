@@ -29,7 +29,7 @@ def environment() -> dict[str, str]:
 
 
 def processor() -> str:
-    """The processor's name; empty where the system does not tell it."""
+    """The processor's name; empty where the system has none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -74,7 +74,7 @@ class OtherNodes:
         self._heard: dict[int, tuple[float, State]] = {}
         self.reported = 0.0  #: when one of them last reported a hang, by this process's clock
 
-    def tell(self, states: Sequence[State]) -> None:
+    def send_states(self, states: Sequence[State]) -> None:
         """Send the states to every rank of other nodes, since any of them may have stopped."""
         self._messages.send(pickle.dumps(list(states)), self._others, REPORT)
 

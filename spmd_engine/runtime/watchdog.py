@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 class RemoteStates(Protocol):
     """The states of ranks on other nodes."""
 
-    def tell(self, states: Sequence[State]) -> None:
+    def send_states(self, states: Sequence[State]) -> None:
         """Send the states of this node's ranks to the other nodes."""
 
     def heard(self) -> list[State]:
@@ -103,7 +103,7 @@ class Watchdog:
             now = time.monotonic()
             if now - self._sent_at > FRESH:
                 self._sent_at = now
-                self._elsewhere.tell(states)
+                self._elsewhere.send_states(states)
             if now - self._sent_at < ANSWERS:
                 return  # their states may still arrive
             if any(state.rank < states[0].rank for state in heard):
@@ -114,7 +114,7 @@ class Watchdog:
             self._activity.reported()
             report_hang(hang, all_states, self._activity.folder)
             if self._elsewhere:  # so that a node that answers late does not report this hang
-                self._elsewhere.tell([record.state() for record in self._records])
+                self._elsewhere.send_states([record.state() for record in self._records])
 
     def _should_report(self, states: Sequence[State]) -> bool:
         """Whether no node has reported this hang, or it has lasted AGAIN times as long as at that time."""

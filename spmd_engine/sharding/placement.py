@@ -218,13 +218,13 @@ def describe_held(held: Mapping[str, tuple[np.dtype, Rectangle]]) -> dict[str, A
     return {"kinds": [(describe(dtype), part.start, part.stop) for dtype, part in kinds], "arrays": numbers}
 
 
-def placement_of_all(everyone: Sequence[Mapping[str, Any]]) -> Placement:
+def placement_of_all(descriptions: Sequence[Mapping[str, Any]]) -> Placement:
     """The placement from the descriptions of all ranks; arrays with equal descriptions share one ArrayPlacement."""
-    kinds = [[_hashable(kind) for kind in description["kinds"]] + [None] for description in everyone]
+    kinds = [[_hashable(kind) for kind in description["kinds"]] + [None] for description in descriptions]
     placements: dict[tuple[int, ...], ArrayPlacement] = {}
     arrays = {}
-    for name in dict.fromkeys(name for description in everyone for name in description["arrays"]):
-        numbers = tuple(description["arrays"].get(name, -1) for description in everyone)
+    for name in dict.fromkeys(name for description in descriptions for name in description["arrays"]):
+        numbers = tuple(description["arrays"].get(name, -1) for description in descriptions)
         if numbers not in placements:
             placements[numbers] = _placed(tuple(row[n] for row, n in zip(kinds, numbers, strict=True)))
         arrays[name] = placements[numbers]

@@ -147,7 +147,7 @@ class Wire:
     def __init__(self):
         self.sent, self.reported = [], 0.0
 
-    def tell(self, states):
+    def send_states(self, states):
         self.sent.append(states)
 
     def heard(self):
