@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -20,6 +20,7 @@ from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.user_code import digest_of
 from spmd_engine.runtime.signals import REQUEUE
+from spmd_engine.training.run import Observer
 from spmd_engine.training.run_job import read_job, read_run, run_folder
 from spmd_engine.training.run_job import train as train_job
 from spmd_engine.training.train_config import FIXED, TrainConfig
@@ -36,6 +37,12 @@ options that are impossible on the mesh are dropped."""
 @click.option("--plan", metavar="FILE", help="Spread the model as in a file of 'plan --output'; or: --mesh auto.")
 @click.option("--stop-at", type=int, metavar="STEP", help="Save and stop after this step. [default: the last]")
 @click.option("--requeue", is_flag=True, help=f"After a save on a signal, exit with code {REQUEUE}, to be requeued.")
+@click.option(
+    "--logger",
+    multiple=True,
+    metavar="NAME",
+    help="Also log to csv, prometheus or tensorboard, or FILE.py:NAME; may repeat.",
+)
 @click.option("--report", is_flag=True, help="At the end, write report.html, as the command 'report' does.")
 @click.option("--trace", metavar="STEPS", type=int, help="Record this many steps in trace.json.")
 @click.option(
@@ -67,7 +74,7 @@ def train(context: click.Context, **options: Any) -> None:
             given=_given_options(context),
             stop_at=options["stop_at"],
             trace=options["trace"] or 0,
-            observers=[Reporter()],
+            observers=[Reporter(), *_loggers(options["logger"])],
             enforce=options["enforce"],
         )
         if options["report"] and run.engine.device_id == 0:
@@ -78,6 +85,14 @@ def train(context: click.Context, **options: Any) -> None:
         if options["requeue"] and stopped.code != 128 + signal.SIGINT:
             sys.exit(REQUEUE)
         raise
+
+
+def _loggers(names: Sequence[str]) -> list[Observer]:
+    if not names:
+        return []
+    from spmd_engine.training.loggers import logger_named
+
+    return [logger_named(name) for name in names]
 
 
 def job_of(context: click.Context) -> TrainConfig:
