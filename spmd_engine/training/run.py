@@ -132,10 +132,14 @@ class EventLog(Observer):
 
         self._run, mesh = run, run.engine.mesh
         self._handler = logging.Handler(logging.WARNING)
-        self._handler.emit = lambda record: self._write("warning", text=record.getMessage())
+        self._handler.emit = self._warned
         logging.getLogger("spmd_engine").addHandler(self._handler)
         where = {"mesh": str(mesh), "nodes": list(mesh.nodes_by_rank), "environment": environment()}
         self._write("started", step=run.steps_done, stop=stop, **where)
+
+    def _warned(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):  # of a full disk, for example: a warning must not end the run
+            self._write("warning", text=record.getMessage())
 
     def stepped(self, report: StepReport) -> None:
         if report.skipped:

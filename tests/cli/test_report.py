@@ -145,6 +145,15 @@ def test_a_folder_that_is_no_run_is_one_line(here, tmp_path):
     assert code == 2 and ".html" in error
 
 
+@pytest.mark.parametrize(
+    "predicted", [3, {"traffic": 3}, {"traffic": [{}]}, {"peak_bytes_by_rank": [1], "resident_bytes_by_rank": "x"}]
+)
+def test_damaged_numbers_are_no_traceback(here, tmp_path, predicted):
+    folder = folder_of(tmp_path / "odd", [{"step": 1, "loss": 2.0, "shares": "x", "predicted": predicted}])
+    code, _, error = here("report", str(folder))
+    assert (code, error) == (0, "") or code == 2 and len(error.splitlines()) == 1
+
+
 def test_a_run_that_goes_on_is_followed_to_its_end(here, tmp_path, monkeypatch):
     folder = folder_of(tmp_path / "live", [{"step": 1, "loss": 2.0, "seconds": 1.0}])
     (folder / "events.jsonl").write_text('{"event": "started", "time": "2026-01-01T00:00:00"}\n')

@@ -11,6 +11,7 @@ import click
 from spmd_engine.cli.report.page import page_of
 from spmd_engine.cli.report.run_record import RunRecord
 from spmd_engine.files import check_ending, output_file
+from spmd_engine.foreign import reading
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.run_job import run_folder
 
@@ -52,9 +53,11 @@ def write_report(folders: Sequence[Path], output: Path, every: int = 0) -> bool:
 
     Raises UsageError for a folder that is no run's, and if the file cannot be written.
     """
-    runs = [RunRecord.read(folder) for folder in folders]
-    running = bool(every) and any(run.state == "running" for run in runs)
+    with reading(f"{', '.join(map(str, folders))}: no page can be made of what is there"):
+        runs = [RunRecord.read(folder) for folder in folders]
+        running = bool(every) and any(run.state == "running" for run in runs)
+        page = page_of(runs, every if running else 0)
     with output_file(output, "--output") as file:
-        file.write(page_of(runs, every if running else 0).encode())
+        file.write(page.encode())
     click.echo(f"wrote {output}")
     return running

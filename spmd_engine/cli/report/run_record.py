@@ -55,7 +55,7 @@ class RunRecord:
             for name in line.keys() - columns.keys() - NO_CURVES:  # metrics of the model, such as accuracy
                 if type(line[name]) in (int, float):
                     columns[name] = [np.nan] * (len(steps) - 1) + [float(line[name])]
-            predicted = line.get("predicted") or predicted
+            predicted = line["predicted"] if isinstance(line.get("predicted"), dict) else predicted
             part = np.array(line.get("shares") or [], float)
             if part.ndim == 2 and part.shape[1] == 3 and len(steps) > WARM_UP:
                 count, total = shares.get(len(part), (0, np.zeros(part.shape)))
