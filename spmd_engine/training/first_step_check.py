@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import resource
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,8 @@ class FirstStepCheck:
         Raises PlanError on every rank if the step differs from its dry run, naming the first such call.
         """
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        measured = gather_json(self._mesh.group(), [made, resident], METRICS)
+        cores = sorted(os.sched_getaffinity(0))
+        measured = gather_json(self._mesh.group(), [made, resident, cores], METRICS)
         text = text_from_rank_zero(self._mesh.group(), lambda: json.dumps(self._judge(measured, seconds)))
         verdict = json.loads(text)
         if verdict["differs"] and self._enforced:
@@ -73,16 +75,17 @@ class FirstStepCheck:
             reason = str(error) if isinstance(error, UsageError) else f"its analysis failed with {error!r}"
             logger.warning("step 1 was not compared with its analysis: %s", reason)
             return {"differs": "", "facts": {}}
-        ledgers = [{tuple(line): tuple(sums) for line, sums in calls} for calls, _ in measured]
+        ledgers = [{tuple(line): tuple(sums) for line, sums in calls} for calls, *_ in measured]
         sums = check.predicted_sums(analysis)
         differing = check.differences(sums, ledgers, routed, analysis.axes)
         if differing and not self._enforced:
             logger.warning("step 1 differs from its analysis: %s", differing[0])
-        resident = max(bytes for _, bytes in measured)
+        resident = max(bytes for _, bytes, _ in measured)
         facts = check.prediction_facts(analysis, default_machine)
         facts |= {
             "peak_bytes_by_rank": analysis.peak_bytes_by_rank(),
-            "resident_bytes_by_rank": [resident for _, resident in measured],
+            "resident_bytes_by_rank": [resident for _, resident, _ in measured],
+            "cores_by_rank": [cores for *_, cores in measured],
             "traffic": check.traffic(sums, ledgers),
         }
         facts |= {"resident_bytes": resident, "measured_seconds": seconds, "differences": len(differing)}

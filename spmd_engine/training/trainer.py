@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
-from time import perf_counter
+from threading import current_thread, main_thread
+from time import perf_counter, process_time, thread_time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +44,7 @@ class StepReport:
     exposed_communication: float | None = None  #: seconds of a rank in collectives, mean over ranks
     gigabytes_per_second: dict[str, float] | None = None  #: by mesh axis: sent by all, by their seconds
     shares: list[list[float]] | None = None  #: of the step, by rank: computing, communicating, and idle
+    cpu_seconds: list[float] | None = None  #: by rank: of its process; with the waits for other ranks, which may spin
     side_outputs: dict[str, Any] | None = None  #: of layers, by name: auxiliary losses, counts
     predicted: dict[str, Any] | None = None  #: of the first step: the prediction of ``analyze``, and the measurement
     skipped: str | None = None  #: why nothing was updated: the value that is not finite, and its ranks
@@ -254,7 +256,7 @@ class StepMetrics:
         ranks = self._mesh.all_gather(mine[None], label="metrics")
         _check_equal(ranks[:, -2])
         idle, seconds, signals = ranks[:, 0], ranks[:, -3], ranks[:, -1]
-        sent, waited = ranks[:, 1 : 1 + len(axes)], ranks[:, 1 + len(axes) : -3]
+        sent, waited, processor = np.split(ranks[:, 1:-3], [len(axes), 2 * len(axes)], axis=1)
         waiting = waited.sum(axis=1)
         idle = np.minimum(idle, waiting)
         parts = np.stack([seconds - waiting, waiting - idle, idle], axis=1) / seconds[:, None]
@@ -264,6 +266,7 @@ class StepMetrics:
             "exposed_communication": float(waiting.mean()),
             "gigabytes_per_second": {axis: round(n / t / 1e9, 3) for axis, n, t in speeds if n and t},
             "shares": parts.round(3).tolist(),
+            "cpu_seconds": processor[:, 0].round(4).tolist(),
         }
         return perf_counter() - self._began, facts, int(signals.max())
 
@@ -287,7 +290,7 @@ def _check_equal(skips: np.ndarray) -> None:
 
 
 def _state(mesh: Mesh) -> np.ndarray:
-    """Idle seconds so far; then bytes sent over each mesh axis; then seconds in collectives over each mesh axis.
+    """Idle seconds so far; bytes sent over each mesh axis; seconds in collectives over each; processor seconds.
 
     A call over several axes counts for the first of them.
     """
@@ -298,4 +301,6 @@ def _state(mesh: Mesh) -> np.ndarray:
         if place is not None:
             sent[place] += entry.sent
             waited[place] += entry.seconds
-    return np.array([mesh.comm.progress.idle_seconds, *sent, *waited])
+    # A virtual rank is a thread of this process.
+    processor = process_time() if current_thread() is main_thread() else thread_time()
+    return np.array([mesh.comm.progress.idle_seconds, *sent, *waited, processor])

@@ -83,6 +83,8 @@ def test_pages_of_several_runs_say_first_what_differs(trained, here, tmp_path):
     assert here("report", "one", "two", "--output", "both.html")[0] == 0
     page = Page(tmp_path / "both.html")
     assert page.texts["h2"][:3] == ["Summary", "What differs", "Curves"]
+    assert page.texts["p"][0].startswith("A median step of two takes ") and "times one): " in page.texts["p"][0]
+    assert "Environment" in page.texts["caption"] or "The environments are equal, or unknown." in page.texts["p"]
     rows = page.texts["th"]
     first = rows.index("training.weight_decay")
     assert rows[first - 1 : first + 4].count("training.steps") == 0 and "composition.mesh.model" in rows
@@ -95,6 +97,32 @@ def folder_of(path, steps, **config):
     (path / "config.json").write_text(json.dumps({"model": {"name": "gpt-nano"}, **config}))
     (path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     return path
+
+
+def run_of(path, seconds, shares, processor, cores):
+    steps = [
+        {"step": n, "loss": 1.0, "seconds": s, "shares": shares, "cpu_seconds": processor}
+        for n, s in enumerate(seconds, 1)
+    ]
+    steps[0]["predicted"] = {"cores_by_rank": cores, "peak_bytes": 1 << 20}
+    return RunRecord.read(folder_of(path, steps))
+
+
+def test_why_a_run_is_slower_is_said(tmp_path):
+    quick = run_of(tmp_path / "quick", [9, 9, 1.0, 1.0, 1.1, 1.1], [[0.9, 0.1, 0]] * 2, [0.9, 0.9], [[0], [1]])
+    shares = [[0.45, 0.05, 0.5], [0.9, 0.1, 0]]
+    slow = run_of(tmp_path / "slow", [9, 9, 2.0, 2.0, 2.1, 2.1], shares, [0.9, 0.9], [[1], [1]])
+    page = Page(page_of([quick, slow]))
+    change = page.texts["p"][0]
+    assert change.startswith(
+        "A median step of slow takes +1 s (1.95 times quick): +0.439 s computing, +0.0487 s commun"
+    )
+    assert "fastest step takes 2 times" in change and "noise" not in change
+    cells = page.texts["td"]
+    assert {"all alike", "rank 1: 1.33 times the median", "rank 0: 0; rank 1: 1"} <= set(cells)
+    assert "rank 0: 1; rank 1: 1 (several ranks on core 1)" in cells
+    same = run_of(tmp_path / "same", [9, 9, 1.0, 1.02, 1.1, 1.2], [[0.9, 0.1, 0]] * 2, [0.9, 0.9], [[0], [1]])
+    assert "the difference may be noise" in Page(page_of([quick, same])).texts["p"][0]
 
 
 def test_long_runs_keep_their_extremes(tmp_path):

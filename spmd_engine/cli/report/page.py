@@ -30,8 +30,8 @@ TITLES = {
     "validation_loss": "Validation loss",
     "grad_norm": "Norm of the gradient",
     "learning_rate": "Learning rate",
-    "tokens_per_second": "Targets per second",
-    "seconds": "Seconds of a step",
+    "tokens_per_second": f"Targets per second, without the first {WARM_UP} steps",
+    "seconds": f"Seconds of a step, without the first {WARM_UP}",
 }
 
 Cells = Sequence[Any]
@@ -139,33 +139,78 @@ def _at(config: Any, *path: str) -> Any:
 
 def _differences(runs: Sequence[RunRecord]) -> str:
     """Speed and where the time went, then options and environments that are not the same."""
-    first = runs[0].median("seconds")
-    head = [
-        "run",
-        "seconds of a step",
-        f"times {runs[0].name}",
-        "computing",
-        "communicating",
-        "idle",
-        "slowest rank computes",
-    ]
-    speeds = []
-    for run in runs:
-        split, seconds = run.split_seconds, run.median("seconds")
-        slowest = int(split[:, 0].argmax())
-        speeds.append(
-            (run.name, _text(seconds), _text(seconds / first), *map(_text, split.mean(0)))
-            + (f"{_text(float(split[slowest, 0]))} (rank {slowest})",)
-        )
+    first, *others = runs
+    longest = max(float(run.split_seconds.sum(1).max()) for run in runs)
     options = _unequal([dict(_flat(run.config)) for run in runs])
-    here = _unequal([dict(run.last("started").get("environment") or {}) for run in runs])
+    environments = [dict(run.last("started").get("environment") or {}) for run in runs]
+    for environment in environments:
+        environment.pop("command", None)  # it names options, which are compared above
+    here = _unequal([{**e, **_cores(run)} for e, run in zip(environments, runs, strict=True)])
     names = ["", *(run.name for run in runs)]
     return _section(
         "What differs",
-        _table("Where the time of a median step went: seconds, the mean over ranks", head, speeds),
+        "".join(_note(_change(first, run)) for run in others),
+        _LEGEND,
+        "".join(f"<h3>{escape(run.name)}</h3>{_bars(run, longest)}" for run in runs),
+        _table("Times and communication of a step", names, _measures(runs)),
         _table("Options", names, options, numbers=False) if options else _note("All options are equal."),
-        _table("Environment", names, here, numbers=False) if here else _note("Equal environments, or none recorded."),
+        _table("Environment", names, here, numbers=False) if here else _note("The environments are equal, or unknown."),
     )
+
+
+def _change(first: RunRecord, run: RunRecord) -> str:
+    """How a step of the run differs from one of the first run, in words."""
+    before, after = first.quartiles("seconds"), run.quartiles("seconds")
+    more = after[2] - before[2]
+    changes = run.split_seconds.mean(0) - first.split_seconds.mean(0)
+    parts = zip(("computing", "communicating", "waiting for other ranks"), changes, strict=True)
+    listed = ", ".join(f"{change:+.3g} s {name}" for name, change in parts)
+    text = f"A median step of {run.name} takes {more:+.3g} s ({after[2] / before[2]:.3g} times {first.name}): {listed}."
+    text += f" Its fastest step takes {after[0] / before[0]:.3g} times as long."
+    if before[1] <= after[3] and after[1] <= before[3]:
+        text += " The middle halves of the steps' times overlap: the difference may be noise."
+    return text
+
+
+def _cores(run: RunRecord) -> dict[str, str]:
+    """The cores of each rank, and which ranks share one."""
+    ranks = [tuple(cores) for cores in run.predicted.get("cores_by_rank") or ()]
+    text = "; ".join(f"rank {rank}: {','.join(map(str, cores))}" for rank, cores in enumerate(ranks[:MOST_RANKS]))
+    alone = [cores[0] for cores in ranks if len(cores) == 1]
+    shared = sorted({core for core in alone if alone.count(core) > 1})
+    return {"cores by rank": text + (f" (several ranks on core {shared[0]})" if shared else "")} if text else {}
+
+
+def _measures(runs: Sequence[RunRecord]) -> list[Cells]:
+    """Numbers of a step, a column a run."""
+    spreads = [run.quartiles("seconds") for run in runs]
+    rows: list[Cells] = [
+        (f"seconds, {name}", *(_text(float(spread[place])) for spread in spreads))
+        for place, name in enumerate(("least", "first quartile", "median", "third quartile", "largest"))
+    ]
+    splits = [run.split_seconds.mean(0) for run in runs]
+    for place, name in enumerate(("computing", "communicating", "waiting for other ranks")):
+        rows.append((f"seconds {name}, mean over ranks", *(_text(float(split[place])) for split in splits)))
+    rows.append(("processor seconds, mean over ranks", *(_text(_mean(run.cpu_seconds)) for run in runs)))
+    rows.append(("rank that computes longest", *(_slowest(run) for run in runs)))
+    traffic = [run.predicted.get("traffic") or [] for run in runs]
+    for key, name in ("calls", "collective calls of all ranks"), ("bytes", "bytes sent by all ranks"):
+        rows.append((name, *(f"{sum(line[key] for line in lines):,.0f}" if lines else "-" for lines in traffic)))
+    peaks = [run.predicted.get("peak_bytes") for run in runs]
+    rows.append(("predicted peak of a rank's arrays", *(readable_bytes(peak) if peak else "-" for peak in peaks)))
+    return rows
+
+
+def _mean(numbers: np.ndarray) -> float:
+    return float(numbers.mean()) if len(numbers) else np.nan
+
+
+def _slowest(run: RunRecord) -> str:
+    """The rank that computes longest, if it takes at least a tenth longer than the median rank."""
+    computing = run.split_seconds[:, 0]
+    if computing.max() < 1.1 * np.median(computing):
+        return "all alike"
+    return f"rank {int(computing.argmax())}: {computing.max() / np.median(computing):.2f} times the median"
 
 
 def _flat(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -247,29 +292,46 @@ def _of_run(run: RunRecord, named: bool) -> str:
     return f"<article>{f'<h2>{escape(run.name)}</h2>' if named else ''}{''.join(parts)}</article>"
 
 
-def _time_of_step(run: RunRecord) -> str:
-    split = run.split_seconds
-    order = np.argsort(-split[:, 0], kind="stable")[:MOST_RANKS]
-    slowest = float(split[:, 0].max()) or 1.0
-    rows, bars = [], []
-    total = float(split.sum(1).max()) or 1.0
-    for rank in order:
-        computing, communicating, idle = map(float, split[rank])
-        rows.append((f"rank {rank}", *map(_text, (computing, communicating, idle)), f"{computing / slowest:.0%}"))
+_PARTS = {"computing": "computing", "communicating": "communicating (not hidden)", "idle": "waiting for other ranks"}
+_LEGEND = f'<p class="legend">{"".join(f"<span class={name}></span> {text}" for name, text in _PARTS.items())}</p>'
+
+
+def _order(run: RunRecord) -> np.ndarray:
+    """The ranks that are listed: those that compute longest, first."""
+    return np.argsort(-run.split_seconds[:, 0], kind="stable")[:MOST_RANKS]
+
+
+def _bars(run: RunRecord, longest: float) -> str:
+    """A bar a rank, of its seconds by part; ``longest`` seconds fill the width."""
+    bars = []
+    for rank in _order(run):
         widths = "".join(
-            f'<span class="{name}" style="width:{100 * part / total:.2f}%"></span>'
-            for name, part in (("computing", computing), ("communicating", communicating), ("idle", idle))
+            f'<span class="{name}" style="width:{100 * part / (longest or 1):.2f}%"></span>'
+            for name, part in zip(_PARTS, run.split_seconds[rank], strict=True)
         )
         bars.append(f'<div class="bar"><b>rank {rank}</b><i>{widths}</i></div>')
-    head = ["", "computing", "communicating", "idle", "computing, of the slowest"]
-    what = f"Seconds of a median step after the first {WARM_UP}, ranks that compute longest first"
-    more = f"; {len(split) - len(order)} more ranks are not listed" if len(split) > len(order) else ""
-    names = {"computing": "computing", "communicating": "communicating (not hidden)", "idle": "waiting for other ranks"}
-    legend = "".join(f'<span class="{name}"></span> {text}' for name, text in names.items())
+    return f'<div aria-hidden="true">{"".join(bars)}</div>'
+
+
+def _time_of_step(run: RunRecord) -> str:
+    split, processor = run.split_seconds, run.cpu_seconds
+    rows = [
+        (f"rank {rank}", *map(_text, split[rank]), _text(processor[rank] if len(processor) else np.nan))
+        for rank in _order(run)
+    ]
+    head = ["", "computing", "communicating", "waiting", "processor seconds"]
+    what = f"Seconds of a median step after the first {WARM_UP}; ranks that compute longest first"
+    more = f"; {len(split) - len(rows)} more ranks are not listed" if len(split) > len(rows) else ""
+    note = (
+        "Computing is all time outside of collectives. If processor seconds are far fewer, another program had the "
+        "core, or data were read; a rank that waits may use its core or sleep."
+    )
     return _section(
         "Where the time of a step went",
-        f'<p class="legend">{legend}</p><div aria-hidden="true">{"".join(bars)}</div>',
+        _LEGEND,
+        _bars(run, float(split.sum(1).max())),
         _table(what + more, head, rows),
+        _note(note),
     )
 
 

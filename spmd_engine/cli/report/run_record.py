@@ -28,6 +28,7 @@ class RunRecord:
     config: Mapping[str, Any]
     steps: np.ndarray  #: int64[n]: the numbers of the steps
     series: Mapping[str, np.ndarray]  #: float64[n] by name; NaN where a step has no such number
+    cpu_seconds: np.ndarray  #: float64[rank]: processor seconds of a step, mean over steps
     shares: np.ndarray  #: float64[rank, 3]: the parts of a step computing, communicating and idle, mean over steps
     predicted: Mapping[str, Any]  #: the prediction of the first step, beside its measurement
     events: tuple[Mapping[str, Any], ...]
@@ -44,7 +45,7 @@ class RunRecord:
                 raise ValueError("it is no object")
         steps: list[int] = []
         columns: dict[str, list[float]] = {name: [] for name in SERIES}
-        shares: dict[int, tuple[int, np.ndarray]] = {}  # by number of ranks: steps, and their sum
+        parts: dict[int, list[np.ndarray]] = {}  # by number of ranks: of each step shares, then processor seconds
         predicted: Mapping[str, Any] = {}
         for line in _lines(folder / MetricsFile.NAME):
             if not isinstance(line.get("step"), int):
@@ -56,17 +57,16 @@ class RunRecord:
                 if type(line[name]) in (int, float):
                     columns[name] = [np.nan] * (len(steps) - 1) + [float(line[name])]
             predicted = line["predicted"] if isinstance(line.get("predicted"), dict) else predicted
-            part = np.array(line.get("shares") or [], float)
-            if part.ndim == 2 and part.shape[1] == 3 and len(steps) > WARM_UP:
-                count, total = shares.get(len(part), (0, np.zeros(part.shape)))
-                shares[len(part)] = count + 1, total + part
-        count, total = shares[max(shares, key=lambda ranks: shares[ranks][0])] if shares else (1, np.empty((0, 3)))
+            if len(steps) > WARM_UP and (part := _parts_of_step(line)) is not None:
+                parts.setdefault(len(part), []).append(part)
+        split = np.mean(max(parts.values(), key=len), axis=0) if parts else np.empty((0, 4))
         return cls(
             folder.name,
             config,
             np.array(steps, np.int64),
             {name: np.array(column) for name, column in columns.items()},
-            total / count,
+            split[:, 3],
+            split[:, :3],
             predicted,
             tuple(_lines(folder / EventLog.NAME)),
             _checkpoint_facts(folder),
@@ -81,11 +81,15 @@ class RunRecord:
         numbers = self.series[name][np.isfinite(self.series[name])]
         return float(numbers[-1]) if len(numbers) else np.nan
 
-    def median(self, name: str) -> float:
-        """The median of a series after ``WARM_UP`` steps, if there are so many."""
+    def quartiles(self, name: str) -> np.ndarray:
+        """float64[5]: the least, the quartiles and the largest number of a series after ``WARM_UP`` steps."""
         numbers = self.series[name][WARM_UP if len(self.steps) > WARM_UP else 0 :]
         numbers = numbers[np.isfinite(numbers)]
-        return float(np.median(numbers)) if len(numbers) else np.nan
+        return np.percentile(numbers, [0, 25, 50, 75, 100]) if len(numbers) else np.full(5, np.nan)
+
+    def median(self, name: str) -> float:
+        """The median of a series after ``WARM_UP`` steps."""
+        return float(self.quartiles(name)[2])
 
     @property
     def split_seconds(self) -> np.ndarray:
@@ -109,6 +113,17 @@ _STATES = {
     "stopped": "stopped by a signal",
     "closed": "ended by an error",
 }
+
+
+def _parts_of_step(line: Mapping[str, Any]) -> np.ndarray | None:
+    """float64[rank, 4]: shares and processor seconds (NaN if they are not recorded) of a step's line."""
+    shares, processor = line.get("shares"), line.get("cpu_seconds")
+    try:
+        part = np.array(shares, float)
+        seconds = np.array(processor if processor is not None else [np.nan] * len(part), float)
+    except (TypeError, ValueError):
+        return None
+    return np.column_stack([part, seconds]) if part.shape == (len(seconds), 3) else None
 
 
 def _number(value: Any) -> float:
