@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import api_reference
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -33,3 +34,7 @@ def test_files_that_a_page_names_exist(page):
     named = [ROOT / name for name in re.findall(r"`((?:spmd_engine|tests|scripts|examples)/[\w/.-]+\.\w+)`", text)]
     linked = [page.parent / name for name in re.findall(r"\]\(([\w/.-]+\.md)", text)]
     assert [path for path in (*named, *linked) if not path.exists()] == []
+
+
+def test_the_api_reference_is_that_of_the_docstrings():
+    assert api_reference.PAGE.read_text() == api_reference.page(), "run: python scripts/api_reference.py"
