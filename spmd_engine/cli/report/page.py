@@ -206,11 +206,13 @@ def _mean(numbers: np.ndarray) -> float:
 
 
 def _slowest(run: RunRecord) -> str:
-    """The rank that computes longest, if it takes at least a tenth longer than the median rank."""
+    """The rank that computes longest, if it takes at least a tenth longer than the median of the others."""
     computing = run.split_seconds[:, 0]
-    if computing.max() < 1.1 * np.median(computing):
+    slowest = int(computing.argmax())
+    others = np.delete(computing, slowest)
+    if not len(others) or computing[slowest] < 1.1 * np.median(others):
         return "all alike"
-    return f"rank {int(computing.argmax())}: {computing.max() / np.median(computing):.2f} times the median"
+    return f"rank {slowest}: {computing[slowest] / np.median(others):.2f} times the median of the others"
 
 
 def _flat(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -316,7 +318,7 @@ def _bars(run: RunRecord, longest: float) -> str:
 def _time_of_step(run: RunRecord) -> str:
     split, processor = run.split_seconds, run.cpu_seconds
     rows = [
-        (f"rank {rank}", *map(_text, split[rank]), _text(processor[rank] if len(processor) else np.nan))
+        (f"rank {rank}", *map(_text, split[rank]), _text(float(processor[rank]) if len(processor) else np.nan))
         for rank in _order(run)
     ]
     head = ["", "computing", "communicating", "waiting", "processor seconds"]
