@@ -186,10 +186,8 @@ def section_of(configuration: Configuration, name: str) -> Configuration:
 
 def _find_configuration_class(kind: Any) -> type[Configuration] | None:
     """The class of a nested configuration, which may be optional; None for any other type."""
-    for candidate in (kind, *get_args(kind)):
-        if isinstance(candidate, type) and issubclass(candidate, Configuration):
-            return candidate
-    return None
+    kind = _without_none(kind)
+    return kind if isinstance(kind, type) and issubclass(kind, Configuration) else None
 
 
 def _without_none(kind: Any) -> Any:
@@ -219,7 +217,9 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     if value is None and kind != _without_none(kind):
         return None
     kind = _without_none(kind)
-    if get_origin(kind) is not None:  # Mapping[str, int]
+    if get_origin(kind) is not None and get_args(kind) != (str, int):
+        return value  # the function that reads it checks its items
+    if get_origin(kind) is not None:
         if not isinstance(value, Mapping) or any(type(size) is not int for size in value.values()):
             raise UsageError(f"{name} is {value!r}: it must map names to whole numbers")
         return dict(value)

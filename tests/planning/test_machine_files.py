@@ -62,14 +62,14 @@ def test_speeds_between_points_follow_a_line_of_logarithms():
     ("text", "said"),
     [
         (TEXT.replace("count = 2", "count = 2\ncolour = 1"), "unknown field 'colour'"),
-        ("colour = 1\n" + TEXT, "there are: between, fitted, name, nodes, pairs, source, topology"),
+        ("colour = 1\n" + TEXT, "there are: name, nodes, between, pairs, topology, fitted, source"),
         (NODE, "the field 'between' is missing"),
         (NODE.replace("count = 2", "count = 0"), "the field 'between' is missing"),
         (TEXT.replace('memory = "1GiB"\n', ""), "'memory' is missing"),
         (TEXT.replace("float32 = 1e9", "float32 = 0"), "float32 is 0: it must be above 0"),
         (TEXT.replace("float32 = 1e9", "float32 = -1"), "float32 is -1"),
         (TEXT.replace("float32 = 1e9", "float31 = 1"), "unknown field 'float31'"),
-        (TEXT.replace("ranks = 2", "ranks = 0"), "ranks is 0: it must be an integer, at least 1"),
+        (TEXT.replace("ranks = 2", "ranks = 0"), "ranks is 0: it must be from 1"),
         (TEXT + "[fitted]\nluck = 2\n", "unknown field 'luck'"),
         (
             TEXT + '[[pairs]]\nranks = [0, 1]\nlatency = 0\nbandwidth = 5\nby_copy = "false"\n',

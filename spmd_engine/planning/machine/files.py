@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import fields, replace
 from math import isfinite, prod
 from pathlib import Path
 from pkgutil import get_data
@@ -14,22 +14,9 @@ from typing import Any
 from spmd_engine.arrays.meta.meter import KERNELS
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import parse_toml, read_text, reading
-from spmd_engine.planning.machine.machine import (
-    KINDS,
-    TOPOLOGIES,
-    Curve,
-    Fitted,
-    Link,
-    Machine,
-    NodeKind,
-    Topology,
-)
-from spmd_engine.units import bytes_of
+from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
 
 PACKAGED = ("a100", "h100", "h200", "edge", "cpu")
-
-#: Converts a value of a TOML file; the text says where it is. Raises UsageError for an invalid value.
-Reader = Callable[[Any, str], Any]
 
 
 def read_machine(name: str | Path) -> Machine:
@@ -50,29 +37,21 @@ def parse_machine(text: str, where: str = "machine") -> Machine:
         content = parse_toml(text)
     match content:  # the link between nodes may be missing if there is one node
         case {"nodes": [{"inside": inside} as node]} if node.get("count", 1) == 1:
-            content = {**content, "between": content.get("between", inside)}
-    machine = _MACHINE(content, where)
+            content = {"between": inside, **content}
+    readers = {"nodes": _list(_node_kind), "pairs": _links_of_pairs, "topology": _topology}
+    machine = Machine.from_json(_with(content, where, **readers), where)
     _check(machine, where)
     return machine
 
 
-def _record(kind: type, /, **readers: Reader) -> Reader:
-    """Reads a table as a record of this kind; its fields without defaults are required."""
-    required = [field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING]
-
-    def read(table: Any, where: str) -> Any:
-        if not isinstance(table, Mapping):
-            raise UsageError(f"{where} is {table!r}: it must be a table")
-        if unknown := sorted(set(table) - set(readers)):
-            raise UsageError(f"{where}: unknown field {unknown[0]!r}; {one_of(unknown[0], sorted(readers))}")
-        if missing := [name for name in required if name not in table]:
-            raise UsageError(f"{where}: the field {missing[0]!r} is missing")
-        return kind(**{name: readers[name](value, f"{where}: {name}") for name, value in table.items()})
-
-    return read
+def _with(table: Any, where: str, **readers: Callable[[Any, str], Any]) -> Any:
+    """The table; values of these names are replaced by what the readers make of them."""
+    if not isinstance(table, Mapping):
+        raise UsageError(f"{where} is {table!r}: it must be a table")
+    return table | {name: read(table[name], f"{where}: {name}") for name, read in readers.items() if name in table}
 
 
-def _list(read: Reader) -> Reader:
+def _list(read: Callable[[Any, str], Any]) -> Callable[[Any, str], tuple]:
     """Reads a list of values, each by ``read``."""
 
     def read_all(values: Any, where: str) -> tuple:
@@ -83,59 +62,33 @@ def _list(read: Reader) -> Reader:
     return read_all
 
 
-def _number(least: float | None = None) -> Reader:
-    """Reads a number that is at least ``least``; None: above 0."""
-
-    def read(value: Any, where: str) -> float:
-        if type(value) not in (int, float) or not isfinite(value):
-            raise UsageError(f"{where} is {value!r}: it must be a number")
-        if value <= 0 if least is None else value < least:
-            raise UsageError(
-                f"{where} is {value:g}: it must be {'above 0' if least is None else f'at least {least:g}'}"
-            )
-        return float(value)
-
-    return read
+def _positive(value: Any, where: str) -> float:
+    if type(value) not in (int, float) or not isfinite(value):
+        raise UsageError(f"{where} is {value!r}: it must be a number")
+    if value <= 0:
+        raise UsageError(f"{where} is {value:g}: it must be above 0")
+    return float(value)
 
 
-def _integer(least: int) -> Reader:
-    def read(value: Any, where: str) -> int:
-        if type(value) is not int or value < least:
-            raise UsageError(f"{where} is {value!r}: it must be an integer, at least {least}")
-        return value
-
-    return read
+def _number_of(value: Any, where: str) -> int:
+    """The number of a rank or a node."""
+    if type(value) is not int or value < 0:
+        raise UsageError(f"{where} is {value!r}: it must be a whole number from 0")
+    return value
 
 
-def _text(*choices: str) -> Reader:
-    """Reads a string, one of the ``choices`` if there are any."""
-
-    def read(value: Any, where: str) -> str:
-        if not isinstance(value, str) or choices and value not in choices:
-            expected = f"one of {', '.join(choices)}" if choices else "a string"
-            raise UsageError(f"{where} is {value!r}: it must be {expected}")
-        return value
-
-    return read
-
-
-def _size(value: Any, where: str) -> float:
-    """Bytes: a number, or a string such as 80GiB."""
-    return float(bytes_of(value, where)) if isinstance(value, str) else _number()(value, where)
-
-
-def _two_numbers(value: Any, where: str) -> tuple[int, int]:
-    """Two numbers of ranks or nodes."""
-    if not isinstance(value, list) or len(value) != 2 or any(type(n) is not int or n < 0 for n in value):
+def _pair(value: Any, where: str) -> tuple[int, int]:
+    """The numbers of two ranks or nodes."""
+    if not isinstance(value, list) or len(value) != 2:
         raise UsageError(f"{where} is {value!r}: it must be two numbers from 0, as in [0, 5]")
-    return value[0], value[1]
+    return _number_of(value[0], where), _number_of(value[1], where)
 
 
 def _curve(value: Any, where: str) -> Curve:
     """A speed, or a list of [size, speed]."""
     if not isinstance(value, list):
-        return Curve.flat(_number()(value, where))
-    points = tuple(_list(_number())(point, where) for point in value)
+        return Curve.flat(_positive(value, where))
+    points = tuple(_list(_positive)(point, where) for point in value)
     sizes = [point[0] for point in points]
     if not points or sizes != sorted(set(sizes)) or any(len(point) != 2 for point in points):
         raise UsageError(f"{where}: it must be sizes and speeds, as in [[1e6, 2e9]], with ascending sizes")
@@ -152,71 +105,26 @@ def _speeds(table: Any, where: str) -> dict[str, Curve]:
     return {dtype: _curve(speed, f"{where}: {dtype}") for dtype, speed in table.items()}
 
 
+def _node_kind(table: Any, where: str) -> NodeKind:
+    content = _with(table, where, speeds=_speeds, memory_bandwidth=_curve)
+    return NodeKind.from_json({"count": 1, **content, "cores": content.get("cores") or None}, where)
+
+
 def _links_of_pairs(tables: Any, where: str) -> dict[tuple[int, int], Link]:
     """The links of [[pairs]], by their ranks."""
 
     def read(table: Any, where: str) -> tuple[tuple[int, int], Link]:
         link = dict(table) if isinstance(table, Mapping) else {}
-        a, b = _two_numbers(link.pop("ranks", None), f"{where}: ranks")
+        a, b = _pair(link.pop("ranks", None), f"{where}: ranks")
         if a == b:
             raise UsageError(f"{where}: ranks is [{a}, {b}]: a rank has no link to itself")
-        return (min(a, b), max(a, b)), _LINK(link, where)
+        return (min(a, b), max(a, b)), Link.from_json(link, where)
 
     return dict(_list(read)(tables, where))
 
 
-def _node_kind(table: Any, where: str) -> NodeKind:
-    return _NODE({"count": 1, **table} if isinstance(table, Mapping) else table, where)
-
-
-def _boolean(value: Any, where: str) -> bool:
-    if type(value) is not bool:
-        raise UsageError(f"{where} is {value!r}: it must be true or false")
-    return value
-
-
-def _or_none(read: Reader) -> Reader:
-    """Reads 0 as None."""
-    return lambda value, where: read(value, where) or None
-
-
-_LINK = _record(
-    Link,
-    latency=_number(0),
-    bandwidth=_number(),
-    lanes=_or_none(_integer(0)),
-    by_copy=_boolean,
-)
-_NODE = _record(
-    NodeKind,
-    name=_text(),
-    count=_integer(0),
-    ranks=_integer(1),
-    speeds=_speeds,
-    memory=_size,
-    memory_bandwidth=_curve,
-    inside=_LINK,
-    cores=_or_none(_number(0)),
-    kind=_text(*KINDS),
-    processors=_integer(0),
-)
-_MACHINE = _record(
-    Machine,
-    name=_text(),
-    nodes=_list(_node_kind),
-    between=_LINK,
-    pairs=_links_of_pairs,
-    topology=_record(
-        Topology,
-        kind=_text(*TOPOLOGIES),
-        leaf=_integer(1),
-        oversubscription=_number(1),
-        shape=_list(_integer(1)),
-        edges=_list(_two_numbers),
-    ),
-    fitted=_record(Fitted, **{field.name: _number(None if "share" in field.name else 0) for field in fields(Fitted)}),
-    source=_text(),
-)
+def _topology(table: Any, where: str) -> Mapping[str, Any]:
+    return _with(table, where, shape=_list(_number_of), edges=_list(_pair))
 
 
 def _check(machine: Machine, where: str) -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, replace
 from functools import cached_property
 from math import exp, log
 
 import numpy as np
 
+from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
+from spmd_engine.units import BYTES
 
 KINDS = ("cloud", "edge", "browser")
 TOPOLOGIES = ("flat", "fat-tree", "ring", "torus", "graph")
@@ -51,34 +53,38 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Link:
+class Link(Configuration):
     """A link, on which a message takes ``latency`` + bytes / ``bandwidth`` seconds.
 
-    ``lanes`` is the number of ranks of a node that send at full bandwidth at once; more ranks share it. None: any
+    ``lanes`` is the number of ranks of a node that send at full bandwidth at once; more ranks share it. 0 or None: any
     number. ``by_copy``: ranks move the bytes themselves, through memory, which occupies their cores.
     """
 
-    latency: float  #: seconds
-    bandwidth: float  #: bytes a second, in one direction
-    lanes: int | None = None
+    latency: float = setting(MISSING, least=0)  #: seconds
+    bandwidth: float = setting(MISSING, least=1)  #: bytes a second, in one direction
+    lanes: int | None = setting(None, least=0)
     by_copy: bool = False
 
 
 @dataclass(frozen=True)
-class NodeKind:
+class NodeKind(Configuration):
     """Nodes of one kind. Speeds are those of one rank that has a core, or a device, to itself."""
 
     name: str
-    count: int  #: number of such nodes
-    ranks: int  #: ranks per node
+    count: int = setting(MISSING, least=0)  #: number of such nodes
+    ranks: int = setting(MISSING, least=1)  #: ranks per node
     #: dtype -> FLOP/s by the FLOPs of a product of square matrices; one of a host's KERNELS -> by the FLOPs of a call
-    speeds: Mapping[str, Curve]
-    memory: float  #: bytes per rank; where ranks share cores, bytes of the node
-    memory_bandwidth: Curve  #: bytes/s (read plus written) by the bytes of an operation
-    inside: Link  #: the link between ranks of a node
-    cores: float | None = None  #: cores that the ranks of a node share; None: each rank has its own device
-    kind: str = "cloud"  #: one of KINDS
-    processors: int = 0  #: processors of a device; each computes one tile of a product at a time; 0: any number
+    speeds: Mapping[str, Curve] = setting(MISSING)
+    #: bytes per rank; where ranks share cores, bytes of the node
+    memory: float = setting(MISSING, unit=BYTES, least=1)
+    memory_bandwidth: Curve = setting(MISSING)  #: bytes/s (read plus written) by the bytes of an operation
+    inside: Link = setting(MISSING)  #: the link between ranks of a node
+    #: cores that the ranks of a node share; None: each rank has its own device
+    cores: float | None = setting(None, least=0)
+    kind: str = setting("cloud", choices=KINDS)
+    processors: int = setting(
+        0, least=0
+    )  #: processors of a device; each computes one tile of a product at a time; 0: any number
 
     @property
     def has_devices(self) -> bool:
@@ -87,33 +93,33 @@ class NodeKind:
 
 
 @dataclass(frozen=True)
-class Topology:
+class Topology(Configuration):
     """How nodes are connected: ``flat`` (one switch), ``fat-tree`` (leaves of ``leaf`` nodes, whose uplinks have
     1/``oversubscription`` of their bandwidth), ``ring``, ``torus`` (of the ``shape``) or ``graph`` (these ``edges``).
     """
 
-    kind: str = "flat"
-    leaf: int = 0
-    oversubscription: float = 1.0
+    kind: str = setting("flat", choices=TOPOLOGIES)
+    leaf: int = setting(0, least=0)
+    oversubscription: float = setting(1.0, least=1)
     shape: tuple[int, ...] = ()
     edges: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
-class Fitted:
+class Fitted(Configuration):
     """The numbers that are fitted to measured steps. The defaults have no effect."""
 
-    product_share: float = 1.0  #: share of the speed of products that is reached within a step
-    product_half: float = 0.0  #: FLOPs of a product at which half of that share is reached
-    memory_share: float = 1.0  #: share of the memory's bandwidth that is reached
+    product_share: float = setting(1.0, least=1e-9)  #: share of the speed of products that is reached within a step
+    product_half: float = setting(0.0, least=0)  #: FLOPs of a product at which half of that share is reached
+    memory_share: float = setting(1.0, least=1e-9)  #: share of the memory's bandwidth that is reached
     #: seconds added for each pass of a micro-batch through a layer; on a device's host, while the device works
-    pass_seconds: float = 0.0
-    link_share: float = 1.0  #: share of the links' bandwidth that is reached
-    wait_seconds: float = 0.0  #: seconds added to the latency of each collective
+    pass_seconds: float = setting(0.0, least=0)
+    link_share: float = setting(1.0, least=1e-9)  #: share of the links' bandwidth that is reached
+    wait_seconds: float = setting(0.0, least=0)  #: seconds added to the latency of each collective
 
 
 @dataclass(frozen=True)
-class Machine:
+class Machine(Configuration):
     """Nodes and the links between them. Ranks are numbered node by node, in the order of ``nodes``."""
 
     name: str
