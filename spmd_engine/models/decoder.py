@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from math import sqrt
 from typing import Any
 
@@ -246,19 +246,20 @@ def _parallel_branches(shape: DecoderConfig, attention: Layer, mlp: Layer, dropo
 
 
 @dataclass(frozen=True)
-class GPTSize:
+class GPTSize(Configuration):
     """The shape of a GPT."""
 
-    layers: int
-    width: int  #: d
-    heads: int  #: h
-    context: int  #: longest s
-    vocabulary: int = BYTES  #: v
-    hidden: int | None = None  #: f; None: 4 d
+    layers: int = setting(MISSING, least=1)
+    width: int = setting(MISSING, least=1)  #: d
+    heads: int = setting(MISSING, least=1)  #: h
+    context: int = setting(MISSING, least=1)  #: longest s
+    vocabulary: int = setting(BYTES, least=1)  #: v
+    hidden: int | None = setting(None, least=1)  #: f; None: 4 d
     tied: bool = True  #: whether the head uses the embedding's table
-    key_value_heads: int | None = None  #: heads of keys and values, each shared by equally many queries; None: all
+    #: heads of keys and values, each shared by equally many queries; None: all
+    key_value_heads: int | None = setting(None, least=1)
     mixture: Mixture | None = None  #: experts instead of MLPs; None: all MLPs are dense
-    epsilon: float = 1e-5  #: of layer norms
+    epsilon: float = setting(1e-5, least=1e-30)  #: of layer norms
 
     @property
     def config(self) -> DecoderConfig:

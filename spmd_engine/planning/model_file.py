@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
@@ -23,8 +22,6 @@ from spmd_engine.models.load_config import (
 from spmd_engine.models.lora import LoRAOptions, with_adapters
 from spmd_engine.models.names import MODELS, family_of
 from spmd_engine.models.user_code import is_code
-
-KINDS = {int: "a whole number from 1", bool: "true or false", float: "a number above 0, as 1e-5"}
 
 
 def planned_model(
@@ -63,22 +60,8 @@ def _read(name: str, base: ParallelConfig) -> tuple[Model, str]:
         raise UsageError(f"unknown model {name!r}; {one_of(name, MODELS)}, or give a .toml file or a config.json")
     with reading(f"model {name}: invalid TOML"):
         content = parse_toml(read_text(name))
-    size = _size(content, name)
+    size = GPTSize.from_json(content, f"model {name}")
     try:
         return gpt(size, Path(name).stem, context_method=method), "gpt2"  # a GPT's weights have the names of GPT-2
     except UsageError as error:
         raise UsageError(f"model {name}: {error}") from error
-
-
-def _size(content: dict, where: str) -> GPTSize:
-    size_fields = {field.name: field for field in fields(GPTSize) if field.name != "mixture"}
-    if unknown := sorted(set(content) - set(size_fields)):
-        raise UsageError(f"model {where}: unknown field {unknown[0]!r}; {one_of(unknown[0], size_fields)}")
-    for name, field in size_fields.items():
-        if field.default is MISSING and name not in content:
-            raise UsageError(f"model {where}: the field {name!r} is missing")
-    for name, value in content.items():
-        kind = {"tied": bool, "epsilon": float}.get(name, int)
-        if type(value) is not kind or not value >= {bool: 0, int: 1, float: 1e-30}[kind]:
-            raise UsageError(f"model {where}: {name} is {value!r}: it must be {KINDS[kind]}")
-    return GPTSize(**content)

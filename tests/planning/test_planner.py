@@ -204,7 +204,7 @@ def test_a_file_of_a_gpt_s_sizes_is_a_model(tmp_path):
     model = planned_model(str(file))
     assert (model.name, model.context, len(model.layers)) == ("odd", 37, 10)
     file.write_text(file.read_text().replace("1e-6", "0.0"))
-    with pytest.raises(UsageError, match=r"odd.toml: epsilon is 0.0: it must be a number above 0"):
+    with pytest.raises(UsageError, match=r"odd.toml: epsilon is 0.0: it must be from 1e-30"):
         planned_model(str(file))
 
 
