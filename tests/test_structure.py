@@ -51,7 +51,6 @@ STATE = {
     "arrays/meta/functions.py: _reduced_dtype": "the cache of a pure function",
     "engine/state/assignment.py: placed": "the cache of a pure function, for one call of another",
     "engine/gather.py: _plan_to_whole": "the cache of a pure function",
-    "checkpoints/format/blocks.py: DTYPES": "a table; some dtypes are made when they are asked for",
     "strategies/names.py: STRATEGIES": "a table; a page is imported when it is asked for",
     "configuration.py: settings_of": "the cache of a pure function",
     "configuration.py: _types": "the cache of a pure function",

@@ -22,22 +22,13 @@ from typing import Self
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.checkpoints.format.blocks import (
-    DTYPES,
-    IN_CACHE,
-    block_name,
-    bytes_of,
-    damaged,
-    is_finite,
-    read_into,
-    truncated,
-)
+from spmd_engine.checkpoints.format.blocks import IN_CACHE, block_name, bytes_of, is_finite, read_into
 from spmd_engine.checkpoints.format.manifest import StoredArray, StoredBlock
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.shared_memory.cores import cores_here
 from spmd_engine.errors import CheckpointError
-from spmd_engine.formats.safetensors_file import read_header
+from spmd_engine.formats.safetensors_file import dtype_of, read_header
 from spmd_engine.sharding.placement import ArrayPlacement, Rectangles, ranks_of_blocks
 from spmd_engine.sharding.rectangles import Rectangle, intersections
 
@@ -58,7 +49,7 @@ class Wanted:
     @property
     def dtype(self) -> np.dtype:
         """The stored dtype."""
-        return DTYPES[self.stored.dtype]
+        return dtype_of(self.stored.dtype)
 
     def on_host(self) -> np.ndarray:
         """``here`` if it can be read into, otherwise an array of its shape and the stored dtype."""
@@ -212,7 +203,7 @@ class PartOfBlock:
     @property
     def row(self) -> int:
         """The bytes of a row of the block; rows are contiguous in the file."""
-        return prod(self.block.rectangle.shape[1:]) * DTYPES[self.array.dtype].itemsize
+        return prod(self.block.rectangle.shape[1:]) * dtype_of(self.array.dtype).itemsize
 
     @property
     def within(self) -> tuple[slice, ...]:
@@ -226,9 +217,12 @@ class PartOfBlock:
 
 
 class PartReader:
-    """Reads parts of blocks from a folder's files, and opens each file once. Thread-safe; ``with`` closes the files."""
+    """Reads parts of blocks from a folder's files, and opens each file once. Thread-safe; ``with`` closes the files.
 
-    def __init__(self, folder: Path, headers: Headers) -> None:
+    Without ``headers`` the headers of the files are not checked.
+    """
+
+    def __init__(self, folder: Path, headers: Headers | None = None) -> None:
         self._folder, self._headers, self._opening = folder, headers, Lock()
         self._descriptors: dict[str, int] = {}
 
@@ -248,7 +242,7 @@ class PartReader:
         damage, and for values that are not finite.
         """
         block, part, rows, row, checked = asked.block, asked.part, asked.rows, asked.row, asked.checked
-        if checked:
+        if checked and self._headers is not None:
             self._headers.check(asked.name, asked.array, block)
         name, shape = f"{asked.name}{block.rectangle}", block.rectangle.shape or (1,)
         wanted, *across = asked.within
@@ -272,7 +266,11 @@ class PartReader:
             if target is not None and into is not target:
                 target[...] = into[(slice(begin - first, end - first), *across)]
         if checked and digest.hexdigest() != block.sha256:
-            raise damaged(self._folder / block.file, name, block.offset, shape[0] * row)
+            raise CheckpointError(
+                f"{self._folder / block.file} is damaged: {name} is not what was written (bytes {block.offset} to "
+                f"{block.offset + shape[0] * row}; its SHA-256 differs). Take this checkpoint from a copy, or remove "
+                "its folder to continue from the previous one"
+            )
         if not finite:
             raise CheckpointError(f"{self._folder / block.file}: {name} has values that are not finite")
 
@@ -283,7 +281,8 @@ class PartReader:
                 return
         except OSError as error:
             raise CheckpointError(f"{self._folder / block.file} cannot be read: {error}") from error
-        raise truncated(self._folder / block.file, name, offset + data.nbytes)
+        end = offset + data.nbytes
+        raise CheckpointError(f"{self._folder / block.file} is truncated: {name} should extend to byte {end}")
 
     def _descriptor(self, file: str) -> int:
         with self._opening:

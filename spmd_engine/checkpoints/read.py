@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
 
-from spmd_engine.checkpoints.format.blocks import DTYPES, is_finite, read_block
 from spmd_engine.checkpoints.format.folder import CHECKPOINTS, MANIFEST, find_checkpoint, step_in_name
 from spmd_engine.checkpoints.format.manifest import (
     MODEL,
@@ -21,7 +19,7 @@ from spmd_engine.checkpoints.format.manifest import (
     StoredArray,
     StoredBlock,
 )
-from spmd_engine.checkpoints.load_in_place import LARGEST, Headers, Wanted, fill
+from spmd_engine.checkpoints.load_in_place import LARGEST, Headers, PartOfBlock, PartReader, Wanted, fill
 from spmd_engine.checkpoints.save import BLOCK, mesh_name, pieces_of
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
@@ -29,6 +27,8 @@ from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.zero.parameter_store import check_shapes
 from spmd_engine.errors import CheckpointError
 from spmd_engine.foreign import parse_json, reading
+from spmd_engine.formats.safetensors_file import dtype_of, read_header, tensors_of
+from spmd_engine.formats.tensor import PlainTensor
 from spmd_engine.sharding.rectangles import Rectangle
 
 logger = logging.getLogger(__name__)
@@ -67,11 +67,9 @@ class Checkpoint(Mapping):
 
         Raises CheckpointError if the hash or the header is wrong, or a value is not finite.
         """
-        self.headers.check(name, array, block)
-        full_name, shape, dtype = f"{name}{block.rectangle}", block.rectangle.shape, DTYPES[array.dtype]
-        data = read_block(self.path / block.file, block.offset, shape, dtype, block.sha256, full_name, out)
-        if not is_finite(data):
-            raise CheckpointError(f"{self.path / block.file}: {full_name} has values that are not finite")
+        data = np.empty(block.rectangle.shape, dtype_of(array.dtype)) if out is None else out
+        with PartReader(self.path, self.headers) as reader:
+            reader.read(PartOfBlock(name, array, block, block.rectangle, True, data))
         return data
 
     def __getitem__(self, name: str) -> Sliceable:
@@ -261,7 +259,7 @@ def _take_residues(checkpoint: Checkpoint, engine: ShardedEngine) -> None:
 
 
 def _sliceable(name: str, array: StoredArray, read_block: Callable[..., np.ndarray]) -> Sliceable:
-    dtype = DTYPES[array.dtype]
+    dtype = dtype_of(array.dtype)
     last: list[tuple[StoredBlock, np.ndarray]] = []  # most of many small slices are in the block of the slice before
 
     def load(block: StoredBlock) -> np.ndarray:
@@ -289,14 +287,16 @@ def _sliceable(name: str, array: StoredArray, read_block: Callable[..., np.ndarr
 
 def _plain_file(path: Path) -> tuple[dict[str, Sliceable], dict[str, Any]]:
     """The arrays of any safetensors file, and the facts in its header if this package wrote it."""
+    described, after, size = read_header(path)
     with reading(f"{path} is damaged or cannot be read", kind=CheckpointError):
-        file = safe_open(path, framework="numpy")
-        pieces = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        arrays = {
-            name: Sliceable(tuple(piece.get_shape()), DTYPES[piece.get_dtype()], piece.__getitem__)
-            for name, piece in pieces.items()
-        }
-        facts = parse_json((file.metadata() or {}).get("facts", "{}"))
+        facts = parse_json(described.pop("__metadata__", {}).get("facts", "{}"))
         if not isinstance(facts, dict):
             raise ValueError("the facts in its header are no object")
-        return arrays, facts
+    return {name: _mapped(tensor) for name, tensor in tensors_of(path, described, after, size).items()}, facts
+
+
+def _mapped(tensor: PlainTensor) -> Sliceable:
+    def read(spans: tuple[slice, ...]) -> np.ndarray:
+        return np.array(tensor.read([[length] for length in tensor.shape], spans))
+
+    return Sliceable(tensor.shape, dtype_of(tensor.dtype), read)

@@ -9,17 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
-from spmd_engine.checkpoints.format.blocks import DTYPES, block_name, is_finite, read_block
+from spmd_engine.checkpoints.format.blocks import block_name
 from spmd_engine.checkpoints.format.folder import CheckpointFolder, RunLock, discard
-from spmd_engine.checkpoints.format.manifest import Arrays, StoredArray, StoredBlock
+from spmd_engine.checkpoints.format.manifest import Arrays
 from spmd_engine.checkpoints.format.write import BlockToWrite, write_files
 from spmd_engine.checkpoints.hf.exported_tensors import TensorToWrite, write_tensors
 from spmd_engine.checkpoints.hf.weights import as_it_is
-from spmd_engine.checkpoints.load_in_place import read_file_header
+from spmd_engine.checkpoints.load_in_place import PartOfBlock, PartReader, read_file_header
 from spmd_engine.checkpoints.read import Checkpoint, Sliceable
 from spmd_engine.checkpoints.save import assign_blocks, file_name, stored_arrays
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError
+from spmd_engine.formats.safetensors_file import dtype_of
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.rectangles import Rectangle
 
@@ -82,13 +83,12 @@ def problems(checkpoint: Checkpoint) -> Iterator[str]:
             for block in array.blocks:
                 facts = array.dtype, list(block.rectangle.shape), block.offset
                 expected.setdefault(block.file, {})[block_name(name, block.rectangle, array.shape)] = facts
+                place = np.empty(block.rectangle.shape, dtype_of(array.dtype))
                 try:
-                    data = _read(checkpoint, f"{section} {name}", array, block)
+                    with PartReader(checkpoint.path) as reader:
+                        reader.read(PartOfBlock(f"{section} {name}", array, block, block.rectangle, True, place))
                 except CheckpointError as error:
                     yield str(error)
-                    continue
-                if not is_finite(data):
-                    yield f"{section} {name}{block.rectangle}: values that are not finite"
     for file, blocks in expected.items():
         try:
             if read_file_header(checkpoint.path / file) != (str(checkpoint.manifest.step), blocks):
@@ -106,11 +106,6 @@ def _arrays(checkpoint: Checkpoint, section: str) -> Arrays:
     return checkpoint.manifest.sections[section]
 
 
-def _read(checkpoint: Checkpoint, name: str, array: StoredArray, block: StoredBlock) -> np.ndarray:
-    full_name, shape = f"{name}{block.rectangle}", block.rectangle.shape
-    return read_block(checkpoint.path / block.file, block.offset, shape, DTYPES[array.dtype], block.sha256, full_name)
-
-
 def _source(name: str, array: Sliceable, piece: Rectangle) -> BlockToWrite:
     return BlockToWrite(block_name(name, piece, array.shape), piece.shape, array.dtype, lambda: array[piece.index])
 
@@ -118,7 +113,7 @@ def _source(name: str, array: Sliceable, piece: Rectangle) -> BlockToWrite:
 def _replicate_on_all(arrays: Arrays, ranks: int) -> Placement:
     return Placement(
         {
-            name: ArrayPlacement.of_rectangles(x.shape, DTYPES[x.dtype], [(Rectangle.whole(x.shape),)] * ranks)
+            name: ArrayPlacement.of_rectangles(x.shape, dtype_of(x.dtype), [(Rectangle.whole(x.shape),)] * ranks)
             for name, x in arrays.items()
         }
     )

@@ -62,24 +62,27 @@ class PlainTensor(FileTensor):
     numpy: str
 
     def read(self, split: Sequence[Sequence[int]], index: Index) -> np.ndarray:
-        tensor = MappedArray(self.path, _registered(self.numpy), self.offset, self.shape or (1,)).open()
+        tensor = MappedArray(self.path, self.numpy, self.offset, self.shape or (1,)).open()
         part = tensor.reshape([size for sizes in split for size in sizes])[tuple(index)]
         return np.asarray(part)
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * np.dtype(_registered(self.numpy)).itemsize
+        return prod(self.shape) * dtype_named(self.numpy).itemsize
 
     def check_weights(self) -> None:
         if self.numpy not in ("float64", "float32", "float16", "bfloat16"):
             raise CheckpointError(f"{self.path}: {self.name} is of dtype {self.dtype}; no weights are read of that")
 
 
-def _registered(name: str) -> str:
-    """Return the name, after ml_dtypes has registered bfloat16 with NumPy. It is imported here, as that is slow."""
-    if name == "bfloat16":
-        import ml_dtypes  # noqa: F401
-    return name
+def dtype_named(name: str) -> np.dtype:
+    """The dtype of a name in NumPy or in ml_dtypes, which is imported only for its own names, as that is slow."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
 
 
 # --- Arrays that can be mapped instead of read
@@ -90,13 +93,13 @@ class MappedArray:
     """The place of an array in C order in a file, as plain values, so that another rank can open it."""
 
     path: str
-    dtype: str  #: NumPy's name with the byte order: ">f4"
+    dtype: str  #: the name in NumPy, perhaps with the byte order (">f4"), or in ml_dtypes
     offset: int  #: bytes before the array
     shape: tuple[int, ...]
 
     def open(self) -> np.ndarray:
         """Map the array, so that only the pages in use are read. Raises UsageError if the file cannot be opened."""
         if 0 in self.shape:  # an empty array cannot be mapped
-            return np.empty(self.shape, self.dtype)
+            return np.empty(self.shape, dtype_named(self.dtype))
         with reading(f"{self.path} cannot be opened", "; every rank must see it by this name"):
-            return np.memmap(self.path, self.dtype, "r", self.offset, tuple(self.shape))
+            return np.memmap(self.path, dtype_named(self.dtype), "r", self.offset, tuple(self.shape))

@@ -21,12 +21,11 @@ import numpy as np
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.foreign import parse_json, reading
-from spmd_engine.formats.safetensors_file import read_header, tensors_of
+from spmd_engine.formats.safetensors_file import dtype_of, header, read_header, tensors_of
 from spmd_engine.formats.tensor import MappedArray
 
 FORMAT = "spmd_engine tokens 1"
 _HASHED = 1 << 20  # values that are hashed at a time
-_DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "I64": "<i8"}
 
 
 @dataclass(frozen=True)
@@ -117,20 +116,10 @@ def shapes_of(facts: TokenFacts, with_learnt: bool, tokenizer: int) -> dict[str,
 def layout(facts: TokenFacts, with_learnt: bool, tokenizer: bytes) -> tuple[bytes, dict[str, int]]:
     """The header of a file, and the first byte of each array; ``end`` is the end of the file."""
     shapes = shapes_of(facts, with_learnt, len(tokenizer))
-    header_arrays: dict[str, Any] = {}
-    at, offsets = 0, {}
-    for name in sorted(shapes, key=lambda name: -np.dtype(_DTYPES[shapes[name][0]]).itemsize):  # all stay aligned
-        dtype, shape = shapes[name]
-        offsets[name] = at
-        at += prod(shape) * np.dtype(_DTYPES[dtype]).itemsize
-        header_arrays[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offsets[name], at]}
+    names = sorted(shapes, key=lambda name: -dtype_of(shapes[name][0]).itemsize)  # all stay aligned
     metadata = {"format": FORMAT, "facts": json.dumps(asdict(facts))}
-    header = json.dumps({"__metadata__": metadata, **header_arrays}).encode()
-    header += b" " * (-len(header) % 8)
-    begin = 8 + len(header)
-    return len(header).to_bytes(8, "little") + header, {name: begin + offset for name, offset in offsets.items()} | {
-        "end": begin + at
-    }
+    head, offsets = header([(name, *shapes[name]) for name in names], metadata)
+    return head, dict(zip((*names, "end"), offsets, strict=True))
 
 
 def is_token_file(path: str | Path) -> bool:
@@ -157,7 +146,7 @@ def open_token_file(path: str | Path) -> TokenFile:
             if {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()} != expected:
                 raise ValueError("its arrays are not those of its facts")
             arrays = {
-                name: MappedArray(str(path), _DTYPES[tensor.dtype], tensor.offset, tensor.shape)
+                name: MappedArray(str(path), tensor.numpy, tensor.offset, tensor.shape)
                 for name, tensor in tensors.items()
             }
     except CheckpointError as error:

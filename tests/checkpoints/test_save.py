@@ -12,9 +12,9 @@ import saved
 import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, Save, load_checkpoint, save_checkpoint
-from spmd_engine.checkpoints.format.blocks import read_block
-from spmd_engine.checkpoints.format.manifest import Manifest
+from spmd_engine.checkpoints.format.manifest import Manifest, StoredArray, StoredBlock
 from spmd_engine.checkpoints.format.write import BlockToWrite, write_files
+from spmd_engine.checkpoints.load_in_place import PartOfBlock, PartReader
 from spmd_engine.checkpoints.save import assign_blocks
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import CheckpointError
@@ -119,7 +119,10 @@ def test_blocks_come_back_as_they_were_also_those_that_are_not_contiguous(tmp_pa
     (written,) = write_files({tmp_path / "x.safetensors": sources}, {})
     little = np.dtype(dtype).newbyteorder("<")
     for (name, view), each in zip(views.items(), written, strict=True):
-        block = read_block(tmp_path / "x.safetensors", each.offset, view.shape, little, each.sha256, name)
+        block, place = np.empty(view.shape, little), Rectangle.whole(view.shape)
+        stored = StoredBlock(place, "x.safetensors", each.offset, each.sha256)
+        with PartReader(tmp_path) as reader:
+            reader.read(PartOfBlock(name, StoredArray(view.shape, each.dtype, (stored,)), stored, place, True, block))
         np.testing.assert_array_equal(block, view)
     if dtype is not ml_dtypes.float8_e5m2:  # which the library's NumPy side does not know
         with safe_open(tmp_path / "x.safetensors", framework="numpy") as file:
@@ -145,7 +148,8 @@ def test_only_the_blocks_that_are_needed_are_read(tmp_path, monkeypatch):
     checkpoint, read = Checkpoint(tmp_path), []
     name, array = max(checkpoint.manifest.sections["model"].items(), key=lambda item: len(item[1].blocks))
     assert len(array.blocks) > 4
-    monkeypatch.setattr("spmd_engine.checkpoints.read.read_block", lambda *args: read.append(args) or read_block(*args))
+    really_read = PartReader.read
+    monkeypatch.setattr(PartReader, "read", lambda *args: read.append(args) or really_read(*args))
     last = array.blocks[-1].rectangle
     checkpoint[name][last.index]
     assert len(read) == 1

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.checkpoints.format.blocks import DTYPES
 from spmd_engine.errors import CheckpointError
 from spmd_engine.foreign import parse_json, reading
+from spmd_engine.formats.safetensors_file import DTYPES, dtype_of
 from spmd_engine.sharding.rectangles import Rectangle
 
 FORMAT, VERSION = "spmd_engine checkpoint", 1
@@ -53,7 +53,7 @@ class StoredArray:
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * DTYPES[self.dtype].itemsize
+        return prod(self.shape) * dtype_of(self.dtype).itemsize
 
     def check(self, name: str) -> None:
         """Raise CheckpointError unless every element is in exactly one block."""
@@ -142,7 +142,7 @@ class Manifest:
         for arrays in self.sections.values():
             for array in arrays.values():
                 for block in array.blocks:
-                    end = block.offset + block.rectangle.size * DTYPES[array.dtype].itemsize
+                    end = block.offset + block.rectangle.size * dtype_of(array.dtype).itemsize
                     sizes[block.file] = max(sizes.get(block.file, 0), end)
         return sizes
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
 from mmap import PAGESIZE, mmap
 from pathlib import Path
 from threading import Condition
@@ -25,8 +23,9 @@ from typing import NamedTuple
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.checkpoints.format.blocks import DTYPES, IN_CACHE, dtype_name, host_array, is_finite
+from spmd_engine.checkpoints.format.blocks import IN_CACHE, dtype_name, host_array, is_finite
 from spmd_engine.errors import CheckpointError
+from spmd_engine.formats.safetensors_file import header
 
 WRITERS = 3  #: threads of a rank: one waits for the disk while two hash, because one is slower than many disks
 AT_ONCE = 16  #: blocks in memory that are not yet written
@@ -80,10 +79,8 @@ def _begin(
 ) -> list[tuple[str, int, Future[str]]]:
     """Begin to write a file on threads and add it to ``opened``. Return dtype, offset and future hash of each block."""
     dtypes = [dtype_name(block.dtype, block.name) for block in blocks]
-    head = header([(block.name, dtype, block.shape) for block, dtype in zip(blocks, dtypes, strict=True)], facts)
-    offsets = [len(head)]
-    for block, dtype in zip(blocks, dtypes, strict=True):
-        offsets.append(offsets[-1] + _nbytes(dtype, block.shape))
+    tensors = [(block.name, dtype, block.shape) for block, dtype in zip(blocks, dtypes, strict=True)]
+    head, offsets = header(tensors, facts)
     file = NewFile(path, offsets[-1])
     opened.append(file)
     file.put(0, np.frombuffer(head, np.uint8))
@@ -113,22 +110,6 @@ def _write(file: NewFile, offset: int, name: str, host: np.ndarray) -> str:
         file.fail(error)
         raise
     return digest.hexdigest()
-
-
-def header(blocks: Sequence[tuple[str, str, Sequence[int]]], facts: Mapping[str, str]) -> bytes:
-    """The header of a file of blocks: their names, dtypes, shapes and offsets, in the order of the file."""
-    content: dict[str, object] = {"__metadata__": dict(facts)}
-    end = 0
-    for name, dtype, shape in blocks:
-        begin, end = end, end + _nbytes(dtype, shape)
-        content[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the blocks are aligned
-    return len(text).to_bytes(8, "little") + text
-
-
-def _nbytes(dtype: str, shape: Sequence[int]) -> int:
-    return prod(shape) * DTYPES[dtype].itemsize
 
 
 # --- A new file of a known size that threads fill in parallel, written past the system's page cache if possible

@@ -13,14 +13,14 @@ from typing import BinaryIO
 
 import numpy as np
 
-from spmd_engine.checkpoints.format.blocks import DTYPES, bytes_of
-from spmd_engine.checkpoints.format.write import header
+from spmd_engine.checkpoints.format.blocks import bytes_of
 from spmd_engine.checkpoints.hf.weights import StoredView
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.shared_memory.cores import cores_here
 from spmd_engine.errors import CheckpointError
+from spmd_engine.formats.safetensors_file import dtype_of, header
 from spmd_engine.sharding.rectangles import Rectangle
 
 WRITERS = 4  #: threads of a rank, if it has so many cores
@@ -39,7 +39,7 @@ class TensorToWrite:
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * DTYPES[self.dtype].itemsize
+        return prod(self.shape) * dtype_of(self.dtype).itemsize
 
 
 Files = Mapping[Path, Sequence[TensorToWrite]]
@@ -93,11 +93,9 @@ def write_tensors(
 
 def _header(tensors: Sequence[TensorToWrite], facts: Mapping[str, str]) -> bytes:
     """The header of one file; also sets each tensor's ``offset``."""
-    head = header([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], facts)
-    offset = len(head)
-    for tensor in tensors:
+    head, offsets = header([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], facts)
+    for tensor, offset in zip(tensors, offsets, strict=False):
         tensor.offset = offset
-        offset += tensor.nbytes
     return head
 
 
@@ -118,7 +116,7 @@ def _share(
             for block in array.blocks:
                 if (begin if is_small else before) * ranks // total == rank:
                     blocks.append((name, block))
-                before += block.size * DTYPES[tensor.dtype].itemsize
+                before += block.size * dtype_of(tensor.dtype).itemsize
         if blocks:
             yield path, tensor, blocks
 
@@ -129,7 +127,7 @@ def _write(file: BinaryIO, tensor: TensorToWrite, parts: Sequence[tuple[StoredVi
     A part of a large tensor that is contiguous in the file is written directly. Other parts are copied into the mapped
     file, which takes more than twice the time.
     """
-    dtype, is_small = DTYPES[tensor.dtype], tensor.nbytes <= AT_ONCE
+    dtype, is_small = dtype_of(tensor.dtype), tensor.nbytes <= AT_ONCE
     if is_small:
         target = np.zeros(tensor.shape, dtype)
     else:
