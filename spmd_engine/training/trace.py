@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,8 +14,9 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.layers.layer import Layer
+from spmd_engine.planning.simulator.check_prediction import trace_events, trace_text
+from spmd_engine.planning.simulator.simulation import COMMUNICATION, COMPUTE
 
-COMPUTE, COMMUNICATION = "compute", "communication"
 _PINGS = 5
 
 
@@ -66,27 +66,11 @@ class Trace:
         """
         began = min((event[2] for event in self._events), default=0.0) + self._to_rank_zero
         first = float(self._mesh.all_reduce(np.array(began), "min", label="trace"))
-        rows = {COMPUTE: 0, COMMUNICATION: 1}
-        events = [
-            {
-                "name": name,
-                "cat": kind,
-                "ph": "X",
-                "pid": self._mesh.rank,
-                "tid": rows[kind],
-                "ts": round((start + self._to_rank_zero - first) * 1e6, 1),
-                "dur": round((end - start) * 1e6, 1),
-            }
-            for name, kind, start, end in self._events
-        ]
-        where = ",".join(f"{axis}={place}" for axis, place in self._mesh.coordinates.items())
-        process = {"ph": "M", "pid": self._mesh.rank}
-        events.append(process | {"name": "process_name", "args": {"name": f"rank {self._mesh.rank} ({where})"}})
-        events += [process | {"name": "thread_name", "tid": row, "args": {"name": kind}} for kind, row in rows.items()]
+        later = self._to_rank_zero - first
+        spans = [(name, kind, start + later, end + later) for name, kind, start, end in self._events]
+        events = trace_events(self._mesh.rank, self._mesh.coordinates, spans)
         by_rank = gather_json(self._mesh.group(), events, "trace")
-        if self._mesh.rank:
-            return None
-        return json.dumps({"displayTimeUnit": "ms", "traceEvents": [event for rank in by_rank for event in rank]})
+        return None if self._mesh.rank else trace_text(event for rank_events in by_rank for event in rank_events)
 
 
 class _TracedLayer(Layer):

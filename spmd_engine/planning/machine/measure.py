@@ -178,7 +178,7 @@ def _measure_links(mesh: Mesh) -> tuple[Link, Link | None, dict[tuple[int, int],
             typical = Link(
                 median(link.latency for link in links), median(link.bandwidth for link in links), by_copy=same_node
             )
-            medians[same_node] = _measure_copies(mesh, typical) if same_node and mesh.node_count == 1 else typical
+            medians[same_node] = _measure_copies(mesh) if same_node and mesh.node_count == 1 else typical
     pairs = {
         pair: link
         for pair, link in links_of_pairs.items()
@@ -210,7 +210,7 @@ def measure_pair(mesh: Mesh, a: int, b: int) -> tuple[float, float]:
     return small, LARGE / max(large - small, 1e-9)
 
 
-def _measure_copies(mesh: Mesh, link: Link) -> Link:
+def _measure_copies(mesh: Mesh) -> Link:
     """The link with latency and bandwidth of an all_reduce, in which cores move the bytes. Collective."""
     x = np.ones(LARGE, np.float32)
     world = mesh.group()

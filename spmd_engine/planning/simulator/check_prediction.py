@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -22,13 +22,20 @@ Sums = Mapping[Line, tuple[int, float]]  # calls and bytes sent
 
 def predicted_sums(analysis: StepAnalysis) -> dict[Line, tuple[int, float]]:
     """Predicted calls and bytes of all ranks, by line of the ledger, in the order in which they begin."""
-    sums: dict[Line, list[float]] = {}
-    for rank_class in analysis.classes:
-        for line, (calls, _, sent) in rank_class.step.ledger().items():
-            total = sums.setdefault(line, [0, 0])
-            total[0] += rank_class.count * calls
-            total[1] += rank_class.count * sent
+    sums = _sum(
+        {line: (item.count * calls, item.count * sent) for line, (calls, _, sent) in item.step.ledger().items()}
+        for item in analysis.classes
+    )
     return {line: (round(calls), round(sent)) for line, (calls, sent) in sums.items()}
+
+
+def _sum(ledgers: Iterable[Sums]) -> dict[Line, tuple[int, float]]:
+    sums: dict[Line, tuple[int, float]] = {}
+    for ledger in ledgers:
+        for line, (calls, sent) in ledger.items():
+            calls_before, sent_before = sums.get(line, (0, 0))
+            sums[line] = calls_before + calls, sent_before + sent
+    return sums
 
 
 def routed_labels(model: Model) -> set[str]:
@@ -45,12 +52,7 @@ def differences(
     its rank: n/(n-1) times the prediction, which assumes that rows go evenly to all n ranks. ``sizes`` are those of the
     mesh's axes.
     """
-    sums: dict[Line, list[float]] = {}
-    for ledger in measured:
-        for line, (calls, sent) in ledger.items():
-            total = sums.setdefault(line, [0, 0])
-            total[0], total[1] = total[0] + calls, total[1] + sent
-    texts = []
+    sums, texts = _sum(measured), []
     for line in dict.fromkeys((*predicted, *sums)):
         (calls, sent), (real_calls, real_sent) = predicted.get(line, (0, 0)), sums.get(line, (0, 0))
         operation, axes, label = line
@@ -93,17 +95,14 @@ def routed_bytes(
 
 def traffic(predicted: Sums, measured: Sequence[Sums]) -> list[dict[str, Any]]:
     """Calls and bytes of all ranks by operation and axes, predicted and measured."""
-    totals: dict[tuple[str, str], list[float]] = {}
-    for column, sums in (0, [predicted]), (2, measured):
-        for ledger in sums:
-            for (operation, axes, _), (calls, sent) in ledger.items():
-                total = totals.setdefault((operation, axes), [0, 0, 0, 0])
-                total[column], total[column + 1] = total[column] + calls, total[column + 1] + sent
-    names = ("predicted_calls", "predicted_bytes", "calls", "bytes")
-    return [
-        {"operation": operation, "axes": axes, **dict(zip(names, total, strict=True))}
-        for (operation, axes), total in totals.items()
-    ]
+    totals: dict[tuple[str, str], dict[str, Any]] = {}
+    for prefix, sums in ("predicted_", predicted), ("", _sum(measured)):
+        for (operation, axes, _), (calls, sent) in sums.items():
+            none = dict.fromkeys(("predicted_calls", "predicted_bytes", "calls", "bytes"), 0)
+            total = totals.setdefault((operation, axes), {"operation": operation, "axes": axes, **none})
+            total[f"{prefix}calls"] += calls
+            total[f"{prefix}bytes"] += sent
+    return list(totals.values())
 
 
 def prediction_facts(analysis: StepAnalysis, find_machine: Callable[[], Machine]) -> dict[str, Any]:
@@ -121,6 +120,7 @@ def prediction_facts(analysis: StepAnalysis, find_machine: Callable[[], Machine]
 # --- cores; *waiting* the time in communication; *rest* all else: the loss, the update, and the program between
 
 
+TimedSpan = tuple[str, str, float, float]  # name, kind, and seconds of its beginning and end
 PARTS = ("compute", "contention", "waiting", "rest")
 OTHERS = ("loss", "gradient norm", "update")  #: predicted computations without spans in a trace
 
@@ -173,16 +173,12 @@ def compare_trace(
 ):
     """Compare the ``trace`` of a run (JSON, of ``steps`` steps with a mean of ``seconds``) with its prediction."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
-    spans: dict[int, list[tuple[str, str, float, float]]] = defaultdict(list)
+    spans: dict[int, list[TimedSpan]] = defaultdict(list)
     for event in events:
         begin = event["ts"] * 1e-6
         spans[event["pid"]].append((event["name"], event["cat"], begin, begin + event["dur"] * 1e-6))
-    predicted: dict[int, list[tuple[str, str, float, float]]] = defaultdict(list)
-    for span in prediction.spans:
-        predicted[span.rank].append((span.name, span.kind, span.start, span.end))
-    return TraceComparison(
-        run, _split(predicted, 1, prediction.seconds, machine), _split(spans, steps, seconds, machine)
-    )
+    predicted = _split(_spans_by_rank(prediction), 1, prediction.seconds, machine)
+    return TraceComparison(run, predicted, _split(spans, steps, seconds, machine))
 
 
 def _split(spans: Mapping[int, Sequence], steps: int, seconds: float, machine: Machine) -> Split:
@@ -204,7 +200,7 @@ def _split(spans: Mapping[int, Sequence], steps: int, seconds: float, machine: M
     return Split(seconds, parts, dict(layers))
 
 
-def _list_computations(rank_spans: Sequence[tuple[str, str, float, float]]) -> Iterator[tuple[str, float, float]]:
+def _list_computations(rank_spans: Sequence[TimedSpan]) -> Iterator[tuple[str, float, float]]:
     """The computations of a rank's layers, without the waits that lie inside their spans: (name, begin, end)."""
     waits = sorted((begin, end) for _, kind, begin, end in rank_spans if kind == COMMUNICATION)
     for name, kind, begin, end in rank_spans:
@@ -236,31 +232,48 @@ def _contention(spans: Mapping[int, Sequence], machine: Machine) -> float:
     return lost
 
 
-# --- A predicted step in the format of ``train --trace`` (Chrome, Perfetto), with a process for each rank
+# --- Traces in the format of Chrome and Perfetto, with a process for each rank
 
 
 ROWS = {COMPUTE: 0, COMMUNICATION: 1}
 
 
-def trace_json(prediction: Prediction, axes: Mapping[str, int]) -> str:
-    """The trace of all simulated ranks as JSON text; times are in microseconds."""
+def trace_events(rank: int, coordinates: Mapping[str, int], spans: Iterable[TimedSpan]) -> list[dict[str, Any]]:
+    """The events of a rank: its spans of a ``kind``, and the names of its process and rows; times in microseconds."""
     events: list[dict[str, Any]] = [
         {
-            "name": span.name,
-            "cat": span.kind,
+            "name": name,
+            "cat": kind,
             "ph": "X",
-            "pid": span.rank,
-            "tid": ROWS[span.kind],
-            "ts": round(span.start * 1e6, 1),
-            "dur": round((span.end - span.start) * 1e6, 1),
+            "pid": rank,
+            "tid": ROWS[kind],
+            "ts": round(start * 1e6, 1),
+            "dur": round((end - start) * 1e6, 1),
         }
-        for span in prediction.spans
+        for name, kind, start, end in spans
     ]
-    for rank in prediction.ranks:
-        where = ",".join(f"{axis}={place}" for axis, place in position_of(rank, axes).coordinates.items())
-        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank} ({where})"}})
-        events += [
-            {"name": "thread_name", "ph": "M", "pid": rank, "tid": row, "args": {"name": kind}}
-            for kind, row in ROWS.items()
-        ]
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
+    where = ",".join(f"{axis}={place}" for axis, place in coordinates.items())
+    process = {"ph": "M", "pid": rank}
+    events.append(process | {"name": "process_name", "args": {"name": f"rank {rank} ({where})"}})
+    return events + [
+        process | {"name": "thread_name", "tid": row, "args": {"name": kind}} for kind, row in ROWS.items()
+    ]
+
+
+def trace_text(events: Iterable[Mapping[str, Any]]) -> str:
+    """The file of all ranks' events."""
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": list(events)})
+
+
+def trace_json(prediction: Prediction, axes: Mapping[str, int]) -> str:
+    """The trace of all simulated ranks, as ``train --trace`` writes one."""
+    spans = _spans_by_rank(prediction)
+    by_rank = (trace_events(rank, position_of(rank, axes).coordinates, spans[rank]) for rank in prediction.ranks)
+    return trace_text(event for events in by_rank for event in events)
+
+
+def _spans_by_rank(prediction: Prediction) -> dict[int, list[TimedSpan]]:
+    spans: dict[int, list[TimedSpan]] = defaultdict(list)
+    for span in prediction.spans:
+        spans[span.rank].append((span.name, span.kind, span.start, span.end))
+    return spans
