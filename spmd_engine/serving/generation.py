@@ -53,7 +53,7 @@ class NextTokens(ShardedEngine):
             raise UsageError(f"generate: {engine.model.name} is no model of text, it takes no tokens")
         self.engine, self.options, self.log_probs = engine, options, log_probs
         self.mesh = engine.mesh
-        self.vocabulary = _vocabulary(engine)
+        self.vocabulary = vocabulary_of(engine)
         self._cache = Cache()
         self._rows: list[int] = []  # sequences in the cache, in its order: this rank's
         self._texts: dict[int, list[int]] = {}  # of all sequences
@@ -117,7 +117,8 @@ class NextTokens(ShardedEngine):
         return np.stack((tokens, likely, np.nan_to_num(chosen.margins, nan=0, posinf=np.inf)), axis=1)
 
 
-def _vocabulary(engine: LayeredEngine) -> Vocabulary:
+def vocabulary_of(engine: LayeredEngine) -> Vocabulary:
+    """This rank's shard of the vocabulary of an engine."""
     shards = Shards(engine.mesh, engine.layout, "sampling")
     return Vocabulary(shards.span("v", engine.model.vocabulary).start, shards.group_of("v"))
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import gumbel_at
 from spmd_engine.comm.group import Group
 from spmd_engine.configuration import Configuration, setting
@@ -135,7 +136,7 @@ class Vocabulary:
             return x[:, None]
         return np.stack(np.split(self.over.all_gather(np.ascontiguousarray(x), label="sampling"), self.over.size), 1)
 
-    def reduce(self, x: np.ndarray, op: str) -> np.ndarray:
+    def reduce(self, x: Array, op: str) -> Array:
         """The sum, or the maximum, over all ranks."""
         return x if self.over is None else self.over.all_reduce(x, op, label="sampling")
 
@@ -177,7 +178,7 @@ def choose(
     if by_rank.shape[1] > 1:
         second = np.maximum(second, by_rank[rows, order[:, 1], 0])
     tokens = token.astype(np.int64)
-    likely = _log_probs(raw, tokens, vocabulary) if log_probs else np.full(len(tokens), np.nan)
+    likely = log_probs_of(raw, tokens, vocabulary) if log_probs else np.full(len(tokens), np.nan)
     return Chosen(tokens, value - second, likely)
 
 
@@ -282,14 +283,15 @@ def _best_two(scores: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
     return best
 
 
-def _log_probs(scores: np.ndarray, tokens: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
-    """[n]: log softmax(scores) at the tokens."""
-    scores = scores.astype(np.float64)
-    top = vocabulary.reduce(scores.max(axis=1, initial=_NONE), "max")
-    sums = np.zeros((2, len(scores)))
-    sums[0] = np.exp(scores - top[:, None]).sum(axis=1)
+def log_probs_of(scores: Array, tokens: Array, vocabulary: Vocabulary) -> Array:
+    """log softmax(scores[n ... v]) at tokens[n ...], in float64. Collective over the vocabulary's group."""
+    xp = backend_of(scores).xp
+    top = vocabulary.reduce(scores.max(axis=-1, initial=_NONE).astype(xp.float64), "max")
+    sums = xp.zeros((2, *tokens.shape))
+    for number in range(len(scores)):  # a sample at a time: float64 of all would be twice the scores' memory
+        sums[0, number] = xp.exp(scores[number].astype(xp.float64) - top[number, ..., None]).sum(axis=-1)
     place = tokens - vocabulary.start
-    local = (place >= 0) & (place < scores.shape[1])
-    sums[1, local] = scores[local, place[local]] - top[local]
+    local = (place >= 0) & (place < scores.shape[-1])
+    sums[1][local] = scores[local, place[local]] - top[local]
     sums = vocabulary.reduce(sums, "sum")
-    return sums[1] - np.log(sums[0])
+    return sums[1] - xp.log(sums[0])

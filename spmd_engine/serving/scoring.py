@@ -8,10 +8,11 @@ from math import exp
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.backend import backend_of
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import NotFiniteError, UsageError
-from spmd_engine.sharding.shards import Shards
+from spmd_engine.serving.generation import vocabulary_of
+from spmd_engine.serving.sampling import log_probs_of
 
 
 @dataclass(frozen=True)
@@ -78,21 +79,6 @@ def _score_windows(engine: LayeredEngine, windows: Sequence[Sequence[int]]) -> n
     outputs = engine.forward(inputs)
     likely = np.full((len(tokens), length), -np.inf)
     if outputs is not None:
-        local = _log_probs(engine, outputs, engine.backend.asarray(targets))
+        local = log_probs_of(outputs, engine.backend.asarray(targets), vocabulary_of(engine))
         likely[part, engine.layout.positions(length, engine.mesh)] = backend_of(local).to_host(local)
     return engine.all_reduce(likely, "max", label="score") if engine.num_devices > 1 else likely
-
-
-def _log_probs(engine: LayeredEngine, scores: Array, targets: Array) -> Array:
-    """log softmax(scores[b s v]) at targets[b s], where v may be sharded; in float64."""
-    sh, xp = Shards(engine.mesh, engine.layout, "score"), backend_of(scores).xp
-    top = scores.max(axis=-1, initial=-xp.inf).astype(xp.float64)
-    top = sh.all_reduce(top, over="v", op="max")
-    sums = xp.zeros((2, *targets.shape))
-    for number in range(len(scores)):  # a sample at a time: float64 of all would be twice the scores' memory
-        sums[0, number] = xp.exp(scores[number].astype(xp.float64) - top[number, :, None]).sum(axis=-1)
-    place = targets - sh.span("v", engine.model.vocabulary).start
-    local = (place >= 0) & (place < scores.shape[-1])
-    sums[1][local] = scores[local, place[local]] - top[local]
-    sums = sh.all_reduce(sums, over="v")
-    return sums[1] - xp.log(sums[0])
