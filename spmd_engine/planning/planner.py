@@ -32,7 +32,7 @@ from spmd_engine.planning.search.plan_evaluation import (
     work_shares,
 )
 from spmd_engine.planning.search.profile import with_even_vocabulary
-from spmd_engine.planning.search.relaxation import Conflict, Question, Relaxation, closest, conflict_of, instead
+from spmd_engine.planning.search.relaxation import Conflict, Question, Relaxation, closest, conflict_of, relaxed
 from spmd_engine.planning.search.search import (
     LIMITS,
     SHOWN_PLANS,
@@ -278,7 +278,7 @@ class _PlanSearch:
         refined = [self.evaluator.evaluate(relaxation.plan, even=True).refined, *(plan.refined for plan in plans)]
         keep_others = [plan for plan in refined if limits.broken(plan) <= {name}]
         best = min(keep_others or refined[:1], key=lambda plan: limits.measured(plan)[name])
-        return Relaxation(name, instead(name, best, question), best)
+        return relaxed(name, best, question)
 
     def _choose(self, search: SearchResult, plans: Sequence[EvaluatedPlan]) -> PlanResult:
         """The best evaluated plan that keeps the limits; plans that differ from it in one choice are evaluated too."""

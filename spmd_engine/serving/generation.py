@@ -197,8 +197,8 @@ def generate(
     of text as soon as later tokens cannot change it. Raises UsageError for a prompt that is empty, has unknown tokens
     or leaves no room in the context, and for a model that takes no tokens.
     """
-    _check(engine, prompts, stopping, tokenizer)
     model = NextTokens(engine, sampling, log_probs=log_probs)
+    _check(engine, prompts, stopping, tokenizer)
     writer = _Writer(engine, prompts, stopping, tokenizer, sampling, on_text, batch_size)
     model.inference_loop(writer.calls(), writer)
 
@@ -212,8 +212,6 @@ def _check(
     engine: LayeredEngine, prompts: Sequence[Sequence[int]], stopping: StoppingCriteria, tokenizer: Tokenizer | None
 ) -> None:
     model = engine.model
-    if not model.vocabulary:
-        raise UsageError(f"generate: {model.name} is no model of text, it takes no tokens")
     if stopping.stop and tokenizer is None:
         raise UsageError("generate: stop strings need a tokenizer")
     for number, prompt in enumerate(prompts):

@@ -87,23 +87,19 @@ class LoggerObserver(Observer):
             self._logger = None
 
 
-class FileLogger:
-    """The methods of a Logger that most need not have."""
+class FileLogger(Logger):
+    """A Logger that writes into a run's folder; it inherits the methods that do nothing."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.name, self.version = folder, folder.name, None
+        self.folder = folder
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        pass
+    @property
+    def name(self) -> str:
+        return self.folder.name
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        pass
-
-    def save(self) -> None:
-        pass
-
-    def finalize(self, status: str) -> None:
-        pass
+    @property
+    def version(self) -> None:
+        return None
 
 
 class CSVLogger(FileLogger):

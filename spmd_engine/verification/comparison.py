@@ -69,7 +69,7 @@ def measure(world: Group, tensors: Sequence[ComparedTensor]) -> list[Measured]:
         part = _part(tensor, expected)
         figures[1, number] = np.abs(expected[np.isfinite(expected)]).max(initial=0.0)
         if part is not None:
-            figures[0, number] = difference(_host(part.found), _block(expected, part.index)).max(initial=0.0)
+            figures[0, number] = difference(on_host(part.found), _block(expected, part.index)).max(initial=0.0)
     most, scales = world.all_reduce(figures, "max", label="verify").tolist()
     largest: dict[str, float] = {}
     for tensor, scale in zip(tensors, scales, strict=True):
@@ -90,10 +90,10 @@ def examine(
             mesh.rank,
             mesh.coordinates,
             tuple(np.arange(n)[places] for n, places in zip(expected.shape, part.index, strict=True)),
-            _host(part.found),
+            on_host(part.found),
             _block(expected, part.index),
-            None if part.before is None else _host(part.before),
-            None if part.base is None else _host(part.base),
+            None if part.before is None else on_host(part.before),
+            None if part.base is None else on_host(part.base),
         )
     limit = tolerance * measured.scale
     summed = micro_batches if tensor.micro_batch is None else 1
@@ -137,7 +137,7 @@ def _broadcast_expected(world: Group, tensors: Sequence[ComparedTensor]) -> Iter
         if world.rank == 0:
             size = 0
             while sent + len(together) < len(tensors) and size < TOGETHER:
-                together.append(_host(tensors[sent + len(together)].whole()))
+                together.append(on_host(tensors[sent + len(together)].whole()))
                 size += together[-1].nbytes
         arrays = from_first(world, together)
         yield from arrays
@@ -158,5 +158,6 @@ def _block(array: np.ndarray, index: Index) -> np.ndarray:
     return array[(..., *index)]  # `...` makes an array of a number, too
 
 
-def _host(array: Array) -> np.ndarray:
+def on_host(array: Array) -> np.ndarray:
+    """A copy or view of an array on the host."""
     return np.asarray(backend_of(array).to_host(array))

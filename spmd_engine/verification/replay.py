@@ -22,7 +22,7 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.verification.bindings import Bindings, Name, ObservedReduction, place
-from spmd_engine.verification.comparison import SMALLEST_SCALE, from_first, to_first
+from spmd_engine.verification.comparison import SMALLEST_SCALE, from_first, on_host, to_first
 from spmd_engine.verification.diagnosis import VARIABLE, ComparedBlock, base_in_sum, diagnose, difference, missing_sum
 from spmd_engine.verification.report import Cause, Finding
 
@@ -93,7 +93,7 @@ def explain(
 
 def _record(engine: ShardedEngine, step: Callable[[], Any], repairs: dict[Name, Repair]) -> Recorded:
     """Return the arrays that the engine's functions bind in a step."""
-    recorded = Recorded(engine.mesh.coordinates, {name: _host(x) for name, x in engine.parameters.items()})
+    recorded = Recorded(engine.mesh.coordinates, {name: on_host(x) for name, x in engine.parameters.items()})
     parameter_ids = {id(x) for x in engine.parameters.values()}
     bytes_left = MOST_BYTES
 
@@ -101,10 +101,10 @@ def _record(engine: ShardedEngine, step: Callable[[], Any], repairs: dict[Name, 
         nonlocal bytes_left
         bytes_left -= array.nbytes
         if bytes_left > 0 and id(array) not in parameter_ids:
-            recorded.arrays.setdefault(name, []).append((_host(array).copy(), len(recorded.reductions)))
+            recorded.arrays.setdefault(name, []).append((on_host(array).copy(), len(recorded.reductions)))
 
     def reduced(reduction: ObservedReduction, array: Array) -> None:
-        recorded.reductions.append((reduction, _host(array).copy()))
+        recorded.reductions.append((reduction, on_host(array).copy()))
 
     with _bind_repairs(engine, repairs, see, reduced):
         step()
@@ -385,7 +385,3 @@ def _all_reduced(coordinates: Sequence[Rank], arrays: Sequence[np.ndarray], op: 
 
 def _axis_sets(axes: Rank) -> list[Axes]:
     return [over for count in range(1, len(axes) + 1) for over in combinations(axes, count)]
-
-
-def _host(array: Array) -> np.ndarray:
-    return np.asarray(backend_of(array).to_host(array))

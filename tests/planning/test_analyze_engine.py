@@ -9,6 +9,7 @@ from linear_engine import Linear
 from spmd_engine import Mesh, as_distributed, run_threads
 from spmd_engine.engine import SGD, LayeredEngine
 from spmd_engine.engine.batch import batch_of
+from spmd_engine.engine.distributed import make_engine
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.errors import UsageError
@@ -57,8 +58,19 @@ def test_a_strategy_sends_what_its_dry_run_predicts(name):
         assert expected == ledger, f"rank {rank}"
 
 
+def with_weights(kind):
+    """Makes engines of this kind that have loaded w[5 3]."""
+
+    def make(mesh):
+        engine = make_engine(kind, mesh)
+        engine.load_checkpoint({"w": np.zeros((5, 3), np.float32)})
+        return engine
+
+    return make
+
+
 def test_a_user_engine_sends_what_its_dry_run_predicts():
-    predicted = analyze_engine(Linear, {"data": 2}, Samples((5,), (3,), 8), parameters={"w": (5, 3)})
+    predicted = analyze_engine(with_weights(Linear), {"data": 2}, Samples((5,), (3,), 8))
     step = predicted.of_rank(0)
     assert step.ledger()["all_reduce", "data", ""] == (1, 5 * 3 * 4, 5 * 3 * 4)
     assert step.flops == 2 * (2 * 4 * 5 * 3)  # forward, and the weights' gradient
@@ -71,7 +83,7 @@ def test_code_that_reads_values_is_an_error():
             return super().forward(x if x[0, 0] > 0 else -x)
 
     with pytest.raises(UsageError, match="cannot be computed from shapes alone.*depends on"):
-        analyze_engine(Branching, {"data": 1}, Samples((5,), (3,), 8), parameters={"w": (5, 3)})
+        analyze_engine(with_weights(Branching), {"data": 1}, Samples((5,), (3,), 8))
 
 
 SIZE = GPTSize(layers=2, width=16, heads=4, context=12, vocabulary=32)

@@ -383,20 +383,17 @@ def analyze_engine(
     samples: Samples,
     *,
     optimizer: Optimizer | None = None,
-    parameters: Mapping[str, Sequence[int]] | None = None,
     checks: bool = True,
-    nodes: Sequence[str] | None = None,
 ) -> StepAnalysis:
     """The dry run of the first step of an engine, on every rank.
 
-    ``make`` is the engine's class, or a function that returns the engine and may take the mesh. The engine has its
-    initial parameters or, with ``parameters`` (global shapes by name), those of a loaded checkpoint. ``checks``:
+    ``make`` is the engine's class, or a function that returns the engine and may take the mesh. ``checks``:
     whether replicas of gradients are compared, as in a first step.
 
     Raises UsageError if the engine reads values, which shapes do not have.
     """
     mailbox = Mailbox()
-    ranks = DryRunRanks(axes, separate_classes(axes), mailbox, nodes or ["here"] * prod(axes.values()))
+    ranks = DryRunRanks(axes, separate_classes(axes), mailbox, ["here"] * prod(axes.values()))
     sizes: dict[str, int] = {}
     notes: dict[str, None] = {}
 
@@ -406,9 +403,6 @@ def analyze_engine(
             mesh = ShapedMesh(ranks, position_of(rank, axes).coordinates, recorder, checks=checks)
             engine = make_engine(make, mesh)
             with recorder.meter.taking("parameters", "parameters"):
-                if parameters is not None:
-                    checkpoint = {name: _ShapedTensor(shape, samples.dtype) for name, shape in parameters.items()}
-                    engine.load_checkpoint(checkpoint)
                 if isinstance(engine, LayeredEngine):
                     watch_storage(engine, recorder)
                 else:
@@ -447,15 +441,3 @@ def _drop_values(engine: ShardedEngine) -> None:
         name: array if isinstance(array, ShapedArray) else ShapedArray.new(np.shape(array), np.asarray(array).dtype)
         for name, array in engine.parameters.items()
     }
-
-
-class _ShapedTensor:
-    """A tensor of a checkpoint, without values, which is read in slices."""
-
-    slices_are_copies = True
-
-    def __init__(self, shape: Sequence[int], dtype: Any) -> None:
-        self.shape, self.dtype, self.ndim = tuple(shape), np.dtype(dtype), len(shape)
-
-    def __getitem__(self, index: Any) -> ShapedArray:
-        return ShapedArray.new(ShapedArray(self.shape, self.dtype)[index].shape, self.dtype)

@@ -106,13 +106,7 @@ class Estimator:
 
     def _element_bytes(self) -> float:
         """Bytes that a rank stores between steps for each parameter."""
-        zero, part = self.candidate.zero, 1 / self.mesh.shards
-        shares = [
-            1.0 if zero < 3 else part,
-            1.0 if zero < 2 else part,
-            self.cache.states * (1.0 if zero < 1 else part),
-        ]
-        return self.itemsize * sum(shares)
+        return sum(self._stored_bytes(1.0).values())
 
     @property
     def _undivided(self) -> StageSums:
@@ -168,8 +162,8 @@ class Estimator:
 
     # --- memory
 
-    def _stored_bytes(self, elements: np.ndarray) -> dict[str, np.ndarray]:
-        """Bytes that each stage stores between steps, by kind, for ``elements`` parameters."""
+    def _stored_bytes(self, elements: Any) -> dict[str, Any]:
+        """Bytes that a rank stores between steps, by kind, for ``elements`` parameters: a number, or one a stage."""
         zero, n = self.candidate.zero, self.mesh.shards
         size, part = elements * self.itemsize, elements * self.itemsize / n
         return {

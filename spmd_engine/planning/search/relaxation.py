@@ -19,6 +19,7 @@ class Relaxation:
 
     gives_up: str  #: the name of the constraint
     text: str  #: what the plan needs instead of the constraint
+    factor: float  #: by which the constraint is relaxed
     plan: Estimate
 
 
@@ -50,7 +51,7 @@ def conflict_of(planner: Planner, question: Question, seconds: float = 20.0) -> 
     sets = (subset for size in range(1, len(names)) for subset in combinations(names, size))
     smallest = next((subset for subset in sets if not _is_possible(planner, question, subset, share)), names)
     relaxations = _relax(planner, question, smallest, share)
-    return Conflict(smallest, sorted(relaxations, key=lambda relaxation: _relaxation_factor(relaxation, question)))
+    return Conflict(smallest, sorted(relaxations, key=lambda relaxation: relaxation.factor))
 
 
 def closest(planner: Planner, question: Question, seconds: float = 20.0) -> Sequence[Estimate]:
@@ -116,31 +117,24 @@ def _relax(planner: Planner, question: Question, conflict: Sequence[str], second
             first = planner.search(changed, constraints, _easiest_goal(constraints), first=True, **options)
             if first.best:
                 best = (planner.search(changed, constraints, goal, **options).best or first.best)[0]
-                yield Relaxation(name, instead(name, best, question), best)
+                yield relaxed(name, best, question)
                 break
 
 
-def instead(name: str, plan: Estimate, question: Question) -> str:
-    """What a plan needs instead of a constraint that it gives up, as text."""
-    limits = question.constraints.limits
+def relaxed(name: str, plan: Estimate, question: Question) -> Relaxation:
+    """The relaxation of a constraint to what a plan needs that gives it up."""
+    limits, space, factor = question.constraints.limits, question.space, 1.0
     if name in LIMITS:
         need = replace(limits, **{name: 1.0}).measured(plan)[name]
-        return f"{name} {limits.shown(name, need)} instead of {limits.shown(name)}"
-    if name == "ranks":
-        return f"{plan.candidate.ranks} ranks instead of {max(question.space.ranks)}"
-    if name == "batch_size":
-        return f"a batch of {plan.candidate.batch_size} instead of {min(question.space.batch_sizes)}"
-    return f"another {name.replace('_', ' ')} than {question.constraints.shown(name).removeprefix(name + ' ')}"
-
-
-def _relaxation_factor(relaxation: Relaxation, question: Question) -> float:
-    """The factor by which the constraint is relaxed."""
-    limits, plan, name = question.constraints.limits, relaxation.plan, relaxation.gives_up
-    if name in LIMITS:
-        need = replace(limits, **{name: 1.0}).measured(plan)[name]
-        return need / getattr(limits, name)
-    if name == "ranks":
-        return plan.candidate.ranks / max(question.space.ranks)
-    if name == "batch_size":
-        return min(question.space.batch_sizes) / plan.candidate.batch_size
-    return 1.0
+        text = f"{name} {limits.shown(name, need)} instead of {limits.shown(name)}"
+        factor = need / getattr(limits, name)
+    elif name == "ranks":
+        text = f"{plan.candidate.ranks} ranks instead of {max(space.ranks)}"
+        factor = plan.candidate.ranks / max(space.ranks)
+    elif name == "batch_size":
+        text = f"a batch of {plan.candidate.batch_size} instead of {min(space.batch_sizes)}"
+        factor = min(space.batch_sizes) / plan.candidate.batch_size
+    else:
+        given_up = question.constraints.shown(name).removeprefix(name + " ")
+        text = f"another {name.replace('_', ' ')} than {given_up}"
+    return Relaxation(name, text, factor, plan)

@@ -192,17 +192,16 @@ class Prediction:
         return 1 - busy / (self.seconds * len(self.ranks)) if self.seconds else 0.0
 
 
-def simulate(analysis: StepAnalysis, machine: Machine, placement: Sequence[int] | None = None) -> Prediction:
-    """The predicted step of ``analysis`` on a machine. The mesh's rank r is the machine's rank ``placement[r]`` (r by
-    default).
+def simulate(analysis: StepAnalysis, machine: Machine) -> Prediction:
+    """The predicted step of ``analysis`` on a machine, whose rank r is the mesh's rank r.
 
     Raises UsageError for a machine with too few ranks, and for a step that would hang.
     """
-    machine = machine.with_ranks(max([analysis.ranks, *(rank + 1 for rank in placement or ())]))
+    machine = machine.with_ranks(analysis.ranks)
     uniform = all(node.cores is None for node in machine.nodes) and not machine.pairs and not machine.heterogeneous
     ranks = simulated_ranks(analysis, FEW_RANKS if uniform else MOST_RANKS)
     steps = {rank: analysis.of_rank(rank) for rank in ranks}
-    return _Simulation(machine, steps, match_calls(analysis, steps), placement).run()
+    return _Simulation(machine, steps, match_calls(analysis, steps)).run()
 
 
 Waits = Generator[tuple[str, Any], None, None]
@@ -216,10 +215,8 @@ class _Simulation:
         machine: Machine,
         steps: Mapping[int, RankStep],
         calls: Mapping[int, Sequence[SimulatedCall]],
-        placement: Sequence[int] | None,
     ) -> None:
         self.machine, self.steps, self.calls = machine, steps, calls
-        self.at = placement if placement is not None else range(machine.ranks)
         self.compute, self.collectives = ComputeTimes(machine), CollectiveTimes(machine)
         self.clock, self._events, self._order = 0.0, [], count()
         self.processors = Processors(machine, self._schedule)
@@ -249,7 +246,7 @@ class _Simulation:
     def _program(self, rank: int) -> Waits:
         step, calls = self.steps[rank], self.calls[rank]
         plan = calls_by_computation(step)
-        works, hosts = self.compute.seconds(self.at[rank], step.computations)
+        works, hosts = self.compute.seconds(rank, step.computations)
         launched = 0.0  # when a device's host has launched the next work
         for number in range(len(step.computations) + 1):
             if number in plan:
@@ -278,7 +275,7 @@ class _Simulation:
         for kind, value in program:
             if kind == "work":
                 if value:
-                    self.processors.work(self.clock, self.at[rank], value, lambda: self._advance(rank, program))
+                    self.processors.work(self.clock, rank, value, lambda: self._advance(rank, program))
                     return
             else:
                 value.waiters.append(lambda: self._advance(rank, program))
@@ -304,8 +301,7 @@ class _Simulation:
         key = call.operation, id(call.ranks), call.size  # by id: groups are large, and few
         if key not in self._durations:
             operation = "send" if call.operation == "message" else call.operation
-            ranks = tuple(self.at[member] for member in call.ranks)
-            self._durations[key] = self.collectives.of(operation, ranks, call.size)
+            self._durations[key] = self.collectives.of(operation, call.ranks, call.size)
         return self._durations[key]
 
     def _start_queued(self) -> None:
