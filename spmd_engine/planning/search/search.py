@@ -103,14 +103,11 @@ class Limits(Configuration):
         needs = self.measured(estimate)
         return frozenset(name for name, need in needs.items() if need > getattr(self, name) * (1 + 1e-9))
 
-    def surely_broken(self, bound: Bound) -> frozenset[str]:
-        """The names of the limits that every division of a candidate breaks."""
-        broken = set()
+    def surely_broken(self, bound: Bound) -> bool:
+        """Whether every division of a candidate breaks a limit."""
         if self.memory is not None and bound.memory > self.memory:
-            broken.add("memory")
-        if self.latency is not None and bound.seconds > self.latency:
-            broken.add("latency")
-        return frozenset(broken)
+            return True
+        return self.latency is not None and bound.seconds > self.latency
 
     def shown(self, name: str, number: float | None = None) -> str:
         """A limit, or a need in its unit, as text."""
@@ -199,9 +196,6 @@ class SearchResult:
     best: Sequence[Estimate]  #: the best first; empty if no candidate keeps the constraints
     front: Sequence[Estimate]  #: the Pareto front of seconds and memory
     certificate: Certificate
-    broken: Mapping[frozenset[str], Estimate] = field(
-        default_factory=dict
-    )  #: broken limits -> the best candidate that breaks them
 
 
 class _Entry(NamedTuple):
@@ -294,7 +288,6 @@ class Planner:
         second_bounds = sum(not entry.first for entry in entries)
         best: list[Estimate] = []
         estimates: dict[Candidate, Estimate | None] = {}
-        broken: dict[frozenset[str], Estimate] = {}
         left: list[tuple[float, ...]] = []  # bounds of candidates that were not estimated
         complete = True
         patience = max(deadline, process_time()) + PATIENCE * seconds
@@ -322,20 +315,15 @@ class Planner:
                     second_bounds += 1
                 continue
             estimate = estimates[candidate] = self._estimate(candidate, limits.memory)
-            if estimate is None:
-                continue
-            if broken_limits := limits.broken(estimate):
-                if broken_limits not in broken or objective(goal, estimate) < objective(goal, broken[broken_limits]):
-                    broken[broken_limits] = estimate
-                continue
-            best = sorted([*best, estimate], key=lambda plan: objective(goal, plan))[:keep]
+            if estimate is not None and not limits.broken(estimate):
+                best = sorted([*best, estimate], key=lambda plan: objective(goal, plan))[:keep]
         reached = objective(goal, best[0])[0] if best else float("inf")
         bound = min([reached, *(values[0] for values in left)])
         certificate = Certificate(reached, bound, total, excluded, len(estimates), complete)
         points = [plan for plan in estimates.values() if plan is not None and not limits.broken(plan)]
         if front and best:
             points += self._extend_front(entries, points, limits, min(deadline, process_time() + FRONT_SECONDS))
-        return SearchResult(best, pareto(points), certificate, broken)
+        return SearchResult(best, pareto(points), certificate)
 
     def _bound(self, goal: str, candidate: Candidate, number: int, limits: Limits, *, first: bool) -> _Entry | None:
         """A candidate with its first bound, or its second; None if it is impossible or breaks a limit."""

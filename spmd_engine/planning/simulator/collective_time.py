@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from math import ceil, log2
 
 import numpy as np
@@ -40,7 +40,7 @@ class Network:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self._trees: dict[Vertex, dict[Vertex, Vertex]] = {}
+        self._tree = cache(self._find_tree)
 
     @cached_property
     def neighbours(self) -> dict[Vertex, dict[Vertex, float]]:
@@ -88,9 +88,7 @@ class Network:
         if self._switch is not None:
             leaf, other = self._switch(a), self._switch(b)
             return [(a, leaf), (leaf, b)] if leaf == other else [(a, leaf), (leaf, "core"), ("core", other), (other, b)]
-        if a not in self._trees:
-            self._trees[a] = self._tree(a)
-        before = self._trees[a]
+        before = self._tree(a)
         if b not in before:
             raise UsageError(f"machine {self.machine.name}: topology: node {a} and node {b} are not connected")
         edges, node = [], b
@@ -99,7 +97,7 @@ class Network:
             node = before[node]
         return edges[::-1]
 
-    def _tree(self, root: Vertex) -> dict[Vertex, Vertex]:
+    def _find_tree(self, root: Vertex) -> dict[Vertex, Vertex]:
         """Vertex -> the vertex before it on the path from ``root``, breadth first."""
         before, left = {root: root}, deque([root])
         while left:
@@ -140,7 +138,7 @@ class GroupLinks:
         self.machine, self.network, self.ranks = machine, network, ranks
         self.size = len(ranks)
         self.node = machine.node(ranks[0])  #: the node of the first rank
-        self._between_nodes: dict[int, float] = {}
+        self.between_nodes = cache(self._bandwidth_between_nodes)
 
     @cached_property
     def nodes(self) -> Counter[int]:
@@ -190,13 +188,8 @@ class GroupLinks:
         hops = self.network.hops(node_of_a, node_of_b) if node_of_a != node_of_b else 1
         return link.latency * hops, link.bandwidth * lanes
 
-    def between_nodes(self, streams: int) -> float:
-        """Bandwidth between the nodes of the group if ``streams`` of its ranks send from each node."""
-        if streams not in self._between_nodes:
-            self._between_nodes[streams] = self._bandwidth_between_nodes(streams)
-        return self._between_nodes[streams]
-
     def _bandwidth_between_nodes(self, streams: int) -> float:
+        """Bandwidth between the nodes of the group if ``streams`` of its ranks send from each node."""
         link, node = self.machine.between, self.node
         groups = max(1, node.ranks // max(self.nodes.values()))  # groups like this one on each node
         share = min(float(streams), (link.lanes or node.ranks) / groups)
@@ -241,25 +234,14 @@ class CollectiveTimes:
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self.network = machine, Network(machine)
-        self._durations: dict[tuple, Duration] = {}
-        self._links: dict[HashedOnce, GroupLinks] = {}
+        self._duration, self._links = cache(self._compute), cache(partial(GroupLinks, machine, self.network))
 
     def of(self, operation: str, ranks: Sequence[int], size: float) -> Duration:
         """The duration of an operation over these ranks; ``size`` is S, or the bytes of a message."""
-        ranks = ranks if isinstance(ranks, HashedOnce) else HashedOnce(ranks)
-        key = operation, ranks, size
-        if key not in self._durations:
-            self._durations[key] = self._compute(operation, self.links(ranks), size)
-        return self._durations[key]
+        return self._duration(operation, ranks if isinstance(ranks, HashedOnce) else HashedOnce(ranks), size)
 
-    def links(self, ranks: HashedOnce) -> GroupLinks:
-        """The links of these ranks."""
-        if ranks not in self._links:
-            self._links[ranks] = GroupLinks(self.machine, self.network, ranks)
-        return self._links[ranks]
-
-    def _compute(self, operation: str, links: GroupLinks, size: float) -> Duration:
-        fitted, n = self.machine.fitted, links.size
+    def _compute(self, operation: str, ranks: HashedOnce, size: float) -> Duration:
+        fitted, links, n = self.machine.fitted, self._links(ranks), len(ranks)
         if n == 1:
             return Duration(0.0, 0.0)
         if len(links.nodes) == 1 and links.inside.by_copy:

@@ -17,7 +17,7 @@ from typing import Any
 
 from spmd_engine.axes import MeshPosition
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.dry_run.step_analysis import Communication, RankStep, StepAnalysis, position_of
+from spmd_engine.planning.dry_run.step_analysis import Communication, HashedOnce, RankStep, StepAnalysis, position_of
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.simulator.collective_time import CollectiveTimes, Duration
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
@@ -123,7 +123,7 @@ class _Groups:
         key = over, self.number(position, over)
         if key not in self._ranks_by_group:
             peers = position.peers(over) if over else [position]
-            self._ranks_by_group[key] = tuple(peer.index(None) for peer in peers)
+            self._ranks_by_group[key] = HashedOnce(peer.index(None) for peer in peers)
         return self._ranks_by_group[key]
 
 
@@ -224,7 +224,6 @@ class _Simulation:
         self.working = dict.fromkeys(steps, 0.0)
         self._ports: dict[int, bool] = {}  # ranks whose link is busy
         self._queue: list[tuple[int, int, SimulatedCall]] = []
-        self._durations: dict[tuple, Duration] = {}
         self._live = len(steps)
 
     def run(self) -> Prediction:
@@ -298,11 +297,8 @@ class _Simulation:
             self._start_queued()
 
     def _duration(self, call: SimulatedCall) -> Duration:
-        key = call.operation, id(call.ranks), call.size  # by id: groups are large, and few
-        if key not in self._durations:
-            operation = "send" if call.operation == "message" else call.operation
-            self._durations[key] = self.collectives.of(operation, call.ranks, call.size)
-        return self._durations[key]
+        operation = "send" if call.operation == "message" else call.operation
+        return self.collectives.of(operation, call.ranks, call.size)
 
     def _start_queued(self) -> None:
         """Start the calls whose ranks all have free links, the most urgent first."""
