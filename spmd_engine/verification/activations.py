@@ -9,11 +9,12 @@ from functools import partial
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.backend import Array
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.layers import Activation
-from spmd_engine.verification.probe import OUTPUT, LayeredProbe, ProbedLayer, ProbePoint
+from spmd_engine.verification.comparison import on_host
+from spmd_engine.verification.probe import OUTPUT, LayeredProbe, Probed, ProbedLayer, ProbePoint
 
 INPUTS = "tokens"
 NEVER = np.iinfo(np.int64).max  # the number of the first differing token, if no token differs
@@ -89,23 +90,19 @@ class _Comparison(LayeredProbe):
         """Compare an output with its shard of the reference."""
         if point.kind != OUTPUT or point.layer not in self._expected:
             return
-        y, expected, letters = backend_of(array).to_host(array), self._expected[point.layer], declared.dims.split()
-        if expected.ndim != len(letters):
-            raise UsageError(f"the reference has {point.layer} of shape {expected.shape}, not [{declared.dims}]")
-        layout, mesh = self.engine.layout, self.engine.mesh
-        positions = [
-            layout.positions(length, mesh, declared.where, letter)
-            for letter, length in zip(letters, expected.shape, strict=True)
-        ]
-        if tuple(map(len, positions)) != y.shape:
+        expected = self._expected[point.layer]
+        part = Probed(on_host(array), partial(self._index_of, declared)).part(expected.shape)
+        if part is None:
             raise UsageError(
-                f"the reference has {point.layer} of shape {expected.shape}: the output has other lengths or widths"
+                f"the reference has {point.layer} of shape {expected.shape} for [{declared.dims}]: the output has other "
+                "lengths or widths"
             )
-        difference = abs(y.astype(np.float64) - expected[np.ix_(*positions)])
+        difference = abs(part.found.astype(np.float64) - expected[part.index])
         furthest, first = 0.0, NEVER
         if difference.size:
             furthest = float(np.nan_to_num(difference, nan=np.inf).max())
             off = ~(difference <= self._tolerance * (abs(expected).max() or 1.0)).all(axis=2)
             if off.any():
-                first = int((positions[0][:, None] * expected.shape[1] + positions[1])[off].min())
+                numbers = np.arange(expected.shape[0] * expected.shape[1]).reshape(expected.shape[:2])
+                first = int(numbers[part.index[:2]][off].min())
         self.distances[point.layer] = furthest, first
