@@ -94,8 +94,8 @@ class _Comparison(LayeredProbe):
         part = Probed(on_host(array), partial(self._index_of, declared)).part(expected.shape)
         if part is None:
             raise UsageError(
-                f"the reference has {point.layer} of shape {expected.shape} for [{declared.dims}]: the output has other "
-                "lengths or widths"
+                f"the reference has {point.layer} of shape {expected.shape} for [{declared.dims}]: the output has "
+                "other lengths or widths"
             )
         difference = abs(part.found.astype(np.float64) - expected[part.index])
         furthest, first = 0.0, NEVER

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle, product
 from math import prod
@@ -43,12 +43,14 @@ def measure_machine(mesh: Mesh, seconds: float = SECONDS) -> Machine | None:
     ranks compute at the same time, on operands that are not cached. Speeds are by processor time, so other programs
     have little effect. The slowest rank of a node counts in each turn, and the median over turns.
     """
-    acts = {("float32", 2.0 * width**3): partial(_product, "float32", width) for width in PRODUCTS}
-    acts |= {("float64", 2.0 * width**3): partial(_product, "float64", width) for width in PRODUCTS}
+    acts = {
+        (dtype, 2.0 * width**3): partial(_rotating, np.matmul, (width, width), dtype, 3)
+        for dtype, width in product(("float32", "float64"), PRODUCTS)
+    }
     if CPU.image_kernels is not None:
         for kernel, n in product(KERNELS, IMAGES):
             acts[kernel, _convolution_flops(n)] = partial(_convolution, kernel, n)
-    acts |= {("memory", 12.0 * elements): partial(_addition, elements) for elements in ARRAYS}
+    acts |= {("memory", 12.0 * elements): partial(_rotating, np.add, (elements,), "float32", 3) for elements in ARRAYS}
     with threadpool_limits(1, "blas"):
         took = np.array([_time_turns(mesh, make(), seconds / len(acts)) for make in acts.values()])
     ranks = mesh.all_gather(took[None], label="calibrate") if mesh.size > 1 else took[None]
@@ -102,33 +104,12 @@ def _time_turns(mesh: Mesh, act: Act, seconds: float) -> list[float]:
     return turns
 
 
-def _rotate(shape: tuple[int, ...], dtype: str, arrays: int) -> Iterator[list[np.ndarray]]:
-    """Lists of ``arrays`` arrays of a shape, which rotate through POOL bytes."""
+def _rotating(operation: Callable[..., object], shape: tuple[int, ...], dtype: str, arrays: int) -> Act:
+    """An operation on ``arrays`` arrays of a shape, which rotate through POOL bytes."""
     size = np.dtype(dtype).itemsize * arrays * prod(shape)
     pool = np.ones((max(2, POOL // size), arrays, *shape), dtype)
-    return cycle([list(operands) for operands in pool])
-
-
-def _product(dtype: str, width: int) -> Act:
-    """A product of square matrices."""
-    operands = _rotate((width, width), dtype, 3)
-
-    def act() -> None:
-        a, b, out = next(operands)
-        np.matmul(a, b, out=out)
-
-    return act
-
-
-def _addition(elements: int) -> Act:
-    """A sum of two arrays."""
-    operands = _rotate((elements,), "float32", 3)
-
-    def act() -> None:
-        a, b, out = next(operands)
-        np.add(a, b, out=out)
-
-    return act
+    operands = cycle([list(row) for row in pool])
+    return lambda: operation(*next(operands))
 
 
 def _convolution_flops(images: int) -> float:
@@ -137,18 +118,15 @@ def _convolution_flops(images: int) -> float:
 
 def _convolution(kernel: str, images: int) -> Act:
     """A convolution, or its weight gradient, by the host's kernels."""
-    operands = _rotate((images, 16, 16, 32), "float32", 2)
     window = Window(3, before=1, after=1)
     w = np.ones((3, 3, 32, 32), np.float32)
 
-    def act() -> None:
-        x, y = next(operands)
+    def operation(x: np.ndarray, y: np.ndarray) -> object:
         if kernel == CONVOLUTION:
-            conv2d(x, w, window, window)
-        else:
-            conv2d_weight_gradient(x, y, window, window, 1)
+            return conv2d(x, w, window, window)
+        return conv2d_weight_gradient(x, y, window, window, 1)
 
-    return act
+    return _rotating(operation, (images, 16, 16, 32), "float32", 2)
 
 
 def _available_bytes() -> int:

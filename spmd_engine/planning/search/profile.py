@@ -198,9 +198,9 @@ class Profiles:
         if parts == 1:
             self._add_communication(costs, step, candidate)
             _add_memory(costs, step)
-        _add_outputs(costs, self.small, position, layout, samples, self.sequence, self.dtype)
+        self._add_outputs(costs, position, layout, samples)
         _add_parameters(costs, self.small, position, layout)
-        _add_groups(costs, self.small, position, layout, np.dtype(self.dtype).itemsize, self.base)
+        self._add_groups(costs, position, layout)
         return [LayerCosts(name, **fields) for name, fields in costs.items()]
 
     def _add_communication(self, costs: Mapping[str, dict[str, Any]], step: RankStep, candidate: Candidate) -> None:
@@ -218,6 +218,45 @@ class Profiles:
             hidden = sum(self.compute.of(0, c).seconds for c in computations[call.begins : call.ends])
             fields[f"inside_{direction}"] = fields.get(f"inside_{direction}", 0.0) + max(seconds - hidden, 0.0)
             fields[f"sent_{direction}"] = fields.get(f"sent_{direction}", 0) + call.sent
+
+    def _add_outputs(
+        self, costs: Mapping[str, dict[str, Any]], place: MeshPosition, layout: Layout, samples: int
+    ) -> None:
+        """Add bytes of each layer's output on a rank."""
+        model = self.small
+        lengths = {"s": self.sequence or model.context or 1}
+        if model.sample is not None:
+            lengths |= dict(zip(model.inputs.split()[1:], model.sample, strict=True))
+        for name, layer in model.layers:
+            windows = getattr(layer, "windows", None)
+            if windows is not None and hasattr(windows, "outputs"):
+                lengths["h"], lengths["w"] = windows.outputs
+                lengths["y"], lengths["x"] = windows.outputs
+            lengths |= {letter: n for letter, n in layer.sizes.items() if letter not in "hwyx" or not model.sample}
+            count = 1.0
+            for letter in layer.outputs.dims.split():
+                if letter in "bn":
+                    count *= samples
+                else:
+                    shards = place.axis_size(layout.axes(letter, layer.outputs.where))
+                    count *= -(-lengths.get(letter, 1) // shards)
+            costs[name]["output"] = int(count) * np.dtype(self.dtype).itemsize
+
+    def _add_groups(self, costs: Mapping[str, dict[str, Any]], place: MeshPosition, layout: Layout) -> None:
+        """Add elements of each layer's parameter groups in the order of their use: its own, and those of other layers.
+
+        A group that several layers share belongs to the first of them.
+        """
+        assignment = assign(self.small, place, layout, np.dtype(self.dtype).itemsize, storage=self.base.storage)
+        group_of = {name: group for group in assignment.groups for name in group.spans}
+        assigned = set()
+        for number, (name, layer) in enumerate(self.small.layers):
+            tied = set(layer.tied.values())
+            used = dict.fromkeys((group_of[full], full in tied) for full in assignment.uses[number].values())
+            own_groups = [group for group, is_tied in used if not is_tied and group not in assigned]
+            assigned.update(own_groups)
+            costs[name]["groups"] = tuple(group.size for group in own_groups)
+            costs[name]["tied_groups"] = tuple(group.size for group, is_tied in used if is_tied)
 
 
 def reduced(model: Model) -> tuple[Model, dict[str, str]]:
@@ -293,35 +332,6 @@ def _add_memory(costs: Mapping[str, dict[str, Any]], step: RankStep) -> None:
         costs[name]["above_backward"] = max(backward - before - saved, 0)
 
 
-def _add_outputs(
-    costs: Mapping[str, dict[str, Any]],
-    model: Model,
-    place: MeshPosition,
-    layout: Layout,
-    samples: int,
-    sequence: int | None,
-    dtype: Any,
-) -> None:
-    """Add bytes of each layer's output on a rank."""
-    lengths = {"s": sequence or model.context or 1}
-    if model.sample is not None:
-        lengths |= dict(zip(model.inputs.split()[1:], model.sample, strict=True))
-    for name, layer in model.layers:
-        windows = getattr(layer, "windows", None)
-        if windows is not None and hasattr(windows, "outputs"):
-            lengths["h"], lengths["w"] = windows.outputs
-            lengths["y"], lengths["x"] = windows.outputs
-        lengths |= {letter: n for letter, n in layer.sizes.items() if letter not in "hwyx" or not model.sample}
-        count = 1.0
-        for letter in layer.outputs.dims.split():
-            if letter in "bn":
-                count *= samples
-            else:
-                shards = place.axis_size(layout.axes(letter, layer.outputs.where))
-                count *= -(-lengths.get(letter, 1) // shards)
-        costs[name]["output"] = int(count) * np.dtype(dtype).itemsize
-
-
 def _add_parameters(costs: Mapping[str, dict[str, Any]], model: Model, place: MeshPosition, layout: Layout) -> None:
     """Add elements of each layer's parameters on a rank, and how many of them are tied."""
     for name, layer in model.layers:
@@ -332,27 +342,3 @@ def _add_parameters(costs: Mapping[str, dict[str, Any]], model: Model, place: Me
             counts[key] = -(-count // shards)
         costs[name]["parameters"] = sum(counts.values())
         costs[name]["tied"] = sum(count for key, count in counts.items() if key in layer.tied)
-
-
-def _add_groups(
-    costs: Mapping[str, dict[str, Any]],
-    model: Model,
-    place: MeshPosition,
-    layout: Layout,
-    itemsize: int,
-    base: ParallelConfig,
-) -> None:
-    """Add elements of each layer's parameter groups in the order of their use: its own, and those of other layers.
-
-    A group that several layers share belongs to the first of them.
-    """
-    assignment = assign(model, place, layout, itemsize, storage=base.storage)
-    group_of = {name: group for group in assignment.groups for name in group.spans}
-    assigned = set()
-    for number, (name, layer) in enumerate(model.layers):
-        tied = set(layer.tied.values())
-        used = dict.fromkeys((group_of[full], full in tied) for full in assignment.uses[number].values())
-        own_groups = [group for group, is_tied in used if not is_tied and group not in assigned]
-        assigned.update(own_groups)
-        costs[name]["groups"] = tuple(group.size for group in own_groups)
-        costs[name]["tied_groups"] = tuple(group.size for group, is_tied in used if is_tied)
