@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 from threading import Thread
@@ -264,13 +263,10 @@ def _blocks(plan: WritePlan, rank: int) -> Iterator[BlockToWrite]:
     """The blocks that this rank writes, with their names in its file."""
     for name, piece, block in plan.blocks_of(rank):
         full_name = block_name(name, piece, plan.placement[name].shape)
-        yield BlockToWrite(full_name, block.shape, block.dtype, partial(_return_block, block))
+        yield BlockToWrite(full_name, block.shape, block.dtype, lambda block=block: block)
 
 
 def _copied(block: BlockToWrite) -> BlockToWrite:
     x = block.read()
-    return block._replace(read=partial(_return_block, np.array(backend_of(x).to_host(x), order="C", copy=True)))
-
-
-def _return_block(block: Array) -> Array:
-    return block
+    copied = np.array(backend_of(x).to_host(x), order="C", copy=True)
+    return block._replace(read=lambda: copied)

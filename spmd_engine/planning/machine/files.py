@@ -48,7 +48,8 @@ def _with(table: Any, where: str, **readers: Callable[[Any, str], Any]) -> Any:
     """The table; values of these names are replaced by what the readers make of them."""
     if not isinstance(table, Mapping):
         raise UsageError(f"{where} is {table!r}: it must be a table")
-    return table | {name: read(table[name], f"{where}: {name}") for name, read in readers.items() if name in table}
+    read = {name: reader(table[name], f"{where}: {name}") for name, reader in readers.items() if name in table}
+    return {**table, **read}
 
 
 def _list(read: Callable[[Any, str], Any]) -> Callable[[Any, str], tuple]:

@@ -8,7 +8,7 @@ defaults have no effect.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, replace
 from functools import cached_property
 from math import exp, log
@@ -135,14 +135,8 @@ class Machine(Configuration):
     @cached_property
     def places(self) -> tuple[tuple[int, NodeKind], ...]:
         """For each rank: the number of its node, and that node."""
-        return tuple(self._places())
-
-    def _places(self) -> Iterator[tuple[int, NodeKind]]:
-        number = 0
-        for node in self.nodes:
-            for _ in range(node.count):
-                yield from [(number, node)] * node.ranks
-                number += 1
+        nodes = enumerate(node for node in self.nodes for _ in range(node.count))
+        return tuple((number, node) for number, node in nodes for _ in range(node.ranks))
 
     @cached_property
     def node_numbers(self) -> np.ndarray:

@@ -57,13 +57,10 @@ class Network:
                 connect(node, self._switch(node))
                 if topology.kind == "fat-tree":
                     connect(self._switch(node), "core", topology.leaf / topology.oversubscription)
-        elif topology.kind == "ring":
-            for node in range(nodes if nodes > 2 else nodes - 1):
-                connect(node, (node + 1) % nodes)
-        elif topology.kind == "torus":
+        elif topology.kind in ("ring", "torus"):
             for node in range(nodes):
                 stride = nodes
-                for size in topology.shape:
+                for size in topology.shape if topology.kind == "torus" else (nodes,):
                     stride //= size
                     place = node // stride % size
                     if size > 1:
