@@ -21,7 +21,7 @@ from spmd_engine.layers import Parameter
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.analyze import analyze
-from spmd_engine.planning.dry_run.step_analysis import NORM, UPDATE, RankStep
+from spmd_engine.planning.dry_run.step_analysis import Phases, RankStep
 
 _DTYPES = {1: np.uint8, 2: np.float16, 4: np.float32, 8: np.float64}
 #: The ZeRO stage from which each kind of state is sharded.
@@ -124,7 +124,7 @@ def _largest_block(step: RankStep) -> int:
 def _activations(step: RankStep) -> tuple[int, int]:
     """Peak bytes of activations, without and with temporaries; the batch itself does not count."""
     batch = step.before.get("activations", 0)
-    ours = (NORM, UPDATE)  # this engine's optimizer has temporaries of its own
+    ours = (Phases.NORM, Phases.UPDATE)  # this engine's optimizer has temporaries of its own
     moments = [m.bytes_by_kind for m in step.timeline if step.computations[m.computation].phase not in ours]
     activations = [held.get("activations", 0) for held in moments]
     with_temporaries = [held.get("activations", 0) + held.get("temporaries", 0) for held in moments]

@@ -17,14 +17,7 @@ from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import RankStep, Samples, StepAnalysis, analyze_engine
 from spmd_engine.planning import analyze as analyze_step
-from spmd_engine.planning.dry_run.step_analysis import (
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHTS,
-    FORWARD,
-    KINDS,
-    RECOMPUTED,
-    critical_path,
-)
+from spmd_engine.planning.dry_run.step_analysis import KINDS, Phases, critical_path
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.data.array_file import read_arrays
 from spmd_engine.training.train_config import TrainConfig
@@ -104,7 +97,7 @@ def _samples(job: TrainConfig) -> Samples:
 # --- Tables of layers and communication, and the contents of the peak
 
 
-_PHASES = (FORWARD, RECOMPUTED, BACKWARD_INPUT, BACKWARD_WEIGHTS)
+_PHASES = (Phases.FORWARD, Phases.RECOMPUTED, Phases.BACKWARD_INPUT, Phases.BACKWARD_WEIGHTS)
 _MOST_HELD = 10
 
 

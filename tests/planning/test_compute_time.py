@@ -11,7 +11,7 @@ from spmd_engine.arrays.meta.meter import CONVOLUTION, CONVOLUTION_WEIGHTS
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.planning import analyze
-from spmd_engine.planning.dry_run.step_analysis import FORWARD, Computation, Product, Products
+from spmd_engine.planning.dry_run.step_analysis import Computation, Phases, Product, Products
 from spmd_engine.planning.machine import measure
 from spmd_engine.planning.machine.files import parse_machine, read_machine, toml_of
 from spmd_engine.planning.machine.machine import Curve, Fitted
@@ -27,7 +27,9 @@ def host(**speeds):
 
 
 def seconds(machine, product):
-    return ComputeTimes(machine).of(0, Computation("", "", FORWARD, products=Products([product]), calls=product.calls))
+    return ComputeTimes(machine).of(
+        0, Computation("", "", Phases.FORWARD, products=Products([product]), calls=product.calls)
+    )
 
 
 @pytest.mark.parametrize("shape", [(4096, 24, 48), (24, 4096, 48), (48, 24, 4096)])

@@ -10,7 +10,7 @@ from other_systems.work import SystemUpdate, model_of
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import analyze
-from spmd_engine.planning.dry_run.step_analysis import BACKWARD_WEIGHTS, UPDATE, Computation, Product, Products
+from spmd_engine.planning.dry_run.step_analysis import Computation, Phases, Product, Products
 from spmd_engine.planning.machine.files import read_machine
 from spmd_engine.planning.simulator.compute_time import ComputeTimes, bytes_of
 
@@ -67,14 +67,14 @@ def test_sums_of_inputs_gradients_travel_while_weights_get_theirs_where_the_file
     for system, hidden in ((MEGATRON, 0), (later, 2 * LAYERS + 1)):
         found = step({"model": 4}, system=system)
         during = [found.computations[each.begins : each.ends] for each in found.communications]
-        assert sum(any(c.phase == BACKWARD_WEIGHTS for c in some) for some in during) == hidden
+        assert sum(any(c.phase == Phases.BACKWARD_WEIGHTS for c in some) for some in during) == hidden
         assert found.flops == published(72) / 4
 
 
 def test_the_update_moves_the_bytes_that_the_file_says():
     found = step({"data": 1})
     parameters = 12 * LAYERS * WIDTH**2 + VOCABULARY * WIDTH  # the head has the table
-    assert sum(each.bytes_read for each in found.computations if each.phase == UPDATE) == 32 * parameters
+    assert sum(each.bytes_read for each in found.computations if each.phase == Phases.UPDATE) == 32 * parameters
 
 
 def test_impossible_work_is_an_error_of_one_line(tmp_path):

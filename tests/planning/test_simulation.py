@@ -4,10 +4,10 @@ import pytest
 
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.dry_run.step_analysis import (
-    FORWARD,
     Communication,
     Computation,
     Peak,
+    Phases,
     Product,
     Products,
     RankClass,
@@ -39,7 +39,7 @@ def machine(cores=None, copy="false"):
 
 
 def work(name, milliseconds):
-    return Computation(name, name, FORWARD, products=Products([Product(500 * milliseconds, 10, 100)]), calls=1)
+    return Computation(name, name, Phases.FORWARD, products=Products([Product(500 * milliseconds, 10, 100)]), calls=1)
 
 
 def all_reduce(place, size, begins, ends, label=""):

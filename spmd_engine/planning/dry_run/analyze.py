@@ -42,10 +42,8 @@ from spmd_engine.planning.dry_run.rank_classes import (
 from spmd_engine.planning.dry_run.recorder import Phase, Recorder, watch_storage
 from spmd_engine.planning.dry_run.shaped_mesh import DryRunRanks, Mailbox, ShapedMesh
 from spmd_engine.planning.dry_run.step_analysis import (
-    LOSS,
-    NORM,
-    UPDATE,
     ModelShard,
+    Phases,
     RankClass,
     RankStep,
     StepAnalysis,
@@ -186,7 +184,7 @@ class DryRun:
                 chunks = {names[layer]: number for number in assignment.mine for layer in assignment.chunks[number]}
 
                 def loss(outputs, targets, **options):
-                    with recorder.phase(Phase("loss", phase=LOSS)):
+                    with recorder.phase(Phase("loss", phase=Phases.LOSS)):
                         return engine.loss(outputs, targets, **options)
 
                 with engine.wrapped(partial(RecordedLayer, passes, chunks)):
@@ -217,9 +215,9 @@ def _record_step(
     before = {kind: size for kind, size in meter.held.items() if size}
     recorder.restart()
     compute()
-    with recorder.phase(Phase("gradient norm", phase=NORM)):
+    with recorder.phase(Phase("gradient norm", phase=Phases.NORM)):
         engine.gradient_norm()
-    with recorder.phase(Phase("update", phase=UPDATE)):
+    with recorder.phase(Phase("update", phase=Phases.UPDATE)):
         optimizer.update(engine, engine.gradients, step=1, rate=1.0)
     communications, peak = recorder.finish()
     return RankStep(

@@ -24,14 +24,7 @@ from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.layers.deferred import wait_for
 from spmd_engine.layers.layer import ForwardContext, GradientSums, Layer
 from spmd_engine.planning.dry_run.recorder import ANY_LAYER, Phase, Recorder
-from spmd_engine.planning.dry_run.step_analysis import (
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHTS,
-    FORWARD,
-    RECOMPUTED,
-    Communication,
-    Computation,
-)
+from spmd_engine.planning.dry_run.step_analysis import Communication, Computation, Phases
 from spmd_engine.sharding.shards import Shards
 
 #: The input, output and output gradient of a layer, which it may keep.
@@ -366,7 +359,7 @@ class RecordedLayer(Layer):
         m = ctx.micro_batch
         recomputed = m in self._computed
         self._computed.add(m)
-        with self._phase(RECOMPUTED if recomputed else FORWARD, m):
+        with self._phase(Phases.RECOMPUTED if recomputed else Phases.FORWARD, m):
             if not isinstance(x, ShapedArray):  # token ids are values: each pass is executed
                 y, saved, *extra = self._layer.forward(sh, p, x, ctx)
                 return y, (m, saved), *extra
@@ -389,10 +382,10 @@ class RecordedLayer(Layer):
     def backward_input(self, sh, p, saved, dy, *side):
         if not isinstance(saved, _Saved):
             m, saved = saved
-            with self._phase(BACKWARD_INPUT, m):
+            with self._phase(Phases.BACKWARD_INPUT, m):
                 dx, rest = self._layer.backward_input(sh, p, saved, dy, *side)
             return dx, (m, rest)
-        with self._phase(BACKWARD_INPUT, saved.micro_batch):
+        with self._phase(Phases.BACKWARD_INPUT, saved.micro_batch):
             saved.call.side, saved.names = side, ("forward", "backward")
             layer_pass = self._passes.find(saved.call, saved.names)
             saved.under_way = self._recorder.repeat(layer_pass, [])
@@ -408,11 +401,11 @@ class RecordedLayer(Layer):
     def backward_weight(self, sh, rest, g):
         if not isinstance(rest, _Saved):
             m, rest = rest
-            with self._phase(BACKWARD_WEIGHTS, m):
+            with self._phase(Phases.BACKWARD_WEIGHTS, m):
                 self._layer.backward_weight(sh, rest, g)
             return
         saved, without_gradient = rest, untouched(g)
-        with self._phase(BACKWARD_WEIGHTS, saved.micro_batch):
+        with self._phase(Phases.BACKWARD_WEIGHTS, saved.micro_batch):
             saved.names += ("weights",)
             sums = GradientSums(stand_ins(g._arrays), g._full_names, {g._full_names[name] for name in without_gradient})
             layer_pass = self._passes.find(saved.call, saved.names, without_gradient, sums)
@@ -425,7 +418,7 @@ class RecordedLayer(Layer):
         """The input gradient whose reduction was under way."""
         saved.names += ("wait",)
         sums = GradientSums(_flat(saved.call.p)) if "weights" in saved.names else None
-        with self._phase(BACKWARD_INPUT, saved.micro_batch):  # the wait may begin another communication
+        with self._phase(Phases.BACKWARD_INPUT, saved.micro_batch):  # the wait may begin another communication
             layer_pass = self._passes.find(saved.call, saved.names, None, sums)
             saved.under_way = self._recorder.repeat(layer_pass, saved.under_way)
             saved.keep(layer_pass, self._recorder.meter, saved.arrays)

@@ -10,12 +10,11 @@ from typing import Any
 from spmd_engine.arrays.meta.meter import TEMPORARIES, Meter
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.planning.dry_run.step_analysis import (
-    FORWARD,
-    OTHER,
     Communication,
     Computation,
     Moment,
     Peak,
+    Phases,
     Product,
     Products,
 )
@@ -31,7 +30,7 @@ class Phase:
 
     name: str
     layer: str = ""
-    phase: str = OTHER
+    phase: str = Phases.OTHER
     micro_batch: int | None = None
     chunk: int | None = None
 
@@ -76,7 +75,7 @@ class Recorder:
             yield
         finally:
             self.flush()
-            if phase.phase == FORWARD:
+            if phase.phase == Phases.FORWARD:
                 self.saved[phase.layer] = max(self.saved.get(phase.layer, 0), self.meter.total - total)
             most = max((top.total for top in self.tops[first:]), default=total) - total
             self.temporaries[phase.name] = max(self.temporaries.get(phase.name, 0), most)

@@ -27,13 +27,18 @@ class HashedOnce(tuple):
         return self._hash
 
 
-FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS, RECOMPUTED = (
-    "forward",
-    "backward (input)",
-    "backward (weights)",
-    "forward again",
-)
-LOSS, NORM, UPDATE, OTHER = "loss", "gradient norm", "update", "other"
+class Phases:
+    """The phases of a step, as records and JSON name them."""
+
+    FORWARD = "forward"
+    BACKWARD_INPUT = "backward (input)"
+    BACKWARD_WEIGHTS = "backward (weights)"
+    RECOMPUTED = "forward again"
+    LOSS = "loss"
+    NORM = "gradient norm"
+    UPDATE = "update"
+    OTHER = "other"
+
 
 #: The kinds of memory, in the order in which pictures stack them.
 KINDS = (

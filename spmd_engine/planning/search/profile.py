@@ -21,18 +21,7 @@ from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model, layout_for
 from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.dry_run.engine import PassCache, kind_of
-from spmd_engine.planning.dry_run.step_analysis import (
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHTS,
-    FORWARD,
-    LOSS,
-    NORM,
-    UPDATE,
-    Computation,
-    RankStep,
-    StepAnalysis,
-    position_of,
-)
+from spmd_engine.planning.dry_run.step_analysis import Computation, Phases, RankStep, StepAnalysis, position_of
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.layer_costs import LayerCosts, between
 from spmd_engine.planning.search.search_space import BATCH, PIPE, Candidate, first_group
@@ -46,7 +35,11 @@ Costs = tuple[dict[str, LayerCosts], float]  #: costs of layers by name; the opt
 Find = Callable[[Mapping[str, int], Candidate, int], Costs]  #: finds costs on a small mesh, for a number of samples
 STATES = ("parameters", "gradients", "optimizer state")
 #: The fields of ``LayerCosts`` that hold the seconds of each phase.
-_SECONDS = {FORWARD: "forward", BACKWARD_INPUT: "backward_input", BACKWARD_WEIGHTS: "backward_weights"}
+_SECONDS = {
+    Phases.FORWARD: "forward",
+    Phases.BACKWARD_INPUT: "backward_input",
+    Phases.BACKWARD_WEIGHTS: "backward_weights",
+}
 
 
 class Profiles:
@@ -141,7 +134,7 @@ class Profiles:
         if self.machine.heterogeneous and not self.seconds_by_node:
             self.seconds_by_node = self._seconds_by_node(step)
         elements = sum(layer.parameters - layer.tied for layer in costs)
-        rest = [computation for computation in step.computations if computation.phase in (UPDATE, NORM)]
+        rest = [computation for computation in step.computations if computation.phase in (Phases.UPDATE, Phases.NORM)]
         seconds = sum(self._seconds(computation, parts) for computation in rest)
         return {layer.name: layer for layer in costs}, seconds / max(elements, 1)
 
@@ -185,15 +178,15 @@ class Profiles:
         launched: dict[tuple[str, str], float] = {}  # seconds of a device's host, for any number of parts
         for computation in step.computations:
             layer, phase = computation.layer, computation.phase
-            if phase == LOSS:
-                layer, phase = names[-1], FORWARD
+            if phase == Phases.LOSS:
+                layer, phase = names[-1], Phases.FORWARD
             if layer not in costs or phase not in _SECONDS:
                 continue
             costs[layer][_SECONDS[phase]] += self._seconds(computation, parts)
-            if computation.phase != LOSS:
+            if computation.phase != Phases.LOSS:
                 launched[layer, phase] = self.compute.of(0, computation).host
         for (layer, phase), seconds in launched.items():
-            field = "host_forward" if phase == FORWARD else "host_backward"
+            field = "host_forward" if phase == Phases.FORWARD else "host_backward"
             costs[layer][field] = costs[layer].get(field, 0.0) + seconds
         if parts == 1:
             self._add_communication(costs, step, candidate)
@@ -209,10 +202,12 @@ class Profiles:
         for call in step.communications:
             number = call.begins - 1 if call.operation in ("all_reduce", "reduce_scatter") else call.begins
             computation = computations[min(max(number, 0), len(computations) - 1)]
-            if computation.phase in (UPDATE, NORM) or call.begins >= len(computations):
+            if computation.phase in (Phases.UPDATE, Phases.NORM) or call.begins >= len(computations):
                 continue
             fields = costs[computation.layer or self.small.layers[-1][0]]
-            direction = "backward" if computation.phase in (BACKWARD_INPUT, BACKWARD_WEIGHTS) else "forward"
+            direction = (
+                "backward" if computation.phase in (Phases.BACKWARD_INPUT, Phases.BACKWARD_WEIGHTS) else "forward"
+            )
             ranks = first_group(candidate.axes, call.axes.split(","))
             seconds = self.collectives.of(call.operation, ranks, call.whole_bytes).seconds
             hidden = sum(self.compute.of(0, c).seconds for c in computations[call.begins : call.ends])
@@ -319,14 +314,14 @@ def _add_memory(costs: Mapping[str, dict[str, Any]], step: RankStep) -> None:
         key = computation.layer or computation.phase, computation.phase
         activations.setdefault(key, moment.bytes_by_kind.get("activations", 0))
         peaks[key] = max(peaks.get(key, 0), moment.total - static)
-    for name, following in zip(costs, [*list(costs)[1:], LOSS], strict=True):
-        before = activations.get((name, FORWARD), 0)
-        after = activations.get((following, LOSS if following == LOSS else FORWARD), before)
+    for name, following in zip(costs, [*list(costs)[1:], Phases.LOSS], strict=True):
+        before = activations.get((name, Phases.FORWARD), 0)
+        after = activations.get((following, Phases.LOSS if following == Phases.LOSS else Phases.FORWARD), before)
         saved = max(after - before, 0)
-        forward = peaks.get((name, FORWARD), 0)
-        if following == LOSS:
-            forward = max(forward, peaks.get((LOSS, LOSS), 0))
-        backward = max(peaks.get((name, BACKWARD_INPUT), 0), peaks.get((name, BACKWARD_WEIGHTS), 0))
+        forward = peaks.get((name, Phases.FORWARD), 0)
+        if following == Phases.LOSS:
+            forward = max(forward, peaks.get((Phases.LOSS, Phases.LOSS), 0))
+        backward = max(peaks.get((name, Phases.BACKWARD_INPUT), 0), peaks.get((name, Phases.BACKWARD_WEIGHTS), 0))
         costs[name]["saved"] = saved
         costs[name]["above_forward"] = max(forward - before - saved, 0)
         costs[name]["above_backward"] = max(backward - before - saved, 0)
