@@ -28,7 +28,8 @@ from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.shared_memory.cores import cores_here
 from spmd_engine.errors import CheckpointError
-from spmd_engine.formats.safetensors_file import dtype_of, read_header
+from spmd_engine.formats.safetensors_file import read_header
+from spmd_engine.formats.safetensors_header import dtype_of
 from spmd_engine.sharding.placement import ArrayPlacement, Rectangles, ranks_of_blocks
 from spmd_engine.sharding.rectangles import Rectangle, intersections
 

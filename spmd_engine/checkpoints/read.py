@@ -27,7 +27,8 @@ from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.zero.parameter_store import check_shapes
 from spmd_engine.errors import CheckpointError
 from spmd_engine.foreign import parse_json, reading
-from spmd_engine.formats.safetensors_file import dtype_of, read_header, tensors_of
+from spmd_engine.formats.safetensors_file import read_header, tensors_of
+from spmd_engine.formats.safetensors_header import dtype_of
 from spmd_engine.formats.tensor import PlainTensor
 from spmd_engine.sharding.rectangles import Rectangle
 

@@ -20,7 +20,7 @@ from spmd_engine.checkpoints.read import Checkpoint, Sliceable
 from spmd_engine.checkpoints.save import assign_blocks, file_name, stored_arrays
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError
-from spmd_engine.formats.safetensors_file import dtype_of
+from spmd_engine.formats.safetensors_header import dtype_of
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.rectangles import Rectangle
 

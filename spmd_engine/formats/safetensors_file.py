@@ -7,47 +7,17 @@ reads BF16 tensors whole, and cannot map a tensor that is to be sliced.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import numpy as np
-
 from spmd_engine.errors import CheckpointError
 from spmd_engine.foreign import distinct, json_at, parse_json, reading
-from spmd_engine.formats.tensor import FileTensor, PlainTensor, dtype_named
+from spmd_engine.formats.safetensors_header import DTYPES, dtype_of
+from spmd_engine.formats.tensor import FileTensor, PlainTensor
 
-#: The names of dtypes in the format, and in NumPy or ml_dtypes. F8_E8M0 is never read: only its size counts.
-DTYPES = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
-    "U64": "uint64", "I64": "int64", "F16": "float16", "F32": "float32", "F64": "float64", "C64": "complex64",
-    "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "uint8",
-}  # fmt: skip
 WEIGHTS = ("F64", "F32", "F16", "BF16")  #: dtypes of weights
 LARGEST_HEADER = 100_000_000  #: bytes; the limit of the format's library
-
-
-def dtype_of(name: str) -> np.dtype:
-    """The dtype with this name in the format."""
-    return dtype_named(DTYPES[name])
-
-
-def header(tensors: Sequence[tuple[str, str, Sequence[int]]], facts: Mapping[str, str]) -> tuple[bytes, list[int]]:
-    """The header of a file with these names, dtypes and shapes, in the order of the file.
-
-    Also returns the first byte of each tensor in the file, and the file's size.
-    """
-    content: dict[str, object] = {"__metadata__": dict(facts)}
-    ends = [0]
-    for name, dtype, shape in tensors:
-        ends.append(ends[-1] + prod(shape) * dtype_of(dtype).itemsize)
-        content[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": ends[-2:]}
-    text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
-    head = len(text).to_bytes(8, "little") + text
-    return head, [len(head) + end for end in ends]
 
 
 def read_safetensors(path: str | Path) -> dict[str, PlainTensor]:

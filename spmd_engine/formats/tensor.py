@@ -11,6 +11,7 @@ import numpy as np
 
 from spmd_engine.errors import CheckpointError
 from spmd_engine.foreign import reading
+from spmd_engine.formats.safetensors_header import dtype_named
 
 Index = Sequence[slice | int]
 
@@ -73,16 +74,6 @@ class PlainTensor(FileTensor):
     def check_weights(self) -> None:
         if self.numpy not in ("float64", "float32", "float16", "bfloat16"):
             raise CheckpointError(f"{self.path}: {self.name} is of dtype {self.dtype}; no weights are read of that")
-
-
-def dtype_named(name: str) -> np.dtype:
-    """The dtype of a name in NumPy or in ml_dtypes, which is imported only for its own names, as that is slow."""
-    try:
-        return np.dtype(name)
-    except TypeError:
-        import ml_dtypes
-
-        return np.dtype(getattr(ml_dtypes, name))
 
 
 # --- Arrays that can be mapped instead of read

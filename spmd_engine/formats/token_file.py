@@ -21,7 +21,8 @@ import numpy as np
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.foreign import parse_json, reading
-from spmd_engine.formats.safetensors_file import dtype_of, header, read_header, tensors_of
+from spmd_engine.formats.safetensors_file import read_header, tensors_of
+from spmd_engine.formats.safetensors_header import dtype_of, header
 from spmd_engine.formats.tensor import MappedArray
 
 FORMAT = "spmd_engine tokens 1"

@@ -135,13 +135,18 @@ def batches_for_model(
     classes = last[model.outputs.split()[-1]] if model.targets != model.outputs else 0  # 0: targets are numbers
 
     def batch(engine: ShardedEngine, step: int) -> Batch:
-        generator = np.random.default_rng([seed, step])
+        generator = _generator(seed, step)
         x = generator.integers(0, model.vocabulary, inputs) if model.vocabulary else generator.standard_normal(inputs)
         y = generator.integers(0, classes, targets) if classes else generator.standard_normal(targets)
         x, y = (array.astype(dtype) if array.dtype.kind == "f" else array for array in (x, y))
         return batch_of(x, y, engine, micro_batches, step)
 
     return batch
+
+
+def _generator(seed: int, *numbers: int) -> np.random.Generator:
+    """A generator for these numbers; seeds below 0 are as valid as in training."""
+    return np.random.default_rng([seed % (1 << 64), *numbers])
 
 
 def batches_of_shape(
@@ -178,13 +183,13 @@ def batches_of_shape(
         return outputs.shape[:-1] if classes else outputs.shape, dtype.name
 
     def inputs(step: int, dtype: Any) -> np.ndarray:
-        generator = np.random.default_rng([seed, step])
+        generator = _generator(seed, step)
         return generator.standard_normal(shape).astype(dtype) if below is None else generator.integers(0, below, shape)
 
     target_shape, dtype = from_first(engine.group(), on_rank_zero(engine.group(), find_shape))
 
     def batch(engine: ShardedEngine, step: int) -> Batch:
-        generator = np.random.default_rng([seed, step, 1])
+        generator = _generator(seed, step, 1)
         if classes:
             targets = generator.integers(0, classes, target_shape)
         else:

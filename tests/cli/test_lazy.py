@@ -30,6 +30,12 @@ def test_a_rank_that_trains_loads_no_other_command():
         "spmd_engine.layers.moe.moe",
         "spmd_engine.layers.convolution",
     )
-    others += "spmd_engine.formats", "spmd_engine.training.data.token_data", "spmd_engine.strategies.page", "shutil"
+    others += (
+        "spmd_engine.formats.safetensors_file",
+        "spmd_engine.formats.tensor",
+        "spmd_engine.training.data.token_data",
+        "spmd_engine.strategies.page",
+        "shutil",
+    )
     others += "spmd_engine.checkpoints.read", "spmd_engine.checkpoints.hf.weights", "spmd_engine.models.hf"
     assert not [name for name in loaded if name.startswith(others)]

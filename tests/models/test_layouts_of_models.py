@@ -106,7 +106,7 @@ def test_equal_numbers_of_heads_change_nothing():
 
 @pytest.mark.parametrize("key_value_heads", [0, 4, 12])
 def test_heads_that_cannot_be_shared_are_an_error(key_value_heads):
-    with pytest.raises(UsageError, match="gpt: (6 heads cannot share|key_value_heads is 0)"):
+    with pytest.raises(UsageError, match="gpt: 6 heads cannot share|key_value_heads is 0"):
         model_of(6, key_value_heads)
 
 

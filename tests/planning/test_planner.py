@@ -146,6 +146,14 @@ def test_invalid_requests_are_errors(changes, message):
         replace(request_for(), **changes)
 
 
+def test_fixed_options_hold_in_every_candidate():
+    """Also those that some meshes cannot have: sequence parallelism on one rank, two stages on one."""
+    with pytest.raises(UsageError, match="and the fixed options"):
+        find_plan(replace(request_for(), ranks=[1], fixed={"sequence_parallel": True}))
+    found = find_plan(replace(request_for(), fixed={"stages": (0, 4)})).plan.candidate
+    assert found.mesh == {"pipe": 2} and found.stages == (0, 4)
+
+
 def test_plan_from_python_evaluates_a_given_mesh():
     result = spmd_engine.plan("mlp", mesh={"data": 2}, machine="cpu", memory="1KiB")
     assert result.plan is None and "memory at most 1.00 KiB" in result.why_not

@@ -9,7 +9,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.errors import CheckpointError
-from spmd_engine.formats.safetensors_file import DTYPES
+from spmd_engine.formats.safetensors_header import DTYPES
 from spmd_engine.sharding.rectangles import Rectangle
 
 #: The names of dtypes in files, by their names in NumPy and ml_dtypes.

@@ -21,7 +21,7 @@ import numpy as np
 
 from spmd_engine.errors import CheckpointError
 from spmd_engine.foreign import parse_json, reading
-from spmd_engine.formats.safetensors_file import DTYPES, dtype_of
+from spmd_engine.formats.safetensors_header import DTYPES, dtype_of
 from spmd_engine.sharding.rectangles import Rectangle
 
 FORMAT, VERSION = "spmd_engine checkpoint", 1

@@ -25,7 +25,7 @@ import numpy as np
 from spmd_engine.arrays.backend import Array
 from spmd_engine.checkpoints.format.blocks import IN_CACHE, dtype_name, host_array, is_finite
 from spmd_engine.errors import CheckpointError
-from spmd_engine.formats.safetensors_file import header
+from spmd_engine.formats.safetensors_header import header
 
 WRITERS = 3  #: threads of a rank: one waits for the disk while two hash, because one is slower than many disks
 AT_ONCE = 16  #: blocks in memory that are not yet written

@@ -20,7 +20,7 @@ from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.shared_memory.cores import cores_here
 from spmd_engine.errors import CheckpointError
-from spmd_engine.formats.safetensors_file import dtype_of, header
+from spmd_engine.formats.safetensors_header import dtype_of, header
 from spmd_engine.sharding.rectangles import Rectangle
 
 WRITERS = 4  #: threads of a rank, if it has so many cores

@@ -252,13 +252,19 @@ def _candidates_on(space: SearchSpace, axes: Mapping[str, int], batch_size: int)
     parallel = [False]
     if "s" in model.inputs.split() and any(axes.get(axis, 1) > 1 for axis in TENSOR):
         parallel = [space.sequence_parallel] if space.sequence_parallel is not None else [False, True]
+    elif space.sequence_parallel:
+        return
     attends = any(layer.attends for _, layer in model.layers)
     blocks = any("/" in name for name, _ in model.layers)
     recompute = [space.recompute] if space.recompute else ["none"] + ["attention"] * attends + ["block"] * blocks
     for m in micro:
         if batch_size // m < shards:
             continue
-        schedules = _schedules(space, pipe, m, len(model.layers))
+        schedules = [
+            (schedule, chunks)
+            for schedule, chunks in _schedules(space, pipe, m, len(model.layers))
+            if space.stages is None or len(space.stages) == pipe * chunks  # they are the first layers of all chunks
+        ]
         for (schedule, chunks), zero, sequence, recomputed in product(schedules, zeros, parallel, recompute):
             yield Candidate(
                 tuple(axes.items()),
