@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from spmd_engine.planning.search.plan_evaluation import shares
+from spmd_engine.planning.search.placement import shares
 
 GROUPS = Path("/sys/fs/cgroup")
 PERIOD = 20_000  #: period of a quota, in microseconds

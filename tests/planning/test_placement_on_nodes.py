@@ -6,18 +6,15 @@ from math import inf
 import numpy as np
 import pytest
 
-from script_module import script
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.search.plan_evaluation import shares
-
-placement = script("placement")
+from spmd_engine.planning.search.placement import Tasks, annealed, assigned, evolved, exact, shares
 
 
 def drawn(seed, tasks=8, nodes=3, **constraints):
     rng = np.random.default_rng(seed)
     way = rng.random((nodes, nodes)) * 0.05
     np.fill_diagonal(way, 0.0)
-    return placement.Tasks(
+    return Tasks(
         rng.random((tasks, nodes)) + 0.2,
         rng.random(tasks),
         rng.random((tasks, tasks)) * (rng.random((tasks, tasks)) < 0.4),
@@ -27,16 +24,16 @@ def drawn(seed, tasks=8, nodes=3, **constraints):
     )
 
 
-@pytest.mark.parametrize("search", [placement.annealed, placement.evolved])
+@pytest.mark.parametrize("search", [annealed, evolved])
 @pytest.mark.parametrize("seed", range(3))
 def test_within_one_percent_of_the_exact_optimum(search, seed):
     tasks = drawn(seed, tasks=7)
     found = search(tasks)
     assert tasks.fits(found)
-    assert tasks.cost(found) <= 1.01 * tasks.cost(placement.exact(tasks))
+    assert tasks.cost(found) <= 1.01 * tasks.cost(exact(tasks))
 
 
-@pytest.mark.parametrize("search", [placement.annealed, placement.evolved])
+@pytest.mark.parametrize("search", [annealed, evolved])
 def test_together_apart_pinned_and_capacity_are_kept(search):
     tasks = drawn(5, together=[(0, 1)], apart=[(2, 3, 4)], pinned={5: 2}, most=4)
     found = search(tasks)
@@ -48,13 +45,13 @@ def test_together_apart_pinned_and_capacity_are_kept(search):
 
 def test_what_cannot_be_placed_is_an_error():
     with pytest.raises(UsageError, match="no placement of 8 tasks"):
-        placement.annealed(drawn(1, most=2))
+        annealed(drawn(1, most=2))
 
 
 def test_an_assignment_is_the_best_of_all_permutations():
     pytest.importorskip("scipy")
     cost = np.random.default_rng(2).random((5, 5))
-    found = placement.assigned(cost)
+    found = assigned(cost)
     best = min(permutations(range(5)), key=lambda order: sum(cost[t, n] for t, n in enumerate(order)))
     assert found == best
 

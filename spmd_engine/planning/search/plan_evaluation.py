@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heapreplace
 from math import gcd, inf
 from statistics import fmean
 from typing import Any
@@ -13,12 +12,12 @@ import numpy as np
 
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import STATE, WORK, Shares, shares_text
-from spmd_engine.errors import UsageError
 from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.dry_run.rank_classes import slot_table_bytes
 from spmd_engine.planning.dry_run.step_analysis import RankStep, StepAnalysis, position_of
 from spmd_engine.planning.machine.machine import Machine
+from spmd_engine.planning.search.placement import shares
 from spmd_engine.planning.search.search_space import PIPE, Candidate
 from spmd_engine.planning.simulator.simulation import Prediction, simulate
 
@@ -199,26 +198,6 @@ def state_shares(
         if max(least) > ALIKE * min(least):
             by_axis[axis] = _divide_by_gcd(shares(least, STATE_PARTS * size))
     return _format_uneven(by_axis)
-
-
-def shares(speeds: Sequence[float], whole: int) -> tuple[int, ...]:
-    """Weights by speed, as layouts take them (``"b/data:3:1"``): ``whole`` parts, divided such that the last rank
-    ends soonest. Parts that are left after rounding down go to fast ranks.
-
-    >>> shares([0.8, 0.4], 12), shares([8, 1], 16)
-    ((8, 4), (15, 1))
-    """
-    total = sum(speeds)
-    if not total or min(speeds) < 0:
-        raise UsageError(f"speeds {tuple(speeds)}: they must be at least 0, and one above 0")
-    parts = [int(whole * speed / total) for speed in speeds]
-    ends = [((parts[rank] + 1) / speed, rank) for rank, speed in enumerate(speeds) if speed]  # with one part more
-    heapify(ends)
-    for _ in range(whole - sum(parts)):
-        _, rank = ends[0]
-        parts[rank] += 1
-        heapreplace(ends, ((parts[rank] + 1) / speeds[rank], rank))
-    return tuple(parts)
 
 
 def _ensure_one(numbers: Sequence[int]) -> tuple[int, ...]:

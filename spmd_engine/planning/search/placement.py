@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
 from itertools import product
 from math import exp
 from random import Random
@@ -99,7 +100,7 @@ def assigned(cost: np.ndarray) -> Places:
     try:
         from scipy.optimize import linear_sum_assignment
     except ImportError:
-        raise UsageError("an assignment needs SciPy: pip install scipy") from None
+        raise UsageError("an assignment needs SciPy: pip install 'spmd_engine[planning]'") from None
     if cost.shape[0] > cost.shape[1]:
         raise UsageError(f"{cost.shape[0]} tasks on {cost.shape[1]} nodes, one per node: there are too few nodes")
     return tuple(int(node) for node in linear_sum_assignment(cost)[1])
@@ -250,3 +251,23 @@ def _require_fitting(places: Places | None, tasks: Tasks) -> Places:
             f"they need {need:g} bytes of {room:g}"
         )
     return places
+
+
+def shares(speeds: Sequence[float], whole: int) -> tuple[int, ...]:
+    """Weights by speed, as layouts take them (``"b/data:3:1"``): ``whole`` parts, divided such that the last rank
+    ends soonest. Parts that are left after rounding down go to fast ranks.
+
+    >>> shares([0.8, 0.4], 12), shares([8, 1], 16)
+    ((8, 4), (15, 1))
+    """
+    total = sum(speeds)
+    if not total or min(speeds) < 0:
+        raise UsageError(f"speeds {tuple(speeds)}: they must be at least 0, and one above 0")
+    parts = [int(whole * speed / total) for speed in speeds]
+    ends = [((parts[rank] + 1) / speed, rank) for rank, speed in enumerate(speeds) if speed]  # with one part more
+    heapify(ends)
+    for _ in range(whole - sum(parts)):
+        _, rank = ends[0]
+        parts[rank] += 1
+        heapreplace(ends, ((parts[rank] + 1) / speeds[rank], rank))
+    return tuple(parts)
