@@ -8,9 +8,9 @@ from typing import Any
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import bernoulli, key_of
+from spmd_engine.comm.pending import UNDER_WAY, Deferred, then, wait_for
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.contract import check_declarations
-from spmd_engine.layers.deferred import UNDER_WAY, Deferred, then, wait_for
 from spmd_engine.layers.layer import Extra, Layer, Parameters
 from spmd_engine.layers.linear import Linear
 from spmd_engine.sharding.shards import Shards
