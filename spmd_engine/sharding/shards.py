@@ -133,20 +133,17 @@ class Shards:
         *,
         over: str,
         received: Sequence[int] | None = None,
-        out: Array | None = None,
     ) -> tuple[Array, list[int]]:
         """Send rows of ``x`` to the ranks along the axes of the letter ``over``: ``splits[i]`` rows to the i-th rank.
 
-        Returns the received rows, in rank order (in ``out``, if there is one), and the number of rows from each rank:
-        the ``splits`` of the backward. A caller that has these numbers passes them (``received``), which saves their
-        exchange; they must be right. Any number may be 0. Where the letter is whole, all rows stay on their rank.
+        Returns the received rows, in rank order, and the number of rows from each rank: the ``splits`` of the
+        backward. A caller that has these numbers passes them (``received``), which saves their exchange; they must be
+        right. Any number may be 0. Where the letter is whole, all rows stay on their rank.
         """
         group = self.group_of(over)
         if group is None:
-            if out is not None:
-                out[...] = x
-            return x if out is None else out, list(splits)
-        return group.all_to_all(x, splits=splits, received=received, out=out, label=self.label)
+            return x, list(splits)
+        return group.all_to_all(x, splits=splits, received=received, label=self.label)
 
     def start_all_to_all(
         self, x: Array, splits: Sequence[int], *, over: str, received: Sequence[int] | None = None
