@@ -65,11 +65,15 @@ class Watchdog:
         self._sent_at, self._heard = -FRESH, list[State]()
         activity.explain = self.explain
         self._thread = threading.Thread(target=self._run, name="spmd_engine watchdog", daemon=True)
+        self._start()
+
+    def _start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
         self._ends.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def _run(self) -> None:
         while True:
@@ -86,8 +90,7 @@ class Watchdog:
 
     def explain(self) -> str:
         """The activity of the ranks for which others wait, by this node's records and other nodes' states."""
-        states = [record.state(condition_of(record.process)) for record in self._records]
-        hang = look_at([*states, *self._heard], self._size)
+        hang = look_at([*self._states(), *self._heard], self._size)
         return hang.why if hang else ""
 
     @property
@@ -97,8 +100,12 @@ class Watchdog:
         lower = [record for record in self._records if record.rank < self._rank]
         return not any(now - record.beat < 1e9 * ALIVE for record in lower)
 
+    def _states(self) -> list[State]:
+        """The states of this watchdog's ranks."""
+        return [record.state(condition_of(record.process)) for record in self._records]
+
     def _check_for_hang(self, heard: Sequence[State]) -> None:
-        states = [record.state(condition_of(record.process)) for record in self._records]
+        states = self._states()
         if self._elsewhere:
             now = time.monotonic()
             if now - self._sent_at > FRESH:
@@ -126,39 +133,28 @@ class Watchdog:
         return lasted <= 0 or longest > AGAIN * lasted
 
 
-def watch_threads(ranks: Sequence[Activity], threads: Callable[[], Mapping[int, int]]) -> Callable[[], None]:
-    """Watch ranks that are threads (numbers by rank) once one waits for long; returns a function that stops it."""
-    ends, started = threading.Event(), threading.Lock()
-    reported = [0.0, 0.0]  # when, and how long the hang had lasted
-    records = [Record(rank, activity.memory) for rank, activity in enumerate(ranks)]
+class ThreadWatchdog(Watchdog):
+    """Watches ranks that are threads of this process; it starts when one of them waits for long."""
 
-    def look() -> list[State]:
-        frames, thread_of = frames_of_others(), threads()
-        return [record.state(stack=stack_of(frames.get(thread_of.get(record.rank, 0)))) for record in records]
+    def __init__(self, ranks: Sequence[Activity], threads: Callable[[], Mapping[int, int]]) -> None:
+        """``threads`` returns the numbers of the threads by rank."""
+        self._threads, self._started = threads, threading.Lock()
+        super().__init__(
+            ranks[0], [Record(rank, activity.memory) for rank, activity in enumerate(ranks)], 0, len(ranks)
+        )
+        for activity in ranks:
+            activity.on_long_wait, activity.explain = self._start_once, self.explain
 
-    def explain() -> str:
-        hang = look_at(look(), len(records))
-        return hang.why if hang else ""
+    def _start(self) -> None:
+        """See ``_start_once``."""
 
-    def run() -> None:
-        while not ends.wait(PERIOD):
-            if not any(record.is_overdue for record in records):
-                continue
-            states = look()
-            longest = max((state.wait.seconds for state in states if state.wait), default=0.0)
-            lasts_on = longest > time.monotonic() - reported[0]
-            hang = look_at(states, len(records))
-            if hang and not (lasts_on and longest < AGAIN * reported[1]):
-                reported[:] = time.monotonic(), longest
-                report_hang(hang, states, ranks[0].folder)
+    def _start_once(self) -> None:
+        if self._started.acquire(blocking=False):
+            super()._start()
 
-    def begin() -> None:
-        if started.acquire(blocking=False):
-            threading.Thread(target=run, name="spmd_engine watchdog", daemon=True).start()
-
-    for activity in ranks:
-        activity.on_long_wait, activity.explain = begin, explain
-    return ends.set
+    def _states(self) -> list[State]:
+        frames, thread_of = frames_of_others(), self._threads()
+        return [record.state(stack=stack_of(frames.get(thread_of.get(record.rank, 0)))) for record in self._records]
 
 
 def report_hang(hang: Hang, states: Sequence[State], folder: Path | None) -> None:
