@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -211,7 +211,7 @@ class Residual(Branch):
             under_way.finish()  # the norm has waited for it already: add dy now and free it
 
 
-class Parallel(Layer):
+class Parallel(Residual):
     """y[b s d] = x + dropout(Σ_i branch_i(z)), with z = norm(x), or x without a ``norm``
 
     All branches have the same input (Wang and Komatsuzaki, "GPT-J-6B", 2021). The names of parameters begin with that
@@ -222,11 +222,10 @@ class Parallel(Layer):
     def __init__(self, *branches: tuple[str, Layer], norm: Layer | None = None, dropout: float = 0.0) -> None:
         if any(branch.side_outputs for _, branch in branches):
             raise UsageError("a Parallel passes no side outputs on")
-        self.branches, self.norm, self.dropout = branches, norm, Dropout(dropout)
-        self.attends = any(branch.attends for _, branch in branches)
+        super().__init__(norm, _Sum(branches), dropout)
+        self.branches, self.norm = branches, norm
         named_layers = [*branches, *([("norm", norm)] if norm is not None else [])]
         self.parameters, self.buffers, self.sizes, _ = joined(named_layers)
-        self.may_cut = "".join(dict.fromkeys("".join(branch.may_cut for _, branch in branches)))
 
     @property
     def side_by_side(self):
@@ -237,47 +236,44 @@ class Parallel(Layer):
         norm = None if self.norm is None else do(self.norm)
         return Parallel(*((name, do(branch)) for name, branch in self.branches), norm=norm, dropout=self.dropout.rate)
 
+
+class _Sum(Layer):
+    """y[b s d] = Σ_i branch_i(x); the names of parameters begin with that of their branch"""
+
+    def __init__(self, branches: Sequence[tuple[str, Layer]]) -> None:
+        self.branches = branches
+        self.attends = any(branch.attends for _, branch in branches)
+        self.parameters, self.buffers, self.sizes, _ = joined(branches)
+        self.may_cut = "".join(dict.fromkeys("".join(branch.may_cut for _, branch in branches)))
+
     def cost(self, length):
         return sum(branch.cost(length) for _, branch in self.branches)
 
     def forward(self, sh, p, x, ctx):
-        z, from_norm = (x, None) if self.norm is None else self.norm.forward(sh, p.get("norm", {}), x, ctx)
         total, saved = None, []
         for name, branch in self.branches:
-            y, branch_saved = branch.forward(sh, p[name], z, ctx)
+            y, branch_saved = branch.forward(sh, p[name], x, ctx)
             total = y if total is None else _plus(total, y)
             saved.append(branch_saved)
-        total, mask = self.dropout.forward(sh, total, ctx)
-        return x + total, (from_norm, saved, mask)
+        return total, saved
 
     def backward_input(self, sh, p, saved, dy):
-        from_norm, saved, mask = saved
-        dbranch = self.dropout.backward(mask, dy)
-        parts, rests, norm_rest = [], [], []
+        parts, rests = [], []
         for (name, branch), branch_saved in zip(self.branches, saved, strict=True):
-            part, rest = branch.backward_input(sh, p[name], branch_saved, dbranch)
+            part, rest = branch.backward_input(sh, p[name], branch_saved, dy)
             parts.append(part)
             rests.append(rest)
 
         def together(dx):
             for part in parts[:-1]:
                 dx = _plus(dx, wait_for(part))
-            if self.norm is not None:
-                dx, rest = self.norm.backward_input(sh, p.get("norm", {}), from_norm, dx)
-                norm_rest.append(rest)
-            return _plus(dx, dy)
+            return dx
 
-        dx = then(parts[-1], together)
-        return dx, (rests, norm_rest, dx if isinstance(dx, Deferred) else None)
+        return then(parts[-1], together), rests
 
-    def backward_weight(self, sh, rest, g):
-        rests, norm_rest, under_way = rest
-        for (name, branch), branch_rest in zip(self.branches, rests, strict=True):
-            branch.backward_weight(sh, branch_rest, g[name])
-        if under_way is not None:
-            under_way.finish()
-        if self.norm is not None:
-            self.norm.backward_weight(sh, norm_rest[0], g["norm"])
+    def backward_weight(self, sh, rests, g):
+        for (name, branch), rest in zip(self.branches, rests, strict=True):
+            branch.backward_weight(sh, rest, g[name])
 
 
 def _plus(x, y):
