@@ -15,12 +15,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from spmd_engine.errors import UsageError
 from spmd_engine.files import open_regular
 from spmd_engine.runtime.activity import Activity, Record, State, frames_of_others, stack_of, stacks_here
 from spmd_engine.runtime.hang_report import Hang, look_at
+
+if TYPE_CHECKING:
+    from spmd_engine.runtime.other_nodes import OtherNodes
 
 PERIOD = 0.5  # seconds between checks
 FRESH = 10.0  # seconds after which nodes exchange their states again
@@ -32,22 +35,6 @@ FILE = "hang.txt"  #: in the folder of a run: the report, and all stacks
 logger = logging.getLogger(__name__)
 
 
-class RemoteStates(Protocol):
-    """The states of ranks on other nodes."""
-
-    def send_states(self, states: Sequence[State]) -> None:
-        """Send the states of this node's ranks to the other nodes."""
-
-    def heard(self) -> list[State]:
-        """The latest states of the ranks of other nodes."""
-        ...
-
-    @property
-    def reported(self) -> float:
-        """When another node last reported a hang, by this process's ``time.monotonic``; 0 if never."""
-        ...
-
-
 class Watchdog:
     """Watches the ranks of a node from one of them: ``activity`` is its own record, ``records`` are all records."""
 
@@ -57,7 +44,7 @@ class Watchdog:
         records: Sequence[Record],
         rank: int,
         size: int,
-        elsewhere: RemoteStates | None = None,
+        elsewhere: OtherNodes | None = None,
     ) -> None:
         self._activity, self._records, self._rank, self._size = activity, list(records), rank, size
         self._elsewhere = elsewhere
