@@ -41,19 +41,6 @@ __all__ = [
     "world",
 ]
 
-_PUBLIC = {
-    "checkpoints": ("load_checkpoint", "load_pretrained", "save_checkpoint"),
-    "comm": ("Ledger", "Mesh", "run_threads", "world"),
-    "engine": ("LayeredEngine", "ParallelConfig", "ShardedEngine", "as_distributed", "batch_of"),
-    "layers": (),
-    "losses": (),
-    "optim": (),
-    "planning": ("plan",),
-    "serving": ("generate",),
-    "training": ("ArrayData", "Run", "TrainConfig", "Trainer", "train"),
-    "verification": ("verify",),
-}
-
 #: A package is imported when one of its names is first used. So a command starts, and can be interrupted cleanly,
 #: before NumPy is loaded.
-__getattr__ = imported_when_asked(__name__, _PUBLIC)
+__getattr__ = imported_when_asked(__name__)

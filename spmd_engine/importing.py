@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from typing import Any
 
 
-def imported_when_asked(package: str, public: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package (PEP 562) for names in its modules; ``public`` lists the names by module."""
-    modules = {name: module for module, names in public.items() for name in names}
+def imported_when_asked(package: str) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package (PEP 562), which imports a name or a module when it is first used.
+
+    The names, and the modules that have them, are those that the package imports for type checkers, under
+    ``if TYPE_CHECKING``.
+    """
 
     def get(name: str) -> Any:
-        if name not in modules and name not in public:
+        module = None if name.startswith("__") else _modules_by_name(package).get(name)
+        if module is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = import_module(f"{package}.{modules.get(name, name)}")
-        value = getattr(module, name) if name in modules else module
+        value = import_module(f"{package}.{name}") if module == package else getattr(import_module(module), name)
         setattr(sys.modules[package], name, value)  # later uses do not call this function
         return value
 
     return get
+
+
+@cache
+def _modules_by_name(package: str) -> dict[str, str]:
+    """The module of each name that the source of a package imports from it; of its modules, the package itself."""
+    loader: Any = sys.modules[package].__loader__
+    nodes = [node for node in ast.walk(ast.parse(loader.get_source(package))) if isinstance(node, ast.ImportFrom)]
+    own = [(node.module, node.names) for node in nodes if node.module and node.module.startswith(package)]
+    modules = {module.removeprefix(f"{package}."): package for module, _ in own}
+    return modules | {alias.name: module for module, names in own for alias in names}
 
 
 @contextmanager

@@ -7,8 +7,8 @@ import numpy as np
 
 from numerics import frozen, normals
 from spmd_engine import Mesh, run_threads
+from spmd_engine.comm.pending import wait_for
 from spmd_engine.layers import ForwardContext, GradientSums, Linear, Skip
-from spmd_engine.layers.deferred import wait_for
 from spmd_engine.sharding import Layout, Shards
 
 BATCH, INPUTS, OUTPUTS = 4, 5, 7

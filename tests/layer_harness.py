@@ -13,6 +13,7 @@ import pytest
 from numerics import frozen, normals
 from parts import joined
 from spmd_engine import Mesh, run_threads
+from spmd_engine.comm.pending import wait_for
 from spmd_engine.layers import (
     MLP,
     Attention,
@@ -29,7 +30,6 @@ from spmd_engine.layers import (
     Rotary,
     RotaryOptions,
 )
-from spmd_engine.layers.deferred import wait_for
 from spmd_engine.sharding import Layout, Shards
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 3, 7, 6, 13

@@ -1,5 +1,6 @@
 """The public names: importable from the package after every module, and all that the documentation imports."""
 
+import ast
 import importlib
 import pkgutil
 import re
@@ -25,16 +26,24 @@ def test_public_names_are_what_they_are_after_every_module_is_imported():
         assert is_module or callable(getattr(spmd_engine, name)), name
 
 
-@pytest.mark.parametrize("package", ["", ".checkpoints", ".engine", ".layers", ".sharding", ".training"])
+LAZY = ["", ".checkpoints", ".engine", ".formats", ".layers", ".planning", ".sharding", ".strategies", ".training"]
+
+
+@pytest.mark.parametrize("package", LAZY)
 def test_lazy_names_are_those_that_type_checkers_see(package):
-    """A package's table of names by module agrees with its imports under TYPE_CHECKING."""
+    """A package exports what it imports under TYPE_CHECKING, where its __getattr__ finds the modules of names."""
     module = importlib.import_module(f"spmd_engine{package}")
     for name in module.__all__:
         assert getattr(module, name) is not None
-    text = Path(module.__file__).read_text()
-    block = text[text.index("if TYPE_CHECKING:") : text.index("__all__")]
-    imported = {name.strip() for _, names in IMPORT.findall(block) for name in names.split(",")}
-    assert imported >= set(module.__all__)
+    tree = ast.parse(Path(module.__file__).read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert {alias.name for line in imports for alias in line.names} >= set(module.__all__)
+
+
+def test_a_package_has_its_modules_as_attributes_and_no_others():
+    assert spmd_engine.checkpoints.load_checkpoint is spmd_engine.load_checkpoint
+    for name in ("nothing", "typing", "numpy"):
+        assert not hasattr(spmd_engine, name), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -14,11 +14,11 @@ from math import prod
 from other_systems.description import PARTS, RECOMPUTED, System, SystemWork, Transformer
 from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.meter import meter
+from spmd_engine.comm.pending import then, wait_for
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Parameter
 from spmd_engine.layers.declarations import Activation
-from spmd_engine.layers.deferred import then, wait_for
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model
 

@@ -108,14 +108,6 @@ ELEMENTWISE = {
         turned_second = second * cosine + first * (way * sine);
         """,
     ),
-    "scale_rows": Elementwise(
-        "T x, T inverse, T scale", "T y, T normal", "const T n = x * inverse; normal = n; y = n * scale"
-    ),
-    "scale_rows_backward": Elementwise(
-        "T dy, T normal, T inverse, T scale, T projection, T share",
-        "T dx",
-        "dx = (dy * scale - normal * (share * projection)) * inverse",
-    ),
     "adamw": Elementwise(
         "T g, T fresh, T beta1, T weight, T beta2, T epsilon, T size, T kept",
         "T p, T mean, T square",
@@ -246,12 +238,12 @@ class CudaFunctions:
         rows = x.reshape(-1, x.shape[-1])
         inverse = self._xp.empty(rows.shape[0], rows.dtype)
         self._launch.root_mean_square(rows, epsilon, inverse, axis=1)
-        y, normal = self._launch.scale_rows(rows, inverse[:, None], scale)
+        y, normal = self._launch.normalize(rows, 0, inverse[:, None], scale, 0)
         return y.reshape(x.shape), normal.reshape(x.shape), inverse.reshape(x.shape[:-1])
 
     def rms_norm_backward(self, dy, normal, inverse, scale):
         by_rows, _, projection, share = self._sums_of_rows(dy, normal, inverse, scale)
-        return self._launch.scale_rows_backward(*by_rows, scale, projection, share).reshape(dy.shape)
+        return self._launch.normalize_backward(*by_rows, scale, 0, projection, share).reshape(dy.shape)
 
     def rms_norm_backward_scale(self, dy, normal):
         return self.layer_norm_backward_parameters(dy, normal)[0]

@@ -23,11 +23,4 @@ __all__ = [
     "save_checkpoint",
 ]
 
-_PUBLIC = {
-    "format.folder": ("CheckpointFolder", "find_checkpoint"),
-    "format.manifest": ("Manifest",),
-    "pretrained": ("load_pretrained", "open_pretrained"),
-    "read": ("Checkpoint", "load_checkpoint"),
-    "save": ("Save", "save_checkpoint"),
-}
-__getattr__ = imported_when_asked(__name__, _PUBLIC)
+__getattr__ = imported_when_asked(__name__)

@@ -34,13 +34,6 @@ class Offer(NamedTuple):
     result: Array | None = None  #: the result buffer, if the node's other ranks can read it
 
 
-class FastExchange(NamedTuple):
-    """What a blocking call needs to take place in one exchange, without a generator."""
-
-    table: SlotTable
-    signatures: Signatures  #: of all ranks in the last such call, expected again
-
-
 @dataclass
 class PreparedCall:
     """Everything about a call except the values of its array. A group keeps it for the next such call.
@@ -62,7 +55,7 @@ class PreparedCall:
     expected: Signatures = Signatures(())  # of the node's ranks in the last such call
     spins: bool = False  # whether a blocking call spins, and the array needs no cast
     inline: bool = False  # whether the last such call took Route.INLINE
-    fast: FastExchange | None = None  # None: a blocking call takes its ``steps``
+    fast: bool = False  # whether a blocking call is one exchange, without a generator; else it takes its ``steps``
     rank: int = 0  # in the group
     ranks: int = 1
     text: int = 0  # number of its description, see ``Activity.called``; 0: none yet
@@ -84,7 +77,7 @@ class PreparedCall:
         """Expect these signatures in the next such call. If they have changed, choose its route again."""
         if entries is not None and entries.signatures is not self.expected:
             self.expected = entries.signatures
-            self.inline, self.fast = False, None
+            self.inline = self.fast = False
 
     def transport(self, routing: Routing, number: int, agreed: Agreed, size: int) -> Transport | None:
         """The transport of an agreed call with ``size`` bytes of all ranks or of each; None if its data were inline.
@@ -93,10 +86,10 @@ class PreparedCall:
         """
         if self.inline and routing.one_node:  # as in the last call, which had the same signatures
             return None
-        transport, table = routing.transport(self.signature, number, agreed, size), routing.comm.table
+        transport = routing.transport(self.signature, number, agreed, size)
         self.inline = transport is None
-        fast = self.inline or (self.one_phase and isinstance(transport, SharedMemory))
-        self.fast = FastExchange(table, self.expected) if fast and self.spins and table is not None else None
+        one_exchange = self.inline or (self.one_phase and isinstance(transport, SharedMemory))
+        self.fast = one_exchange and self.spins
         return transport
 
     @property
@@ -119,12 +112,12 @@ class PreparedCall:
         sent = self.sent
         ledger.record(self.where, self.payload, sent if isinstance(sent, int) else sent(result), seconds)
 
-    def suits(self, x: Array | None, out: Array | None, fast: FastExchange) -> bool:
+    def suits(self, x: Array | None, out: Array | None, table: SlotTable) -> bool:
         """Whether a fast call can use ``x`` in place, and write to ``out``."""
-        if not (self.inline or x is None or self._is_readable(x, out, fast.table)):
+        if not (self.inline or x is None or self._is_readable(x, out, table)):
             return False
         return out is None or (
-            fast.signatures.same
+            self.expected.same
             and type(out) is np.ndarray
             and out.shape == self.shape
             and self.signature.concat_axis == 0

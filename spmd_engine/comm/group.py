@@ -24,7 +24,7 @@ from spmd_engine.comm.agreement.call_agreement import (
     room,
     text_of,
 )
-from spmd_engine.comm.calls import FastExchange, PreparedCall, copied
+from spmd_engine.comm.calls import PreparedCall, copied
 from spmd_engine.comm.collectives import PREPARE
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.dispatch import Routing
@@ -75,8 +75,9 @@ class Group:
         """Make the next call and return its result. ``arguments``: of ``PREPARE[operation]``, without the label."""
         key = _key(operation, x, arguments, label)
         call = self._prepared.get(key)
-        if call is not None and (fast := call.fast) is not None and call.suits(x, out, fast):
-            return self._run_fast(call, fast, x, out)
+        table = self._table
+        if call is not None and call.fast and table is not None and call.suits(x, out, table):
+            return self._run_fast(call, table, x, out)
         try:
             call, x = self._prepare(key, x, arguments, out)
         except UsageError as error:
@@ -159,13 +160,12 @@ class Group:
         if self.comm.node_table is not None:
             self.comm.node_table.set_phase(number, RELEASED)
 
-    def _run_fast(self, call: PreparedCall, fast: FastExchange, x: Array | None, out: Array | None) -> Any:
+    def _run_fast(self, call: PreparedCall, table: SlotTable, x: Array | None, out: Array | None) -> Any:
         """``_run`` in one exchange, without a generator: 7 us instead of 44 us for small arrays on 2 ranks.
 
         If the other ranks do not arrive soon, or make another call than expected, the call takes its usual ``steps``.
         """
-        began, comm = perf_counter(), self.comm
-        table, expected = fast
+        began, comm, expected = perf_counter(), self.comm, call.expected
         number, progress = comm.next_call(call.text), comm.progress
         with progress.lock:
             blocks = table.fast_exchange(number, expected, x, progress, comm.spin_tests)

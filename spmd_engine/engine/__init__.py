@@ -31,14 +31,4 @@ __all__ = [
     "make_batch",
 ]
 
-_PUBLIC = {
-    "base": ("ShardedEngine",),
-    "batch": ("Batch", "MicroBatch", "batch_of", "make_batch"),
-    "distributed": ("as_distributed",),
-    "layered": ("LayeredEngine",),
-    "optimizers": ("AdamW", "SGD"),
-    "parallel_config": ("ModelConfig", "ParallelConfig", "build_engine"),
-    "pipeline": ("Recompute",),
-    "state.assignment": ("ZeroConfig",),
-}
-__getattr__ = imported_when_asked(__name__, _PUBLIC)
+__getattr__ = imported_when_asked(__name__)

@@ -271,24 +271,21 @@ class ShardedEngine(Collectives, ABC):
         Ranks are those of ``group()``.
         Collective over the world: two all_gathers for all arrays together.
         """
-        return exchange_placements(self.group(), self._held_here(owned))
+        blocks = {name: (self.sharding(name), np.shape(block)) for name, block in self.parameters.items()}
+        self._known_shapes = exchange_shapes(self.group(), self.mesh, blocks)
+        try:
+            held = self._held_here(owned)
+        finally:
+            del self._known_shapes
+        return exchange_placements(self.group(), held)
 
     def _held_here(self, owned: bool) -> dict[str, tuple[np.dtype, Rectangle]]:
         """Dtypes and rectangles of the arrays that this rank holds. Collective if shapes are not known."""
-        self._known_shapes = self._ask_shapes()
-        try:
-            indices = {name: (self.owned_index if owned else self.index)(name) for name in self.names}
-        finally:
-            del self._known_shapes
+        indices = {name: (self.owned_index if owned else self.index)(name) for name in self.names}
         indices |= {name: self.buffer_index(name) for name in self.buffer_names if not owned}
         rectangles = {name: Rectangle.of(index) for name, index in indices.items() if index is not None}
         arrays = {**self.parameters, **self.buffers}
         return {name: (arrays[name].dtype, rectangle) for name, rectangle in rectangles.items()}
-
-    def _ask_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The whole shapes of parameters, from the blocks of all ranks. Collective over the world."""
-        blocks = {name: (self.sharding(name), np.shape(block)) for name, block in self.parameters.items()}
-        return exchange_shapes(self.group(), self.mesh, blocks)
 
     def gather(self, name: str, *, root: int | None = None) -> Array | None:
         """The whole parameter, on every rank or only on ``root``. Collective over the world.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,17 +16,8 @@ from spmd_engine.layers.contract import check_call, described
 from spmd_engine.layers.layer import Documents
 from spmd_engine.sharding.notation import Spec
 
-
-class CutsBatches(Protocol):
-    """How an engine shards batches over its mesh."""
-
-    def batch_span(self, samples: int) -> slice:
-        """This rank's part of ``samples`` samples."""
-        ...
-
-    def cut_rows(self, inputs: Array, targets: Array | None, *mask: Array) -> list[Array | None]:
-        """This rank's block of samples whose other dims are whole."""
-        ...
+if TYPE_CHECKING:
+    from spmd_engine.engine.base import ShardedEngine
 
 
 @dataclass(frozen=True)
@@ -63,7 +54,7 @@ def make_batch(
     load: Callable[[np.ndarray], Sequence[Array]],
     size: int,
     micro_batches: int,
-    engine: CutsBatches,
+    engine: ShardedEngine,
     *,
     step: int = 0,
     count: float | None = None,
@@ -112,7 +103,7 @@ def check_batch(size: int, micro_batches: int, inputs: Spec, mesh: MeshPosition)
             )
 
 
-def batch_of(inputs: Array, targets: Array, engine: CutsBatches, micro_batches: int = 1, step: int = 0) -> Batch:
+def batch_of(inputs: Array, targets: Array, engine: ShardedEngine, micro_batches: int = 1, step: int = 0) -> Batch:
     """A Batch from whole arrays that every rank has; each takes its part. Raises UsageError if inputs or targets are no
     arrays, or differ in their numbers of rows."""
     for name, array in (("inputs", inputs), ("targets", targets)):

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.comm.group import Group
-from spmd_engine.comm.pending import Pending
+from spmd_engine.comm.pending import Pending, wait_for
 from spmd_engine.engine.schedules import schedule as schedules
 from spmd_engine.engine.state.buffers_and_side_outputs import Extras
 from spmd_engine.engine.zero.reducer import Reducer
 from spmd_engine.engine.zero.unsharder import Unsharder
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.deferred import wait_for
 from spmd_engine.layers.layer import Extra, ForwardContext, Layer
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.shards import Shards

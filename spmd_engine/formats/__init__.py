@@ -10,8 +10,4 @@ if TYPE_CHECKING:
 
 __all__ = ["ImageFiles", "MappedArray", "image_files", "npz_names", "read_idx", "read_npz"]
 
-_PUBLIC = {
-    "array_files": ("ImageFiles", "image_files", "npz_names", "read_idx", "read_npz"),
-    "tensor": ("MappedArray",),
-}
-__getattr__ = imported_when_asked(__name__, _PUBLIC)
+__getattr__ = imported_when_asked(__name__)

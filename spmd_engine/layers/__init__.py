@@ -31,22 +31,4 @@ __all__ = [
     "context_method", "keep",
 ]  # fmt: skip
 
-_PUBLIC = {
-    "attention.attention": ("Attention",),
-    "attention.context": ("ContextMethod", "GatherKeys", "RingAttention", "Ulysses", "context_method"),
-    "attention.kv_cache": ("Cache",),
-    "attention.qk_norm_rope": ("Rotary", "RotaryOptions"),
-    "containers": ("Branch", "Chain", "Parallel", "Residual", "ResidualBlock", "Skip"),
-    "convolution": ("Conv2d",),
-    "declarations": ("Activation", "Buffer", "Parameter", "SideOutput"),
-    "embedding": ("Embedding", "Head", "Positions"),
-    "images": ("AveragePool", "Gather", "GlobalPool", "MaxPool", "Reshard", "Window"),
-    "layer": ("Extra", "ForwardContext", "GradientSums", "Layer"),
-    "linear": ("Linear", "ReLU"),
-    "mlp": ("GatedMLP", "MLP"),
-    "moe.dispatch": ("capacity_of", "keep"),
-    "moe.moe": ("MoE",),
-    "moe.routing": ("RouterOptions", "Tokens", "choose"),
-    "norm": ("BatchNorm", "GroupNorm", "LayerNorm", "RMSNorm"),
-}
-__getattr__ = imported_when_asked(__name__, _PUBLIC)
+__getattr__ = imported_when_asked(__name__)

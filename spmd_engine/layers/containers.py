@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import bernoulli, key_of
+from spmd_engine.comm.pending import UNDER_WAY, Deferred, then, wait_for
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.contract import check_declarations
-from spmd_engine.layers.deferred import UNDER_WAY, Deferred, then, wait_for
 from spmd_engine.layers.layer import Extra, Layer, Parameters
 from spmd_engine.layers.linear import Linear
 from spmd_engine.sharding.shards import Shards
@@ -49,7 +49,8 @@ class Chain(Layer):
     While an input gradient is under way, the weight gradients of later layers are computed.
 
     Raises UsageError if the output letters of a layer differ from the input letters of the next, and for side outputs
-    and tied parameters, which are not passed on.
+    and tied parameters, which are not passed on. (Subclasses may have one layer with side outputs. Its name is "", and
+    its parameters, buffers and side outputs keep their names.)
     """
 
     def __init__(self, *layers: tuple[str, Layer]) -> None:
@@ -66,21 +67,20 @@ class Chain(Layer):
         return sum(layer.cost(length) for _, layer in self.layers)
 
     def forward(self, sh, p, x, ctx):
-        saved, updates, decided = [], {}, {}
+        saved, extras = [], {}
         for name, layer in self.layers:
             earlier = replace(ctx, decided=ctx.decided[name]) if ctx.decided and name in ctx.decided else ctx
-            x, layer_saved, *extra = layer.forward(sh, p.get(name, {}), x, earlier)
+            x, layer_saved, *extra = layer.forward(sh, _within(p, name), x, earlier)
             saved.append(layer_saved)
-            for result in extra:
-                updates |= {f"{name}/{buffer}": update for buffer, update in result.updates.items()}
-                decided |= {} if result.decided is None else {name: result.decided}
-        return x, saved, Extra(updates, decided=decided or None)
+            if extra:
+                extras[name] = extra[0]
+        return x, saved, *([_joined_extra(extras)] if extras else [])
 
-    def backward_input(self, sh, p, saved, dy):
+    def backward_input(self, sh, p, saved, dy, *side):
         steps = []
         for name, layer in reversed(self.layers):
             step = _BackwardStep(name, layer, saved.pop())
-            dy = step.start(sh, p.get(name, {}), dy)
+            dy = step.start(sh, _within(p, name), dy, *side if layer.side_outputs else ())
             steps.append(step)
         return dy, steps
 
@@ -88,7 +88,25 @@ class Chain(Layer):
         while steps:
             step = steps.pop(0)
             step.finish()
-            step.layer.backward_weight(sh, step.rest, g[step.name])
+            step.layer.backward_weight(sh, step.rest, g[step.name] if step.name else g)
+
+
+def _full_name(layer: str, key: str) -> str:
+    """The name in a chain of a parameter or buffer of one of its layers."""
+    return f"{layer}/{key}" if layer else key
+
+
+def _within(p: Parameters, name: str) -> Any:
+    """The arrays of the layer with this name; all of them for the name ""."""
+    return p.get(name, {}) if name else p
+
+
+def _joined_extra(extras: Mapping[str, Extra]) -> Extra:
+    """What layers returned, by their names, as returned by all of them together."""
+    updates = {_full_name(name, key): x for name, extra in extras.items() for key, x in extra.updates.items()}
+    outputs = {key: x for extra in extras.values() for key, x in extra.outputs.items()}
+    decided = {name: extra.decided for name, extra in extras.items() if extra.decided is not None}
+    return Extra(updates, outputs, decided or None)
 
 
 class _BackwardStep:
@@ -98,12 +116,12 @@ class _BackwardStep:
         self.name, self.layer, self.rest, self._saved = name, layer, None, saved
         self._under_way: Deferred | None = None
 
-    def start(self, sh: Shards, p: Parameters, dy: Array | Deferred) -> Array | Deferred:
+    def start(self, sh: Shards, p: Parameters, dy: Array | Deferred, *side: Mapping[str, float]) -> Array | Deferred:
         """The layer's input gradient; deferred if ``dy`` is under way."""
 
         def back(dy: Array) -> Array | Deferred:
             saved, self._saved = self._saved, None
-            dx, self.rest = self.layer.backward_input(sh, p, saved, dy)
+            dx, self.rest = self.layer.backward_input(sh, p, saved, dy, *side)
             return dx
 
         dx = then(dy, back)
@@ -136,7 +154,7 @@ def joined(layers: Iterable[tuple[str, Layer]]) -> tuple[Mapping[str, Any], Mapp
 # --- Branches of the residual stream: inner(norm(x)), perhaps normalized and scaled, is added to the stream
 
 
-class Branch(Layer):
+class Branch(Chain):
     """y[b s d] = scale · after(inner(norm(x[b s d]))); both norms are optional
 
     The inner layer's parameters, buffers and side outputs keep their names; the names of the norms' parameters begin
@@ -145,60 +163,25 @@ class Branch(Layer):
 
     def __init__(self, norm: Layer | None, inner: Layer, *, after: Layer | None = None, scale: float = 1.0):
         check_declarations(inner)
-        self.norm, self.inner, self.after, self.scale = norm, inner, after, scale
+        self.inner, self.scale = inner, scale
+        layers = ("norm", norm), ("", inner), ("norm_after", after)
+        self.layers = tuple((name, layer) for name, layer in layers if layer is not None)
         self.may_cut, self.across, self.attends = inner.may_cut, inner.across, inner.attends
         self.sizes, self.parameters = {}, {}
-        if norm is not None:
-            self.sizes |= norm.sizes
-            self.parameters |= {f"norm/{name}": parameter for name, parameter in norm.parameters.items()}
-        self.sizes |= inner.sizes
-        self.parameters |= inner.parameters
-        if after is not None:
-            self.parameters |= {f"norm_after/{name}": parameter for name, parameter in after.parameters.items()}
+        for name, layer in self.layers:
+            self.sizes |= layer.sizes
+            self.parameters |= {_full_name(name, key): parameter for key, parameter in layer.parameters.items()}
         self.buffers, self.side_outputs = dict(inner.buffers), dict(inner.side_outputs)
 
     def cost(self, length):
         return self.inner.cost(length)
 
     def forward(self, sh, p, x, ctx):
-        from_norm = from_after = None
-        if self.norm is not None:
-            x, from_norm = self.norm.forward(sh, p.get("norm", {}), x, ctx)
-        y, from_inner, *extra = self.inner.forward(sh, p, x, ctx)
-        if self.after is not None:
-            y, from_after = self.after.forward(sh, p.get("norm_after", {}), y, ctx)
-        if self.scale != 1:
-            y = y * self.scale
-        return y, (from_norm, from_inner, from_after), *extra
+        y, *others = super().forward(sh, p, x, ctx)
+        return y if self.scale == 1 else y * self.scale, *others
 
     def backward_input(self, sh, p, saved, dy, *side):
-        from_norm, from_inner, from_after = saved
-        after_rest, norm_rest = None, []
-        if self.scale != 1:
-            dy = dy * self.scale
-        if self.after is not None:
-            dy, after_rest = self.after.backward_input(sh, p.get("norm_after", {}), from_after, dy)
-        dx, inner_rest = self.inner.backward_input(sh, p, from_inner, dy, *side)
-
-        if (norm := self.norm) is not None:
-
-            def through_norm(dx):
-                dx, rest = norm.backward_input(sh, p.get("norm", {}), from_norm, dx)
-                norm_rest.append(rest)
-                return dx
-
-            dx = then(dx, through_norm)  # while dx is under way, the weight gradients of the inner layer are computed
-        return dx, (inner_rest, norm_rest, after_rest, dx if isinstance(dx, Deferred) else None)
-
-    def backward_weight(self, sh, rest, g):
-        inner_rest, norm_rest, after_rest, under_way = rest
-        self.inner.backward_weight(sh, inner_rest, g)
-        if self.after is not None:
-            self.after.backward_weight(sh, after_rest, g["norm_after"])
-        if under_way is not None:
-            under_way.finish()
-        if self.norm is not None:
-            self.norm.backward_weight(sh, norm_rest[0], g["norm"])
+        return super().backward_input(sh, p, saved, dy if self.scale == 1 else dy * self.scale, *side)
 
 
 class Residual(Branch):
@@ -228,7 +211,7 @@ class Residual(Branch):
             under_way.finish()  # the norm has waited for it already: add dy now and free it
 
 
-class Parallel(Layer):
+class Parallel(Residual):
     """y[b s d] = x + dropout(Σ_i branch_i(z)), with z = norm(x), or x without a ``norm``
 
     All branches have the same input (Wang and Komatsuzaki, "GPT-J-6B", 2021). The names of parameters begin with that
@@ -239,11 +222,10 @@ class Parallel(Layer):
     def __init__(self, *branches: tuple[str, Layer], norm: Layer | None = None, dropout: float = 0.0) -> None:
         if any(branch.side_outputs for _, branch in branches):
             raise UsageError("a Parallel passes no side outputs on")
-        self.branches, self.norm, self.dropout = branches, norm, Dropout(dropout)
-        self.attends = any(branch.attends for _, branch in branches)
+        super().__init__(norm, _Sum(branches), dropout)
+        self.branches, self.norm = branches, norm
         named_layers = [*branches, *([("norm", norm)] if norm is not None else [])]
         self.parameters, self.buffers, self.sizes, _ = joined(named_layers)
-        self.may_cut = "".join(dict.fromkeys("".join(branch.may_cut for _, branch in branches)))
 
     @property
     def side_by_side(self):
@@ -254,47 +236,44 @@ class Parallel(Layer):
         norm = None if self.norm is None else do(self.norm)
         return Parallel(*((name, do(branch)) for name, branch in self.branches), norm=norm, dropout=self.dropout.rate)
 
+
+class _Sum(Layer):
+    """y[b s d] = Σ_i branch_i(x); the names of parameters begin with that of their branch"""
+
+    def __init__(self, branches: Sequence[tuple[str, Layer]]) -> None:
+        self.branches = branches
+        self.attends = any(branch.attends for _, branch in branches)
+        self.parameters, self.buffers, self.sizes, _ = joined(branches)
+        self.may_cut = "".join(dict.fromkeys("".join(branch.may_cut for _, branch in branches)))
+
     def cost(self, length):
         return sum(branch.cost(length) for _, branch in self.branches)
 
     def forward(self, sh, p, x, ctx):
-        z, from_norm = (x, None) if self.norm is None else self.norm.forward(sh, p.get("norm", {}), x, ctx)
         total, saved = None, []
         for name, branch in self.branches:
-            y, branch_saved = branch.forward(sh, p[name], z, ctx)
+            y, branch_saved = branch.forward(sh, p[name], x, ctx)
             total = y if total is None else _plus(total, y)
             saved.append(branch_saved)
-        total, mask = self.dropout.forward(sh, total, ctx)
-        return x + total, (from_norm, saved, mask)
+        return total, saved
 
     def backward_input(self, sh, p, saved, dy):
-        from_norm, saved, mask = saved
-        dbranch = self.dropout.backward(mask, dy)
-        parts, rests, norm_rest = [], [], []
+        parts, rests = [], []
         for (name, branch), branch_saved in zip(self.branches, saved, strict=True):
-            part, rest = branch.backward_input(sh, p[name], branch_saved, dbranch)
+            part, rest = branch.backward_input(sh, p[name], branch_saved, dy)
             parts.append(part)
             rests.append(rest)
 
         def together(dx):
             for part in parts[:-1]:
                 dx = _plus(dx, wait_for(part))
-            if self.norm is not None:
-                dx, rest = self.norm.backward_input(sh, p.get("norm", {}), from_norm, dx)
-                norm_rest.append(rest)
-            return _plus(dx, dy)
+            return dx
 
-        dx = then(parts[-1], together)
-        return dx, (rests, norm_rest, dx if isinstance(dx, Deferred) else None)
+        return then(parts[-1], together), rests
 
-    def backward_weight(self, sh, rest, g):
-        rests, norm_rest, under_way = rest
-        for (name, branch), branch_rest in zip(self.branches, rests, strict=True):
-            branch.backward_weight(sh, branch_rest, g[name])
-        if under_way is not None:
-            under_way.finish()
-        if self.norm is not None:
-            self.norm.backward_weight(sh, norm_rest[0], g["norm"])
+    def backward_weight(self, sh, rests, g):
+        for (name, branch), rest in zip(self.branches, rests, strict=True):
+            branch.backward_weight(sh, rest, g[name])
 
 
 def _plus(x, y):
@@ -328,14 +307,15 @@ class ResidualBlock(Layer):
         return sum(path.cost(length) for path in self.ways.values())
 
     def forward(self, sh, p, x, ctx):
-        saved, updates = {}, {}
+        saved, extras = {}, {}
         total: Any = None if "shortcut" in self.ways else x
         for name, path in self.ways.items():
-            y, saved[name], extra = path.forward(sh, p[name], x, ctx)
-            updates |= {f"{name}/{buffer}": update for buffer, update in extra.updates.items()}
+            y, saved[name], *extra = path.forward(sh, p[name], x, ctx)
+            if extra:
+                extras[name] = extra[0]
             total = y if total is None else total + y
         positive = total > 0 if ctx.training and ctx.saving else None
-        return backend_of(total).xp.maximum(total, 0), (saved, positive), Extra(updates)
+        return backend_of(total).xp.maximum(total, 0), (saved, positive), _joined_extra(extras)
 
     def backward_input(self, sh, p, saved, dy):
         saved, positive = saved
@@ -386,7 +366,7 @@ class Skip(Chain):
         super().__init__(("up", up), ("down", down))
 
     def forward(self, sh, p, x, ctx):
-        y, saved, _ = super().forward(sh, p, x, ctx)
+        y, saved, *_ = super().forward(sh, p, x, ctx)
         return x + y, saved
 
     def backward_input(self, sh, p, saved, dy):

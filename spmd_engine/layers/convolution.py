@@ -9,9 +9,9 @@ from math import prod, sqrt
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.images import conv2d, conv2d_input_gradient, conv2d_weight_gradient
 from spmd_engine.arrays.windows import Window
+from spmd_engine.comm.pending import then, wait_for
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.declarations import Activation, Parameter
-from spmd_engine.layers.deferred import then, wait_for
 from spmd_engine.layers.images import ImageWindows, Padding, Pair
 from spmd_engine.layers.layer import Layer
 from spmd_engine.sharding.placement import Interval

@@ -11,11 +11,11 @@ from typing import Any
 
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import Array, Backend, backend_of
+from spmd_engine.comm.pending import Deferred
 from spmd_engine.errors import UnknownParameter, UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
 from spmd_engine.layers.contract import check_backward_input, check_backward_weight, check_forward, guard, is_checked
 from spmd_engine.layers.declarations import Activation, Buffer, Parameter, SideOutput
-from spmd_engine.layers.deferred import Deferred
 from spmd_engine.sharding.shards import Shards
 
 Parameters = Mapping[str, Array]

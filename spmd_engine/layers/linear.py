@@ -6,9 +6,9 @@ from math import sqrt
 
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import backend_of
+from spmd_engine.comm.pending import then
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.layers.declarations import Activation, Parameter
-from spmd_engine.layers.deferred import then
 from spmd_engine.layers.layer import Layer
 from spmd_engine.layers.mlp import ACTIVATIONS
 

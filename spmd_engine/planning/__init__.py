@@ -38,4 +38,4 @@ __all__ = [
 ]
 
 #: The search is imported when it is first used: training needs only the dry run.
-__getattr__ = imported_when_asked(__name__, {"plan_result": ("PlanResult",), "planner": ("plan",)})
+__getattr__ = imported_when_asked(__name__)

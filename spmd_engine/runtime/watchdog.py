@@ -15,12 +15,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from spmd_engine.errors import UsageError
 from spmd_engine.files import open_regular
 from spmd_engine.runtime.activity import Activity, Record, State, frames_of_others, stack_of, stacks_here
 from spmd_engine.runtime.hang_report import Hang, look_at
+
+if TYPE_CHECKING:
+    from spmd_engine.runtime.other_nodes import OtherNodes
 
 PERIOD = 0.5  # seconds between checks
 FRESH = 10.0  # seconds after which nodes exchange their states again
@@ -32,22 +35,6 @@ FILE = "hang.txt"  #: in the folder of a run: the report, and all stacks
 logger = logging.getLogger(__name__)
 
 
-class RemoteStates(Protocol):
-    """The states of ranks on other nodes."""
-
-    def send_states(self, states: Sequence[State]) -> None:
-        """Send the states of this node's ranks to the other nodes."""
-
-    def heard(self) -> list[State]:
-        """The latest states of the ranks of other nodes."""
-        ...
-
-    @property
-    def reported(self) -> float:
-        """When another node last reported a hang, by this process's ``time.monotonic``; 0 if never."""
-        ...
-
-
 class Watchdog:
     """Watches the ranks of a node from one of them: ``activity`` is its own record, ``records`` are all records."""
 
@@ -57,7 +44,7 @@ class Watchdog:
         records: Sequence[Record],
         rank: int,
         size: int,
-        elsewhere: RemoteStates | None = None,
+        elsewhere: OtherNodes | None = None,
     ) -> None:
         self._activity, self._records, self._rank, self._size = activity, list(records), rank, size
         self._elsewhere = elsewhere
@@ -65,11 +52,15 @@ class Watchdog:
         self._sent_at, self._heard = -FRESH, list[State]()
         activity.explain = self.explain
         self._thread = threading.Thread(target=self._run, name="spmd_engine watchdog", daemon=True)
+        self._start()
+
+    def _start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
         self._ends.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def _run(self) -> None:
         while True:
@@ -86,8 +77,7 @@ class Watchdog:
 
     def explain(self) -> str:
         """The activity of the ranks for which others wait, by this node's records and other nodes' states."""
-        states = [record.state(condition_of(record.process)) for record in self._records]
-        hang = look_at([*states, *self._heard], self._size)
+        hang = look_at([*self._states(), *self._heard], self._size)
         return hang.why if hang else ""
 
     @property
@@ -97,8 +87,12 @@ class Watchdog:
         lower = [record for record in self._records if record.rank < self._rank]
         return not any(now - record.beat < 1e9 * ALIVE for record in lower)
 
+    def _states(self) -> list[State]:
+        """The states of this watchdog's ranks."""
+        return [record.state(condition_of(record.process)) for record in self._records]
+
     def _check_for_hang(self, heard: Sequence[State]) -> None:
-        states = [record.state(condition_of(record.process)) for record in self._records]
+        states = self._states()
         if self._elsewhere:
             now = time.monotonic()
             if now - self._sent_at > FRESH:
@@ -126,39 +120,28 @@ class Watchdog:
         return lasted <= 0 or longest > AGAIN * lasted
 
 
-def watch_threads(ranks: Sequence[Activity], threads: Callable[[], Mapping[int, int]]) -> Callable[[], None]:
-    """Watch ranks that are threads (numbers by rank) once one waits for long; returns a function that stops it."""
-    ends, started = threading.Event(), threading.Lock()
-    reported = [0.0, 0.0]  # when, and how long the hang had lasted
-    records = [Record(rank, activity.memory) for rank, activity in enumerate(ranks)]
+class ThreadWatchdog(Watchdog):
+    """Watches ranks that are threads of this process; it starts when one of them waits for long."""
 
-    def look() -> list[State]:
-        frames, thread_of = frames_of_others(), threads()
-        return [record.state(stack=stack_of(frames.get(thread_of.get(record.rank, 0)))) for record in records]
+    def __init__(self, ranks: Sequence[Activity], threads: Callable[[], Mapping[int, int]]) -> None:
+        """``threads`` returns the numbers of the threads by rank."""
+        self._threads, self._started = threads, threading.Lock()
+        super().__init__(
+            ranks[0], [Record(rank, activity.memory) for rank, activity in enumerate(ranks)], 0, len(ranks)
+        )
+        for activity in ranks:
+            activity.on_long_wait, activity.explain = self._start_once, self.explain
 
-    def explain() -> str:
-        hang = look_at(look(), len(records))
-        return hang.why if hang else ""
+    def _start(self) -> None:
+        """See ``_start_once``."""
 
-    def run() -> None:
-        while not ends.wait(PERIOD):
-            if not any(record.is_overdue for record in records):
-                continue
-            states = look()
-            longest = max((state.wait.seconds for state in states if state.wait), default=0.0)
-            lasts_on = longest > time.monotonic() - reported[0]
-            hang = look_at(states, len(records))
-            if hang and not (lasts_on and longest < AGAIN * reported[1]):
-                reported[:] = time.monotonic(), longest
-                report_hang(hang, states, ranks[0].folder)
+    def _start_once(self) -> None:
+        if self._started.acquire(blocking=False):
+            super()._start()
 
-    def begin() -> None:
-        if started.acquire(blocking=False):
-            threading.Thread(target=run, name="spmd_engine watchdog", daemon=True).start()
-
-    for activity in ranks:
-        activity.on_long_wait, activity.explain = begin, explain
-    return ends.set
+    def _states(self) -> list[State]:
+        frames, thread_of = frames_of_others(), self._threads()
+        return [record.state(stack=stack_of(frames.get(thread_of.get(record.rank, 0)))) for record in self._records]
 
 
 def report_hang(hang: Hang, states: Sequence[State], folder: Path | None) -> None:

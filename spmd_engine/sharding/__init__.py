@@ -51,14 +51,4 @@ __all__ = [
     "shard",
 ]
 
-_PUBLIC = {
-    "experts": ("even", "greedy", "imbalance", "moved", "optimal", "rebalanced", "routing_table"),
-    "layout": ("Layout",),
-    "notation": ("Spec",),
-    "placement": ("ArrayPlacement", "Placement"),
-    "rectangles": ("Rectangle",),
-    "resharding": ("gather", "reshard", "reshard_plan", "shard"),
-    "shards": ("Shards",),
-    "transfer": ("TransferPlan", "plan_transfer"),
-}
-__getattr__ = imported_when_asked(__name__, _PUBLIC)
+__getattr__ = imported_when_asked(__name__)

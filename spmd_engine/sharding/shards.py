@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.pending import Pending
+from spmd_engine.comm.pending import Deferred, Pending
 from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import nested_span
 
 if TYPE_CHECKING:
     from spmd_engine.sharding.halos import Axes, Reach, Reads
-    from spmd_engine.sharding.transfer import Blocks, TransferPlan, UnderWay
+    from spmd_engine.sharding.transfer import Blocks, TransferPlan
 
     Reading = tuple[int, Reads]  #: the whole length of a letter, and the inputs that outputs read
-
-
-class Transferred:
-    """An array in transfer: ``which`` takes it from the result. ``wait()`` returns it, and may be called again."""
-
-    def __init__(self, under_way: UnderWay | Pending, which: Callable[[Any], Array]) -> None:
-        self._under_way, self._which = under_way, which
-
-    def wait(self) -> Array:
-        return self._which(self._under_way.wait())
 
 
 def _only_block(blocks: Blocks) -> Array:
@@ -143,30 +133,27 @@ class Shards:
         *,
         over: str,
         received: Sequence[int] | None = None,
-        out: Array | None = None,
     ) -> tuple[Array, list[int]]:
         """Send rows of ``x`` to the ranks along the axes of the letter ``over``: ``splits[i]`` rows to the i-th rank.
 
-        Returns the received rows, in rank order (in ``out``, if there is one), and the number of rows from each rank:
-        the ``splits`` of the backward. A caller that has these numbers passes them (``received``), which saves their
-        exchange; they must be right. Any number may be 0. Where the letter is whole, all rows stay on their rank.
+        Returns the received rows, in rank order, and the number of rows from each rank: the ``splits`` of the
+        backward. A caller that has these numbers passes them (``received``), which saves their exchange; they must be
+        right. Any number may be 0. Where the letter is whole, all rows stay on their rank.
         """
         group = self.group_of(over)
         if group is None:
-            if out is not None:
-                out[...] = x
-            return x if out is None else out, list(splits)
-        return group.all_to_all(x, splits=splits, received=received, out=out, label=self.label)
+            return x, list(splits)
+        return group.all_to_all(x, splits=splits, received=received, label=self.label)
 
     def start_all_to_all(
         self, x: Array, splits: Sequence[int], *, over: str, received: Sequence[int] | None = None
-    ) -> Array | Transferred:
+    ) -> Array | Deferred:
         """The rows of ``all_to_all``, without waiting for them."""
         group = self.group_of(over)
         if group is None:
             return x
         rows = group.start_all_to_all(x, splits=splits, received=received, label=self.label)
-        return Transferred(rows, itemgetter(0))
+        return Deferred(rows, itemgetter(0))
 
     def gather_rows(self, x: Array, *, over: str, where: str = "inside") -> Array:
         """The rows of ``x``, however many, of all ranks along the axes of these letters; for one letter in order."""
@@ -239,10 +226,10 @@ class Shards:
 
     def start_with_halo(
         self, x: Array, dims: str, reads: Mapping[str, Reading], where: str = "inside"
-    ) -> Array | Transferred:
+    ) -> Array | Deferred:
         """``with_halo`` without waiting for it; ``x`` itself where nothing is received."""
         halo = self._halo(x, dims, reads, where)
-        return x if halo is None else Transferred(halo[0].start(halo[1], {"x": [x]}, label=self.label), _only_block)
+        return x if halo is None else Deferred(halo[0].start(halo[1], {"x": [x]}, label=self.label), _only_block)
 
     def add_halo(self, dx: Array, dims: str, reads: Mapping[str, Reading], where: str = "inside") -> Array:
         """The adjoint of ``with_halo``: from gradients of what outputs read, the sums for each rank's part.
@@ -254,12 +241,12 @@ class Shards:
 
     def start_add_halo(
         self, dx: Array, dims: str, reads: Mapping[str, Reading], where: str = "inside"
-    ) -> Array | Transferred:
+    ) -> Array | Deferred:
         """``add_halo`` without waiting for it; ``dx`` itself where nothing is sent."""
         halo = self._halo(dx, dims, reads, where)
         if halo is None:
             return dx
-        return Transferred(halo[0].adjoint().start(halo[1], {"x": [dx]}, label=self.label), _only_block)
+        return Deferred(halo[0].adjoint().start(halo[1], {"x": [dx]}, label=self.label), _only_block)
 
     def _halo(self, x: Array, dims: str, reads: Mapping[str, Reading], where: str) -> tuple[TransferPlan, Group] | None:
         """The transfer and its group, or None if nothing is sent; ``x`` may have its halo already."""

@@ -17,7 +17,7 @@ import numpy as np
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.comm.blocks import reduce_into
 from spmd_engine.comm.group import Group
-from spmd_engine.comm.pending import Pending
+from spmd_engine.comm.pending import Deferred, Pending
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.sharding.placement import Placement
 from spmd_engine.sharding.routes import (
@@ -103,9 +103,16 @@ class PlannedExchange(ABC):
 
     def start(
         self, group: Group, blocks: Blocks, *, out: Blocks | None = None, like: Backend = CPU, label: str = "transfer"
-    ) -> UnderWay:
-        """``execute`` without waiting for it. Of several rounds, the first runs meanwhile."""
-        return UnderWay(self._steps(group, blocks, out, like), group, label)
+    ) -> Pending | Deferred:
+        """``execute`` without waiting for it: an operation whose ``wait()`` returns the blocks once. Of several rounds,
+        the first runs meanwhile."""
+        steps = self._steps(group, blocks, out, like)
+        try:
+            packed, splits = next(steps)
+        except StopIteration as stop:
+            return Pending.completed(stop.value)
+        first = group.start_all_to_all(packed, splits=splits, label=label)
+        return Deferred(first, lambda result: _carry_out(steps, group, label, result[0]))
 
     @abstractmethod
     def _steps(self, group: Group, blocks: Blocks, out: Blocks | None, like: Backend) -> Steps:
@@ -272,31 +279,8 @@ class Adjoint(PlannedExchange):
         return total
 
 
-class UnderWay:
-    """A started transfer. ``wait()`` returns this rank's blocks, and may be called again."""
-
-    def __init__(self, steps: Steps, group: Group, label: str) -> None:
-        self._steps, self._group, self._label = steps, group, label
-        self._result: Blocks = {}
-        self._pending: Pending | None = None
-        self._advance(None)
-
-    def wait(self) -> Blocks:
-        while self._pending is not None:
-            self._advance(self._pending.wait()[0])
-        return self._result
-
-    def _advance(self, received: Array | None) -> None:
-        try:
-            packed, splits = self._steps.send(received)
-            self._pending = self._group.start_all_to_all(packed, splits=splits, label=self._label)
-        except StopIteration as stop:
-            self._result, self._pending = stop.value, None
-
-
-def _carry_out(steps: Steps, group: Group, label: str) -> Blocks:
-    """Run all rounds of a transfer, one after the other."""
-    received = None
+def _carry_out(steps: Steps, group: Group, label: str, received: Array | None = None) -> Blocks:
+    """Run the rounds of a transfer, one after the other; those that follow what was ``received``, if any."""
     try:
         while True:
             packed, splits = steps.send(received)

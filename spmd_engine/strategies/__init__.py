@@ -54,26 +54,4 @@ __all__ = [
     "strategy_named",
 ]
 
-_PUBLIC = {
-    "attention_heads": ("AttentionHeads",),
-    "channel_split": ("ChannelSplit",),
-    "column_parallel": ("ColumnParallel",),
-    "data_parallel": ("DataParallel",),
-    "expert_parallel": ("ExpertParallel",),
-    "fully_sharded": ("FullySharded",),
-    "hybrid": ("Hybrid",),
-    "hybrid_cnn": ("HybridCNN",),
-    "names": ("STRATEGIES", "default_axes", "strategy_named"),
-    "pipeline": ("Pipeline",),
-    "replicate_shard": ("ReplicateShard",),
-    "ring_attention": ("RingAttention",),
-    "sequence_parallel": ("SequenceParallel",),
-    "sharded_gradients": ("ShardedGradients",),
-    "sharded_optimizer": ("ShardedOptimizer",),
-    "single_device": ("SingleDevice",),
-    "spatial": ("Spatial",),
-    "tensor_parallel": ("TensorParallel",),
-    "two_dimensional": ("TwoDimensional",),
-    "vertical_cnn": ("VerticalCNN",),
-}
-__getattr__ = imported_when_asked(__name__, _PUBLIC)
+__getattr__ = imported_when_asked(__name__)

@@ -32,15 +32,4 @@ __all__ = [
     "train",
 ]
 
-_PUBLIC = {
-    "data.array_data": ("ArrayData",),
-    "data.corpus": ("Corpus", "load_corpus"),
-    "data.images": ("ImageData", "Images", "load_images"),
-    "data.prepare": ("prepare",),
-    "data.token_data": ("PreparedData",),
-    "run": ("Observer", "Run"),
-    "run_job": ("read_run", "train"),
-    "train_config": ("TrainConfig",),
-    "trainer": ("Trainer",),
-}
-__getattr__ = imported_when_asked(__name__, _PUBLIC)
+__getattr__ = imported_when_asked(__name__)

@@ -29,7 +29,7 @@ LAUNCHES = {
     "layer_norm_backward_parameters": (layer_norm_backward_parameters, [X, X], {}, ["column_sums"]),
     "silu_gate": (activations.silu_gate, [X, X], {}, ["silu_gate"]),
     "silu_gate without slopes": (activations.silu_gate, [X, X, False], {}, ["silu_gate_value"]),
-    "rms_norm": (normalization.rms_norm, [X, ROWS, 1e-5], {}, ["root_mean_square", "scale_rows"]),
+    "rms_norm": (normalization.rms_norm, [X, ROWS, 1e-5], {}, ["root_mean_square", "normalize"]),
     "adamw": (adamw, [ROWS] * 4, OPTIONS | {"step": 1, "betas": (0.9, 0.95), "epsilon": 1e-8}, ["adamw"]),
     "sgd": (momentum_sgd, [ROWS, ROWS, None], OPTIONS | {"momentum": 0.0}, ["sgd"]),
     "momentum_sgd": (momentum_sgd, [ROWS] * 3, OPTIONS | {"momentum": 0.9}, ["momentum_sgd"]),

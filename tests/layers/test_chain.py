@@ -3,8 +3,8 @@
 import pytest
 
 from image_layers import IMAGE, Problem, assert_as_one_device, solve
+from spmd_engine.comm.pending import Deferred, wait_for
 from spmd_engine.layers import BatchNorm, Chain, Conv2d, Gather, Layer, ReLU, ResidualBlock
-from spmd_engine.layers.deferred import Deferred, wait_for
 
 
 class UnderWay:

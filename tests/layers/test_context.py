@@ -12,11 +12,11 @@ from layer_harness import BATCH, LENGTH, Problem, assert_same, cut, problem_of, 
 from pairwise import every_pair
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.attention import causal_attention
+from spmd_engine.comm.pending import wait_for
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Attention, LayerNorm, Residual
 from spmd_engine.layers.attention import context
 from spmd_engine.layers.attention.context import CONTEXT_METHODS, context_method
-from spmd_engine.layers.deferred import wait_for
 from spmd_engine.sharding import Layout
 
 ITEM = 8

@@ -24,10 +24,10 @@ from layer_harness import (
 from numerics import assert_gradient, frozen, normals
 from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
+from spmd_engine.comm.pending import wait_for
 from spmd_engine.errors import NotationError
 from spmd_engine.layers import Embedding, GradientSums
 from spmd_engine.layers.declarations import Parameter
-from spmd_engine.layers.deferred import wait_for
 
 # --- one device: the backward is the derivative of the forward
 

@@ -26,11 +26,10 @@ _current = threading.local()
 class Memory:
     """A number of bytes that some views share; they are freed with the last of these."""
 
-    __slots__ = ("meter", "bytes", "kind", "what", "young", "number", "written", "shared", "__weakref__")
+    __slots__ = ("meter", "bytes", "kind", "what", "number", "written", "shared", "__weakref__")
 
     def __init__(self, meter: Meter, size: int, kind: str, what: str) -> None:
         self.meter, self.bytes, self.kind, self.what = meter, size, kind, what
-        self.young = True  #: whether it was allocated in the current phase
         self.written = False
         self.shared = False  #: whether ranks of the node share it
         self.number = -1

@@ -27,7 +27,7 @@ from spmd_engine.comm.shared_memory.cross_memory import CrossMemory
 from spmd_engine.comm.shared_memory.slot_table import SlotTable, size_of_table
 from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
 from spmd_engine.errors import RankAborted, UsageError
-from spmd_engine.runtime.watchdog import watch_threads
+from spmd_engine.runtime.watchdog import ThreadWatchdog
 
 _current = threading.local()
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # do not count unused memory
@@ -65,7 +65,7 @@ def run_threads(
     results: list[Any] = [None] * ranks
     progresses = [Progress() for _ in range(ranks)]
     numbers: dict[int, int] = {}  # thread numbers by rank
-    stop_watching = watch_threads([progress.activity for progress in progresses], lambda: numbers)
+    watchdog = ThreadWatchdog([progress.activity for progress in progresses], lambda: numbers)
 
     def body(rank: int) -> None:
         numbers[rank] = threading.get_ident()
@@ -89,7 +89,7 @@ def run_threads(
             fabric.fail(0, error)
             raise
         finally:
-            stop_watching()
+            watchdog.stop()
     if fabric.failure:
         rank, error = fabric.failure
         error.add_note(f"raised on rank {rank} of {ranks}")

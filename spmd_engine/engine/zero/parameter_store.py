@@ -322,9 +322,6 @@ class StoredEngine(ShardedEngine):
             raise UsageError(f"rank {self.mesh.rank} holds no part of {name!r}: other ranks do")
         return index
 
-    def _ask_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: shape for name, (_, shape) in self.store.described.items()}  # every rank knows them
-
 
 def describe_parts(engine: StoredEngine | None) -> dict[str, Any]:
     """The parts of all arrays that a rank stores and owns, as JSON; no parts for None."""

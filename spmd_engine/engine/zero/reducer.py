@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from spmd_engine.comm.pending import Pending
+from spmd_engine.comm.pending import Deferred, Pending
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.errors import SpmdError
-from spmd_engine.layers.deferred import Deferred
 from spmd_engine.layers.layer import GradientSums
 
 IN_FLIGHT = 2  #: groups of micro-batches' gradients that may be in flight to their owners (ZeRO-2 and 3)

@@ -18,10 +18,9 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.arrays.memory import fresh_zeros
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.pending import Pending
+from spmd_engine.comm.pending import Deferred, Pending
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.deferred import Deferred
 from spmd_engine.sharding.groups import ParameterGroup
 
 

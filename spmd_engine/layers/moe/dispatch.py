@@ -11,7 +11,7 @@ from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import CPU, Array, backend_of
 from spmd_engine.arrays.fused import chunks
 from spmd_engine.arrays.scatter import count_each
-from spmd_engine.layers.deferred import Deferred, then
+from spmd_engine.comm.pending import Deferred, then
 from spmd_engine.layers.moe.routing import Choices, RouterOptions, Tokens
 from spmd_engine.sharding.shards import Shards
 

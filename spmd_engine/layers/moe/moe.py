@@ -8,8 +8,8 @@ from typing import Any
 
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.pending import then, wait_for
 from spmd_engine.layers.declarations import Parameter
-from spmd_engine.layers.deferred import then, wait_for
 from spmd_engine.layers.layer import GradientSums, Layer
 from spmd_engine.layers.mlp import ACTIVATIONS, GATES
 from spmd_engine.layers.moe.dispatch import Dispatch

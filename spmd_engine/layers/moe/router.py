@@ -13,8 +13,8 @@ from typing import Any
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import key_of
+from spmd_engine.comm.pending import wait_for
 from spmd_engine.layers.declarations import Buffer, Parameter, SideOutput
-from spmd_engine.layers.deferred import wait_for
 from spmd_engine.layers.layer import Extra, ForwardContext
 from spmd_engine.layers.moe.dispatch import capacity_of, keep
 from spmd_engine.layers.moe.routing import (

@@ -19,7 +19,7 @@ from spmd_engine.arrays.numba.functions import loops_are_there
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.blocks import span
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.batch import Batch, CutsBatches, make_batch
+from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.engine.distributed import DistributedEngine, make_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import AdamW, Optimizer
@@ -274,7 +274,7 @@ def sample_shapes(model: Model, length: int | None) -> tuple[tuple[int, ...], tu
 
 def synthetic_batch(
     model: Model,
-    engine: CutsBatches,
+    engine: ShardedEngine,
     size: int,
     micro_batches: int,
     length: int | None,
@@ -291,7 +291,7 @@ def synthetic_batch(
     return _make_batch(engine, samples, np.zeros if real else ShapedArray.new)
 
 
-def _make_batch(engine: CutsBatches, samples: Samples, floats: Callable[..., Array]) -> Batch:
+def _make_batch(engine: ShardedEngine, samples: Samples, floats: Callable[..., Array]) -> Batch:
     """This rank's shard of a batch; ``floats`` makes arrays of floats; integers are spread evenly."""
 
     def load(rows: np.ndarray) -> Sequence[Array]:

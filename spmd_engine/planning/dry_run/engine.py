@@ -19,9 +19,8 @@ from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.pending import Pending
+from spmd_engine.comm.pending import Pending, wait_for
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.layers.deferred import wait_for
 from spmd_engine.layers.layer import ForwardContext, GradientSums, Layer
 from spmd_engine.planning.dry_run.recorder import ANY_LAYER, Phase, Recorder
 from spmd_engine.planning.dry_run.step_analysis import Communication, Computation, Phases
