@@ -12,7 +12,23 @@ from rich.table import Table
 
 from spmd_engine.axes import all_positions
 from spmd_engine.cli.options import axes_of, model_on, takes_job
-from spmd_engine.cli.show.picture import Cell, Colour, Picture, output_option, present, print_picture, table, text
+from spmd_engine.cli.show.picture import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PALE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    YELLOW,
+    Cell,
+    Picture,
+    output_option,
+    present,
+    print_picture,
+    table,
+    text,
+)
 from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import RankStep, Samples, StepAnalysis, analyze_engine
@@ -193,14 +209,14 @@ def _totals(analysis: StepAnalysis) -> Table:
 
 #: A letter and a colour for each kind.
 LOOKS = {
-    "parameters": ("P", Colour.BLUE),
-    "gradients": ("G", Colour.ORANGE),
-    "optimizer state": ("O", Colour.GREEN),
-    "gathered groups": ("g", Colour.PURPLE),
-    "whole gradients": ("w", Colour.YELLOW),
-    "activations": ("a", Colour.SKY),
-    "communication buffers": ("c", Colour.VERMILLION),
-    "temporaries": ("t", Colour.PALE),
+    "parameters": ("P", BLUE),
+    "gradients": ("G", ORANGE),
+    "optimizer state": ("O", GREEN),
+    "gathered groups": ("g", PURPLE),
+    "whole gradients": ("w", YELLOW),
+    "activations": ("a", SKY),
+    "communication buffers": ("c", VERMILLION),
+    "temporaries": ("t", PALE),
 }
 _COLUMNS, _LINES = 96, 16
 

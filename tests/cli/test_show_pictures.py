@@ -12,9 +12,10 @@ from spmd_engine.cli import main
 from spmd_engine.cli.show.collective import EXAMPLES, draw_collective
 from spmd_engine.cli.show.memory import draw_memory
 from spmd_engine.cli.show.picture import (
+    BLUE,
     COLOURS,
+    YELLOW,
     Cell,
-    Colour,
     Picture,
     ink,
     lines,
@@ -115,7 +116,7 @@ def test_neighbouring_blocks_have_different_colours():
 
 
 def test_colours():
-    assert ink(Colour.YELLOW) == "#000000" and ink(Colour.BLUE) == "#FFFFFF"
+    assert ink(YELLOW) == "#000000" and ink(BLUE) == "#FFFFFF"
     assert tint("#000080", 0.0) == "#000080" and tint("#000080", 1.0) == "#FFFFFF" and tint("#000000", 0.5) == "#808080"
     assert len(set(COLOURS)) == 7
     assert listed(range(8)) == "0,1,2,3,4,5,6,7" and listed(range(9)) == "0,1,2,...,8"

@@ -3,7 +3,7 @@
 import pytest
 
 from spmd_engine.cli import main
-from spmd_engine.cli.show.picture import Colour
+from spmd_engine.cli.show.picture import PALE
 from spmd_engine.cli.show.schedule import draw_schedule
 from spmd_engine.engine.schedules.orders import SCHEDULES, named
 from spmd_engine.engine.schedules.timeline import makespan, timeline
@@ -76,12 +76,12 @@ def test_every_moment_of_every_stage_is_drawn_once(name, stages, micro_batches):
     slots = timeline(schedule, stages, micro_batches)
     columns = round(makespan(slots) * schedule.chunks) * picture.fold[1]
     filled = [cell for cell in picture.drawing if cell.fill]
-    assert sum(cell.fill != Colour.PALE for cell in filled) == len(slots)
+    assert sum(cell.fill != PALE for cell in filled) == len(slots)
     for stage in range(stages):
         row = sorted((cell for cell in filled if cell.y == 1 + stage), key=lambda cell: cell.x)
         assert row[0].x == picture.fold[0] and sum(cell.width for cell in row) == columns
         assert all(one.x + one.width == other.x for one, other in zip(row, row[1:]))
-        assert all((cell.label == ".") == (cell.fill == Colour.PALE) for cell in row)
+        assert all((cell.label == ".") == (cell.fill == PALE) for cell in row)
         assert all(len(cell.label) < cell.width for cell in row)
 
 

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from spmd_engine.cli.show.picture import Cell, Colour, Picture, print_picture, text
+from spmd_engine.cli.show.picture import GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, print_picture, text
 from spmd_engine.planning.explain import Explanation
 from spmd_engine.planning.plan_result import PlanResult
 from spmd_engine.planning.search.estimate import Estimate
@@ -236,11 +236,11 @@ COLUMNS = 88
 MOST_ROWS = 16
 #: The end of a computation's name, with its letter, colour and description.
 KINDS = (
-    ("forward again", "R", Colour.PURPLE, "forward again"),
-    ("forward", "F", Colour.SKY, "forward"),
-    ("backward (input)", "B", Colour.ORANGE, "backward"),
-    ("backward (weights)", "B", Colour.ORANGE, "backward"),
-    ("", "u", Colour.GREEN, "loss, norm and update"),
+    ("forward again", "R", PURPLE, "forward again"),
+    ("forward", "F", SKY, "forward"),
+    ("backward (input)", "B", ORANGE, "backward"),
+    ("backward (weights)", "B", ORANGE, "backward"),
+    ("", "u", GREEN, "loss, norm and update"),
 )
 
 
@@ -282,12 +282,12 @@ def _letter(name: str) -> str:
 
 
 def _runs(left: int, row: int, letters: list[str]) -> list[Cell]:
-    fills = {letter: fill for _, letter, fill, _ in KINDS} | {"-": Colour.YELLOW}
+    fills = {letter: fill for _, letter, fill, _ in KINDS} | {"-": YELLOW}
     cells, begin = [], 0
     for column in range(1, len(letters) + 1):
         if column == len(letters) or letters[column] != letters[begin]:
             letter = letters[begin]
-            fill = fills.get(letter, Colour.PALE)
+            fill = fills.get(letter, PALE)
             cells.append(Cell(left + begin, row, column - begin, 1, letter * (column - begin), fill, False, "left"))
             begin = column
     return cells

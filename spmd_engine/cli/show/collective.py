@@ -10,7 +10,7 @@ import click
 import numpy as np
 
 from spmd_engine.axes import all_positions, parse_axes
-from spmd_engine.cli.show.picture import COLOURS, Cell, Colour, Picture, output_option, present, text
+from spmd_engine.cli.show.picture import COLOURS, PALE, Cell, Picture, output_option, present, text
 from spmd_engine.comm.agreement.call_agreement import Signature
 from spmd_engine.comm.communicators.threads import run_threads
 from spmd_engine.comm.dispatch import Facts, Route, Tuning, choose, inline_limit
@@ -151,7 +151,7 @@ def _vector(x: int, y: int, width: int, values: np.ndarray, owners: np.ndarray) 
     """A row of cells, each in the colour of its owner; -1: no owner."""
     cells = []
     for place, (value, owner) in enumerate(zip(values, owners, strict=True)):
-        fill = COLOURS[owner % len(COLOURS)] if owner >= 0 else Colour.PALE
+        fill = COLOURS[owner % len(COLOURS)] if owner >= 0 else PALE
         cells.append(Cell(x + place * width, y, width, 2, str(value), fill if value != "" else None))
     return cells
 

@@ -13,7 +13,19 @@ import numpy as np
 
 from spmd_engine.axes import MeshPosition, all_positions
 from spmd_engine.cli.options import axes_of, takes_job
-from spmd_engine.cli.show.picture import Cell, Colour, Picture, listed, output_option, present, table, text
+from spmd_engine.cli.show.picture import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    Cell,
+    Picture,
+    listed,
+    output_option,
+    present,
+    table,
+    text,
+)
 from spmd_engine.engine.optimizers import OPTIMIZERS, AdamW, Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_assignment, composed_layout
 from spmd_engine.engine.state.assignment import PIPE
@@ -25,12 +37,7 @@ from spmd_engine.sharding.layout import Layout
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import readable_bytes
 
-FILLS = {
-    "parameters": Colour.BLUE,
-    "gradients": Colour.ORANGE,
-    "optimizer state": Colour.GREEN,
-    "largest groups": Colour.PURPLE,
-}
+FILLS = {"parameters": BLUE, "gradients": ORANGE, "optimizer state": GREEN, "largest groups": PURPLE}
 LONGEST_BAR = 72  # columns
 MOST_BARS = 12
 

@@ -17,21 +17,10 @@ from rich.text import Text
 from spmd_engine.errors import UsageError
 from spmd_engine.files import output_file
 
-
-class Colour:
-    """Colours that colour-blind people distinguish (Okabe and Ito, 2008); labels repeat their meaning in words."""
-
-    ORANGE = "#E69F00"
-    SKY = "#56B4E9"
-    GREEN = "#009E73"
-    YELLOW = "#F0E442"
-    BLUE = "#0072B2"
-    VERMILLION = "#D55E00"
-    PURPLE = "#CC79A7"
-    PALE = "#DDDDDD"
-
-
-COLOURS = Colour.SKY, Colour.ORANGE, Colour.GREEN, Colour.YELLOW, Colour.PURPLE, Colour.BLUE, Colour.VERMILLION
+#: Colours that colour-blind people distinguish (Okabe and Ito, 2008); labels repeat their meaning in words.
+ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
+BLUE, VERMILLION, PURPLE, PALE = "#0072B2", "#D55E00", "#CC79A7", "#DDDDDD"
+COLOURS = (SKY, ORANGE, GREEN, YELLOW, PURPLE, BLUE, VERMILLION)
 
 WIDEST = 110  # columns of text, on every terminal: wider drawings continue below
 

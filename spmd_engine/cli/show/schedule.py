@@ -9,7 +9,22 @@ import click
 
 from spmd_engine.axes import all_positions
 from spmd_engine.cli.options import axes_of, model_on, takes_job
-from spmd_engine.cli.show.picture import Cell, Colour, Picture, output_option, present, table, text, tint
+from spmd_engine.cli.show.picture import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PALE,
+    PURPLE,
+    SKY,
+    YELLOW,
+    Cell,
+    Picture,
+    output_option,
+    present,
+    table,
+    text,
+    tint,
+)
 from spmd_engine.engine.schedules.orders import named
 from spmd_engine.engine.schedules.schedule import Backward, BackwardInput, BackwardWeight, Compute, Forward, Schedule
 from spmd_engine.engine.schedules.timeline import (
@@ -30,10 +45,10 @@ from spmd_engine.training.train_config import TrainConfig
 
 #: The letter, colour and name of each kind of work.
 KINDS: dict[type[Compute], tuple[str, str, str]] = {
-    Forward: ("F", Colour.SKY, "forward"),
-    Backward: ("B", Colour.ORANGE, "backward"),
-    BackwardInput: ("I", Colour.YELLOW, "backward of the input"),
-    BackwardWeight: ("W", Colour.GREEN, "backward of the weights"),
+    Forward: ("F", SKY, "forward"),
+    Backward: ("B", ORANGE, "backward"),
+    BackwardInput: ("I", YELLOW, "backward of the input"),
+    BackwardWeight: ("W", GREEN, "backward of the weights"),
 }
 MOST_SLOTS = 20_000  # slots, idle ones included
 
@@ -103,7 +118,7 @@ def _slots_of_stage(
         label = _label(slot.instruction, chunks, stages)
         cells.append(_slot(left + start * unit, y, (stop - start) * unit, label, fill))
         free -= set(range(start, stop))
-    return cells + [_slot(left + at * unit, y, unit, ".", Colour.PALE) for at in sorted(free)]
+    return cells + [_slot(left + at * unit, y, unit, ".", PALE) for at in sorted(free)]
 
 
 def _slot(x: int, y: int, width: int, label: str, fill: str) -> Cell:
@@ -137,12 +152,12 @@ def _notes(plan: Schedule, slots: Sequence[Slot], stages: int, micro_batches: in
 
 
 FILLS = {
-    "all_gather": Colour.BLUE,
-    "reduce_scatter": Colour.ORANGE,
-    "all_reduce": Colour.YELLOW,
-    "all_to_all": Colour.SKY,
-    "send": Colour.GREEN,
-    "receive": Colour.PURPLE,
+    "all_gather": BLUE,
+    "reduce_scatter": ORANGE,
+    "all_reduce": YELLOW,
+    "all_to_all": SKY,
+    "send": GREEN,
+    "receive": PURPLE,
 }
 LABEL = 40  # columns for the names of transfers
 MOST_TRANSFERS = 400  # transfers
@@ -193,7 +208,7 @@ def draw_communication(step: RankStep, title: str, assumed: Sequence[str] = ()) 
     for line, transfer in enumerate(step.communications, 1):
         cells.append(text(0, line, _name_of_transfer(transfer)[: LABEL - 1]))
         width = max(transfer.priority, 1)
-        fill = FILLS.get(transfer.operation, Colour.PALE)
+        fill = FILLS.get(transfer.operation, PALE)
         cells.append(Cell(LABEL + transfer.begins, line, width, 1, "=" * width, fill, False, "left"))
     exposed = [transfer for transfer in step.communications if transfer.priority == 0]
     notes = [

@@ -12,8 +12,19 @@ import numpy as np
 
 from spmd_engine.axes import MeshPosition, all_positions, parse_axes
 from spmd_engine.cli.options import axes_of, takes_job
-from spmd_engine.cli.show import picture
-from spmd_engine.cli.show.picture import COLOURS, Cell, Picture, grid, listed, output_option, present, table, text
+from spmd_engine.cli.show.picture import (
+    COLOURS,
+    WIDEST,
+    Cell,
+    Picture,
+    grid,
+    listed,
+    output_option,
+    present,
+    size,
+    table,
+    text,
+)
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
 from spmd_engine.engine.state.assignment import PIPE, assign, misfit, parse_shares
 from spmd_engine.errors import UsageError, one_of
@@ -73,8 +84,8 @@ def _boxes(axes: list[str], ranks: np.ndarray, fastest: int) -> list[Cell]:
     x = y = 0
     for place, part in enumerate(ranks):
         inside = _boxes(axes[1:], part, fastest)
-        width, height = (side + more for side, more in zip(picture.size(inside), (3, 2), strict=True))
-        if x and x + width > picture.WIDEST:  # no room to the right
+        width, height = (side + more for side, more in zip(size(inside), (3, 2), strict=True))
+        if x and x + width > WIDEST:  # no room to the right
             x, y = 0, y + height + 1
         cells.append(Cell(x, y, width, height))
         cells.append(text(x + 2, y + 1, f"{axes[0]} {place}"))
@@ -89,7 +100,7 @@ def _groups(ranks: np.ndarray, dim: int) -> str:
     shown = ""
     for count, group in enumerate(groups):
         group_text = "{" + listed(group.tolist()) + "} "
-        if len(shown) + len(group_text) > picture.WIDEST - 30:
+        if len(shown) + len(group_text) > WIDEST - 30:
             return f"{shown}... {len(groups) - count} more"
         shown += group_text
     return shown.rstrip()
