@@ -16,6 +16,7 @@ from spmd_engine.cli.options import open_mesh, served_model, takes_job
 from spmd_engine.cli.text_model import HELP, SERVED, check_weights, run_option
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.notation import Spec
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.distributed import check_mesh, make_engine
 from spmd_engine.engine.layered import LayeredEngine
@@ -25,7 +26,6 @@ from spmd_engine.files import check_ending, output_file
 from spmd_engine.foreign import reading
 from spmd_engine.models.names import IMAGES
 from spmd_engine.models.user_code import code_named, is_code
-from spmd_engine.sharding.notation import Spec
 from spmd_engine.training.data.images import as_floats, check_pixels, check_scale
 from spmd_engine.training.run_job import read_run, run_folder
 from spmd_engine.training.train_config import TrainConfig

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 from spmd_engine.importing import imported_when_asked
 
 if TYPE_CHECKING:
+    from spmd_engine.comm.notation import Spec
     from spmd_engine.sharding.experts import even, greedy, imbalance, moved, optimal, rebalanced, routing_table
     from spmd_engine.sharding.layout import Layout
-    from spmd_engine.sharding.notation import Spec
     from spmd_engine.sharding.placement import ArrayPlacement, Placement
     from spmd_engine.sharding.rectangles import Rectangle
     from spmd_engine.sharding.resharding import gather, reshard, reshard_plan, shard
@@ -53,8 +53,7 @@ __all__ = [
 
 _PUBLIC = {
     "experts": ("even", "greedy", "imbalance", "moved", "optimal", "rebalanced", "routing_table"),
-    "layout": ("Layout",),
-    "notation": ("Spec",),
+    "layout": ("Layout", "Spec"),
     "placement": ("ArrayPlacement", "Placement"),
     "rectangles": ("Rectangle",),
     "resharding": ("gather", "reshard", "reshard_plan", "shard"),

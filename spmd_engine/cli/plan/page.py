@@ -10,7 +10,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from spmd_engine.cli.show.picture import GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, print_picture, text
+from spmd_engine.cli.show.picture import print_picture
+from spmd_engine.pictures import GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, text
 from spmd_engine.planning.explain import Explanation
 from spmd_engine.planning.plan_result import PlanResult
 from spmd_engine.planning.search.estimate import Estimate

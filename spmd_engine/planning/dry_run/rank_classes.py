@@ -9,13 +9,13 @@ from math import prod
 
 import numpy as np
 
+from spmd_engine.comm.notation import nested_span
 from spmd_engine.comm.shared_memory.node import MOST_RANKS
 from spmd_engine.comm.shared_memory.slot_table import size_of_table
 from spmd_engine.models.model import Model
 from spmd_engine.planning.dry_run.step_analysis import GroupKey, StepAnalysis
 from spmd_engine.sharding.groups import ParameterGroup
 from spmd_engine.sharding.layout import Layout
-from spmd_engine.sharding.notation import nested_span
 
 #: The axes over which parameters are stored in shards, and the lengths of these shards.
 UnevenParts = tuple[Sequence[str], Sequence[int]]
