@@ -1,9 +1,17 @@
 """The programs in examples/ run and learn."""
 
+import ast
+import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from command_line import ONE_THREAD
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -32,3 +40,48 @@ def test_two_shards_classify_and_keep_nothing(mpi_run, tmp_path):
     assert sorted(rank for rank, _, _ in told) == ["0"] * 2 + ["1"] * 2
     assert all(int(held.replace(",", "")) == 100 * 15 * 15 * 2 * 4 for _, held, _ in told)
     assert all(int(kept.replace(",", "")) < 5_000 for _, _, kept in told)
+
+
+def test_a_layer_of_one_s_own_by_the_commands_of_its_docstring(tmp_path):
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    commands = re.findall(r"^(?:python|mpiexec) .*", (EXAMPLES / "own_layer.py").read_text(), re.MULTILINE)
+    scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, **ONE_THREAD, "PATH": scripts, "PYTHONPATH": str(EXAMPLES.parent)}
+    printed = {}
+    for command in commands:
+        words = shlex.split(command)
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        printed[words[words.index("spmd_engine") + 1]] = done.stdout
+    assert len(printed) == 6 and "agrees to" in printed["verify"] and printed["generate"].startswith("import ")
+    assert "block0/taps/w" in printed["show"] and "block0/taps" in printed["analyze"] and "plan: " in printed["plan"]
+
+
+def test_the_tour_runs_and_shows_its_pictures():
+    """The cells of the notebook in one namespace, as a kernel runs them: what the last line of each shows."""
+    notebook = json.loads((EXAMPLES / "tour.ipynb").read_text())
+    assert notebook["nbformat"] == 4 and {"metadata", "nbformat_minor"} < notebook.keys()
+    names, shown = {"__name__": "tour"}, []
+    for cell in notebook["cells"]:
+        assert cell.keys() >= {"cell_type", "metadata", "source"}
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == [] and cell["execution_count"] is None
+            *statements, last = ast.parse("".join(cell["source"])).body
+            exec(compile(ast.Module(statements, []), "tour", "exec"), names)
+            if isinstance(last, ast.Expr):
+                value = eval(compile(ast.Expression(last.value), "tour", "eval"), names)
+                shown += [value._repr_html_()] if hasattr(value, "_repr_html_") else []
+            else:
+                exec(compile(ast.Module([last], []), "tour", "exec"), names)
+    words = [
+        "mesh data=2,model=2",
+        "b/data f/model",
+        "all_reduce",
+        "shape 16 x 48",
+        "agrees to",
+        "1f1b: 4 stages",
+        "predicted",
+    ]
+    assert len(shown) == len(words)
+    assert all(word in html for word, html in zip(words, shown, strict=True))
+    assert names["losses"][-1] < names["losses"][0]

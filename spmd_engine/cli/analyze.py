@@ -12,25 +12,10 @@ from rich.table import Table
 
 from spmd_engine.axes import all_positions
 from spmd_engine.cli.options import axes_of, model_on, takes_job
-from spmd_engine.cli.show.picture import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    PALE,
-    PURPLE,
-    SKY,
-    VERMILLION,
-    YELLOW,
-    Cell,
-    Picture,
-    output_option,
-    present,
-    print_picture,
-    table,
-    text,
-)
+from spmd_engine.cli.show.picture import output_option, present, print_picture
 from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.errors import UsageError
+from spmd_engine.pictures import BLUE, GREEN, ORANGE, PALE, PURPLE, SKY, VERMILLION, YELLOW, Cell, Picture, table, text
 from spmd_engine.planning import RankStep, Samples, StepAnalysis, analyze_engine
 from spmd_engine.planning import analyze as analyze_step
 from spmd_engine.planning.dry_run.step_analysis import KINDS, Phases, critical_path

@@ -7,7 +7,7 @@ import json
 import click
 
 from spmd_engine.cli.options import open_mesh, takes_job
-from spmd_engine.cli.text_model import HELP, SERVED, TextModel, open_text_model, run_option
+from spmd_engine.cli.text_model import HELP, SERVED, TextModel, checkpoint_option, open_text_model, run_option
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import check_text
@@ -18,6 +18,7 @@ from spmd_engine.training.data.token_data import check_digests
 
 @click.command(name="eval", short_help="Score texts: log-probabilities, perplexity.")
 @run_option
+@checkpoint_option
 @click.option("--text", "texts", multiple=True, help="A text; may be repeated.")
 @click.option(
     "--file", "files", metavar="FILE", multiple=True, help="A text file, or the held-out part of a token file."
@@ -26,14 +27,14 @@ from spmd_engine.training.data.token_data import check_digests
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Windows at a time.")
 @click.option("--json", "as_json", is_flag=True, help="Print an object a line, with each token's log-probability.")
 @takes_job(*SERVED, config=False, help=HELP)
-def eval(run, texts, files, stride, batch_size, as_json, job) -> None:
+def eval(run, checkpoint, texts, files, stride, batch_size, as_json, job) -> None:
     """Print the mean negative log-probability of a token, in nats, and the perplexity of each text.
 
     Each token is scored given the tokens before it; the first token of a text is not scored. A text longer than the
     context is read in overlapping windows.
     """
     with open_mesh(job) as opened:
-        served = open_text_model(run, job, opened)
+        served = open_text_model(run, checkpoint, job, opened)
         read = text_from_rank_zero(opened.group(), lambda: json.dumps(_read(served, texts, files)))
         named = json.loads(read)
         scores = score(served.engine, [tokens for _, tokens in named], stride=stride, batch_size=batch_size)

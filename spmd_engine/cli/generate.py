@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from spmd_engine.cli.options import open_mesh, takes_job
-from spmd_engine.cli.text_model import HELP, SERVED, TextModel, open_text_model, run_option
+from spmd_engine.cli.text_model import HELP, SERVED, TextModel, checkpoint_option, open_text_model, run_option
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import parse_json, read_text, reading
@@ -30,6 +30,7 @@ _SHARE = click.FloatRange(0, 1)
 
 @click.command(short_help="Write text with a model.")
 @run_option
+@checkpoint_option
 @click.option("--prompt", "prompts", multiple=True, help="The beginning of a text; may be repeated.")
 @click.option(
     "--prompts", "file", metavar="FILE", help="A prompt a line; in a .jsonl file, an object with prompt or messages."
@@ -49,7 +50,9 @@ _SHARE = click.FloatRange(0, 1)
 @click.option("--stop", multiple=True, help="A string that ends a text; may be repeated.")
 @click.option("--ignore-end", is_flag=True, help="Continue when the model would end.")
 @click.option(
-    "--slide/--no-slide", default=None, help="Beyond the context, continue from its last half. [default: with --run]"
+    "--slide/--no-slide",
+    default=None,
+    help="Beyond the context, continue from its last half. [default: except for a model by path]",
 )
 @click.option("--batch-size", type=_POSITIVE, default=BATCH, show_default=True, help="Texts at a time.")
 @click.option("--log-probs", is_flag=True, help="With --json: the log-probability of each token.")
@@ -57,7 +60,7 @@ _SHARE = click.FloatRange(0, 1)
     "--json", "as_json", is_flag=True, help="Print an object a line for each text, with its tokens and its end."
 )
 @takes_job(*SERVED, config=False, help=HELP)
-def generate(run: str | None, job: TrainConfig, **options: Any) -> None:
+def generate(run: str | None, checkpoint: str | None, job: TrainConfig, **options: Any) -> None:
     """Continue prompts with a model, on any mesh. Each text is printed after its prompt; for messages (--chat), the
     reply alone.
 
@@ -69,7 +72,7 @@ def generate(run: str | None, job: TrainConfig, **options: Any) -> None:
         raise UsageError("--log-probs goes with --json, which prints them")
     with open_mesh(job) as opened:
         read = text_from_rank_zero(opened.group(), lambda: json.dumps(_prompts(options["prompts"], options["file"])))
-        served = open_text_model(run, job, opened)
+        served = open_text_model(run, checkpoint, job, opened)
         texts = [_text_of(served, prompt, options) for prompt in json.loads(read) for _ in range(options["samples"])]
         tokens = [served.tokenizer.encode(text, special=special) for text, special in texts]
         defaults = served.generation
@@ -83,7 +86,7 @@ def generate(run: str | None, job: TrainConfig, **options: Any) -> None:
             options["tokens"] or defaults.tokens or TOKENS,
             () if options["ignore_end"] else served.ends,
             tuple(options["stop"]),
-            bool(run) if options["slide"] is None else options["slide"],
+            bool(run or checkpoint) if options["slide"] is None else options["slide"],
         )
         echoed = [special if options["echo"] is None else options["echo"] for _, special in texts]
         printing = _Printing([text for text, _ in texts], echoed, options["as_json"])

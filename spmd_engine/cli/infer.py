@@ -13,9 +13,10 @@ import numpy as np
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.cli.options import open_mesh, served_model, takes_job
-from spmd_engine.cli.text_model import HELP, SERVED, check_weights, run_option
+from spmd_engine.cli.text_model import HELP, SERVED, check_weights, checkpoint_option, run_option
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.notation import Spec
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.distributed import check_mesh, make_engine
 from spmd_engine.engine.layered import LayeredEngine
@@ -25,7 +26,6 @@ from spmd_engine.files import check_ending, output_file
 from spmd_engine.foreign import reading
 from spmd_engine.models.names import IMAGES
 from spmd_engine.models.user_code import code_named, is_code
-from spmd_engine.sharding.notation import Spec
 from spmd_engine.training.data.images import as_floats, check_pixels, check_scale
 from spmd_engine.training.run_job import read_run, run_folder
 from spmd_engine.training.train_config import TrainConfig
@@ -35,25 +35,22 @@ from spmd_engine.training.train_config import TrainConfig
 @click.option("--input", "source", metavar="X.npy", required=True, help="Whole inputs; the first dim is the batch.")
 @click.option("--output", "target", metavar="Y.npy", required=True, help="File for the whole outputs.")
 @run_option
-@click.option("--engine", metavar="MODULE:NAME", help="The same as --model CODE: an engine or a Model of your own.")
-@click.option("--checkpoint", metavar="PATH", help="With --engine: its parameters, a safetensors file or saved folder.")
+@checkpoint_option
 @click.option("--batch-size", type=click.IntRange(min=1), help="Inputs at a time. [default: all]")
 @takes_job(*SERVED, config=False, help=HELP)
-def infer(source, target, run, engine, checkpoint, batch_size, job) -> None:
+def infer(source, target, run, checkpoint, batch_size, job) -> None:
     """Read an array on rank 0, run the model on all ranks, and write the outputs from rank 0.
 
     A model of text takes tokens[b s] (in a run usually bytes, and 256 for the end of a file) and returns logits[b s v].
     A model of images takes images[b h w c], from 0 to 1 or as uint8, and returns scores[b k] of the classes. An engine
-    of your own is called with mesh=... if it takes that, and with nothing else; its load_checkpoint is called if
-    --checkpoint is given.
+    of your own is called with mesh=... and dtype=... if it takes these, and with nothing else; its load_checkpoint is
+    called if --checkpoint is given. The engine of a run is on the mesh of the run, unless --mesh has another.
     """
-    check_weights(run, engine)
-    if is_code(job.model.name):
-        engine = job.model.name
-    if checkpoint and not engine:
-        raise UsageError("--checkpoint goes with --engine; a run has its own")
-    trained = served_model(read_run(run)) if run else None
-    with open_mesh(job) as opened:
+    check_weights(run, checkpoint, job)
+    run_job = read_run(run) if run else None
+    trained = served_model(run_job) if run_job else None
+    axes = run_job.composition.mesh if run_job and run_job.model.engine is not None else None
+    with open_mesh(job, axes) as opened:
         inputs = on_rank_zero(opened.group(), lambda: _read(source, target))
         if trained is not None:
             serving: ShardedEngine
@@ -62,8 +59,8 @@ def infer(source, target, run, engine, checkpoint, batch_size, job) -> None:
             else:
                 serving = build_engine(trained, opened, device=job.device, drawn=False)
             load_checkpoint(run_folder(run), serving)
-        elif engine:
-            serving = _open_user_engine(engine, opened, job)
+        elif is_code(job.model.name):
+            serving = _open_user_engine(job.model.name, opened, job)
             if checkpoint:
                 serving.load_checkpoint(Checkpoint(checkpoint))
         else:
@@ -121,7 +118,7 @@ def _takes_images(engine: ShardedEngine) -> bool:
 
 
 def _open_user_engine(name: str, mesh: Mesh, job: TrainConfig) -> ShardedEngine:
-    engine = make_engine(code_named(name, "--engine"), mesh)
+    engine = make_engine(code_named(name), mesh, dtype=np.dtype(job.model.dtype))
     check_mesh(name, engine, mesh, job.composition.mesh)
     return engine
 

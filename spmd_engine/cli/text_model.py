@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import click
 
-from spmd_engine.checkpoints import load_checkpoint
+from spmd_engine.checkpoints import Checkpoint, load_checkpoint
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.cli.options import served_model
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parallel_config import build_engine
+from spmd_engine.engine.parallel_config import ModelConfig, build_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.models.load_config import ends_at, located, tokenizer_at
 from spmd_engine.models.user_code import is_code
@@ -42,42 +42,57 @@ class TextModel:
 SERVED = ("model", "adapter", "dtype", "mesh", "device", "check")
 HELP = {
     "model": "Instead of --run, weights: a folder in Hugging Face's format, a GGUF file, or org/name in the hub's "
-    "local cache.",
+    "local cache; or code of your own, with --checkpoint.",
     "adapter": "With --model: a folder of adapters in PEFT's format.",
     "dtype": "With --model: the dtype of parameters and activations. [default: float32]",
 }
 run_option = click.option("--run", metavar="DIR", help="Folder of a run of 'train'.")
 
 
-def check_weights(*others: Any) -> None:
-    """Raise UsageError unless the command has exactly one of ``--model`` and ``others``, and options that suit it."""
+checkpoint_option = click.option(
+    "--checkpoint", metavar="PATH", help="With --model CODE: its parameters, a safetensors file or saved folder."
+)
+
+
+def check_weights(run: str | None, checkpoint: str | None, job: TrainConfig) -> None:
+    """Raise UsageError unless the command has exactly one of ``--model`` and ``--run``, and options that suit it."""
     params = click.get_current_context().params
-    if sum(map(bool, (params["model"], *others))) != 1:
-        names = "--run DIR, --model PATH or --engine MODULE:NAME" if len(others) > 1 else "--run DIR or --model PATH"
-        raise UsageError(f"which model? give either {names}")
+    if bool(params["model"]) == bool(run):
+        raise UsageError("which model? give either --run DIR, --model PATH or --model FILE.py:NAME")
     for name in ("dtype", "adapter"):
         if params[name] and not params["model"]:
-            raise UsageError(f"--{name} goes with --model; a run or an engine of your own has its own")
+            raise UsageError(f"--{name} goes with --model; a run has its own")
+    if checkpoint and not is_code(job.model.name):
+        raise UsageError("--checkpoint goes with --model FILE.py:NAME; a run, or a model by path, has its own")
 
 
-def open_text_model(run: str | None, job: TrainConfig, mesh: Mesh) -> TextModel:
+def open_text_model(run: str | None, checkpoint: str | None, job: TrainConfig, mesh: Mesh) -> TextModel:
     """The model of ``--run`` or ``--model``. Collective; raises UsageError for a model that does not take text."""
-    check_weights(run)
+    check_weights(run, checkpoint, job)
     if run:
-        return _open_run(run, mesh, job.device)
+        engine = _build(served_model(read_run(run)), mesh, job.device)
+        load_checkpoint(run_folder(run), engine)
+        return _with_tokenizer(engine, run_folder(run))
     if is_code(job.model.name):
-        raise UsageError(f"--model {job.model.name} is code, without weights: train it, and give --run")
+        engine = _build(job.model, mesh, job.device)
+        if not checkpoint:
+            raise UsageError(f"--model {job.model.name} is code, without weights: give --checkpoint PATH, or --run DIR")
+        engine.load_checkpoint(Checkpoint(checkpoint))
+        return _with_tokenizer(engine, Path(checkpoint))
     engine, _ = open_pretrained(job.model, mesh, device=job.device)
     path = located(job.model.name)
     generation = read_generation_config(path) if path.is_dir() else GenerationConfig(ends=ends_at(path))
     return TextModel(engine, tokenizer_at(path), generation)
 
 
-def _open_run(run: str, mesh: Mesh, device: str) -> TextModel:
-    folder = run_folder(run)
-    engine = build_engine(served_model(read_run(run)), mesh, device=device, drawn=False)
+def _build(model: ModelConfig, mesh: Mesh, device: str) -> LayeredEngine:
+    engine = build_engine(model, mesh, device=device, drawn=False)
     if not engine.model.vocabulary:
         raise UsageError(f"{engine.model.name} is not a model of text: it takes no tokens")
-    load_checkpoint(folder, engine)
+    return engine
+
+
+def _with_tokenizer(engine: LayeredEngine, folder: Path) -> TextModel:
+    """The model with what a run's folder has of the text: a tokenizer, unless it learnt from bytes."""
     saved = (folder / "tokenizer.json").is_file()
     return TextModel(engine, read_tokenizer(folder) if saved else ByteTokenizer(), read_generation_config(folder))

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from spmd_engine.pictures import html_table
+
 
 @dataclass
 class Entry:
@@ -82,3 +84,10 @@ class Ledger:
                 f"{operation:<15} {axes:<12} {label:<24} {entry.calls:>7} {entry.sent:>14,} {entry.seconds:>9.3f}"
             )
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (operation, axes, label, f"{entry.calls:,}", f"{entry.sent:,}", f"{entry.seconds:.3f}")
+            for (operation, axes, label), entry in sorted(self.entries.items())
+        ]
+        return html_table("Ledger of this rank", ["operation", "over", "label", "calls", "bytes sent", "seconds"], rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from math import prod
-from typing import Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import numpy as np
 
@@ -18,6 +18,10 @@ from spmd_engine.comm.pending import TIMEOUT, Pending
 from spmd_engine.comm.world import world
 from spmd_engine.errors import MeshError, UsageError, WrongNumberOfRanks
 from spmd_engine.runtime.activity import Activity
+
+if TYPE_CHECKING:
+    from spmd_engine.comm.notation import Spec
+    from spmd_engine.comm.views import ArraySharding
 
 _Arguments = ParamSpec("_Arguments")
 
@@ -244,6 +248,18 @@ class Mesh(Collectives, MeshPosition):
     def node_count(self) -> int:
         return len(set(self.nodes))
 
+    def describe(self, x: Array | Sequence[int], sharding: str | Spec) -> ArraySharding:
+        """Which block of an array each rank holds: its device, rank, coordinates, index and size, and a picture.
+
+        ``x`` is this rank's block of the array, which asks all ranks for theirs by one all_gather, or the shape of the
+        whole array, which needs no communication. ``mesh.describe((8, 6), "b/data f/model")``, as in ``shard``.
+        Raises NotationError if the sharding has another number of dims, or if the blocks are not those of one array so
+        sharded; MeshError if it names an axis that the mesh does not have.
+        """
+        from spmd_engine.comm.views import describe
+
+        return describe(self, x, sharding)
+
     def close(self) -> None:
         """Free the sub-communicators. The mesh must not be used afterwards."""
         for comm in self._owned:
@@ -259,3 +275,8 @@ class Mesh(Collectives, MeshPosition):
 
     def __repr__(self) -> str:
         return f"Mesh({self})"
+
+    def _repr_html_(self) -> str:
+        from spmd_engine.comm.views import draw_mesh
+
+        return draw_mesh(self.axes, self.ranks, self.nodes)._repr_html_()

@@ -17,6 +17,7 @@ from spmd_engine.arrays.updates import sum_of_squares
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Collectives, Mesh, Over
+from spmd_engine.comm.notation import Spec
 from spmd_engine.engine.batch import Batch, Evaluation, MicroBatch, Scores
 from spmd_engine.engine.contract import (
     add_gradients,
@@ -33,7 +34,6 @@ from spmd_engine.engine.state.assignment import Index
 from spmd_engine.engine.tape import Tape, Tapes
 from spmd_engine.errors import UnknownParameter, UsageError
 from spmd_engine.losses import mean_squared_error
-from spmd_engine.sharding.notation import Spec
 from spmd_engine.sharding.placement import Placement, exchange_placements, exchange_shapes
 from spmd_engine.sharding.rectangles import Rectangle
 

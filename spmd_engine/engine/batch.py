@@ -11,10 +11,10 @@ import numpy as np
 from spmd_engine.arrays.backend import Array
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.blocks import span
+from spmd_engine.comm.notation import Spec
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.contract import check_call, described
 from spmd_engine.layers.layer import Documents
-from spmd_engine.sharding.notation import Spec
 
 if TYPE_CHECKING:
     from spmd_engine.engine.base import ShardedEngine

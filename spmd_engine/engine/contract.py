@@ -13,10 +13,10 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.agreement.rank_zero import gather_json
+from spmd_engine.comm.notation import Spec
 from spmd_engine.engine.batch import Batch, MicroBatch
 from spmd_engine.errors import SpmdError, UsageError
 from spmd_engine.layers.contract import described, guard, is_array
-from spmd_engine.sharding.notation import Spec
 
 if TYPE_CHECKING:
     from spmd_engine.engine.base import ShardedEngine

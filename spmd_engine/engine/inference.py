@@ -10,10 +10,10 @@ import numpy as np
 
 from spmd_engine.arrays.attention import HIDDEN
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.notation import nested_span
 from spmd_engine.errors import RankAborted, SpmdError, UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
 from spmd_engine.layers.layer import ForwardContext
-from spmd_engine.sharding.notation import nested_span
 
 if TYPE_CHECKING:
     from spmd_engine.engine.base import ShardedEngine

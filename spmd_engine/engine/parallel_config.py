@@ -63,6 +63,7 @@ class ModelConfig(Configuration):
     name: str = setting(
         "gpt-nano",
         option="model",
+        old_names=("engine",),
         metavar="NAME|PATH|CODE",
         fixed=True,
         help=f"One of {', '.join(MODELS)}; or weights: a folder in Hugging Face's format, a GGUF file, or org/name in "

@@ -11,10 +11,10 @@ from functools import wraps
 from inspect import isfunction, signature
 from typing import TYPE_CHECKING, Any
 
+from spmd_engine.comm.notation import nested_span
 from spmd_engine.comm.pending import UNDER_WAY
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.declarations import Activation, Buffer, Parameter, SideOutput
-from spmd_engine.sharding.notation import nested_span
 from spmd_engine.sharding.shards import Shards
 
 if TYPE_CHECKING:

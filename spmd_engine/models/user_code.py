@@ -79,6 +79,8 @@ def code_named(name: str, option: str = "--model", digest: str | None = None) ->
             arguments = [ast.literal_eval(argument) for argument in call.args]
             keywords = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in call.keywords}
         make = getattr(_imported(match["module"]), match["attribute"])
+        if isinstance(make, Model):
+            model, make = make, lambda: model
         signature(make).bind_partial(*arguments, **keywords)
         return partial(make, *arguments, **keywords)
     except (ImportError, AttributeError, TypeError, ValueError, SyntaxError) as error:
@@ -153,5 +155,8 @@ def own_model(name: str, digest: str | None = None) -> Model:
     make = code_named(name, digest=digest)
     model = call(make, "the model")
     if not isinstance(model, Model):
-        raise UsageError(f"{name} returned a {type(model).__name__}; it must return a Model, as in docs/layers.md")
+        raise UsageError(
+            f"{name} returned a {type(model).__name__}; it must return a Model, which "
+            "adds letters and a loss to layers, as in docs/layers.md"
+        )
     return model

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from math import prod
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
+from spmd_engine.axes import MeshPosition
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
@@ -20,13 +22,20 @@ from spmd_engine.models import Model
 from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.models.names import MODELS, has_weights
 from spmd_engine.models.user_code import is_code
+from spmd_engine.pictures import html_table
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.plan_evaluation import PlanEvaluation
 from spmd_engine.planning.search.relaxation import MORE, Conflict
 from spmd_engine.planning.search.search import GOALS, Constraints, Limits, Planner, SearchResult
 from spmd_engine.planning.search.search_space import axes_that_shard
-from spmd_engine.units import readable_bytes
+from spmd_engine.planning.simulator.step_picture import draw_step
+from spmd_engine.units import readable_bytes, readable_seconds
+
+COMPOSITION_OPTIONS = (
+    *("zero", "sequence_parallel", "schedule", "chunks", "stages", "recompute", "shares", "state_shares"),
+    "min_tensor_size",
+)
 
 
 @dataclass(frozen=True)
@@ -136,6 +145,39 @@ class PlanResult:
         if name == "batch_size":
             return f"a batch of {min(self.request.batch_sizes)}"
         return Constraints(self.limits, self.request.fixed).shown(name)
+
+    @property
+    def command(self) -> str:
+        """The command line that trains with the plan."""
+        assert self.plan is not None
+        candidate = self.plan.candidate
+        composition = candidate.composition(self.request.base)
+        words = [f"mpiexec -n {candidate.ranks} python -m spmd_engine train --model {self.request.model.name}"]
+        words.append("--mesh " + ",".join(f"{axis}={size}" for axis, size in candidate.axes))
+        words.append(f"--batch-size {candidate.batch_size}")
+        words += [f"--micro-batches {candidate.micro_batches}"] * (candidate.micro_batches > 1)
+        for name in COMPOSITION_OPTIONS:
+            value = getattr(composition, name)
+            if value and value != "none":
+                words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
+        return " ".join(words)
+
+    def _repr_html_(self) -> str:
+        if self.conflict is not None:
+            return f"<p>{escape(self.why_not)}</p>"
+        request, evaluation = self.request, self.evaluation
+        needs = [(plan.candidate, plan.seconds, plan.memory) for plan in self.search.best]
+        if self.plan is None and evaluation is not None:
+            needs = [(MeshPosition(evaluation.analysis.axes, {}), evaluation.seconds, evaluation.analysis.peak_bytes)]
+        rows = [(name, readable_seconds(seconds), readable_bytes(memory)) for name, seconds, memory in needs]
+        parts = [
+            f"<p>{escape(f'{request.model.name} on machine {request.machine.name}; goal: {request.goal}')}</p>",
+            f"<pre>{escape(self.command)}</pre>" if self.plan is not None else "",
+            html_table("The best plans, or the given one", ["plan", "step", "memory of a rank"], rows),
+            "".join(f"<p>{escape(reason)}</p>" for reason in self.reasons),
+            draw_step(evaluation.prediction, evaluation.analysis.ranks)._repr_html_() if evaluation else "",
+        ]
+        return "".join(parts)
 
     def as_json(self) -> dict[str, Any]:
         """The result as JSON."""

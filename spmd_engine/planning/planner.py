@@ -254,6 +254,7 @@ class _PlanSearch:
             conflict = conflict_of(self.planner, question, self.request.seconds)
         else:
             conflict = Conflict(question.constraints.names, [], decided=False)
+        self.planner.check_layers()
         question = replace(question, constraints=Constraints(self.limits, self.request.fixed))
         relaxations = [self._relax_by_simulation(relaxation, question, plans) for relaxation in conflict.relaxations]
         nearest = min(plans, key=lambda plan: objective("memory", plan.refined), default=None)

@@ -21,8 +21,7 @@ from spmd_engine.importing import imported_when_asked
 
 if TYPE_CHECKING:
     from spmd_engine.sharding.experts import even, greedy, imbalance, moved, optimal, rebalanced, routing_table
-    from spmd_engine.sharding.layout import Layout
-    from spmd_engine.sharding.notation import Spec
+    from spmd_engine.sharding.layout import Layout, Spec
     from spmd_engine.sharding.placement import ArrayPlacement, Placement
     from spmd_engine.sharding.rectangles import Rectangle
     from spmd_engine.sharding.resharding import gather, reshard, reshard_plan, shard

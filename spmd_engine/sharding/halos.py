@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from spmd_engine.axes import MeshPosition
-from spmd_engine.sharding.notation import nested_span
+from spmd_engine.comm.notation import nested_span
 from spmd_engine.sharding.placement import ArrayPlacement, Interval, Placement
 from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.sharding.transfer import TransferPlan, plan_transfer

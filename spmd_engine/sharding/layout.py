@@ -11,8 +11,8 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.axes import MeshPosition
+from spmd_engine.comm.notation import EVEN, Spec, nested_span
 from spmd_engine.errors import MeshError, NotationError, one_of
-from spmd_engine.sharding.notation import EVEN, Spec, nested_span
 
 #: The letters that a mesh axis of a customary name shards. Data parallelism shards the batch (``replicate`` and
 #: ``shard`` say how parameters are stored); expert parallelism the experts and, in layers without experts, the batch;

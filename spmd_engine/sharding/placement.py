@@ -13,8 +13,8 @@ from spmd_engine.arrays.dtypes import describe, described
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.group import Group
+from spmd_engine.comm.notation import Spec
 from spmd_engine.errors import UsageError
-from spmd_engine.sharding.notation import Spec
 from spmd_engine.sharding.rectangles import Grid, Rectangle
 
 Rectangles = tuple[Rectangle, ...]

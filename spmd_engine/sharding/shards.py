@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.notation import nested_span
 from spmd_engine.comm.pending import Deferred, Pending
 from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.sharding.layout import Layout
-from spmd_engine.sharding.notation import nested_span
 
 if TYPE_CHECKING:
     from spmd_engine.sharding.halos import Axes, Reach, Reads

@@ -1,7 +1,7 @@
 """Column parallel with gathered output: each rank has some columns of every weight, and gathers outputs."""
 
 from spmd_engine.arrays import einsum
-from spmd_engine.sharding.notation import Spec
+from spmd_engine.comm.notation import Spec
 from spmd_engine.strategies.two_layers import TwoLayers, relu
 
 

@@ -1,7 +1,7 @@
 """Sharded gradients (ZeRO stage 2): as the sharded optimizer, with gradients that are sharded once they are summed."""
 
 from spmd_engine.arrays import einsum
-from spmd_engine.sharding.notation import Spec
+from spmd_engine.comm.notation import Spec
 from spmd_engine.strategies.two_layers import TwoLayers, relu
 
 

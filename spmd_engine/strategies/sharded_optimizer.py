@@ -1,7 +1,7 @@
 """Sharded optimizer (ZeRO stage 1): every rank has the complete model, but updates only some rows."""
 
 from spmd_engine.arrays import einsum
-from spmd_engine.sharding.notation import Spec
+from spmd_engine.comm.notation import Spec
 from spmd_engine.strategies.two_layers import TwoLayers, relu
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -23,6 +24,7 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, Evaluation
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.files import open_regular
+from spmd_engine.pictures import html_table
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.trainer import StepReport, Trainer
 
@@ -258,6 +260,13 @@ class Run:
     @property
     def steps_done(self) -> int:
         return self.trainer.steps_done
+
+    def _repr_html_(self) -> str:
+        page = self.folder / "report.html"
+        rows = [("folder", self.folder), ("mesh", self.engine.mesh), ("steps", self.steps_done)]
+        rows += [("validation loss", f"{self.loss:.6g}")] if self.loss is not None else []
+        link = f'<p><a href="{escape(page.as_posix())}">report</a></p>' if page.is_file() else ""
+        return html_table("Run", ["", ""], rows, numbers=False) + link
 
     def train(self, steps: int) -> float | None:
         """Make steps until ``steps`` are done in all. Return the last validation loss. Collective."""

@@ -11,6 +11,7 @@ import numpy as np
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.notation import Spec
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, check_batch
 from spmd_engine.engine.distributed import check_mesh, make_engine
@@ -22,7 +23,6 @@ from spmd_engine.models.convnet import ImageShape
 from spmd_engine.models.decoder import BYTES
 from spmd_engine.models.names import IMAGES
 from spmd_engine.models.user_code import is_code
-from spmd_engine.sharding.notation import Spec
 from spmd_engine.strategies import strategy_named
 from spmd_engine.training.data.array_data import SampledData
 from spmd_engine.training.data.corpus import BytePairs, Corpus, data_for, load_corpus

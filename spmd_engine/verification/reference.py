@@ -15,6 +15,7 @@ from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.comm.communicators.threads import run_threads, solo
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.notation import Spec
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, batch_of
 from spmd_engine.engine.distributed import make_engine
@@ -24,7 +25,6 @@ from spmd_engine.errors import UsageError, WrongNumberOfRanks
 from spmd_engine.losses import mean_squared_error
 from spmd_engine.models import Model
 from spmd_engine.models.user_code import name_of
-from spmd_engine.sharding.notation import Spec
 from spmd_engine.verification.comparison import from_first
 
 DEVIATION = 0.1  #: standard deviation of the values that replace zeros

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from html import escape
+
+from spmd_engine.pictures import html_table
 
 
 class Cause(Enum):
@@ -187,3 +190,9 @@ class Report:
 
     def __str__(self) -> str:
         return "\n".join([HEADING, *map(str, self.steps), self.verdict])
+
+    def _repr_html_(self) -> str:
+        rows = [str(step).split() for step in self.steps]
+        caption = "Largest differences from one device, relative to the scales of tensors"
+        table = html_table(caption, ["step", "loss", "of loss", "of gradients", "of parameters"], rows)
+        return f"{table}<pre>{escape(self.verdict)}</pre>"

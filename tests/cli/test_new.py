@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from command_line import ONE_THREAD, metrics
@@ -42,12 +41,16 @@ def test_its_job_trains_and_continues(folder):
     assert (folder / "runs" / "mine" / "report.html").is_file()
 
 
-def test_its_engine_trains(folder, virtual):
-    x = np.random.default_rng(0).standard_normal((64, 16))
-    np.savez(folder / "numbers.npz", x=x, y=x[:, :4])
-    model = ["--model", f"{folder}/model.py:Regression", "--data", str(folder / "numbers.npz"), "--warmup", "0"]
-    virtual(2, "train", *model, "--mesh", "data=1,model=2", "--steps", "3", "--run", str(folder / "runs" / "r"))
-    assert len(metrics(folder / "runs" / "r")) == 3
+def test_its_readme_to_the_letter(folder):
+    block = (folder / "README.md").read_text().split("```")[1]
+    commands = [line.partition("  #")[0].rstrip() for line in block.strip().splitlines()]
+    others = {"python -m pytest", "sbatch job.sh"}  # see the tests above
+    assert others < set(commands)
+    here = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    printed = [run(folder, "sh", "-c", command, **here) for command in commands if command not in others]
+    assert "agrees to" in "".join(printed) and "wrote runs/first/report.html" in "".join(printed)
+    losses = [float(line["validation_loss"]) for line in metrics(folder / "runs" / "Regression-1")[-1:]]
+    assert losses[0] < 0.1
 
 
 def test_nothing_is_written_over(folder, here):

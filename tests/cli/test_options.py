@@ -43,7 +43,7 @@ def test_no_option_is_lost(words):
 
 
 def test_old_names_are_accepted_and_not_listed():
-    assert OLD_NAMES == {"length": ("sequence",), "reshard_after": ("recut_after",)}
+    assert OLD_NAMES == {"model": ("engine",), "length": ("sequence",), "reshard_after": ("recut_after",)}
 
     @click.command()
     @takes_job("length", config=False)

@@ -30,6 +30,20 @@ def text(width=8):
     return Model("text", layers, "b s", "b s v", "b s", token_loss(257), context=16, vocabulary=257)
 
 
+class Doubling(MLP):
+    def forward(self, sh, p, x, ctx):
+        y, saved = super().forward(sh, p, x, ctx)
+        return y * np.sqrt(2.0), saved
+
+
+def doubling():
+    layers = (("embedding", Embedding(257, 8)), ("own", Doubling(8, 12)), ("head", Head(257, 8)))
+    return Model("doubling", layers, "b s", "b s v", "b s", token_loss(257), context=16, vocabulary=257)
+
+
+ready = text()
+
+
 class Matrix(ShardedEngine):
     shardings = {"w": "i j/model"}
     input_sharding, output_sharding, target_sharding = "b/data i", "b/data j/model", "b/data j/model"
@@ -129,6 +143,8 @@ def test_commands_that_take_an_engine_of_one_s_own(here, virtual, tmp_path):
     np.save("x.npy", np.eye(5, dtype=np.float32))
     axes = ["--mesh", "data=1,model=2", "--input", "x.npy"]
     virtual(2, "infer", "--run", "runs/m", *axes, "--output", "y.npy")
+    assert here("infer", "--run", "runs/m", "--input", "x.npy", "--output", "alone.npy")[0] == 0  # on the run's mesh
+    np.testing.assert_allclose(np.load("alone.npy"), np.load("y.npy"), rtol=1e-5)
     assert np.load("y.npy").shape == (5, 4) and np.load("y.npy").any()
     virtual(2, "infer", *engine, *axes, "--output", "z.npy", "--checkpoint", "runs/m")
     assert (np.load("z.npy") == np.load("y.npy")).all()
@@ -140,6 +156,41 @@ def test_commands_that_take_an_engine_of_one_s_own(here, virtual, tmp_path):
     for command in (["inspect"], ["plan", "--ranks", "2"]):
         code, _, error = here(*command, *engine)
         assert code == 2 and "makes an engine, which shards itself; here a Model is needed" in error
+
+
+def test_a_model_that_is_not_a_function_and_the_other_name_of_the_option(here):
+    ready = ["--engine", "own_code.py:ready"]
+    assert "own_code.py:ready: 4,340 parameters" in here("inspect", *ready, "--mesh", "model=2")[1]
+    assert "a step of rank 0" in here("show", "communication", *ready, "--mesh", "data=2", "--batch-size", "2")[1]
+    found = here("show", "sharding", *ready, "--param", "block0/mlp/w0", "--mesh", "model=2")[1]
+    assert 'block0/mlp/w0 "d f/model", shape 8 x 12, mesh model=2' in found
+    assert here("show", "experts", *ready, "--mesh", "data=2")[2].endswith(
+        "has no layer with experts; try gpt-moe-nano\n"
+    )
+    assert "got an unexpected keyword argument 'width'" in here("inspect", *ready, "--set", "width=3")[2]
+
+
+def test_text_of_code_and_its_checkpoint(here, code):
+    model = ["--model", "own_code.py:text", "--set", "width=12"]
+    assert here("train", *model, "--data", str(code), "--steps", "1", "--run", "runs/text", *QUIET)[0] == 0
+    saved = ["--checkpoint", "runs/text"]
+    for command in (["generate", "--prompt", "def", "--tokens", "4"], ["eval", "--text", "a text"]):
+        assert here(*command, *model, *saved)[:2] == here(*command, "--run", "runs/text")[:2]
+        code_, _, error = here(*command, *model)
+        assert code_ == 2 and "is code, without weights: give --checkpoint PATH, or --run DIR" in error
+        code_, _, error = here(*command, "--run", "runs/text", *saved)
+        assert code_ == 2 and "--checkpoint goes with --model FILE.py:NAME" in error
+    assert "F32[12, 12]" in here("checkpoint", "inspect", "runs/text")[1]
+
+
+def test_the_search_gives_the_error_of_a_layer_that_is_wrong(here):
+    code_, _, error = here("plan", "--model", "own_code.py:doubling", "--ranks", "2", "--seconds", "1")
+    assert code_ == 2 and "Doubling.forward" in error and "outputs of float64 from inputs of float32" in error
+
+
+def test_what_an_engine_cannot_do_is_said_of_it(here):
+    code_, _, error = here("bench", "layers", *NUMBERS)
+    assert code_ == 2 and "bench layers: own_code.py:Matrix is not made of layers; use bench train" in error
 
 
 def test_a_plan_trains_the_code_that_it_was_made_for(here, virtual, code, capsys):

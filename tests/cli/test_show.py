@@ -8,7 +8,7 @@ import pytest
 from spmd_engine.axes import MeshPosition, all_positions
 from spmd_engine.cli import main
 from spmd_engine.cli.show.collective import EXAMPLES, run_example
-from spmd_engine.cli.show.sharding import draw_sharding
+from spmd_engine.comm.views import ArraySharding
 from spmd_engine.sharding import Spec
 
 
@@ -162,7 +162,9 @@ def test_a_parameter_is_on_the_stages_that_use_it(show):
 def test_every_rank_is_drawn_on_the_block_it_holds(spec, mesh):
     spec, shape = Spec.parse(spec), (7, 2, 4)
     shape = shape[: len(spec.dims)]
-    cells = [cell.label for cell in draw_sharding(spec, shape, all_positions(mesh)).drawing if cell.outline]
+    cells = [
+        cell.label for cell in ArraySharding.of(spec, shape, all_positions(mesh)).picture().drawing if cell.outline
+    ]
     seen = {}
     for label in cells:
         ranks, index = label.split("\n")

@@ -11,32 +11,24 @@ from spmd_engine.axes import all_positions
 from spmd_engine.cli import main
 from spmd_engine.cli.show.collective import EXAMPLES, draw_collective
 from spmd_engine.cli.show.memory import draw_memory
-from spmd_engine.cli.show.picture import (
-    BLUE,
-    COLOURS,
-    YELLOW,
-    Cell,
-    Picture,
-    ink,
-    lines,
-    listed,
-    print_picture,
-    svg,
-    table,
-    text,
-    tint,
-)
-from spmd_engine.cli.show.schedule import draw_schedule
-from spmd_engine.cli.show.sharding import draw_mesh, draw_sharding
+from spmd_engine.cli.show.picture import lines, print_picture
+from spmd_engine.comm.views import ArraySharding, draw_mesh
 from spmd_engine.engine.schedules.orders import named
+from spmd_engine.pictures import BLUE, COLOURS, YELLOW, Cell, Picture, ink, listed, svg, table, text, tint
 from spmd_engine.sharding import Spec
 from spmd_engine.training import TrainConfig
 
 SPACE = "{http://www.w3.org/2000/svg}"
+
+
+def sharding(shape, axes):
+    return ArraySharding.of(Spec.parse("b/data f/model"), shape, all_positions(axes)).picture()
+
+
 PICTURES = {
     "mesh": lambda: draw_mesh({"data": 2, "model": 3}),
-    "sharding": lambda: draw_sharding(Spec.parse("b/data f/model"), (5, 2), all_positions({"data": 2, "model": 3})),
-    "schedule": lambda: draw_schedule(named("interleaved"), 2, 4),
+    "sharding": lambda: sharding((5, 2), {"data": 2, "model": 3}),
+    "schedule": lambda: named("interleaved").picture(2, 4),
     "memory": lambda: draw_memory(TrainConfig.of(mesh={"data": 2})),
     "collective": lambda: draw_collective("all_gather", 3),
 }
@@ -106,7 +98,7 @@ def test_a_terminal_that_knows_only_ascii():
 
 
 def test_neighbouring_blocks_have_different_colours():
-    cells = draw_sharding(Spec.parse("b/data f/model"), (8, 7), all_positions({"data": 8, "model": 7})).drawing
+    cells = sharding((8, 7), {"data": 8, "model": 7}).drawing
     fills = {(cell.x, cell.y): cell.fill for cell in cells if cell.outline}
     columns, rows = sorted({x for x, _ in fills}), sorted({y for _, y in fills})
     assert len(fills) == 56

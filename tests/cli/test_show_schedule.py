@@ -3,10 +3,9 @@
 import pytest
 
 from spmd_engine.cli import main
-from spmd_engine.cli.show.picture import PALE
-from spmd_engine.cli.show.schedule import draw_schedule
 from spmd_engine.engine.schedules.orders import SCHEDULES, named
 from spmd_engine.engine.schedules.timeline import makespan, timeline
+from spmd_engine.pictures import PALE
 
 ONE_FORWARD_ONE_BACKWARD = """
 1f1b: 2 stages, 3 micro-batches
@@ -72,7 +71,7 @@ DRAWN = [(name, *size) for name in SCHEDULES for size in SIZES if name != "seque
 @pytest.mark.parametrize("name, stages, micro_batches", DRAWN)
 def test_every_moment_of_every_stage_is_drawn_once(name, stages, micro_batches):
     schedule = named(name)
-    picture = draw_schedule(schedule, stages, micro_batches)
+    picture = schedule.picture(stages, micro_batches)
     slots = timeline(schedule, stages, micro_batches)
     columns = round(makespan(slots) * schedule.chunks) * picture.fold[1]
     filled = [cell for cell in picture.drawing if cell.fill]
@@ -86,6 +85,6 @@ def test_every_moment_of_every_stage_is_drawn_once(name, stages, micro_batches):
 
 
 def test_chunks_have_shades():
-    forwards = [c for c in draw_schedule(named("interleaved", 3), 2, 2).drawing if c.label.startswith("F")]
+    forwards = [c for c in named("interleaved", 3).picture(2, 2).drawing if c.label.startswith("F")]
     fills = {cell.label[-1]: cell.fill for cell in forwards}
     assert set(fills) == set("abc") and len(set(fills.values())) == 3

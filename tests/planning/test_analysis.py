@@ -10,6 +10,7 @@ import pytest
 from real_steps import build, real_batch
 
 import tiny
+from script_module import script
 from spmd_engine import Mesh
 from spmd_engine.cli import main
 from spmd_engine.engine import AdamW
@@ -37,6 +38,15 @@ def test_ranks_with_different_parts_of_a_sequence_are_in_different_classes():
     sizes = {"sequence": 7, **SIZES}  # over three ranks: 3, 2 and 2 positions
     parallel = ParallelConfig(sequence_parallel=True)
     found, every = (analyze(GPT, {"model": 3}, parallel, every=each, **sizes) for each in (False, True))
+    assert found.totals() == every.totals()
+    assert found.peak_bytes_by_rank() == every.peak_bytes_by_rank()
+
+
+def test_ranks_whose_neighbours_differ_are_in_different_classes():
+    """The first rank has no position before its own, so it receives no halo, and the last one sends none."""
+    model = script("own_layer", "examples").model(width=8, blocks=1)
+    parallel = ParallelConfig(sequence_parallel=True)
+    found, every = (analyze(model, {"model": 4}, parallel, every=each, **SIZES) for each in (False, True))
     assert found.totals() == every.totals()
     assert found.peak_bytes_by_rank() == every.peak_bytes_by_rank()
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import all_positions
+from spmd_engine.comm.notation import weighted_lengths
 from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.sharding import Spec
-from spmd_engine.sharding.notation import weighted_lengths
 
 AXES = ["data", "model", "expert"]
 

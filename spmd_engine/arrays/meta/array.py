@@ -63,6 +63,9 @@ class ShapedArray(NDArrayOperatorsMixin):
     # --- views, as NumPy makes them ----------------------------------------------------------------------
 
     T = property(lambda self: self._view(self._like.T))
+    mT = property(lambda self: self._view(self._like.mT))
+    real = property(lambda self: self._view(self._like.real))
+    imag = property(lambda self: self._view(self._like.imag))
 
     def transpose(self, *axes: Any) -> ShapedArray:
         return self._view(self._like.transpose(*axes))
@@ -99,7 +102,10 @@ class ShapedArray(NDArrayOperatorsMixin):
         return result
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        shape = _part(self._like, index).shape if _is_basic(index) else _indexed_shape(self.shape, index)
+        if isinstance(index, ShapedArray) and index.dtype == np.bool_:
+            shape = self.shape  # at most all elements
+        else:
+            shape = _part(self._like, index).shape if _is_basic(index) else _indexed_shape(self.shape, index)
         size = prod(shape)
         read = value.nbytes if isinstance(value, (ShapedArray, np.ndarray)) else 0
         metering.meter().elementwise(size, read, size * self.itemsize)
@@ -119,6 +125,9 @@ class ShapedArray(NDArrayOperatorsMixin):
             return self
         return self._copied(self.shape, dtype)
 
+    def flatten(self, order: str = "C") -> ShapedArray:
+        return self._copied((self.size,), self.dtype)
+
     def fill(self, value: Any) -> None:
         self[...] = value
 
@@ -126,7 +135,9 @@ class ShapedArray(NDArrayOperatorsMixin):
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(np, name, None)
-        if function is not None and callable(getattr(np.ndarray, name, None)):
+        if not name.startswith("__") and callable(getattr(np.ndarray, name, None)):
+            if function is None:
+                raise _no_values(self, f"{name} needs its elements")
             return lambda *args, **options: function(self, *args, **options)
         raise AttributeError(f"an array that is only a shape has no {name!r}")
 
@@ -150,6 +161,9 @@ class ShapedArray(NDArrayOperatorsMixin):
             metering.meter().assume("what is written into arrays of the engine's own is taken to be zeros")
             return np.zeros(self.shape, self.dtype)
         raise _no_values(self, "its elements are asked for")
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
 
     def __float__(self) -> float:
         if self.size != 1:

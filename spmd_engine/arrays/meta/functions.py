@@ -17,18 +17,26 @@ from spmd_engine.errors import UsageError, user_line
 
 
 def apply_ufunc(ufunc: np.ufunc, method: str, inputs: Sequence[Any], out: Any, options: dict[str, Any]) -> Any:
-    """``ufunc(*inputs, out=out)``, or its ``reduce``, ``reduceat`` or ``at``."""
+    """``ufunc(*inputs, out=out)``, or its ``reduce``, ``accumulate``, ``reduceat``, ``outer`` or ``at``."""
     if method == "__call__":
         if ufunc is np.matmul:
             return _matmul(*inputs, out=out)
+        if ufunc.signature:
+            return _of_zeros(ufunc, inputs, options)
         shape = np.broadcast_shapes(*map(np.shape, inputs))
-        result = out if out is not None else ShapedArray.new(shape, options.get("dtype") or _dtype(ufunc, inputs))
         arrays = [x for x in inputs if isinstance(x, (ShapedArray, np.ndarray))]
+        if ufunc.nout > 1:
+            results = tuple(ShapedArray.new(shape, dtype) for dtype in _dtypes(ufunc, inputs))
+            count(results[0].size, arrays, results)
+            return results
+        result = out if out is not None else ShapedArray.new(shape, options.get("dtype") or _dtypes(ufunc, inputs)[0])
         count(result.size, arrays, (result,))
         return result
     if method == "reduce":
         x, axis, keepdims = inputs[0], options.get("axis", 0), options.get("keepdims", False)
         return _reduced(x, axis, keepdims, options.get("dtype") or _reduced_dtype(ufunc, x.dtype), out)
+    if method == "accumulate":
+        return _result(inputs[0].shape, _reduced_dtype(ufunc, inputs[0].dtype), inputs[0].size, inputs, out)
     if method == "reduceat":
         x, places = inputs
         axis = options.get("axis", 0) % x.ndim
@@ -40,10 +48,10 @@ def apply_ufunc(ufunc: np.ufunc, method: str, inputs: Sequence[Any], out: Any, o
     if method == "outer":
         a, b = inputs
         return ufunc(a.reshape(*np.shape(a), *[1] * np.ndim(b)), b, out=out)
-    raise UsageError(f"numpy.{ufunc.__name__}.{method} of arrays that are only shapes is not supported")
+    raise UsageError(f"numpy.{ufunc.__name__}.{method} of arrays that are only shapes is not supported{user_line()}")
 
 
-def _dtype(ufunc: np.ufunc, inputs: Sequence[Any]) -> np.dtype:
+def _dtypes(ufunc: np.ufunc, inputs: Sequence[Any]) -> tuple[np.dtype, ...]:
     return _resolved(ufunc, tuple(getattr(x, "dtype", None) or _weak(x) for x in inputs))
 
 
@@ -53,8 +61,8 @@ def _weak(x: Any) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _resolved(ufunc: np.ufunc, kinds: tuple) -> np.dtype:
-    return ufunc.resolve_dtypes((*kinds, *(None,) * ufunc.nout))[-1]
+def _resolved(ufunc: np.ufunc, kinds: tuple) -> tuple[np.dtype, ...]:
+    return ufunc.resolve_dtypes((*kinds, *(None,) * ufunc.nout))[ufunc.nin :]
 
 
 @lru_cache(maxsize=256)
@@ -94,14 +102,24 @@ def _matmul(a: Any, b: Any, out: Any = None) -> Any:
 
 
 def _dot(a: Any, b: Any, out: Any = None) -> Any:
+    if b.ndim > 2:
+        return _tensordot(a, b, (a.ndim - 1, b.ndim - 2))
     if a.ndim == 1 and b.ndim == 1:
         count(a.size, (a, b), ())
         return ShapedArray((), np.result_type(a.dtype, b.dtype))
     return _matmul(a, b, out)
 
 
-def _einsum(pattern: str, *operands: Any, out: Any = None, **options: Any) -> Any:
-    terms, _, output = pattern.replace(" ", "").partition("->")
+def _einsum(pattern: Any, *operands: Any, out: Any = None, **options: Any) -> Any:
+    if not isinstance(pattern, str):  # operands and lists of numbers by turns, and perhaps one for the output
+        pairs, half = [pattern, *operands], (1 + len(operands)) // 2
+        numbered = pairs[1 : 2 * half : 2] + pairs[2 * half :]
+        terms = ["".join(chr(ord("a") + number) for number in numbers) for numbers in numbered]
+        pattern, operands = "->".join([",".join(terms[:half]), *terms[half:]]), tuple(pairs[: 2 * half : 2])
+    terms, arrow, output = pattern.replace(" ", "").partition("->")
+    if not arrow:  # the letters that occur once, in order
+        letters = terms.replace("...", "").replace(",", "")
+        output = "..." * ("..." in terms) + "".join(c for c in sorted(set(letters)) if letters.count(c) == 1)
     sizes: dict[str, int] = {}
     rest: tuple[int, ...] = ()
     for term, x in zip(terms.split(","), operands, strict=True):
@@ -130,9 +148,10 @@ def _filled_like(x: Any, *args: Any, dtype: Any = None, shape: Any = None, **_: 
     return result
 
 
-def _concatenate(arrays: Sequence[Any], axis: int = 0, out: Any = None, dtype: Any = None, **_: Any) -> Any:
+def _concatenate(arrays: Sequence[Any], axis: Any = 0, out: Any = None, dtype: Any = None, **_: Any) -> Any:
+    arrays = arrays if axis is not None else [x.reshape(-1) for x in arrays]
     first = arrays[0]
-    axis %= first.ndim
+    axis = (axis or 0) % first.ndim
     shape = (*first.shape[:axis], sum(x.shape[axis] for x in arrays), *first.shape[axis + 1 :])
     return _result(shape, dtype or np.result_type(*(x.dtype for x in arrays)), prod(shape), arrays, out)
 
@@ -173,6 +192,14 @@ def _unchanged(x: Any, *_: Any, out: Any = None, **__: Any) -> Any:
     return _result(x.shape, x.dtype, x.size, (x,), out)
 
 
+def _clip(x: Any, a_min: Any = None, a_max: Any = None, out: Any = None, *, min: Any = None, max: Any = None) -> Any:
+    bounds = [bound for bound in (a_min, a_max, min, max) if bound is not None]
+    dtype = x.dtype
+    for bound in bounds:
+        dtype = _dtypes(np.maximum, [ShapedArray((), dtype), bound])[0]
+    return _result(np.broadcast_shapes(x.shape, *map(np.shape, bounds)), dtype, x.size, (x,), out)
+
+
 def _tile(x: Any, reps: Any) -> ShapedArray:
     repeats = (reps,) if np.ndim(reps) == 0 else tuple(reps)
     dims = max(x.ndim, len(repeats))
@@ -211,8 +238,9 @@ def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> 
     return _reduced(x, axis, keepdims, np.result_type(x.dtype, np.float32 if x.dtype.itemsize < 8 else np.float64))
 
 
-def _copyto(target: Any, source: Any, **_: Any) -> None:
-    count(target.size, [source] if isinstance(source, (ShapedArray, np.ndarray)) else [], (target,))
+def _written(target: Any, *others: Any, **_: Any) -> None:
+    """An array that is written in place, in one pass."""
+    count(target.size, [x for x in others if isinstance(x, (ShapedArray, np.ndarray))], (target,))
 
 
 # --- sums and choices
@@ -232,7 +260,8 @@ def _mean(x: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims
 
 
 def _cumsum(x: Any, axis: Any = None, dtype: Any = None, out: Any = None) -> Any:
-    return _result(x.shape if axis is not None else (x.size,), dtype or x.dtype, x.size, (x,), out)
+    dtype = dtype or _reduced_dtype(np.add, x.dtype)
+    return _result(x.shape if axis is not None else (x.size,), dtype, x.size, (x,), out)
 
 
 def _take(x: Any, indices: Any, axis: Any = None, out: Any = None, mode: str = "raise") -> Any:
@@ -241,7 +270,9 @@ def _take(x: Any, indices: Any, axis: Any = None, out: Any = None, mode: str = "
     return x[(slice(None),) * (axis % x.ndim) + (np.asarray(indices),)]
 
 
-def _take_along_axis(x: Any, indices: Any, axis: int = -1) -> ShapedArray:
+def _take_along_axis(x: Any, indices: Any, axis: int | None = -1) -> ShapedArray:
+    if axis is None:
+        x, axis = x.reshape(-1), 0
     shape = list(x.shape)
     shape[axis] = indices.shape[axis]
     return _result(shape, x.dtype, prod(shape), (x, indices))
@@ -258,10 +289,9 @@ def _argmax(x: Any, axis: Any = None, out: Any = None, **_: Any) -> np.ndarray:
     return ((rows + turn) % max(1, width)).reshape(shape)
 
 
-def _repeat(x: Any, repeats: int, axis: Any = None) -> ShapedArray:
-    shape = [x.size * repeats] if axis is None else list(x.shape)
-    if axis is not None:
-        shape[axis] *= repeats
+def _repeat(x: Any, repeats: Any, axis: Any = None) -> ShapedArray:
+    shape, axis = ([x.size], 0) if axis is None else (list(x.shape), axis)
+    shape[axis] = int(np.broadcast_to(repeats, shape[axis]).sum())
     return _result(shape, x.dtype, prod(shape), (x,))
 
 
@@ -295,7 +325,8 @@ REDUCTIONS = {
 FUNCTIONS: dict[Callable, Callable] = {
     **{function: _viewed(function) for function in VIEWS},
     **{function: _summing(ufunc) for function, ufunc in REDUCTIONS.items()},
-    **dict.fromkeys((np.roll, np.tril, np.triu, np.sort, np.clip, np.round), _unchanged),
+    **dict.fromkeys((np.roll, np.tril, np.triu, np.sort, np.round), _unchanged),
+    **dict.fromkeys((np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np.putmask), _written),
     **dict.fromkeys((np.zeros_like, np.ones_like, np.full_like), _filled_like),
     **dict.fromkeys((np.mean, np.var, np.std), _mean),
     **dict.fromkeys((np.argmax, np.argmin), _argmax),
@@ -314,7 +345,7 @@ FUNCTIONS: dict[Callable, Callable] = {
     np.diff: _diff,
     np.outer: _outer,
     np.tensordot: _tensordot,
-    np.copyto: _copyto,
+    np.clip: _clip,
     np.cumsum: _cumsum,
     np.take: _take,
     np.take_along_axis: _take_along_axis,
@@ -334,7 +365,8 @@ def apply_function(function: Callable, args: Sequence[Any], options: dict[str, A
     """``function(*args, **options)``; raises UsageError if the shape of the result depends on values."""
     if function in FUNCTIONS:
         return FUNCTIONS[function](*args, **options)
-    if function in NEED_VALUES:
+    place = NEED_VALUES.get(function, len(args))
+    if any(isinstance(x, ShapedArray) for x in args[place : place + 1]):
         raise UsageError(
             f"this cannot be computed from shapes alone: numpy.{function.__name__} needs the values of an array that "
             f"only a real step has{user_line()}"
@@ -342,33 +374,47 @@ def apply_function(function: Callable, args: Sequence[Any], options: dict[str, A
     return _of_zeros(function, args, options)
 
 
-#: Functions whose results' shapes depend on values.
-NEED_VALUES = {
-    *(np.argwhere, np.bincount, np.compress, np.delete, np.extract, np.flatnonzero, np.histogram, np.intersect1d),
-    *(np.nonzero, np.setdiff1d, np.setxor1d, np.trim_zeros, np.union1d, np.unique),
+#: Functions whose results, or their shapes, depend on the values of an argument: its place.
+NEED_VALUES: dict[Callable, int] = {
+    **dict.fromkeys((np.allclose, np.argwhere, np.array_equal, np.array_equiv, np.bincount, np.compress), 0),
+    **dict.fromkeys((np.extract, np.flatnonzero, np.histogram, np.intersect1d, np.nonzero, np.setdiff1d), 0),
+    **dict.fromkeys((np.setxor1d, np.trim_zeros, np.union1d, np.unique), 0),
+    np.delete: 1,
 }
 
 
 def _of_zeros(function: Callable, args: Sequence[Any], options: dict[str, Any]) -> Any:
-    """What NumPy itself makes of zeros of these shapes; integers are kept, since they may be indices."""
+    """What NumPy itself makes of zeros of these shapes, and in linear algebra of identity matrices.
+
+    Integers are kept, since they may be indices. Raises UsageError if the function refuses them.
+    """
     read: list[ShapedArray] = []
+    is_linear_algebra = "linalg" in str(getattr(function, "__module__", ""))
 
     def zeros(value: Any) -> Any:
         if isinstance(value, ShapedArray):
             read.append(value)
-            return np.broadcast_to(np.zeros((), value.dtype), value.shape)
+            square = is_linear_algebra and value.ndim > 1 and value.shape[-2] == value.shape[-1]
+            part = np.eye(value.shape[-1], dtype=value.dtype) if square else np.zeros((), value.dtype)
+            return np.broadcast_to(part, value.shape)
         return type(value)(map(zeros, value)) if type(value) in (list, tuple) else value
 
     def shaped(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [shaped(part) for part in value]
         integers = np.asarray(value).dtype.kind in "iu"
+        if not isinstance(value, (np.ndarray, np.generic, float, complex)):
+            return value  # a dtype, for example
         result = value if integers else ShapedArray.new(np.shape(value), np.asarray(value).dtype)
         count(max(np.size(value), *(x.size for x in read)), read, () if integers else (result,))
         return result
 
     meter().assume(f"numpy.{function.__name__} is counted as one pass, and computed on zeros")
-    return shaped(function(*zeros(args), **{name: zeros(value) for name, value in options.items()}))
+    try:
+        return shaped(function(*zeros(args), **{name: zeros(value) for name, value in options.items()}))
+    except np.linalg.LinAlgError as error:
+        why = f"numpy.{function.__name__} refuses zeros ({error})"
+        raise UsageError(f"this cannot be computed from shapes alone: {why}{user_line()}") from error
 
 
 ShapedArray.apply_ufunc = staticmethod(apply_ufunc)

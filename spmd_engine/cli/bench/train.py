@@ -98,12 +98,13 @@ def layers(steps: int, rounds: int, output: Path | None, options: tuple[str, ...
       python -m spmd_engine bench layers --model gpt-mini --batch-size 8
     """
     chosen = job_of(train_command.make_context("train", list(options)))
+    if chosen.strategy or chosen.model.engine is not None:
+        raise UsageError(f"bench layers: {chosen.strategy or chosen.model.name} is not made of layers; use bench train")
     parts_by_layer: dict[str, list[list[float]]] = defaultdict(list)  # seconds of a step by kind, a list a round
     peaks = []
     with threadpool_limits(1, "blas"), Mesh(solo()) as mesh:
         workload = open_workload(chosen, mesh)
-        if not isinstance(workload.engine, LayeredEngine):
-            raise UsageError("bench layers: a page of strategies/ is not made of layers")
+        assert isinstance(workload.engine, LayeredEngine)
         trainer = make_trainer(workload)
         for _ in range(2):
             tokens = trainer.step().tokens

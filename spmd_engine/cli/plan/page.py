@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from spmd_engine.cli.show.picture import GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, print_picture, text
+from spmd_engine.cli.show.picture import print_picture
 from spmd_engine.planning.explain import Explanation
 from spmd_engine.planning.plan_result import PlanResult
 from spmd_engine.planning.search.estimate import Estimate
@@ -18,13 +16,9 @@ from spmd_engine.planning.search.plan_evaluation import PlanEvaluation
 from spmd_engine.planning.search.search import Constraints, thinned
 from spmd_engine.planning.search.search_space import Candidate, across_nodes
 from spmd_engine.planning.simulator.check_prediction import PARTS, TraceComparison
-from spmd_engine.planning.simulator.simulation import COMMUNICATION
+from spmd_engine.planning.simulator.step_picture import draw_step
 from spmd_engine.units import readable_bytes, readable_seconds
 
-COMPOSITION_OPTIONS = (
-    *("zero", "sequence_parallel", "schedule", "chunks", "stages", "recompute", "shares", "state_shares"),
-    "min_tensor_size",
-)
 BY = "simulated step by step (about: estimated)"  #: the source of the numbers of a table
 
 
@@ -44,7 +38,7 @@ def print_plan(result: PlanResult) -> None:
         _print_conflict(console, result)
         return
     console.print(f"plan: {result.plan.candidate}")
-    console.print(f"  {command_of(result)}")
+    console.print(f"  {result.command}")
     _print_nodes(console, result.plan.candidate, request.machine.nodes[0].ranks)
     if result.evaluation is not None:
         _print_evaluation(console, result.evaluation, result.request.batch_sizes[0])
@@ -61,7 +55,7 @@ def print_plan(result: PlanResult) -> None:
             console.print(f"  {reason}")
         console.print()
     if result.evaluation is not None:
-        print_picture(draw_step(result.evaluation), console)
+        print_picture(draw_step(result.evaluation.prediction, result.evaluation.analysis.ranks), console)
         console.print()
     _print_matrix(console, f"the best plans and the constraints, {BY}", result.search.best, constraints)
     front = result.search.front
@@ -86,22 +80,6 @@ def _print_nodes(console: Console, candidate: Candidate, node_ranks: int) -> Non
 
 def _seconds_of(plan: Estimate) -> str:
     return ("" if plan.simulated else "about ") + readable_seconds(plan.seconds)
-
-
-def command_of(result: PlanResult) -> str:
-    """The command line that trains with the plan."""
-    assert result.plan is not None
-    candidate = result.plan.candidate
-    composition = candidate.composition(result.request.base)
-    words = [f"mpiexec -n {candidate.ranks} python -m spmd_engine train --model {result.request.model.name}"]
-    words.append("--mesh " + ",".join(f"{axis}={size}" for axis, size in candidate.axes))
-    words.append(f"--batch-size {candidate.batch_size}")
-    words += [f"--micro-batches {candidate.micro_batches}"] * (candidate.micro_batches > 1)
-    for name in COMPOSITION_OPTIONS:
-        value = getattr(composition, name)
-        if value and value != "none":
-            words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
-    return " ".join(words)
 
 
 def _print_evaluation(console: Console, evaluation: PlanEvaluation, batch: int) -> None:
@@ -192,7 +170,7 @@ def print_fixed(result: PlanResult) -> None:
     console.print(f"{result.request.model.name} on {mesh}, machine {result.request.machine.name}")
     _print_evaluation(console, result.evaluation, result.request.batch_sizes[0])
     console.print()
-    print_picture(draw_step(result.evaluation), console)
+    print_picture(draw_step(result.evaluation.prediction, result.evaluation.analysis.ranks), console)
 
 
 def print_comparison(comparison: TraceComparison, as_json: bool) -> None:
@@ -227,67 +205,3 @@ def print_explanation(subject: str, answers: Sequence[Explanation]) -> None:
         console.print(f"[bold]{number:2}. {answer.question}[/bold]")
         for line in answer.lines:
             console.print(f"    {line}")
-
-
-# --- A picture of the predicted step: a row for each rank, time from left to right
-
-
-COLUMNS = 88
-MOST_ROWS = 16
-#: The end of a computation's name, with its letter, colour and description.
-KINDS = (
-    ("forward again", "R", PURPLE, "forward again"),
-    ("forward", "F", SKY, "forward"),
-    ("backward (input)", "B", ORANGE, "backward"),
-    ("backward (weights)", "B", ORANGE, "backward"),
-    ("", "u", GREEN, "loss, norm and update"),
-)
-
-
-def draw_step(evaluation: PlanEvaluation) -> Picture:
-    """A row for each rank: its main work in each of COLUMNS parts of the step."""
-    prediction = evaluation.prediction
-    rows = list(prediction.ranks)[:MOST_ROWS]
-    left = max(len(f"rank {rank}") for rank in rows) + 1
-    scale = COLUMNS / prediction.seconds
-    filled: dict[int, list[Any]] = {rank: [Counter() for _ in range(COLUMNS)] for rank in rows}
-    for span in prediction.spans:
-        if span.rank not in filled:
-            continue
-        letter = "-" if span.kind == COMMUNICATION else _letter(span.name)
-        first, last = span.start * scale, span.end * scale
-        for column in range(int(first), min(int(last) + 1, COLUMNS)):
-            share = min(last, column + 1) - max(first, column)
-            if share > 0:
-                filled[span.rank][column][letter] += share
-    cells = [text(left, 0, "0"), text(left + COLUMNS - 8, 0, readable_seconds(prediction.seconds), 8, "right")]
-    used = set()
-    for row, rank in enumerate(rows, 1):
-        cells.append(text(0, row, f"rank {rank}"))
-        letters = [shares.most_common(1)[0][0] if shares else "." for shares in filled[rank]]
-        used |= set(letters)
-        cells += _runs(left, row, letters)
-    legend = [f"{letter} {name}" for _, letter, _, name in dict.fromkeys(KINDS) if letter in used]
-    legend = list(dict.fromkeys(legend)) + ["- waits in communication"] * ("-" in used) + [". idle"] * ("." in used)
-    notes = [", ".join(legend) + "; what a rank does most in each column."]
-    if len(prediction.ranks) > len(rows):
-        notes.append(f"{len(prediction.ranks) - len(rows)} further ranks are not drawn.")
-    if len(prediction.ranks) < evaluation.analysis.ranks:
-        notes.append(f"{len(prediction.ranks)} ranks, one for each stage, represent all {evaluation.analysis.ranks}.")
-    return Picture("the step, as predicted", cells, notes=notes)
-
-
-def _letter(name: str) -> str:
-    return next(letter for end, letter, _, _ in KINDS if name.endswith(end))
-
-
-def _runs(left: int, row: int, letters: list[str]) -> list[Cell]:
-    fills = {letter: fill for _, letter, fill, _ in KINDS} | {"-": YELLOW}
-    cells, begin = [], 0
-    for column in range(1, len(letters) + 1):
-        if column == len(letters) or letters[column] != letters[begin]:
-            letter = letters[begin]
-            fill = fills.get(letter, PALE)
-            cells.append(Cell(left + begin, row, column - begin, 1, letter * (column - begin), fill, False, "left"))
-            begin = column
-    return cells

@@ -14,12 +14,11 @@ import numpy as np
 
 from spmd_engine.axes import all_positions, parse_axes
 from spmd_engine.cli.report.run_record import WARM_UP, RunRecord
-from spmd_engine.cli.show.picture import Picture, svg
-from spmd_engine.cli.show.schedule import draw_schedule
-from spmd_engine.cli.show.sharding import draw_mesh
+from spmd_engine.comm.views import draw_mesh
 from spmd_engine.engine.parallel_config import composed_layout
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model
+from spmd_engine.pictures import html_table
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import readable_bytes
 
@@ -67,33 +66,12 @@ def _section(heading: str, *content: str, level: int = 2) -> str:
     return f"<section><h{level}>{escape(heading)}</h{level}>{''.join(content)}</section>"
 
 
-def _table(caption: str, head: Cells, rows: Sequence[Cells], numbers: bool = True) -> str:
-    """A table; the first column names its rows, and the others are ``numbers`` or texts."""
-    kind = ' class="numbers"' if numbers else ""
-    heads = "".join(f'<th scope="col">{escape(str(cell))}</th>' for cell in head)
-    body = "".join(
-        f'<tr><th scope="row">{escape(str(row[0]))}</th>'
-        + "".join(f"<td>{escape(str(c))}</td>" for c in row[1:])
-        + "</tr>"
-        for row in rows
-    )
-    return (
-        f'<div class="wide"><table{kind}><caption>{escape(caption)}</caption><thead><tr>{heads}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
-
-
 def _details(summary: str, content: str) -> str:
     return f"<details><summary>{escape(summary)}</summary>{content}</details>"
 
 
 def _note(text: str) -> str:
     return f"<p>{escape(text)}</p>"
-
-
-def _picture(picture: Picture) -> str:
-    lines = [picture.title, *picture.notes]
-    return f'<figure class="wide" role="img" aria-label="{escape(". ".join(lines))}">{svg(picture).decode()}</figure>'
 
 
 def _text(number: float) -> str:
@@ -128,7 +106,9 @@ def _summary(runs: Sequence[RunRecord]) -> str:
         "steps skipped": lambda run: sum(event.get("event") == "skipped" for event in run.events),
     }
     rows = [(name, *(fact(run) for run in runs)) for name, fact in facts.items()]
-    return _section("Summary", _table("The runs at a glance", ["", *(run.name for run in runs)], rows, numbers=False))
+    return _section(
+        "Summary", html_table("The runs at a glance", ["", *(run.name for run in runs)], rows, numbers=False)
+    )
 
 
 def _at(config: Any, *path: str) -> Any:
@@ -152,9 +132,11 @@ def _differences(runs: Sequence[RunRecord]) -> str:
         "".join(_note(_change(first, run)) for run in others),
         _LEGEND,
         "".join(f"<h3>{escape(run.name)}</h3>{_bars(run, longest)}" for run in runs),
-        _table("Times and communication of a step", names, _measures(runs)),
-        _table("Options", names, options, numbers=False) if options else _note("All options are equal."),
-        _table("Environment", names, here, numbers=False) if here else _note("The environments are equal, or unknown."),
+        html_table("Times and communication of a step", names, _measures(runs)),
+        html_table("Options", names, options, numbers=False) if options else _note("All options are equal."),
+        html_table("Environment", names, here, numbers=False)
+        if here
+        else _note("The environments are equal, or unknown."),
     )
 
 
@@ -332,7 +314,7 @@ def _time_of_step(run: RunRecord) -> str:
         "Where the time of a step went",
         _LEGEND,
         _bars(run, float(split.sum(1).max())),
-        _table(what + more, head, rows),
+        html_table(what + more, head, rows),
         _note(note),
     )
 
@@ -352,7 +334,7 @@ def _memory(run: RunRecord) -> str:
         "difference: Python, libraries, shared memory",
     ]
     return _section(
-        "Memory of each rank", _table("Predicted before step 1, and measured after it", head, rows[:MOST_ROWS])
+        "Memory of each rank", html_table("Predicted before step 1, and measured after it", head, rows[:MOST_ROWS])
     )
 
 
@@ -368,7 +350,7 @@ def _traffic(run: RunRecord) -> str:
     head = ["", "calls, predicted", "calls, measured", "bytes sent, predicted", "bytes sent, measured"]
     count = run.predicted.get("differences", 0)
     verdict = "All calls and bytes are as predicted." if not count else f"{count} lines of the ledger differ."
-    return _section("Communication of a step", _note(verdict), _table("Step 1, all ranks together", head, rows))
+    return _section("Communication of a step", _note(verdict), html_table("Step 1, all ranks together", head, rows))
 
 
 def _sharding(run: RunRecord) -> str:
@@ -376,13 +358,13 @@ def _sharding(run: RunRecord) -> str:
     mesh = run.last("started").get("mesh") or run.checkpoint.get("mesh")
     try:
         axes = parse_axes(str(mesh)) if mesh else {"data": 1}
-        content = [_picture(draw_mesh(dict(axes)))]
+        content = [draw_mesh(axes)._repr_html_()]
         if not run.config.get("strategy"):
             job = TrainConfig.from_json(dict(run.config), run.name)
             composition = job.composition.changed(mesh=axes)
             plan, stages = composition.schedule_on(axes), axes.get("pipe", 1)
             if stages > 1:
-                content.append(_picture(draw_schedule(plan, stages, job.data.micro_batches)))
+                content.append(plan.picture(stages, job.data.micro_batches)._repr_html_())
             if job.model.engine is None:
                 model = job.model.build(composition)
                 content.append(_details("Shardings of parameters", _parameters(model, axes, composition)))
@@ -400,7 +382,7 @@ def _parameters(model: Model, axes: Mapping[str, int], composition: Any) -> str:
         rows.append((name, str(spec), "x".join(map(str, shape)), "x".join(map(str, spec.local_shape(shape, place)))))
     more = f"; {len(rows) - MOST_ROWS} more are not listed" if len(rows) > MOST_ROWS else ""
     head = ["parameter", "sharding", "whole shape", "on the first rank"]
-    return _table(f"Parameters{more}", head, rows[:MOST_ROWS], numbers=False)
+    return html_table(f"Parameters{more}", head, rows[:MOST_ROWS], numbers=False)
 
 
 def _events(run: RunRecord) -> str:
@@ -421,7 +403,7 @@ def _events(run: RunRecord) -> str:
         return ""
     saved = sum(event.get("event") == "saved" for event in run.events)
     caption = f"Starts, ends, warnings and skipped steps (UTC); {saved} checkpoints were saved"
-    return _section("Events", _table(caption, ["time", "event", "step", "what"], rows[-MOST_ROWS:], numbers=False))
+    return _section("Events", html_table(caption, ["time", "event", "step", "what"], rows[-MOST_ROWS:], numbers=False))
 
 
 def _signal(number: Any) -> str:
@@ -445,8 +427,8 @@ def _facts(run: RunRecord) -> str:
     digests += [(f"newest checkpoint, {name}", value) for name, value in run.checkpoint.items()]
     options = [(name, value) for name, value in _flat(run.config)]
     parts = [
-        _table("Digests", ["", ""], digests, numbers=False),
-        _table("Environment of rank 0", ["", ""], list(environment.items()), numbers=False) if environment else "",
-        _details("All options", _table("config.json", ["option", "value"], options, numbers=False)),
+        html_table("Digests", ["", ""], digests, numbers=False),
+        html_table("Environment of rank 0", ["", ""], list(environment.items()), numbers=False) if environment else "",
+        _details("All options", html_table("config.json", ["option", "value"], options, numbers=False)),
     ]
     return _section("Configuration and environment", *parts)

@@ -10,7 +10,7 @@ import click
 import numpy as np
 
 from spmd_engine.axes import all_positions, parse_axes
-from spmd_engine.cli.show.picture import COLOURS, PALE, Cell, Picture, output_option, present, text
+from spmd_engine.cli.show.picture import output_option, present
 from spmd_engine.comm.agreement.call_agreement import Signature
 from spmd_engine.comm.communicators.threads import run_threads
 from spmd_engine.comm.dispatch import Facts, Route, Tuning, choose, inline_limit
@@ -18,6 +18,7 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.shared_memory.slot_table import room_of
 from spmd_engine.comm.transports.hierarchical import even_nodes
 from spmd_engine.errors import UsageError
+from spmd_engine.pictures import COLOURS, PALE, Cell, Picture, text
 from spmd_engine.units import readable_bytes
 
 MOST = 12  # ranks that fit into a picture

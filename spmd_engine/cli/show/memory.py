@@ -13,23 +13,12 @@ import numpy as np
 
 from spmd_engine.axes import MeshPosition, all_positions
 from spmd_engine.cli.options import axes_of, takes_job
-from spmd_engine.cli.show.picture import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    PURPLE,
-    Cell,
-    Picture,
-    listed,
-    output_option,
-    present,
-    table,
-    text,
-)
+from spmd_engine.cli.show.picture import output_option, present
 from spmd_engine.engine.optimizers import OPTIMIZERS, AdamW, Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_assignment, composed_layout
 from spmd_engine.engine.state.assignment import PIPE
 from spmd_engine.models import Model
+from spmd_engine.pictures import BLUE, GREEN, ORANGE, PURPLE, Cell, Picture, listed, table, text
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.engine import PassCache
 from spmd_engine.sharding.groups import ParameterGroup

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from math import prod
 from pathlib import Path
 
 import click
-import numpy as np
 
 from spmd_engine.axes import MeshPosition, all_positions, parse_axes
 from spmd_engine.cli.options import axes_of, takes_job
-from spmd_engine.cli.show.picture import (
-    COLOURS,
-    WIDEST,
-    Cell,
-    Picture,
-    grid,
-    listed,
-    output_option,
-    present,
-    size,
-    table,
-    text,
-)
+from spmd_engine.cli.show.picture import output_option, present
+from spmd_engine.comm.notation import Spec
+from spmd_engine.comm.views import ArraySharding, draw_mesh
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
 from spmd_engine.engine.state.assignment import PIPE, assign, misfit, parse_shares
 from spmd_engine.errors import UsageError, one_of
@@ -32,15 +19,11 @@ from spmd_engine.foreign import parse_json, read_text, reading
 from spmd_engine.models import Model, layout_for
 from spmd_engine.sharding.experts import routing_table
 from spmd_engine.sharding.layout import Layout
-from spmd_engine.sharding.notation import Spec
 from spmd_engine.training.run import MetricsFile
 from spmd_engine.training.run_job import read_run, run_folder
 from spmd_engine.training.train_config import TrainConfig
 
 # --- ``show mesh``: ranks by their coordinates, and the groups of each axis
-
-
-MOST_RANKS = 1024  # ranks
 
 
 @click.command(short_help="The ranks of a mesh, and each axis' groups.")
@@ -60,56 +43,7 @@ def mesh(axes: str, output: Path | None) -> None:
     present(draw_mesh(parse_axes(axes)), output)
 
 
-def draw_mesh(axes: dict[str, int]) -> Picture:
-    """The last two axes are a grid; each axis before them is a row or a column of boxes around the grid."""
-    ranks = np.arange(len(all_positions(axes))).reshape(tuple(axes.values()))
-    if ranks.size > MOST_RANKS:
-        raise UsageError(f"mesh {MeshPosition(axes, {})} has {ranks.size} ranks; at most {MOST_RANKS} can be drawn")
-    cells = _boxes(list(axes), ranks, ranks.shape[-1])
-    rows = [("axis", "size", "groups: the ranks that a collective over this axis joins")]
-    rows += [(axis, str(size), _groups(ranks, dim)) for dim, (axis, size) in enumerate(axes.items())]
-    title = f"mesh {MeshPosition(axes, {})}: {prod(axes.values())} ranks"
-    return Picture(title, cells, table(rows, "lrl"))
-
-
-def _boxes(axes: list[str], ranks: np.ndarray, fastest: int) -> list[Cell]:
-    """``ranks`` has a dimension an axis; ``fastest`` is the size of the mesh's last axis."""
-    if len(axes) < 3:
-        rows = ranks.reshape(-1, ranks.shape[-1])
-        row_names = [f"{axes[0]} {row}" for row in range(len(rows))] if len(axes) == 2 else [""]
-        column_names = [f"{axes[-1]} {column}" for column in range(fastest)]
-        fills = [[COLOURS[rank // fastest % len(COLOURS)] for rank in row] for row in rows]
-        return grid(row_names, column_names, [list(map(str, row)) for row in rows], fills)
-    cells: list[Cell] = []
-    x = y = 0
-    for place, part in enumerate(ranks):
-        inside = _boxes(axes[1:], part, fastest)
-        width, height = (side + more for side, more in zip(size(inside), (3, 2), strict=True))
-        if x and x + width > WIDEST:  # no room to the right
-            x, y = 0, y + height + 1
-        cells.append(Cell(x, y, width, height))
-        cells.append(text(x + 2, y + 1, f"{axes[0]} {place}"))
-        cells += [cell.moved(x + 2, y + 2) for cell in inside]
-        x += width + 2
-    return cells
-
-
-def _groups(ranks: np.ndarray, dim: int) -> str:
-    """``{0,1} {2,3}``: as many as a line has room for."""
-    groups = np.moveaxis(ranks, dim, -1).reshape(-1, ranks.shape[dim])
-    shown = ""
-    for count, group in enumerate(groups):
-        group_text = "{" + listed(group.tolist()) + "} "
-        if len(shown) + len(group_text) > WIDEST - 30:
-            return f"{shown}... {len(groups) - count} more"
-        shown += group_text
-    return shown.rstrip()
-
-
 # --- ``show sharding``: an array's blocks over the ranks, as JAX's ``visualize_array_sharding`` draws them
-
-
-MOST_BLOCKS = 1024  # blocks
 
 
 @click.command(short_help="An array's blocks, and the ranks that hold them.")
@@ -143,7 +77,7 @@ def sharding(spec: str | None, shape: str | None, param: str | None, job: TrainC
     else:
         name = ""
         parsed, sizes = with_shares(Spec.parse(spec), job.composition.shares, places[0]), parse_shape(shape)
-    present(draw_sharding(parsed, sizes, places, name), output)
+    present(ArraySharding.of(parsed, sizes, places).picture(name, _notes(places)), output)
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -179,103 +113,16 @@ def parameter_sharding(
     return layout.spec(parameter.dims), shape, holders
 
 
-def draw_sharding(spec: Spec, shape: Sequence[int], places: Sequence[MeshPosition], name: str = "") -> Picture:
-    """The blocks of an array of the whole ``shape`` over these ranks of a mesh; ``name`` begins the title."""
-    mesh = places[0]
-    blocks = [spec.block(shape, place) for place in places]
-    if (count := mesh.axis_size(spec.axes)) > MOST_BLOCKS:
-        raise UsageError(f'sharding "{spec}" on mesh {mesh} has {count} blocks; at most {MOST_BLOCKS} can be drawn')
-    sharded = [dim for dim, (_, axes) in enumerate(spec) if axes]
-    (down, across), others = _drawn_dims(sharded, len(shape)), sharded[2:]
-    ranks: dict[tuple[int, int], list[int]] = defaultdict(list)
-    first: dict[tuple[int, int], tuple[slice, ...]] = {}
-    for place, block in zip(places, blocks, strict=True):
-        cell = _part(spec, down, place), _part(spec, across, place)
-        ranks[cell].append(_rank(place))
-        first.setdefault(cell, block)
-    rows, columns = (max(parts) + 1 for parts in zip(*ranks, strict=True))
-    cells = grid(
-        [_name(spec, down, first[row, 0]) for row in range(rows)],
-        [_name(spec, across, first[0, column]) for column in range(columns)],
-        [[_label(ranks[r, c], first[r, c], spec, others) for c in range(columns)] for r in range(rows)],
-        # Steps of 3 and 1 of 7 colours: neighbours never have equal colours.
-        [[COLOURS[(3 * r + c) % len(COLOURS)] for c in range(columns)] for r in range(rows)],
-    )
-    title = f'{name}"{spec}", shape {_shape_text(shape)}, mesh {mesh}'
-    notes = [_sizes(blocks)]
-    notes += [_not_drawn(spec, dim, places, blocks) for dim in others]
-    reach = {axis: len({place.coordinates[axis] for place in places}) for axis in mesh.axes}
-    if reach.get(PIPE, 1) < mesh.axes.get(PIPE, 1):
-        stages = sorted({place.coordinates[PIPE] for place in places})
+def _notes(holders: Sequence[MeshPosition]) -> list[str]:
+    """Why only some ranks hold a parameter: its stages, and the axes along which one rank alone has its expert."""
+    places = {axis: sorted({place.coordinates[axis] for place in holders}) for axis in holders[0].axes}
+    some = {axis: at for axis, at in places.items() if len(at) < holders[0].axes[axis]}
+    notes = []
+    if stages := some.pop(PIPE, None):
         notes.append(f"Pipeline: stage {' and stage '.join(map(str, stages))} alone.")
-    if fixed_axes := [axis for axis, size in mesh.axes.items() if axis != PIPE and reach[axis] < size]:
-        where = " and ".join(f"{axis} {mesh.coordinates[axis]}" for axis in fixed_axes)
+    if where := " and ".join(f"{axis} {at[0]}" for axis, at in some.items()):
         notes.append(f"Of one expert: only on ranks with {where}, which split the batch in other layers.")
-    if replicated_axes := [axis for axis, count in reach.items() if count > 1 and axis not in spec.axes]:
-        copies = prod(reach[axis] for axis in replicated_axes)
-        notes.append(f"Each block is on {copies} ranks, which differ along {' and '.join(replicated_axes)}.")
-    return Picture(title, cells, notes=notes)
-
-
-def _rank(place: MeshPosition) -> int:
-    return place.index(place.axes)
-
-
-def _drawn_dims(sharded: Sequence[int], dims: int) -> tuple[int | None, int | None]:
-    """The sharded dim drawn from top to bottom, and the one drawn from left to right."""
-    if len(sharded) == 1:  # the last dim from left to right, like a vector and the columns of a matrix
-        return (None, sharded[0]) if sharded[0] == dims - 1 else (sharded[0], None)
-    return (sharded[0], sharded[1]) if sharded else (None, None)
-
-
-def _part(spec: Spec, dim: int | None, place: MeshPosition) -> int:
-    """The index of a rank's part of a dim."""
-    return place.index(spec.dims[dim][1] if dim is not None else ())
-
-
-def _name(spec: Spec, dim: int | None, block: Sequence[slice]) -> str:
-    return f"{spec.dims[dim][0]} {_range(block[dim])}" if dim is not None else ""
-
-
-def _label(ranks: Sequence[int], block: Sequence[slice], spec: Spec, others: Sequence[int]) -> str:
-    """The ranks and, below, their indices: ``[0:4, :]``, with the letter of a dim that is split but not drawn."""
-    indices = []
-    for dim, ((letter, axes), part) in enumerate(zip(spec, block, strict=True)):
-        indices.append(letter if dim in others else _range(part) if axes else ":")
-    empty = any(part.start == part.stop for dim, part in enumerate(block) if dim not in others)
-    held = f"[{', '.join(indices)}]" + (" empty" if empty else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}\n{held}"
-
-
-def _range(part: slice) -> str:
-    return f"{part.start}:{part.stop}"
-
-
-def _shape_text(sizes: Sequence[int]) -> str:
-    return " x ".join(map(str, sizes)) or "of a number"
-
-
-def _sizes(blocks: Sequence[Sequence[slice]]) -> str:
-    """``Each rank holds 4 x 3.``, or from the smallest to the largest."""
-    sizes = {tuple(part.stop - part.start for part in block) for block in blocks}
-    held = sorted(sizes, key=lambda size: (prod(size), size))
-    if held == [()]:
-        return "Each rank holds one number."
-    if len(held) == 1:
-        return f"Each rank holds {_shape_text(held[0])}."
-    return f"Uneven: a rank holds from {_shape_text(held[0])} to {_shape_text(held[-1])}."
-
-
-def _not_drawn(spec: Spec, dim: int, places: Sequence[MeshPosition], blocks: Sequence[Sequence[slice]]) -> str:
-    """``h/context is not drawn: 0:2 on ranks 0,2; 2:4 on ranks 1,3.``"""
-    letter, axes = spec.dims[dim]
-    ranks: dict[str, list[int]] = defaultdict(list)
-    for place, block in zip(places, blocks, strict=True):
-        ranks[_range(block[dim])].append(_rank(place))
-    parts = [f"{part} on ranks {listed(held)}" for part, held in ranks.items()]
-    if len(parts) > 4:
-        parts[3:-1] = ["..."]
-    return f"{letter}/{','.join(axes)} is not drawn: {'; '.join(parts)}."
+    return notes
 
 
 # --- ``show experts``: the ranks that hold each expert and, for a run, how many tokens it gets

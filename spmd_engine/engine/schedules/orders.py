@@ -45,6 +45,9 @@ class Sequential(Naive):
             raise UsageError(f"sequential runs on 1 stage, not {stages}; schedules of pipelines are: {names}")
         return super().order(stages, micro_batches, stage)
 
+    def _repr_html_(self) -> str:
+        return self.picture(stages=1)._repr_html_()
+
 
 # --- The two plain pipelines. They take the same time; they differ in when backwards begin, and so in memory
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
 
 from spmd_engine.errors import UsageError
+from spmd_engine.pictures import Picture
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,12 @@ class Schedule(ABC):
         It holds if all stages have the same costs and transfers take no time.
         """
         return None
+
+    #: ``schedule.picture(stages=4, micro_batches=8)`` draws it; set by the package: it needs the timeline.
+    picture: ClassVar[Callable[..., Picture]]
+
+    def _repr_html_(self) -> str:
+        return self.picture()._repr_html_()
 
 
 def staggered(*parts: tuple[Sequence[Compute], int]) -> list[Compute]:

@@ -11,6 +11,7 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.notation import Spec
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.state.assignment import PIPE, Assignment, Index, ZeroConfig
@@ -21,7 +22,6 @@ from spmd_engine.layers.declarations import Parameter
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.groups import Member, ParameterGroup, Place, joined
 from spmd_engine.sharding.layout import Layout
-from spmd_engine.sharding.notation import Spec
 from spmd_engine.sharding.placement import Placement, describe_held, placement_of_all
 from spmd_engine.units import readable_bytes
 

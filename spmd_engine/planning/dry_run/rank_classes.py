@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
+from typing import Any
 
 import numpy as np
 
+from spmd_engine.comm.notation import nested_span
 from spmd_engine.comm.shared_memory.node import MOST_RANKS
 from spmd_engine.comm.shared_memory.slot_table import size_of_table
+from spmd_engine.layers.contract import is_checked
+from spmd_engine.layers.layer import Layer
 from spmd_engine.models.model import Model
 from spmd_engine.planning.dry_run.step_analysis import GroupKey, StepAnalysis
 from spmd_engine.sharding.groups import ParameterGroup
 from spmd_engine.sharding.layout import Layout
-from spmd_engine.sharding.notation import nested_span
 
 #: The axes over which parameters are stored in shards, and the lengths of these shards.
 UnevenParts = tuple[Sequence[str], Sequence[int]]
@@ -46,8 +49,10 @@ def find_rank_classes(
     # channels of images may also be sent between ranks, by a transfer plan in which no rank sends to itself
     letters = {*POSITIONAL, *layout.inside, *layout.residual} - {"b"} if images else set(POSITIONAL) - {"h"}
     batch = layout.axes("b")
-    for letter in letters:
-        over = layout.axes(letter)
+    # a layer of the user may read halos on the residual stream, too; those of this package do not
+    own = any(is_checked(type(part)) for _, layer in model.layers for part in _layers_in(layer))
+    for letter, where in product(letters, ("inside", "residual")[: 1 + own]):
+        over = layout.axes(letter, where)
         # samples that are sharded further than the batch are sent between ranks with the same part of the batch
         distinct.update(over[len(batch) :] if images and letter == "n" and over[: len(batch)] == batch else over)
     numbers = []
@@ -67,6 +72,15 @@ def find_rank_classes(
         numbers.append([unique.setdefault(tuple(row[index] for row in rows), len(unique)) for index in range(size)])
     counts = [max(row) + 1 for row in numbers]
     return np.ravel_multi_index(np.ix_(*numbers), counts)
+
+
+def _layers_in(value: Any) -> Iterator[Layer]:
+    """A layer and all layers inside it."""
+    if isinstance(value, Layer):
+        yield value
+        value = tuple(vars(value).values())
+    for part in value if isinstance(value, (list, tuple)) else ():
+        yield from _layers_in(part)
 
 
 def separate_classes(axes: Mapping[str, int]) -> np.ndarray:

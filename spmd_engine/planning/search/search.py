@@ -231,6 +231,7 @@ class Planner:
         self._cache = CostCache(model, machine, self.itemsize, len(optimizer.kinds), overlap)
         self._fixed_shares = parse_shares(base.shares, "--shares", WORK, least=1)
         self._costs: dict[tuple, ShardedCosts | None] = {}  # None: the model cannot be sharded by the candidate
+        self._refusal: SpmdError | None = None  # why one of them cannot
 
     def estimator(self, candidate: Candidate, first: bool = False) -> Estimator | None:
         """The estimator of a candidate, or of its ``first`` bound; None if the model cannot be sharded by it."""
@@ -241,10 +242,16 @@ class Planner:
         costs = self._costs[key]
         return Estimator(self._cache, candidate, costs) if costs is not None else None
 
+    def check_layers(self) -> None:
+        """Raise the error of a candidate if no candidate could be analyzed: the layers themselves are wrong."""
+        if self._refusal is not None and not any(self._costs.values()):
+            raise self._refusal
+
     def _sharded_costs(self, candidate: Candidate, first: bool) -> ShardedCosts | None:
         try:
             costs, update = (self.profiles.bounds if first else self.profiles.costs)(candidate)
-        except SpmdError:
+        except SpmdError as error:
+            self._refusal = error
             return None
         key = id(costs), candidate.recompute
         if key not in self._layers:

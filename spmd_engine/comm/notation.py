@@ -6,12 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.blocks import span
-from spmd_engine.comm.mesh import Mesh
 from spmd_engine.errors import MeshError, NotationError, one_of
+
+if TYPE_CHECKING:
+    from spmd_engine.comm.mesh import Mesh
 
 EVEN: Mapping[str, tuple[int, ...]] = MappingProxyType({})  #: no axis has weights
 
