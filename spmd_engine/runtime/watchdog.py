@@ -157,7 +157,7 @@ def watch_threads(ranks: Sequence[Activity], threads: Callable[[], Mapping[int, 
             threading.Thread(target=run, name="spmd_engine watchdog", daemon=True).start()
 
     for activity in ranks:
-        activity.on_long_wait, activity.explain = begin, explain
+        activity.on_long_wait, activity.explain, activity.records = begin, explain, records
     return ends.set
 
 
