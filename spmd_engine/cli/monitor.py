@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,14 @@ from spmd_engine.errors import SpmdError
 from spmd_engine.foreign import reading
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.runtime.watchdog import FILE as HANG
-from spmd_engine.training.run import ActivityFile, MetricsFile
+from spmd_engine.training.run import ActivityFile
 from spmd_engine.training.run_job import run_folder
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import readable_seconds
 
 EVERY = 1.0  #: seconds between two looks at the folder
 SILENT = 90.0  #: seconds without a sign of life: a network file system may show a file a minute late
-SLOW = 10  #: times as long as a recent step, and ``SILENT``: then a step is late
+SLOW = 60.0  #: seconds, and ten times as long as a recent step: then a step is late
 MOST_RANKS = 16  #: rows of ranks, where the screen has no end
 CURVE_LINES = 8
 
@@ -83,6 +83,8 @@ class Watched:
     def __init__(self, folder: Path) -> None:
         self._folder, self._reader = folder, RunReader(folder)
         self._shards: tuple[Any, list[tuple[str, str]]] = None, []
+        self._heard: Any = None  # signs of life of the run
+        self._heard_at = 0.0  # by this host's monotonic clock: the clocks of two hosts may differ
         self._seen: Any = None
 
     def look(self) -> bool:
@@ -91,10 +93,10 @@ class Watched:
         with reading(f"{folder} cannot be read"):
             self._run = run = self._reader.read()
             self._activity = _activity(folder / ActivityFile.NAME)
-            self._owner, self._now = lock_owner(folder), time.time()
-            self._step_at = os.stat(folder / MetricsFile.NAME).st_mtime
-        self._alive = max(self._step_at, self._activity[0])
-        self.state, self.trouble = self._judge()
+            self._owner = lock_owner(folder)
+            if (heard := (run.steps[-1:].tolist(), self._activity)) != self._heard:
+                self._heard, self._heard_at = heard, time.monotonic()
+            self.state, self.trouble = self._judge()
         seen = len(run.events), run.steps[-1:].tolist(), self.state
         changed, self._seen = seen != self._seen, seen
         return changed
@@ -118,21 +120,27 @@ class Watched:
             hint = f"continue with: python -m spmd_engine train --resume --run {folder}"
             if not self._run.checkpoint:
                 hint = "it has saved no checkpoint"
-            return "killed", f"rank 0, process {process}, is gone without a word after step {self._step}; {hint}"
-        quiet, step_age = self._now - self._alive, self._now - self._step_at
-        if quiet > SILENT:
+            return "killed", f"rank 0 (process {process}) is gone; its last step is {self._step}; {hint}"
+        if (quiet := time.monotonic() - self._heard_at) > SILENT:
             return "silent", (
                 f"no sign of life for {clock_time(quiet)} from process {process} on {host}: it was killed, its node is "
                 "down, or this host sees its files late"
             )
         typical = self._seconds()
-        if step_age > max(SILENT, SLOW * typical):
+        longest = max((_number(rank.get("phase_seconds")) for rank in self._activities.values()), default=0.0)
+        if longest > max(SLOW, 10 * typical):
             where = self._folder / HANG
             more = f"; {where} says which ranks wait for which" if where.exists() else ""
             return "running", (
-                f"no step for {clock_time(step_age)}, and recent ones took {readable_seconds(typical)}{more}"
+                f"no step for {clock_time(longest)}, and recent ones took {readable_seconds(typical)}{more}"
             )
         return "running", ""
+
+    @property
+    def _activities(self) -> dict[int, Mapping[str, Any]]:
+        """What ranks do, by rank; only those of rank 0's node."""
+        ranks = self._activity.get("ranks")
+        return {each["rank"]: each for each in ranks if "rank" in each} if isinstance(ranks, list) else {}
 
     # --- Numbers
 
@@ -153,25 +161,30 @@ class Watched:
     def _left(self) -> float | None:
         """Seconds that the run still takes, if it goes on as lately: the recent steps, with as much between the steps
         as since its start; None before it has made two steps."""
-        started = self._run.last("started")
-        since = self._run.steps > int(started.get("step", 0))
-        if since.sum() < 2 or (began := _seconds_of(started.get("time"))) is None:
+        since = self._run.steps > int(self._run.last("started").get("step", 0))
+        if since.sum() < 2:
             return None
         in_steps = np.nansum(self._run.series["seconds"][since])
-        between = max(1.0, (self._step_at - began) / in_steps) if in_steps else 1.0
+        between = max(1.0, _number(self._activity.get("seconds")) / in_steps) if in_steps else 1.0
         return self._seconds() * between * (self._stop - self._step)
 
     # --- The frame
 
     def frame(self, console: Console, lines: int | None = None) -> Group:
-        """Everything, in at most so many lines if there is a limit."""
-        run, encoding = self._run, console.encoding
+        """Everything, in at most so many lines if there is a limit. Raises UsageError for a folder that is damaged."""
+        with reading(f"{self._folder}: what is there cannot be shown"):
+            return self._frame(console, lines)
+
+    def _frame(self, console: Console, lines: int | None) -> Group:
+        run = self._run
         colour = {"running": "green", "finished": "green", "silent": "yellow", "stopped by a signal": "yellow"}
         started = run.last("started")
         model = run.config.get("strategy") or (run.config.get("model") or {}).get("name")
         facts = [f"{model}, mesh {started.get('mesh', '-')} on {len(set(started.get('nodes') or [0]))} node(s)"]
         if started.get("time"):
             facts.append(f"started {_shown_time(started['time'])}")
+        if self.goes_on and self._owner and self._owner[1] != os.uname().nodename:
+            facts.append(f"last heard from {self._owner[1]} at {_shown_time(self._activity.get('time'))}")
         parts: list[Any] = [
             Text.assemble((_printable(run.name), "bold"), "  ", (self.state, colour.get(self.state, "bold red"))),
             Text(_printable(", ".join(facts))),
@@ -180,14 +193,16 @@ class Watched:
         ]
         if self.trouble:
             parts.append(Text(_printable(self.trouble), style="bold red" if self.failed else "yellow"))
-        parts += [Text(line, style="yellow") for line in self._warnings()]
-        used = sum(len(console.render_lines(part, pad=False)) for part in parts)
+        parts += [_line(text, "yellow") for text in self._warnings()]
         ranks = self._ranks()
-        room = MOST_RANKS if lines is None else max(1, lines - used - 4 - CURVE_LINES - 2)
-        height = CURVE_LINES if lines is None else min(16, lines - used - 4 - min(len(ranks), room))
+        shown, height = min(len(ranks), MOST_RANKS), CURVE_LINES
+        if lines is not None:
+            free = lines - sum(len(console.render_lines(part)) for part in parts) - 2  # heads of curves and of ranks
+            shown = max(1, min(len(ranks), free - CURVE_LINES - 1))
+            height = min(2 * CURVE_LINES, free - shown - (shown < len(ranks)))
         if height >= 3:
-            parts += list(curves(run, console.width, height, encoding))
-        parts += _table(ranks, console.width, room)
+            parts += curves(run, console.width, height, console.encoding)
+        parts += _table(ranks, console.width, shown)
         return Group(*parts)
 
     def _progress(self, console: Console) -> Text:
@@ -214,11 +229,11 @@ class Watched:
         """The last warnings since the start, a line each."""
         events = self._run.events
         starts = [place for place, event in enumerate(events) if event.get("event") == "started"]
-        told = {"warning": "text", "skipped": "why", "not saved": "why"}
+        texts = {"warning": "text", "skipped": "why", "not saved": "why"}
         found = [
-            f"{_shown_time(event.get('time'))} {event['event']}: {event.get(told[event['event']])}"
+            f"{_shown_time(event.get('time'))} {event['event']}: {event.get(texts[event['event']])}"
             for event in events[starts[-1] if starts else 0 :]
-            if event.get("event") in told
+            if event.get("event") in texts
         ]
         return [_printable(line.splitlines()[0]) for line in found[-3:]]
 
@@ -226,10 +241,13 @@ class Watched:
 
     def _ranks(self) -> list[dict[str, str]]:
         """A row for each rank; those that wait least, for which others wait, come first if there are many."""
-        run, (_, activities) = self._run, self._activity
+        run, activities = self._run, self._activities
         nodes = list(run.last("started").get("nodes") or [0])
-        waits, memory = _recent_waits(run.recent, len(nodes)), _numbers(run.recent, "private_bytes", len(nodes))
-        shards = self._shards_held(len(nodes))
+        shares, memory = (
+            _by_rank(lines, name, (len(nodes), *more))
+            for lines, name, more in ((run.recent, "shares", (3,)), (run.recent[-1:], "private_bytes", ()))
+        )
+        waits, shards = shares[:, 2], self._shards_held(len(nodes))
         rows = []
         for rank, node in enumerate(nodes):
             step, doing = _what_it_does(activities[rank], self._step) if rank in activities else (self._step, "-")
@@ -241,54 +259,49 @@ class Watched:
                 "rank": str(rank),
                 "step": f"{step:,}",
                 "activity": doing,
-                "memory": f"{memory[rank] / (1 << 20):,.0f} MiB" if memory is not None and memory[rank] else "-",
-                "waiting": f"{100 * waits[rank]:.0f}%" if waits is not None else "-",
+                "memory": f"{memory[rank] / (1 << 20):,.0f} MiB" if memory[rank] > 0 else "-",
+                "waiting": f"{100 * waits[rank]:.0f}%" if waits[rank] >= 0 else "-",
                 "weights": shards[rank][0],
                 "mesh": shards[rank][1],
             }
             rows.append({name: _printable(text) for name, text in row.items()})
-        return [rows[rank] for rank in np.argsort(waits, kind="stable")] if _many(rows) and waits is not None else rows
+        return [rows[rank] for rank in np.argsort(waits, kind="stable")] if len(rows) > MOST_RANKS else rows
 
     def _shards_held(self, ranks: int) -> list[tuple[str, str]]:
         """The part of all parameters that each rank stores, and its coordinates; found once per start."""
         started = self._run.last("started")
         if self._shards[0] != (key := (started.get("time"), ranks)):
-            parts = coordinates = ["-"] * ranks
+            parts, coordinates = ["-"] * ranks, ["-"] * ranks
             with suppress(SpmdError, ValueError):  # a mesh that cannot be read; a model that is code
                 axes = parse_axes(str(started.get("mesh", "")))
-                coordinates = [
-                    " ".join(f"{axis}={n}" for axis, n in place.coordinates.items()) for place in all_positions(axes)
-                ]
-                parts = _parts_held(self._run, axes)
-            self._shards = key, list(zip(parts, coordinates, strict=False))
+                places = all_positions(axes)
+                if len(places) == ranks:
+                    coordinates = [" ".join(f"{axis}={n}" for axis, n in each.coordinates.items()) for each in places]
+                    parts = _parts_held(self._run, axes)
+            self._shards = key, list(zip(parts, coordinates, strict=True))
         return self._shards[1]
 
 
-def _many(rows: Sequence[Any]) -> bool:
-    return len(rows) > MOST_RANKS
+LEFT = ("activity", "mesh")  #: columns that are shortened where there is no room
 
 
-def _table(ranks: Sequence[Mapping[str, str]], width: int, room: int) -> list[Text]:
-    """The rows of ranks, as far as there is room. A column of what is wrong with a rank belongs at the end."""
-    rows = [{name: name for name in ranks[0]}, *ranks[:room]]
+def _table(ranks: Sequence[Mapping[str, str]], width: int, most: int) -> list[Text]:
+    """The rows of at most so many ranks. A column of what is wrong with a rank belongs at the end."""
+    rows = [{name: name for name in ranks[0]}, *ranks[:most]]
     widths = {name: max(len(row[name]) for row in rows) for name in ranks[0]}
-    free = width - sum(length + 2 for name, length in widths.items() if name not in ("activity", "mesh")) - 2
+    free = width - sum(length + 2 for name, length in widths.items() if name not in LEFT) - 2
     widths["mesh"] = min(widths["mesh"], max(free // 2, free - widths["activity"], 5))
     widths["activity"] = min(widths["activity"], max(free - widths["mesh"], 5))
-    lines = []
-    for row in rows:
-        cells = [
-            text[: widths[name] - 1] + "…"
-            if len(text) > widths[name]
-            else text.ljust(widths[name])
-            if name in ("activity", "mesh")
-            else text.rjust(widths[name])
-            for name, text in row.items()
-        ]
-        lines.append(Text("  ".join(cells).rstrip(), style="" if lines else "bold"))
-    if len(ranks) > room:
-        which = "which wait longer" if _many(ranks) else "for which there is no room"
-        lines.append(Text(f"{len(ranks) - room} more ranks, {which}", style="dim"))
+
+    def cell(name: str, text: str) -> str:
+        short = text if len(text) <= widths[name] else text[: widths[name] - 1] + "…"
+        return short.ljust(widths[name]) if name in LEFT else short.rjust(widths[name])
+
+    lines = [_line("  ".join(map(cell, row, row.values())).rstrip(), "") for row in rows]
+    lines[0].stylize("bold")
+    if len(ranks) > most:
+        longer = ", which wait longer" if len(ranks) > MOST_RANKS else ""
+        lines.append(_line(f"{len(ranks) - most} more ranks{longer}", "dim"))
     return lines
 
 
@@ -304,14 +317,12 @@ def _parts_held(run: RunRecord, axes: Mapping[str, int]) -> list[str]:
     return [f"{100 * count / max(1, model.parameter_count):.3g}%" for count in counts]
 
 
-def _activity(path: Path) -> tuple[float, dict[int, Mapping[str, Any]]]:
-    """When the file was written, and what each rank did then; nothing if there is no such file, or it is damaged."""
-    try:
-        content = json.loads(path.read_bytes())
-        ranks = {int(rank["rank"]): rank for rank in content["ranks"]}
-        return path.stat().st_mtime, ranks
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return 0.0, {}
+def _activity(path: Path) -> Mapping[str, Any]:
+    """The content of the file; empty if there is none, or it is damaged."""
+    with suppress(OSError, ValueError, RecursionError):
+        if isinstance(content := json.loads(path.read_bytes()), dict):
+            return content
+    return {}
 
 
 def _what_it_does(record: Mapping[str, Any], done: int) -> tuple[int, str]:
@@ -323,44 +334,36 @@ def _what_it_does(record: Mapping[str, Any], done: int) -> tuple[int, str]:
         return step, str(record["condition"])
     if not record.get("call"):
         return step, phase or "computing"
-    seconds = record.get("seconds")
-    lasts = f" for {seconds:.0f} s" if isinstance(seconds, (int, float)) and seconds >= 1 else ""
-    return step, f"{record['call']}{lasts}"
+    seconds = _number(record.get("call_seconds"))
+    return step, f"{record['call']}{f' for {seconds:.0f} s' if seconds >= 1 else ''}"
 
 
-def _recent_waits(lines: Iterable[Mapping[str, Any]], ranks: int) -> np.ndarray | None:
-    """float64[rank]: the part of a recent step in which a rank waited for others; None if it is not recorded."""
-    parts = []
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _by_rank(lines: Iterable[Mapping[str, Any]], name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """float64[rank, ...]: the mean of numbers by rank over the lines that have them; NaN if none has."""
+    found = []
     for line in lines:
-        try:
-            shares = np.array(line.get("shares"), float)
-        except (TypeError, ValueError):
-            continue
-        if shares.shape == (ranks, 3):
-            parts.append(shares[:, 2])
-    return np.mean(parts, axis=0) if parts else None
-
-
-def _numbers(lines: Sequence[Mapping[str, Any]], name: str, ranks: int) -> np.ndarray | None:
-    """float64[rank]: numbers by rank in the last line; None if they are not there."""
-    try:
-        numbers = np.array(lines[-1].get(name), float) if lines else np.empty(0)
-    except (TypeError, ValueError):
-        return None
-    return numbers if numbers.shape == (ranks,) else None
-
-
-def _seconds_of(text: Any) -> float | None:
-    try:
-        return datetime.fromisoformat(str(text)).timestamp()
-    except ValueError:
-        return None
+        with suppress(TypeError, ValueError):
+            numbers = np.array(line.get(name), float)
+            if numbers.shape == shape:
+                found.append(numbers)
+    return np.mean(found, axis=0) if found else np.full(shape, np.nan)
 
 
 def _shown_time(text: Any) -> str:
-    """A time of events.jsonl, in this host's time zone."""
-    seconds = _seconds_of(text)
-    return "-" if seconds is None else f"{datetime.fromtimestamp(seconds, UTC).astimezone():%H:%M:%S}"
+    """A time of the run's files, in this host's time zone."""
+    try:
+        return f"{datetime.fromisoformat(str(text)).astimezone():%H:%M:%S}"
+    except (ValueError, OverflowError):
+        return "-"
+
+
+def _line(text: str, style: str) -> Text:
+    """A text that a narrow terminal does not fold."""
+    return Text(text, style, no_wrap=True, overflow="ellipsis")
 
 
 def _printable(text: str) -> str:
@@ -392,7 +395,6 @@ def curves(run: RunRecord, width: int, height: int, encoding: str = "utf-8") -> 
         across = ((x - first) / span * (wide - 1)).round().astype(int).clip(0, wide - 1)
         return across, ((high - y) / scale * (high_ - 1)).round().astype(int)
 
-    grid = np.zeros((4 * height, 2 * columns), bool)
     across, down = place(*loss, 2 * columns, 4 * height)
     x = first + span * np.arange(2 * columns) / (2 * columns - 1)  # a line between the steps ...
     top = place(x, np.interp(x, *loss), 2 * columns, 4 * height)[1]
@@ -402,11 +404,12 @@ def curves(run: RunRecord, width: int, height: int, encoding: str = "utf-8") -> 
     bottom[:-1] = np.maximum(bottom[:-1], top[1:] - 1)  # ... and has no gaps
     top[:-1] = np.minimum(top[:-1], bottom[1:] + 1)
     rows = np.arange(4 * height)[:, None]
-    grid[(rows >= top) & (rows <= bottom)] = True
-    cells = (grid.reshape(height, 4, columns, 2) * DOTS[None, :, None, :]).sum(axis=(1, 3))
+    cells = (((rows >= top) & (rows <= bottom)).reshape(height, 4, columns, 2) * DOTS[None, :, None, :]).sum(
+        axis=(1, 3)
+    )
     points = set(zip(*(each.tolist() for each in place(*validation, columns, height)), strict=True))
     for row in range(height):
-        line = Text(f"{labels[row]:>{margin - 1}} ", style="dim")
+        line = _line(f"{labels[row]:>{margin - 1}} ", "dim")
         for column, cell in enumerate(cells[row].tolist()):
             if (column, row) in points:
                 line.append("●" if unicode else "o", "bold magenta")
@@ -416,7 +419,7 @@ def curves(run: RunRecord, width: int, height: int, encoding: str = "utf-8") -> 
         yield line
     ends = f"{first:,}", f"{last:,}"
     legend = f"step: loss {'⣿' if unicode else '.'}" + (f", validation {'●' if unicode else 'o'}" if points else "")
-    yield Text(" " * margin + ends[0] + legend.center(columns - sum(map(len, ends))) + ends[1], style="dim")
+    yield _line(" " * margin + ends[0] + legend.center(columns - sum(map(len, ends))) + ends[1], "dim")
 
 
 def _finite(run: RunRecord, name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
@@ -24,6 +25,7 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, Evaluation
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.files import open_regular
+from spmd_engine.runtime.activity import State
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.runtime.watchdog import condition_of
 from spmd_engine.training.trainer import StepReport, Trainer
@@ -179,15 +181,15 @@ class EventLog(Observer):
 class ActivityFile(Observer):
     """``activity.json``: what the ranks of rank 0's node do now, written again every ``PERIOD`` while the run goes on.
 
-    A thread of rank 0 reads the records of the other ranks, which do nothing for it. Its age shows whether the run is
-    alive; only a run that was killed leaves the file behind.
+    A thread of rank 0 reads the records of the other ranks, which do nothing for it. Only a run that was killed leaves
+    the file behind.
     """
 
     NAME, PERIOD = "activity.json", 2.0  # seconds
 
     def started(self, run: Run, stop: int) -> None:
         self._path, self._records = run.folder / self.NAME, run.engine.mesh.activity.records
-        self._ends = threading.Event()
+        self._began, self._ends = monotonic(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="spmd_engine activity", daemon=True)
         self._thread.start()
 
@@ -198,28 +200,30 @@ class ActivityFile(Observer):
             self._ends.wait(self.PERIOD)
 
     def _write(self) -> None:
-        ranks = []
-        for record in self._records:
-            state = record.state(condition_of(record.process), stack="")
-            call, seconds = "", state.phase_seconds
-            if state.wait:
-                called = state.wait.call
-                label = f" ({called.label})" if called.label else ""
-                call = f"{called.operation} over {called.axes}{label}" if called.operation else state.wait.what
-                call, seconds = call or "a message", state.wait.seconds
-            ranks.append(
-                {
-                    "rank": state.rank,
-                    "phase": state.phase,
-                    "call": call,
-                    "seconds": round(seconds, 1),
-                    "condition": state.condition,
-                }
-            )
+        content = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "seconds": round(monotonic() - self._began, 1),  # since the start
+            "ranks": [self._now(record.state(condition_of(record.process), stack="")) for record in self._records],
+        }
         unfinished = self._path.with_name(f".{self.NAME}")
         with open(open_regular(unfinished, os.O_WRONLY | os.O_TRUNC | os.O_CREAT), "w") as file:
-            json.dump({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "ranks": ranks}, file)
+            json.dump(content, file)
         os.replace(unfinished, self._path)
+
+    @staticmethod
+    def _now(state: State) -> dict[str, Any]:
+        call = ""
+        if wait := state.wait:
+            label = f" ({wait.call.label})" if wait.call.label else ""
+            call = f"{wait.call.operation} over {wait.call.axes}{label}" if wait.call.operation else wait.what
+        return {
+            "rank": state.rank,
+            "phase": state.phase,
+            "phase_seconds": round(state.phase_seconds, 1),
+            "call": call or ("a message" if wait else ""),
+            "call_seconds": round(wait.seconds, 1) if wait else 0.0,
+            "condition": state.condition,
+        }
 
     def closed(self) -> None:
         self._ends.set()
