@@ -166,7 +166,7 @@ class Watched:
             return None
         in_steps = np.nansum(self._run.series["seconds"][since])
         between = max(1.0, _number(self._activity.get("seconds")) / in_steps) if in_steps else 1.0
-        return self._seconds() * between * (self._stop - self._step)
+        return self._seconds() * between * max(0, self._stop - self._step)
 
     # --- The frame
 
@@ -207,7 +207,7 @@ class Watched:
 
     def _progress(self, console: Console) -> Text:
         step, stop = self._step, self._stop
-        before, after = f"step {step:,} of {stop:,}  ", f"  {100 * step // stop}%"
+        before, after = f"step {step:,} of {stop:,}  ", f"  {min(100, 100 * step // stop)}%"
         if self.goes_on and (left := self._left()) is not None:
             after += f"  {clock_time(left)} left"
         length = max(0, min(50, console.width - len(before) - len(after)))
