@@ -88,7 +88,7 @@ class Watched:
         self._seen: Any = None
 
     def look(self) -> bool:
-        """Read what is new. Returns whether a step or an event is. Raises UsageError for a folder that is no run's."""
+        """Read the folder; returns whether a step, an event or a trouble is new. Raises UsageError if it has no run."""
         folder = self._folder
         with reading(f"{folder} cannot be read"):
             self._run = run = self._reader.read()
@@ -97,7 +97,7 @@ class Watched:
             if (heard := (run.steps[-1:].tolist(), self._activity)) != self._heard:
                 self._heard, self._heard_at = heard, time.monotonic()
             self.state, self.trouble = self._judge()
-        seen = len(run.events), run.steps[-1:].tolist(), self.state
+        seen = len(run.events), run.steps[-1:].tolist(), self.state, bool(self.trouble)
         changed, self._seen = seen != self._seen, seen
         return changed
 

@@ -179,13 +179,14 @@ def test_without_a_terminal_a_frame_is_printed_when_something_is_new(folder, her
         tell(folder, "finished")
         lock(folder, 0)
 
-    turns = [lambda: None, lambda: add(folder, 11), lambda: None, finish]
+    turns = [lambda: None, lambda: add(folder, 11), lambda: None, lambda: live(folder, phase_seconds=99), finish]
     monkeypatch.setattr("time.sleep", lambda seconds: turns.pop(0)())
     code, output, _ = here("monitor", "live")
     assert code == 0 and "\x1b" not in output
     steps = [line.split()[1] for line in output.splitlines() if line.startswith("step ") and " of " in line]
     states = [line for line in output.splitlines() if line.startswith("live  ")]
-    assert steps == ["10", "11", "11"] and states == ["live  running", "live  running", "live  finished"]
+    assert steps == ["10", "11", "11", "11"] and states == [*["live  running"] * 3, "live  finished"]
+    assert output.count("no step for 0:01:39") == 1
     assert here("monitor", "live", "--once")[1].count("rank  step") == 1
 
 
