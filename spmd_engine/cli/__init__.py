@@ -53,7 +53,7 @@ class LazyGroup(click.Group):
 
 COMMANDS = (
     *("train", "generate", "eval", "data", "infer", "inspect", "show", "verify", "checkpoint", "launch"),
-    *("plan", "analyze", "calibrate", "bench", "report", "doctor", "new"),
+    *("plan", "analyze", "calibrate", "bench", "report", "monitor", "doctor", "new"),
 )
 
 

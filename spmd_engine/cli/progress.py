@@ -4,38 +4,34 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Sequence
-from pathlib import Path
+from datetime import timedelta
 from signal import Signals
-from typing import TYPE_CHECKING
+from time import monotonic
+from typing import TYPE_CHECKING, Any
 
 from spmd_engine.models.names import IMAGES
+from spmd_engine.runtime.launchers import CLEAR_BELOW, terminal
 from spmd_engine.training.data.corpus import Corpus
 from spmd_engine.training.run import Observer, Run
 from spmd_engine.training.trainer import StepReport
 from spmd_engine.training.workload import Workload
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress
-
     from spmd_engine.training.expert_load import ExpertLoad
 
 
 class Reporter(Observer):
-    """Prints the progress of a run on standard error: a bar on a terminal, else a line every twentieth of the steps.
-
-    The modules that print are imported on rank 0 only, when there is something to print.
-    """
+    """Prints the progress of a run on standard error: a bar on a terminal, else a line every twentieth of the steps."""
 
     def __init__(self) -> None:
-        self.bar: Progress | None = None
+        self.bar: Bar | None = None
         self.unit, self.each = "", "targets"
         self.experts: ExpertLoad | None = None  # in the last step
         self.warned = False
 
     def opened(self, workload: Workload, parameters: int, notices: Sequence[str]) -> None:
-        self.console = console()
         job, mesh = workload.job, workload.engine.mesh
         if workload.writes:
             self.unit = f" nats per {'token' if workload.token_file else 'byte'}"
@@ -57,13 +53,8 @@ class Reporter(Observer):
         self.run, self.folder, self.stop, done = run, run.folder, stop, run.steps_done
         if done >= stop:
             self._print(f"nothing to do: {done} steps are done, and --steps or --stop-at ends at {stop}")
-        if not isinstance(self.console, Pipe):
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-            self.bar = Progress(*columns, console=self.console)
-            self.task = self.bar.add_task("training", total=stop, completed=done)
-            self.bar.start()
+        elif path := terminal():
+            self.bar = Bar(path, done, stop)
 
     def evaluated(self, step: int, loss: float) -> None:
         self._print(f"step {step:>5}  validation loss {loss:.4f}{self.unit}{self._metrics()}")
@@ -75,7 +66,7 @@ class Reporter(Observer):
         metrics = "".join(f"  {name} {100 * value:.1f}%" for name, value in (report.metrics or {}).items())
         text = f"loss {report.loss:.4f}{metrics}  {report.tokens_per_second:,.0f} {self.each}/s"
         if self.bar:
-            self.bar.update(self.task, advance=1, description=text)
+            self.bar.show(report.step, text)
         elif report.step % max(1, self.stop // 20) == 0:
             self._print(f"step {report.step:>5}  {text}")
 
@@ -108,7 +99,7 @@ class Reporter(Observer):
 
     def closed(self) -> None:
         if self.bar:
-            self.bar.stop()
+            self.bar.close()
 
     def _metrics(self) -> str:
         """``, accuracy 97.8% (352 of 360 held out)``, if the model has such metrics."""
@@ -121,41 +112,89 @@ class Reporter(Observer):
         )
 
     def _print(self, text: str) -> None:
-        self.console.print(text, markup=False, soft_wrap=True)
-
-
-# --- The terminal: under mpiexec a rank's own output is always a pipe
-
-
-def launcher_has_terminal(levels: int = 4) -> bool:
-    """Whether standard error of this process, or of the mpiexec that started it on this host, is a terminal."""
-    if sys.stderr.isatty():
-        return True
-    process = os.getpid()
-    for _ in range(levels):
-        try:
-            status = Path(f"/proc/{process}/stat").read_text()
-            process = int(status.rpartition(")")[2].split()[1])  # the parent
-            name = Path(f"/proc/{process}/comm").read_text().strip()
-            if name.startswith(("mpiexec", "mpirun", "orterun", "prterun")):
-                return os.readlink(f"/proc/{process}/fd/2").startswith(("/dev/pts/", "/dev/tty"))
-        except (OSError, ValueError, IndexError):
-            return False
-    return False
-
-
-class Pipe:
-    """A console without a terminal: lines on standard error."""
-
-    def print(self, text: str, **_: object) -> None:
-        """Print a line unchanged."""
         print(text, file=sys.stderr)
 
 
-def console() -> Console | Pipe:
-    """Rank 0's console on standard error, with colours and live bars only on a terminal."""
-    if not launcher_has_terminal():
-        return Pipe()
-    from rich.console import Console  # its import takes longer than a small step
+# --- A bar on a terminal
 
-    return Console(stderr=True, force_terminal=True, highlight=False)
+
+class Bar:
+    """Standard error, with a bar below the cursor; ``close`` removes it.
+
+    The cursor rests at the start of an empty line, ``ABOVE`` lines over the bar. So other ranks, whose output mpiexec
+    forwards to the same terminal, mpiexec itself, and libraries in C print whole lines, which the next bar follows;
+    what this process prints comes through ``write``. A process that is killed leaves no hidden cursor. The bar of rich
+    ends with the cursor in its line, hides the cursor, and takes fifty times as long.
+    """
+
+    ABOVE = 2  #: mpiexec answers Ctrl-C with two lines
+    PERIOD = 0.1  #: seconds between two bars
+
+    def __init__(self, path: str, done: int, stop: int) -> None:
+        self._path, self._done, self._stop = path, done, stop
+        self._began, self._shown, self._bar, self._drawn, self._in_line = monotonic(), 0.0, "", False, False
+        self._lock = threading.RLock()  # the watchdog may print, too
+        self._stream, sys.stderr = sys.stderr, self
+        self.show(done, "training")
+
+    def show(self, step: int, text: str) -> None:
+        """Draw the bar after this step, with a text, unless it was drawn a moment ago."""
+        now = monotonic()
+        if now - self._shown < self.PERIOD and step < self._stop:
+            return
+        self._shown, after = now, f"{step}/{self._stop}"
+        if step > self._done:
+            left = (now - self._began) / (step - self._done) * (self._stop - step)
+            after += f"  {clock_time(left)} left"
+        room = columns(self._path) - 1
+        length = max(0, min(40, room - len(text) - len(after) - 4))
+        self._bar = f"{text}  {bar(step / self._stop, length, self._stream.encoding)}  {after}"[:room]
+        self.write("")
+
+    def write(self, text: str) -> int:
+        """Write a text above the bar, which disappears until the line is complete."""
+        with self._lock:
+            clear = "\r" + CLEAR_BELOW if self._drawn else ""
+            if text:
+                self._in_line = not text.endswith("\n")
+            self._drawn = bool(self._bar) and not self._in_line
+            below = "\n" * self.ABOVE + f"{self._bar}\x1b[{self.ABOVE}A\r" if self._drawn else ""
+            self._stream.write(clear + text + below)
+            self._stream.flush()
+        return len(text)
+
+    def close(self) -> None:
+        """Remove the bar; standard error is again what it was."""
+        self._bar = ""
+        self.write("")
+        if sys.stderr is self:
+            sys.stderr = self._stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def bar(part: float, length: int, encoding: str | None) -> str:
+    """A bar of ``length`` characters, of which ``part`` is done."""
+    done, rest = "━─" if (encoding or "").lower().startswith("utf") else "#-"
+    full = round(min(1.0, part) * length)
+    return done * full + rest * (length - full)
+
+
+def clock_time(seconds: float) -> str:
+    """Seconds as hours, minutes and seconds: ``0:01:12``."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+def columns(path: str) -> int:
+    """The columns of a terminal; 80 if they are unknown."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
+    except OSError:
+        return 80
+    try:
+        return os.get_terminal_size(handle).columns or 80
+    except OSError:
+        return 80
+    finally:
+        os.close(handle)

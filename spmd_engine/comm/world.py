@@ -97,8 +97,9 @@ def _start_watchdog(comm: MPICommunicator, records: Mapping[int, Memory]) -> Non
     messages, other_nodes = comm.side_messages, None
     if messages is not None and len(records) < comm.size and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
         other_nodes = OtherNodes(messages, comm.size, list(records))
-    local_records = [Record(rank, memory) for rank, memory in records.items()]
-    watchdog = Watchdog(comm.progress.activity, local_records, comm.rank, comm.size, other_nodes)
+    activity = comm.progress.activity
+    activity.records = [Record(rank, memory) for rank, memory in records.items()]
+    watchdog = Watchdog(activity, activity.records, comm.rank, comm.size, other_nodes)
     atexit.register(watchdog.stop)
 
 

@@ -52,6 +52,7 @@ class Activity:
         self._end = TEXTS + 8  # texts have numbers other than 0
         self._free = list(range(MOST_LINES))[::-1]
         self._created: dict[tuple[int, ...], int] = {}
+        self.records: Sequence[Record] = [Record(0, self.memory)]  #: of all ranks of the node, which this one can read
         self.folder: Path | None = None  #: of the run: reports are also written there
         self.explain: Callable[[], str] = lambda: ""  #: why a wait does not end, from the records of other ranks
         self.on_long_wait: Callable[[], None] | None = None  #: starts a watchdog that is not running yet

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from spmd_engine.errors import RankAborted, SpmdError
 from spmd_engine.runtime.join import join_mpi
-from spmd_engine.runtime.launchers import is_launched, launcher_rank
+from spmd_engine.runtime.launchers import CLEAR_BELOW, is_launched, launcher_rank, terminal
 from spmd_engine.runtime.signals import ENDING, exit_code, raise_interrupted
 
 JOIN = 10  #: seconds to wait for other ranks in MPI_Init, for a rank that joins only to abort
@@ -96,7 +96,7 @@ def _end_job(comm, text: str, code: int, patience: float = 0.3) -> None:
     """End all ranks with exit code ``code``; of ranks that call this together, only the lowest prints its text."""
     stay_at_exit()  # Abort may return: the program must then not call ``leave``
     if prints_error(comm, patience):
-        sys.stderr.write(text)
+        sys.stderr.write((CLEAR_BELOW if terminal() else "") + text)
         sys.stderr.flush()
         sys.stdout.flush()
         time.sleep(0.1)  # the launcher forwards the output before it sees the exit

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import stat
+import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 #: Set for each rank: by MPICH and Intel MPI, by PMIx, by Open MPI, by MVAPICH2. Not Slurm's own SLURM_PROCID, which
 #: batch scripts have, too.
@@ -60,6 +63,34 @@ def let_rank_zero_speak() -> None:
     the job at the first exit, perhaps before rank 0 has printed the error."""
     if launcher_rank() > 0 and "OMPI_COMM_WORLD_RANK" in os.environ:
         time.sleep(1)
+
+
+def terminal(levels: int = 4) -> str | None:
+    """The terminal on which this process's standard error appears: its own, or that of the mpiexec that started it on
+    this host, which forwards it. None if there is none, or one that cannot move the cursor."""
+    if os.environ.get("TERM", "dumb") == "dumb":
+        return None
+    if sys.stderr.isatty():
+        return "/proc/self/fd/2"
+    with suppress(OSError):
+        if stat.S_ISREG(os.fstat(2).st_mode):
+            return None
+    process = os.getpid()
+    for _ in range(levels):
+        try:
+            status = Path(f"/proc/{process}/stat").read_text()
+            process = int(status.rpartition(")")[2].split()[1])  # the parent
+            name = Path(f"/proc/{process}/comm").read_text().strip()
+            if name.startswith(("mpiexec", "mpirun", "orterun", "prterun")):
+                path = f"/proc/{process}/fd/2"
+                return path if os.readlink(path).startswith(("/dev/pts/", "/dev/tty")) else None
+        except (OSError, ValueError, IndexError):
+            return None
+    return None
+
+
+#: Written to a terminal before an error: it removes what is below the cursor, such as a bar of progress.
+CLEAR_BELOW = "\x1b[J"
 
 
 @contextmanager

@@ -131,6 +131,7 @@ class ThreadWatchdog(Watchdog):
         )
         for activity in ranks:
             activity.on_long_wait, activity.explain = self._start_once, self.explain
+            activity.records = self._records
 
     def _start(self) -> None:
         """See ``_start_once``."""

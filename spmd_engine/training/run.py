@@ -6,12 +6,14 @@ import json
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
@@ -25,7 +27,9 @@ from spmd_engine.engine.batch import Batch, Evaluation
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.files import open_regular
 from spmd_engine.pictures import html_table
+from spmd_engine.runtime.activity import State
 from spmd_engine.runtime.signals import StopFlag
+from spmd_engine.runtime.watchdog import condition_of
 from spmd_engine.training.trainer import StepReport, Trainer
 
 if TYPE_CHECKING:
@@ -142,6 +146,8 @@ class EventLog(Observer):
     def _warned(self, record: logging.LogRecord) -> None:
         with suppress(OSError):  # of a full disk, for example: a warning must not end the run
             self._write("warning", text=record.getMessage())
+        if logging.lastResort and not logging.getLogger().handlers:  # which this handler would replace
+            logging.lastResort.handle(record)
 
     def stepped(self, report: StepReport) -> None:
         if report.skipped:
@@ -172,6 +178,60 @@ class EventLog(Observer):
                 json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **facts})
                 + "\n"
             )
+
+
+class ActivityFile(Observer):
+    """``activity.json``: what the ranks of rank 0's node do now, written again every ``PERIOD`` while the run goes on.
+
+    A thread of rank 0 reads the records of the other ranks, which do nothing for it. Only a run that was killed leaves
+    the file behind.
+    """
+
+    NAME, PERIOD = "activity.json", 2.0  # seconds
+
+    def started(self, run: Run, stop: int) -> None:
+        self._path, self._records = run.folder / self.NAME, run.engine.mesh.activity.records
+        self._began, self._ends = monotonic(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="spmd_engine activity", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ends.is_set():
+            with suppress(OSError, UsageError):  # a folder that is gone, a full disk: the run itself reports it
+                self._write()
+            self._ends.wait(self.PERIOD)
+
+    def _write(self) -> None:
+        content = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "seconds": round(monotonic() - self._began, 1),  # since the start
+            "ranks": [self._now(record.state(condition_of(record.process), stack="")) for record in self._records],
+        }
+        unfinished = self._path.with_name(f".{self.NAME}")
+        with open(open_regular(unfinished, os.O_WRONLY | os.O_TRUNC | os.O_CREAT), "w") as file:
+            json.dump(content, file)
+        os.replace(unfinished, self._path)
+
+    @staticmethod
+    def _now(state: State) -> dict[str, Any]:
+        call = ""
+        if wait := state.wait:
+            label = f" ({wait.call.label})" if wait.call.label else ""
+            call = f"{wait.call.operation} over {wait.call.axes}{label}" if wait.call.operation else wait.what
+        return {
+            "rank": state.rank,
+            "phase": state.phase,
+            "phase_seconds": round(state.phase_seconds, 1),
+            "call": call or ("a message" if wait else ""),
+            "call_seconds": round(wait.seconds, 1) if wait else 0.0,
+            "condition": state.condition,
+        }
+
+    def closed(self) -> None:
+        self._ends.set()
+        self._thread.join(self.PERIOD)  # no longer, if its file system hangs
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:
@@ -246,7 +306,9 @@ class Run:
         self._lock: RunLock | None = None  # while this run writes
         self.evaluation: Evaluation | None = None  #: the last one
         #: on rank 0; on the others none
-        self.observers = (MetricsFile(), EventLog(self.folder), *observers) if self.engine.device_id == 0 else ()
+        self.observers = (
+            (MetricsFile(), EventLog(self.folder), ActivityFile(), *observers) if self.engine.device_id == 0 else ()
+        )
 
     @property
     def engine(self) -> ShardedEngine:

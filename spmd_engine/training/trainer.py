@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -45,6 +46,7 @@ class StepReport:
     gigabytes_per_second: dict[str, float] | None = None  #: by mesh axis: sent by all, by their seconds
     shares: list[list[float]] | None = None  #: of the step, by rank: computing, communicating, and idle
     cpu_seconds: list[float] | None = None  #: by rank: of its process; with the waits for other ranks, which may spin
+    private_bytes: list[int] | None = None  #: by rank: memory of its process, without pages that it shares with others
     side_outputs: dict[str, Any] | None = None  #: of layers, by name: auxiliary losses, counts
     predicted: dict[str, Any] | None = None  #: of the first step: the prediction of ``analyze``, and the measurement
     skipped: str | None = None  #: why nothing was updated: the value that is not finite, and its ranks
@@ -250,13 +252,14 @@ class StepMetrics:
         if self._brief:
             return seconds, {}, self._largest_signal(skips, signal)
         if self._mesh.size == 1:
-            return seconds, {"bytes_sent": 0}, signal or 0
-        mine = np.concatenate([_state(self._mesh) - self._before, [seconds, skips, signal or 0]])
+            return seconds, {"bytes_sent": 0, "private_bytes": [private_bytes()]}, signal or 0
+        own = [private_bytes(), seconds, skips, signal or 0]
+        mine = np.concatenate([_state(self._mesh) - self._before, own])
         axes = list(self._mesh.axes)
         ranks = self._mesh.all_gather(mine[None], label="metrics")
         _check_equal(ranks[:, -2])
-        idle, seconds, signals = ranks[:, 0], ranks[:, -3], ranks[:, -1]
-        sent, waited, processor = np.split(ranks[:, 1:-3], [len(axes), 2 * len(axes)], axis=1)
+        idle, memory, seconds, signals = ranks[:, 0], ranks[:, -4], ranks[:, -3], ranks[:, -1]
+        sent, waited, processor = np.split(ranks[:, 1:-4], [len(axes), 2 * len(axes)], axis=1)
         waiting = waited.sum(axis=1)
         idle = np.minimum(idle, waiting)
         parts = np.stack([seconds - waiting, waiting - idle, idle], axis=1) / seconds[:, None]
@@ -267,6 +270,7 @@ class StepMetrics:
             "gigabytes_per_second": {axis: round(n / t / 1e9, 3) for axis, n, t in speeds if n and t},
             "shares": parts.round(3).tolist(),
             "cpu_seconds": processor[:, 0].round(4).tolist(),
+            "private_bytes": memory.astype(int).tolist(),
         }
         return perf_counter() - self._began, facts, int(signals.max())
 
@@ -276,6 +280,22 @@ class StepMetrics:
         by_rank = self._mesh.all_gather(np.array([[skips, signal]]), label="metrics")
         _check_equal(by_rank[:, 0])
         return int(by_rank[:, 1].max())
+
+
+def private_bytes() -> int:
+    """The resident memory of this process without the pages of files and of shared memory; 0 if it is unknown."""
+    try:
+        handle = os.open("/proc/self/statm", os.O_RDONLY)
+    except OSError:
+        return 0
+    try:
+        _, resident, shared, *_ = os.read(handle, 100).split()
+    finally:
+        os.close(handle)
+    return (int(resident) - int(shared)) * _PAGE
+
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def _check_equal(skips: np.ndarray) -> None:

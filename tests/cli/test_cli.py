@@ -112,7 +112,7 @@ def test_train_resume_generate_infer(several_by_mpi, virtual, here, tmp_path):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
     assert set(ours[0]) == {
         *("step", "loss", "grad_norm", "learning_rate", "tokens", "seconds", "tokens_per_second", "bytes_sent"),
-        *("exposed_communication", "gigabytes_per_second", "shares", "cpu_seconds", "predicted"),
+        *("exposed_communication", "gigabytes_per_second", "shares", "cpu_seconds", "private_bytes", "predicted"),
     }
 
     assert text == here(*generate)[1] and text.startswith("def f(")

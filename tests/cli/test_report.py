@@ -1,6 +1,7 @@
 """`report`: a page that holds what a run's folder holds, whatever that is."""
 
 import json
+import logging
 from html.parser import HTMLParser
 
 import numpy as np
@@ -200,14 +201,12 @@ def test_a_run_that_goes_on_is_followed_to_its_end(here, tmp_path, monkeypatch):
 
 class Failing(Observer):
     def stepped(self, report):
-        import logging
-
         logging.getLogger("spmd_engine.test").warning("careful")
         if report.step == 2:
             raise RuntimeError("broken")
 
 
-def test_events_of_a_run(tmp_path):
+def test_events_of_a_run(tmp_path, monkeypatch, capsys):
     from spmd_engine import Mesh, as_distributed, batch_of
     from spmd_engine.engine import SGD
     from spmd_engine.models import two_layers
@@ -217,8 +216,10 @@ def test_events_of_a_run(tmp_path):
     x = np.ones((2, 4), np.float32)
     trainer = Trainer(engine, SGD(), lambda step: batch_of(x, x, engine, step=step), rate=lambda step: 0.1)
     run = Run(tmp_path / "run", trainer, config={}, observers=[Failing()])
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own
     with pytest.raises(RuntimeError):
         run.train(3)
+    assert capsys.readouterr().err == "careful\ncareful\n"
     lines = [json.loads(line) for line in (tmp_path / "run" / EventLog.NAME).read_text().splitlines()]
     assert [line["event"] for line in lines] == ["started", "warning", "warning", "closed"]
     assert (

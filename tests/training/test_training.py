@@ -1,5 +1,6 @@
 """The trainer, checkpoints and generation, on virtual ranks."""
 
+import resource
 from types import MappingProxyType
 
 import numpy as np
@@ -91,13 +92,17 @@ def test_reports_hold_what_metrics_need():
     one, two = run_threads(program, 2)
     assert one["bytes_sent"] == two["bytes_sent"] > 0
     always = ["step", "loss", "grad_norm", "learning_rate", "tokens", "seconds", "tokens_per_second", "bytes_sent"]
-    assert list(one) == [*always, "exposed_communication", "gigabytes_per_second", "shares", "cpu_seconds"]
+    of_ranks = ["shares", "cpu_seconds", "private_bytes"]
+    assert list(one) == [*always, "exposed_communication", "gigabytes_per_second", *of_ranks]
     assert one["shares"] == two["shares"] and list(one["gigabytes_per_second"]) == ["data"]
     np.testing.assert_allclose(np.sum(one["shares"], axis=1), 1, atol=0.002)
     assert len(one["cpu_seconds"]) == len(one["shares"]) and all(seconds >= 0 for seconds in one["cpu_seconds"])
     assert 0 < one["exposed_communication"] < one["seconds"] * 1.5
     with Mesh(data=1) as mesh:
-        assert list(make_trainer(mesh).step().as_dict()) == always
+        alone = make_trainer(mesh).step().as_dict()
+    assert list(alone) == [*always, "private_bytes"]
+    resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert all(0 < memory < resident for memory in (*one["private_bytes"], *alone["private_bytes"]))
     assert one["tokens"] == tiny.BATCH * tiny.SIZE.context
 
 

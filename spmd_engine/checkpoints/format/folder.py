@@ -280,6 +280,22 @@ class RunLock:
                 self._handle = None
 
 
+def lock_owner(folder: Path) -> tuple[int, str] | None:
+    """The process and the host that write a run to the folder, or were killed while they did; None if none does."""
+    try:
+        handle = open_regular(folder / LOCK, os.O_RDONLY)
+    except (OSError, UsageError):
+        return None
+    try:
+        owner = _OWNER.match(_name_in(handle))
+    finally:
+        os.close(handle)
+    return (int(owner[1]), owner[2]) if owner else None
+
+
+_OWNER = re.compile(r"process (\d{1,9}) on (.*), ")
+
+
 def _name_in(handle: int) -> str:
     """The first line of an open lock file. Later lines are old names, since the file is never truncated."""
     line, _, _ = os.pread(handle, 200, 0).partition(b"\n")

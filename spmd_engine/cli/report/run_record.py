@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from spmd_engine.training.run import CONFIG, EventLog, MetricsFile
 SERIES = ("loss", "validation_loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds")
 NO_CURVES = {"step", "tokens", "bytes_sent", "exposed_communication"}
 WARM_UP = 2  #: first steps, which load code and data, that averages of times leave out
+RECENT = 20  #: last steps whose whole lines are kept
 
 
 @dataclass(frozen=True)
@@ -31,46 +35,14 @@ class RunRecord:
     cpu_seconds: np.ndarray  #: float64[rank]: processor seconds of a step, mean over steps
     shares: np.ndarray  #: float64[rank, 3]: the parts of a step computing, communicating and idle, mean over steps
     predicted: Mapping[str, Any]  #: the prediction of the first step, beside its measurement
+    recent: tuple[Mapping[str, Any], ...]  #: the lines of the last ``RECENT`` steps, whole
     events: tuple[Mapping[str, Any], ...]
     checkpoint: Mapping[str, Any]  #: facts of the newest one; empty without one
 
     @classmethod
     def read(cls, folder: Path) -> RunRecord:
         """Read a folder; lines that are damaged are left out. Raises UsageError for a folder that is no run's."""
-        if not (folder / CONFIG).is_file() or not (folder / MetricsFile.NAME).is_file():
-            raise UsageError(f"{folder}: no run is there; name a folder that 'train' wrote, as in runs/gpt-nano-1")
-        with reading(f"{folder / CONFIG} cannot be read"):
-            config = json.loads((folder / CONFIG).read_bytes())
-            if not isinstance(config, dict):
-                raise ValueError("it is no object")
-        steps: list[int] = []
-        columns: dict[str, list[float]] = {name: [] for name in SERIES}
-        parts: dict[int, list[np.ndarray]] = {}  # by number of ranks: of each step shares, then processor seconds
-        predicted: Mapping[str, Any] = {}
-        for line in _lines(folder / MetricsFile.NAME):
-            if not isinstance(line.get("step"), int):
-                continue
-            steps.append(line["step"])
-            for name, column in columns.items():
-                column.append(_number(line.get(name)))
-            for name in line.keys() - columns.keys() - NO_CURVES:  # metrics of the model, such as accuracy
-                if type(line[name]) in (int, float):
-                    columns[name] = [np.nan] * (len(steps) - 1) + [float(line[name])]
-            predicted = line["predicted"] if isinstance(line.get("predicted"), dict) else predicted
-            if len(steps) > WARM_UP and (part := _parts_of_step(line)) is not None:
-                parts.setdefault(len(part), []).append(part)
-        split = np.mean(max(parts.values(), key=len), axis=0) if parts else np.empty((0, 4))
-        return cls(
-            folder.name,
-            config,
-            np.array(steps, np.int64),
-            {name: np.array(column) for name, column in columns.items()},
-            split[:, 3],
-            split[:, :3],
-            predicted,
-            tuple(_lines(folder / EventLog.NAME)),
-            _checkpoint_facts(folder),
-        )
+        return RunReader(folder).read()
 
     def last(self, event: str) -> Mapping[str, Any]:
         """The last event of this kind; empty if there is none."""
@@ -115,6 +87,102 @@ _STATES = {
 }
 
 
+class RunReader:
+    """Reads a run's folder again and again; of its files with a line each step, only what is new."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._metrics, self._log = _Lines(folder / MetricsFile.NAME), _Lines(folder / EventLog.NAME)
+        self._events: list[Mapping[str, Any]] = []
+        self._forget_steps()
+
+    def _forget_steps(self) -> None:
+        self._steps: list[int] = []
+        self._columns: dict[str, list[float]] = {name: [] for name in SERIES}
+        self._parts: dict[int, tuple[int, np.ndarray]] = {}  # by number of ranks: of how many steps, and their sum
+        self._predicted: Mapping[str, Any] = {}
+        self._recent: deque[Mapping[str, Any]] = deque(maxlen=RECENT)
+
+    def read(self) -> RunRecord:
+        """What the folder holds now. Raises UsageError for a folder that is no run's."""
+        folder = self._folder
+        if not (folder / CONFIG).is_file() or not (folder / MetricsFile.NAME).is_file():
+            raise UsageError(f"{folder}: no run is there; name a folder that 'train' wrote, as in runs/gpt-nano-1")
+        with reading(f"{folder / CONFIG} cannot be read"):
+            config = json.loads((folder / CONFIG).read_bytes())
+            if not isinstance(config, dict):
+                raise ValueError("it is no object")
+        if self._metrics.open():  # a run that resumes writes the file again, up to its checkpoint
+            self._forget_steps()
+        for line in self._metrics:
+            if isinstance(line.get("step"), int):
+                self._add_step(line)
+        if self._log.open():
+            self._events.clear()
+        self._events += self._log
+        steps, parts = max(self._parts.values(), key=itemgetter(0), default=(1, np.empty((0, 4))))
+        return RunRecord(
+            folder.name,
+            config,
+            np.array(self._steps, np.int64),
+            {name: np.array(column) for name, column in self._columns.items()},
+            parts[:, 3] / steps,
+            parts[:, :3] / steps,
+            self._predicted,
+            tuple(self._recent),
+            tuple(self._events),
+            _checkpoint_facts(folder),
+        )
+
+    def _add_step(self, line: Mapping[str, Any]) -> None:
+        self._steps.append(line["step"])
+        self._recent.append(line)
+        for name, column in self._columns.items():
+            column.append(_number(line.get(name)))
+        for name in line.keys() - self._columns.keys() - NO_CURVES:  # metrics of the model, such as accuracy
+            if type(line[name]) in (int, float):
+                self._columns[name] = [np.nan] * (len(self._steps) - 1) + [float(line[name])]
+        if isinstance(line.get("predicted"), dict):
+            self._predicted = line["predicted"]
+        if len(self._steps) > WARM_UP and (part := _parts_of_step(line)) is not None:
+            steps, parts = self._parts.get(len(part), (0, 0.0))
+            self._parts[len(part)] = steps + 1, parts + part
+
+
+class _Lines:
+    """The objects of a file with one a line: ``open``, and then the loop, give those since the last time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._place, self._inode = path, 0, None
+
+    def open(self) -> bool:
+        """Whether it is another file than before, or was cut: the loop then begins at its start."""
+        state = os.stat(self._path) if self._path.is_file() else None
+        inode, size = (state.st_ino, state.st_size) if state else (None, 0)
+        again = inode != self._inode or size < self._place
+        if again:
+            self._place = 0
+        self._inode = inode
+        return again
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Without lines that are damaged, and without the end of a line that is being written."""
+        if self._inode is None:
+            return
+        with open(self._path, "rb") as lines:
+            lines.seek(self._place)
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    return
+                self._place += len(line)
+                try:
+                    content = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(content, dict):
+                    yield content
+
+
 def _parts_of_step(line: Mapping[str, Any]) -> np.ndarray | None:
     """float64[rank, 4]: shares and processor seconds (NaN if they are not recorded) of a step's line."""
     shares, processor = line.get("shares"), line.get("cpu_seconds")
@@ -132,20 +200,6 @@ def _number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         return np.nan
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file with one a line; none if there is no such file."""
-    if not path.is_file():
-        return
-    with open(path, errors="replace") as lines:
-        for line in lines:
-            try:
-                content = json.loads(line)
-            except (ValueError, RecursionError):  # the last line of a run that was killed
-                continue
-            if isinstance(content, dict):
-                yield content
 
 
 def _checkpoint_facts(folder: Path) -> dict[str, Any]:

@@ -141,6 +141,31 @@ def bytes_per_rank(
     Raises UsageError for an impossible composition, such as fewer layers than stages.
     """
     optimizer = optimizer or AdamW()
+    frozen = any(buffer.frozen for _, (buffer, _) in model.buffers())
+    zero, itemsize = composition.storage.stage(axes), np.dtype(dtype).itemsize
+    counts = elements_per_rank(model, axes, composition, itemsize)
+    unsharded_bytes = [0] * len(counts)
+    if zero >= 2:
+        unsharded_bytes = _peak_unsharded_bytes(model, axes, composition, dtype, cache)
+    ranks = []
+    for (whole, owned, of_frozen), unsharded in zip(counts, unsharded_bytes, strict=True):
+        held = (
+            (owned if zero >= 3 else whole) * itemsize,
+            (owned if zero >= 2 else whole) * itemsize,
+            len(optimizer.kinds) * (owned if zero >= 1 else whole) * itemsize,
+            unsharded,
+        )
+        of_frozen_weights = ((FROZEN, of_frozen * itemsize),) if frozen else ()
+        ranks.append((*zip(CLASSES, held, strict=True), *of_frozen_weights))
+    return ranks
+
+
+def elements_per_rank(
+    model: Model, axes: Mapping[str, int], composition: ParallelConfig, itemsize: int = 4
+) -> list[tuple[int, int, int]]:
+    """Of every rank of a mesh with these axes, in order: the elements of all parameters of its blocks, of those that it
+    owns under ZeRO, and of frozen weights. Raises UsageError for an impossible composition.
+    """
     places = all_positions(dict(axes))
     layout = composed_layout(model, places[0], composition)
     frozen = [buffer for _, (buffer, _) in model.buffers() if buffer.frozen]
@@ -148,13 +173,9 @@ def bytes_per_rank(
     letters = {letter for array in arrays for letter in array.dims.split()}
     letters |= {array.element[0] for array in arrays if array.element}
     shaping = {PIPE, *(axis for letter in letters for axis in layout.axes(letter))}
-    zero, itemsize = composition.storage.stage(axes), np.dtype(dtype).itemsize
-    unsharded_bytes = [0] * len(places)
-    if zero >= 2:
-        unsharded_bytes = _peak_unsharded_bytes(model, axes, composition, dtype, cache)
     shares: dict[tuple[int, ...], _Share] = {}
     ranks = []
-    for place, unsharded in zip(places, unsharded_bytes, strict=True):
+    for place in places:
         where = tuple(place.coordinates[axis] for axis in place.axes if axis in shaping)
         if where not in shares:  # equal for ranks that differ only in their part of the batch
             shares[where] = _share(model, place, layout, itemsize, composition)
@@ -162,14 +183,7 @@ def bytes_per_rank(
         owned, owned_frozen = (
             sum(parts[place.index(axes)] for axes, parts in groups) for groups in (share.owned, share.frozen)
         )
-        held = (
-            (owned if zero >= 3 else share.whole) * itemsize,
-            (owned if zero >= 2 else share.whole) * itemsize,
-            len(optimizer.kinds) * (owned if zero >= 1 else share.whole) * itemsize,
-            unsharded,
-        )
-        of_frozen_weights = ((FROZEN, (share.frozen_whole + owned_frozen) * itemsize),) if frozen else ()
-        ranks.append((*zip(CLASSES, held, strict=True), *of_frozen_weights))
+        ranks.append((share.whole, owned, share.frozen_whole + owned_frozen))
     return ranks
 
 
