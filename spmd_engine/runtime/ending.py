@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
-from spmd_engine.errors import RankAborted, SpmdError
+from spmd_engine.errors import RankAborted, SpmdError, UsageError
 from spmd_engine.runtime.join import join_mpi
 from spmd_engine.runtime.launchers import is_launched, launcher_rank
 from spmd_engine.runtime.signals import ENDING, exit_code, raise_interrupted
@@ -78,7 +78,7 @@ def end_at_once(message: str, code: int) -> None:
         # If a rank exits before it has joined MPI, the others wait for it in MPI_Init forever. So it joins; if they do
         # not, the alarm ends this process, and the launcher the job.
         signal.alarm(JOIN)
-        with suppress(ImportError, RuntimeError):
+        with suppress(ImportError, RuntimeError, UsageError):
             join_mpi()
             from mpi4py import MPI
 

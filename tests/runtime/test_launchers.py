@@ -39,4 +39,4 @@ def test_one_of_several_processes_that_mpi_does_not_join_is_refused(tmp_path):
     command = [sys.executable, "-m", "spmd_engine", "train", "--model", "mlp", "--steps", "1", "--run", "r"]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=100)
     assert ended.returncode == 2 and not (tmp_path / "runs").exists()
-    assert ended.stderr.startswith("spmd_engine: started as one of 4 processes, but MPI sees only this one")
+    assert ended.stderr.startswith("spmd_engine: started as one of 4 processes by srun, but MPI sees only this one")
