@@ -66,6 +66,8 @@ def end_all_ranks_on_error(comm) -> None:
         if issubclass(kind, KeyboardInterrupt):
             _end_job(comm, f"{rank}: {str(error) or 'interrupted'}; it ends the job\n", exit_code(error), patience=1.0)
         text = "".join(traceback.format_exception(kind, error, trace))
+        if issubclass(kind, SpmdError):  # ranks that differ, or do not answer: perhaps their nodes do
+            text += f"'mpiexec -n {comm.size} python -m spmd_engine doctor' examines ranks, nodes and links\n"
         _end_job(comm, f"{rank} failed and ends the job:\n{text}", 1)
 
     sys.excepthook = hook

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from fake_device import FakeDevice, watch
 from mpi_harness.launch import clean_environment
-from spmd_engine.cli.doctor.facts import OPERATIONS, TIMED, facts_of_rank
-from spmd_engine.cli.doctor.findings import ERROR, GOOD, WARNING, diagnose
+from spmd_engine import Mesh, run_threads, world
+from spmd_engine.arrays.backend import register_backend, unregister_backend
+from spmd_engine.cli.doctor.facts import OPERATIONS, TIMED, _gpu_sum, facts_of_rank
+from spmd_engine.cli.doctor.findings import ERROR, GOOD, WARNING, diagnose, slowest
 from spmd_engine.runtime.mpi_job import find_mpiexec, is_open_mpi
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -37,7 +40,7 @@ def healthy(tmp_path_factory):
     together = {"nodes": ["a"] * 4, "links": links}
     seconds = {f"{operation} {size}": 1e-4 for operation in OPERATIONS for size in TIMED}
     rank = {"clock": 1e9, "speed": (5e10, 5e10), "right": {"all_reduce float32 1": True}, "seconds": seconds}
-    rank |= {"memory": True, "reads": True, "crowded": False, "sees_folder": True, "network": ""}
+    rank |= {"memory": True, "reads": True, "crowded": False, "sees_folder": True, "network": "", "gpu": {}}
     together["ranks"] = [deepcopy(rank) for _ in range(4)]
     return ranks, together
 
@@ -81,12 +84,15 @@ FAULTS = {
         (ERROR, "run folder", "rank 2 cannot write there: Read-only file system", "--folder"),
     ),
     "slow disk": (
-        lambda ranks, _: ranks[1]["folder"].update(write=7.0),
-        (WARNING, "run folder", "in 7.00 s on rank 1", "less often"),
+        lambda ranks, _: [facts["folder"].update(write=7.0) for facts in ranks],
+        (WARNING, "run folder", "in 7.00 s on ", "less often"),
     ),
     "a disk slower than the others": (
-        lambda ranks, _: ranks[1]["folder"].update(write=0.2),
-        (WARNING, "run folder", "in 0.20 s on rank 1", "less often"),
+        lambda ranks, _: [
+            (facts["environment"].update(host=f"node{n}"), facts["folder"].update(write=0.2 if n == 1 else 0.02))
+            for n, facts in enumerate(ranks)
+        ],
+        (WARNING, "run folder", "in 0.20 s on node1; the median of nodes is 0.02 s", "less often"),
     ),
     "a full disk": (
         lambda ranks, _: ranks[1]["folder"].update(free=1 << 20),
@@ -122,7 +128,7 @@ FAULTS = {
     ),
     "a quota of cores": (
         lambda ranks, _: [facts.update(quota=1.5) for facts in ranks],
-        (WARNING, "cores", "4 ranks on 1.5 by a quota cores", "at most one rank a core"),
+        (WARNING, "cores", "4 ranks on 1.5 cores (a quota)", "at most one rank a core"),
     ),
     "a slow link": (
         lambda _, together: together["links"].update({"1 3": (1e-2, 1e8)}),
@@ -215,6 +221,17 @@ FAULTS = {
     "little locked memory": (
         lambda ranks, _: [facts.update(fabrics=["mlx5_0"]) for facts in ranks],
         (WARNING, "locked memory", "at most 65536 locked bytes", "ulimit -l"),
+    ),
+    "a rank without GPU": (
+        lambda ranks, _: [facts.update(gpus=[] if n == 2 else ["H100"]) for n, facts in enumerate(ranks)],
+        (ERROR, "GPUs", "1 on rank 0: H100; none that CuPy can use on rank 2", "CUDA_VISIBLE_DEVICES"),
+    ),
+    "a wrong sum of GPUs": (
+        lambda ranks, together: (
+            [facts.update(gpus=["H100"]) for facts in ranks],
+            [rank.update(gpu={"right": False, "seconds": 1e-3, "aware": True}) for rank in together["ranks"]],
+        ),
+        (ERROR, "GPUs", "a sum of their arrays is wrong", "SPMD_CUDA_AWARE=0"),
     ),
     "what cannot be examined": (
         lambda ranks, _: ranks[2].update(blas="error: no such file"),
@@ -338,6 +355,33 @@ main(["doctor"])
     result = mpi_run(2, "broken.py", env=ONE_THREAD, cwd=tmp_path)
     assert result.returncode == 2 and "rank 1 of 2: spmd_engine: doctor: a device fails" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_the_slowest_of_cores_links_and_disks(healthy):
+    ranks, together = deepcopy(healthy)
+    together["ranks"][2]["speed"] = (1e9, 5e10)
+    together["links"]["1 3"] = (1e-5, 1e8)
+    ranks[1]["environment"]["host"], ranks[1]["folder"]["write"] = "slow", 4.2
+    cores, links, disks = (finding.text.split("; ") for finding in slowest(ranks, together))
+    assert cores[0].startswith("rank 2 (") and cores[0].endswith(" 1") and cores[1].endswith(" 50")
+    assert links[0] == "ranks 1, 3 0.1" and len(links) == 6
+    assert disks[0] == "slow 1" and len(disks) == 2
+
+
+def test_sums_of_devices():
+    """GPUs that MPI reads, and GPUs whose arrays are copied through the host."""
+
+    def program(aware):
+        return _gpu_sum(Mesh(watch(world(), device, aware=aware)), device)
+
+    device = FakeDevice()
+    register_backend(device)
+    try:
+        for aware in (True, False):
+            for found in run_threads(program, 2, args=[aware]):
+                assert found["right"] and found["aware"] is aware
+    finally:
+        unregister_backend(device)
 
 
 def test_virtual_ranks(virtual):

@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 
 from spmd_engine.cli.doctor.facts import facts_of_rank, facts_of_ranks
-from spmd_engine.cli.doctor.findings import ERROR, GOOD, WARNING, CheckResult, diagnose
+from spmd_engine.cli.doctor.findings import ERROR, GOOD, WARNING, CheckResult, diagnose, slowest
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
@@ -33,7 +33,8 @@ COLOURS = {GOOD: "green", WARNING: "yellow", ERROR: "red"}
     help="Where runs will be written.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print findings and facts as one JSON object.")
-def doctor(folder: Path, as_json: bool) -> None:
+@click.option("--blame", is_flag=True, help="List cores, links and disks, the slowest first.")
+def doctor(folder: Path, as_json: bool, blame: bool) -> None:
     """Examine what a job needs, and say of each thing whether it is good, and what to do if it is not.
 
     Without ranks it examines this process: MPI library, cores, threads, memory, disk, extras. Under mpiexec or srun it
@@ -48,11 +49,14 @@ def doctor(folder: Path, as_json: bool) -> None:
     try:
         with Mesh(world(), timeout=TIMEOUT) as mesh:
             ranks = gather_json(mesh.group(), facts_of_rank(folder), "doctor")
-            together = facts_of_ranks(mesh, folder) if mesh.size > 1 else {}
+            gpus = all(isinstance(facts["gpus"], list) and facts["gpus"] for facts in ranks)
+            together = facts_of_ranks(mesh, folder, gpus) if mesh.size > 1 else {}
     except Exception as failure:  # ranks cannot join or communicate: each reports what it knows
         error = str(failure) if isinstance(failure, UsageError) else reason(failure)
         ranks = ranks or [json.loads(json.dumps(facts_of_rank(folder)))]
     findings = diagnose(ranks, together, error)
+    if blame and not error:
+        findings += slowest(ranks, together)
     if (mesh.rank if mesh else launcher_rank()) == 0:
         _print(findings, ranks, together, as_json)
     if error and mesh:  # perhaps on this rank only

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
+from spmd_engine.arrays.backend import Array, Backend, get_backend
 from spmd_engine.arrays.numba.functions import compiled_loops, loops_are_there
 from spmd_engine.comm.agreement.rank_zero import gather_json, text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
@@ -32,7 +33,13 @@ from spmd_engine.comm.shared_memory.cores import quota_here
 from spmd_engine.foreign import reason
 from spmd_engine.planning.machine.measure import LARGE, REPEATS, measure_pair
 from spmd_engine.runtime.environment import environment
-from spmd_engine.runtime.launchers import THREAD_VARIABLES, allocation, launcher_name, launcher_rank, launcher_size
+from spmd_engine.runtime.launchers import (
+    THREAD_VARIABLES,
+    allocation,
+    launcher_name,
+    launcher_rank,
+    launcher_size,
+)
 from spmd_engine.runtime.mpi_job import find_mpiexec
 
 #: Optional packages, with the extra that installs them and what they are for.
@@ -183,8 +190,8 @@ def _write_speed(folder: Path) -> dict[str, Any]:
 # --- of all ranks together
 
 
-def facts_of_ranks(mesh: Mesh, folder: Path) -> dict[str, Any]:
-    """Facts that take communication. ``folder``: of runs. Collective; equal on all ranks."""
+def facts_of_ranks(mesh: Mesh, folder: Path, gpus: bool) -> dict[str, Any]:
+    """Facts that take communication. ``folder``: of runs; ``gpus``: all have one. Collective; equal on all ranks."""
     group = mesh.group()
     right, seconds = {}, {}
     for operation in OPERATIONS:
@@ -206,6 +213,7 @@ def facts_of_ranks(mesh: Mesh, folder: Path) -> dict[str, Any]:
         "reads": mesh.comm.neighbours is not None and mesh.comm.neighbours.cross_memory is not None,
         "crowded": mesh.comm.spin_tests == 0,
         "sees_folder": _sees(mesh, folder),
+        "gpu": _gpu_sum(mesh, get_backend("cuda", mesh.local_rank)) if gpus else {},
     }
     before = _sent_bytes()
     links = {f"{a} {b}": measure_pair(mesh, a, b) for a, b in _pairs(mesh.size)}
@@ -213,6 +221,20 @@ def facts_of_ranks(mesh: Mesh, folder: Path) -> dict[str, Any]:
     device = max(sent, key=lambda name: sent[name], default="")
     facts["network"] = device if sent.get(device, 0) > LARGE else ""
     return {"nodes": list(mesh.nodes_by_rank), "links": links, "ranks": gather_json(group, facts, "doctor")}
+
+
+def _gpu_sum(mesh: Mesh, backend: Backend) -> dict[str, Any]:
+    """An all_reduce of arrays on the ranks' GPUs: whether it is right, its seconds, and whether MPI reads their memory.
+    Collective."""
+    group, x = mesh.group(), backend.asarray(np.ones(TIMED[-1] // 4, np.float32))
+
+    def call() -> Array:
+        total = group.all_reduce(x)
+        backend.synchronize()
+        return total
+
+    right = bool((backend.to_host(call()) == mesh.size).all())
+    return {"right": right, "seconds": _seconds(group.barrier, call), "aware": mesh.comm.device_aware}
 
 
 def _sees(mesh: Mesh, folder: Path) -> bool:

@@ -18,12 +18,13 @@ SLOW_RANK = 0.7  #: a rank whose products are slower than this part of the media
 SLOW_LINK = 3.0  #: a pair whose latency or time for a byte exceeds that of quick pairs so many times
 LEAST_BANDWIDTH = 5e7  #: bytes/s between nodes: half of what gigabit Ethernet gives
 SLOW_SYNC = 1.0  #: seconds to write and sync a file of 4 MiB
-SLOW_DISK = 4.0  #: a rank whose file takes longer than the median by this factor, and a tenth of SLOW_SYNC
+SLOW_DISK = 4.0  #: a node whose file takes longer than the median by this factor, and a tenth of SLOW_SYNC
 LEAST_SHARED = 64 << 20  #: bytes of shared memory a rank
 LEAST_FILES = 256
 LOCKED = 1 << 30  #: bytes of locked memory, which drivers of fabrics need
 UNLIMITED = 1 << 64  #: resource.RLIM_INFINITY is -1
 LEAST_DISK = 1 << 30  #: bytes that are free for runs
+LISTED = 6  #: of the slowest
 LARGEST_SHIFT = 2.0  #: seconds between the clocks of two nodes
 
 
@@ -45,7 +46,25 @@ def diagnose(
     findings += _folder(ranks, together)
     if together:
         findings += [*_communication(ranks, together), *_links(together), *_speeds(ranks, together)]
-    return [*findings, *_extras(ranks), *_failed(ranks)]
+    return [*findings, *_extras(ranks), *_gpus(ranks, together), *_failed(ranks)]
+
+
+def slowest(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> list[CheckResult]:
+    """Cores, links and disks by their speed, the slowest first."""
+    names = [f"rank {n} ({_host(facts)})" for n, facts in enumerate(ranks)]
+    tables = {
+        "cores, GFLOP/s": [(facts["speed"][0] / 1e9, name) for facts, name in zip(together.get("ranks", []), names)],
+        "links, GB/s": [
+            (bandwidth / 1e9, f"ranks {pair.replace(' ', ', ')}")
+            for pair, (_, bandwidth) in together.get("links", {}).items()
+        ],
+        "disks, MB/s": [(4.2 / seconds, node) for node, seconds in _seconds_of_disks(ranks).items()],
+    }
+    return [
+        CheckResult(f"slowest {what}", GOOD, "; ".join(f"{name} {speed:.3g}" for speed, name in sorted(table)[:LISTED]))
+        for what, table in tables.items()
+        if table
+    ]
 
 
 def _known(facts: Mapping[str, Any], name: str, default: Any) -> Any:
@@ -161,11 +180,11 @@ def _cores(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
                 "bind each rank to a core of its own: mpiexec -bind-to core, or srun --cpu-bind=cores",
             )
         elif len(members) > min(len(usable), min(quotas)):
-            limit = f"{min(quotas):g} by a quota" if min(quotas) < len(usable) else len(usable)
+            limit = f"{min(quotas):g} cores (a quota)" if min(quotas) < len(usable) else f"{len(usable)} cores"
             yield CheckResult(
                 name,
                 WARNING,
-                f"{len(members)} ranks on {limit} cores: they take turns",
+                f"{len(members)} ranks on {limit}: they take turns",
                 "start at most one rank a core",
             )
         else:
@@ -237,6 +256,15 @@ def _memory(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
             yield CheckResult(name, WARNING, text, remedy)
 
 
+def _seconds_of_disks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds to write a file on each node, by its quickest rank, as ranks of a node write at the same time."""
+    seconds: dict[str, float] = {}
+    for facts in ranks:
+        node, disk = _host(facts), _known(facts, "folder", {"write": inf})
+        seconds[node] = min(seconds.get(node, inf), disk["write"])
+    return seconds
+
+
 def _folder(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> Iterator[CheckResult]:
     for n, facts in enumerate(ranks):
         if not isinstance(facts.get("folder"), Mapping):
@@ -249,8 +277,8 @@ def _folder(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> 
             )
             return
     disks = [facts["folder"] for facts in ranks]
-    slowest = max(range(len(ranks)), key=lambda n: disks[n]["write"])
-    seconds, usual = disks[slowest]["write"], median(disk["write"] for disk in disks)
+    seconds_by_node = _seconds_of_disks(ranks)
+    seconds, usual = max(seconds_by_node.values()), median(seconds_by_node.values())
     text, least = f"4 MiB are on the disk in {seconds:.2f} s", min(disk["free"] for disk in disks)
     sees = [facts["sees_folder"] for facts in together.get("ranks", [])]
     blind = [n for n, there in enumerate(sees) if not there and sees[0]]
@@ -259,7 +287,8 @@ def _folder(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> 
         remedy = "write runs to a file system that all nodes share: --folder, and --run"
         yield CheckResult("run folder", ERROR, text, remedy)
     elif seconds > SLOW_SYNC or seconds > max(SLOW_SYNC / 10, SLOW_DISK * usual):
-        text = f"{text} on rank {slowest} ({_host(ranks[slowest])}); the median is {usual:.2f} s"
+        node = max(seconds_by_node, key=lambda node: seconds_by_node[node])
+        text = f"{text} on {node}; the median of nodes is {usual:.2f} s"
         yield CheckResult("run folder", WARNING, text, "save to a quicker file system, or less often")
     elif least < LEAST_DISK:
         yield CheckResult("run folder", WARNING, f"{readable_bytes(least)} are free", "free space, or write elsewhere")
@@ -402,6 +431,22 @@ def _extras(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
     absent = [name for name, where in lacking.items() if len(where) == len(ranks)]
     texts = [f"{name} ({EXTRAS[name][1]}: pip install 'spmd_engine[{EXTRAS[name][0]}]')" for name in absent]
     yield CheckResult("extras", GOOD, f"not installed: {'; '.join(texts)}" if texts else "all are installed")
-    gpus = _known(ranks[0], "gpus", [])
-    if gpus:
-        yield CheckResult("GPUs", GOOD, f"{len(gpus)} on rank 0: {gpus[0]}")
+
+
+def _gpus(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> Iterator[CheckResult]:
+    without = [n for n, facts in enumerate(ranks) if not _known(facts, "gpus", [])]
+    sums = [facts["gpu"] for facts in together.get("ranks", []) if facts["gpu"]]
+    if len(without) == len(ranks):
+        return
+    text = f"{len(ranks[0]['gpus'])} on rank 0: {ranks[0]['gpus'][0]}" if 0 not in without else "none on rank 0"
+    if without:
+        remedy = "give every node GPUs, install cupy and the driver there, and look at CUDA_VISIBLE_DEVICES"
+        yield CheckResult("GPUs", ERROR, f"{text}; none that CuPy can use on {_ranks(without)}", remedy)
+    elif not all(found["right"] for found in sums):
+        yield CheckResult("GPUs", ERROR, f"{text}; a sum of their arrays is wrong", "set SPMD_CUDA_AWARE=0")
+    elif sums:
+        path = "read by MPI" if sums[0]["aware"] else "copied through the host, as this MPI is not CUDA-aware"
+        seconds = max(found["seconds"] for found in sums)
+        yield CheckResult("GPUs", GOOD, f"{text}; all_reduce of 1 MiB {1e3 * seconds:.2f} ms, {path}")
+    else:
+        yield CheckResult("GPUs", GOOD, text)
