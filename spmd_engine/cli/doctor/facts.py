@@ -244,7 +244,7 @@ def _sees(mesh: Mesh, folder: Path) -> bool:
         if mesh.rank == 0:
             path.touch()
     mesh.barrier()
-    sees = path.exists()
+    sees = os.path.exists(path)
     mesh.barrier()
     if mesh.rank == 0:
         path.unlink(missing_ok=True)

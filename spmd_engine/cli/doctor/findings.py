@@ -245,14 +245,19 @@ def _memory(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
         )
     limits = [_known(facts, "limits", {}) for facts in ranks]
     for name, at_least, option, what in (
-        ("address space", min(sizes["installed"] for sizes in memory), "v", "bytes of memory"),
-        ("files", LEAST_FILES, "n", "open files"),
-        ("locked memory", LOCKED if any(_known(facts, "fabrics", []) for facts in ranks) else 0, "l", "locked bytes"),
+        ("address space", min(sizes["installed"] for sizes in memory), "v unlimited", "bytes of memory"),
+        ("files", LEAST_FILES, "n 1024", "open files"),
+        (
+            "locked memory",
+            LOCKED if any(_known(facts, "fabrics", []) for facts in ranks) else 0,
+            "l unlimited",
+            "locked bytes",
+        ),
     ):
         least, n = min((limit.get(name, -1) % UNLIMITED, n) for n, limit in enumerate(limits))
         if least < at_least:
             text = f"at most {least} {what} a process, on rank {n}"
-            remedy = f"raise the limit on every node: ulimit -{option} unlimited, in the job's script too"
+            remedy = f"raise the limit on every node: ulimit -{option}, in the job's script too"
             yield CheckResult(name, WARNING, text, remedy)
 
 
@@ -288,7 +293,8 @@ def _folder(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> 
         yield CheckResult("run folder", ERROR, text, remedy)
     elif seconds > SLOW_SYNC or seconds > max(SLOW_SYNC / 10, SLOW_DISK * usual):
         node = max(seconds_by_node, key=lambda node: seconds_by_node[node])
-        text = f"{text} on {node}; the median of nodes is {usual:.2f} s"
+        others = f"; the median of nodes is {usual:.2f} s" if len(seconds_by_node) > 1 else ""
+        text = f"{text} on {node}{others}"
         yield CheckResult("run folder", WARNING, text, "save to a quicker file system, or less often")
     elif least < LEAST_DISK:
         yield CheckResult("run folder", WARNING, f"{readable_bytes(least)} are free", "free space, or write elsewhere")
