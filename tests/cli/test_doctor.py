@@ -75,9 +75,16 @@ FAULTS = {
         lambda ranks, _: ranks[0]["mpi"].update(threads="funneled"),
         (WARNING, "MPI library", "its thread level is funneled", "MPI_THREAD_MULTIPLE"),
     ),
-    "small /dev/shm": (
+    "no /dev/shm": (
         lambda ranks, _: ranks[0].update(shared_memory={"bytes": 1 << 20, "free": 1 << 20}),
         (ERROR, "shared memory", "1.00 MiB free for 4 rank(s)", "--shm-size"),
+    ),
+    "small /dev/shm on a node": (
+        lambda ranks, _: (
+            ranks[3]["environment"].update(host="other"),
+            ranks[3].update(shared_memory={"bytes": 8 << 20, "free": 8 << 20}),
+        ),
+        (WARNING, "shared memory", "/dev/shm on other has 8.00 MiB free for 1 rank(s)", "--shm-size"),
     ),
     "read-only folder": (
         lambda ranks, _: ranks[2].update(folder="error: Read-only file system"),

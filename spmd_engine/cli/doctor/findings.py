@@ -19,7 +19,8 @@ SLOW_LINK = 3.0  #: a pair whose latency or time for a byte exceeds that of quic
 LEAST_BANDWIDTH = 5e7  #: bytes/s between nodes: half of what gigabit Ethernet gives
 SLOW_SYNC = 1.0  #: seconds to write and sync a file of 4 MiB
 SLOW_DISK = 4.0  #: a node whose file takes longer than the median by this factor, and a tenth of SLOW_SYNC
-LEAST_SHARED = 64 << 20  #: bytes of shared memory a rank
+LEAST_SHARED = 16 << 20  #: bytes a rank in /dev/shm, which MPI libraries use; the engine's own memory is not there
+NO_SHARED = 2 << 20  #: bytes in /dev/shm with which no rank starts
 LEAST_FILES = 256
 LOCKED = 1 << 30  #: bytes of locked memory, which drivers of fabrics need
 UNLIMITED = 1 << 64  #: resource.RLIM_INFINITY is -1
@@ -217,31 +218,32 @@ def _cores(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
 
 
 def _memory(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
-    local = sum(
-        _known(facts, "environment", {}).get("host") == _known(ranks[0], "environment", {}).get("host")
-        for facts in ranks
-    )
-    room = ranks[0].get("shared_memory")
+    local = Counter(_host(facts) for facts in ranks)
+    rooms = [_known(facts, "shared_memory", {"free": -1})["free"] / local[_host(facts)] for facts in ranks]
+    n = min(range(len(ranks)), key=lambda n: rooms[n])
+    room, on = ranks[n]["shared_memory"], f" on {_host(ranks[n])}" if len(local) > 1 else ""
     if not isinstance(room, Mapping):
-        yield CheckResult("shared memory", ERROR, f"/dev/shm: {str(room).removeprefix('error: ')}", "mount it as tmpfs")
-    elif room["free"] < LEAST_SHARED * local:
+        text = f"/dev/shm{on}: {str(room).removeprefix('error: ')}"
+        yield CheckResult("shared memory", ERROR, text, "mount it as tmpfs")
+    elif rooms[n] < LEAST_SHARED:
         yield CheckResult(
             "shared memory",
-            ERROR if room["free"] < LEAST_SHARED else WARNING,
-            f"/dev/shm has {readable_bytes(room['free'])} free for {local} rank(s)",
+            ERROR if room["free"] < NO_SHARED else WARNING,
+            f"/dev/shm{on} has {readable_bytes(room['free'])} free for {local[_host(ranks[n])]} rank(s)",
             "enlarge it (docker run --shm-size=4g), or remove files of ended jobs from it",
         )
     else:
-        yield CheckResult("shared memory", GOOD, f"/dev/shm has {readable_bytes(room['free'])} free")
+        yield CheckResult("shared memory", GOOD, f"/dev/shm{on} has {readable_bytes(room['free'])} free")
     memory = [_known(facts, "memory", {"limit": inf, "installed": inf}) for facts in ranks]
     limited = [n for n, sizes in enumerate(memory) if sizes["limit"] < 0.95 * sizes["installed"]]
     if limited:
         n = min(limited, key=lambda n: memory[n]["limit"])
+        share = memory[n]["limit"] // local[_host(ranks[n])]
         yield CheckResult(
             "memory",
             WARNING,
             f"{_host(ranks[n])} may use {readable_bytes(memory[n]['limit'])} for all its ranks, by a control group",
-            f"raise the job's limit, or plan for it: plan --memory {readable_bytes(memory[n]['limit'] // local)}",
+            f"raise the job's limit, or plan for it: plan --memory {readable_bytes(share)}",
         )
     limits = [_known(facts, "limits", {}) for facts in ranks]
     for name, at_least, option, what in (
