@@ -102,7 +102,7 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except MemoryError as error:
         why = str(error) or "an allocation failed; try a smaller batch, more micro-batches or more ranks"
-        fail(f"spmd_engine: there is not enough memory for this: {why}")
+        fail(f"spmd_engine: there is not enough memory for this: {why}; 'doctor' names limits of memory")
         sys.exit(2)
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

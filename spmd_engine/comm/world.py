@@ -25,8 +25,11 @@ from spmd_engine.runtime.activity import SIZE, Activity, Memory, Record
 from spmd_engine.runtime.ending import FAILED, end_all_ranks_on_error, leave_at_exit, prints_error, stay_at_exit
 from spmd_engine.runtime.join import join_mpi
 from spmd_engine.runtime.launchers import (
+    MPI_MIXED,
+    NOT_MIXED,
     THREAD_VARIABLES,
     is_launched,
+    launcher_name,
     launcher_rank,
     launcher_size,
     let_rank_zero_speak,
@@ -81,9 +84,8 @@ def _open_solo_world() -> ThreadCommunicator:
     """A world of this process only. Raises UsageError if a launcher started several but MPI sees only this one."""
     if (size := launcher_size()) > 1:
         raise UsageError(
-            f"started as one of {size} processes, but MPI sees only this one: the launcher belongs to another MPI "
-            "library, and each process would do all the work by itself. Start it with the mpiexec of this environment, "
-            "or with srun: 'srun --mpi=pmi2' with MPICH, or with an MPI library built for srun; 'doctor' says more"
+            f"started as one of {size} processes by {launcher_name()}, but MPI sees only this one, and each process "
+            f"would do all the work by itself: {MPI_MIXED}{NOT_MIXED}"
         )
     if (cores := cores_here()) < len(os.sched_getaffinity(0)):  # BLAS has started a thread for each core
         _share_cores(int(cores))

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
-from spmd_engine.errors import RankAborted, SpmdError
+from spmd_engine.errors import RankAborted, SpmdError, UsageError
 from spmd_engine.runtime.join import join_mpi
 from spmd_engine.runtime.launchers import CLEAR_BELOW, is_launched, launcher_rank, terminal
 from spmd_engine.runtime.signals import ENDING, exit_code, raise_interrupted
@@ -66,6 +66,8 @@ def end_all_ranks_on_error(comm) -> None:
         if issubclass(kind, KeyboardInterrupt):
             _end_job(comm, f"{rank}: {str(error) or 'interrupted'}; it ends the job\n", exit_code(error), patience=1.0)
         text = "".join(traceback.format_exception(kind, error, trace))
+        if issubclass(kind, SpmdError):  # ranks that differ, or do not answer: perhaps their nodes do
+            text += f"'mpiexec -n {comm.size} python -m spmd_engine doctor' examines ranks, nodes and links\n"
         _end_job(comm, f"{rank} failed and ends the job:\n{text}", 1)
 
     sys.excepthook = hook
@@ -78,7 +80,7 @@ def end_at_once(message: str, code: int) -> None:
         # If a rank exits before it has joined MPI, the others wait for it in MPI_Init forever. So it joins; if they do
         # not, the alarm ends this process, and the launcher the job.
         signal.alarm(JOIN)
-        with suppress(ImportError, RuntimeError):
+        with suppress(ImportError, RuntimeError, UsageError):
             join_mpi()
             from mpi4py import MPI
 

@@ -14,7 +14,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from spmd_engine.errors import UsageError
-from spmd_engine.runtime.launchers import launcher_rank, launcher_size, local_rank, local_size
+from spmd_engine.runtime.launchers import (
+    MPI_MIXED,
+    NOT_MIXED,
+    launcher_name,
+    launcher_rank,
+    launcher_size,
+    local_rank,
+    local_size,
+)
 
 FOLDER = Path("/dev/shm")
 PATTERNS = ("mpich_shm_*", "sm_segment.*")  # of MPICH and Open MPI; they stay after a rank is killed
@@ -60,7 +68,7 @@ def check_room(ranks: int, made: Iterable[Path] = ()) -> None:
             raise UsageError(
                 f"{FOLDER} has {free / 2**20:.2f} MiB free, and MPICH needs {needed / 2**20:.2f} for {ranks} rank(s): "
                 "remove files there, or enlarge it "
-                f"(in a container: --shm-size; else: mount -o remount,size=1g {FOLDER})"
+                f"(in a container: --shm-size; else: mount -o remount,size=1g {FOLDER}); 'doctor' says more"
             )
 
 
@@ -108,7 +116,8 @@ def join_mpi() -> None:
     If a rank ends before it has joined (a package is missing on its node, it is out of memory), all others wait in
     MPI_Init, and MPICH's launcher does not end the job. mpi4py holds the GIL meanwhile, so that no thread could
     report it; a call by ctypes releases it. The first rank of a node removes files that dead jobs of this user have
-    left in shared memory. Raises UsageError if there is no room for the files of MPI.
+    left in shared memory. Raises UsageError if there is no room for the files of MPI, or if the launcher belongs to
+    another MPI library.
     """
     import mpi4py
 
@@ -124,6 +133,11 @@ def join_mpi() -> None:
     if local_rank() == 0:
         remove_unused(files_in_shared_memory())
     if MPI.Get_library_version().startswith("MPICH"):
+        if "PMIX_NAMESPACE" in os.environ and "pmix" not in Path("/proc/self/maps").read_text():
+            raise UsageError(  # MPICH would end the process
+                f"started by {launcher_name()}, which offers PMIx, but mpi4py loads an MPICH without it: "
+                f"{MPI_MIXED}{NOT_MIXED}"
+            )
         _check_room()
     joined = threading.Event()
     threading.Thread(target=_watch, args=(joined,), name="joining", daemon=True).start()

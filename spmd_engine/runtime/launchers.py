@@ -21,6 +21,27 @@ SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 LOCAL_RANK_VARIABLES = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
 LOCAL_SIZE_VARIABLES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 
+#: Variables of launchers by which ``launcher_name`` tells them apart, the innermost first: a launcher may itself run in
+#: a step of srun.
+_NAMES = {
+    "OMPI_COMM_WORLD_RANK": "Open MPI's mpiexec",
+    "MPI_LOCALRANKID": "MPICH's mpiexec",
+    "MV2_COMM_WORLD_RANK": "MVAPICH2's mpiexec",
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "PMIX_RANK": "a PMIx launcher",
+    "PMI_RANK": "a PMI launcher",
+}
+
+#: Where batch systems tell a job the number of processes it was given. PBS has a file with a line for each.
+_ALLOCATIONS = {"Slurm": "SLURM_NTASKS", "PBS": "PBS_NP", "LSF": "LSB_DJOB_NUMPROC", "Grid Engine": "NSLOTS"}
+
+MPI_MIXED = "the launcher belongs to another MPI library"
+#: What to do about it, and the command that says more.
+NOT_MIXED = (
+    ". Use the mpiexec of this environment, or srun: 'srun --mpi=pmi2' with MPICH, or an MPI library built for srun; "
+    "'doctor' says more"
+)
+
 #: Variables by which users set the number of BLAS threads.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
@@ -46,6 +67,22 @@ def launcher_size() -> int:
     An MPI launcher comes first, because its own Slurm step may have a task for each node.
     """
     return _read_number((*SIZE_VARIABLES, "SLURM_STEP_NUM_TASKS"), 1)
+
+
+def launcher_name() -> str:
+    """The launcher that started this process; empty without one."""
+    return next((name for variable, name in _NAMES.items() if variable in os.environ), "")
+
+
+def allocation() -> tuple[str, int, int]:
+    """The batch system of this job, and the tasks and nodes that it was given; ("", 1, 1) without one."""
+    if file := os.environ.get("PBS_NODEFILE"):
+        lines = Path(file).read_text().split()
+        return "PBS", len(lines), len(set(lines))
+    for system, variable in _ALLOCATIONS.items():
+        if variable in os.environ:
+            return system, _read_number([variable], 1), _read_number(["SLURM_JOB_NUM_NODES", "NHOSTS"], 1)
+    return "", 1, 1
 
 
 def local_rank() -> int:

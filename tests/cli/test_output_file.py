@@ -117,7 +117,7 @@ def test_a_failed_allocation_is_one_line(here, monkeypatch):
     assert code == 2
     assert errors == (
         "spmd_engine: there is not enough memory for this: an allocation failed; try a smaller batch, more "
-        "micro-batches or more ranks\n"
+        "micro-batches or more ranks; 'doctor' names limits of memory\n"
     )
 
 

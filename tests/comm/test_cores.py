@@ -8,6 +8,7 @@ from subprocess import run
 import pytest
 
 from spmd_engine.comm.shared_memory import cores
+from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.comm.shared_memory.cores import cores_here, cores_of, quota_here
 from spmd_engine.runtime.launchers import RANK_VARIABLES, SIZE_VARIABLES, THREAD_VARIABLES
 
@@ -51,6 +52,15 @@ def test_version_1_has_a_tree_of_its_own_for_cores(groups):
     assert cores_here() == 8
     limit(groups / "cpu" / "job", 40000, 100000, names=OLD)
     assert cores_here() == 0.4
+
+
+def test_the_least_limit_of_memory_counts(groups):
+    is_in(groups, "0::/job/step")
+    limit(groups / "job", 1 << 20, names=("memory.max",))
+    limit(groups / "job" / "step", "max", names=("memory.max",))
+    assert memory_here.__wrapped__() == 1 << 20
+    limit(groups / "memory" / "elsewhere", 1 << 19, names=("memory.limit_in_bytes",))
+    assert memory_here.__wrapped__() == 1 << 19
 
 
 def test_what_a_container_does_not_see_is_its_root(groups):

@@ -8,6 +8,7 @@ import pytest
 
 from mpi_harness.launch import clean_environment
 from spmd_engine.runtime.launchers import RANK_VARIABLES, SIZE_VARIABLES, is_launched, launcher_rank, launcher_size
+from spmd_engine.runtime.mpi_job import find_mpiexec, is_open_mpi
 
 BY = {
     "nobody": ({}, (False, 0, 1)),
@@ -39,4 +40,14 @@ def test_one_of_several_processes_that_mpi_does_not_join_is_refused(tmp_path):
     command = [sys.executable, "-m", "spmd_engine", "train", "--model", "mlp", "--steps", "1", "--run", "r"]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=100)
     assert ended.returncode == 2 and not (tmp_path / "runs").exists()
-    assert ended.stderr.startswith("spmd_engine: started as one of 4 processes, but MPI sees only this one")
+    assert ended.stderr.startswith("spmd_engine: started as one of 4 processes by srun, but MPI sees only this one")
+
+
+def test_a_signal_ends_a_process_that_cannot_join_in_one_line():
+    told = {"PMI_RANK": "0", "PMI_SIZE": "4", "PMIX_NAMESPACE": "x"}  # MPICH is not asked to join by PMIx
+    if is_open_mpi((find_mpiexec() or ("",))[0]):
+        pytest.skip("Open MPI's library asks PMIx, and ends the process itself")
+    program = "from spmd_engine.runtime.ending import end_at_once; end_at_once('interrupted', 143)"
+    environment = {**clean_environment(), "PYTHONPATH": os.getcwd(), **told}
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60)
+    assert (ended.returncode, ended.stderr) == (143, "interrupted\n")

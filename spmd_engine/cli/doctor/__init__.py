@@ -12,13 +12,15 @@ import click
 from rich.console import Console
 
 from spmd_engine.cli.doctor.facts import facts_of_rank, facts_of_ranks
-from spmd_engine.cli.doctor.findings import ERROR, GOOD, WARNING, CheckResult, diagnose
+from spmd_engine.cli.doctor.findings import ERROR, GOOD, WARNING, CheckResult, diagnose, slowest
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.errors import UsageError
-from spmd_engine.runtime.launchers import launcher_rank
+from spmd_engine.foreign import reason
+from spmd_engine.runtime.launchers import launcher_rank, let_rank_zero_speak
 
+TIMEOUT = 60.0  #: seconds that a call may wait for other ranks
 COLOURS = {GOOD: "green", WARNING: "yellow", ERROR: "red"}
 
 
@@ -31,7 +33,8 @@ COLOURS = {GOOD: "green", WARNING: "yellow", ERROR: "red"}
     help="Where runs will be written.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print findings and facts as one JSON object.")
-def doctor(folder: Path, as_json: bool) -> None:
+@click.option("--blame", is_flag=True, help="List cores, links and disks, the slowest first.")
+def doctor(folder: Path, as_json: bool, blame: bool) -> None:
     """Examine what a job needs, and say of each thing whether it is good, and what to do if it is not.
 
     Without ranks it examines this process: MPI library, cores, threads, memory, disk, extras. Under mpiexec or srun it
@@ -42,19 +45,24 @@ def doctor(folder: Path, as_json: bool) -> None:
       python -m spmd_engine doctor
       mpiexec -n 8 python -m spmd_engine doctor
     """
-    error, ranks, together = "", [], {}
+    error, ranks, together, mesh = "", [], {}, None
     try:
-        with Mesh(world(), ranks=world().size) as mesh:
-            facts = facts_of_rank(folder)
-            ranks = gather_json(mesh.group(), facts, "doctor") if mesh.size > 1 else [json.loads(json.dumps(facts))]
-            together = facts_of_ranks(mesh) if mesh.size > 1 else {}
-            speaks = mesh.rank == 0
-    except UsageError as failure:  # ranks cannot join, so each has only its own facts
-        error, ranks, speaks = str(failure), [facts_of_rank(folder)], launcher_rank() == 0
+        with Mesh(world(), timeout=TIMEOUT) as mesh:
+            ranks = gather_json(mesh.group(), facts_of_rank(folder), "doctor")
+            gpus = all(isinstance(facts["gpus"], list) and facts["gpus"] for facts in ranks)
+            together = facts_of_ranks(mesh, folder, gpus) if mesh.size > 1 else {}
+    except Exception as failure:  # ranks cannot join or communicate: each reports what it knows
+        error = str(failure) if isinstance(failure, UsageError) else reason(failure)
+        ranks = ranks or [json.loads(json.dumps(facts_of_rank(folder)))]
     findings = diagnose(ranks, together, error)
-    if speaks:
+    if blame and not error:
+        findings += slowest(ranks, together)
+    if (mesh.rank if mesh else launcher_rank()) == 0:
         _print(findings, ranks, together, as_json)
+    if error and mesh:  # perhaps on this rank only
+        raise UsageError(f"doctor: {error}")
     if any(finding.state == ERROR for finding in findings):
+        let_rank_zero_speak()
         sys.exit(1)
 
 

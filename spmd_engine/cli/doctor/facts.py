@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
+import secrets
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import UTC, datetime
 from functools import partial
 from hashlib import sha256
 from importlib import import_module
@@ -14,20 +18,29 @@ from itertools import combinations
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from spmd_engine.arrays.numba.functions import loops_are_there
+from spmd_engine.arrays.backend import Array, Backend, get_backend
+from spmd_engine.arrays.numba.functions import compiled_loops, loops_are_there
+from spmd_engine.comm.agreement.rank_zero import gather_json, text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.comm.shared_memory.cores import quota_here
 from spmd_engine.foreign import reason
-from spmd_engine.planning.machine.measure import measure_pair
+from spmd_engine.planning.machine.measure import LARGE, REPEATS, measure_pair
 from spmd_engine.runtime.environment import environment
-from spmd_engine.runtime.launchers import RANK_VARIABLES, THREAD_VARIABLES, launcher_rank, launcher_size
+from spmd_engine.runtime.launchers import (
+    THREAD_VARIABLES,
+    allocation,
+    launcher_name,
+    launcher_rank,
+    launcher_size,
+)
+from spmd_engine.runtime.mpi_job import find_mpiexec
 
 #: Optional packages, with the extra that installs them and what they are for.
 EXTRAS = {
@@ -39,33 +52,43 @@ EXTRAS = {
     "PIL": ("images", "folders of images, and pictures as PNG"),
 }
 SHARED_MEMORY = Path("/dev/shm")
+FABRICS = Path("/sys/class/infiniband"), Path("/sys/class/cxi")  #: devices of networks that move data without TCP
 WIDTH, PRODUCTS = 384, 24  #: of the matrix products that compare the speeds of ranks
-DTYPES = ("float32", "float64", "int64")
+DTYPES = ("float16", "float32", "float64", "uint8", "int64")
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 SIZES = (1, 1 << 12)  #: elements of a rank's part of the arrays in collectives
+TIMED = (8, 1 << 20)  #: bytes of the arrays of timed collectives
 MOST_PAIRS = 28  #: pairs whose links are measured: all pairs of 8 ranks
 FILE = 1 << 22  #: bytes of the file that is written
+LIMITS = {
+    "files": resource.RLIMIT_NOFILE,
+    "address space": resource.RLIMIT_AS,
+    "locked memory": resource.RLIMIT_MEMLOCK,
+}
 
 
 def facts_of_rank(folder: Path) -> dict[str, Any]:
     """Facts about this process, by name; what cannot be observed is a text that begins with "error: "."""
     observers: dict[str, Callable[[], Any]] = {
         "environment": environment,
-        "launched": lambda: [name for name in RANK_VARIABLES if name in os.environ],
+        "launcher": launcher_name,
         "launcher_rank": launcher_rank,
         "launcher_size": launcher_size,
-        "allocation": lambda: int(os.environ.get("SLURM_NTASKS", "1")) if "SLURM_STEP_ID" not in os.environ else 1,
+        "allocation": allocation,
+        "mpiexec": find_mpiexec,
         "mpi": _mpi,
+        "fabrics": lambda: sorted(device.name for folder in FABRICS if folder.is_dir() for device in folder.iterdir()),
         "cores": lambda: sorted(os.sched_getaffinity(0)),
+        "launcher_cores": lambda: sorted(os.sched_getaffinity(os.getppid())),
         "quota": lambda: min(quota_here()[1], float(os.cpu_count() or 1)),
         "threads": lambda: max((pool["num_threads"] for pool in _blas_pools()), default=1),
         "thread_variables": lambda: {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ},
         "blas": lambda: sorted({f"{pool['internal_api']} {pool['version']}" for pool in _blas_pools()}),
         "simd": _simd,
         "shared_memory": lambda: _room(SHARED_MEMORY),
-        "files": lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "limits": lambda: {name: resource.getrlimit(number)[0] for name, number in LIMITS.items()},
         "package": package_digest,
-        "compiled_loops": _can_cache_loops,
+        "compiled_loops": _compiled_loops,
         "memory": lambda: {
             "limit": memory_here(),
             "installed": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -94,12 +117,11 @@ def _mpi() -> dict[str, Any]:
         return {}
     from mpi4py import MPI
 
-    levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized"}
-    return {
-        "library": " ".join(MPI.Get_library_version().split("\n")[0].strip("\0").split()),
-        "size": MPI.COMM_WORLD.size,
-        "threads": levels.get(MPI.Query_thread(), "multiple"),
-    }
+    found: dict[str, Any] = {"library": " ".join(MPI.Get_library_version().split("\n")[0].strip("\0").split())}
+    if MPI.Is_initialized():  # else MPICH ends the process
+        levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized"}
+        found |= {"size": MPI.COMM_WORLD.size, "threads": levels.get(MPI.Query_thread(), "multiple")}
+    return found
 
 
 def _simd() -> list[str]:
@@ -108,13 +130,13 @@ def _simd() -> list[str]:
     return [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if f" {name} " in f"{flags} "]
 
 
-def _can_cache_loops() -> bool:
-    """Whether compiled loops, if Numba is there to compile them, can be cached on disk."""
+def _compiled_loops() -> dict[str, bool]:
+    """Whether compiled loops can be loaded, which compiles them if this machine has not yet, and cached on disk."""
     if not loops_are_there():
-        return True
+        return {"loaded": False, "cached": True}
     from spmd_engine.arrays.numba.object_code import cache_folder
 
-    return cache_folder() is not None
+    return {"loaded": compiled_loops("kernels") is not None, "cached": cache_folder() is not None}
 
 
 def _room(folder: Path) -> dict[str, int]:
@@ -141,8 +163,8 @@ def _gpus() -> list[str]:
     ]
 
 
-def _write_speed(folder: Path) -> dict[str, float]:
-    """Seconds to write, sync and rename a file in this folder."""
+def _write_speed(folder: Path) -> dict[str, Any]:
+    """Seconds to write, sync and rename a file in this folder; whether it can be locked; free bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder, prefix=".doctor-") as temporary:
         first, second = Path(temporary, "first"), Path(temporary, "second")
@@ -152,38 +174,87 @@ def _write_speed(folder: Path) -> dict[str, float]:
             file.write(bytes(FILE))
             file.flush()
             os.fsync(file.fileno())
-        written = perf_counter()
-        os.replace(first, second)
+            written = perf_counter()
+            os.replace(first, second)
+            renamed = perf_counter()
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locks = True
+            except OSError:
+                locks = False
         if second.stat().st_size != FILE or first.exists():
             raise OSError("a rename did not replace the file")
-        return {"bytes": FILE, "write": written - began, "rename": perf_counter() - written}
+        return {"write": written - began, "rename": renamed - written, "locks": locks, "free": _room(folder)["free"]}
 
 
 # --- of all ranks together
 
 
-def facts_of_ranks(mesh: Mesh) -> dict[str, Any]:
-    """Facts that take communication. Collective; equal on all ranks."""
+def facts_of_ranks(mesh: Mesh, folder: Path, gpus: bool) -> dict[str, Any]:
+    """Facts that take communication. ``folder``: of runs; ``gpus``: all have one. Collective; equal on all ranks."""
     group = mesh.group()
-    speeds = mesh.all_gather(np.array([_product_speed(group.barrier)]), label="doctor").tolist()
-    collectives = {
-        f"{operation} {dtype} {size}": _is_right(mesh, operation, dtype, size)
-        for operation in OPERATIONS
-        for dtype in DTYPES
-        for size in SIZES
+    right, seconds = {}, {}
+    for operation in OPERATIONS:
+        for dtype in DTYPES:
+            for size in SIZES:
+                call, expected = _collective(mesh, operation, dtype, size)
+                right[f"{operation} {dtype} {size}"] = np.array_equal(np.asarray(call()), expected)
+        for size in TIMED:
+            call, _ = _collective(mesh, operation, "float32", max(1, size // 4 // mesh.size))
+            seconds[f"{operation} {size}"] = _seconds(group.barrier, call)
+    group.barrier()
+    clock = datetime.now(UTC).timestamp()
+    facts = {
+        "clock": clock,
+        "speed": _product_speed(group.barrier),
+        "right": right,
+        "seconds": seconds,
+        "memory": mesh.comm.neighbours is not None,
+        "reads": mesh.comm.neighbours is not None and mesh.comm.neighbours.cross_memory is not None,
+        "crowded": mesh.comm.spin_tests == 0,
+        "sees_folder": _sees(mesh, folder),
+        "gpu": _gpu_sum(mesh, get_backend("cuda", mesh.local_rank)) if gpus else {},
     }
-    seconds = {str(size): _all_reduce_seconds(mesh, size) for size in (8, 1 << 20)}
+    before = _sent_bytes()
     links = {f"{a} {b}": measure_pair(mesh, a, b) for a, b in _pairs(mesh.size)}
-    comm = mesh.comm
-    return {
-        "nodes": list(mesh.nodes_by_rank),
-        "speeds": speeds,
-        "collectives": collectives,
-        "all_reduce": seconds,
-        "links": links,
-        "shares_memory": bool(group.all_reduce(np.array(int(comm.neighbours is not None)), "min")),
-        "crowded": bool(group.all_reduce(np.array(int(comm.spin_tests == 0)), "max")),
-    }
+    sent = {device: count - before.get(device, 0) for device, count in _sent_bytes().items()}
+    device = max(sent, key=lambda name: sent[name], default="")
+    facts["network"] = device if sent.get(device, 0) > LARGE else ""
+    return {"nodes": list(mesh.nodes_by_rank), "links": links, "ranks": gather_json(group, facts, "doctor")}
+
+
+def _gpu_sum(mesh: Mesh, backend: Backend) -> dict[str, Any]:
+    """An all_reduce of arrays on the ranks' GPUs: whether it is right, its seconds, and whether MPI reads their memory.
+    Collective."""
+    group, x = mesh.group(), backend.asarray(np.ones(TIMED[-1] // 4, np.float32))
+
+    def call() -> Array:
+        total = group.all_reduce(x)
+        backend.synchronize()
+        return total
+
+    right = bool((backend.to_host(call()) == mesh.size).all())
+    return {"right": right, "seconds": _seconds(group.barrier, call), "aware": mesh.comm.device_aware}
+
+
+def _sees(mesh: Mesh, folder: Path) -> bool:
+    """Whether a file that rank 0 makes in the folder exists on this rank. Collective."""
+    path = folder / f".doctor-{text_from_rank_zero(mesh.group(), partial(secrets.token_hex, 8))}"
+    with suppress(OSError):  # rank 0 cannot write there, which is another finding
+        if mesh.rank == 0:
+            path.touch()
+    mesh.barrier()
+    sees = os.path.exists(path)
+    mesh.barrier()
+    if mesh.rank == 0:
+        path.unlink(missing_ok=True)
+    return sees
+
+
+def _sent_bytes() -> dict[str, int]:
+    """The bytes that each network device of the system has sent; the fabrics' own transfers are not among them."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:] if Path("/proc/net/dev").exists() else []
+    return {name.strip(): int(counts.split()[8]) for name, _, counts in (line.partition(":") for line in lines)}
 
 
 def _pairs(ranks: int) -> Iterable[tuple[int, int]]:
@@ -193,8 +264,8 @@ def _pairs(ranks: int) -> Iterable[tuple[int, int]]:
     return sorted({(min(a, b), max(a, b)) for a in range(ranks) for b in ((a + 1) % ranks, (a + ranks // 2) % ranks)})
 
 
-def _product_speed(barrier: Callable[[], None]) -> float:
-    """FLOP/s of matrix products on one thread, while all ranks compute."""
+def _product_speed(barrier: Callable[[], None]) -> tuple[float, float]:
+    """FLOP/s of matrix products on one thread while all ranks compute: by the clock, and by processor time."""
     a = np.ones((WIDTH, WIDTH), np.float32)
     out = np.empty_like(a)
     turns = []
@@ -202,21 +273,23 @@ def _product_speed(barrier: Callable[[], None]) -> float:
         np.matmul(a, a, out=out)
         for _ in range(5):
             barrier()
-            began = perf_counter()
+            began = perf_counter(), process_time()
             for _ in range(PRODUCTS):
                 np.matmul(a, a, out=out)
-            turns.append(perf_counter() - began)
-    return 2 * WIDTH**3 * PRODUCTS / median(turns)
+            turns.append((perf_counter() - began[0], process_time() - began[1]))
+    operations = 2 * WIDTH**3 * PRODUCTS
+    elapsed, processor = (median(times) for times in zip(*turns, strict=True))
+    return operations / elapsed, operations / processor
 
 
-def _is_right(mesh: Mesh, operation: str, dtype: str, size: int) -> bool:
-    """Whether all ranks get the right result of a collective. Collective."""
+def _collective(mesh: Mesh, operation: str, dtype: str, size: int) -> tuple[Callable[[], Any], np.ndarray]:
+    """A call of a collective, and its right result. ``size``: elements of a rank's part."""
     group, ranks, rank = mesh.group(), mesh.size, mesh.rank
-    x = np.arange(size * ranks) % 97
+    x = np.arange(size * ranks) % 7  # small, so that sums of all dtypes are exact
     own = slice(rank * size, (rank + 1) * size)
-    offsets = np.repeat(np.arange(ranks), size)  # what rank r adds to x
-    total = x * ranks + sum(range(ranks))
-    data = (x + rank).astype(dtype)
+    offsets = np.repeat(np.arange(ranks) % 7, size)  # what rank r adds to x
+    total = x * ranks + sum(r % 7 for r in range(ranks))
+    data = (x + rank % 7).astype(dtype)
     calls: dict[str, tuple[Callable[[], Any], Any]] = {
         "all_reduce": (lambda: group.all_reduce(data), total),
         "all_gather": (lambda: group.all_gather(data[:size]), np.tile(x[:size], ranks) + offsets),
@@ -225,15 +298,15 @@ def _is_right(mesh: Mesh, operation: str, dtype: str, size: int) -> bool:
         "broadcast": (lambda: group.broadcast(data if rank == 0 else None), x),
     }
     call, expected = calls[operation]
-    return bool(group.all_reduce(np.array(int(np.array_equal(np.asarray(call()), expected))), "min"))
+    return call, expected.astype(dtype)
 
 
-def _all_reduce_seconds(mesh: Mesh, size: int) -> float:
-    """Seconds of an all_reduce of ``size`` bytes, on the slowest rank, the quickest of several. Collective."""
-    group, x, turns = mesh.group(), np.ones(size // 4, np.float32), []
-    for _ in range(5):
-        group.barrier()
+def _seconds(barrier: Callable[[], None], call: Callable[[], Any]) -> float:
+    """Seconds of a call on this rank, the quickest of several. Collective."""
+    turns = []
+    for _ in range(REPEATS):
+        barrier()
         began = perf_counter()
-        group.all_reduce(x)
+        call()
         turns.append(perf_counter() - began)
-    return float(group.all_reduce(np.array(min(turns)), "max"))
+    return min(turns)

@@ -12,6 +12,7 @@ import weakref
 from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spmd_engine.arrays.memory import address_of
+from spmd_engine.comm.shared_memory.cores import control_groups
 from spmd_engine.comm.shared_memory.cross_memory import CrossMemory
 
 if TYPE_CHECKING:
@@ -146,9 +148,11 @@ def bound(ranks: int) -> int:
 def memory_here() -> int:
     """Bytes of memory that processes on this node may use."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        if limit.exists() and (text := limit.read_text().strip()).isdigit():
-            memory = min(memory, int(text))
+    for group in control_groups("memory"):
+        for name in "memory.max", "memory.limit_in_bytes":
+            with suppress(OSError):
+                text = Path(group, name).read_text().strip()
+                memory = min(memory, int(text) if text.isdigit() else memory)
     return memory
 
 

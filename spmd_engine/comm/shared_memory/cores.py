@@ -28,21 +28,26 @@ def cores_of(ranks: Sequence[tuple[Sequence[int], tuple[str, float]]]) -> int:
 
 
 def quota_here() -> tuple[str, float]:
-    """The control group with the smallest quota for this process, and the quota in cores; "" and inf if none.
+    """The control group with the smallest quota for this process, and the quota in cores; "" and inf if none."""
+    return min([("", inf), *((group, _quota_of(group)) for group in control_groups("cpu"))], key=lambda quota: quota[1])
 
-    Parent groups may have smaller quotas. A container that cannot see them sees its own group as the root.
+
+def control_groups(controller: str) -> list[str]:
+    """The folders of this process's control groups of a controller, from the root to its own.
+
+    Parent groups may have smaller limits. A container that cannot see them sees its own group as the root.
     """
-    quotas = [("", inf)]
+    groups = []
     with suppress(OSError):
         for line in OWN.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if not controllers or "cpu" in controllers.split(","):
-                group = f"{GROUPS}/cpu" if controllers else GROUPS  # version 1 has a tree for each controller
-                quotas.append((group, _quota_of(group)))
+            if not controllers or controller in controllers.split(","):
+                group = f"{GROUPS}/{controller}" if controllers else GROUPS  # version 1: a tree for each controller
+                groups.append(group)
                 for name in filter(None, path.split("/")):
                     group += f"/{name}"
-                    quotas.append((group, _quota_of(group)))
-    return min(quotas, key=lambda quota: quota[1])
+                    groups.append(group)
+    return groups
 
 
 def _quota_of(group: str) -> float:
