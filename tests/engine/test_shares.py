@@ -113,8 +113,9 @@ def test_what_is_below_the_least_size_is_in_no_parts():
 
 REFUSED = [
     ({"shares": "data:3:1"}, "cannot read --shares 'data:3:1'"),
-    ({"shares": "model=3:1"}, "axis 'model' is sharded evenly; choose among data"),
-    ({"shares": "data=3:0"}, "shares are from 1"),
+    ({"shares": "context=3:1"}, "axis 'context' takes no shares; choose among data, .*, model"),
+    ({"shares": "data=3:0"}, "shares of data are from 1"),
+    ({"shares": "model=0:0"}, "shares of model are from 0, and one is above"),
     ({"shares": "data=3:1:1"}, "it says 3 shares of data, which has 2 ranks"),
     ({"shares": "shard=3:1"}, "there is no axis 'shard'"),
     ({"state_shares": "data=0:0", "zero": 1}, "one is above"),

@@ -156,7 +156,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 def with_shares(spec: Spec, text: str | None, place: MeshPosition) -> Spec:
     """The sharding with these uneven shares; raises UsageError for an axis that does not split it."""
-    shares = parse_shares(text, "--shares", spec.axes, least=0)
+    shares = parse_shares(text, "--shares", dict.fromkeys(spec.axes, 0))
     if why := misfit(shares, place.axes):
         raise UsageError(f"--shares {text} with --mesh {place}: {why}. Give a share for each rank of an axis")
     return Spec(spec.dims, tuple({**dict(spec.weights), **shares}.items()))

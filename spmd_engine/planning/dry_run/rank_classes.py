@@ -15,7 +15,7 @@ from spmd_engine.models.model import Model
 from spmd_engine.planning.dry_run.step_analysis import GroupKey, StepAnalysis
 from spmd_engine.sharding.groups import ParameterGroup
 from spmd_engine.sharding.layout import Layout
-from spmd_engine.sharding.notation import nested_span
+from spmd_engine.sharding.notation import Weights, nested_span
 
 #: The axes over which parameters are stored in shards, and the lengths of these shards.
 UnevenParts = tuple[Sequence[str], Sequence[int]]
@@ -75,7 +75,7 @@ def separate_classes(axes: Mapping[str, int]) -> np.ndarray:
 
 
 def _lengths_along(
-    axis: str, over: Sequence[str], length: int, axes: Mapping[str, int], weights: Mapping[str, tuple[int, ...]]
+    axis: str, over: Sequence[str], length: int, axes: Mapping[str, int], weights: Weights
 ) -> list[tuple[int, ...]]:
     """For each index along an axis, the lengths of its shards of a letter that is sharded over ``over``."""
     others = [other for other in over if other != axis]

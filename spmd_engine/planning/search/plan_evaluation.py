@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.engine.parallel_config import ParallelConfig
-from spmd_engine.engine.state.assignment import STATE, WORK, Shares, shares_text
+from spmd_engine.engine.state.assignment import BATCH, STATE, Shares, shares_text
 from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.dry_run.rank_classes import slot_table_bytes
@@ -164,7 +164,7 @@ def work_shares(
     positions = {rank: position_of(rank, candidate.mesh) for rank in evaluation.prediction.working}
     by_axis = {}
     for axis, size in candidate.axes:
-        if axis not in WORK or size == 1:
+        if axis not in BATCH or size == 1:
             continue
         seconds = [0.0] * size
         for rank, work in evaluation.prediction.working.items():
@@ -237,9 +237,9 @@ def stage_slowdowns(
     factors = np.array([seconds[node.name] / first for _, node in machine.places[: candidate.ranks]])
     factors = factors.reshape([size for _, size in candidate.axes])
     names = [axis for axis, _ in candidate.axes]
-    for axis in [name for name in names if name not in (PIPE, *WORK)]:
+    for axis in [name for name in names if name not in (PIPE, *BATCH)]:
         factors = factors.max(axis=names.index(axis), keepdims=True)
-    for axis in [name for name in names if name in WORK]:
+    for axis in [name for name in names if name in BATCH]:
         dim = names.index(axis)
         size, others = factors.shape[dim], candidate.batch_ranks // factors.shape[dim]
         samples = candidate.batch_size // candidate.micro_batches // others

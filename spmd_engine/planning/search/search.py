@@ -235,7 +235,7 @@ class Planner:
         self.profiles = Profiles(model, machine, dtype, sequence, optimizer, base)
         self._layers: dict[tuple[int, str], ShardedLayers] = {}
         self._cache = CostCache(model, machine, self.itemsize, len(optimizer.kinds), overlap)
-        self._fixed_shares = parse_shares(base.shares, "--shares", WORK, least=1)
+        self._fixed_shares = parse_shares(base.shares, "--shares", WORK)
         self._costs: dict[tuple, ShardedCosts | None] = {}  # None: the model cannot be sharded by the candidate
 
     def estimator(self, candidate: Candidate, first: bool = False) -> Estimator | None:

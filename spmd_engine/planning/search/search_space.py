@@ -14,6 +14,7 @@ from math import prod
 
 from spmd_engine.axes import MeshPosition
 from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.engine.state.assignment import BATCH, PIPE
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model, layout_for
 from spmd_engine.models.layouts import with_queries_apart
@@ -21,7 +22,6 @@ from spmd_engine.planning.dry_run.step_analysis import HashedOnce
 from spmd_engine.sharding.layout import TENSOR
 
 LONG_CONTEXT = 8192  #: context length from which the sequence may be sharded, unless axes are named
-PIPE, BATCH = "pipe", ("data", "replicate", "shard", "expert")
 HYBRID = ("replicate", "shard")  #: axes of hybrid sharding, instead of data
 
 
