@@ -29,7 +29,7 @@ from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
 from spmd_engine.engine.state.assignment import PIPE, assign, misfit, parse_shares
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import parse_json, read_text, reading
-from spmd_engine.models import Model, layout_for
+from spmd_engine.models import Model
 from spmd_engine.sharding.experts import routing_table
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import Spec
@@ -165,9 +165,9 @@ def with_shares(spec: Spec, text: str | None, place: MeshPosition) -> Spec:
 def parameter_sharding(
     job: TrainConfig, name: str, places: Sequence[MeshPosition]
 ) -> tuple[Spec, tuple[int, ...], Sequence[MeshPosition]]:
-    """The sharding of a parameter by the default layout, its whole shape, and the ranks that hold it."""
+    """The sharding of a parameter by the layout of the job, its whole shape, and the ranks that hold it."""
     built = job.model.build(job.composition)
-    layout = layout_for(built, places[0])
+    layout = composed_layout(built, places[0], job.composition)
     parameters = dict(built.parameters())
     if name not in parameters:
         close = [other for other in parameters if name.split("/")[-1] in other] or list(parameters)

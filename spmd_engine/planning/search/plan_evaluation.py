@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.engine.parallel_config import ParallelConfig
-from spmd_engine.engine.state.assignment import BATCH, STATE, Shares, shares_text
-from spmd_engine.models import Model
+from spmd_engine.engine.state.assignment import BATCH, STATE, WORK, Shares, shares_text
+from spmd_engine.models import Model, layout_for
 from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.dry_run.rank_classes import slot_table_bytes
 from spmd_engine.planning.dry_run.step_analysis import RankStep, StepAnalysis, position_of
@@ -158,27 +158,39 @@ def peak_memory(analysis: StepAnalysis, limits: Sequence[float]) -> float:
 
 
 def work_shares(
-    candidate: Candidate, evaluation: PlanEvaluation, machine: Machine, limits: Sequence[float]
+    model: Model, candidate: Candidate, evaluation: PlanEvaluation, machine: Machine, limits: Sequence[float]
 ) -> str | None:
-    """The shares of samples by the speed of the ranks along each axis, as for ``--shares``; None: even shares."""
+    """The shares of samples, and along ``model`` of heads and widths, by the speed of the ranks along each axis, as for
+    ``--shares``; None: even shares."""
     positions = {rank: position_of(rank, candidate.mesh) for rank in evaluation.prediction.working}
     by_axis = {}
     for axis, size in candidate.axes:
-        if axis not in BATCH or size == 1:
+        parts = _parts_along(axis, model, candidate)
+        if size == 1 or parts < size:
             continue
         seconds = [0.0] * size
         for rank, work in evaluation.prediction.working.items():
             index = positions[rank].coordinates[axis]
             seconds[index] = max(seconds[index], work * machine.contention(rank))
-        others = candidate.batch_ranks // size
-        samples = candidate.batch_size // candidate.micro_batches // others
-        if min(seconds) > 0 and max(seconds) > ALIKE * min(seconds) and samples >= size:
-            by_axis[axis] = _ensure_one(shares([1 / time for time in seconds], samples))
+        if min(seconds) > 0 and max(seconds) > ALIKE * min(seconds):
+            by_axis[axis] = _at_least(WORK[axis], shares([1 / time for time in seconds], parts))
     return _format_uneven(by_axis)
 
 
+def _parts_along(axis: str, model: Model, candidate: Candidate) -> int:
+    """The parts of work that ranks along an axis divide: samples of a micro-batch, or the fewest heads, hidden rows or
+    words of a layer; 0 along other axes, which no proposed plan divides by speed."""
+    if axis in BATCH:
+        return candidate.batch_size // candidate.micro_batches // (candidate.batch_ranks // candidate.mesh[axis])
+    if axis != "model":
+        return 0
+    layout = layout_for(model, position_of(0, candidate.mesh))
+    sizes = (size for _, layer in model.layers for letter, size in layer.sizes.items() if axis in layout.axes(letter))
+    return min(sizes, default=0)
+
+
 def state_shares(
-    candidate: Candidate, evaluation: PlanEvaluation, machine: Machine, limits: Sequence[float]
+    model: Model, candidate: Candidate, evaluation: PlanEvaluation, machine: Machine, limits: Sequence[float]
 ) -> str | None:
     """The shares of ZeRO's state by the free memory of the ranks along each axis, as for ``--state-shares``; None: even
     shares. ``limits`` are the bytes that each rank may hold."""
@@ -200,10 +212,10 @@ def state_shares(
     return _format_uneven(by_axis)
 
 
-def _ensure_one(numbers: Sequence[int]) -> tuple[int, ...]:
-    """The shares with at least one sample on each rank, taken from the largest shares."""
+def _at_least(least: int, numbers: Sequence[int]) -> tuple[int, ...]:
+    """The shares with at least 0 or 1 on each rank, taken from the largest shares."""
     counts = list(numbers)
-    while 0 in counts:
+    while min(counts) < least:
         counts[counts.index(0)] += 1
         counts[counts.index(max(counts))] -= 1
     return _divide_by_gcd(counts)
@@ -222,14 +234,14 @@ def _divide_by_gcd(numbers: Sequence[int]) -> tuple[int, ...]:
 
 
 def stage_slowdowns(
-    machine: Machine, seconds: Mapping[str, float], candidate: Candidate, given: Shares
+    model: Model, machine: Machine, seconds: Mapping[str, float], candidate: Candidate, given: Shares
 ) -> np.ndarray | None:
     """The factor by which each stage is slower than with ranks like rank 0: float64[stages]; None if all ranks are
     equal.
 
-    Along axes that shard samples, ranks get samples by their speeds, as in ``work_shares``; along other axes all ranks
-    wait for the slowest. ``seconds`` are those of the same work, by the name of the kind of node; ``given`` are fixed
-    shares of samples.
+    Along axes that shard samples, and ``model``, ranks get work by their speeds, as in ``work_shares``; along other
+    axes all ranks wait for the slowest. ``seconds`` are those of the same work, by the name of the kind of node;
+    ``given`` are fixed shares.
     """
     if not machine.heterogeneous:
         return None
@@ -237,25 +249,21 @@ def stage_slowdowns(
     factors = np.array([seconds[node.name] / first for _, node in machine.places[: candidate.ranks]])
     factors = factors.reshape([size for _, size in candidate.axes])
     names = [axis for axis, _ in candidate.axes]
-    for axis in [name for name in names if name not in (PIPE, *BATCH)]:
-        factors = factors.max(axis=names.index(axis), keepdims=True)
-    for axis in [name for name in names if name in BATCH]:
+    for axis in sorted(set(names) - {PIPE}, key=lambda name: (name in BATCH, names.index(name))):
         dim = names.index(axis)
-        size, others = factors.shape[dim], candidate.batch_ranks // factors.shape[dim]
-        samples = candidate.batch_size // candidate.micro_batches // others
+        size, parts = factors.shape[dim], _parts_along(axis, model, candidate)
         # shares are those of a whole axis: the slowest rank on the other axes counts
         slowest = np.moveaxis(factors, dim, 0).reshape(size, -1).max(axis=1)
-        counts = _sample_counts(slowest, samples, given.get(axis))
+        counts = _counts_by_speed(slowest, parts, WORK.get(axis, 0), given.get(axis))
         shape = [size if number == dim else 1 for number in range(len(names))]
         factors = (factors * counts.reshape(shape) / counts.mean()).max(axis=dim, keepdims=True)
     return factors.reshape(-1)
 
 
-def _sample_counts(factors: np.ndarray, samples: int, fixed: tuple[int, ...] | None) -> np.ndarray:
-    """Samples of each rank along an axis: float64[size]."""
+def _counts_by_speed(factors: np.ndarray, parts: int, least: int, fixed: tuple[int, ...] | None) -> np.ndarray:
+    """The parts of work, at least ``least``, of each rank along an axis: float64[size]; equal ones if they are few."""
     if fixed is not None:
         return np.array(fixed, float)
-    if samples < len(factors):
+    if parts < len(factors):
         return np.ones(len(factors))
-    counts = np.array(shares(list(1 / factors), samples), float)
-    return np.maximum(counts, 1.0)
+    return np.maximum(np.array(shares(list(1 / factors), parts), float), least)

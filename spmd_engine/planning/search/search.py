@@ -21,7 +21,6 @@ import numpy as np
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig
-from spmd_engine.engine.state.assignment import WORK, parse_shares
 from spmd_engine.errors import SpmdError, UsageError
 from spmd_engine.models import Model
 from spmd_engine.planning.machine.machine import Machine
@@ -235,7 +234,7 @@ class Planner:
         self.profiles = Profiles(model, machine, dtype, sequence, optimizer, base)
         self._layers: dict[tuple[int, str], ShardedLayers] = {}
         self._cache = CostCache(model, machine, self.itemsize, len(optimizer.kinds), overlap)
-        self._fixed_shares = parse_shares(base.shares, "--shares", WORK)
+        self._fixed_shares = base.work_shares
         self._costs: dict[tuple, ShardedCosts | None] = {}  # None: the model cannot be sharded by the candidate
 
     def estimator(self, candidate: Candidate, first: bool = False) -> Estimator | None:
@@ -257,7 +256,9 @@ class Planner:
             self._layers[key] = ShardedLayers(self.model, costs, self._repeated_layers(candidate.recompute))
         zero = 0 if first else candidate.zero  # a bound on work does not bound what hides ZeRO's gathers
         sharded = self._cache.sharded_costs(candidate.axes, zero, self._layers[key], update)
-        slowdowns = stage_slowdowns(self.machine, self.profiles.seconds_by_node, candidate, self._fixed_shares)
+        slowdowns = stage_slowdowns(
+            self.model, self.machine, self.profiles.seconds_by_node, candidate, self._fixed_shares
+        )
         return replace(sharded, slowdowns=slowdowns)
 
     def _repeated_layers(self, recompute: str) -> list[range]:
