@@ -52,6 +52,8 @@ def infer(source, target, run, engine, checkpoint, batch_size, job) -> None:
         engine = job.model.name
     if checkpoint and not engine:
         raise UsageError("--checkpoint goes with --engine; a run has its own")
+    if engine and job.composition.shares:
+        raise UsageError("--shares goes with a run or --model PATH; an engine of your own has its own layout")
     trained = served_model(read_run(run)) if run else None
     with open_mesh(job) as opened:
         inputs = on_rank_zero(opened.group(), lambda: _read(source, target))
@@ -60,14 +62,14 @@ def infer(source, target, run, engine, checkpoint, batch_size, job) -> None:
             if (make := trained.engine) is not None:
                 serving = make_engine(make, opened)
             else:
-                serving = build_engine(trained, opened, device=job.device, drawn=False)
+                serving = build_engine(trained, opened, job.composition, device=job.device, drawn=False)
             load_checkpoint(run_folder(run), serving)
         elif engine:
             serving = _open_user_engine(engine, opened, job)
             if checkpoint:
                 serving.load_checkpoint(Checkpoint(checkpoint))
         else:
-            serving, _ = open_pretrained(job.model, opened, device=job.device)
+            serving, _ = open_pretrained(job.model, opened, job.composition, device=job.device)
         on_rank_zero(opened.group(), lambda: _check_shape(cast(np.ndarray, inputs), source, serving))
         outputs = _Outputs()
         with _add_shapes_to_errors(inputs, source, serving):

@@ -39,7 +39,7 @@ class TextModel:
 
 
 #: Options of the job that choose weights and the mesh.
-SERVED = ("model", "adapter", "dtype", "mesh", "device", "check")
+SERVED = ("model", "adapter", "dtype", "mesh", "shares", "device", "check")
 HELP = {
     "model": "Instead of --run, weights: a folder in Hugging Face's format, a GGUF file, or org/name in the hub's "
     "local cache.",
@@ -64,18 +64,18 @@ def open_text_model(run: str | None, job: TrainConfig, mesh: Mesh) -> TextModel:
     """The model of ``--run`` or ``--model``. Collective; raises UsageError for a model that does not take text."""
     check_weights(run)
     if run:
-        return _open_run(run, mesh, job.device)
+        return _open_run(run, mesh, job)
     if is_code(job.model.name):
         raise UsageError(f"--model {job.model.name} is code, without weights: train it, and give --run")
-    engine, _ = open_pretrained(job.model, mesh, device=job.device)
+    engine, _ = open_pretrained(job.model, mesh, job.composition, device=job.device)
     path = located(job.model.name)
     generation = read_generation_config(path) if path.is_dir() else GenerationConfig(ends=ends_at(path))
     return TextModel(engine, tokenizer_at(path), generation)
 
 
-def _open_run(run: str, mesh: Mesh, device: str) -> TextModel:
+def _open_run(run: str, mesh: Mesh, job: TrainConfig) -> TextModel:
     folder = run_folder(run)
-    engine = build_engine(served_model(read_run(run)), mesh, device=device, drawn=False)
+    engine = build_engine(served_model(read_run(run)), mesh, job.composition, device=job.device, drawn=False)
     if not engine.model.vocabulary:
         raise UsageError(f"{engine.model.name} is not a model of text: it takes no tokens")
     load_checkpoint(folder, engine)

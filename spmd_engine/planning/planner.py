@@ -213,7 +213,7 @@ class _PlanSearch:
             request.batch_sizes,
             request.machine.nodes[0].ranks,
             axes=request.axes,
-            shares=request.base.work_shares | request.base.storage.shares,
+            shares={**request.base.work_shares, **request.base.storage.shares},
             **request.fixed,
         )
         self.planner = request.planner()

@@ -104,9 +104,9 @@ Shares = Mapping[str, tuple[int, ...]]
 
 BATCH = ("data", "replicate", "shard", "expert")  #: axes that shard samples, and between layers nothing else
 #: The axes that can have shares of the work, with the smallest share.
-WORK = {**dict.fromkeys(BATCH, 1), **dict.fromkeys((*TENSOR, "row", "col", "rows", "columns"), 0)}
+WORK: Mapping[str, int] = {**dict.fromkeys(BATCH, 1), **dict.fromkeys((*TENSOR, "row", "col", "rows", "columns"), 0)}
 #: The axes over which state is sharded, with the smallest share.
-STATE = dict.fromkeys(("data", "shard", "expert", "context"), 0)
+STATE: Mapping[str, int] = dict.fromkeys(("data", "shard", "expert", "context"), 0)
 
 
 def parse_shares(text: str | None, option: str, known: Mapping[str, int]) -> Shares:
