@@ -254,8 +254,10 @@ def residue_plans(engine: ShardedEngine) -> list[WritePlan]:
 
 
 def mesh_name(engine: ShardedEngine) -> str:
-    """The mesh on which a checkpoint is written, with uneven shares and, if there are several, nodes: all affect the last
-    bits."""
+    """The mesh on which a checkpoint is written, with uneven shares, and with its nodes if there are several.
+
+    All of these affect the last bits.
+    """
     mesh, name = engine.mesh, str(engine.mesh)
     if isinstance(engine, LayeredEngine) and engine.layout.shares:
         name += f" with shares {shares_text(engine.layout.shares)}"
