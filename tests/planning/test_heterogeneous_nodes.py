@@ -118,6 +118,19 @@ def test_estimates_account_for_slower_nodes():
     assert work[1][2] < 2.2 * work[0][2]
 
 
+def test_estimates_account_for_given_shares():
+    """Of equal ranks, the one with two thirds of the samples, or of the heads and widths, works a third longer."""
+    fast = machine((12e10, 1e9), (12e10, 1e9)).with_ranks(2)
+    for axis in "data", "model":
+        even, given = (
+            Planner(SMALL, fast, base=ParallelConfig(shares=shares))
+            .estimator(Candidate(((axis, 2),), 12, 1))
+            .estimate()
+            for shares in (None, f"{axis}=2:1")
+        )
+        assert given.work - even.work == pytest.approx((even.work - even.parts["update"]) / 3, rel=1e-6)
+
+
 def test_a_slow_stage_gets_fewer_layers():
     fixed = {"mesh": {"pipe": 2}, "micro_batches": 4, "schedule": "1f1b"}
     planned = find_plan(request_for(machine((12e10, 1e9), (4e10, 1e9)), fixed=fixed))

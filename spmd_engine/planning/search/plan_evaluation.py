@@ -236,17 +236,19 @@ def _divide_by_gcd(numbers: Sequence[int]) -> tuple[int, ...]:
 def stage_slowdowns(
     model: Model, machine: Machine, seconds: Mapping[str, float], candidate: Candidate, given: Shares
 ) -> np.ndarray | None:
-    """The factor by which each stage is slower than with ranks like rank 0: float64[stages]; None if all ranks are
-    equal.
+    """The factor by which each stage is slower than with ranks like rank 0 and even shares: float64[stages]; None if
+    all ranks are equal and no shares are given.
 
     Along axes that shard samples, and ``model``, ranks get work by their speeds, as in ``work_shares``; along other
     axes all ranks wait for the slowest. ``seconds`` are those of the same work, by the name of the kind of node;
     ``given`` are fixed shares.
     """
-    if not machine.heterogeneous:
+    if not machine.heterogeneous and not given:
         return None
-    first = seconds[machine.node(0).name]
-    factors = np.array([seconds[node.name] / first for _, node in machine.places[: candidate.ranks]])
+    factors = np.ones(candidate.ranks)
+    if machine.heterogeneous:
+        factors = np.array([seconds[node.name] for _, node in machine.places[: candidate.ranks]])
+        factors /= seconds[machine.node(0).name]
     factors = factors.reshape([size for _, size in candidate.axes])
     names = [axis for axis, _ in candidate.axes]
     for axis in sorted(set(names) - {PIPE}, key=lambda name: (name in BATCH, names.index(name))):
@@ -261,9 +263,10 @@ def stage_slowdowns(
 
 
 def _counts_by_speed(factors: np.ndarray, parts: int, least: int, fixed: tuple[int, ...] | None) -> np.ndarray:
-    """The parts of work, at least ``least``, of each rank along an axis: float64[size]; equal ones if they are few."""
+    """The parts of work, at least ``least``, of each rank along an axis: float64[size]; equal ones if they are few, or
+    ranks are equal."""
     if fixed is not None:
         return np.array(fixed, float)
-    if parts < len(factors):
+    if parts < len(factors) or factors.min() == factors.max():
         return np.ones(len(factors))
     return np.maximum(np.array(shares(list(1 / factors), parts), float), least)
