@@ -76,9 +76,9 @@ def class_loss(letter: str, classes: int, *, check: bool = True) -> Callable:
     of the classes may be sharded. ``check``: whether a target out of range is an error."""
 
     def loss(sh, outputs, targets, **options):
-        if check:
-            check_classes(targets, classes)
         axes = sh.axes(letter)
+        if check and axes:  # cross_entropy checks whole rows of scores itself
+            check_classes(targets, classes, options.get("mask"))
         over = sh.mesh.group(axes) if axes else None
         return cross_entropy(outputs, targets, over=over, start=sh.span(letter, classes).start, **options)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import isfinite
 from threading import current_thread, main_thread
 from time import perf_counter, process_time, thread_time
@@ -53,7 +53,7 @@ class StepReport:
 
     def as_dict(self) -> dict:
         """The fields that are not None, by name; metrics by their own: ``accuracy``, ``validation_accuracy``."""
-        fields = {key: value for key, value in asdict(self).items() if value is not None}
+        fields = {key: value for key, value in vars(self).items() if value is not None}
         of_batch, metrics = fields.pop("metrics", {}), fields.pop("validation_metrics", {})
         for key in ("loss", "grad_norm"):  # JSON has no numbers that are not finite
             fields[key] = fields[key] if isfinite(fields[key]) else str(fields[key])
