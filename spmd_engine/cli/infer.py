@@ -52,9 +52,9 @@ def infer(source, target, run, engine, checkpoint, batch_size, job) -> None:
         engine = job.model.name
     if checkpoint and not engine:
         raise UsageError("--checkpoint goes with --engine; a run has its own")
-    if engine and job.composition.shares:
-        raise UsageError("--shares goes with a run or --model PATH; an engine of your own has its own layout")
     trained = served_model(read_run(run)) if run else None
+    if job.composition.shares and (engine or (trained is not None and trained.engine is not None)):
+        raise UsageError("--shares goes with a model of layers; an engine of your own has a layout of its own")
     with open_mesh(job) as opened:
         inputs = on_rank_zero(opened.group(), lambda: _read(source, target))
         if trained is not None:

@@ -50,7 +50,7 @@ class Layout:
     zigzag: str = ""  #: letters of which each rank has an early and a late part: see ``positions_by_rank``
     experts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  #: layer -> each expert's part: see ``parts``
     #: axis -> its ranks' relative shares of each letter that it shards inside: (3, 1); other axes shard evenly
-    shares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    shares: Weights = field(default_factory=dict)
     _specs: dict[tuple[str, str], Spec] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
