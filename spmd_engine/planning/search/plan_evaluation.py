@@ -20,6 +20,7 @@ from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.placement import shares
 from spmd_engine.planning.search.search_space import PIPE, Candidate
 from spmd_engine.planning.simulator.simulation import Prediction, simulate
+from spmd_engine.sharding.notation import weighted_lengths
 
 MOST_SLOTS = 12_000  #: layers times micro-batches; larger steps are extrapolated
 
@@ -142,7 +143,7 @@ def evaluate_plan(
 
 
 ALIKE = 1.05  #: the largest ratio of speeds, or of memories, that counts as equal
-STATE_PARTS = 64  #: parts per rank in which shares of state are counted
+PARTS = 64  #: parts per rank in which shares of state, and of heads and widths, are counted
 STORED = ("optimizer state", "gradients", "parameters")  #: in the order in which the ZeRO stages shard them
 
 
@@ -165,7 +166,7 @@ def work_shares(
     positions = {rank: position_of(rank, candidate.mesh) for rank in evaluation.prediction.working}
     by_axis = {}
     for axis, size in candidate.axes:
-        parts = _parts_along(axis, model, candidate)
+        parts = _parts_along(axis, candidate)
         if size == 1 or parts < size:
             continue
         seconds = [0.0] * size
@@ -173,19 +174,30 @@ def work_shares(
             index = positions[rank].coordinates[axis]
             seconds[index] = max(seconds[index], work * machine.contention(rank))
         if min(seconds) > 0 and max(seconds) > ALIKE * min(seconds):
-            by_axis[axis] = _at_least(WORK[axis], shares([1 / time for time in seconds], parts))
+            speeds = [1 / time for time in seconds]
+            numbers = shares(speeds, parts)
+            if axis == "model":  # the part of each letter is rounded by itself, and not to end soonest
+                heads = _fewest_along_model(model, candidate)
+                by_head = shares(speeds, heads)
+                numbers = numbers if tuple(weighted_lengths(heads, numbers)) == by_head else by_head
+            by_axis[axis] = _at_least(WORK[axis], numbers)
     return _format_uneven(by_axis)
 
 
-def _parts_along(axis: str, model: Model, candidate: Candidate) -> int:
-    """The parts of work that ranks along an axis divide: samples of a micro-batch, or the fewest heads, hidden rows or
-    words of a layer; 0 along other axes, which no proposed plan divides by speed."""
+def _parts_along(axis: str, candidate: Candidate) -> int:
+    """The parts of work that ranks along an axis divide by speed: samples of a micro-batch, or parts of all heads and
+    widths; 0 along other axes, which no proposed plan divides by speed."""
     if axis in BATCH:
         return candidate.batch_size // candidate.micro_batches // (candidate.batch_ranks // candidate.mesh[axis])
-    if axis != "model":
-        return 0
+    return PARTS * candidate.mesh[axis] if axis == "model" else 0
+
+
+def _fewest_along_model(model: Model, candidate: Candidate) -> int:
+    """The least size of a letter that ``model`` shards: usually the number of key heads."""
     layout = layout_for(model, position_of(0, candidate.mesh))
-    sizes = (size for _, layer in model.layers for letter, size in layer.sizes.items() if axis in layout.axes(letter))
+    sizes = (
+        size for _, layer in model.layers for letter, size in layer.sizes.items() if "model" in layout.axes(letter)
+    )
     return min(sizes, default=0)
 
 
@@ -208,7 +220,7 @@ def state_shares(
         for position, room in zip(positions, free, strict=True):
             least[position.coordinates[axis]] = min(least[position.coordinates[axis]], room)
         if max(least) > ALIKE * min(least):
-            by_axis[axis] = _divide_by_gcd(shares(least, STATE_PARTS * size))
+            by_axis[axis] = _divide_by_gcd(shares(least, PARTS * size))
     return _format_uneven(by_axis)
 
 
@@ -234,7 +246,7 @@ def _divide_by_gcd(numbers: Sequence[int]) -> tuple[int, ...]:
 
 
 def stage_slowdowns(
-    model: Model, machine: Machine, seconds: Mapping[str, float], candidate: Candidate, given: Shares
+    machine: Machine, seconds: Mapping[str, float], candidate: Candidate, given: Shares
 ) -> np.ndarray | None:
     """The factor by which each stage is slower than with ranks like rank 0 and even shares: float64[stages]; None if
     all ranks are equal and no shares are given.
@@ -253,7 +265,7 @@ def stage_slowdowns(
     names = [axis for axis, _ in candidate.axes]
     for axis in sorted(set(names) - {PIPE}, key=lambda name: (name in BATCH, names.index(name))):
         dim = names.index(axis)
-        size, parts = factors.shape[dim], _parts_along(axis, model, candidate)
+        size, parts = factors.shape[dim], _parts_along(axis, candidate)
         # shares are those of a whole axis: the slowest rank on the other axes counts
         slowest = np.moveaxis(factors, dim, 0).reshape(size, -1).max(axis=1)
         counts = _counts_by_speed(slowest, parts, WORK.get(axis, 0), given.get(axis))

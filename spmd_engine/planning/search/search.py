@@ -256,9 +256,7 @@ class Planner:
             self._layers[key] = ShardedLayers(self.model, costs, self._repeated_layers(candidate.recompute))
         zero = 0 if first else candidate.zero  # a bound on work does not bound what hides ZeRO's gathers
         sharded = self._cache.sharded_costs(candidate.axes, zero, self._layers[key], update)
-        slowdowns = stage_slowdowns(
-            self.model, self.machine, self.profiles.seconds_by_node, candidate, self._fixed_shares
-        )
+        slowdowns = stage_slowdowns(self.machine, self.profiles.seconds_by_node, candidate, self._fixed_shares)
         return replace(sharded, slowdowns=slowdowns)
 
     def _repeated_layers(self, recompute: str) -> list[range]:
