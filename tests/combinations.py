@@ -11,6 +11,7 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.schedules import named
+from spmd_engine.engine.state.assignment import WORK, parse_shares
 from spmd_engine.training import Trainer
 
 #: Options that change results; all others change only where and when something is computed.
@@ -22,6 +23,8 @@ class Case:
 
     def __init__(self, mesh, *, context_method=None, schedule=None, chunks=None, **options):
         self.axes = {axis: int(size) for axis, size in (part.split("=") for part in mesh.split(","))}
+        if "shares" in options:
+            options["shares"] = parse_shares(options["shares"], "shares", WORK)
         self.said = {"schedule": schedule, "chunks": chunks, "method": context_method, **options}
         self.options = {"dropout": 0.1, **options}
         if context_method:

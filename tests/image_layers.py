@@ -50,10 +50,10 @@ def tree_of(arrays):
 def solve(problem, cut):
     """The global output, gradients and updates of buffers on each rank; what it sent and saved.
 
-    ``cut``: the axes of a mesh, and the letters that each of them shards.
+    ``cut``: the axes of a mesh, the axes that shard each letter, and the shares along axes that are not even.
     """
-    axes, cuts = cut
-    layer, layout = problem.layer, Layout(dict(cuts), dict(cuts))
+    axes, cuts, *shares = cut
+    layer, layout = problem.layer, Layout(dict(cuts), dict(cuts), shares=dict(*shares))
 
     def rank():
         mesh = Mesh(**axes)

@@ -4,7 +4,7 @@ It makes global inputs and parameters, shards them by the layout, runs forward a
 and joins the shards of outputs and gradients. All arrays that a layer receives are read-only.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -179,9 +179,9 @@ class Local:
         return reduced
 
 
-def cut(problem, mesh, training=True, layout=None, **options):
+def cut(problem, mesh, training=True, layout=None, shares=None, **options):
     """This rank's part of the problem, by ``layout`` or by the default layout of the mesh with ``options``."""
-    layout = layout or Layout.for_mesh(mesh, **options)
+    layout = layout or replace(Layout.for_mesh(mesh, **options), shares=shares or {})
     sh = Shards(mesh, layout, "layer")
 
     def block(x, dims, where="inside"):

@@ -17,6 +17,7 @@ from spmd_engine import Mesh, TrainConfig, run_threads, train
 from spmd_engine.axes import MeshPosition
 from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.engine.parallel_config import PIPELINES, RECOMPUTE, composed_layout
+from spmd_engine.engine.state.assignment import shares_text
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import RouterOptions
 from spmd_engine.layers.attention.context import CONTEXT_METHODS
@@ -73,6 +74,7 @@ class RandomJob:
 
     def __init__(self, seed, folder):
         self.rng, self.folder = np.random.default_rng(seed), Path(folder)
+        self.rng_of_shares = np.random.default_rng([seed, 1])
         rng = self.rng
         self.steps = int(rng.integers(2, 6))
         self.kind = str(rng.choice(["decoder", "decoder", "experts", "images", "mlp", "page"]))
@@ -164,7 +166,8 @@ class RandomJob:
                 composed_layout(job.model.build(job.composition), place, job.composition)
             except UsageError:
                 continue
-            return axes, how
+            shares = tiny.drawn_shares(axes, self.rng_of_shares, samples=False)
+            return axes, how | {"shares": shares_text(shares) or None}
         raise AssertionError(f"nothing fits {self.what}")
 
     def _page_axes(self, ranks):

@@ -1,12 +1,14 @@
 """A small GPT, its batches, and training on virtual ranks, for the tests of engines."""
 
+from dataclasses import replace
+
 import numpy as np
 
 import parts
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import make_batch
-from spmd_engine.engine.state.assignment import ZeroConfig
+from spmd_engine.engine.state.assignment import WORK, ZeroConfig
 from spmd_engine.models import GPTSize, gpt
 from spmd_engine.sharding import Layout
 from spmd_engine.sharding.groups import THRESHOLD
@@ -30,6 +32,17 @@ MESHES = [
 
 def mesh_id(axes):
     return ",".join(f"{axis}={size}" for axis, size in axes.items())
+
+
+def drawn_shares(axes, rng, samples=True):
+    """Shares along half of the axes that may have some, often 0; those of ``samples`` need large micro-batches."""
+    shares = {}
+    for axis, least in WORK.items():
+        if axis in axes and (samples or not least) and rng.random() < 0.5:
+            numbers = rng.choice([least, 1, 2, 5], axes[axis])
+            numbers[rng.integers(axes[axis])] = 3  # one at least has a share
+            shares[axis] = tuple(numbers.tolist())
+    return shares
 
 
 def ranks_of(axes):
@@ -59,10 +72,12 @@ def make_engine(
     zero=None,
     compress="none",
     model_options=(),
+    shares=(),
     **options,
 ):
     size = GPTSize(**{**SIZE.__dict__, "tied": tied, "layers": layers})
     layout = Layout.for_mesh(mesh, sequence_parallel=sequence_parallel, zigzag=zigzag)
+    layout = replace(layout, shares=dict(shares))
     storage = ZeroConfig(zero, threshold=group_threshold, compress=compress)
     model = gpt(size, dropout=dropout, **dict(model_options))
     return LayeredEngine(model, mesh, layout, dtype=dtype, seed=5, storage=storage, **options)

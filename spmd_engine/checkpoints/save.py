@@ -27,7 +27,9 @@ from spmd_engine.checkpoints.format.manifest import (
 from spmd_engine.checkpoints.format.write import BlockToWrite, Written, write_files
 from spmd_engine.comm.agreement.rank_zero import gather_json, on_rank_zero, text_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import Optimizer
+from spmd_engine.engine.state.assignment import shares_text
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.sharding.placement import ArrayPlacement, Placement, exchange_placements, ranks_of_blocks
 from spmd_engine.sharding.rectangles import Rectangle
@@ -251,12 +253,17 @@ def residue_plans(engine: ShardedEngine) -> list[WritePlan]:
 
 
 def mesh_name(engine: ShardedEngine) -> str:
-    """The mesh on which a checkpoint is written, with its nodes if there are several: both affect the last bits."""
-    mesh = engine.mesh
+    """The mesh on which a checkpoint is written, with uneven shares, and with its nodes if there are several.
+
+    All of these affect the last bits.
+    """
+    mesh, name = engine.mesh, str(engine.mesh)
+    if isinstance(engine, LayeredEngine) and engine.layout.shares:
+        name += f" with shares {shares_text(engine.layout.shares)}"
     if mesh.node_count == 1:
-        return str(mesh)
+        return name
     hosts = list(dict.fromkeys(mesh.nodes_by_rank))
-    return f"{mesh} on nodes {','.join(str(hosts.index(node)) for node in mesh.nodes_by_rank)}"
+    return f"{name} on nodes {','.join(str(hosts.index(node)) for node in mesh.nodes_by_rank)}"
 
 
 def _blocks(plan: WritePlan, rank: int) -> Iterator[BlockToWrite]:

@@ -50,6 +50,8 @@ def infer(source, target, run, checkpoint, batch_size, job) -> None:
     run_job = read_run(run) if run else None
     trained = served_model(run_job) if run_job else None
     axes = run_job.composition.mesh if run_job and run_job.model.engine is not None else None
+    if job.composition.shares and (is_code(job.model.name) or (trained is not None and trained.engine is not None)):
+        raise UsageError("--shares goes with a model of layers; an engine of your own has a layout of its own")
     with open_mesh(job, axes) as opened:
         inputs = on_rank_zero(opened.group(), lambda: _read(source, target))
         if trained is not None:
@@ -57,14 +59,14 @@ def infer(source, target, run, checkpoint, batch_size, job) -> None:
             if (make := trained.engine) is not None:
                 serving = make_engine(make, opened)
             else:
-                serving = build_engine(trained, opened, device=job.device, drawn=False)
+                serving = build_engine(trained, opened, job.composition, device=job.device, drawn=False)
             load_checkpoint(run_folder(run), serving)
         elif is_code(job.model.name):
             serving = _open_user_engine(job.model.name, opened, job)
             if checkpoint:
                 serving.load_checkpoint(Checkpoint(checkpoint))
         else:
-            serving, _ = open_pretrained(job.model, opened, device=job.device)
+            serving, _ = open_pretrained(job.model, opened, job.composition, device=job.device)
         on_rank_zero(opened.group(), lambda: _check_shape(cast(np.ndarray, inputs), source, serving))
         outputs = _Outputs()
         with _add_shapes_to_errors(inputs, source, serving):

@@ -39,7 +39,7 @@ class TextModel:
 
 
 #: Options of the job that choose weights and the mesh.
-SERVED = ("model", "adapter", "dtype", "mesh", "device", "check")
+SERVED = ("model", "adapter", "dtype", "mesh", "shares", "device", "check")
 HELP = {
     "model": "Instead of --run, weights: a folder in Hugging Face's format, a GGUF file, or org/name in the hub's "
     "local cache; or code of your own, with --checkpoint.",
@@ -70,23 +70,23 @@ def open_text_model(run: str | None, checkpoint: str | None, job: TrainConfig, m
     """The model of ``--run`` or ``--model``. Collective; raises UsageError for a model that does not take text."""
     check_weights(run, checkpoint, job)
     if run:
-        engine = _build(served_model(read_run(run)), mesh, job.device)
+        engine = _build(served_model(read_run(run)), mesh, job)
         load_checkpoint(run_folder(run), engine)
         return _with_tokenizer(engine, run_folder(run))
     if is_code(job.model.name):
-        engine = _build(job.model, mesh, job.device)
+        engine = _build(job.model, mesh, job)
         if not checkpoint:
             raise UsageError(f"--model {job.model.name} is code, without weights: give --checkpoint PATH, or --run DIR")
         engine.load_checkpoint(Checkpoint(checkpoint))
         return _with_tokenizer(engine, Path(checkpoint))
-    engine, _ = open_pretrained(job.model, mesh, device=job.device)
+    engine, _ = open_pretrained(job.model, mesh, job.composition, device=job.device)
     path = located(job.model.name)
     generation = read_generation_config(path) if path.is_dir() else GenerationConfig(ends=ends_at(path))
     return TextModel(engine, tokenizer_at(path), generation)
 
 
-def _build(model: ModelConfig, mesh: Mesh, device: str) -> LayeredEngine:
-    engine = build_engine(model, mesh, device=device, drawn=False)
+def _build(model: ModelConfig, mesh: Mesh, job: TrainConfig) -> LayeredEngine:
+    engine = build_engine(model, mesh, job.composition, device=job.device, drawn=False)
     if not engine.model.vocabulary:
         raise UsageError(f"{engine.model.name} is not a model of text: it takes no tokens")
     return engine

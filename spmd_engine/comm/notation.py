@@ -16,7 +16,8 @@ from spmd_engine.errors import MeshError, NotationError, one_of
 if TYPE_CHECKING:
     from spmd_engine.comm.mesh import Mesh
 
-EVEN: Mapping[str, tuple[int, ...]] = MappingProxyType({})  #: no axis has weights
+Weights = Mapping[str, tuple[int, ...]]  #: axis -> the weights of its ranks, for the axes that have any
+EVEN: Weights = MappingProxyType({})  #: no axis has weights
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def nested_span(
     axes: Sequence[str],
     sizes: Mapping[str, int],
     coordinates: Mapping[str, int],
-    weights: Mapping[str, tuple[int, ...]] = EVEN,
+    weights: Weights = EVEN,
 ) -> slice:
     """The part of ``length`` at ``coordinates``: split over the first axis, that part over the second, and so on."""
     start, stop = 0, length

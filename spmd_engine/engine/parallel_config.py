@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from inspect import signature
 from typing import Any, Self
 
@@ -244,7 +244,9 @@ class ParallelConfig(Configuration):
         None,
         metavar="AXIS=N:N...,...",
         unset="equal parts",
-        help="Each rank's part of the samples, for unequal ranks: with data=3:1 the first takes three quarters.",
+        help="Each rank's part of what an axis splits inside layers, for unequal ranks: with data=3:1 the first takes "
+        "three quarters of the samples, with model=2:1 two thirds of the key heads, hidden width and vocabulary. "
+        "Axes other than those of samples may have shares of 0.",
     )
     state_shares: str | None = setting(
         None,
@@ -264,13 +266,13 @@ class ParallelConfig(Configuration):
 
     @property
     def work_shares(self) -> Shares:
-        """Each rank's share of the samples along an axis; axes without shares are sharded evenly."""
-        return parse_shares(self.shares, "--shares", WORK, least=1)
+        """Each rank's share of the work along an axis; axes without shares are sharded evenly."""
+        return parse_shares(self.shares, "--shares", WORK)
 
     @property
     def storage(self) -> ZeroConfig:
         """How parameters, gradients and optimizer state are stored."""
-        shares = parse_shares(self.state_shares, "--state-shares", STATE, least=0)
+        shares = parse_shares(self.state_shares, "--state-shares", STATE)
         return ZeroConfig(self.zero, self.group_threshold, self.group_cap, self.compress, shares, self.min_tensor_size)
 
     @property
@@ -325,7 +327,8 @@ class ParallelConfig(Configuration):
             divide(model, axes[PIPE] * chunks, self.division, chunks)
         notices = self._without_effect(axes, mesh)
         if model is not None:
-            more = self._about_images(axes, model), note_of_shared_keys(model, axes)
+            shared_keys = note_of_shared_keys(model, axes) if "model" not in self.work_shares else None
+            more = self._about_images(axes, model), shared_keys
             notices += [*self._about_experts(axes, model), *filter(None, more)]
         return notices
 
@@ -339,7 +342,7 @@ class ParallelConfig(Configuration):
             return None
         from spmd_engine.models.convnet import halo_warning  # here, since it imports the layers of images
 
-        return halo_warning(model, axes)
+        return halo_warning(model, axes, self.work_shares)
 
     def _about_experts(self, axes: Mapping[str, int], model: Model) -> list[str]:
         """Notices of options for experts without effect, and of ranks without experts."""
@@ -444,15 +447,15 @@ def composed_layout(model: Model, place: MeshPosition, composition: ParallelConf
     """The letters of a model that each mesh axis shards in this composition; raises UsageError if the composition
     cannot work there."""
     composition.check(place.axes, model)
-    layout = layout_for(
+    return layout_for(
         model,
         place,
         sequence_parallel=composition.sequence_parallel,
         # balances causal attention between ranks; with ulysses each rank has the whole sequence
         zigzag="context" in place.axes and composition.context_method != "ulysses" and attends(model),
         experts_over=composition.expert_axes,
+        shares=composition.work_shares,
     )
-    return replace(layout, shares=composition.work_shares)
 
 
 def composed_assignment(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import spmd_engine.layers as layers
 from spmd_engine.axes import all_positions
+from spmd_engine.comm.notation import EVEN, Weights
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models.mlp import class_accuracy, class_loss
@@ -193,7 +194,7 @@ class _Network:
 # --- A warning if halos are larger than their shards
 
 
-def halo_warning(model: Model, axes: Mapping[str, int]) -> str | None:
+def halo_warning(model: Model, axes: Mapping[str, int], shares: Weights = EVEN) -> str | None:
     """Return a warning if the halos of a forward have more elements than the shards of images and feature maps."""
     from spmd_engine.sharding.halos import Reach
 
@@ -203,7 +204,9 @@ def halo_warning(model: Model, axes: Mapping[str, int]) -> str | None:
     for place in all_positions(sharded) if sharded else ():
         for w in windows:
             sides = (w.image[0], w.rows, "rows"), (w.image[1], w.columns, "columns")
-            reaches = [Reach.of(n, window, (axis,) if axis in sharded else (), place) for n, window, axis in sides]
+            reaches = [
+                Reach.of(n, window, (axis,) if axis in sharded else (), place, shares) for n, window, axis in sides
+            ]
             shard = prod(reach.own[1] - reach.own[0] for reach in reaches)
             needed = prod(reach.needed[1] - reach.needed[0] for reach in reaches)
             local = prod(max(0, min(r.needed[1], r.own[1]) - max(r.needed[0], r.own[0])) for r in reaches)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from spmd_engine.axes import MeshPosition
+from spmd_engine.comm.notation import EVEN, Weights, weighted_lengths
 from spmd_engine.errors import MeshError, one_of
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.layout import Layout
@@ -26,12 +28,14 @@ def layout_for(
     sequence_parallel: bool = False,
     zigzag: bool = False,
     experts_over: Sequence[str] | None = None,
+    shares: Weights = EVEN,
 ) -> Layout:
     """Return ``Layout.for_mesh`` with a suitable sharding of heads over ``model``; for images, ``OF_IMAGES``.
 
     ``model`` shards key heads. If there are fewer key heads than ranks and no axis ``queries``, it shards the queries
-    of each key head instead, if this reduces the most queries on a rank. Raises MeshError for an unknown axis, and for
-    an axis, or ``sequence_parallel``, whose letter the model does not have.
+    of each key head instead, if this reduces the most queries on a rank. ``shares`` are those of ranks along axes that
+    do not shard evenly; ranks and their queries then count by share. Raises MeshError for an unknown axis, and for an
+    axis, or ``sequence_parallel``, whose letter the model does not have.
     """
     letters = model.inputs.split()
     of_images = {"h", "w"} <= set(letters)
@@ -47,27 +51,29 @@ def layout_for(
             "with 'model' alone it is tensor parallel"
         )
     if of_images:
-        return layout_of_images(model, mesh)
+        return replace(layout_of_images(model, mesh), shares=shares)
     for axis in ("rows", "columns"):
         if axis in mesh.axes:
             raise MeshError(
                 f"mesh {mesh}: axis {axis!r} shards images, but {model.name} takes [{model.inputs}]; give its ranks to "
                 "'data'"
             )
-    ranks, attentions = mesh.axes.get("model", 1), _attentions(model)
+    attentions = _attentions(model)
     if mesh.axes.get("queries", 1) > 1 and not any("r" in sizes for sizes in attentions):
         raise MeshError(
             f"mesh {mesh}: axis 'queries' shards query heads that share a key head, but {model.name} has none; "
             "give its ranks to 'model'"
         )
-    queries_cut = "queries" not in mesh.axes and _queries_divide_better(attentions, ranks)
-    return Layout.for_mesh(
+    along_model = shares.get("model") or (1,) * mesh.axes.get("model", 1)
+    queries_cut = "queries" not in mesh.axes and _queries_divide_better(attentions, along_model)
+    layout = Layout.for_mesh(
         mesh,
         sequence_parallel=sequence_parallel,
         zigzag=zigzag,
         queries_cut=queries_cut,
         experts_over=experts_over,
     )
+    return replace(layout, shares=shares)
 
 
 def layout_of_images(model: Model, mesh: MeshPosition) -> Layout:
@@ -89,7 +95,7 @@ def with_queries_apart(model: Model, axes: Mapping[str, int]) -> dict[str, int]:
     """Return the axes with the ranks of ``model`` divided between key heads and, on an axis ``queries``, their queries,
     if a rank then computes fewer key heads than with ``model`` alone, and no more queries."""
     ranks, attentions = axes.get("model", 1), _attentions(model)
-    if "queries" in axes or not _queries_divide_better(attentions, ranks):
+    if "queries" in axes or not _queries_divide_better(attentions, (1,) * ranks):
         return dict(axes)
     sizes = attentions[0]
 
@@ -128,8 +134,13 @@ def _attentions(model: Model) -> list[Mapping[str, int]]:
     return [layer.sizes for _, layer in model.layers if "h" in layer.sizes]
 
 
-def _queries_divide_better(attentions: Sequence[Mapping[str, int]], ranks: int) -> bool:
-    """Return whether all layers have fewer key heads than ranks, and a sharded r reduces the most queries of a rank."""
-    return bool(attentions) and all(
-        sizes["h"] < ranks and sizes["h"] * -(-sizes.get("r", 1) // ranks) < sizes.get("r", 1) for sizes in attentions
-    )
+def _queries_divide_better(attentions: Sequence[Mapping[str, int]], shares: Sequence[int]) -> bool:
+    """Return whether all layers have fewer key heads than ranks with a share, and a sharded r reduces the most queries
+    of a rank, for its share."""
+
+    def most(heads: int) -> float:
+        return max(n / share for n, share in zip(weighted_lengths(heads, shares), shares, strict=True) if share)
+
+    ranks = sum(share > 0 for share in shares)
+    queries = [(sizes["h"], sizes.get("r", 1)) for sizes in attentions]
+    return bool(queries) and all(h < ranks and h * most(r) < most(h) * r for h, r in queries)

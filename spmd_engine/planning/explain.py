@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from spmd_engine.engine.parallel_config import composed_assignment
-from spmd_engine.models import layout_for
+from spmd_engine.engine.parallel_config import composed_assignment, composed_layout
 from spmd_engine.planning.dry_run.step_analysis import position_of
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.search.estimate import Estimate
@@ -136,9 +135,8 @@ class _Explainer:
         return low
 
     def _groups(self) -> Sequence[ParameterGroup]:
-        place = position_of(0, self.base.mesh)
-        layout = layout_for(self.model, place, sequence_parallel=self.base.sequence_parallel)
-        composition = self.base.composition(self.request.base)
+        place, composition = position_of(0, self.base.mesh), self.base.composition(self.request.base)
+        layout = composed_layout(self.model, place, composition)
         return composed_assignment(self.model, place, layout, self.planner.itemsize, composition).groups
 
     # --- the answers

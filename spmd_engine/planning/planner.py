@@ -191,7 +191,7 @@ class PlanEvaluator:
             estimate, evaluation = plans[-1].estimate, plans[-1].evaluation
             if evaluation is None or getattr(request.base, name):
                 continue
-            if shares := find_shares(estimate.candidate, evaluation, machine, limits):
+            if shares := find_shares(request.model, estimate.candidate, evaluation, machine, limits):
                 candidate = replace(estimate.candidate, **{name: shares})
                 plans.append(self.evaluate(replace(estimate, candidate=candidate), even=True))
         return plans
@@ -213,6 +213,7 @@ class _PlanSearch:
             request.batch_sizes,
             request.machine.nodes[0].ranks,
             axes=request.axes,
+            shares={**request.base.work_shares, **request.base.storage.shares},
             **request.fixed,
         )
         self.planner = request.planner()

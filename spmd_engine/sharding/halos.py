@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from spmd_engine.axes import MeshPosition
-from spmd_engine.comm.notation import nested_span
+from spmd_engine.comm.notation import EVEN, Weights, nested_span
 from spmd_engine.sharding.placement import ArrayPlacement, Interval, Placement
 from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.sharding.transfer import TransferPlan, plan_transfer
@@ -42,9 +42,10 @@ class Reach:
     needed: Interval  #: inputs that these read, with the halo; all inputs where the letter is not sharded
 
     @classmethod
-    def of(cls, length: int, reads: Reads, axes: Sequence[str], place: MeshPosition) -> Reach:
-        """The reach of the rank at ``place``, with inputs and outputs sharded over ``axes``."""
-        spans = (nested_span(size, axes, place.axes, place.coordinates) for size in (length, reads.outputs(length)))
+    def of(cls, length: int, reads: Reads, axes: Sequence[str], place: MeshPosition, weights: Weights = EVEN) -> Reach:
+        """The reach of the rank at ``place``, with inputs and outputs sharded over ``axes``, evenly or by weights."""
+        sizes = length, reads.outputs(length)
+        spans = (nested_span(size, axes, place.axes, place.coordinates, weights) for size in sizes)
         held, outputs = ((span.start, span.stop) for span in spans)
         return cls(held, outputs, reads.needs(*outputs, length) if axes else held)
 
@@ -100,16 +101,24 @@ def reshard_axes(
 
 
 def plan_reshard(
-    shape: Sequence[int], dtype: np.dtype, changes: Sequence[tuple[Axes, Axes]], peers: Sequence[MeshPosition]
+    shape: Sequence[int],
+    dtype: np.dtype,
+    changes: Sequence[tuple[Axes, Axes]],
+    weights: Sequence[tuple[Weights, Weights]],
+    peers: Sequence[MeshPosition],
 ) -> TransferPlan:
-    """The exchange among ``peers``, which hold an array of this ``shape`` together. A rank keeps what it has."""
+    """The exchange among ``peers``, which hold an array of this ``shape`` together. A rank keeps what it has.
+
+    ``changes`` and ``weights`` have, for each dim, the axes and their weights before and after.
+    """
+
+    def block(side: int, place: MeshPosition) -> Rectangle:
+        dims = zip(shape, changes, weights, strict=True)
+        return Rectangle.of(
+            nested_span(length, axes[side], place.axes, place.coordinates, by[side]) for length, axes, by in dims
+        )
+
     source, target = (
-        ArrayPlacement.of_rectangles(shape, dtype, [(_block(shape, [pair[k] for pair in changes], p),) for p in peers])
-        for k in (0, 1)
+        ArrayPlacement.of_rectangles(shape, dtype, [(block(side, peer),) for peer in peers]) for side in (0, 1)
     )
     return plan_transfer(Placement({"x": source}), Placement({"x": target}))
-
-
-def _block(shape: Sequence[int], axes_by_dim: Sequence[Axes], place: MeshPosition) -> Rectangle:
-    sides = zip(shape, axes_by_dim, strict=True)
-    return Rectangle.of(nested_span(length, axes, place.axes, place.coordinates) for length, axes in sides)

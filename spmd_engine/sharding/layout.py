@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.axes import MeshPosition
-from spmd_engine.comm.notation import EVEN, Spec, nested_span
+from spmd_engine.comm.notation import EVEN, Spec, Weights, nested_span
 from spmd_engine.errors import MeshError, NotationError, one_of
 
 #: The letters that a mesh axis of a customary name shards. Data parallelism shards the batch (``replicate`` and
@@ -30,7 +30,7 @@ CUSTOMARY = {
     "pipe": "",
 }
 
-SAMPLES = "bn"  #: letters of samples: b, and n of images, which the axes of rows and columns shard, too
+EVENLY = "se"  #: letters that are sharded evenly also over axes with weights: positions and experts
 
 TENSOR = ("model", "queries")  #: axes of tensor parallelism, whose ranks have the same samples
 
@@ -49,8 +49,8 @@ class Layout:
     residual: Axes = field(default_factory=dict)
     zigzag: str = ""  #: letters of which each rank has an early and a late part: see ``positions_by_rank``
     experts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  #: layer -> each expert's part: see ``parts``
-    #: axis -> its ranks' relative shares of the samples: (3, 1); other axes shard evenly
-    shares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    #: axis -> its ranks' relative shares of each letter that it shards inside: (3, 1); other axes shard evenly
+    shares: Weights = field(default_factory=dict)
     _specs: dict[tuple[str, str], Spec] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -98,9 +98,9 @@ class Layout:
         """The axes that shard a letter ``inside`` a layer or on the ``residual`` stream."""
         return {"inside": self.inside, "residual": self.residual}[where].get(letter, ())
 
-    def weights(self, letter: str, where: str = "inside") -> Mapping[str, tuple[int, ...]]:
-        """The weights of the axes that shard a letter by weights; only letters of samples have such axes."""
-        if letter not in SAMPLES:
+    def weights(self, letter: str, where: str = "inside") -> Weights:
+        """The weights of the axes that shard a letter by weights; letters of ``EVENLY`` have no such axes."""
+        if letter in EVENLY:
             return EVEN
         return {axis: self.shares[axis] for axis in self.axes(letter, where) if axis in self.shares}
 
@@ -131,7 +131,8 @@ class Layout:
         """
         axes = self.axes(letter)
         ranks = product(*(range(mesh.axis_size(axis)) for axis in axes))
-        spans = [nested_span(length, axes, mesh.axes, dict(zip(axes, rank, strict=True))) for rank in ranks]
+        weights = self.weights(letter)
+        spans = [nested_span(length, axes, mesh.axes, dict(zip(axes, rank, strict=True)), weights) for rank in ranks]
         if letter not in self.zigzag:
             return [np.arange(part.start, part.stop) for part in spans]
         early, late, ranges = 0, length, []

@@ -7,6 +7,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import nested_span
@@ -183,7 +184,9 @@ class Shards:
         if plan is None:
             from spmd_engine.sharding.halos import plan_reshard
 
-            plan = self._plans[key] = plan_reshard(shape, x.dtype, changes, self.mesh.peers(axes))
+            pairs = zip(dims.split(), after.split(), strict=True)
+            weights = [(self.layout.weights(before), self.layout.weights(letter)) for before, letter in pairs]
+            plan = self._plans[key] = plan_reshard(shape, x.dtype, changes, weights, self.mesh.peers(axes))
         return plan.execute(self.mesh.group(axes), {"x": [x]}, label=self.label)["x"][0]
 
     def gather_further(self, x: Array, dims: str, after: str) -> Array:
@@ -195,8 +198,9 @@ class Shards:
 
     def cut_further(self, x: Array, dims: str, after: str) -> Array:
         """This rank's part of ``x[dims]``, as ``after`` shards it over more axes: inverts ``gather_further``."""
-        for dim, (_, further) in enumerate(self._change(dims, after)[1]):
-            part = nested_span(x.shape[dim], further, self.mesh.axes, self.mesh.coordinates)
+        for dim, (letter, (_, further)) in enumerate(zip(after.split(), self._change(dims, after)[1], strict=True)):
+            weights = self.layout.weights(letter)
+            part = nested_span(x.shape[dim], further, self.mesh.axes, self.mesh.coordinates, weights)
             x = x[(slice(None),) * dim + (part,)]
         return x
 
@@ -208,10 +212,14 @@ class Shards:
 
     def reach(self, letter: str, length: int, reads: Reads, where: str = "inside") -> Reach:
         """This rank's part of a letter, ``length`` long in all, and of its outputs, and the inputs that these read."""
+        self._check_consecutive(letter)
+        return self._reach(letter, length, reads, where, self.mesh)
+
+    def _reach(self, letter: str, length: int, reads: Reads, where: str, place: MeshPosition) -> Reach:
         from spmd_engine.sharding.halos import Reach
 
-        self._check_consecutive(letter)
-        return Reach.of(length, reads, self.axes_in_order(letter, where), self.mesh)
+        weights = self.layout.weights(letter, where)
+        return Reach.of(length, reads, self.axes_in_order(letter, where), place, weights)
 
     def with_halo(self, x: Array, dims: str, reads: Mapping[str, Reading], where: str = "inside") -> Array:
         """``x[dims]`` with exactly those elements of the letters in ``reads`` that this rank's outputs read.
@@ -259,11 +267,10 @@ class Shards:
         key = shape, x.dtype, where, tuple((dim, letter, *reads[letter]) for dim, letter in sharded.items())
         group_axes = self.axes("".join(sharded.values()), where)
         if key not in self._plans:
-            from spmd_engine.sharding.halos import Reach, plan_halos
+            from spmd_engine.sharding.halos import plan_halos
 
-            axes = {letter: self.axes_in_order(letter, where) for letter in sharded.values()}
             reaches = tuple(
-                tuple((dim, Reach.of(*reads[letter], axes[letter], peer)) for dim, letter in sharded.items())
+                tuple((dim, self._reach(letter, *reads[letter], where, peer)) for dim, letter in sharded.items())
                 for peer in self.mesh.peers(group_axes)
             )
             self._plans[key] = plan_halos(shape, x.dtype, reaches)

@@ -15,12 +15,12 @@ from spmd_engine.engine import AdamW
 PLACES = [{"data": 2, "model": 2}, {"pipe": 2, "data": 2}]
 
 
-def train(axes, compress, folder, begin, end):
+def train(axes, compress, folder, begin, end, **options):
     """Steps from ``begin``, where the folder's checkpoint is, to ``end``, and a checkpoint there; the losses."""
 
     def program():
         with Mesh(**axes) as mesh:
-            engine, optimizer, losses = tiny.make_engine(mesh, compress=compress), AdamW(), []
+            engine, optimizer, losses = tiny.make_engine(mesh, compress=compress, **options), AdamW(), []
             if begin:
                 assert load_checkpoint(folder, engine, optimizer)["step"] == begin
             for step in range(begin, end):
@@ -52,6 +52,16 @@ def test_on_another_mesh_it_begins_anew_and_that_is_told(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         train({"data": 3}, "powersgd:2", tmp_path, 2, 3)
     assert "was saved on mesh data=2; on mesh data=3 it starts from zero" in caplog.text
+
+
+def test_with_other_shares_it_begins_anew_and_that_is_told(tmp_path, caplog):
+    for step, shares in enumerate([(2, 1), (1, 2)]):
+        with caplog.at_level(logging.WARNING):
+            train({"data": 2, "model": 2}, "top-k:0.1", tmp_path, step, step + 1, shares={"model": shares})
+    told = (
+        "on mesh data=2,model=2 with shares model=2:1; on mesh data=2,model=2 with shares model=1:2 it starts from zero"
+    )
+    assert told in caplog.text
 
 
 def test_with_another_compression_it_begins_anew_on_all_ranks(tmp_path, caplog):

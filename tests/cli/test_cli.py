@@ -88,7 +88,7 @@ def test_gpt_nano_trains_alike_on_more_ranks(ok, here, tmp_path, composition):
 
 
 def test_train_resume_generate_infer(several_by_mpi, virtual, here, tmp_path):
-    """Begun on two ranks, gone on with on four."""
+    """Begun on two ranks, gone on with on four, with uneven shares."""
     short = ["--batch-size", "2", "--length", "32", "--seed", "3", "--warmup", "2", *QUIET, *TEXT]
     here("train", "--steps", "4", "--run", "whole", "--stop-at", "1", *short)
     errors = virtual(2, "train", "--steps", "2", "--run", "parts", *short).err
@@ -102,9 +102,9 @@ def test_train_resume_generate_infer(several_by_mpi, virtual, here, tmp_path):
     infer = ["infer", "--run", "runs/parts", "--input", "x.npy", "--batch-size", "2"]
     _, text, _ = several_by_mpi(
         4,
-        ["train", "--resume", "--run", "parts", "--steps", "4", "--mesh", "data=2,model=2"],
+        ["train", "--resume", "--run", "parts", "--steps", "4", "--mesh", "data=2,model=2", "--shares", "model=3:1"],
         generate,
-        [*infer, "--output", "b", "--mesh", "model=4"],
+        [*infer, "--output", "b", "--mesh", "model=4", "--shares", "model=3:1:0:2"],
     )
     assert [m["step"] for m in metrics(runs / "parts")] == [1, 2, 3, 4]
     ours, theirs = metrics(runs / "parts"), metrics(runs / "whole")

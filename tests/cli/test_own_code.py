@@ -148,6 +148,9 @@ def test_commands_that_take_an_engine_of_one_s_own(here, virtual, tmp_path):
     assert np.load("y.npy").shape == (5, 4) and np.load("y.npy").any()
     virtual(2, "infer", *engine, *axes, "--output", "z.npy", "--checkpoint", "runs/m")
     assert (np.load("z.npy") == np.load("y.npy")).all()
+    for source in (["--run", "runs/m"], engine):
+        uneven = ["infer", *source, "--mesh", "data=1", "--shares", "data=1", "--input", "x.npy", "--output", "z.npy"]
+        assert "an engine of your own has a layout of its own" in here(*uneven)[2]
     code, _, error = here(
         "analyze", "--model", "own_code.py:ByValue", "--data", "numbers.npz", "--mesh", "data=1,model=1"
     )

@@ -1,6 +1,7 @@
 """An engine that goes on, on another mesh: parameters, buffers and optimizer state move, and nothing else changes."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -21,6 +22,8 @@ from traced_memory import peak_of
 
 WAYS = [
     ({"data": 4}, {}, {"model": 4}, {}),
+    ({"model": 3}, {"shares": {"model": (2, 0, 1)}}, {"model": 3}, {}),
+    ({"data": 2, "model": 2}, {"zero": 1}, {"data": 2, "model": 2}, {"zero": 3, "shares": {"model": (1, 5)}}),
     ({"data": 4}, {"zero": 3}, {"data": 2, "model": 2}, {"zero": 1}),
     ({"pipe": 2, "data": 2}, {"zero": 2}, {"data": 4}, {"zero": 3}),
     ({"data": 4}, {"zero": 1}, {"pipe": 2, "model": 2}, {"schedule": "zero-bubble"}),
@@ -30,9 +33,10 @@ WAYS = [
 ]
 
 
-def options(zero=None, schedule=None, **others):
+def options(mesh, zero=None, schedule=None, shares=(), **others):
+    layout = replace(Layout.for_mesh(mesh), shares=dict(shares))
     chosen = {"schedule": schedules.named(schedule)} if schedule else {}
-    return {"storage": ZeroConfig(zero), **chosen, **others}
+    return {"layout": layout, "storage": ZeroConfig(zero), **chosen, **others}
 
 
 def trained(before, how_before, after=None, how_after=None):
@@ -40,9 +44,7 @@ def trained(before, how_before, after=None, how_after=None):
 
     def program():
         with Mesh(**before) as mesh:
-            engine = LayeredEngine(
-                text_model(), mesh, Layout.for_mesh(mesh), dtype=np.float64, seed=5, **options(**how_before)
-            )
+            engine = LayeredEngine(text_model(), mesh, dtype=np.float64, seed=5, **options(mesh, **how_before))
             optimizer = AdamW()
             batches = lambda step: batch_of(*tokens(step), engine, MICRO_BATCHES, step)
             trainer = Trainer(engine, optimizer, batches, lambda step: 0.05, grad_clip=0.3)
@@ -50,7 +52,7 @@ def trained(before, how_before, after=None, how_after=None):
             sent = None
             if after:
                 other = Mesh(**after)
-                engine.reshard(other, Layout.for_mesh(other), optimizer=optimizer, **options(**how_after))
+                engine.reshard(other, optimizer=optimizer, **options(other, **how_after))
                 sent = mesh.ledger.total(label="reshard").sent + other.ledger.total(label="reshard").sent
             losses += [report.loss for report in trainer.run(4)]
             arrays = {name: engine.gather(name) for name in engine.names}
@@ -126,7 +128,7 @@ def test_some_of_the_ranks_go_on(members, after, how, nodes):
                 engine.reshard(None, optimizer=optimizer)
                 return losses, {}
             with Mesh(world().subset(members), **after) as other:
-                engine.reshard(other, optimizer=optimizer, **options(**how))
+                engine.reshard(other, optimizer=optimizer, **options(other, **how))
                 losses += [report.loss for report in trainer.run(4)]
                 found = {name: engine.gather(name) for name in engine.names}
                 found |= {name: engine.gather_buffer(name) for name in engine.buffer_names}

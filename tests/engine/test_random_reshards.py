@@ -69,7 +69,7 @@ def drawn_options(mesh, model, rng):
         parts = mesh.axes["expert"]
         experts = {name: tuple(rng.integers(0, parts, layer.sizes["e"]).tolist()) for name, layer in routed.items()}
         layout = Layout.for_mesh(mesh, experts=experts)
-    return layout, options
+    return replace(layout, shares=tiny.drawn_shares(mesh.axes, rng)), options
 
 
 def whole_arrays(model, kinds):

@@ -1,5 +1,6 @@
 """Unequal ranks: samples by shares of work, state by shares of memory, small tensors whole; one device's numbers."""
 
+from dataclasses import replace
 from functools import cache
 from math import prod
 
@@ -11,6 +12,7 @@ import tiny
 from planning.real_steps import ledgers
 from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import all_positions
+from spmd_engine.cli.show.memory import bytes_per_rank
 from spmd_engine.comm.notation import Spec
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import check_batch
@@ -79,6 +81,25 @@ def test_what_unequal_ranks_send_is_foretold(case):
             assert sum(entry[2] for entry in real[rank].values()) == alike.step.bytes_sent
 
 
+def test_what_unequal_ranks_hold_is_foretold():
+    """Seven heads in the ratio 5:2 are 5 and 2; a rank without a share has what nobody shards."""
+    axes, composition = {"model": 3}, ParallelConfig(shares="model=5:0:2")
+    model = gpt(replace(tiny.SIZE, width=14, heads=7))
+
+    def program():
+        with Mesh(**axes) as mesh:
+            engine = LayeredEngine(model, mesh, composed_layout(model, mesh, composition), dtype=np.float64)
+            heads = engine.parameters["block0/attention/query"].shape[1]
+            return heads, sum(array.nbytes for array in engine.parameters.values())
+
+    heads, held = zip(*run_threads(program, 3), strict=True)
+    assert heads == (5, 0, 2)
+    shown = bytes_per_rank(model, axes, composition, dtype="float64")
+    analysis = analyze(model, axes, composition, batch_size=4, dtype=np.float64)
+    for rank in range(3):
+        assert dict(shown[rank])["parameters"] == analysis.of_rank(rank).before["parameters"] == held[rank]
+
+
 def owned(composition, axes):
     """Elements of which each rank stores the optimizer's state."""
     found = []
@@ -113,8 +134,9 @@ def test_what_is_below_the_least_size_is_in_no_parts():
 
 REFUSED = [
     ({"shares": "data:3:1"}, "cannot read --shares 'data:3:1'"),
-    ({"shares": "model=3:1"}, "axis 'model' is sharded evenly; choose among data"),
-    ({"shares": "data=3:0"}, "shares are from 1"),
+    ({"shares": "context=3:1"}, "axis 'context' takes no shares; choose among data, .*, model"),
+    ({"shares": "data=3:0"}, "shares of data are from 1"),
+    ({"shares": "model=0:0"}, "shares of model are from 0, and one is above"),
     ({"shares": "data=3:1:1"}, "it says 3 shares of data, which has 2 ranks"),
     ({"shares": "shard=3:1"}, "there is no axis 'shard'"),
     ({"state_shares": "data=0:0", "zero": 1}, "one is above"),

@@ -73,6 +73,12 @@ CUTS = {
         {"model": 2, "data": 2, "rows": 2},
         {"b": ("data",), "h": ("rows",), "f": ("model",)},
     ),
+    "channels by shares": ({"model": 3}, {"f": ("model",)}, {"model": (0, 5, 2)}),
+    "rows and columns by shares": (
+        {"rows": 3, "columns": 2},
+        {"h": ("rows",), "w": ("columns",)},
+        {"rows": (1, 0, 2), "columns": (1, 3)},
+    ),
 }
 
 
@@ -83,7 +89,7 @@ def problem_of(name):
     return Problem(layer, channels)
 
 
-SOON = "samples", "rows in 8 parts", "channels", "all"  # the others take long, together
+SOON = "samples", "rows in 8 parts", "channels", "channels by shares", "all"  # the others take long, together
 
 
 @pytest.mark.parametrize("cut", [pytest.param(c, marks=[] if c in SOON else pytest.mark.soak) for c in CUTS])
@@ -214,6 +220,11 @@ RECUTS = {
     "some samples stay": (
         {"rows": 2, "data": 2, "model": 2},
         {"b": ("data",), "h": ("rows",), "n": ("data", "rows"), "c": ("model",)},
+    ),
+    "rows for samples, both by shares": (
+        {"rows": 3, "model": 2},
+        {"h": ("rows",), "n": ("rows",), "c": ("model",)},
+        {"rows": (3, 0, 1), "model": (1, 2)},
     ),
 }
 

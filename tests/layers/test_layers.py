@@ -70,6 +70,15 @@ def test_sequence_parallel_as_single(name, axes):
     assert_same(solve(problem_of(name), axes, sequence_parallel=True), alone(name))
 
 
+SHARES = [{"model": (2, 1)}, {"model": (0, 1)}, {"model": (1, 2, 0)}, {"model": (9, 0, 1), "data": (1, 3)}]
+
+
+@in_turn(2, name=list(LAYERS), shares=SHARES)
+def test_sharded_by_shares_as_single(name, shares):
+    axes = {axis: len(numbers) for axis, numbers in shares.items()}
+    assert_same(solve(problem_of(name), axes, shares=shares, sequence_parallel="data" in axes), alone(name))
+
+
 @in_turn(2, name=list(LAYERS), axes=[mesh for mesh in MESHES if "context" in mesh])
 def test_a_sequence_dealt_evenly_as_single(name, axes):
     assert_same(solve(problem_of(name), axes, zigzag=True, sequence_parallel=True), alone(name))

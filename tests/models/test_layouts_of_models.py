@@ -1,5 +1,6 @@
 """The customary layout of a model: heads are cut where there are enough, else the queries that share one."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -63,6 +64,23 @@ def test_key_heads_that_no_query_reads_need_not_be_computed(heads, key_value_hea
     layout = layout_for(model, mesh_of(**found))
     assert (layout.axes("h"), layout.axes("r")) == (("model",), ("queries",))
     assert layout.axes("f") == layout.axes("v") == ("model", "queries")
+
+
+@pytest.mark.parametrize(
+    "heads, key_value_heads, shares, letter",
+    [
+        (7, None, (5, 2), "h"),
+        (12, 2, (1, 1, 0), "h"),  # two ranks have a share: a key head each
+        (12, 2, (2, 1, 1), "r"),  # 2 x 3 query heads for a share of 2, in place of 6 for a share of 1
+        (12, 1, (2, 1), "r"),
+        (12, 1, (1, 0, 0), "h"),
+    ],
+)
+def test_shares_count_in_what_the_model_axis_shards(heads, key_value_heads, shares, letter):
+    mesh, by_axis = mesh_of(model=len(shares)), {"model": shares}
+    model = gpt(GPTSize(layers=2, width=2 * heads, heads=heads, context=16, key_value_heads=key_value_heads))
+    layout = layout_for(model, mesh, shares=by_axis)
+    assert layout == replace(Layout.for_mesh(mesh, queries_cut=letter == "r"), shares=by_axis)
 
 
 def test_queries_of_a_model_that_shares_no_keys_are_not_cut():

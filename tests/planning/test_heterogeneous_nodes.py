@@ -7,6 +7,8 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
+from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.errors import UsageError
 from spmd_engine.models import GPT_SIZES, gpt
 from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
 from spmd_engine.planning.plan_result import Request
@@ -42,6 +44,23 @@ def test_work_goes_by_speed():
     assert 80 < float(slower[1]) <= 100  # an even split waits half of the time for the slow one
     file = result.plan_file("gpt-nano")
     assert file.composition.shares == "data=3:1" and file.composition.state_shares is None
+
+
+def test_heads_and_widths_go_by_speed():
+    quick, slow = (12e10, 1e9), (4e10, 1e9)
+    result = find_plan(request_for(machine(quick, slow), fixed={"mesh": {"model": 2}}))
+    assert result.plan.candidate.shares == "model=3:1"  # 5 of 6 heads, 3/4 of the hidden rows
+    slower = re.match(r"shares model=3:1, not even: that would take \+([\d.]+)% time", result.reasons[0])
+    assert 60 < float(slower[1]) < 100  # half of the work at a third of the speed, against 5/6 at full speed: 80%
+
+
+def test_given_shares_are_kept():
+    """A mesh that they do not fit is no candidate; those along the others may be found."""
+    given = ParallelConfig(shares="model=2:1")
+    result = find_plan(request_for(machine((8e10, 1e9), (8e10, 1e9)), base=given))
+    assert result.plan.candidate.mesh == {"model": 2} and result.composition.shares == "model=2:1"
+    with pytest.raises(UsageError, match="cannot be distributed over 2 ranks"):
+        find_plan(request_for(machine((8e10, 1e9), (8e10, 1e9)), base=ParallelConfig(shares="model=2:1:1")))
 
 
 def test_state_goes_by_memory_and_each_rank_has_room():
@@ -83,7 +102,7 @@ def searched(of, *candidates):
 
 
 def test_estimates_account_for_slower_nodes():
-    """Of samples it has as many as suit its speed; whoever cuts tensors waits for it; its stage has less to do."""
+    """Of samples and heads it has as many as suit its speed; its stage has less to do."""
     candidates = [
         Candidate((("data", 2),), 16, 1),
         Candidate((("model", 2),), 16, 1),
@@ -95,9 +114,22 @@ def test_estimates_account_for_slower_nodes():
             for some in (alike, heterogeneous)]  # fmt: skip
     assert work[1][0] == pytest.approx(1.5 * work[0][0], rel=0.01)  # 3/4 of the samples on the quick one
     inside = alike[1].parts["communication inside layers"]
-    assert work[1][1] == pytest.approx(3 * (work[0][1] - inside) + 3 * inside, rel=0.01)
+    assert work[1][1] == pytest.approx(1.5 * (work[0][1] - inside) + 1.5 * inside, rel=0.01)  # 3/4 of heads and widths
     assert alike[2].candidate.stages[1] < heterogeneous[2].candidate.stages[1]
     assert work[1][2] < 2.2 * work[0][2]
+
+
+def test_estimates_account_for_given_shares():
+    """Of equal ranks, the one with two thirds of the samples, or of the heads and widths, works a third longer."""
+    fast = machine((12e10, 1e9), (12e10, 1e9)).with_ranks(2)
+    for axis in "data", "model":
+        even, given = (
+            Planner(SMALL, fast, base=ParallelConfig(shares=shares))
+            .estimator(Candidate(((axis, 2),), 12, 1))
+            .estimate()
+            for shares in (None, f"{axis}=2:1")
+        )
+        assert given.work - even.work == pytest.approx((even.work - even.parts["update"]) / 3, rel=1e-6)
 
 
 def test_a_slow_stage_gets_fewer_layers():

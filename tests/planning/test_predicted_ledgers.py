@@ -39,6 +39,8 @@ CASES = [
     (GPT, "data=2", {"compress": "top-k:0.1"}),
     (GPT, "replicate=2,data=2", {"zero": 1, "group_threshold": 0}),
     (GPT_UNTIED, "model=3", {"sequence_parallel": True}),
+    (GPT, "model=3", {"shares": "model=2:0:1", "sequence_parallel": True, "recompute": "attention"}),
+    (GPT, "pipe=2,data=2,model=2", {"shares": "model=1:5", "zero": 2}),  # which shards are uneven depends on model
     (GPT, "context=2", {"zero": 3}),
     (GPT, "pipe=2,data=2", {"schedule": "interleaved", "zero": 3}),
     (ADAPTED, "data=2,model=2", {"zero": 3, "group_threshold": 1500}),
@@ -62,6 +64,7 @@ MORE = [
     (GPT, "model=4", {"sequence_parallel": True}),
     (GPT_UNTIED, "model=3,data=2", {"zero": 1, "sequence_parallel": True}),
     (GPT_SHARED_KEYS, "model=3", {}),
+    (GPT_SHARED_KEYS, "model=3,data=2", {"shares": "model=1:1:0,data=2:1", "zero": 3}),
     (GPT, "context=2", {}),
     (GPT, "context=3", {"zero": 3}),
     (GPT_RING, "context=3,data=2", {"context_method": "ring"}),
@@ -75,6 +78,7 @@ MORE = [
     (CONVNET, "rows=2,columns=2", {}),
     (CONVNET, "rows=3,data=2", {"zero": 1}),
     (CONVNET, "model=2,pipe=2", {}),
+    (CONVNET, "rows=2,model=2", {"shares": "rows=1:2,model=3:1"}),
 ]
 
 

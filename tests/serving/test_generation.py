@@ -5,7 +5,7 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run_threads
-from spmd_engine.engine.parallel_config import ModelConfig, build_engine
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.models import DecoderConfig
 from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
@@ -67,12 +67,12 @@ LLAMA = DecoderConfig(
 )
 
 
-def write_llama(axes, count=20):
+def write_llama(axes, count=20, sampling=DRAWN, **how):
     def program():
         with Mesh(**axes) as mesh:
             model = ModelConfig(name="llama", shape=LLAMA, dtype="float64", seed=3)
-            engine = build_engine(model, mesh)
-            return generate(engine, PROMPTS, sampling=DRAWN, stopping=StoppingCriteria(count), log_probs=True)
+            engine = build_engine(model, mesh, ParallelConfig(**how))
+            return generate(engine, PROMPTS, sampling=sampling, stopping=StoppingCriteria(count), log_probs=True)
 
     return run_threads(program, tiny.ranks_of(axes))
 
@@ -82,6 +82,21 @@ def test_shared_key_heads_and_rotary_positions_write_the_same_on_every_mesh():
     (expected,) = write_llama({"data": 1})
     for axes in {"model": 4}, {"model": 2, "context": 2}, {"pipe": 3}, {"data": 2, "model": 2}:
         for found in write_llama(axes):
+            assert [each.tokens for each in found] == [each.tokens for each in expected], axes
+
+
+@pytest.mark.parametrize("sampling", [DRAWN, ALL], ids=["drawn", "all"])
+def test_shares_of_key_heads_and_vocabulary_write_the_same(sampling):
+    """A rank may have no key head, or nothing; a context method may send heads of ranks that have unequal numbers."""
+    (expected,) = write_llama({"data": 1}, sampling=sampling)
+    for axes, shares in (
+        ({"model": 3}, "model=1:2:0"),
+        ({"model": 2}, "model=0:1"),
+        ({"model": 2, "context": 2}, "model=5:1"),
+        ({"model": 2, "queries": 2}, "model=2:1,queries=1:3"),
+        ({"data": 2, "model": 2}, "data=2:1,model=1:3"),
+    ):
+        for found in write_llama(axes, sampling=sampling, shares=shares):
             assert [each.tokens for each in found] == [each.tokens for each in expected], axes
 
 

@@ -62,6 +62,23 @@ test_tensor_parallel = holds(
         Case("model=4", recompute=BLOCK, **PARALLEL),
     ]
 )
+test_shares_of_heads_and_widths = holds(
+    [
+        Case("model=2", shares="model=2:1"),
+        Case("model=3", shares="model=1:2:0", tied=False, **PARALLEL),
+        Case("data=2,model=2", shares="data=2:1,model=3:1", zero=3, group_threshold=1500, recompute=BLOCK, **PARALLEL),
+        Case("pipe=2,model=2", shares="model=0:1", zero=1, schedule="zero-bubble", micro_batches=3),
+        Case("context=2,model=2", shares="model=5:2", context_method="ring", zigzag=True, recompute=ATTENTION),
+    ],
+    soak=[
+        Case("model=4", shares="model=100:1:1:1", micro_batches=1),
+        Case("data=2,model=3", shares="model=5:0:2", zero=2),
+        Case("context=2,model=2", shares="model=1:5", context_method="ulysses", zero=3, **PARALLEL),
+        Case("replicate=2,shard=2,model=2", shares="model=3:2,replicate=1:2", tied=False),
+        Case("pipe=2,model=3", shares="model=0:1:1", schedule="interleaved", **PARALLEL),
+        Case("model=3", shares="model=7:2:1", steps=10),
+    ],
+)
 test_context_parallel = holds(
     [
         *[Case("context=2", context_method=method) for method in ("gather", "ring", "ulysses")],

@@ -46,6 +46,7 @@ def alone(program, ranks):
         Case("pipe=2,data=2", zero=2, schedule="interleaved", recompute=BLOCK),
         Case("context=2,model=2", zero=3, context_method="ring", zigzag=True, recompute=ATTENTION, **PARALLEL),
         Case("replicate=2,shard=2", group_threshold=0, micro_batches=3),
+        Case("data=2,model=2", shares="data=2:1,model=3:1", zero=3, **PARALLEL),
     ],
     ids=str,
 )

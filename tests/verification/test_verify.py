@@ -30,6 +30,7 @@ GPT = [
     ({"data": 2, "model": 2}, {"zero": 2}),
     ({"replicate": 2, "shard": 2}, {}),
     ({"model": 3}, {"sequence_parallel": True, "recompute": Recompute.ATTENTION}),
+    ({"model": 3}, {"shares": {"model": (1, 2, 0)}, "zero": 1}),
     ({"context": 2, "model": 2}, {"zigzag": True, "model_options": (("context_method", "ring"),)}),
     ({"pipe": 2, "data": 2}, {"zero": 3, "recompute": Recompute.BLOCK, "schedule": schedules.named("gpipe")}),
     ({"pipe": 2}, {"schedule": schedules.named("zero-bubble")}),

@@ -35,7 +35,7 @@ Held = tuple[tuple[str, int], ...]  # classes with their bytes
 
 @click.command(short_help="Bytes per rank, by what they are for.")
 @takes_job(
-    *("model", "images", "mesh", "zero", "dtype", "optimizer"),
+    *("model", "images", "mesh", "shares", "zero", "dtype", "optimizer"),
     described=True,
     help={"zero": "One ZeRO stage, rank by rank. Without it, all stages side by side."},
 )
@@ -61,7 +61,8 @@ def draw_memory(job: TrainConfig) -> Picture:
     dtype, optimizer = job.model.dtype, job.training.optimizer
     stages = range(4) if zero is None else [zero]
     options = {"dtype": dtype, "optimizer": OPTIMIZERS[optimizer](), "cache": PassCache()}
-    held = {stage: bytes_per_rank(built, axes, ParallelConfig(zero=stage), **options) for stage in stages}
+    compositions = {stage: ParallelConfig(zero=stage, shares=job.composition.shares) for stage in stages}
+    held = {stage: bytes_per_rank(built, axes, each, **options) for stage, each in compositions.items()}
     if zero is None:
         bars = [(f"zero {stage}", max(ranks, key=_total_bytes)) for stage, ranks in held.items()]
         ranks_shown = "the rank that holds most"

@@ -16,7 +16,7 @@ from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
 from spmd_engine.engine.state.assignment import PIPE, assign, misfit, parse_shares
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import parse_json, read_text, reading
-from spmd_engine.models import Model, layout_for
+from spmd_engine.models import Model
 from spmd_engine.sharding.experts import routing_table
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.training.run import MetricsFile
@@ -90,7 +90,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 def with_shares(spec: Spec, text: str | None, place: MeshPosition) -> Spec:
     """The sharding with these uneven shares; raises UsageError for an axis that does not split it."""
-    shares = parse_shares(text, "--shares", spec.axes, least=0)
+    shares = parse_shares(text, "--shares", dict.fromkeys(spec.axes, 0))
     if why := misfit(shares, place.axes):
         raise UsageError(f"--shares {text} with --mesh {place}: {why}. Give a share for each rank of an axis")
     return Spec(spec.dims, tuple({**dict(spec.weights), **shares}.items()))
@@ -99,9 +99,9 @@ def with_shares(spec: Spec, text: str | None, place: MeshPosition) -> Spec:
 def parameter_sharding(
     job: TrainConfig, name: str, places: Sequence[MeshPosition]
 ) -> tuple[Spec, tuple[int, ...], Sequence[MeshPosition]]:
-    """The sharding of a parameter by the default layout, its whole shape, and the ranks that hold it."""
+    """The sharding of a parameter by the layout of the job, its whole shape, and the ranks that hold it."""
     built = job.model.build(job.composition)
-    layout = layout_for(built, places[0])
+    layout = composed_layout(built, places[0], job.composition)
     parameters = dict(built.parameters())
     if name not in parameters:
         close = [other for other in parameters if name.split("/")[-1] in other] or list(parameters)

@@ -18,7 +18,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.declarations import Buffer, Parameter
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.groups import CAP, THRESHOLD, Home, Member, ParameterGroup, Sum, make_groups
-from spmd_engine.sharding.layout import Layout
+from spmd_engine.sharding.layout import TENSOR, Layout
 from spmd_engine.sharding.shards import Shards
 
 Index = tuple[slice, ...]  #: a rectangle of a whole array
@@ -95,22 +95,25 @@ def _filled(costs: Sequence[float], most: float, parts: int) -> list[range]:
     return [range(first, end) for first, end in zip(starts, [*starts[1:], len(costs)], strict=True)]
 
 
-# --- Unequal ranks: the shares of ranks along an axis in the samples, or in the sharded state
+# --- Unequal ranks: the shares of ranks along an axis in the work, or in the sharded state
 #
 # The two shares differ: work is shared by speed, state by memory.
 
 
 Shares = Mapping[str, tuple[int, ...]]
 
-WORK = ("data", "replicate", "shard", "expert")  #: axes that shard samples, and between layers nothing else
-STATE = ("data", "shard", "expert", "context")  #: axes over which state is sharded
+BATCH = ("data", "replicate", "shard", "expert")  #: axes that shard samples, and between layers nothing else
+#: The axes that can have shares of the work, with the smallest share.
+WORK: Mapping[str, int] = {**dict.fromkeys(BATCH, 1), **dict.fromkeys((*TENSOR, "row", "col", "rows", "columns"), 0)}
+#: The axes over which state is sharded, with the smallest share.
+STATE: Mapping[str, int] = dict.fromkeys(("data", "shard", "expert", "context"), 0)
 
 
-def parse_shares(text: str | None, option: str, known: Sequence[str], *, least: int) -> Shares:
+def parse_shares(text: str | None, option: str, known: Mapping[str, int]) -> Shares:
     """``"data=3:1"`` as {"data": (3, 1)}, with commas between several axes; None and "" as no shares.
 
-    ``least`` is the smallest valid share. Raises UsageError if the text cannot be parsed, or names an axis that is not
-    in ``known``.
+    ``known`` are the axes that can have shares, with the smallest valid one. Raises UsageError if the text cannot be
+    parsed, or names another axis.
     """
     shares: dict[str, tuple[int, ...]] = {}
     for term in filter(None, (part.strip() for part in (text or "").split(","))):
@@ -122,10 +125,10 @@ def parse_shares(text: str | None, option: str, known: Sequence[str], *, least: 
             )
         shares[axis] = tuple(map(int, counts))
         if axis not in known:
-            raise UsageError(f"{option} {text}: axis {axis!r} is sharded evenly; choose among {', '.join(known)}")
-        if min(shares[axis]) < least or not any(shares[axis]):
-            allowed = "from 1" if least else "from 0, and one is above"
-            raise UsageError(f"{option} {text}: shares are {allowed}")
+            raise UsageError(f"{option} {text}: axis {axis!r} takes no shares; choose among {', '.join(known)}")
+        if min(shares[axis]) < known[axis] or not any(shares[axis]):
+            allowed = "from 1" if known[axis] else "from 0, and one is above"
+            raise UsageError(f"{option} {text}: shares of {axis} are {allowed}")
     return shares
 
 

@@ -24,7 +24,7 @@ from spmd_engine.engine.distributed import DistributedEngine, make_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, composed_assignment, composed_layout
-from spmd_engine.engine.state.assignment import PIPE
+from spmd_engine.engine.state.assignment import BATCH, PIPE
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models.layouts import layout_for
@@ -241,7 +241,9 @@ def _uneven_summed_parts(
     if not tied and not (composition.storage.stage(axes) and sum(size > 1 for size in axes.values()) > 1):
         return []
     first = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
-    return uneven_parts(composed_assignment(model, first, layout, itemsize, composition).groups, axes)
+    places = first.peers([axis for axis in layout.shares if axis not in BATCH])  # their groups differ in size
+    assignments = (composed_assignment(model, place, layout, itemsize, composition) for place in places)
+    return [part for assignment in assignments for part in uneven_parts(assignment.groups, axes)]
 
 
 # --- Batches of shapes. Token ids and classes are values: they decide which rows of a table are used

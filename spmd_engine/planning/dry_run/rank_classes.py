@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.comm.notation import nested_span
+from spmd_engine.comm.notation import Weights, nested_span
 from spmd_engine.comm.shared_memory.node import MOST_RANKS
 from spmd_engine.comm.shared_memory.slot_table import size_of_table
 from spmd_engine.layers.contract import is_checked
@@ -89,7 +89,7 @@ def separate_classes(axes: Mapping[str, int]) -> np.ndarray:
 
 
 def _lengths_along(
-    axis: str, over: Sequence[str], length: int, axes: Mapping[str, int], weights: Mapping[str, tuple[int, ...]]
+    axis: str, over: Sequence[str], length: int, axes: Mapping[str, int], weights: Weights
 ) -> list[tuple[int, ...]]:
     """For each index along an axis, the lengths of its shards of a letter that is sharded over ``over``."""
     others = [other for other in over if other != axis]

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.comm.notation import weighted_lengths
 from spmd_engine.engine.parallel_config import ParallelConfig
-from spmd_engine.engine.state.assignment import STATE, WORK, Shares, shares_text
-from spmd_engine.models import Model
+from spmd_engine.engine.state.assignment import BATCH, STATE, WORK, Shares, shares_text
+from spmd_engine.models import Model, layout_for
 from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.dry_run.rank_classes import slot_table_bytes
 from spmd_engine.planning.dry_run.step_analysis import RankStep, StepAnalysis, position_of
@@ -142,7 +143,7 @@ def evaluate_plan(
 
 
 ALIKE = 1.05  #: the largest ratio of speeds, or of memories, that counts as equal
-STATE_PARTS = 64  #: parts per rank in which shares of state are counted
+PARTS = 64  #: parts per rank in which shares of state, and of heads and widths, are counted
 STORED = ("optimizer state", "gradients", "parameters")  #: in the order in which the ZeRO stages shard them
 
 
@@ -158,27 +159,50 @@ def peak_memory(analysis: StepAnalysis, limits: Sequence[float]) -> float:
 
 
 def work_shares(
-    candidate: Candidate, evaluation: PlanEvaluation, machine: Machine, limits: Sequence[float]
+    model: Model, candidate: Candidate, evaluation: PlanEvaluation, machine: Machine, limits: Sequence[float]
 ) -> str | None:
-    """The shares of samples by the speed of the ranks along each axis, as for ``--shares``; None: even shares."""
+    """The shares of samples, and along ``model`` of heads and widths, by the speed of the ranks along each axis, as for
+    ``--shares``; None: even shares."""
     positions = {rank: position_of(rank, candidate.mesh) for rank in evaluation.prediction.working}
     by_axis = {}
     for axis, size in candidate.axes:
-        if axis not in WORK or size == 1:
+        parts = _parts_along(axis, candidate)
+        if size == 1 or parts < size:
             continue
         seconds = [0.0] * size
         for rank, work in evaluation.prediction.working.items():
             index = positions[rank].coordinates[axis]
             seconds[index] = max(seconds[index], work * machine.contention(rank))
-        others = candidate.batch_ranks // size
-        samples = candidate.batch_size // candidate.micro_batches // others
-        if min(seconds) > 0 and max(seconds) > ALIKE * min(seconds) and samples >= size:
-            by_axis[axis] = _ensure_one(shares([1 / time for time in seconds], samples))
+        if min(seconds) > 0 and max(seconds) > ALIKE * min(seconds):
+            speeds = [1 / time for time in seconds]
+            numbers = shares(speeds, parts)
+            if axis == "model":  # the part of each letter is rounded by itself, and not to end soonest
+                heads = _fewest_along_model(model, candidate)
+                by_head = shares(speeds, heads)
+                numbers = numbers if tuple(weighted_lengths(heads, numbers)) == by_head else by_head
+            by_axis[axis] = _at_least(WORK[axis], numbers)
     return _format_uneven(by_axis)
 
 
+def _parts_along(axis: str, candidate: Candidate) -> int:
+    """The parts of work that ranks along an axis divide by speed: samples of a micro-batch, or parts of all heads and
+    widths; 0 along other axes, which no proposed plan divides by speed."""
+    if axis in BATCH:
+        return candidate.batch_size // candidate.micro_batches // (candidate.batch_ranks // candidate.mesh[axis])
+    return PARTS * candidate.mesh[axis] if axis == "model" else 0
+
+
+def _fewest_along_model(model: Model, candidate: Candidate) -> int:
+    """The least size of a letter that ``model`` shards: usually the number of key heads."""
+    layout = layout_for(model, position_of(0, candidate.mesh))
+    sizes = (
+        size for _, layer in model.layers for letter, size in layer.sizes.items() if "model" in layout.axes(letter)
+    )
+    return min(sizes, default=0)
+
+
 def state_shares(
-    candidate: Candidate, evaluation: PlanEvaluation, machine: Machine, limits: Sequence[float]
+    model: Model, candidate: Candidate, evaluation: PlanEvaluation, machine: Machine, limits: Sequence[float]
 ) -> str | None:
     """The shares of ZeRO's state by the free memory of the ranks along each axis, as for ``--state-shares``; None: even
     shares. ``limits`` are the bytes that each rank may hold."""
@@ -196,14 +220,14 @@ def state_shares(
         for position, room in zip(positions, free, strict=True):
             least[position.coordinates[axis]] = min(least[position.coordinates[axis]], room)
         if max(least) > ALIKE * min(least):
-            by_axis[axis] = _divide_by_gcd(shares(least, STATE_PARTS * size))
+            by_axis[axis] = _divide_by_gcd(shares(least, PARTS * size))
     return _format_uneven(by_axis)
 
 
-def _ensure_one(numbers: Sequence[int]) -> tuple[int, ...]:
-    """The shares with at least one sample on each rank, taken from the largest shares."""
+def _at_least(least: int, numbers: Sequence[int]) -> tuple[int, ...]:
+    """The shares with at least 0 or 1 on each rank, taken from the largest shares."""
     counts = list(numbers)
-    while 0 in counts:
+    while min(counts) < least:
         counts[counts.index(0)] += 1
         counts[counts.index(max(counts))] -= 1
     return _divide_by_gcd(counts)
@@ -224,38 +248,37 @@ def _divide_by_gcd(numbers: Sequence[int]) -> tuple[int, ...]:
 def stage_slowdowns(
     machine: Machine, seconds: Mapping[str, float], candidate: Candidate, given: Shares
 ) -> np.ndarray | None:
-    """The factor by which each stage is slower than with ranks like rank 0: float64[stages]; None if all ranks are
-    equal.
+    """The factor by which each stage is slower than with ranks like rank 0 and even shares: float64[stages]; None if
+    all ranks are equal and no shares are given.
 
-    Along axes that shard samples, ranks get samples by their speeds, as in ``work_shares``; along other axes all ranks
-    wait for the slowest. ``seconds`` are those of the same work, by the name of the kind of node; ``given`` are fixed
-    shares of samples.
+    Along axes that shard samples, and ``model``, ranks get work by their speeds, as in ``work_shares``; along other
+    axes all ranks wait for the slowest. ``seconds`` are those of the same work, by the name of the kind of node;
+    ``given`` are fixed shares.
     """
-    if not machine.heterogeneous:
+    if not machine.heterogeneous and not given:
         return None
-    first = seconds[machine.node(0).name]
-    factors = np.array([seconds[node.name] / first for _, node in machine.places[: candidate.ranks]])
+    factors = np.ones(candidate.ranks)
+    if machine.heterogeneous:
+        factors = np.array([seconds[node.name] for _, node in machine.places[: candidate.ranks]])
+        factors /= seconds[machine.node(0).name]
     factors = factors.reshape([size for _, size in candidate.axes])
     names = [axis for axis, _ in candidate.axes]
-    for axis in [name for name in names if name not in (PIPE, *WORK)]:
-        factors = factors.max(axis=names.index(axis), keepdims=True)
-    for axis in [name for name in names if name in WORK]:
+    for axis in sorted(set(names) - {PIPE}, key=lambda name: (name in BATCH, names.index(name))):
         dim = names.index(axis)
-        size, others = factors.shape[dim], candidate.batch_ranks // factors.shape[dim]
-        samples = candidate.batch_size // candidate.micro_batches // others
+        size, parts = factors.shape[dim], _parts_along(axis, candidate)
         # shares are those of a whole axis: the slowest rank on the other axes counts
         slowest = np.moveaxis(factors, dim, 0).reshape(size, -1).max(axis=1)
-        counts = _sample_counts(slowest, samples, given.get(axis))
+        counts = _counts_by_speed(slowest, parts, WORK.get(axis, 0), given.get(axis))
         shape = [size if number == dim else 1 for number in range(len(names))]
         factors = (factors * counts.reshape(shape) / counts.mean()).max(axis=dim, keepdims=True)
     return factors.reshape(-1)
 
 
-def _sample_counts(factors: np.ndarray, samples: int, fixed: tuple[int, ...] | None) -> np.ndarray:
-    """Samples of each rank along an axis: float64[size]."""
+def _counts_by_speed(factors: np.ndarray, parts: int, least: int, fixed: tuple[int, ...] | None) -> np.ndarray:
+    """The parts of work, at least ``least``, of each rank along an axis: float64[size]; equal ones if they are few, or
+    ranks are equal."""
     if fixed is not None:
         return np.array(fixed, float)
-    if samples < len(factors):
+    if parts < len(factors) or factors.min() == factors.max():
         return np.ones(len(factors))
-    counts = np.array(shares(list(1 / factors), samples), float)
-    return np.maximum(counts, 1.0)
+    return np.maximum(np.array(shares(list(1 / factors), parts), float), least)

@@ -21,7 +21,6 @@ import numpy as np
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig
-from spmd_engine.engine.state.assignment import WORK, parse_shares
 from spmd_engine.errors import SpmdError, UsageError
 from spmd_engine.models import Model
 from spmd_engine.planning.machine.machine import Machine
@@ -229,7 +228,7 @@ class Planner:
         self.profiles = Profiles(model, machine, dtype, sequence, optimizer, base)
         self._layers: dict[tuple[int, str], ShardedLayers] = {}
         self._cache = CostCache(model, machine, self.itemsize, len(optimizer.kinds), overlap)
-        self._fixed_shares = parse_shares(base.shares, "--shares", WORK, least=1)
+        self._fixed_shares = base.work_shares
         self._costs: dict[tuple, ShardedCosts | None] = {}  # None: the model cannot be sharded by the candidate
         self._refusal: SpmdError | None = None  # why one of them cannot
 

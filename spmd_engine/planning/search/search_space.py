@@ -7,13 +7,14 @@ than replicas, but both are candidates, since one collective is faster than two.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import prod
 
 from spmd_engine.axes import MeshPosition
 from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.engine.state.assignment import BATCH, PIPE, Shares, misfit
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model, layout_for
 from spmd_engine.models.layouts import with_queries_apart
@@ -21,7 +22,6 @@ from spmd_engine.planning.dry_run.step_analysis import HashedOnce
 from spmd_engine.sharding.layout import TENSOR
 
 LONG_CONTEXT = 8192  #: context length from which the sequence may be sharded, unless axes are named
-PIPE, BATCH = "pipe", ("data", "replicate", "shard", "expert")
 HYBRID = ("replicate", "shard")  #: axes of hybrid sharding, instead of data
 
 
@@ -39,7 +39,7 @@ class Candidate:
     chunks: int = 1
     recompute: str = "none"
     stages: tuple[int, ...] | None = None  #: the first layer of each chunk; None: chosen by the planner
-    shares: str | None = None  #: shares of the samples, by rank; None: even, or those of the base
+    shares: str | None = None  #: shares of the work, by rank; None: even, or those of the base
     state_shares: str | None = None  #: shares of ZeRO's state, by rank; None: even, or those of the base
 
     @property
@@ -109,6 +109,7 @@ class SearchSpace:
     recompute: str | None = None
     stages: tuple[int, ...] | None = None
     axes: Sequence[str] | None = None  #: mesh axes to use; None: all that shard this model
+    shares: Shares = field(default_factory=dict)  #: given ones, by axis, for which a mesh has as many ranks
 
     def without(self, *names: str) -> SearchSpace:
         """The search space without these fixed choices."""
@@ -121,6 +122,8 @@ FIXABLE = ("mesh", "micro_batches", "zero", "sequence_parallel", "schedule", "ch
 def candidates(space: SearchSpace) -> Iterator[Candidate]:
     """All candidates of the search space, each once."""
     for axes in meshes(space):
+        if misfit(space.shares, axes):
+            continue
         for batch_size in space.batch_sizes:
             yield from _candidates_on(space, axes, batch_size)
 
