@@ -84,5 +84,5 @@ def test_another_interval_is_refused(every):
 
 
 def test_the_documentation_has_the_options():
-    page = (Path(__file__).parents[2] / "docs" / "adapting.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "decisions.md").read_text()
     assert all(option_tables.row(field) in page for field in settings_of(AdaptConfig).values())
