@@ -59,9 +59,10 @@ def replay_trace(
     """Run the policy for ``seconds`` of a trace, beginning with shape ``first``.
 
     ``speeds(second, shape)`` are the ranks' speeds in a second, float64[r], 0 for a rank that is not there. They may
-    depend on the present shape, as those of an adversary. A change stops the run for ``cost`` seconds. Measured seconds
-    of ranks differ from true ones by factors whose logarithms have the standard deviation ``noise``. The policy decides
-    after every interval of its configuration, in steps, and when ranks come or go.
+    depend on the present shape, as those of an adversary. A step has the speeds of the second in which it begins, and a
+    change stops the run for ``cost`` seconds. Measured seconds of ranks differ from true ones by factors whose
+    logarithms have the standard deviation ``noise``. The policy decides after every interval of its configuration, in
+    steps, and when ranks come or go.
     """
     random, (every, _) = np.random.default_rng(seed), policy.config.interval
     trace: list[np.ndarray] = []
