@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -18,11 +20,15 @@ from spmd_engine.errors import UsageError
 from spmd_engine.pictures import BLUE, GREEN, ORANGE, PALE, PURPLE, SKY, VERMILLION, YELLOW, Cell, Picture, table, text
 from spmd_engine.planning import RankStep, Samples, StepAnalysis, analyze_engine
 from spmd_engine.planning import analyze as analyze_step
+from spmd_engine.planning.dry_run.model_shards import ModelShard, model_shards
 from spmd_engine.planning.dry_run.step_analysis import KINDS, Phases, critical_path
+from spmd_engine.planning.machine.files import read_machine
+from spmd_engine.planning.machine.machine import NodeCapabilities
+from spmd_engine.planning.search.placement import annealed, tasks_of
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.data.array_file import read_arrays
 from spmd_engine.training.train_config import TrainConfig
-from spmd_engine.units import readable_bytes
+from spmd_engine.units import readable_bytes, readable_seconds
 
 WIDTH = 240  # columns of tables, so that no number is truncated on narrow terminals
 
@@ -36,9 +42,13 @@ WIDTH = 240  # columns of tables, so that no number is truncated on narrow termi
     help={"data": "For an engine of your own: an .npz file, from whose arrays x and y the shapes of samples are read."},
 )
 @click.option("--rank", type=click.IntRange(0), help="The rank to describe. [default: the one that holds most]")
+@click.option("--shards", is_flag=True, help="List instead what each rank computes, holds and sends for its layers.")
+@click.option("--machine", metavar="NAME|FILE", help="With --shards: place the ranks on the nodes of this machine.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything, of every class of ranks, as JSON.")
 @output_option
-def analyze(job: TrainConfig, rank: int | None, as_json: bool, output: Path | None) -> None:
+def analyze(
+    job: TrainConfig, rank: int | None, shards: bool, machine: str | None, as_json: bool, output: Path | None
+) -> None:
     """Run one training step on shapes alone: its FLOPs, bytes, calls and memory, by layer and over time.
 
     The analysis runs the engine's own code, so it gives what ranks do: 'train' compares its first step with it, call by
@@ -47,6 +57,7 @@ def analyze(job: TrainConfig, rank: int | None, as_json: bool, output: Path | No
     \b
       python -m spmd_engine analyze --model gpt2 --mesh data=4,model=2 --batch-size 8
       python -m spmd_engine analyze --model gpt2 --mesh pipe=4 --micro-batches 8 --rank 0 --output memory.svg
+      python -m spmd_engine analyze --model gpt2 --mesh data=2,pipe=2 --shards --machine nodes.toml
     """
     if launcher_rank() > 0:
         return
@@ -54,6 +65,8 @@ def analyze(job: TrainConfig, rank: int | None, as_json: bool, output: Path | No
     ranks = len(all_positions(axes))
     if rank is not None and rank >= ranks:
         raise UsageError(f"--rank {rank}: the mesh has ranks 0 to {ranks - 1}")
+    if machine is not None and not shards:
+        raise UsageError(f"--machine {machine}: add --shards, which are placed on its nodes")
     optimizer = OPTIMIZERS[job.training.optimizer]()
     if (make := job.model.engine) is not None:
         analysis = analyze_engine(make, axes, _samples(job), optimizer=optimizer)
@@ -69,6 +82,10 @@ def analyze(job: TrainConfig, rank: int | None, as_json: bool, output: Path | No
             dtype=job.model.dtype,
             optimizer=optimizer,
         )
+    if shards:
+        nodes = read_machine(machine).with_ranks(ranks).capabilities(job.model.dtype) if machine is not None else []
+        list_shards(model_shards(analysis), nodes, as_json)
+        return
     if as_json:
         click.echo(json.dumps(analysis.as_json(), default=str))
         return
@@ -93,6 +110,54 @@ def _samples(job: TrainConfig) -> Samples:
     )
     sizes = job.data.batch_size, job.data.micro_batches
     return Samples(inputs, targets, *sizes, job.model.dtype, classes, tokens)
+
+
+# --- The shards of all ranks, and their nodes
+
+
+def list_shards(shards: Sequence[ModelShard], nodes: Sequence[NodeCapabilities], as_json: bool) -> None:
+    """Print the shards of all ranks and, if there are ``nodes``, the best placement of the ranks on them."""
+    tasks = tasks_of(shards, nodes) if nodes else None
+    places = annealed(tasks) if tasks is not None else ()
+    if as_json:
+        shown = {"shards": [asdict(shard) for shard in shards], "nodes": [asdict(node) for node in nodes]}
+        click.echo(json.dumps(shown | {"places": places}))
+        return
+    heads = ("bytes", "GFLOP", "activations", "bytes sent")
+    listed = Table(box=None, pad_edge=False)
+    for head in ("shard", "sharded", "layers"):
+        listed.add_column(head)
+    for head in heads:
+        listed.add_column(head, justify="right")
+    for head in ("sends to", "depends on", *(["node"] if places else [])):
+        listed.add_column(head)
+    for number, shard in enumerate(shards):
+        ends = [shard.layers[0], shard.layers[-1]] if shard.layers else []
+        layers = f"{' to '.join(dict.fromkeys(ends))} ({len(shard.layers)})" if ends else "-"
+        sent = sum(point.bytes for point in shard.communication)
+        receivers = sorted({other for point in shard.communication for other in point.shards})
+        counts = f"{shard.bytes:,}", f"{shard.flops / 1e9:,.3f}", f"{shard.activations:,}", f"{sent:,.0f}"
+        node = [str(places[number])] if places else []
+        listed.add_row(shard.id, shard.kind, layers, *counts, _ids(receivers), _ids(shard.depends_on), *node)
+    console = Console(highlight=False, width=WIDTH, soft_wrap=True)
+    console.print(listed)
+    for node in nodes:
+        console.print(
+            f"node {node.node}: {node.name} ({node.kind}), {node.ranks} ranks, {node.compute / 1e9:,.4g} GFLOP/s, "
+            f"{readable_bytes(node.memory)}, {readable_bytes(node.bandwidth)}/s to other nodes"
+        )
+    if tasks is not None:
+        in_order = [node.node for node in nodes for _ in range(node.ranks)]
+        order = tuple(in_order[shard.rank] for shard in shards)
+        console.print(
+            f"products and messages of a step: {readable_seconds(tasks.cost(places))} on these nodes, "
+            f"{readable_seconds(tasks.cost(order))} if ranks fill nodes in order"
+        )
+
+
+def _ids(ids: Sequence[str], most: int = 6) -> str:
+    more = f" and {len(ids) - most} more" if len(ids) > most else ""
+    return (", ".join(ids[:most]) + more) or "-"
 
 
 # --- Tables of layers and communication, and the contents of the peak

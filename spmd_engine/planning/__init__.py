@@ -7,8 +7,8 @@ from spmd_engine.planning.dry_run.analyze import Samples, analyze, analyze_engin
 from spmd_engine.planning.dry_run.step_analysis import (
     Communication,
     Computation,
-    ModelShard,
     Moment,
+    ParameterShard,
     Peak,
     Product,
     RankClass,
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Communication",
     "Computation",
-    "ModelShard",
     "Moment",
+    "ParameterShard",
     "Peak",
     "PlanResult",
     "Product",

@@ -42,7 +42,7 @@ from spmd_engine.planning.dry_run.rank_classes import (
 from spmd_engine.planning.dry_run.recorder import Phase, Recorder, watch_storage
 from spmd_engine.planning.dry_run.shaped_mesh import DryRunRanks, Mailbox, ShapedMesh
 from spmd_engine.planning.dry_run.step_analysis import (
-    ModelShard,
+    ParameterShard,
     Phases,
     RankClass,
     RankStep,
@@ -323,7 +323,7 @@ def _spread(shape: tuple[int, ...], below: int) -> np.ndarray:
 # --- Records of a rank's parameters
 
 
-def shards_of(engine: LayeredEngine, states: int) -> list[ModelShard]:
+def shards_of(engine: LayeredEngine, states: int) -> list[ParameterShard]:
     """A record for each parameter of this rank; the optimizer keeps ``states`` arrays for each."""
     names = [name for name, _ in engine.model.layers]
     users: dict[str, list[str]] = {}
@@ -339,7 +339,7 @@ def shards_of(engine: LayeredEngine, states: int) -> list[ModelShard]:
             elements = (rows.stop - rows.start) * member.row if member.shape else int(rows.stop > rows.start)
             owned = elements * itemsize
             records.append(
-                ModelShard(
+                ParameterShard(
                     member.name,
                     str(engine.sharding(member.name)),
                     member.shape,
@@ -407,7 +407,8 @@ def analyze_engine(
                     watch_storage(engine, recorder)
                 else:
                     _drop_values(engine.engine if isinstance(engine, DistributedEngine) else engine)
-            sizes.update({name: prod(engine.global_shape(name)) for name in engine.names})
+            shapes = {name: engine.global_shape(name) for name in engine.names}
+            sizes.update({name: prod(shape) for name, shape in shapes.items()})
 
             def compute() -> None:
                 with recorder.phase(Phase("step", phase="forward and backward")):
@@ -420,12 +421,27 @@ def analyze_engine(
                 batch = _make_batch(engine, integers, ShapedArray.new)
             recorded = _record_step(engine, prepared, recorder, compute)
             notes.update(recorder.meter.notes)
-            return recorded
+            return replace(recorded, shards=_shards_of_engine(engine, shapes, len(prepared.kinds)))
 
     with on_shapes():
         steps = mailbox.run([partial(step, rank) for rank in range(prod(axes.values()))])
     classes = [RankClass(step, [rank]) for rank, step in enumerate(steps)]
     return StepAnalysis(name_of(make), dict(axes), classes, samples.micro_batches, sum(sizes.values()), {}, list(notes))
+
+
+def _shards_of_engine(
+    engine: ShardedEngine, shapes: Mapping[str, tuple[int, ...]], states: int
+) -> list[ParameterShard]:
+    """As ``shards_of``; of an engine that is no list of layers, it is not known which layers use a parameter."""
+    if isinstance(engine, LayeredEngine):
+        return shards_of(engine, states)
+    owned, records = engine.named(engine.owned), []
+    for name, array in engine.parameters.items():
+        updated = owned[name].nbytes if name in owned else 0
+        requires = {"gradient": updated, "optimizer_state": states * updated, "gathered": 0}
+        about = name, str(engine.sharding(name)), tuple(array.shape), shapes[name], str(array.dtype), array.nbytes
+        records.append(ParameterShard(*about, array.nbytes, updated, "", (), requires, ()))
+    return records
 
 
 def _drop_values(engine: ShardedEngine) -> None:

@@ -185,7 +185,7 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class ModelShard:
+class ParameterShard:
     """A rank's shard of one parameter."""
 
     name: str
@@ -215,7 +215,7 @@ class RankStep:
     communications: Sequence[Communication]
     timeline: Sequence[Moment]
     peak: Peak
-    shards: Sequence[ModelShard] = ()
+    shards: Sequence[ParameterShard] = ()
     before: Mapping[str, int] = field(default_factory=dict)  #: bytes by kind, held between steps
     saved: Mapping[str, int] = field(default_factory=dict)  #: bytes that a layer's forward keeps, output included
     temporaries: Mapping[str, int] = field(

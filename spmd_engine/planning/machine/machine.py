@@ -93,6 +93,19 @@ class NodeKind(Configuration):
 
 
 @dataclass(frozen=True)
+class NodeCapabilities:
+    """What all ranks of a node have together."""
+
+    node: int  #: its number
+    name: str  #: of its kind
+    kind: str  #: one of KINDS
+    ranks: int
+    compute: float  #: FLOP/s in the largest products, while all ranks compute
+    memory: float  #: bytes
+    bandwidth: float  #: bytes a second to other nodes, in one direction
+
+
+@dataclass(frozen=True)
 class Topology(Configuration):
     """How nodes are connected: ``flat`` (one switch), ``fat-tree`` (leaves of ``leaf`` nodes, whose uplinks have
     1/``oversubscription`` of their bandwidth), ``ring``, ``torus`` (of the ``shape``) or ``graph`` (these ``edges``).
@@ -166,6 +179,18 @@ class Machine(Configuration):
         """The factor by which a rank is slower while all ranks of its node compute on the node's cores."""
         node = self.node(rank)
         return max(1.0, node.ranks / node.cores) if node.cores is not None else 1.0
+
+    def capabilities(self, dtype: str = "float32") -> list[NodeCapabilities]:
+        """What each node has; raises UsageError for a dtype without a speed."""
+        found = []
+        for rank, (number, node) in enumerate(self.places):
+            if number == len(found):
+                compute = node.ranks / self.contention(rank) * self.curve(node, dtype).most
+                lanes = min(self.between.lanes or node.ranks, node.ranks)
+                memory = node.ranks * self.memory_of(rank)
+                bandwidth = lanes * self.between.bandwidth
+                found.append(NodeCapabilities(number, node.name, node.kind, node.ranks, compute, memory, bandwidth))
+        return found
 
     @cached_property
     def heterogeneous(self) -> bool:

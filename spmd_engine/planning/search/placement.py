@@ -16,6 +16,8 @@ from random import Random
 import numpy as np
 
 from spmd_engine.errors import UsageError
+from spmd_engine.planning.dry_run.model_shards import ModelShard
+from spmd_engine.planning.machine.machine import NodeCapabilities
 
 Places = tuple[int, ...]  #: the node of each task
 MOST_TRIED = 2_000_000  #: placements that ``exact`` tries at most
@@ -34,7 +36,7 @@ class Tasks:
     sent: np.ndarray
     room: np.ndarray
     seconds_a_byte: np.ndarray
-    most: int | None = None  #: most tasks per node
+    most: int | np.ndarray | None = None  #: most tasks per node, or of each: int[n]
     pinned: Mapping[int, int] = field(default_factory=dict)  #: task -> its node
     together: Sequence[Sequence[int]] = ()  #: tasks that must be on one node
     apart: Sequence[Sequence[int]] = ()  #: tasks that must be on different nodes
@@ -71,7 +73,7 @@ class Tasks:
             return False
         if any(len(set(at[list(group)])) < len(group) for group in self.apart):
             return False
-        if self.most is not None and np.bincount(at, minlength=self.nodes).max() > self.most:
+        if self.most is not None and (np.bincount(at, minlength=self.nodes) > self.most).any():
             return False
         return bool((np.bincount(at, self.size, self.nodes) <= self.room).all())
 
@@ -81,6 +83,32 @@ class Tasks:
         seconds = np.bincount(at, self.work[np.arange(self.count), at], self.nodes)
         moved = self.sent * self.seconds_a_byte[at[:, None], at[None, :]]
         return float((seconds + np.bincount(at, moved.sum(axis=1), self.nodes)).max())
+
+
+def tasks_of(shards: Sequence[ModelShard], nodes: Sequence[NodeCapabilities]) -> Tasks:
+    """Shards as tasks on nodes; those of one rank stay together.
+
+    A shard sends its bytes to all other shards of a call in equal parts, at its share of the node's bandwidth.
+    """
+    number = {shard.id: task for task, shard in enumerate(shards)}
+    sent = np.zeros((len(shards), len(shards)))
+    for task, shard in enumerate(shards):
+        for point in shard.communication:
+            for other in point.shards:
+                sent[task, number[other]] += point.bytes / len(point.shards)
+    by_rank: dict[int, list[int]] = {}
+    for task, shard in enumerate(shards):
+        by_rank.setdefault(shard.rank, []).append(task)
+    seconds_a_byte = np.array([[(a is not b) * a.ranks / a.bandwidth for b in nodes] for a in nodes])
+    return Tasks(
+        np.array([[shard.flops * node.ranks / node.compute for node in nodes] for shard in shards]),
+        np.array([shard.bytes + shard.activations for shard in shards]),
+        sent,
+        np.array([node.memory for node in nodes]),
+        seconds_a_byte,
+        most=np.array([node.ranks for node in nodes]) * max(map(len, by_rank.values())),
+        together=list(by_rank.values()),
+    )
 
 
 def exact(tasks: Tasks) -> Places:
@@ -131,6 +159,7 @@ def _groups(tasks: Tasks) -> list[tuple[int, ...]]:
 def _fill(tasks: Tasks, order: Sequence[tuple[int, ...]], at: list[int], random: Random) -> bool:
     room, counts = tasks.room.astype(float), [0] * tasks.nodes
     busy = [0.0] * tasks.nodes
+    most = np.broadcast_to(tasks.count if tasks.most is None else tasks.most, tasks.nodes)
     for group in order:
         size = float(sum(tasks.size[t] for t in group))
         pins = {tasks.pinned[t] for t in group if t in tasks.pinned}
@@ -140,7 +169,7 @@ def _fill(tasks: Tasks, order: Sequence[tuple[int, ...]], at: list[int], random:
         nodes = [
             n
             for n in (pins if pins else range(tasks.nodes))
-            if size <= room[n] and n not in taken and (tasks.most is None or counts[n] + len(group) <= tasks.most)
+            if size <= room[n] and n not in taken and counts[n] + len(group) <= most[n]
         ]
         if len(pins) > 1 or not nodes:
             return False
