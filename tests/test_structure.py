@@ -26,6 +26,7 @@ FLOORS = [
     {"engine"},
     {"optim", "strategies", "checkpoints"},
     {"serving", "planning"},
+    {"adaptive"},
     {"training", "verification"},
     {"spmd_engine"},
     {"cli"},
