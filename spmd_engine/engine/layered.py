@@ -145,13 +145,13 @@ class LayeredEngine(StoredEngine):
             return place(model, mesh, chosen_layout, dtype=self.dtype, backend=self.backend, **options)
 
         state = on_all_ranks(move.group, placed)
+        self.model = model
         self.gradients, self.input_gradient = {}, None  # of the last step, on the old mesh
         if state is None:
             move.leave()
             if self.is_placed:
                 del self._placed, self.store
             return
-        self.model = model
         self._install(state)
         move.finish()
         self.filled()

@@ -174,22 +174,22 @@ class ShapeChanges:
                 raise UsageError(end.error) from None
             if end.code:
                 sys.exit(end.code)
-        except BaseException as error:
-            self._dismiss(error)
+        except SystemExit as stop:
+            self._dismiss(stop.code, "")
+            raise
+        except UsageError as error:  # other errors end the idle ranks, too, as they end all of the job
+            self._dismiss(0, str(error)[:1000])
             raise
         else:
-            self._dismiss(None)
+            self._dismiss(0, "")
         finally:
             if self._reshaper:
                 self._reshaper.close()
 
-    def _dismiss(self, error: BaseException | None) -> None:
+    def _dismiss(self, code: Any, error: str) -> None:
         """Wake the idle ranks for the last time, on rank 0."""
-        reshaper = self._reshaper
-        if reshaper and reshaper.idle.ranks and self._run.engine.device_id == 0:
-            code = error.code if isinstance(error, SystemExit) else 0
-            text = "" if error is None or isinstance(error, SystemExit) else str(error)[:1000] or type(error).__name__
-            reshaper.idle.wake({"exit": code, "error": text})
+        if self._reshaper and self._reshaper.idle.ranks and self._run.engine.device_id == 0:
+            self._reshaper.idle.wake({"exit": code, "error": error})
 
 
 class _Dismissed(Exception):
