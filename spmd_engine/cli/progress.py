@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from signal import Signals
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spmd_engine.models.names import IMAGES
 from spmd_engine.training.data.corpus import Corpus
@@ -81,6 +81,14 @@ class Reporter(Observer):
 
     def not_saved(self, step: int, why: str) -> None:
         self._print(f"spmd_engine: {why}; training continues after step {step}")
+
+    def reshaped(self, step: int, change: Mapping[str, Any]) -> None:
+        for notice in change["notices"]:
+            self._print(f"spmd_engine: note: {notice}")
+        self._print(f"spmd_engine: after step {step} {change['after']} (before: {change['before']})")
+
+    def not_reshaped(self, step: int, change: Mapping[str, Any]) -> None:
+        self._print(f"spmd_engine: after step {step} a change of shape is refused: {change['why']}")
 
     def _note_experts(self, report: StepReport) -> None:
         from spmd_engine.training.expert_load import ExpertLoad
