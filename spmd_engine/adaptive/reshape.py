@@ -222,11 +222,11 @@ class Reshaper:
             raise
         _close(old, self._subset)
         self._subset, self.shape = subset, shape
-        if self.is_idle:
-            gc.collect()
-            return_freed_memory()
-            if self.world.neighbours is not None:
-                self.world.neighbours.own.return_freed()
+        del old  # with what its groups keep
+        gc.collect()
+        return_freed_memory()  # that of the old shape
+        if self.world.neighbours is not None:
+            self.world.neighbours.own.return_freed()
 
     def _open_mesh(self, shape: Shape) -> tuple[Mesh | None, Communicator | None]:
         """The mesh of a shape, and its communicator unless that is the world's; None on ranks outside it."""
