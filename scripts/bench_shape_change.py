@@ -55,7 +55,16 @@ def work(options: argparse.Namespace) -> None:
 def times_of(options: argparse.Namespace, what: str, run: Path) -> list[tuple[float, float]]:
     shared = {name: getattr(options, name) for name in ("model", "data", "batch_size", "length")}
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in shared.items()]
-    command = [*(find_mpiexec() or ("mpiexec",)), "-n", "4", sys.executable, __file__, *arguments, f"--work={what}", f"--run={run}"]
+    command = [
+        *(find_mpiexec() or ("mpiexec",)),
+        "-n",
+        "4",
+        sys.executable,
+        __file__,
+        *arguments,
+        f"--work={what}",
+        f"--run={run}",
+    ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return json.loads((run / "times.json").read_text())
 
@@ -76,7 +85,7 @@ def one_round(options: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Times a change of shape of a running job.")
     parser.add_argument("--model", default="gpt-mini")
     parser.add_argument("--data", default="docs")
     parser.add_argument("--batch-size", type=int, default=16)

@@ -51,9 +51,7 @@ class Shape:
     def axes(self) -> dict[str, int]:
         return dict(self.composition.mesh or {"data": len(self.ranks)})
 
-    def changed(
-        self, options: Mapping[str, Any], ranks: Sequence[int] | None, model: Model
-    ) -> tuple[Shape, list[str]]:
+    def changed(self, options: Mapping[str, Any], ranks: Sequence[int] | None, model: Model) -> tuple[Shape, list[str]]:
         """This shape with other ``options`` of its composition, and a notice for each other option that does not fit
         the new mesh and becomes its default. ``ranks``: those on the mesh; by default the first of the world.
 
@@ -126,7 +124,7 @@ class Reshaper:
         self._build, self._ledger = build, engine.mesh.ledger
         self._mesh_options = {"timeout": timeout, **mesh_options}
         self.world = engine.mesh.comm
-        self.everyone = Group(self.world, "world", self._ledger, **self._mesh_options)  #: also the idle ranks
+        self.all_ranks = Group(self.world, "world", self._ledger, **self._mesh_options)  #: also the idle ranks
         self.idle = IdleRanks(self.world, timeout or TIMEOUT)
         self._subset: Communicator | None = None  # of the mesh, unless it covers the world
 
@@ -149,6 +147,8 @@ class Reshaper:
                 f"mesh {_text(axes)} needs {prod(axes.values())} ranks; the job has {len(world)}"
                 + (f", and {len(shape.ranks)} are named" if set(shape.ranks) <= set(world) else "")
             )
+        if shape == self.shape:
+            raise UsageError(f"the job has this shape: {shape}")
         if composition.compress != self.shape.composition.compress:
             raise UsageError("compress changes the results of a run: it stays as it is")
         if compression(composition.compress).feeds_back:
@@ -173,7 +173,7 @@ class Reshaper:
             needed += self._bytes(self.shape, self.engine.assignment)
         if self.world.rank in shape.ranks:
             needed += self._bytes(shape, self._assigned(shape, model, shape.ranks.index(self.world.rank))[1])
-        by_rank = self.everyone.all_gather(np.array([needed]), label="reshape")
+        by_rank = self.all_ranks.all_gather(np.array([needed]), label="reshape")
         on_node = sum(n for n, host in zip(by_rank, self.world.hosts, strict=True) if host == self.world.node)
 
         def check() -> None:
@@ -184,7 +184,7 @@ class Reshaper:
                     f"{readable_bytes(memory_here())} of memory"
                 )
 
-        on_all_ranks(self.everyone, check)
+        on_all_ranks(self.all_ranks, check)
 
     def _bytes(self, shape: Shape, assignment: Assignment) -> int:
         """Bytes of a rank's parameters, gradients and optimizer state."""
@@ -212,11 +212,11 @@ class Reshaper:
         The old mesh is closed. Raises UsageError on all ranks if the model cannot be placed; nothing has moved then.
         """
         engine, old, model = self.engine, self.engine.mesh, self._model(shape.composition)
-        mesh, subset = on_all_ranks(self.everyone, lambda: self._open_mesh(shape))
+        mesh, subset = on_all_ranks(self.all_ranks, lambda: self._open_mesh(shape))
         layout = composed_layout(model, mesh, shape.composition) if mesh else None
         how = shape.composition.how_on(shape.axes)
         try:
-            engine.reshard(mesh, layout, optimizer=self.optimizer, model=model, among=self.everyone, **how)
+            engine.reshard(mesh, layout, optimizer=self.optimizer, model=model, among=self.all_ranks, **how)
         except UsageError:
             _close(mesh, subset)
             raise
@@ -234,7 +234,8 @@ class Reshaper:
         if world.rank not in shape.ranks:
             return None, None
         subset = world.subset(shape.ranks, timeout) if len(shape.ranks) < world.size else None
-        return Mesh(subset or world, ledger=self._ledger, **self._mesh_options, **shape.axes), subset
+        axes: dict[str, Any] = shape.axes
+        return Mesh(subset or world, ledger=self._ledger, **self._mesh_options, **axes), subset
 
     def rest(self) -> None:
         """From now on the ranks outside the mesh are idle, until ``idle.wake``."""

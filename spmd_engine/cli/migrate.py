@@ -31,7 +31,13 @@ EVERY = 0.1  #: seconds between two looks for the answer
 @click.option("--plan", metavar="FILE", help="Spread the model as in a file of 'plan --output'.")
 @click.option("--ranks", metavar="N,N,...", help="Ranks of the job on the mesh, with rank 0. [default: the first]")
 @click.option("--at", metavar="STEP", type=int, default=0, help="Change after this step. [default: the next]")
-@click.option("--wait", type=Quantity(SECONDS), metavar="TIME", default=600.0, help="Longest wait for the answer. [default: 10min]")
+@click.option(
+    "--wait",
+    type=Quantity(SECONDS),
+    metavar="TIME",
+    default=600.0,
+    help="Longest wait for the answer. [default: 10min]",
+)
 @options_of(TrainConfig, ["composition"], without=["compress"])
 def migrate(run: str, plan: str | None, ranks: str | None, at: int, wait: float, **options: Any) -> None:
     """Change the mesh, the ZeRO stage or other options of the job that trains in the folder RUN, between two steps.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
@@ -34,9 +34,8 @@ class ShapeChanges:
     ) -> None:
         self._run, self._workload, self._propose = run, workload, propose
         self._file, self._steps = run.folder / ShapeRequest.FILE, sys.maxsize
-        self._request: ShapeRequest | UsageError | None = None  # on rank 0: of the file, or why it cannot be read
+        self._request: ShapeRequest | UsageError | None = None  # on rank 0: see ``_read``
         self._proposed: ShapeRequest | None = None
-        self._seen: tuple[int, int] | None = None  # the file that was read last, by number and time
         job, engine, self._reshaper = workload.job, workload.engine, None
         if isinstance(engine, LayeredEngine):
             self._reshaper = Reshaper(
@@ -49,7 +48,7 @@ class ShapeChanges:
                 deterministic=job.deterministic,
             )
         self._rebalancer = self._new_rebalancer()
-        run.trainer.asks, run.after_step = self._asks, self.after
+        run.trainer.has_request, run.after_step = self._has_request, self.after
 
     def _new_rebalancer(self) -> Rebalancer | None:
         composition, engine = self._workload.job.composition, self._workload.engine
@@ -60,33 +59,28 @@ class ShapeChanges:
 
     # --- on rank 0
 
-    def _asks(self) -> bool:
+    def _has_request(self) -> bool:
         """Whether a request is due after this step, on rank 0; it also hears of signals to idle ranks."""
         if self._run.engine.device_id or self._run.tracing:
             return False  # the trace is of one mesh
         stop, step = self._run.trainer.stop, self._run.steps_done + 1  # this one is about to be done
         if self._reshaper and self._reshaper.idle.ranks and stop:
             stop.receive(self._reshaper.idle.signal())
-        self._look()
         if step >= self._steps:
             return False
-        self._proposed = self._propose(step)
-        due = isinstance(self._request, UsageError) or self._request is not None and self._request.at <= step
-        return due or self._proposed is not None
+        self._proposed, self._request = self._propose(step), self._read()
+        if isinstance(self._request, ShapeRequest) and self._request.at > step:
+            self._request = None
+        return (self._proposed or self._request) is not None
 
-    def _look(self) -> None:
-        """Read the file of a request if it is new."""
+    def _read(self) -> ShapeRequest | UsageError | None:
+        """The request in the folder, or why its file cannot be read; None without a file."""
+        if not os.path.isfile(self._file):  # reading a pipe might never end
+            return None
         try:
-            status = os.stat(self._file)
-        except OSError:
-            self._request = self._seen = None
-            return
-        if self._seen != (status.st_ino, status.st_mtime_ns):
-            self._seen = status.st_ino, status.st_mtime_ns
-            try:
-                self._request = ShapeRequest.from_json(json_at(self._file), str(self._file))
-            except UsageError as error:
-                self._request = error
+            return ShapeRequest.from_json(json_at(self._file), str(self._file))
+        except UsageError as error:
+            return error
 
     def _order(self) -> str:
         """The request to follow now, and the state of the training that a rank needs which has been idle, as JSON."""
@@ -109,16 +103,16 @@ class ShapeChanges:
         if self._rebalancer:
             self._rebalancer.after(step)
         stop = self._run.trainer.stop
-        if self._run.trainer.asked and not (stop and stop.taken):
-            self._meet()
+        if self._run.trainer.requested and not (stop and stop.taken):
+            self._change_shape()
         while self._reshaper and self._reshaper.is_idle:
             with self._workload.engine.mesh.activity.phase("idle, outside the mesh"):
                 message = self._reshaper.idle.sleep(lambda: stop.received if stop else 0)
             if "exit" in message:
                 raise _Dismissed(message["exit"], message["error"])
-            self._meet()
+            self._change_shape()
 
-    def _meet(self) -> None:
+    def _change_shape(self) -> None:
         """Follow a request on all ranks of the world, or refuse it."""
         began, run, reshaper = perf_counter(), self._run, self._reshaper
         is_first = run.engine.device_id == 0
@@ -128,8 +122,8 @@ class ShapeChanges:
         if not (reshaper and reshaper.is_idle):
             run.finish_saving(must=False)
         try:
-            everyone = reshaper.everyone if reshaper else run.engine.group()
-            order = json.loads(text_from_rank_zero(everyone, self._order))
+            all_ranks = reshaper.all_ranks if reshaper else run.engine.group()
+            order = json.loads(text_from_rank_zero(all_ranks, self._order))
             run.trainer.steps_done, run.trainer.skipped_in_a_row = order["step"], order["skipped"]
             change = self._follow(ShapeRequest.from_json(order["request"], "the request"))
             notify = lambda observer: observer.reshaped(run.steps_done, change)

@@ -70,8 +70,8 @@ class Trainer:
     ReplicasDifferError is raised. With ``step_metrics``, every report has the bytes and waiting times of all ranks,
     which takes a small collective; it always has the auxiliary losses and counts that layers return.
     ``first_step_check`` compares the first step with its dry run. ``run`` ends after a step at whose end any rank had a
-    signal in its ``stop`` flag: all ranks' flags are then taken. ``asks`` is called at the end of each step; if it
-    returns True on any rank, ``asked`` is True on all of them until the next step: a way to agree without a call.
+    signal in its ``stop`` flag: all ranks' flags are then taken. ``has_request`` is called at the end of each step; if
+    it returns True on any rank, ``requested`` is True on all of them until the next step: they agree without a call.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class Trainer:
         self.grad_clip, self.loss, self.steps_done, self.step_metrics = grad_clip, loss, first_step, step_metrics
         self.stop, self.max_skipped, self.first_step_check = stop, max_skipped, first_step_check
         self.skipped_in_a_row = 0
-        self.asks: Callable[[], bool] = lambda: False
-        self.asked = False
+        self.has_request: Callable[[], bool] = lambda: False
+        self.requested = False
 
     def step(self) -> StepReport:
         """Make one optimizer step. Collective."""
@@ -129,8 +129,10 @@ class Trainer:
         if self.stop:
             self.stop.to_save = True
         # Only this proves that all ranks skip: each may have taken the norm of its own copy of the summed gradients.
-        asks = self.asks()
-        seconds, facts, signal, self.asked = metrics.close(skips, self.stop.received if self.stop else None, asks)
+        requests = self.has_request()
+        seconds, facts, signal, self.requested = metrics.close(
+            skips, self.stop.received if self.stop else None, requests
+        )
         skipped = self._skip(loss, norm, batch) if skips else None
         self.steps_done += 1
         if self.stop:
@@ -243,10 +245,10 @@ class StepMetrics:
         self._before = _state(mesh) if mesh.size > 1 and not brief else None
 
     def close(
-        self, skips: bool = False, signal: int | None = None, asks: bool = False
+        self, skips: bool = False, signal: int | None = None, requests: bool = False
     ) -> tuple[float, dict[str, Any], int, bool]:
         """The step's seconds on this rank, facts about all ranks, the largest ``signal`` of any rank, and whether any
-        ``asks``.
+        ``requests``.
 
         Raises ReplicasDifferError on all ranks if ``skips``, whether this step has no update, differs among ranks.
         Collective over the world; if brief, only if ranks may have signals.
@@ -255,13 +257,13 @@ class StepMetrics:
         """
         seconds = perf_counter() - self._began
         if self._brief:
-            return seconds, {}, *self._largest_signal(skips, signal, asks)
+            return seconds, {}, *self._largest_signal(skips, signal, requests)
         if self._mesh.size == 1:
-            return seconds, {"bytes_sent": 0}, signal or 0, asks
-        mine = np.concatenate([_state(self._mesh) - self._before, [seconds, skips, signal or 0, asks]])
+            return seconds, {"bytes_sent": 0}, signal or 0, requests
+        mine = np.concatenate([_state(self._mesh) - self._before, [seconds, skips, signal or 0, requests]])
         axes = list(self._mesh.axes)
         ranks = self._mesh.all_gather(mine[None], label="metrics")
-        seconds, skipped, signals, asked = ranks[:, -4:].T
+        seconds, skipped, signals, requested = ranks[:, -4:].T
         _check_equal(skipped)
         idle = ranks[:, 0]
         sent, waited, processor = np.split(ranks[:, 1:-4], [len(axes), 2 * len(axes)], axis=1)
@@ -276,12 +278,12 @@ class StepMetrics:
             "shares": parts.round(3).tolist(),
             "cpu_seconds": processor[:, 0].round(4).tolist(),
         }
-        return perf_counter() - self._began, facts, int(signals.max()), bool(asked.max())
+        return perf_counter() - self._began, facts, int(signals.max()), bool(requested.max())
 
-    def _largest_signal(self, skips: bool, signal: int | None, asks: bool) -> tuple[int, bool]:
+    def _largest_signal(self, skips: bool, signal: int | None, requests: bool) -> tuple[int, bool]:
         if signal is None or self._mesh.size == 1:
-            return signal or 0, asks
-        by_rank = self._mesh.all_gather(np.array([[skips, signal, asks]]), label="metrics")
+            return signal or 0, requests
+        by_rank = self._mesh.all_gather(np.array([[skips, signal, requests]]), label="metrics")
         _check_equal(by_rank[:, 0])
         return int(by_rank[:, 1].max()), bool(by_rank[:, 2].max())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import sys
 import weakref
 from bisect import bisect
 from collections import deque
@@ -69,12 +70,13 @@ class Arena:
     def return_freed(self) -> None:
         """Return the pages of free memory to the system; they are zero when they are next used."""
         self._take_back()
-        remove = getattr(mmap, "MADV_REMOVE", None)
-        for start, stop in self._free if remove is not None and isinstance(self.memory, mmap.mmap) else ():
+        if sys.platform != "linux" or not isinstance(self.memory, mmap.mmap):
+            return
+        for start, stop in self._free:
             first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
             if first < last:
                 try:
-                    self.memory.madvise(remove, first, last - first)
+                    self.memory.madvise(mmap.MADV_REMOVE, first, last - first)
                 except OSError:  # of memory without a file, as virtual ranks have it
                     self.memory.madvise(mmap.MADV_DONTNEED, first, last - first)
 
