@@ -53,7 +53,8 @@ class Shape:
 
     def changed(self, options: Mapping[str, Any], ranks: Sequence[int] | None, model: Model) -> tuple[Shape, list[str]]:
         """This shape with other ``options`` of its composition, and a notice for each other option that does not fit
-        the new mesh and becomes its default. ``ranks``: those on the mesh; by default the first of the world.
+        the new mesh and becomes its default. ``ranks``: those on the mesh; by default the present ones if the size of
+        the mesh stays, else the first of the world.
 
         Raises UsageError for an unknown option, an invalid value, and options that contradict each other.
         """
@@ -62,7 +63,10 @@ class Shape:
             composition = composition.changed(mesh={"data": len(ranks)})
         axes = dict(composition.mesh or self.axes)
         composition, notices = composition.changed(mesh=axes).fitted(axes, model, options)
-        return Shape(composition, tuple(sorted(ranks if ranks is not None else range(prod(axes.values()))))), notices
+        if ranks is None:
+            size = prod(axes.values())
+            ranks = self.ranks if len(self.ranks) == size else range(size)
+        return Shape(composition, tuple(sorted(ranks))), notices
 
     def __str__(self) -> str:
         usual = ParallelConfig().as_json()
@@ -80,7 +84,7 @@ class ShapeRequest:
     FILE: ClassVar = "reshape.json"  #: in the folder of a run, which removes it when it answers
 
     composition: Mapping[str, Any]  #: options by name; the others stay, or become their defaults if they do not fit
-    ranks: Sequence[int] | None = None  #: of the world, on the new mesh; None: the first ones
+    ranks: Sequence[int] | None = None  #: of the world, on the new mesh; None: see ``Shape.changed``
     at: int = 0  #: the number of steps after which the change is due
     model: str | None = None  #: the model that the composition was made for; None: any
     id: str = ""  #: repeated in the answer

@@ -29,7 +29,11 @@ EVERY = 0.1  #: seconds between two looks for the answer
 @click.command(short_help="Change how a running job is spread over its ranks.")
 @click.argument("run")
 @click.option("--plan", metavar="FILE", help="Spread the model as in a file of 'plan --output'.")
-@click.option("--ranks", metavar="N,N,...", help="Ranks of the job on the mesh, with rank 0. [default: the first]")
+@click.option(
+    "--ranks",
+    metavar="N,N,...",
+    help="Ranks of the job on the mesh, with rank 0. [default: as now if as many, else the first]",
+)
 @click.option("--at", metavar="STEP", type=int, default=0, help="Change after this step. [default: the next]")
 @click.option(
     "--wait",
