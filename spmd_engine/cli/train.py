@@ -23,7 +23,6 @@ from spmd_engine.runtime.signals import REQUEUE
 from spmd_engine.training.run import Observer
 from spmd_engine.training.run_job import read_job, read_run, run_folder
 from spmd_engine.training.run_job import train as train_job
-from spmd_engine.training.shares_by_speed import SharesBySpeed
 from spmd_engine.training.train_config import FIXED, TrainConfig
 from spmd_engine.training.workload import PAGE_MODEL
 
@@ -71,7 +70,11 @@ def train(context: click.Context, **options: Any) -> None:
     """
     if options["trace"] is not None and options["trace"] < 1:
         raise UsageError(f"--trace {options['trace']}: it must be from 1")
-    speeds = SharesBySpeed(options["adapt_every"]) if options["adapt"] else None
+    speeds = None
+    if options["adapt"]:
+        from spmd_engine.training.shares_by_speed import SharesBySpeed
+
+        speeds = SharesBySpeed(options["adapt_every"])
     try:
         run = train_job(
             job_of(context),

@@ -4,6 +4,7 @@ import gc
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +35,8 @@ def drawn_requests(job, ranks):
     for step in range(1, CHANGES + 1):
         count = int(job.rng.choice([n for n in (1, 2, 3, 4, 4) if n <= ranks]))
         axes, how = job._place(count)
+        if axes.get("data", 1) > 1 and job.rng.integers(2):
+            how |= {"shares": "data=" + ":".join(map(str, job.rng.integers(1, 4, axes["data"])))}
         others = job.rng.choice(np.arange(1, ranks), count - 1, replace=False)
         requests[step] = ShapeRequest({"mesh": axes, **how}, ranks=[0, *sorted(others.tolist())])
     return requests
@@ -44,11 +47,11 @@ def events(folder, *kinds):
     return [line for line in lines if line["event"] in kinds]
 
 
-def trained(job, run, ranks, requests, **options):
+def trained(job, run, ranks, requests, nodes=None, **options):
     """Train a job on ranks, which change their shape by requests at steps."""
     axes, how = job._place(ranks)
     config = TrainConfig.of(**job.what | how | {"mesh": axes})
-    return run_threads(lambda: train(config, run, propose=requests.get, **options), ranks)
+    return run_threads(lambda: train(config, run, propose=requests.get, **options), ranks, nodes=nodes)
 
 
 def assert_same(run, alone):
@@ -62,10 +65,16 @@ def assert_same(run, alone):
             np.testing.assert_allclose(found[name], array, rtol=1e-8, atol=1e-9, err_msg=name)
 
 
-@pytest.mark.parametrize("seed", [TEXT_MODEL, EXPERTS, IMAGES, ADAPTERS])
-def test_ten_changes_change_no_result(tmp_path, seed):
+@pytest.mark.parametrize(
+    "seed, nodes",
+    [(TEXT_MODEL, "abab"), (EXPERTS, "aaaa"), (IMAGES, "aaaa"), (ADAPTERS, "aaaa")]
+    + [pytest.param(seed, "aabb", marks=pytest.mark.soak) for seed in (0, 5, 6, 7, 11, 12, 14, 15, 16, 17, 18, 19)],
+)
+def test_ten_changes_change_no_result(tmp_path, seed, nodes):
     job = job_of(seed, tmp_path, save_every=4, check_replicas_every=1, save_in_background=True)
-    trained(job, tmp_path / "run", 4, drawn_requests(job, 4))
+    if job.kind == "page":
+        pytest.skip("a page shards itself")
+    trained(job, tmp_path / "run", 4, drawn_requests(job, 4), list(nodes))
     trained(job, tmp_path / "alone", 1, {})
     assert len(events(tmp_path / "run", "reshaped")) >= 5, events(tmp_path / "run", "not reshaped")
     assert_same(tmp_path / "run", tmp_path / "alone")
@@ -247,7 +256,7 @@ def test_changes_leave_nothing_behind():
         job = job.with_options(steps=changes + 2, save_every=0, eval_every=0, mesh={"data": 3})
         train(job, folder, propose=lambda step: shapes[step % 5])
         gc.collect()
-        comm = world()
+        comm: Any = world()
         own = comm.neighbours.own
         with open("/proc/self/smaps_rollup") as file:
             private = sum(int(line.split()[1]) for line in file if line.startswith("Private_Dirty"))
