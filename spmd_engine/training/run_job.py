@@ -50,8 +50,8 @@ def train(
     ``run`` is the folder for results, or its name under ``runs/``; None makes a new one, ``runs/MODEL-NUMBER``. With
     ``resume`` the run continues from its checkpoint, without the options of its composition that the mesh does not
     permit, unless they are ``given``. ``stop_at`` ends the run before the job's last step; ``trace`` is the number of
-    steps to trace. After each step but the last, ``propose(step)`` is called on rank 0 and may return a request to
-    change the shape of the job; see also ``migrate``. Raises UsageError for a job that cannot run.
+    steps to trace. After each step but the last and traced ones, ``propose(step)`` is called on rank 0 and may return a
+    request to change the shape of the job; see also ``migrate``. Raises UsageError for a job that cannot run.
     """
     job = _as_job(job)
     steps = job.training.steps

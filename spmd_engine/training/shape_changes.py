@@ -116,11 +116,11 @@ class ShapeChanges:
         """Follow a request on all ranks of the world, or refuse it."""
         began, run, reshaper = perf_counter(), self._run, self._reshaper
         is_first = run.engine.device_id == 0
+        if not (reshaper and reshaper.is_idle):
+            run.finish_saving(must=False)  # on the old mesh; it may fail
         if reshaper and reshaper.idle.ranks and is_first:
             reshaper.idle.wake({})
         change: dict[str, Any] = {}
-        if not (reshaper and reshaper.is_idle):
-            run.finish_saving(must=False)
         try:
             all_ranks = reshaper.all_ranks if reshaper else run.engine.group()
             order = json.loads(text_from_rank_zero(all_ranks, self._order))

@@ -209,6 +209,16 @@ def test_a_file_that_is_no_request_is_answered_and_removed(tmp_path, content, re
     assert event["step"] == 1 and reason in event["why"] and not file.exists()
 
 
+def test_a_request_waits_until_traced_steps_are_done(tmp_path):
+    file = tmp_path / "run" / ShapeRequest.FILE
+    file.parent.mkdir()
+    file.write_text('{"composition": {"mesh": {"model": 4}}, "id": "mine"}')
+    run_threads(lambda: train(small_job(tmp_path, steps=6), tmp_path / "run", trace=2), 4)
+    (event,) = events(tmp_path / "run", "reshaped", "not reshaped")
+    assert (event["event"], event["step"], event["request"]) == ("reshaped", 4, "mine")
+    assert json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+
+
 # --- idle ranks, and what changes leave behind
 
 
@@ -241,6 +251,32 @@ def test_an_error_of_the_others_ends_an_idle_rank(tmp_path):
     run_threads(program, 4)
 
 
+def memory_here(kind):
+    """KiB of this process's memory of a kind of ``smaps_rollup``."""
+    with open("/proc/self/smaps_rollup") as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith(f"{kind}:"))
+
+
+@pytest.mark.mpi(ranks=2)
+def test_an_idle_rank_returns_its_memory_to_the_system(monkeypatch):
+    """Parameters, gradients and two kinds of state in float64: 28 MiB."""
+    move, returned = Reshaper.move, []
+
+    def measured(reshaper, shape):
+        before = memory_here("Pss")
+        move(reshaper, shape)
+        returned.append((before - memory_here("Pss")) / 1024)
+
+    monkeypatch.setattr(Reshaper, "move", measured)
+    with Mesh() as mesh, tempfile.TemporaryDirectory() as mine:
+        what = {"data": RandomJob(5, mine).what["data"], "batch_size": 4, "length": 8, "eval_samples": 2, "sample": 0}
+        job = TrainConfig.of(model="gpt-nano", dtype="float64", steps=3, eval_every=0, save_every=0, **what)
+        folder = text_from_rank_zero(mesh.group(), lambda: mine)
+        train(job, Path(folder) / "run", propose={1: ShapeRequest({"mesh": {"data": 1}})}.get)
+        assert mesh.rank == 0 or 20 < returned[0] < 60
+        mesh.barrier()
+
+
 @pytest.mark.mpi(ranks=3)
 def test_changes_leave_nothing_behind():
     """As many communicators, records and shared memory after 75 more changes, and hardly more memory."""
@@ -258,9 +294,8 @@ def test_changes_leave_nothing_behind():
         gc.collect()
         comm: Any = world()
         own = comm.neighbours.own
-        with open("/proc/self/smaps_rollup") as file:
-            private = sum(int(line.split()[1]) for line in file if line.startswith("Private_Dirty"))
-        return [len(comm._kept), len(comm.progress.activity._free), own.size - own.free], private
+        left = [len(comm._kept), len(comm.progress.activity._free), own.size - own.free]
+        return left, memory_here("Private_Dirty")
 
     with Mesh() as mesh, tempfile.TemporaryDirectory() as mine:
         job, folder = small_job(mine), Path(text_from_rank_zero(mesh.group(), lambda: mine))
