@@ -1,7 +1,7 @@
 """Jobs that are drawn from a seed: what is computed, and on which sequence of meshes.
 
 A job is trained in legs. Each leg continues from the checkpoint of the previous one on its own mesh, and some legs
-change the mesh in between by ``engine.reshard``. The reference is one rank that runs all steps at once.
+change their shape in between. The reference is one rank that runs all steps at once.
 """
 
 import json
@@ -14,6 +14,7 @@ import saved
 import tiny
 from labelled_images import write_npz
 from spmd_engine import Mesh, TrainConfig, run_threads, train
+from spmd_engine.adaptive import ShapeRequest
 from spmd_engine.axes import MeshPosition
 from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.engine.parallel_config import PIPELINES, RECOMPUTE, composed_layout
@@ -26,8 +27,6 @@ from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.strategies import STRATEGIES, default_axes
 from spmd_engine.tokens.tokenizer import Tokenizer
 from spmd_engine.training.data.prepare import prepare
-from spmd_engine.training.run_job import _begin, _make_run
-from spmd_engine.training.workload import open_workload
 
 FAMILIES = sorted(Path(__file__).parent.joinpath("golden", "decoders").iterdir())
 TEXTS = [f"document {number}: " + "a cab " * (number * 7 % 30) for number in range(40)]
@@ -205,31 +204,13 @@ class RandomJob:
 
     def trained(self, leg, folder, resume):
         """Losses by step of one leg."""
-        job = TrainConfig.of(**self.what | leg.how | leg.run | {"mesh": leg.axes})
-        ranks = tiny.ranks_of(leg.axes)
-        if leg.turns_at is None:
-            run_threads(lambda: train(job, folder, resume=resume, stop_at=leg.stop_at, trace=leg.trace), ranks)
-            return losses_in(folder)
-        return run_threads(lambda: self._turning(job, leg, folder, resume), ranks)[0] | losses_in(folder)
-
-    def _turning(self, job, leg, folder, resume):
-        """Losses by step before the change of the mesh; those after it are in the folder."""
-        axes, how = leg.turned
-        job = job.with_options(rebalance_every=0)  # rebalancing does not support a mesh changed by others
-        with Mesh(**leg.axes) as mesh, Mesh(**axes) as other:
-            workload = open_workload(job, mesh)
-            made = _make_run(workload, folder, [], 0)
-            with made.locked():
-                _begin(made, workload, resume)
-            reports = list(made.trainer.run(leg.turns_at))
-            model_has = {name: leg.how[name] for name in ("context_method", "reshard_after") if name in leg.how}
-            composition = TrainConfig.of(**self.what | how | model_has).composition
-            layout = composed_layout(workload.engine.model, other, composition)
-            options = composition.how_on(axes)
-            workload.engine.reshard(other, layout, optimizer=made.trainer.optimizer, **options)
-            made.validation = workload.validation
-            made.train(leg.stop_at)
-            return {report.step: report.loss for report in reports}
+        job, requests = TrainConfig.of(**self.what | leg.how | leg.run | {"mesh": leg.axes}), {}
+        if leg.turns_at is not None:
+            axes, how = leg.turned
+            requests[leg.turns_at] = ShapeRequest({"mesh": axes, **how})
+        options = {"resume": resume, "stop_at": leg.stop_at, "trace": leg.trace, "propose": requests.get}
+        run_threads(lambda: train(job, folder, **options), tiny.ranks_of(leg.axes))
+        return losses_in(folder)
 
     def alone(self, folder):
         """Losses by step of one rank that runs all steps at once."""

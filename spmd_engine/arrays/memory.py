@@ -30,6 +30,12 @@ def keep_freed_memory() -> bool:
     return is_set
 
 
+def return_freed_memory() -> None:
+    """Return the memory of freed blocks to the system once, in a process that will not need it for long."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+
+
 def _advise_huge_pages(libc: ctypes.CDLL) -> None:
     """Grow the heap by ``_RESERVED`` free bytes of huge pages, if the system allows it."""
     libc.malloc.restype = ctypes.c_void_p

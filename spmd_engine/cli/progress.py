@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from signal import Signals
 from time import monotonic
@@ -72,6 +72,14 @@ class Reporter(Observer):
 
     def not_saved(self, step: int, why: str) -> None:
         self._print(f"spmd_engine: {why}; training continues after step {step}")
+
+    def reshaped(self, step: int, change: Mapping[str, Any]) -> None:
+        for notice in change["notices"]:
+            self._print(f"spmd_engine: note: {notice}")
+        self._print(f"spmd_engine: after step {step} {change['after']} (before: {change['before']})")
+
+    def not_reshaped(self, step: int, change: Mapping[str, Any]) -> None:
+        self._print(f"spmd_engine: after step {step} a change of shape is refused: {change['why']}")
 
     def _note_experts(self, report: StepReport) -> None:
         from spmd_engine.training.expert_load import ExpertLoad

@@ -43,6 +43,10 @@ options that are impossible on the mesh are dropped."""
     metavar="NAME",
     help="Also log to csv, prometheus or tensorboard, or FILE.py:NAME; may repeat.",
 )
+@click.option("--adapt", is_flag=True, help="Give ranks shares of the samples by their measured speeds, while it runs.")
+@click.option(
+    "--adapt-every", type=click.IntRange(1), default=20, metavar="STEPS", help="Interval of --adapt. [default: 20]"
+)
 @click.option("--report", is_flag=True, help="At the end, write report.html, as the command 'report' does.")
 @click.option("--trace", metavar="STEPS", type=int, help="Record this many steps in trace.json.")
 @click.option(
@@ -66,6 +70,11 @@ def train(context: click.Context, **options: Any) -> None:
     """
     if options["trace"] is not None and options["trace"] < 1:
         raise UsageError(f"--trace {options['trace']}: it must be from 1")
+    speeds = None
+    if options["adapt"]:
+        from spmd_engine.training.shares_by_speed import SharesBySpeed
+
+        speeds = SharesBySpeed(options["adapt_every"])
     try:
         run = train_job(
             job_of(context),
@@ -74,8 +83,9 @@ def train(context: click.Context, **options: Any) -> None:
             given=_given_options(context),
             stop_at=options["stop_at"],
             trace=options["trace"] or 0,
-            observers=[Reporter(), *_loggers(options["logger"])],
+            observers=[Reporter(), *_loggers(options["logger"]), *([speeds] if speeds else [])],
             enforce=options["enforce"],
+            propose=speeds.propose if speeds else lambda step: None,
         )
         if options["report"] and run.engine.device_id == 0:
             from spmd_engine.cli.report import write_report

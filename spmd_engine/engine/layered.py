@@ -12,6 +12,8 @@ import numpy as np
 
 from spmd_engine.arrays import random
 from spmd_engine.arrays.backend import CPU, Array, Backend
+from spmd_engine.comm.agreement.rank_zero import on_all_ranks
+from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine.base import Loss, Metric
@@ -113,25 +115,51 @@ class LayeredEngine(StoredEngine):
         return frozen[name] if name in frozen else self._placed.extras.buffers.index.get(name)
 
     def reshard(
-        self, mesh: Mesh | None, layout: Layout | None = None, *, optimizer: Optimizer | None = None, **options: Any
+        self,
+        mesh: Mesh | None,
+        layout: Layout | None = None,
+        *,
+        optimizer: Optimizer | None = None,
+        model: Model | None = None,
+        among: Group | None = None,
+        **options: Any,
     ) -> None:
         """Continue training on another mesh of all or some of the same ranks, in any order, with the same parameters,
         buffers and, if the ``optimizer`` is given, its state.
 
-        A rank outside the new mesh passes None for it: it sends its blocks to the others, and its engine cannot be used
-        afterwards. ``options`` are those of the constructor that control the computation: ``storage``, ``schedule``,
-        ``stages``, ``recompute``. Collective over the old mesh, whose ledger counts the transfer, and which stays open.
+        A rank outside the new mesh passes None for it: it sends its blocks to the others and keeps no arrays. Such a
+        rank can be taken back: ``among`` is a group of all ranks of both meshes; None: those of the old mesh.
+        ``options`` are those of the constructor that control the computation: ``storage``, ``schedule``, ``stages``,
+        ``recompute``; ``model`` is this model with layers for them, if they differ. Collective over ``among``. The
+        ledger of the old mesh counts the transfer, unless ``among`` has another, and the old mesh stays open.
+        Raises UsageError on all ranks if the model cannot be placed on the mesh; the engine is then unchanged.
         """
         from spmd_engine.engine.state.engine_state import StateReshard
 
-        move = StateReshard(self, optimizer)
-        if mesh is None:
+        move, model = StateReshard(self, optimizer, among), model or self.model
+
+        def placed() -> EngineState | None:
+            if mesh is None:
+                return None
+            chosen_layout = layout if layout is not None else layout_for(model, mesh)
+            return place(model, mesh, chosen_layout, dtype=self.dtype, backend=self.backend, **options)
+
+        state = on_all_ranks(move.group, placed)
+        self.model = model
+        self.gradients, self.input_gradient = {}, None  # of the last step, on the old mesh
+        if state is None:
             move.leave()
+            if self.is_placed:
+                del self._placed, self.store
             return
-        layout = layout if layout is not None else layout_for(self.model, mesh)
-        self._install(place(self.model, mesh, layout, dtype=self.dtype, backend=self.backend, **options))
+        self._install(state)
         move.finish()
         self.filled()
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether this rank is on the mesh of the engine: False after it has left by ``reshard``."""
+        return "_placed" in vars(self)
 
     def initialize(self, frozen: bool = True) -> None:
         """Fill the parameters, and with ``frozen`` the frozen weights, with initial values: functions of seed, name and

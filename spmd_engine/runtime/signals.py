@@ -99,16 +99,20 @@ class StopFlag:
         if not self.to_save:
             raise Interrupted(number)
         if not self.received:
-            self.received, self._since = number, monotonic()
+            self.receive(number)
         elif monotonic() - self._since > AGAIN:
             raise Interrupted(number)
+
+    def receive(self, number: int) -> None:
+        """Record a signal that this process, or one that reports it here, has received; the first one counts."""
+        if number and not self.received:
+            self.received, self._since = number, monotonic()
 
     def take(self, number: int) -> None:
         """Record that the work ends for signal ``number``, which another rank may have received; 0 for none."""
         if number and not self.taken:
             self.taken = number
-            if not self.received:
-                self.received, self._since = number, monotonic()
+            self.receive(number)
 
     def __enter__(self) -> StopFlag:
         self._handlers.__enter__()

@@ -68,6 +68,12 @@ class Observer:
     def not_saved(self, step: int, why: str) -> None:
         """A checkpoint could not be written; the run continues after ``step`` steps."""
 
+    def reshaped(self, step: int, change: Mapping[str, Any]) -> None:
+        """After ``step`` steps the run goes on in another shape: see ``ShapeChanges``."""
+
+    def not_reshaped(self, step: int, change: Mapping[str, Any]) -> None:
+        """A requested change of shape is refused, and the run continues as it was."""
+
     def stopped(self, step: int, signal: int) -> None:
         """The run has been saved and ends after ``step`` steps, because a rank received this signal."""
 
@@ -158,6 +164,12 @@ class EventLog(Observer):
 
     def not_saved(self, step: int, why: str) -> None:
         self._write("not saved", step=step, why=why)
+
+    def reshaped(self, step: int, change: Mapping[str, Any]) -> None:
+        self._write("reshaped", step=step, **change)
+
+    def not_reshaped(self, step: int, change: Mapping[str, Any]) -> None:
+        self._write("not reshaped", step=step, **change)
 
     def stopped(self, step: int, signal: int) -> None:
         self._write("stopped", step=step, signal=signal)
@@ -270,7 +282,7 @@ class Run:
     ``check_replicas_every`` steps (0: never) ranks compare their replicas, and a flipped bit ends the run. ``trace`` is
     the number of steps, from the second on, to trace in ``trace.json``. ``sample`` is called on all ranks at the end,
     for a text that shows what the model learnt; ``after_step`` is called with the number of each step, after its
-    metrics are reported and before anything is saved.
+    metrics are reported and before anything is saved; it may replace ``validation``, ``config`` and the engine's mesh.
 
     SIGINT, SIGTERM, SIGUSR1 or SIGHUP to any rank ends the run after the current step: it is saved, reported to the
     observers, and raises SystemExit on every rank, whose code is 128 + the signal's number. A second signal, or one
@@ -302,6 +314,7 @@ class Run:
         self._keep, self._background, self._go_on_unsaved = keep, background, go_on_unsaved
         self._check_replicas_every = check_replicas_every
         self._phase = trainer.engine.mesh.activity.phase
+        self.tracing = False  #: whether steps are being traced
         self._saving: Save | None = None  # a save that is perhaps not complete
         self._lock: RunLock | None = None  # while this run writes
         self.evaluation: Evaluation | None = None  #: the last one
@@ -344,21 +357,22 @@ class Run:
                     self._evaluate()
                     if evaluation := self.evaluation:
                         report = replace(report, validation_loss=evaluation.loss, validation_metrics=evaluation.metrics)
-                self._notify(lambda observer, report=report: observer.stepped(report))
+                self.notify(lambda observer, report=report: observer.stepped(report))
                 if evaluates:
                     self._notify_evaluated()
                 self.after_step(report.step)
-                ends = last or bool(stop.taken)
-                if _due(self._check_replicas_every, report.step):
-                    self._compare_replicas(report.step)
+                done = self.steps_done  # a rank may have been idle in between
+                ends = done == steps or bool(stop.taken)
+                if _due(self._check_replicas_every, done):
+                    self._compare_replicas(done)
                 if self._saving and self._is_written_everywhere():
-                    self._finish_saving(must=ends)
-                if ends or _due(self.save_every, report.step):
+                    self.finish_saving(must=ends)
+                if ends or _due(self.save_every, done):
                     self._start_saving(must=ends)
                     if ends or not self._background:
-                        self._finish_saving(must=ends)
+                        self.finish_saving(must=ends)
             if stop.taken:
-                self._notify(lambda observer: observer.stopped(self.steps_done, stop.taken))
+                self.notify(lambda observer: observer.stopped(self.steps_done, stop.taken))
                 sys.exit(128 + stop.taken)
             if steps == 0:
                 self.save()
@@ -368,7 +382,7 @@ class Run:
         """Write a checkpoint, and make the folder if it is missing. Collective."""
         with self.locked():
             self._start_saving(must=True)
-            self._finish_saving(must=True)
+            self.finish_saving(must=True)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -459,7 +473,7 @@ class Run:
             logger.warning(message, newest, saved_on, this_mesh)
 
     def _start_saving(self, must: bool) -> None:
-        self._finish_saving(must)  # the previous save
+        self.finish_saving(must)  # the previous save
         with self._maybe_unsaved(must), self._phase("saving, step", self.steps_done):
             self.write_config()
             self._saving = Save(
@@ -479,12 +493,13 @@ class Run:
         mine = np.array(self._saving.is_written, np.int64)
         return bool(self.engine.group().all_reduce(mine, "min", label="save"))
 
-    def _finish_saving(self, must: bool) -> None:
+    def finish_saving(self, must: bool) -> None:
+        """Finish the save in progress, if there is one; a failure is an error if it ``must`` succeed. Collective."""
         saving, self._saving = self._saving, None
         if saving is not None:
             with self._maybe_unsaved(must), self._phase("saving, step", saving.step):
                 saving.finish()
-                self._notify(lambda observer: observer.saved(saving.step))
+                self.notify(lambda observer: observer.saved(saving.step))
 
     @contextmanager
     def _maybe_unsaved(self, must: bool) -> Iterator[None]:
@@ -495,7 +510,7 @@ class Run:
             if must or not self._go_on_unsaved:
                 raise
             why = str(error)
-            self._notify(lambda observer: observer.not_saved(self.steps_done, why))
+            self.notify(lambda observer: observer.not_saved(self.steps_done, why))
 
     def _evaluate(self) -> None:
         if self.validation:
@@ -513,10 +528,12 @@ class Run:
         if self.trace:
             from spmd_engine.training.trace import Trace
 
+            self.tracing = True
             yield from self.trainer.run(min(steps, self.steps_done + 1))
             trace = Trace(self.engine.mesh)
             with trace.of(self.engine):
                 yield from self.trainer.run(min(steps, self.steps_done + self.trace))
+            self.tracing = False
             text = trace.json()
             self.on_rank_zero(lambda: replace_file(self.folder / "trace.json", text or ""))
         yield from self.trainer.run(steps)
@@ -538,16 +555,16 @@ class Run:
             self.on_rank_zero(start)
             yield
             text = self.sample()
-            self._notify(lambda observer: observer.finished(self.loss, text))
+            self.notify(lambda observer: observer.finished(self.loss, text))
         finally:
             for observer in started:
                 observer.closed()
 
     def _notify_evaluated(self) -> None:
         if (loss := self.loss) is not None:
-            self._notify(lambda observer: observer.evaluated(self.steps_done, loss))
+            self.notify(lambda observer: observer.evaluated(self.steps_done, loss))
 
-    def _notify(self, event: Callable[[Observer], None]) -> None:
+    def notify(self, event: Callable[[Observer], None]) -> None:
         """Pass an event to the observers. Raises UsageError on rank 0, which ends the job, if one cannot write."""
         with self._add_folder_to_errors():
             for observer in self.observers:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spmd_engine.adaptive.reshape import ShapeRequest
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.checkpoints.format.folder import find_checkpoint, make_folder, replace_file
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
@@ -21,6 +22,7 @@ from spmd_engine.strategies import default_axes, strategy_named
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.training.first_step_check import first_step_check
 from spmd_engine.training.run import CONFIG, Observer, Run
+from spmd_engine.training.shape_changes import ShapeChanges
 from spmd_engine.training.train_config import CorpusFacts, TrainConfig
 from spmd_engine.training.workload import Workload, make_trainer, open_workload
 
@@ -41,13 +43,15 @@ def train(
     trace: int = 0,
     observers: Sequence[Observer] = (),
     enforce: bool = True,
+    propose: Callable[[int], ShapeRequest | None] = lambda step: None,
 ) -> Run:
     """Train a job: a TrainConfig, its JSON, or a file of that. Collective over the world; returns the Run when done.
 
     ``run`` is the folder for results, or its name under ``runs/``; None makes a new one, ``runs/MODEL-NUMBER``. With
     ``resume`` the run continues from its checkpoint, without the options of its composition that the mesh does not
     permit, unless they are ``given``. ``stop_at`` ends the run before the job's last step; ``trace`` is the number of
-    steps to trace. Raises UsageError for a job that cannot run.
+    steps to trace. After each step but the last and traced ones, ``propose(step)`` is called on rank 0 and may return a
+    request to change the shape of the job; see also ``migrate``. Raises UsageError for a job that cannot run.
     """
     job = _as_job(job)
     steps = job.training.steps
@@ -71,7 +75,8 @@ def train(
             for observer in new_run.observers:
                 observer.opened(workload, parameters, notices)
                 observer.loaded(loaded)
-            new_run.train(stop_at or steps)
+            with ShapeChanges(new_run, workload, propose).until(stop_at or steps):
+                new_run.train(stop_at or steps)
     return new_run
 
 
@@ -167,16 +172,9 @@ def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], t
         )
         return PROMPT + (completion.text or "")
 
-    trainer = make_trainer(workload)
-    after_step: Callable[[int], None] = lambda step: None
-    if job.composition.rebalance_every and isinstance(engine, LayeredEngine):
-        from spmd_engine.training.expert_load import Rebalancer
-
-        options = job.composition.how_on(engine.mesh.axes)
-        after_step = Rebalancer(engine, trainer.optimizer, job.composition.rebalance_every, **options).after
     return Run(
         folder,
-        trainer,
+        make_trainer(workload),
         validation=workload.validation,
         eval_every=job.training.eval_every,
         save_every=job.training.save_every,
@@ -189,7 +187,6 @@ def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], t
         observers=observers,
         trace=trace,
         sample=sample,
-        after_step=after_step,
     )
 
 

@@ -72,7 +72,8 @@ class Trainer:
     ReplicasDifferError is raised. With ``step_metrics``, every report has the bytes and waiting times of all ranks,
     which takes a small collective; it always has the auxiliary losses and counts that layers return.
     ``first_step_check`` compares the first step with its dry run. ``run`` ends after a step at whose end any rank had a
-    signal in its ``stop`` flag: all ranks' flags are then taken.
+    signal in its ``stop`` flag: all ranks' flags are then taken. ``has_request`` is called at the end of each step; if
+    it returns True on any rank, ``requested`` is True on all of them until the next step: they agree without a call.
     """
 
     def __init__(
@@ -95,6 +96,8 @@ class Trainer:
         self.grad_clip, self.loss, self.steps_done, self.step_metrics = grad_clip, loss, first_step, step_metrics
         self.stop, self.max_skipped, self.first_step_check = stop, max_skipped, first_step_check
         self.skipped_in_a_row = 0
+        self.has_request: Callable[[], bool] = lambda: False
+        self.requested = False
 
     def step(self) -> StepReport:
         """Make one optimizer step. Collective."""
@@ -128,7 +131,10 @@ class Trainer:
         if self.stop:
             self.stop.to_save = True
         # Only this proves that all ranks skip: each may have taken the norm of its own copy of the summed gradients.
-        seconds, facts, signal = metrics.close(skips, self.stop.received if self.stop else None)
+        requests = self.has_request()
+        seconds, facts, signal, self.requested = metrics.close(
+            skips, self.stop.received if self.stop else None, requests
+        )
         skipped = self._skip(loss, norm, batch) if skips else None
         self.steps_done += 1
         if self.stop:
@@ -240,8 +246,11 @@ class StepMetrics:
         self._mesh, self._brief, self._began = mesh, brief, perf_counter()
         self._before = _state(mesh) if mesh.size > 1 and not brief else None
 
-    def close(self, skips: bool = False, signal: int | None = None) -> tuple[float, dict[str, Any], int]:
-        """The step's seconds on this rank, facts about all ranks, and the largest ``signal`` of any rank.
+    def close(
+        self, skips: bool = False, signal: int | None = None, requests: bool = False
+    ) -> tuple[float, dict[str, Any], int, bool]:
+        """The step's seconds on this rank, facts about all ranks, the largest ``signal`` of any rank, and whether any
+        ``requests``.
 
         Raises ReplicasDifferError on all ranks if ``skips``, whether this step has no update, differs among ranks.
         Collective over the world; if brief, only if ranks may have signals.
@@ -250,16 +259,17 @@ class StepMetrics:
         """
         seconds = perf_counter() - self._began
         if self._brief:
-            return seconds, {}, self._largest_signal(skips, signal)
+            return seconds, {}, *self._largest_signal(skips, signal, requests)
         if self._mesh.size == 1:
-            return seconds, {"bytes_sent": 0, "private_bytes": [private_bytes()]}, signal or 0
-        own = [private_bytes(), seconds, skips, signal or 0]
+            return seconds, {"bytes_sent": 0, "private_bytes": [private_bytes()]}, signal or 0, requests
+        own = [private_bytes(), seconds, skips, signal or 0, requests]
         mine = np.concatenate([_state(self._mesh) - self._before, own])
         axes = list(self._mesh.axes)
         ranks = self._mesh.all_gather(mine[None], label="metrics")
-        _check_equal(ranks[:, -2])
-        idle, memory, seconds, signals = ranks[:, 0], ranks[:, -4], ranks[:, -3], ranks[:, -1]
-        sent, waited, processor = np.split(ranks[:, 1:-4], [len(axes), 2 * len(axes)], axis=1)
+        memory, seconds, skipped, signals, requested = ranks[:, -5:].T
+        _check_equal(skipped)
+        idle = ranks[:, 0]
+        sent, waited, processor = np.split(ranks[:, 1:-5], [len(axes), 2 * len(axes)], axis=1)
         waiting = waited.sum(axis=1)
         idle = np.minimum(idle, waiting)
         parts = np.stack([seconds - waiting, waiting - idle, idle], axis=1) / seconds[:, None]
@@ -272,14 +282,14 @@ class StepMetrics:
             "cpu_seconds": processor[:, 0].round(4).tolist(),
             "private_bytes": memory.astype(int).tolist(),
         }
-        return perf_counter() - self._began, facts, int(signals.max())
+        return perf_counter() - self._began, facts, int(signals.max()), bool(requested.max())
 
-    def _largest_signal(self, skips: bool, signal: int | None) -> int:
+    def _largest_signal(self, skips: bool, signal: int | None, requests: bool) -> tuple[int, bool]:
         if signal is None or self._mesh.size == 1:
-            return signal or 0
-        by_rank = self._mesh.all_gather(np.array([[skips, signal]]), label="metrics")
+            return signal or 0, requests
+        by_rank = self._mesh.all_gather(np.array([[skips, signal, requests]]), label="metrics")
         _check_equal(by_rank[:, 0])
-        return int(by_rank[:, 1].max())
+        return int(by_rank[:, 1].max()), bool(by_rank[:, 2].max())
 
 
 def private_bytes() -> int:

@@ -396,7 +396,7 @@ def _events(run: RunRecord) -> str:
         elif kind == "started":
             texts = [f"mesh {event.get('mesh')}, on {len(set(event.get('nodes') or [0]))} node(s)"]
         else:
-            texts = [event.get(name) for name in ("text", "why") if event.get(name)]
+            texts = [event.get(name) for name in ("text", "why", "after") if event.get(name)]
         if kind in ("started", "stopped", "finished", "closed") or texts:
             rows.append((_time(event), kind, step, "; ".join(map(str, texts))))
     if not rows:

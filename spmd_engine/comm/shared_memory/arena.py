@@ -7,7 +7,9 @@ of the node can address it by (arena, offset), so that a collective can read and
 from __future__ import annotations
 
 import logging
+import mmap
 import os
+import sys
 import weakref
 from bisect import bisect
 from collections import deque
@@ -49,10 +51,7 @@ class Arena:
 
     def allocate(self, size: int) -> int | None:
         """The offset of ``size`` aligned bytes; None if there is no room. Free them with ``release``."""
-        while self._returned:
-            lease = self._returned.popleft()
-            self.release(lease.start, lease.size)
-            del self._leases[lease.start]
+        self._take_back()
         size = _rounded(size)
         for i, (start, stop) in enumerate(self._free):
             if stop - start >= size:
@@ -69,6 +68,26 @@ class Arena:
             )
             self._warned = True
         return None
+
+    def return_freed(self) -> None:
+        """Return the pages of free memory to the system; they are zero when they are next used."""
+        self._take_back()
+        if sys.platform != "linux" or not isinstance(self.memory, mmap.mmap):
+            return
+        for start, stop in self._free:
+            first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+            if first < last:
+                try:
+                    self.memory.madvise(mmap.MADV_REMOVE, first, last - first)
+                except OSError:  # of memory without a file, as virtual ranks have it
+                    self.memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    def _take_back(self) -> None:
+        """Free the memory of the arrays that have been collected."""
+        while self._returned:
+            lease = self._returned.popleft()
+            self.release(lease.start, lease.size)
+            del self._leases[lease.start]
 
     def release(self, start: int, size: int) -> None:
         """Free the bytes that ``allocate(size)`` returned."""

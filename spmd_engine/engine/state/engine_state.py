@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend, backend_of
+from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
@@ -18,7 +19,7 @@ from spmd_engine.engine.pipeline import Chunk, Execution, PipelineNeighbours, Re
 from spmd_engine.engine.schedules import Schedule
 from spmd_engine.engine.schedules.orders import chosen
 from spmd_engine.engine.schedules.schedule import Program
-from spmd_engine.engine.state.assignment import PIPE, Division, ZeroConfig, assign, parse_division
+from spmd_engine.engine.state.assignment import PIPE, Assignment, Division, ZeroConfig, assign, parse_division
 from spmd_engine.engine.state.buffers_and_side_outputs import Buffers, Extras, SideOutputs
 from spmd_engine.engine.zero.parameter_store import (
     FrozenStore,
@@ -37,6 +38,9 @@ from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.placement import Placement
 from spmd_engine.sharding.shards import Shards
 from spmd_engine.sharding.transfer import PIECE, plan_transfer
+
+if TYPE_CHECKING:
+    from spmd_engine.engine.layered import LayeredEngine
 
 
 @dataclass(frozen=True)
@@ -77,21 +81,21 @@ def place(
 ) -> EngineState:
     """The model on this mesh; its parameters are zeros. Options are those of ``LayeredEngine``. Collective.
 
-    Raises NotationError for a layout under which a layer cannot work, UsageError if the model has too few layers for
-    the schedule, or none to recompute.
+    Raises the errors of ``assigned``.
     """
-    for name, layer in model.layers:
-        _check_layout(name, layer, layout)
-    recompute, stages = Recompute(recompute), parse_division(stages) if isinstance(stages, str) else stages
-    check_recompute(model, recompute)
-    pipe = mesh.group(PIPE) if mesh.axes.get(PIPE, 1) > 1 else None
-    schedule = chosen(schedule, mesh.axes.get(PIPE, 1))
-    assignment = assign(
-        model, mesh, layout, dtype.itemsize, storage=storage, stages=stages, chunks_per_stage=schedule.chunks
+    schedule, assignment = assigned(
+        model,
+        mesh,
+        layout,
+        dtype.itemsize,
+        storage=storage,
+        schedule=schedule,
+        stages=stages,
+        recompute=recompute,
     )
+    pipe = mesh.group(PIPE) if mesh.axes.get(PIPE, 1) > 1 else None
     neighbours = PipelineNeighbours(pipe, len(assignment.chunks), backend)
     program = lru_cache(partial(schedule.program, neighbours.stages, stage=neighbours.stage))
-    program(1)  # raises if the schedule has no such stages
     store = ParameterStore(dict(model.parameters()), assignment, mesh, layout, storage, dtype, backend)
     frozen = FrozenStore(model, assignment, mesh, layout, dtype, backend)
     buffers = Buffers(model, sorted(assignment.uses), mesh, layout, dtype, backend, frozen.arrays)
@@ -105,13 +109,42 @@ def place(
     reducer = Reducer(store.storages, assignment.uses, passes)
     shards = [Shards(mesh, layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
     chunks = {
-        number: Chunk(segments(model, layers, recompute), model.layers, shards, unsharder, reducer, extras)
+        number: Chunk(segments(model, layers, Recompute(recompute)), model.layers, shards, unsharder, reducer, extras)
         for number, layers in zip(assignment.mine, passes, strict=True)
     }
     positions = lru_cache(maxsize=8)(partial(_positions, layout, mesh, backend))
     return EngineState(
         mesh, layout, schedule, store, extras, unsharder, reducer, neighbours, chunks, program, positions, frozen
     )
+
+
+def assigned(
+    model: Model,
+    position: MeshPosition,
+    layout: Layout,
+    itemsize: int,
+    *,
+    storage: ZeroConfig,
+    schedule: Schedule | str | None,
+    stages: Division,
+    recompute: Recompute | str,
+) -> tuple[Schedule, Assignment]:
+    """The schedule of a model on a mesh, which need not exist, and the share of the rank at this ``position``.
+
+    Raises NotationError for a layout under which a layer cannot work, UsageError if the model has too few layers for
+    the schedule, or none to recompute.
+    """
+    for name, layer in model.layers:
+        _check_layout(name, layer, layout)
+    check_recompute(model, Recompute(recompute))
+    stages = parse_division(stages) if isinstance(stages, str) else stages
+    count, stage = position.axes.get(PIPE, 1), position.coordinates.get(PIPE, 0)
+    schedule = chosen(schedule, count)
+    assignment = assign(
+        model, position, layout, itemsize, storage=storage, stages=stages, chunks_per_stage=schedule.chunks
+    )
+    schedule.program(count, 1, stage=stage)  # raises if the schedule has no such stages
+    return schedule, assignment
 
 
 def _check_layout(name: str, layer: Layer, layout: Layout) -> None:
@@ -142,28 +175,34 @@ class StateReshard:
     """The move of an engine and its optimizer to another mesh: made before the new placement, finished after it.
 
     Every element is sent once to each rank that needs it (see ``plan_transfer``), in pieces, so that a rank holds at
-    most two of them in addition to its old and new blocks. The constructor and ``finish`` are collective over the old
-    mesh.
+    most two of them in addition to its old and new blocks. ``finish`` and ``leave`` are collective over ``group``, by
+    default the ranks of the old mesh; a rank of it whose engine is not placed holds nothing yet.
     """
 
-    def __init__(self, engine: StoredEngine, optimizer: Optimizer | None = None) -> None:
-        self._engine = engine
-        self._group, self._nodes = engine.group(), engine.mesh.nodes_by_rank
-        self._old_placements = engine.store.placements  #: empty unless they were exchanged before
-        self._old_parts = None if self._old_placements else describe_parts(engine)
-        self._arrays = {**engine.parameters, **engine.buffers}
+    def __init__(self, engine: LayeredEngine, optimizer: Optimizer | None = None, group: Group | None = None) -> None:
+        self._engine, holds = engine, engine.is_placed
+        self.group = group if group is not None else engine.group()
+        self._nodes = list(self.group.comm.hosts)
+        #: empty unless they were exchanged before, among the same ranks
+        self._old_placements = {}
+        if holds and self.group.comm is engine.group().comm:
+            self._old_placements = engine.store.placements
+        self._old_parts = None if self._old_placements else describe_parts(engine if holds else None)
+        self._arrays = {**engine.parameters, **engine.buffers} if holds else {}
         self._state, self._optimizer_state = {}, {}
         if optimizer is not None:
-            optimizer.prepare(engine)
+            if holds:
+                optimizer.prepare(engine)
             self._optimizer_state = optimizer.state
-            self._state = {kind: engine.named(arrays) for kind, arrays in optimizer.state.items()}
+            kinds = optimizer.state if holds else dict.fromkeys(optimizer.kinds, {})
+            self._state = {kind: engine.named(arrays) if holds else {} for kind, arrays in kinds.items()}
 
     def finish(self) -> None:
-        """Fill the engine's new arrays: on another mesh of all ranks, or of some of them, in any order."""
+        """Fill the engine's new arrays: on another mesh of all ranks of the group, or of some of them, in any order."""
         engine = self._engine
         order = self._find_old_ranks(engine.group())
         old, new = self._exchange_placements(engine)
-        if order == list(range(self._group.size)):
+        if order == list(range(self.group.size)):
             engine.store.placements |= new
         self._fill(old, new, {**engine.parameters, **engine.buffers})
 
@@ -174,7 +213,7 @@ class StateReshard:
 
     def _exchange_placements(self, engine: StoredEngine | None) -> tuple[Placements, Placements]:
         """The old and new placements, by ranks of the old group. One all_gather: each waits for the slowest."""
-        ranks = gather_json(self._group, {"old": self._old_parts, "new": describe_parts(engine)}, "placement")
+        ranks = gather_json(self.group, {"old": self._old_parts, "new": describe_parts(engine)}, "placement")
         old = self._old_placements or read_placements([parts["old"] for parts in ranks])
         return old, read_placements([parts["new"] for parts in ranks])
 
@@ -183,10 +222,10 @@ class StateReshard:
 
         Raises UsageError on all ranks unless ``after`` is one group, of ranks of the old one.
         """
-        if after is not None and after.comm is self._group.comm:  # then it is so on all ranks
+        if after is not None and after.comm is self.group.comm:  # then it is so on all ranks
             return list(range(after.size))
         mine = np.array([[after.rank, after.size] if after else [-1, 0]])
-        numbers = self._group.all_gather(mine, label="placement")
+        numbers = self.group.all_gather(mine, label="placement")
         members = np.flatnonzero(numbers[:, 0] >= 0)
         order = members[np.argsort(numbers[members, 0], kind="stable")]
         if numbers[order, 0].tolist() != list(range(numbers[:, 1].max())):
@@ -212,12 +251,12 @@ class StateReshard:
             self._execute(old[True], new[True], states)
 
     def _execute(self, source: Placement, target: Placement, several: Sequence[tuple[Arrays, Arrays]]) -> None:
-        rank = self._group.rank
+        rank = self.group.rank
 
         def held(placement: Placement, arrays: Arrays) -> dict[str, list[Array]]:
             return {name: [arrays[name]] if entry.held[rank] else [] for name, entry in placement.items()}
 
         plan = plan_transfer(source, target, nodes=self._nodes, piece_bytes=PIECE // len(several))
         plan.execute_all(
-            self._group, [(held(source, before), held(target, after)) for before, after in several], label="reshard"
+            self.group, [(held(source, before), held(target, after)) for before, after in several], label="reshard"
         )

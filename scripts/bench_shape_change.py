@@ -1,0 +1,112 @@
+"""Times a change of shape of a running job: in memory, and by a checkpoint and a restart on the other mesh.
+
+    python scripts/bench_shape_change.py --model gpt-mini --batch-size 16 --length 256 --rounds 5
+
+A round of each alternates. The pause is the time between the end of the last step in the old shape and the beginning
+of the first step in the new one, on rank 0. Shown with it: a step in each shape, and how much longer than the second
+one the first step in the new shape takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from spmd_engine import TrainConfig, train
+from spmd_engine.adaptive import ShapeRequest
+from spmd_engine.runtime.mpi_job import find_mpiexec
+from spmd_engine.training import Trainer
+
+OLD, NEW = {"mesh": {"data": 4}, "zero": 0}, {"mesh": {"data": 2, "model": 2}, "zero": 1}
+STEPS = 3  #: in a shape
+
+
+def work(options: argparse.Namespace) -> None:
+    """One job: train, and print on rank 0 when each step began and ended."""
+    shape = NEW if options.work == "restarted" else OLD
+    job = TrainConfig.of(
+        model=options.model, data=options.data, batch_size=options.batch_size, length=options.length,
+        steps=1000, eval_every=0, eval_samples=1, save_every=0, sample=0, check_replicas_every=0, **shape,
+    )  # fmt: skip
+    times, step = [], Trainer.step
+
+    def timed(trainer: Trainer):
+        began = time.time()
+        report = step(trainer)
+        times.append((began, time.time()))
+        return report
+
+    Trainer.step = timed  # type: ignore[method-assign]
+    request = ShapeRequest(NEW)
+    stop_at = STEPS if options.work == "stopped" else 2 * STEPS
+    propose = (lambda n: request if n == STEPS else None) if options.work == "changing" else lambda n: None
+    run = train(job, options.run, resume=options.work == "restarted", stop_at=stop_at, propose=propose, enforce=False)
+    if run.engine.device_id == 0:
+        Path(options.run, "times.json").write_text(json.dumps(times))
+
+
+def times_of(options: argparse.Namespace, what: str, run: Path) -> list[tuple[float, float]]:
+    shared = {name: getattr(options, name) for name in ("model", "data", "batch_size", "length")}
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in shared.items()]
+    command = [
+        *(find_mpiexec() or ("mpiexec",)),
+        "-n",
+        "4",
+        sys.executable,
+        __file__,
+        *arguments,
+        f"--work={what}",
+        f"--run={run}",
+    ]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return json.loads((run / "times.json").read_text())
+
+
+def one_round(options: argparse.Namespace) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        changing = times_of(options, "changing", Path(folder, "changing"))
+        stopped = times_of(options, "stopped", Path(folder, "restarted"))
+        restarted = times_of(options, "restarted", Path(folder, "restarted"))
+    seconds = [end - began for began, end in changing]
+    return {
+        "a step before": seconds[STEPS - 1],
+        "a step after": seconds[-1],
+        "the first step after, beyond the second": seconds[STEPS] - seconds[STEPS + 1],
+        "pause of the change": changing[STEPS][0] - changing[STEPS - 1][1],
+        "pause of save, restart and load": restarted[0][0] - stopped[-1][1],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Times a change of shape of a running job.")
+    parser.add_argument("--model", default="gpt-mini")
+    parser.add_argument("--data", default="docs")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--work", choices=["changing", "stopped", "restarted"], help=argparse.SUPPRESS)
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(options)
+        return
+    rounds = [one_round(options) for _ in range(options.rounds)]
+    print(f"{options.model}, {options.batch_size} x {options.length}, 4 ranks, {os.cpu_count()} cores")
+    for name in rounds[0]:
+        values = [each[name] for each in rounds]
+        print(f"  {name:40} {statistics.median(values):7.3f} s ({min(values):.3f}-{max(values):.3f})")
+    pause, restart = "pause of the change", "pause of save, restart and load"
+    for other, text in (("a step before", "of a step before"), (restart, "of save, restart and load")):
+        ratios = [each[pause] / each[other] for each in rounds]
+        print(f"  the pause is {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) {text}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,348 @@
+"""The shape of a running job, and its changes: another composition, on all or some of the ranks of the world.
+
+Between two steps the engine's arrays and the optimizer's state move from one mesh to another, in memory. Ranks outside
+the mesh are *idle*: they hold no arrays, and sleep until they are taken back or the job ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import prod
+from time import monotonic, sleep
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from spmd_engine.arrays.memory import return_freed_memory
+from spmd_engine.axes import all_positions
+from spmd_engine.comm.agreement.rank_zero import on_all_ranks
+from spmd_engine.comm.communicators.communicator import Communicator
+from spmd_engine.comm.group import Group
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.pending import TIMEOUT
+from spmd_engine.comm.shared_memory.arena import memory_here
+from spmd_engine.engine.batch import check_batch
+from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.optimizers import Optimizer
+from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
+from spmd_engine.engine.state.assignment import Assignment
+from spmd_engine.engine.state.engine_state import assigned
+from spmd_engine.engine.zero.compression import compression
+from spmd_engine.errors import CommunicationTimeout, UsageError, one_of
+from spmd_engine.models import Model
+from spmd_engine.units import readable_bytes
+
+NAP = 0.1  #: seconds that an idle rank sleeps between two looks for a message
+_TAG = 32765  # of messages to and from idle ranks: no other message on the world's communicator has it
+_ROOM = 4096  # bytes of such a message
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a job is spread over the world: a composition, and the ranks on its mesh, in ascending order."""
+
+    composition: ParallelConfig
+    ranks: tuple[int, ...]
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return dict(self.composition.mesh or {"data": len(self.ranks)})
+
+    def changed(self, options: Mapping[str, Any], ranks: Sequence[int] | None, model: Model) -> tuple[Shape, list[str]]:
+        """This shape with other ``options`` of its composition, and a notice for each other option that does not fit
+        the new mesh and becomes its default. ``ranks``: those on the mesh; by default the present ones if the size of
+        the mesh stays, else the first of the world.
+
+        Raises UsageError for an unknown option, an invalid value, and options that contradict each other.
+        """
+        composition = ParallelConfig.from_json(options, "the requested shape", base=self.composition)
+        if "mesh" not in options and ranks is not None and len(ranks) != len(self.ranks):
+            composition = composition.changed(mesh={"data": len(ranks)})
+        axes = dict(composition.mesh or self.axes)
+        composition, notices = composition.changed(mesh=axes).fitted(axes, model, options)
+        if ranks is None:
+            size = prod(axes.values())
+            ranks = self.ranks if len(self.ranks) == size else range(size)
+        return Shape(composition, tuple(sorted(ranks))), notices
+
+    def __str__(self) -> str:
+        usual = ParallelConfig().as_json()
+        options = {name: value for name, value in self.composition.as_json().items() if value != usual[name]}
+        options["mesh"] = ",".join(f"{axis}={size}" for axis, size in self.axes.items())
+        text = " ".join(f"{name} {value}" for name, value in options.items())
+        listed = ",".join(map(str, self.ranks))
+        return text if self.ranks == tuple(range(len(self.ranks))) else f"{text} on ranks {listed}"
+
+
+@dataclass(frozen=True)
+class ShapeRequest:
+    """The request that a running job changes its shape."""
+
+    FILE: ClassVar = "reshape.json"  #: in the folder of a run, which removes it when it answers
+
+    composition: Mapping[str, Any]  #: options by name; the others stay, or become their defaults if they do not fit
+    ranks: Sequence[int] | None = None  #: of the world, on the new mesh; None: see ``Shape.changed``
+    at: int = 0  #: the number of steps after which the change is due
+    model: str | None = None  #: the model that the composition was made for; None: any
+    id: str = ""  #: repeated in the answer
+
+    @classmethod
+    def from_json(cls, content: Any, where: str) -> Self:
+        """The request that ``as_json`` describes; raises UsageError for anything else."""
+        kinds = {"composition": Mapping, "ranks": Sequence, "at": int, "model": str, "id": str}
+        if not isinstance(content, Mapping) or not isinstance(content.get("composition"), Mapping):
+            raise UsageError(f"{where}: it must be an object with an object 'composition', as 'migrate' writes it")
+        for name, value in content.items():
+            if name not in kinds:
+                raise UsageError(f"{where}: unknown field {name!r}; {one_of(name, kinds)}")
+            is_list = not isinstance(value, Sequence) or all(type(rank) is int for rank in value)
+            if value is not None and not (isinstance(value, kinds[name]) and (name != "ranks" or is_list)):
+                raise UsageError(f"{where}: {name} is {value!r}")
+        return cls(**{name: value for name, value in content.items() if value is not None})
+
+    def as_json(self) -> dict[str, Any]:
+        """The input of ``from_json``."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+class Reshaper:
+    """Changes the shape of an engine and its optimizer, on the ranks of the world that ``engine.mesh`` covers.
+
+    ``build`` returns the model with the layers of a composition. Options are those of ``Mesh``.
+    """
+
+    def __init__(
+        self,
+        engine: LayeredEngine,
+        optimizer: Optimizer,
+        shape: Shape,
+        build: Callable[[ParallelConfig], Model],
+        *,
+        timeout: float | None = TIMEOUT,
+        **mesh_options: Any,
+    ) -> None:
+        self.engine, self.optimizer, self.shape = engine, optimizer, shape
+        self._build, self._ledger = build, engine.mesh.ledger
+        self._mesh_options = {"timeout": timeout, **mesh_options}
+        self.world = engine.mesh.comm
+        self.all_ranks = Group(self.world, "world", self._ledger, **self._mesh_options)  #: also the idle ranks
+        self.idle = IdleRanks(self.world, timeout or TIMEOUT)
+        self._subset: Communicator | None = None  # of the mesh, unless it covers the world
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank is outside the mesh."""
+        return not self.engine.is_placed
+
+    def changed(self, options: Mapping[str, Any], ranks: Sequence[int] | None) -> tuple[Shape, list[str]]:
+        """See ``Shape.changed``."""
+        return self.shape.changed(options, ranks, self.engine.model)
+
+    def check(self, shape: Shape, batch_size: int, micro_batches: int) -> None:
+        """Raise UsageError, the same on all ranks, if the job cannot go on in this shape. Collective over the world."""
+        world, axes, composition = range(self.world.size), shape.axes, shape.composition
+        if not shape.ranks or shape.ranks[0] != 0 or len(set(shape.ranks)) < len(shape.ranks):
+            raise UsageError(f"ranks {_listed(shape.ranks)}: name each once, and rank 0, which writes the run's files")
+        if not set(shape.ranks) <= set(world) or prod(axes.values()) != len(shape.ranks):
+            raise UsageError(
+                f"mesh {_text(axes)} needs {prod(axes.values())} ranks; the job has {len(world)}"
+                + (f", and {len(shape.ranks)} are named" if set(shape.ranks) <= set(world) else "")
+            )
+        if shape == self.shape:
+            raise UsageError(f"the job has this shape: {shape}")
+        if composition.compress != self.shape.composition.compress:
+            raise UsageError("compress changes the results of a run: it stays as it is")
+        if compression(composition.compress).feeds_back:
+            raise UsageError(
+                f"compress {composition.compress} keeps what it omits on each rank, which has no place on another "
+                "mesh: this run cannot change its shape"
+            )
+        model = self._model(composition)
+        if _shapes(model) != _shapes(self.engine.model):
+            raise UsageError(f"{model.name} has other parameters in this composition than the running model")
+        position = all_positions(axes)[0]
+        layout = composed_layout(model, position, composition)
+        schedule, _ = self._assigned(shape, model, 0)
+        schedule.program(axes.get("pipe", 1), micro_batches, 0)
+        check_batch(batch_size, micro_batches, layout.spec(model.inputs), position)
+        self._check_memory(shape, model)
+
+    def _check_memory(self, shape: Shape, model: Model) -> None:
+        """Raise UsageError if the old and the new arrays of a node's ranks exceed its memory. Collective."""
+        needed = 0
+        if not self.is_idle:
+            needed += self._bytes(self.shape, self.engine.assignment)
+        if self.world.rank in shape.ranks:
+            needed += self._bytes(shape, self._assigned(shape, model, shape.ranks.index(self.world.rank))[1])
+        by_rank = self.all_ranks.all_gather(np.array([needed]), label="reshape")
+        on_node = sum(n for n, host in zip(by_rank, self.world.hosts, strict=True) if host == self.world.node)
+
+        def check() -> None:
+            if on_node > memory_here():
+                raise UsageError(
+                    f"parameters, gradients and optimizer state in the old and the new shape are "
+                    f"{readable_bytes(int(on_node))} on node {self.world.node}, which has "
+                    f"{readable_bytes(memory_here())} of memory"
+                )
+
+        on_all_ranks(self.all_ranks, check)
+
+    def _bytes(self, shape: Shape, assignment: Assignment) -> int:
+        """Bytes of a rank's parameters, gradients and optimizer state."""
+        zero, elements = shape.composition.storage.stage(shape.axes), 0
+        in_parts = [zero >= 3, zero >= 2, *(zero >= 1 for _ in self.optimizer.kinds)]
+        for group in assignment.groups:
+            part = -(-group.size // prod(shape.axes[axis] for axis in group.summed.cut))
+            elements += sum(part if sharded else group.size for sharded in in_parts)
+        return elements * self.engine.dtype.itemsize
+
+    def _assigned(self, shape: Shape, model: Model, number: int) -> Any:
+        position, composition = all_positions(shape.axes)[number], shape.composition
+        layout, how = composed_layout(model, position, composition), composition.how_on(shape.axes)
+        return assigned(model, position, layout, self.engine.dtype.itemsize, **how)
+
+    def _model(self, composition: ParallelConfig) -> Model:
+        """The model for a composition: the present one if its layers do not differ."""
+        present = self.shape.composition
+        layers = [(each.context_method, each.reshard_after) for each in (composition, present)]
+        return self.engine.model if layers[0] == layers[1] else self._build(composition)
+
+    def move(self, shape: Shape) -> None:
+        """Continue in another shape. Collective over the world, with the idle ranks.
+
+        The old mesh is closed. Raises UsageError on all ranks if the model cannot be placed; nothing has moved then.
+        """
+        engine, old, model = self.engine, self.engine.mesh, self._model(shape.composition)
+        mesh, subset = on_all_ranks(self.all_ranks, lambda: self._open_mesh(shape))
+        layout = composed_layout(model, mesh, shape.composition) if mesh else None
+        how = shape.composition.how_on(shape.axes)
+        try:
+            engine.reshard(mesh, layout, optimizer=self.optimizer, model=model, among=self.all_ranks, **how)
+        except UsageError:
+            _close(mesh, subset)
+            raise
+        _close(old, self._subset)
+        self._subset, self.shape = subset, shape
+        del old  # with what its groups keep
+        gc.collect()
+        return_freed_memory()  # that of the old shape
+        if self.world.neighbours is not None:
+            self.world.neighbours.own.return_freed()
+
+    def _open_mesh(self, shape: Shape) -> tuple[Mesh | None, Communicator | None]:
+        """The mesh of a shape, and its communicator unless that is the world's; None on ranks outside it."""
+        world, timeout = self.world, self._mesh_options["timeout"]
+        if world.rank not in shape.ranks:
+            return None, None
+        subset = world.subset(shape.ranks, timeout) if len(shape.ranks) < world.size else None
+        axes: dict[str, Any] = shape.axes
+        return Mesh(subset or world, ledger=self._ledger, **self._mesh_options, **axes), subset
+
+    def rest(self) -> None:
+        """From now on the ranks outside the mesh are idle, until ``idle.wake``."""
+        self.idle.set([rank for rank in range(self.world.size) if rank not in self.shape.ranks])
+
+    def close(self) -> None:
+        """Close the present mesh."""
+        _close(self.engine.mesh, self._subset)
+        self._subset = None
+
+
+def _close(mesh: Mesh | None, subset: Communicator | None) -> None:
+    if mesh is not None:
+        mesh.close()
+    if subset is not None:
+        subset.free()
+
+
+def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, (_, shape) in model.parameters()}
+
+
+def _text(axes: Mapping[str, int]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in axes.items())
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ",".join(map(str, ranks)) or "none"
+
+
+# --- Ranks outside the mesh
+
+
+class IdleRanks:
+    """The ranks of the world outside the mesh, and the messages between them and rank 0.
+
+    Rank 0 sends an idle rank one message, which wakes it; the idle rank answers with one, with the number of a signal
+    that it has received, or 0. So no message is left over when the program ends.
+    """
+
+    def __init__(self, world: Communicator, timeout: float) -> None:
+        self._world, self._timeout = world, timeout
+        self.ranks: list[int] = []
+        self._answers: dict[int, tuple[np.ndarray, list]] = {}  # on rank 0: buffers and requests of those under way
+
+    def set(self, ranks: Sequence[int]) -> None:
+        """These ranks are idle from now on."""
+        self.ranks = list(ranks)
+        for rank in ranks if self._world.rank == 0 else ():
+            message = np.zeros(_ROOM, np.uint8)
+            self._answers[rank] = message, self._world.start_receive(message, rank, _TAG)
+
+    def signal(self) -> int:
+        """The number of a signal that an idle rank has received, on rank 0; 0 for none."""
+        arrived = (message for message, requests in self._answers.values() if self._world.done(requests))
+        return max((_unpacked(message)["signal"] for message in arrived), default=0)
+
+    def wake(self, content: Mapping[str, Any]) -> None:
+        """Send the idle ranks, from rank 0, this content (JSON), and wait until all are awake; none is idle then."""
+        message = _packed(content)
+        sends = [request for rank in self._answers for request in self._world.start_send(message, rank, _TAG)]
+        self._wait(lambda: self._world.done(sends) and all(self._world.done(r) for _, r in self._answers.values()))
+        self._answers.clear()
+
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        began, idle = monotonic(), 0
+        while True:
+            self._world.prepare_to_pause(idle)
+            if is_done():
+                return
+            if monotonic() - began > self._timeout:
+                raise CommunicationTimeout(f"waited {self._timeout:g} s for idle ranks {_listed(self.ranks)} to wake")
+            self._world.pause(idle)
+            idle += 1
+
+    def sleep(self, received: Callable[[], int]) -> Mapping[str, Any]:
+        """Sleep on this idle rank until rank 0 sends a message, and return its content.
+
+        ``received`` returns the number of a signal that this process has received, or 0; rank 0 gets it at once.
+        """
+        world, message = self._world, np.zeros(_ROOM, np.uint8)
+        incoming, answer, sends = world.start_receive(message, 0, _TAG), None, []
+        while not world.done(incoming):
+            if answer is None and (signal := received()):
+                answer = _packed({"signal": signal})
+                sends = world.start_send(answer, 0, _TAG)
+            sleep(NAP)
+            world.prepare_to_pause(0)
+            world.pause(0)  # raises RankAborted if another virtual rank has failed
+        if answer is None:
+            answer = _packed({"signal": 0})
+            sends = world.start_send(answer, 0, _TAG)
+        self._wait(lambda: world.done(sends))
+        return _unpacked(message)
+
+
+def _packed(content: Mapping[str, Any]) -> np.ndarray:
+    """JSON, padded with zeros to ``_ROOM`` bytes."""
+    message = np.zeros(_ROOM, np.uint8)
+    data = np.frombuffer(json.dumps(content).encode()[:_ROOM], np.uint8)
+    message[: len(data)] = data
+    return message
+
+
+def _unpacked(message: np.ndarray) -> dict[str, Any]:
+    return json.loads(message.tobytes().rstrip(b"\0"))

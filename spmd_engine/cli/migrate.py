@@ -1,0 +1,130 @@
+"""``migrate``: asks a running job to change its shape."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from spmd_engine.adaptive.reshape import ShapeRequest
+from spmd_engine.checkpoints.format.folder import replace_file
+from spmd_engine.cli.options import Quantity, options_of, values_given
+from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.errors import UsageError
+from spmd_engine.planning.plan_result import PlanFile
+from spmd_engine.runtime.launchers import launcher_rank
+from spmd_engine.training.run import EventLog
+from spmd_engine.training.run_job import run_folder
+from spmd_engine.training.train_config import TrainConfig
+from spmd_engine.units import SECONDS
+
+EVERY = 0.1  #: seconds between two looks for the answer
+
+
+@click.command(short_help="Change how a running job is spread over its ranks.")
+@click.argument("run")
+@click.option("--plan", metavar="FILE", help="Spread the model as in a file of 'plan --output'.")
+@click.option(
+    "--ranks",
+    metavar="N,N,...",
+    help="Ranks of the job on the mesh, with rank 0. [default: as now if as many, else the first]",
+)
+@click.option("--at", metavar="STEP", type=int, default=0, help="Change after this step. [default: the next]")
+@click.option(
+    "--wait",
+    type=Quantity(SECONDS),
+    metavar="TIME",
+    default=600.0,
+    help="Longest wait for the answer. [default: 10min]",
+)
+@options_of(TrainConfig, ["composition"], without=["compress"])
+def migrate(run: str, plan: str | None, ranks: str | None, at: int, wait: float, **options: Any) -> None:
+    """Change the mesh, the ZeRO stage or other options of the job that trains in the folder RUN, between two steps.
+
+    Parameters and optimizer state move in memory, and the job goes on with the same results, to rounding. Options that
+    are not given stay as they are, or become their defaults if they do not fit the new mesh. A mesh of fewer ranks than
+    were started leaves the others idle until they are taken back. A change that is impossible is refused with its
+    reason, and the job continues as it was.
+
+    \b
+      python -m spmd_engine migrate gpt-nano-1 --mesh data=2,model=2 --zero 1
+      python -m spmd_engine migrate gpt-nano-1 --mesh data=2 --ranks 0,3
+    """
+    if launcher_rank() > 0:
+        return
+    folder = run_folder(run)
+    log = folder / EventLog.NAME
+    if not log.is_file():
+        raise UsageError(f"{folder}: no such run; name the folder that 'train' writes, as in runs/gpt-nano-1")
+    values, model = values_given(options), None
+    if plan is not None:
+        if values:
+            raise UsageError(f"--{next(iter(values)).replace('_', '-')} with --plan {plan}, which decides it: omit one")
+        file = PlanFile.read(plan)
+        values, model = file.composition.as_json(), file.model.name
+        values.pop("compress")
+    if not values:
+        raise UsageError("migrate needs the new shape: --mesh, --zero, another option of it, or --plan")
+    ParallelConfig().changed(**values)  # raises UsageError for a value that no mesh permits
+    request = ShapeRequest(values, _ranks(ranks), at, model, os.urandom(8).hex())
+    begin = log.stat().st_size
+    if _last_event(log) == "closed":
+        raise UsageError(f"{folder} has no running job; 'train --resume --run {folder}' takes these options, too")
+    path = folder / ShapeRequest.FILE
+    replace_file(path, json.dumps(request.as_json()) + "\n")
+    try:
+        answer = _answer(log, begin, request.id, wait)
+    except UsageError:
+        path.unlink(missing_ok=True)
+        raise
+    if answer["event"] != "reshaped":
+        raise UsageError(f"{folder}: refused after step {answer['step']}: {answer.get('why', 'its run has ended')}")
+    for notice in answer["notices"]:
+        click.echo(f"spmd_engine: note: {notice}", err=True)
+    click.echo(f"{folder}: after step {answer['step']} {answer['after']} (before: {answer['before']})")
+
+
+def _ranks(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--ranks {text}: write the numbers of ranks, as in 0,1,3") from None
+
+
+def _answer(log: Path, begin: int, request: str, wait: float) -> dict[str, Any]:
+    """The event that answers a request, among those after byte ``begin``."""
+    end = time.monotonic() + wait
+    while time.monotonic() < end:
+        for event in _events(log, begin):
+            if event.get("request") == request:
+                return event
+            if event.get("event") == "closed":
+                raise UsageError(f"{log.parent}: the job has ended, after step {event.get('step')}, without the change")
+        time.sleep(EVERY)
+    raise UsageError(f"{log.parent}: no answer in {wait:g} s, and the request is withdrawn; does the job still run?")
+
+
+def _last_event(log: Path) -> str:
+    names = [event.get("event", "") for event in _events(log, 0)]
+    return names[-1] if names else ""
+
+
+def _events(log: Path, begin: int) -> Iterator[dict[str, Any]]:
+    """The complete lines of a run's log from byte ``begin`` on."""
+    with open(log, "rb") as file:
+        file.seek(begin)
+        lines = file.read().split(b"\n")[:-1]
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:  # of a job that was killed
+            continue
+        if isinstance(event, dict):
+            yield event

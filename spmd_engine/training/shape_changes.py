@@ -1,0 +1,194 @@
+"""Changes of a run's shape between its steps, as a file in its folder requests: see ``migrate``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+from spmd_engine.adaptive.reshape import Reshaper, Shape, ShapeRequest
+from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
+from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.errors import UsageError
+from spmd_engine.foreign import json_at
+from spmd_engine.training.expert_load import Rebalancer
+from spmd_engine.training.run import Run
+from spmd_engine.training.workload import Workload
+
+
+class ShapeChanges:
+    """Lets a run change its shape after any of its steps.
+
+    Rank 0 looks for a ShapeRequest after each step, and ``propose(step)`` may return one, too. All ranks learn of it
+    with the step's metrics, check it, and move, or refuse it with one error; the answer is a line of ``events.jsonl``.
+    Ranks outside the mesh stay in ``after`` until they are taken back, or leave it by ``_Dismissed`` when the run ends.
+    """
+
+    def __init__(
+        self, run: Run, workload: Workload, propose: Callable[[int], ShapeRequest | None] = lambda step: None
+    ) -> None:
+        self._run, self._workload, self._propose = run, workload, propose
+        self._file, self._steps = run.folder / ShapeRequest.FILE, sys.maxsize
+        self._request: ShapeRequest | UsageError | None = None  # on rank 0: see ``_read``
+        self._proposed: ShapeRequest | None = None
+        job, engine, self._reshaper = workload.job, workload.engine, None
+        if isinstance(engine, LayeredEngine):
+            self._reshaper = Reshaper(
+                engine,
+                run.trainer.optimizer,
+                Shape(job.composition, tuple(range(engine.mesh.size))),
+                job.model.build,
+                check=job.check,
+                timeout=job.timeout,
+                deterministic=job.deterministic,
+            )
+        self._rebalancer = self._new_rebalancer()
+        run.trainer.has_request, run.after_step = self._has_request, self.after
+
+    def _new_rebalancer(self) -> Rebalancer | None:
+        composition, engine = self._workload.job.composition, self._workload.engine
+        if not composition.rebalance_every or not isinstance(engine, LayeredEngine):
+            return None
+        options = composition.how_on(engine.mesh.axes)
+        return Rebalancer(engine, self._run.trainer.optimizer, composition.rebalance_every, **options)
+
+    # --- on rank 0
+
+    def _has_request(self) -> bool:
+        """Whether a request is due after this step, on rank 0; it also hears of signals to idle ranks."""
+        if self._run.engine.device_id or self._run.tracing:
+            return False  # the trace is of one mesh
+        stop, step = self._run.trainer.stop, self._run.steps_done + 1  # this one is about to be done
+        if self._reshaper and self._reshaper.idle.ranks and stop:
+            stop.receive(self._reshaper.idle.signal())
+        if step >= self._steps:
+            return False
+        self._proposed, self._request = self._propose(step), self._read()
+        if isinstance(self._request, ShapeRequest) and self._request.at > step:
+            self._request = None
+        return (self._proposed or self._request) is not None
+
+    def _read(self) -> ShapeRequest | UsageError | None:
+        """The request in the folder, or why its file cannot be read; None without a file."""
+        if not os.path.isfile(self._file):  # reading a pipe might never end
+            return None
+        try:
+            return ShapeRequest.from_json(json_at(self._file), str(self._file))
+        except UsageError as error:
+            return error
+
+    def _order(self) -> str:
+        """The request to follow now, and the state of the training that a rank needs which has been idle, as JSON."""
+        trainer, request = self._run.trainer, self._proposed or self._request
+        self._answered = ""
+        if request is not self._proposed:
+            self._file.unlink(missing_ok=True)
+        if isinstance(request, UsageError):
+            raise request
+        assert request is not None
+        self._answered = request.id
+        return json.dumps(
+            {"request": request.as_json(), "step": trainer.steps_done, "skipped": trainer.skipped_in_a_row}
+        )
+
+    # --- on all ranks
+
+    def after(self, step: int) -> None:
+        """Call this after each step; returns when this rank has the next step to do."""
+        if self._rebalancer:
+            self._rebalancer.after(step)
+        stop = self._run.trainer.stop
+        if self._run.trainer.requested and not (stop and stop.taken):
+            self._change_shape()
+        while self._reshaper and self._reshaper.is_idle:
+            with self._workload.engine.mesh.activity.phase("idle, outside the mesh"):
+                message = self._reshaper.idle.sleep(lambda: stop.received if stop else 0)
+            if "exit" in message:
+                raise _Dismissed(message["exit"], message["error"])
+            self._change_shape()
+
+    def _change_shape(self) -> None:
+        """Follow a request on all ranks of the world, or refuse it."""
+        began, run, reshaper = perf_counter(), self._run, self._reshaper
+        is_first = run.engine.device_id == 0
+        if not (reshaper and reshaper.is_idle):
+            run.finish_saving(must=False)  # on the old mesh; it may fail
+        if reshaper and reshaper.idle.ranks and is_first:
+            reshaper.idle.wake({})
+        change: dict[str, Any] = {}
+        try:
+            all_ranks = reshaper.all_ranks if reshaper else run.engine.group()
+            order = json.loads(text_from_rank_zero(all_ranks, self._order))
+            run.trainer.steps_done, run.trainer.skipped_in_a_row = order["step"], order["skipped"]
+            change = self._follow(ShapeRequest.from_json(order["request"], "the request"))
+            notify = lambda observer: observer.reshaped(run.steps_done, change)
+        except UsageError as error:
+            change["why"] = str(error)
+            notify = lambda observer: observer.not_reshaped(run.steps_done, change)
+        if reshaper:
+            reshaper.rest()
+        if is_first:
+            change |= {"request": self._answered, "seconds": round(perf_counter() - began, 4)}
+        run.notify(notify)
+
+    def _follow(self, request: ShapeRequest) -> dict[str, Any]:
+        """Change the shape; returns facts for the log. Raises UsageError on all ranks for what cannot be done."""
+        run, workload, reshaper = self._run, self._workload, self._reshaper
+        job, engine = workload.job, workload.engine
+        if reshaper is None:
+            raise UsageError(f"{job.strategy or job.model.name} shards itself: its shape cannot change")
+        if request.model not in (None, job.model.name):
+            raise UsageError(f"this is a shape for {request.model}, and the run trains {job.model.name}")
+        shape, notices = reshaper.changed(request.composition, request.ranks)
+        reshaper.check(shape, job.data.batch_size, job.data.micro_batches)
+        before = str(reshaper.shape)
+        with engine.mesh.activity.phase("changing shape, step", run.steps_done):
+            reshaper.move(shape)
+        self._workload = workload = replace(workload, job=job.changed(composition=shape.composition))
+        run.config = {**(run.config or {}), "composition": shape.composition.as_json()}
+        if not reshaper.is_idle:
+            run.validation = workload.validation
+            self._rebalancer = self._new_rebalancer()
+        return {"before": before, "after": str(shape), "ranks": list(shape.ranks), "notices": notices}
+
+    @contextmanager
+    def until(self, steps: int) -> Iterator[None]:
+        """While open, the run changes its shape when asked, up to step ``steps``. At its end idle ranks end as the
+        others do: with the same exit code, or the same error."""
+        self._steps = steps
+        try:
+            yield
+        except _Dismissed as end:
+            if end.error:
+                raise UsageError(end.error) from None
+            if end.code:
+                sys.exit(end.code)
+        except SystemExit as stop:
+            self._dismiss(stop.code, "")
+            raise
+        except UsageError as error:  # other errors end the idle ranks, too, as they end all of the job
+            self._dismiss(0, str(error)[:1000])
+            raise
+        else:
+            self._dismiss(0, "")
+        finally:
+            if self._reshaper:
+                self._reshaper.close()
+
+    def _dismiss(self, code: Any, error: str) -> None:
+        """Wake the idle ranks for the last time, on rank 0."""
+        if self._reshaper and self._reshaper.idle.ranks and self._run.engine.device_id == 0:
+            self._reshaper.idle.wake({"exit": code, "error": error})
+
+
+class _Dismissed(Exception):
+    """The run has ended while this rank was idle: with an exit code, or an error."""
+
+    def __init__(self, code: int, error: str) -> None:
+        super().__init__(code, error)
+        self.code, self.error = code, error

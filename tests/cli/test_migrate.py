@@ -1,0 +1,86 @@
+"""``migrate``: a running job of MPI ranks changes its shape, and refuses what it cannot do; an idle rank obeys."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from command_line import TEXT, metrics
+from mpi_harness.launch import Job, mpiexec
+from spmd_engine.adaptive import ShapeRequest
+from spmd_engine.cli import main
+from spmd_engine.planning.plan_result import PlanFile
+
+PROGRAM = """
+import os
+from pathlib import Path
+from spmd_engine.cli import main
+from spmd_engine.runtime.launchers import launcher_rank
+
+Path(f"process-{launcher_rank()}").write_text(str(os.getpid()))
+main("train --model mlp --steps 1000000 --batch-size 8 --eval-samples 2 --eval-every 0 --data DATA --run r".split())
+"""
+
+
+def migrate(capsys, *arguments):
+    """The exit code of the command, and what it prints."""
+    code = 0
+    try:
+        main(["migrate", *arguments])
+    except SystemExit as left:
+        code = left.code
+    printed = capsys.readouterr()
+    return code, (printed.out + printed.err).strip()
+
+
+@pytest.mark.skipif(mpiexec() is None, reason="needs an MPI library and its mpiexec")
+def test_a_running_job_changes_its_shape(tmp_path, monkeypatch, capsys):
+    (tmp_path / "program.py").write_text(PROGRAM.replace("DATA", TEXT[1]))
+    PlanFile(ranks=3).write(tmp_path / "other.plan")
+    errors, folder = (tmp_path / "errors").open("w+"), tmp_path / "runs" / "r"
+    source = {"PYTHONPATH": os.getcwd()}
+    monkeypatch.chdir(tmp_path)
+    with Job(3, ["program.py"], cwd=tmp_path, stderr=errors, env=source) as job:
+        while not ((folder / "metrics.jsonl").exists() and metrics(folder)) and job.process.poll() is None:
+            time.sleep(0.05)
+        code, text = migrate(capsys, "r", "--mesh", "model=3")
+        assert (code, "mesh model=3 (before: mesh data=3)" in text) == (0, True), text
+        code, text = migrate(capsys, "r", "--mesh", "data=4")
+        assert code == 2 and "refused after step" in text and "mesh data=4 needs 4 ranks; the job has 3" in text
+        code, text = migrate(capsys, "r", "--plan", "other.plan")
+        assert code == 2 and "this is a shape for gpt-nano, and the run trains mlp" in text
+        code, text = migrate(capsys, "r", "--mesh", "data=2", "--ranks", "0,2", "--zero", "1")
+        assert (code, "mesh data=2 zero 1 on ranks 0,2" in text) == (0, True), text
+        os.kill(int((tmp_path / "process-1").read_text()), signal.SIGTERM)  # the idle one
+        assert job.process.wait(100) == 143
+    errors.seek(0)
+    (line,) = [line for line in errors if "SIGTERM" in line]
+    steps = len(metrics(folder))
+    assert f"SIGTERM: saved after step {steps} " in line and not (folder / ShapeRequest.FILE).exists()
+    composition = json.loads((folder / "config.json").read_text())["composition"]
+    assert composition["mesh"] == {"data": 2} and composition["zero"] == 1
+    code, text = migrate(capsys, "r", "--zero", "0")
+    assert code == 2 and "has no running job; 'train --resume" in text
+    main(["train", "--resume", "--run", "r", "--stop-at", str(steps + 1)])  # on one rank, this process
+    assert len(metrics(folder)) == steps + 1
+
+
+@pytest.mark.parametrize(
+    "arguments, reason",
+    [
+        (["none", "--zero", "1"], "no such run"),
+        (["r"], "migrate needs the new shape"),
+        (["r", "--zero", "5"], "zero is 5: it must be from 0 to 3"),
+        (["r", "--mesh", "data=2", "--ranks", "0;1"], "write the numbers of ranks, as in 0,1,3"),
+        (["r", "--zero", "1", "--wait", "10ms"], "no answer in 0.01 s, and the request is withdrawn"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, reason):
+    folder = tmp_path / "runs" / "r"
+    folder.mkdir(parents=True)
+    (folder / "events.jsonl").write_text('{"event": "started", "step": 0}\n')
+    monkeypatch.chdir(tmp_path)
+    code, text = migrate(capsys, *arguments)
+    assert code == 2 and reason in text and "\n" not in text and not (folder / ShapeRequest.FILE).exists()
