@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from spmd_engine.adaptive.adapt_config import AdaptConfig
@@ -14,7 +14,7 @@ from spmd_engine.adaptive.monitor import Observation, observe
 from spmd_engine.adaptive.policy import Policy, PolicyState, PredictedShape
 from spmd_engine.axes import all_positions
 from spmd_engine.engine.parallel_config import ParallelConfig
-from spmd_engine.engine.state.assignment import WORK, shares_text
+from spmd_engine.engine.state.assignment import BATCH, Shares, shares_text
 from spmd_engine.planning.search.placement import shares
 
 MOST_LINES = 100  #: of an observation; older steps tell less of the present
@@ -30,7 +30,7 @@ class SampleSharing:
     @property
     def batch_axes(self) -> list[str]:
         """The axes of more than one rank that shard samples."""
-        return [axis for axis, size in self.axes.items() if axis in WORK and size > 1]
+        return [axis for axis, size in self.axes.items() if axis in BATCH and size > 1]
 
     def parts(self, composition: ParallelConfig) -> list[float]:
         """The part of the samples that each rank computes."""
@@ -55,8 +55,13 @@ class SampleSharing:
             if 0 in numbers and samples >= len(numbers):
                 numbers = tuple(1 + number for number in shares(slowest, samples - len(numbers)))
             if len(set(numbers)) > 1 and 0 not in numbers:
-                uneven[axis] = numbers
-        return composition.changed(shares=shares_text(uneven) or None)
+                uneven[axis] = tuple(number // gcd(*numbers) for number in numbers)
+        return self.shared(composition, uneven)
+
+    def shared(self, composition: ParallelConfig, shares: Shares) -> ParallelConfig:
+        """The composition with these shares of samples; shares along other axes, such as ``model``, stay."""
+        kept = {axis: numbers for axis, numbers in composition.work_shares.items() if axis not in self.batch_axes}
+        return composition.changed(shares=shares_text({**kept, **shares}) or None)
 
     def step_seconds(self, observation: Observation, now: ParallelConfig, then: ParallelConfig) -> float:
         """Seconds of a step with other shares: all but the communication of the busiest rank grows with its samples."""
@@ -115,14 +120,14 @@ class SampleBalancer:
         self._write(record(observation, shapes[0], shapes, decision))
         return compositions[decision.chosen.label] if decision.changes else None
 
-    def changed(self, composition: ParallelConfig) -> None:
-        """The run has this composition from the next step on."""
-        self.composition = composition
+    def changed(self, composition: ParallelConfig, cost: float) -> None:
+        """The run has this composition from the next step on; the change took ``cost`` seconds."""
+        self.composition, self._cost = composition, cost
         self._lines.clear()
         self._since, self._seconds = 0, 0.0
 
     def _even(self) -> ParallelConfig:
-        return self.composition.changed(shares=None)
+        return self.sharing.shared(self.composition, {})
 
 
 def _label(composition: ParallelConfig) -> str:

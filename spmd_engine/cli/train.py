@@ -11,6 +11,7 @@ from typing import Any
 import click
 import numpy as np
 
+from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.cli.options import chosen_settings, options_of, values_given
 from spmd_engine.cli.progress import Reporter
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
@@ -43,9 +44,11 @@ options that are impossible on the mesh are dropped."""
     metavar="NAME",
     help="Also log to csv, prometheus or tensorboard, or FILE.py:NAME; may repeat.",
 )
-@click.option("--adapt", is_flag=True, help="Give ranks shares of the samples by their measured speeds, while it runs.")
 @click.option(
-    "--adapt-every", type=click.IntRange(1), default=20, metavar="STEPS", help="Interval of --adapt. [default: 20]"
+    "--adapt/--no-adapt",
+    "adapts",
+    default=None,
+    help="Give ranks other shares of the samples while it runs, by their measured speeds. Each --adapt-... does, too.",
 )
 @click.option("--report", is_flag=True, help="At the end, write report.html, as the command 'report' does.")
 @click.option("--trace", metavar="STEPS", type=int, help="Record this many steps in trace.json.")
@@ -70,22 +73,19 @@ def train(context: click.Context, **options: Any) -> None:
     """
     if options["trace"] is not None and options["trace"] < 1:
         raise UsageError(f"--trace {options['trace']}: it must be from 1")
-    speeds = None
-    if options["adapt"]:
-        from spmd_engine.training.shares_by_speed import SharesBySpeed
-
-        speeds = SharesBySpeed(options["adapt_every"])
+    job = job_of(context)
+    if options["adapts"] is not None:
+        job = job.changed(adapt=(job.adapt or AdaptConfig()) if options["adapts"] else None)
     try:
         run = train_job(
-            job_of(context),
+            job,
             options["run"],
             resume=options["resume"],
             given=_given_options(context),
             stop_at=options["stop_at"],
             trace=options["trace"] or 0,
-            observers=[Reporter(), *_loggers(options["logger"]), *([speeds] if speeds else [])],
+            observers=[Reporter(), *_loggers(options["logger"])],
             enforce=options["enforce"],
-            propose=speeds.propose if speeds else lambda step: None,
         )
         if options["report"] and run.engine.device_id == 0:
             from spmd_engine.cli.report import write_report

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.configuration import ConfigField, Configuration, section_of, setting, settings_of
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
@@ -116,6 +117,12 @@ class TrainConfig(Configuration):
         fixed=True,
         unset="the model above",
         help="A page of strategies/, with a small model of its own, instead of a model.",
+    )
+    adapt: AdaptConfig | None = setting(
+        None,
+        prefix="adapt_",
+        unset="the shape stays, unless migrate asks for another",
+        help="An object: when ranks get other shares of the samples, by their measured speeds.",
     )
     device: str = setting("cpu", metavar="cpu|cuda", help="Where arrays are: cpu (NumPy) or cuda (CuPy).")
     check: bool = setting(

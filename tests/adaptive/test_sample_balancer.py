@@ -36,7 +36,7 @@ class Job:
             line = {"step": self.step, "seconds": line_seconds, "shares": (parts / line_seconds).round(3).tolist()}
             if composition := self.balancer.add(line):
                 self.changes.append((self.step, composition.shares))
-                self.balancer.changed(composition)
+                self.balancer.changed(composition, 0.5)
         return seconds
 
     def efficiency(self, seconds, speeds):
@@ -81,10 +81,10 @@ def test_decisions_may_follow_time_instead_of_steps():
 @pytest.mark.parametrize(
     "axes, samples, speeds, expected",
     [
-        ({"data": 2}, 12, (1, 0.5), "data=8:4"),
-        ({"data": 2, "model": 2}, 12, (1, 1, 1, 0.5), "data=8:4"),  # all ranks of an index wait for the slowest
+        ({"data": 2}, 12, (1, 0.5), "data=2:1"),
+        ({"data": 2, "model": 2}, 12, (1, 1, 1, 0.5), "data=2:1"),  # all ranks of an index wait for the slowest
         ({"pipe": 2, "data": 2}, 12, (1, 1, 1, 1), None),
-        ({"data": 2, "expert": 2}, 24, (1, 1, 0.5, 0.5), "data=8:4"),
+        ({"data": 2, "expert": 2}, 24, (1, 1, 0.5, 0.5), "data=2:1"),
         ({"data": 4}, 5, (1, 1, 1, 0.1), "data=2:1:1:1"),  # each has one sample
         ({"model": 2}, 12, (1, 0.5), None),  # no axis shards samples
         ({"data": 4}, 3, (1, 1, 1, 0.5), None),

@@ -8,11 +8,11 @@ import pytest
 
 from random_jobs import RandomJob, losses_in
 from spmd_engine import TrainConfig, run_threads, train
+from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.training import Trainer
-from spmd_engine.training.shares_by_speed import SharesBySpeed
 
 
-def trained(folder, axes, speeds, monkeypatch, steps=40, every=5, fixed=0.0):
+def trained(folder, axes, speeds, monkeypatch, steps=40, every="5", fixed=0.0):
     """Train on ranks with these speeds, in samples a second, by step; returns the shares after each change by step."""
     step = Trainer.step
 
@@ -30,11 +30,8 @@ def trained(folder, axes, speeds, monkeypatch, steps=40, every=5, fixed=0.0):
     what = {"steps": steps, "batch_size": 56, "micro_batches": 1, "eval_every": 0, "mesh": axes, "timeout": 60.0}
     config, ranks = TrainConfig.of(**job.what | what), int(np.prod(list(axes.values())))
 
-    def program():
-        shares = SharesBySpeed(every)
-        train(config, folder / "run", observers=[shares], propose=shares.propose)
-
-    run_threads(program, ranks)
+    config = config.changed(adapt=AdaptConfig(every=every, least_stay=0, most_loss=0.9))
+    run_threads(lambda: train(config, folder / "run"), ranks)
     events = map(json.loads, (folder / "run" / "events.jsonl").read_text().splitlines())
     return {each["step"]: each["after"] for each in events if each["event"] in ("reshaped", "not reshaped")}
 
@@ -47,7 +44,11 @@ def test_a_slow_rank_gets_less_until_it_recovers(tmp_path, monkeypatch):
     assert 10 < first <= 10 + 12 and 25 < second <= 25 + 12  # two intervals: the median of the first may be the old one
     losses = losses_in(tmp_path / "run")
     monkeypatch.undo()
-    job = TrainConfig.read(tmp_path / "run" / "config.json").with_options(mesh={"data": 1}, shares=None)
+    job = (
+        TrainConfig.read(tmp_path / "run" / "config.json")
+        .with_options(mesh={"data": 1}, shares=None)
+        .changed(adapt=None)
+    )
     run_threads(lambda: train(job, tmp_path / "alone"), 1)
     np.testing.assert_allclose([*losses.values()], [*losses_in(tmp_path / "alone").values()], rtol=1e-9)
 
