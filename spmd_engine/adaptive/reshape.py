@@ -98,8 +98,8 @@ class ShapeRequest:
         for name, value in content.items():
             if name not in kinds:
                 raise UsageError(f"{where}: unknown field {name!r}; {one_of(name, kinds)}")
-            is_list = not isinstance(value, Sequence) or all(type(rank) is int for rank in value)
-            if value is not None and not (isinstance(value, kinds[name]) and (name != "ranks" or is_list)):
+            fits = isinstance(value, kinds[name]) and (name != "ranks" or all(type(rank) is int for rank in value))
+            if value is not None and not fits:
                 raise UsageError(f"{where}: {name} is {value!r}")
         return cls(**{name: value for name, value in content.items() if value is not None})
 

@@ -41,7 +41,7 @@ class ShapeChanges:
             self._reshaper = Reshaper(
                 engine,
                 run.trainer.optimizer,
-                Shape(job.composition, tuple(range(engine.mesh.size))),
+                Shape(job.composition.changed(mesh=dict(engine.mesh.axes)), tuple(range(engine.mesh.size))),
                 job.model.build,
                 check=job.check,
                 timeout=job.timeout,

@@ -130,6 +130,7 @@ REFUSED = {
     "more stages than layers": (ShapeRequest({"mesh": {"pipe": 4}, "stages": "0,1,2,9"}), "stages"),
     "misfitting shares": (ShapeRequest({"mesh": {"data": 4}, "shares": "data=1:2"}), "it says 2 shares of data"),
     "a rank without samples": (ShapeRequest({"mesh": {"data": 4}, "shares": "data=90:1:1:1"}), "leave a rank none"),
+    "the present shape": (ShapeRequest({"mesh": {"data": 4}}), "the job has this shape: mesh data=4"),
     "another result": (ShapeRequest({"compress": "bfloat16"}), "compress changes the results of a run"),
 }
 
