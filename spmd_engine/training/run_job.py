@@ -20,7 +20,6 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models.load_config import short_name
 from spmd_engine.strategies import default_axes, strategy_named
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
-from spmd_engine.training.adapter import Adapter
 from spmd_engine.training.first_step_check import first_step_check
 from spmd_engine.training.run import CONFIG, Observer, Run
 from spmd_engine.training.shape_changes import ShapeChanges
@@ -69,8 +68,10 @@ def train(
         workload = open_workload(job, mesh)
         notices += _notices_without_effect(workload)
         folder = Path(text_from_rank_zero(mesh.group(), lambda: _open_folder(job, run, resume)))
-        adapter = Adapter(job.adapt) if job.adapt is not None else None
-        if adapter is not None:
+        if job.adapt is not None:
+            from spmd_engine.training.adapter import Adapter
+
+            adapter = Adapter(job.adapt)
             observers, propose = [*observers, adapter], lambda step: proposed(step) or adapter.propose(step)
         new_run = _make_run(workload, folder, observers, trace)
         new_run.trainer.first_step_check = first_step_check(workload, enforce)

@@ -8,6 +8,7 @@ import pytest
 import tiny
 from linear_engine import Linear
 from spmd_engine.cli import main
+from spmd_engine.engine.distributed import make_engine
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import gpt
@@ -102,7 +103,12 @@ def test_a_strategy_has_shards(name):
 
 
 def test_an_engine_of_a_user_has_shards():
-    shards = model_shards(analyze_engine(Linear, {"data": 2}, Samples((5,), (3,), 8), parameters={"w": (5, 3)}))
+    def make(mesh):
+        engine = make_engine(Linear, mesh)
+        engine.load_checkpoint({"w": np.zeros((5, 3), np.float32)})
+        return engine
+
+    shards = model_shards(analyze_engine(make, {"data": 2}, Samples((5,), (3,), 8)))
     (first, second), (w,) = shards, shards[0].parameters
     assert (w.name, w.shape, w.whole_shape, w.bytes) == ("w", (5, 3), (5, 3), 60)
     assert first.bytes == 60 * 4  # with the gradient, and two arrays of AdamW

@@ -38,6 +38,8 @@ def folder(tmp_path):
     for i in range(45):
         (tmp_path / f"{i:02}.txt").write_text(f"file number {i}\n" * (i + 1))
     (tmp_path / ".hidden").write_text("not read")
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "a.cpython-311.pyc").write_bytes(bytes(range(256)))
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("not read")
     return tmp_path

@@ -147,7 +147,7 @@ def test_a_damaged_file_is_told(texts, tmp_path):
         (b'"train_documents\\": 38', b'"train_documents\\": 88'),
         (b'"files\\": 6', b'"files\\": -'),
         (b'"ends"', b'"tokens"'),
-        (b'"data_offsets": [0, 320]', b'"data_offsets": [8, 328]'),
+        (b'"data_offsets":[0,320]', b'"data_offsets":[8,328]'),
     ):
         assert old in header
         changed = header.replace(old, new)

@@ -98,9 +98,9 @@ def _read(path: str | None, context: int) -> tuple[list[np.ndarray], int, int, s
 def _files(root: str, pattern: str) -> list[str]:
     """Paths of the files in a folder and its subfolders, in the order of names.
 
-    Hidden files and folders are left out; so are the tests of the standard library, which alone has a pattern.
+    Hidden and compiled files are left out; so are the tests of the standard library, which alone has a pattern.
     """
-    left_out = _NOT_SOURCE if pattern != "*" else set()
+    left_out = _NOT_SOURCE if pattern != "*" else {"__pycache__"}
     paths = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not (name.startswith(".") or name in left_out)]
