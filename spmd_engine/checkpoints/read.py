@@ -1,4 +1,7 @@
-"""Reading: a checkpoint as a mapping of names to arrays; only the parts that are sliced are read."""
+"""Reading: a checkpoint as a mapping of names to arrays; only the parts that are sliced are read.
+
+``load_in_place`` decides which parts a rank reads on another mesh.
+"""
 
 from __future__ import annotations
 
