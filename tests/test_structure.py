@@ -72,6 +72,7 @@ STATE = {
     "runtime/mpi_job.py: find_mpiexec": "where it is does not change",
     "runtime/mpi_job.py: is_open_mpi": "nor which it is",
     "comm/world.py: _process_world": "a process joins MPI once",
+    "training/trainer.py: _private_bytes": "the memory of the process, for a tenth of a second",
     "importing.py: _modules_by_name": "what the source of a package says",
 }
 

@@ -180,7 +180,7 @@ class Watched:
         colour = {"running": "green", "finished": "green", "silent": "yellow", "stopped by a signal": "yellow"}
         started = run.last("started")
         model = run.config.get("strategy") or (run.config.get("model") or {}).get("name")
-        facts = [f"{model}, mesh {started.get('mesh', '-')} on {len(set(started.get('nodes') or [0]))} node(s)"]
+        facts = [f"{model}, mesh {run.mesh or '-'} on {len(set(started.get('nodes') or [0]))} node(s)"]
         if started.get("time"):
             facts.append(f"started {_shown_time(started['time'])}")
         if self.goes_on and self._owner and self._owner[1] != os.uname().nodename:
@@ -242,17 +242,18 @@ class Watched:
     def _ranks(self) -> list[dict[str, str]]:
         """A row for each rank; those that wait least, for which others wait, come first if there are many."""
         run, activities = self._run, self._activities
-        nodes = list(run.last("started").get("nodes") or [0])
-        shares, memory = (
-            _by_rank(lines, name, (len(nodes), *more))
-            for lines, name, more in ((run.recent, "shares", (3,)), (run.recent[-1:], "private_bytes", ()))
-        )
-        waits, shards = shares[:, 2], self._shards_held(len(nodes))
+        nodes, on_mesh = list(run.last("started").get("nodes") or [0]), run.ranks_on_mesh
+        waits, memory = np.full((2, len(nodes)), np.nan)
+        waits[on_mesh] = _by_rank(run.recent, "shares", (len(on_mesh), 3))[:, 2]
+        memory[on_mesh] = _by_rank(run.recent[-1:], "private_bytes", (len(on_mesh),))
+        shards = dict(zip(on_mesh, self._shards_held(len(on_mesh)), strict=True))
         rows = []
         for rank, node in enumerate(nodes):
             step, doing = _what_it_does(activities[rank], self._step) if rank in activities else (self._step, "-")
             if not self.goes_on and self.state != "killed":
                 doing = "ended"
+            elif rank not in on_mesh:
+                doing = "idle, outside the mesh"
             elif rank not in activities and node != nodes[0]:
                 doing = f"on {node}"
             row = {
@@ -261,19 +262,19 @@ class Watched:
                 "activity": doing,
                 "memory": f"{memory[rank] / (1 << 20):,.0f} MiB" if memory[rank] > 0 else "-",
                 "waiting": f"{100 * waits[rank]:.0f}%" if waits[rank] >= 0 else "-",
-                "weights": shards[rank][0],
-                "mesh": shards[rank][1],
+                "weights": shards[rank][0] if rank in shards else "-",
+                "mesh": shards[rank][1] if rank in shards else "-",
             }
             rows.append({name: _printable(text) for name, text in row.items()})
         return [rows[rank] for rank in np.argsort(waits, kind="stable")] if len(rows) > MOST_RANKS else rows
 
     def _shards_held(self, ranks: int) -> list[tuple[str, str]]:
-        """The part of all parameters that each rank stores, and its coordinates; found once per start."""
-        started = self._run.last("started")
-        if self._shards[0] != (key := (started.get("time"), ranks)):
+        """The part of all parameters that each rank stores, and its coordinates; found once for each mesh."""
+        mesh, start = self._run.mesh, self._run.last("started").get("time")
+        if self._shards[0] != (key := (start, mesh, ranks)):
             parts, coordinates = ["-"] * ranks, ["-"] * ranks
             with suppress(SpmdError, ValueError):  # a mesh that cannot be read; a model that is code
-                axes = parse_axes(str(started.get("mesh", "")))
+                axes = parse_axes(mesh)
                 places = all_positions(axes)
                 if len(places) == ranks:
                     coordinates = [" ".join(f"{axis}={n}" for axis, n in each.coordinates.items()) for each in places]

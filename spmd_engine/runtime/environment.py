@@ -10,13 +10,14 @@ from pathlib import Path
 
 PACKAGES = ("spmd_engine", "numpy", "mpi4py", "numba", "cupy", "safetensors")
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+VARIABLES = (*THREADS, "SPMD_FAST", "SPMD_CUDA_AWARE", "SPMD_ARENA_MIB")  #: that change how fast a run is
 
 
 def environment() -> dict[str, str]:
     """The environment of this process, by name. Nothing is imported for it."""
     found = {"command": " ".join(sys.argv), "host": platform.node(), "processor": processor()}
     found["cores"] = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
-    found |= {name: os.environ[name] for name in THREADS if name in os.environ}
+    found |= {name: value for name, value in sorted(os.environ.items()) if name in VARIABLES}
     found |= {"system": platform.platform(), "python": platform.python_version()}
     for package in PACKAGES:
         try:

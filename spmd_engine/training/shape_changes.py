@@ -154,7 +154,13 @@ class ShapeChanges:
         if not reshaper.is_idle:
             run.validation = workload.validation
             self._rebalancer = self._new_rebalancer()
-        return {"before": before, "after": str(shape), "ranks": list(shape.ranks), "notices": notices}
+        return {
+            "before": before,
+            "after": str(shape),
+            "mesh": ",".join(f"{axis}={size}" for axis, size in shape.axes.items()),
+            "ranks": list(shape.ranks),
+            "notices": notices,
+        }
 
     @contextmanager
     def until(self, steps: int) -> Iterator[None]:

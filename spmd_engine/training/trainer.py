@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import isfinite
 from threading import current_thread, main_thread
 from time import perf_counter, process_time, thread_time
@@ -261,8 +262,8 @@ class StepMetrics:
         if self._brief:
             return seconds, {}, *self._largest_signal(skips, signal, requests)
         if self._mesh.size == 1:
-            return seconds, {"bytes_sent": 0, "private_bytes": [private_bytes()]}, signal or 0, requests
-        own = [private_bytes(), seconds, skips, signal or 0, requests]
+            return seconds, {"bytes_sent": 0, "private_bytes": [_private_bytes(_now())]}, signal or 0, requests
+        own = [_private_bytes(_now()), seconds, skips, signal or 0, requests]
         mine = np.concatenate([_state(self._mesh) - self._before, own])
         axes = list(self._mesh.axes)
         ranks = self._mesh.all_gather(mine[None], label="metrics")
@@ -292,8 +293,17 @@ class StepMetrics:
         return int(by_rank[:, 1].max()), bool(by_rank[:, 2].max())
 
 
-def private_bytes() -> int:
-    """The resident memory of this process without the pages of files and of shared memory; 0 if it is unknown."""
+def _now() -> int:
+    """The present tenth of a second."""
+    return int(10 * perf_counter())
+
+
+@lru_cache(maxsize=1)
+def _private_bytes(now: int) -> int:
+    """The resident memory of this process without the pages of files and of shared memory; 0 if it is unknown.
+
+    It is read once in the tenth of a second ``now``: a reading takes as long as a small layer.
+    """
     try:
         handle = os.open("/proc/self/statm", os.O_RDONLY)
     except OSError:

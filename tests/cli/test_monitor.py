@@ -100,6 +100,17 @@ def test_a_frame_tells_progress_and_ranks(folder):
     assert rows[2] == "1 10 evaluating 5 MiB 5% 50% data=1"
 
 
+def test_a_change_of_shape_leaves_ranks_idle(folder):
+    """The rows are those of the job's ranks; numbers are those of the ranks on the present mesh."""
+    tell(folder, "started", time=stamp(NOW - 15), step=0, stop=STOP, mesh="data=3", nodes=["a", "a", "a"])
+    tell(folder, "reshaped", time=stamp(NOW), step=10, mesh="model=2", ranks=[0, 2])
+    _, lines = frame(folder)
+    assert "mesh model=2 on" in lines[1]
+    rows = [" ".join(line.split()) for line in lines[-3:]]
+    assert rows[0].endswith("3 MiB 30% 50.9% model=0") and rows[2].endswith("5 MiB 5% 50.9% model=1")
+    assert rows[1] == "1 10 idle, outside the mesh - - - -"
+
+
 @pytest.mark.parametrize("width", [40, 60, 100, 200])
 @pytest.mark.parametrize("lines", [None, 14, 24, 50])
 def test_a_frame_fits(folder, width, lines):

@@ -81,11 +81,19 @@ def test_a_page_holds_the_run(trained, here, tmp_path):
 def test_pages_of_several_runs_say_first_what_differs(trained, here, tmp_path):
     trained("one", "--mesh", "data=2")
     trained("two", "--mesh", "model=2", "--weight-decay", "0.2")
+    log = tmp_path / "runs" / "two" / "events.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    for event in events:
+        if event["event"] == "started":
+            event["nodes"] = ["a", "b"]
+            event["environment"]["SPMD_FAST"] = "0"
+    log.write_text("".join(json.dumps(event) + "\n" for event in events))
     assert here("report", "one", "two", "--output", "both.html")[0] == 0
     page = Page(tmp_path / "both.html")
     assert page.texts["h2"][:3] == ["Summary", "What differs", "Curves"]
     assert page.texts["p"][0].startswith("A median step of two takes ") and "times one): " in page.texts["p"][0]
-    assert "Environment" in page.texts["caption"] or "The environments are equal, or unknown." in page.texts["p"]
+    assert "Environment" in page.texts["caption"] and {"SPMD_FAST", "nodes"} <= set(page.texts["th"])
+    assert {"2 ranks on 1", "2 ranks on 2"} <= set(page.texts["td"])
     rows = page.texts["th"]
     first = rows.index("training.weight_decay")
     assert rows[first - 1 : first + 4].count("training.steps") == 0 and "composition.mesh.model" in rows

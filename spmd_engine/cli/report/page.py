@@ -94,7 +94,7 @@ def _summary(runs: Sequence[RunRecord]) -> str:
         "model": lambda run: run.config.get("strategy") or _at(run.config, "model", "name"),
         "parameters": lambda run: f"{run.last('opened').get('parameters', 0):,}",
         "data": lambda run: run.last("opened").get("data", "-"),
-        "mesh": lambda run: run.last("started").get("mesh") or run.checkpoint.get("mesh") or "-",
+        "mesh": lambda run: run.mesh or "-",
         "steps": lambda run: (
             f"{int(run.steps[-1]) if len(run.steps) else 0:,} of {_at(run.config, 'training', 'steps')}"
         ),
@@ -125,7 +125,7 @@ def _differences(runs: Sequence[RunRecord]) -> str:
     environments = [dict(run.last("started").get("environment") or {}) for run in runs]
     for environment in environments:
         environment.pop("command", None)  # it names options, which are compared above
-    here = _unequal([{**e, **_cores(run)} for e, run in zip(environments, runs, strict=True)])
+    here = _unequal([{**e, **_cores(run), **_nodes(run)} for e, run in zip(environments, runs, strict=True)])
     names = ["", *(run.name for run in runs)]
     return _section(
         "What differs",
@@ -152,6 +152,12 @@ def _change(first: RunRecord, run: RunRecord) -> str:
     if before[1] <= after[3] and after[1] <= before[3]:
         text += " The middle halves of the steps' times overlap: the difference may be noise."
     return text
+
+
+def _nodes(run: RunRecord) -> dict[str, str]:
+    """How many nodes the ranks are on: their names differ from job to job."""
+    nodes = run.last("started").get("nodes")
+    return {"nodes": f"{len(nodes)} ranks on {len(set(nodes))}"} if isinstance(nodes, list) else {}
 
 
 def _cores(run: RunRecord) -> dict[str, str]:
@@ -355,7 +361,7 @@ def _traffic(run: RunRecord) -> str:
 
 def _sharding(run: RunRecord) -> str:
     """The mesh, the schedule, and the shardings of parameters; why not, where they cannot be told."""
-    mesh = run.last("started").get("mesh") or run.checkpoint.get("mesh")
+    mesh = run.mesh
     try:
         axes = parse_axes(str(mesh)) if mesh else {"data": 1}
         content = [draw_mesh(axes)._repr_html_()]

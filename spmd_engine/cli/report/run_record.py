@@ -48,6 +48,25 @@ class RunRecord:
         """The last event of this kind; empty if there is none."""
         return next((each for each in reversed(self.events) if each.get("event") == event), {})
 
+    @property
+    def mesh(self) -> str:
+        """The mesh of the last steps, as a text; empty if it is not known."""
+        return str(self._shape.get("mesh") or self.checkpoint.get("mesh") or "")
+
+    @property
+    def ranks_on_mesh(self) -> list[int]:
+        """The ranks of the job on the mesh of the last steps; the others are idle."""
+        nodes = self.last("started").get("nodes") or [0]
+        ranks = self._shape.get("ranks")
+        return (
+            [rank for rank in ranks if rank in range(len(nodes))] if isinstance(ranks, list) else [*range(len(nodes))]
+        )
+
+    @property
+    def _shape(self) -> Mapping[str, Any]:
+        """The event since which the run has its mesh: its start, or a change of its shape."""
+        return next((each for each in reversed(self.events) if each.get("event") in ("started", "reshaped")), {})
+
     def final(self, name: str) -> float:
         """The last number of a series; NaN if it has none."""
         numbers = self.series[name][np.isfinite(self.series[name])]
