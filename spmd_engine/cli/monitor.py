@@ -20,7 +20,6 @@ from rich.live import Live
 from rich.text import Text
 
 from spmd_engine.axes import all_positions, parse_axes
-from spmd_engine.checkpoints.format.folder import lock_owner
 from spmd_engine.cli.progress import bar, clock_time
 from spmd_engine.cli.report.run_record import RunReader, RunRecord
 from spmd_engine.cli.show.memory import elements_per_rank
@@ -93,7 +92,6 @@ class Watched:
         with reading(f"{folder} cannot be read"):
             self._run = run = self._reader.read()
             self._activity = _activity(folder / ActivityFile.NAME)
-            self._owner = lock_owner(folder)
             if (heard := (run.steps[-1:].tolist(), self._activity)) != self._heard:
                 self._heard, self._heard_at = heard, time.monotonic()
             self.state, self.trouble = self._judge()
@@ -111,16 +109,16 @@ class Watched:
 
     def _judge(self) -> tuple[str, str]:
         """The state of the run, and what is wrong with it in a line, or nothing."""
-        if self._owner is None:
-            state = self._run.state
-            return ("ended by an error" if state == "running" else "ended" if state == "unknown" else state), ""
-        process, host = self._owner
-        if host == os.uname().nodename and not os.path.exists(f"/proc/{process}"):
+        state = self._run.state
+        if self._run.owner is None:
+            return "ended" if state == "unknown" else state, ""
+        process, host = self._run.owner
+        if state == "killed":
             folder = self._folder
             hint = f"continue with: python -m spmd_engine train --resume --run {folder}"
             if not self._run.checkpoint:
                 hint = "it has saved no checkpoint"
-            return "killed", f"rank 0 (process {process}) is gone; its last step is {self._step}; {hint}"
+            return state, f"rank 0 (process {process}) is gone; its last step is {self._step}; {hint}"
         if (quiet := time.monotonic() - self._heard_at) > SILENT:
             return "silent", (
                 f"no sign of life for {clock_time(quiet)} from process {process} on {host}: it was killed, its node is "
@@ -183,8 +181,8 @@ class Watched:
         facts = [f"{model}, mesh {run.mesh or '-'} on {len(set(started.get('nodes') or [0]))} node(s)"]
         if started.get("time"):
             facts.append(f"started {_shown_time(started['time'])}")
-        if self.goes_on and self._owner and self._owner[1] != os.uname().nodename:
-            facts.append(f"last heard from {self._owner[1]} at {_shown_time(self._activity.get('time'))}")
+        if self.goes_on and run.owner and run.owner[1] != os.uname().nodename:
+            facts.append(f"last heard from {run.owner[1]} at {_shown_time(self._activity.get('time'))}")
         parts: list[Any] = [
             Text.assemble((_printable(run.name), "bold"), "  ", (self.state, colour.get(self.state, "bold red"))),
             Text(_printable(", ".join(facts))),

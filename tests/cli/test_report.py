@@ -2,6 +2,9 @@
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from html.parser import HTMLParser
 
 import numpy as np
@@ -194,17 +197,28 @@ def test_damaged_numbers_are_no_traceback(here, tmp_path, predicted):
 def test_a_run_that_goes_on_is_followed_to_its_end(here, tmp_path, monkeypatch):
     folder = folder_of(tmp_path / "live", [{"step": 1, "loss": 2.0, "seconds": 1.0}])
     (folder / "events.jsonl").write_text('{"event": "started", "time": "2026-01-01T00:00:00"}\n')
+    (folder / ".lock").write_text(f"process {os.getpid()} on {os.uname().nodename}, 0123\n")
     pages = []
 
     def wait(seconds):
         pages.append((folder / "report.html").read_text())
         with open(folder / "events.jsonl", "a") as file:
             file.write('{"event": "finished"}\n')
+        (folder / ".lock").write_text("\n")
 
     monkeypatch.setattr("time.sleep", wait)
     assert here("report", str(folder), "--follow")[1].count("wrote") == 2
     assert 'http-equiv="refresh"' in pages[0] and 'http-equiv="refresh"' not in (folder / "report.html").read_text()
     assert RunRecord.read(folder).state == "finished"
+
+
+def test_a_run_that_was_killed_is_not_followed(here, tmp_path):
+    folder = folder_of(tmp_path / "dead", [{"step": 1, "loss": 2.0, "seconds": 1.0}])
+    (folder / "events.jsonl").write_text('{"event": "started", "time": "2026-01-01T00:00:00"}\n')
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    (folder / ".lock").write_text(f"process {int(ended.stdout)} on {os.uname().nodename}, 0123\n")
+    assert here("report", str(folder), "--follow")[1].count("wrote") == 1
+    assert "killed" in Page(folder / "report.html").texts["td"]
 
 
 class Failing(Observer):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.checkpoints import CheckpointFolder
+from spmd_engine.checkpoints.format.folder import lock_owner
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import reading
 from spmd_engine.training.run import CONFIG, EventLog, MetricsFile
@@ -38,6 +39,7 @@ class RunRecord:
     recent: tuple[Mapping[str, Any], ...]  #: the lines of the last ``RECENT`` steps, whole
     events: tuple[Mapping[str, Any], ...]
     checkpoint: Mapping[str, Any]  #: facts of the newest one; empty without one
+    owner: tuple[int, str] | None = None  #: the process and the host that write the run, or were killed while they did
 
     @classmethod
     def read(cls, folder: Path) -> RunRecord:
@@ -90,20 +92,19 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """How the run stands: running, finished, stopped or failed."""
-        kinds = [each.get("event") for each in self.events if each.get("event") in _STATES]
-        kinds = kinds[len(kinds) - kinds[::-1].index("started") - 1 :] if "started" in kinds else []
-        if not kinds:
+        """How the run stands: running, killed, finished, stopped or failed; unknown without events."""
+        if self.owner is not None:
+            process, host = self.owner
+            here = host == os.uname().nodename
+            return "killed" if here and not os.path.exists(f"/proc/{process}") else "running"
+        kinds = [each.get("event") for each in self.events]
+        if "started" not in kinds:
             return "unknown"
-        return next((_STATES[kind] for kind in ("finished", "stopped", "closed") if kind in kinds), "running")
+        since = kinds[-1 - kinds[::-1].index("started") :]
+        return next((text for kind, text in _ENDS.items() if kind in since), "ended by an error")
 
 
-_STATES = {
-    "started": "running",
-    "finished": "finished",
-    "stopped": "stopped by a signal",
-    "closed": "ended by an error",
-}
+_ENDS = {"finished": "finished", "stopped": "stopped by a signal"}
 
 
 class RunReader:
@@ -151,6 +152,7 @@ class RunReader:
             tuple(self._recent),
             tuple(self._events),
             _checkpoint_facts(folder),
+            lock_owner(folder),
         )
 
     def _add_step(self, line: Mapping[str, Any]) -> None:
