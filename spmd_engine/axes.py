@@ -54,7 +54,7 @@ class MeshPosition:
         return names
 
     def __str__(self) -> str:
-        return ",".join(f"{axis}={size}" for axis, size in self.axes.items())
+        return axes_text(self.axes)
 
     def __repr__(self) -> str:
         return f"MeshPosition({self}: {dict(self.coordinates)})"
@@ -72,6 +72,11 @@ def all_positions(axes: Mapping[str, int]) -> list[MeshPosition]:
     if 0 in axes.values() or prod(axes.values()) > MOST:
         raise MeshError(f"mesh {mesh}: sizes are from 1, and their product is at most {MOST} here")
     return mesh.peers(None)
+
+
+def axes_text(axes: Mapping[str, int]) -> str:
+    """Axes as text that ``parse_axes`` reads."""
+    return ",".join(f"{axis}={size}" for axis, size in axes.items())
 
 
 def parse_axes(text: str) -> dict[str, int]:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from spmd_engine.arrays.memory import return_freed_memory
-from spmd_engine.axes import all_positions
+from spmd_engine.axes import all_positions, axes_text
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.group import Group
@@ -71,7 +71,7 @@ class Shape:
     def __str__(self) -> str:
         usual = ParallelConfig().as_json()
         options = {name: value for name, value in self.composition.as_json().items() if value != usual[name]}
-        options["mesh"] = ",".join(f"{axis}={size}" for axis, size in self.axes.items())
+        options["mesh"] = axes_text(self.axes)
         text = " ".join(f"{name} {value}" for name, value in options.items())
         listed = ",".join(map(str, self.ranks))
         return text if self.ranks == tuple(range(len(self.ranks))) else f"{text} on ranks {listed}"
@@ -148,7 +148,7 @@ class Reshaper:
             raise UsageError(f"ranks {_listed(shape.ranks)}: name each once, and rank 0, which writes the run's files")
         if not set(shape.ranks) <= set(world) or prod(axes.values()) != len(shape.ranks):
             raise UsageError(
-                f"mesh {_text(axes)} needs {prod(axes.values())} ranks; the job has {len(world)}"
+                f"mesh {axes_text(axes)} needs {prod(axes.values())} ranks; the job has {len(world)}"
                 + (f", and {len(shape.ranks)} are named" if set(shape.ranks) <= set(world) else "")
             )
         if shape == self.shape:
@@ -260,10 +260,6 @@ def _close(mesh: Mesh | None, subset: Communicator | None) -> None:
 
 def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, (_, shape) in model.parameters()}
-
-
-def _text(axes: Mapping[str, int]) -> str:
-    return ",".join(f"{axis}={size}" for axis, size in axes.items())
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -75,8 +75,8 @@ class SampleSharing:
 class SampleBalancer:
     """Collects the lines of steps, and proposes compositions with other shares of samples. For rank 0.
 
-    Candidates are the shares by the observed speeds, even shares, and those that the run began with. ``costs`` are
-    measured seconds of a change, by kind: here "shares". ``write`` gets the lines of the log, its header first.
+    Candidates are the shares by the observed speeds, even shares, and those that the run began with. ``cost`` is
+    the measured seconds of a change. ``write`` gets the lines of the log, its header first.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class SampleBalancer:
         composition: ParallelConfig,
         sharing: SampleSharing,
         steps: int,
-        costs: Mapping[str, float],
+        cost: float,
         write: Callable[[dict[str, Any]], None] = lambda line: None,
     ) -> None:
         self.composition, self.sharing, self.steps = composition, sharing, steps
         self._policy, self._state, self._first = Policy(config), PolicyState(), composition
         self._lines: deque[Mapping[str, Any]] = deque(maxlen=MOST_LINES)
-        self._cost, self._write, self._since, self._seconds = costs["shares"], write, 0, 0.0
-        write(header(config, costs))
+        self._cost, self._write, self._since, self._seconds = cost, write, 0, 0.0
+        write(header(config, {"shares": cost}))
 
     def add(self, line: Mapping[str, Any]) -> ParallelConfig | None:
         """Take the line of a step, as in ``metrics.jsonl``; returns the composition to change to, or None.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import click
 from spmd_engine.adaptive.reshape import ShapeRequest
 from spmd_engine.checkpoints.format.folder import replace_file
 from spmd_engine.cli.options import Quantity, options_of, values_given
+from spmd_engine.cli.report.run_record import JsonLines
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.plan_result import PlanFile
@@ -72,13 +72,14 @@ def migrate(run: str, plan: str | None, ranks: str | None, at: int, wait: float,
         raise UsageError("migrate needs the new shape: --mesh, --zero, another option of it, or --plan")
     ParallelConfig().changed(**values)  # raises UsageError for a value that no mesh permits
     request = ShapeRequest(values, _ranks(ranks), at, model, os.urandom(8).hex())
-    begin = log.stat().st_size
-    if _last_event(log) == "closed":
+    events = JsonLines(log)
+    events.open()
+    if [event.get("event") for event in events][-1:] == ["closed"]:
         raise UsageError(f"{folder} has no running job; 'train --resume --run {folder}' takes these options, too")
     path = folder / ShapeRequest.FILE
     replace_file(path, json.dumps(request.as_json()) + "\n")
     try:
-        answer = _answer(log, begin, request.id, wait)
+        answer = _answer(folder, events, request.id, wait)
     except UsageError:
         path.unlink(missing_ok=True)
         raise
@@ -98,33 +99,15 @@ def _ranks(text: str | None) -> list[int] | None:
         raise UsageError(f"--ranks {text}: write the numbers of ranks, as in 0,1,3") from None
 
 
-def _answer(log: Path, begin: int, request: str, wait: float) -> dict[str, Any]:
-    """The event that answers a request, among those after byte ``begin``."""
+def _answer(folder: Path, events: JsonLines, request: str, wait: float) -> dict[str, Any]:
+    """The event of the run in ``folder`` that answers a request, among those that are not read yet."""
     end = time.monotonic() + wait
     while time.monotonic() < end:
-        for event in _events(log, begin):
+        events.open()
+        for event in events:
             if event.get("request") == request:
                 return event
             if event.get("event") == "closed":
-                raise UsageError(f"{log.parent}: the job has ended, after step {event.get('step')}, without the change")
+                raise UsageError(f"{folder}: the job has ended, after step {event.get('step')}, without the change")
         time.sleep(EVERY)
-    raise UsageError(f"{log.parent}: no answer in {wait:g} s, and the request is withdrawn; does the job still run?")
-
-
-def _last_event(log: Path) -> str:
-    names = [event.get("event", "") for event in _events(log, 0)]
-    return names[-1] if names else ""
-
-
-def _events(log: Path, begin: int) -> Iterator[dict[str, Any]]:
-    """The complete lines of a run's log from byte ``begin`` on."""
-    with open(log, "rb") as file:
-        file.seek(begin)
-        lines = file.read().split(b"\n")[:-1]
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:  # of a job that was killed
-            continue
-        if isinstance(event, dict):
-            yield event
+    raise UsageError(f"{folder}: no answer in {wait:g} s, and the request is withdrawn; does the job still run?")

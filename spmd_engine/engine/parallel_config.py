@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from spmd_engine.arrays.backend import get_backend
-from spmd_engine.axes import MeshPosition, parse_axes
+from spmd_engine.axes import MeshPosition, axes_text, parse_axes
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import schedules
@@ -306,7 +306,7 @@ class ParallelConfig(Configuration):
 
         Raises UsageError for options that cannot work there, with the nearest that can.
         """
-        mesh = ",".join(f"{axis}={size}" for axis, size in axes.items())
+        mesh = axes_text(axes)
 
         def refuse(option: str, why: str, nearest: str) -> None:
             raise UsageError(f"{option} with --mesh {mesh}: {why}. {nearest}")

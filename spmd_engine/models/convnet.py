@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import spmd_engine.layers as layers
-from spmd_engine.axes import all_positions
+from spmd_engine.axes import all_positions, axes_text
 from spmd_engine.comm.notation import EVEN, Weights
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import Layer
@@ -213,7 +213,7 @@ def halo_warning(model: Model, axes: Mapping[str, int], shares: Weights = EVEN) 
             halos, owned = halos + needed - local, owned + shard
     if halos <= owned:
         return None
-    mesh = ",".join(f"{axis}={size}" for axis, size in sharded.items())
+    mesh = axes_text(sharded)
     return (
         f"--mesh {mesh} shards the images of {model.name} so thin that ranks fetch more than they have: "
         f"{halos / owned:.1f} times as much in halos; take fewer ranks there, and more on data"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from spmd_engine.axes import axes_text
 from spmd_engine.engine.parallel_config import composed_assignment, composed_layout
 from spmd_engine.planning.dry_run.step_analysis import position_of
 from spmd_engine.planning.plan_result import Request
@@ -221,7 +222,7 @@ class _Explainer:
         for shard in (1 << power for power in range(self.ranks.bit_length())):
             if self.ranks % shard == 0:
                 axes = [(axis, n) for axis, n in (("replicate", self.ranks // shard), ("shard", shard)) if n > 1]
-                name = ",".join(f"{axis}={n}" for axis, n in axes)
+                name = axes_text(dict(axes))
                 changes[name] = name, {"axes": tuple(axes), "zero": 3 if shard > 1 else 0}
         lines, data = self._compare(changes)
         return [*lines, *self._quickest(data)], data

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from spmd_engine.axes import MeshPosition
+from spmd_engine.axes import MeshPosition, axes_text
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
@@ -153,7 +153,7 @@ class PlanResult:
         candidate = self.plan.candidate
         composition = candidate.composition(self.request.base)
         words = [f"mpiexec -n {candidate.ranks} python -m spmd_engine train --model {self.request.model.name}"]
-        words.append("--mesh " + ",".join(f"{axis}={size}" for axis, size in candidate.axes))
+        words.append("--mesh " + axes_text(candidate.mesh))
         words.append(f"--batch-size {candidate.batch_size}")
         words += [f"--micro-batches {candidate.micro_batches}"] * (candidate.micro_batches > 1)
         for name in COMPOSITION_OPTIONS:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.axes import MeshPosition
+from spmd_engine.axes import MeshPosition, axes_text
 from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
 from spmd_engine.errors import UsageError
@@ -416,7 +416,7 @@ def alternatives(
 ) -> Iterator[Alternative]:
     """The best plans, by their estimates, that differ in one choice."""
     candidate = chosen.candidate
-    mesh_text = ",".join(f"{axis}={size}" for axis, size in candidate.axes)
+    mesh_text = axes_text(candidate.mesh)
     for name, axis, zeros in SINGLE_STRATEGIES:
         mesh = {axis: candidate.ranks}
         usable = axis in axes_that_shard(planner.model) and axis in (space.axes or [axis])

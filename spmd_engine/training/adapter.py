@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from spmd_engine.adaptive.reshape import ShapeRequest
 from spmd_engine.adaptive.sample_balancer import SampleBalancer, SampleSharing
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.files import open_regular
 from spmd_engine.training.run import Observer, Run
 from spmd_engine.training.trainer import StepReport
 
@@ -31,7 +33,8 @@ class Adapter(Observer):
 
     def started(self, run: Run, stop: int) -> None:
         self._run, self._stop = run, stop
-        self._file = (run.folder / self.NAME).open("a", buffering=1)
+        file = open_regular(run.folder / self.NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._file = open(file, "a", buffering=1)
 
     def stepped(self, report: StepReport) -> None:
         if self._balancer is None:  # this step may fill caches: it gives a cost, and is not observed
@@ -70,9 +73,7 @@ class Adapter(Observer):
         sharing = SampleSharing(dict(engine.mesh.axes), data["batch_size"] // data["micro_batches"])
         if not sharing.batch_axes:
             return None
-        return SampleBalancer(
-            self._config, self._composition(), sharing, self._stop, {"shares": self._cost}, self._write
-        )
+        return SampleBalancer(self._config, self._composition(), sharing, self._stop, self._cost, self._write)
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file:

@@ -57,7 +57,6 @@ def train(
     steps = job.training.steps
     if stop_at is not None and not 0 < stop_at <= steps:
         raise UsageError(f"--stop-at {stop_at} with --steps {steps}: it must be from 1 to {steps}")
-    proposed = propose
     if resume and run is None:
         raise UsageError("--resume needs --run NAME: name the run to continue")
     with _open_mesh(job) as mesh:
@@ -71,8 +70,8 @@ def train(
         if job.adapt is not None:
             from spmd_engine.training.adapter import Adapter
 
-            adapter = Adapter(job.adapt)
-            observers, propose = [*observers, adapter], lambda step: proposed(step) or adapter.propose(step)
+            adapter, given_propose = Adapter(job.adapt), propose
+            observers, propose = [*observers, adapter], lambda step: given_propose(step) or adapter.propose(step)
         new_run = _make_run(workload, folder, observers, trace)
         new_run.trainer.first_step_check = first_step_check(workload, enforce)
         with new_run.locked():  # before anything is read from or written to the folder

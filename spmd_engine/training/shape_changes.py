@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from spmd_engine.adaptive.reshape import Reshaper, Shape, ShapeRequest
+from spmd_engine.axes import axes_text
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
@@ -157,7 +158,7 @@ class ShapeChanges:
         return {
             "before": before,
             "after": str(shape),
-            "mesh": ",".join(f"{axis}={size}" for axis, size in shape.axes.items()),
+            "mesh": axes_text(shape.axes),
             "ranks": list(shape.ranks),
             "notices": notices,
         }

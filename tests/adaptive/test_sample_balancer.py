@@ -19,7 +19,7 @@ class Job:
         self.axes, self.sharing, self.log = axes, SampleSharing(axes, samples), []
         self.micro_batches, self.noise, self.random = micro_batches, noise, np.random.default_rng(0)
         config = AdaptConfig(**settings)
-        self.balancer = SampleBalancer(config, ParallelConfig(), self.sharing, steps, {"shares": 0.1}, self.log.append)
+        self.balancer = SampleBalancer(config, ParallelConfig(), self.sharing, steps, 0.1, self.log.append)
         self.step, self.changes = 0, []
 
     def run(self, steps, speeds):

@@ -5,10 +5,10 @@ from itertools import product
 import numpy as np
 import pytest
 import replay_traces
+from policy_traces import SimulatedShapes, replay_trace, steps_of_optimum
 
 from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.policy import Policy
-from spmd_engine.adaptive.traces import SimulatedShapes, replay_trace, steps_of_optimum
 
 FOUR = replay_traces.shapes_of_four()
 DRIFTS = [name for name, _ in replay_traces.drifts(FOUR)]

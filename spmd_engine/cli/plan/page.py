@@ -8,6 +8,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from spmd_engine.axes import axes_text
 from spmd_engine.cli.show.picture import print_picture
 from spmd_engine.planning.explain import Explanation
 from spmd_engine.planning.plan_result import PlanResult
@@ -166,7 +167,7 @@ def print_fixed(result: PlanResult) -> None:
     """Print the evaluation of a given composition."""
     console = Console(highlight=False, soft_wrap=True)
     assert result.evaluation is not None
-    mesh = ",".join(f"{axis}={size}" for axis, size in result.evaluation.analysis.axes.items())
+    mesh = axes_text(result.evaluation.analysis.axes)
     console.print(f"{result.request.model.name} on {mesh}, machine {result.request.machine.name}")
     _print_evaluation(console, result.evaluation, result.request.batch_sizes[0])
     console.print()

@@ -112,7 +112,7 @@ class RunReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._metrics, self._log = _Lines(folder / MetricsFile.NAME), _Lines(folder / EventLog.NAME)
+        self._metrics, self._log = JsonLines(folder / MetricsFile.NAME), JsonLines(folder / EventLog.NAME)
         self._events: list[Mapping[str, Any]] = []
         self._forget_steps()
 
@@ -170,8 +170,8 @@ class RunReader:
             self._parts[len(part)] = steps + 1, parts + part
 
 
-class _Lines:
-    """The objects of a file with one a line: ``open``, and then the loop, give those since the last time."""
+class JsonLines:
+    """The JSON objects of a file with one on each line: ``open``, and then the loop, give those since the last time."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._place, self._inode = path, 0, None

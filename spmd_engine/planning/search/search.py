@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from spmd_engine.axes import axes_text
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig
@@ -141,7 +142,7 @@ class Constraints:
         if name in self.fixed:
             wanted = self.fixed[name]
             if isinstance(wanted, Mapping):
-                wanted = ",".join(f"{axis}={size}" for axis, size in wanted.items())
+                wanted = axes_text(wanted)
             if isinstance(wanted, tuple | list):
                 wanted = " or ".join(map(str, wanted))
             return f"{name.replace('_', ' ')} {wanted}"

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import product
 from math import prod
 
-from spmd_engine.axes import MeshPosition
+from spmd_engine.axes import MeshPosition, axes_text
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import BATCH, PIPE, Shares, misfit
 from spmd_engine.errors import SpmdError
@@ -81,7 +81,7 @@ class Candidate:
         )
 
     def __str__(self) -> str:
-        parts = [",".join(f"{axis}={size}" for axis, size in self.axes)]
+        parts = [axes_text(self.mesh)]
         parts += [f"zero {self.zero}"] * bool(self.zero)
         parts += ["sequence parallel"] * self.sequence_parallel
         parts += [f"{self.schedule}" + (f" of {self.chunks} chunks" if self.chunks > 1 else "")] * (self.pipe > 1)
