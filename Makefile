@@ -28,7 +28,7 @@ train: $(VENV)/installed-mpich  ## train a language model on 8 ranks, or RANKS=n
 	$(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m spmd_engine train --report $(ARGS)
 
 test: $(VENV)/installed-mpich-test  ## run the tests, serial and MPI, 4 jobs at a time, or JOBS=n
-	$(BIN)/python -m pytest $(HARNESS) -m "not soak" --durations=25 $(ARGS)
+	$(BIN)/python -m pytest $(HARNESS) --durations=25 $(ARGS)
 
 soak: $(VENV)/installed-mpich-test  ## run the tests that take minutes
 	$(BIN)/python -m pytest $(HARNESS) -m soak --durations=25 $(ARGS)

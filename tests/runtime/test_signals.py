@@ -80,7 +80,9 @@ def test_a_signal_before_there_is_something_to_save_ends_at_once():
         pytest.fail("nothing was raised")
 
 
-def test_a_default_action_stays_where_that_is_asked():
+def test_a_default_action_stays_where_that_is_asked(request):
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher of the MPI tests handles it
+    request.addfinalizer(lambda: signal.signal(signal.SIGTERM, before))
     with StopFlag(but_defaults=True) as flag:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         with pytest.raises(Interrupted, match="SIGINT"), StopFlag(but_defaults=True):
