@@ -92,7 +92,7 @@ class MetricsFile(Observer):
 
     def started(self, run: Run, stop: int) -> None:
         self._run, self._path, self._steps = run, run.folder / self.NAME, run.trainer.steps_done
-        lines = "".join(line + "\n" for line in _lines_up_to(self._path, self._steps))
+        lines = "".join(line + "\n" for line in lines_up_to(self._path, self._steps))
         replace_file(self._path, lines)
         self._file: TextIO = self._open()
 
@@ -247,7 +247,7 @@ class ActivityFile(Observer):
             self._path.unlink(missing_ok=True)
 
 
-def _lines_up_to(path: Path, step: int) -> list[str]:
+def lines_up_to(path: Path, step: int) -> list[str]:
     """The lines of the first ``step`` steps, without damaged lines and those that a run wrote after its checkpoint.
 
     Raises UsageError for a folder or a pipe, since reading a pipe might never end.
