@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spmd_engine.adaptive.adapt_config import AdaptConfig
-from spmd_engine.adaptive.candidates import Proposal, Outlook, Proposer, kind_of_change, parts
+from spmd_engine.adaptive.candidates import Outlook, Proposal, Proposer, kind_of_change, parts
 from spmd_engine.adaptive.decision_log import header, record
 from spmd_engine.adaptive.monitor import Observation, observe
 from spmd_engine.adaptive.policy import Policy, PolicyState, PredictedShape
@@ -96,7 +96,7 @@ class Advisor:
         seen = observe(lines, self.steps, ranks=self.shape.ranks, work=work, memory=memory)
         pairs = zip(work, seen.computing, strict=True)
         measured = [part / seconds if part and seconds else 0.0 for part, seconds in pairs]
-        return Outlook(seen, self.shape, [self._speed(rank, measured, seen) for rank in range(count)])
+        return Outlook(seen, self.shape, [self._speed(rank, measured, seen) for rank in range(count)], memory)
 
     def _speed(self, rank: int, measured: Sequence[float], seen: Observation) -> float:
         """The speed of a rank, or what is believed of it."""

@@ -39,7 +39,8 @@ class Outlook:
 
     observation: Observation
     shape: Shape  #: the present one
-    speeds: Sequence[float]  #: of each rank of the job, in parts of the whole work a second; 0 to leave it out
+    speeds: Sequence[float]  #: of each rank of the job, in parts of the whole work a second
+    limits: Sequence[float] | None = None  #: bytes that each rank of the job may use; None: not known
 
     def step_seconds(self, shape: Shape) -> float:
         """Seconds of a step in a shape: all but the communication of the busiest rank grows with its computation."""

@@ -11,6 +11,7 @@ from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.advisor import Advisor
 from spmd_engine.adaptive.candidates import Shares
 from spmd_engine.adaptive.decision_log import resumed
+from spmd_engine.adaptive.planner_process import PlannerProposals
 from spmd_engine.adaptive.reshape import Shape, ShapeRequest
 from spmd_engine.checkpoints.format.folder import replace_file
 from spmd_engine.engine.layered import LayeredEngine
@@ -33,6 +34,7 @@ class Adapter(Observer):
     def __init__(self, config: AdaptConfig) -> None:
         self._config, self._file = config, None
         self._advisor: Advisor | None = None
+        self._planner: PlannerProposals | None = None
 
     def started(self, run: Run, stop: int) -> None:
         self._run, self._stop, path = run, stop, run.folder / self.NAME
@@ -67,6 +69,8 @@ class Adapter(Observer):
             self._advisor.refused()
 
     def closed(self) -> None:
+        if self._planner:
+            self._planner.close()
         if self._file:
             self._file.close()
 
@@ -76,14 +80,15 @@ class Adapter(Observer):
 
     def _new_advisor(self, report: StepReport) -> Advisor | None:
         """An advisor, after the first step; None for an engine that shards itself."""
-        engine, data = self._run.engine, (self._run.config or {}).get("data", {})
+        engine, job = self._run.engine, self._run.config or {}
         if not isinstance(engine, LayeredEngine):
             return None
+        self._planner = PlannerProposals(self._config, job)
         return Advisor(
             self._config,
             self._shape,
             self._stop,
-            [Shares(engine.model, data["batch_size"] // data["micro_batches"])],
+            [Shares(engine.model, job["data"]["batch_size"] // job["data"]["micro_batches"]), self._planner],
             {"first step": report.seconds} | self._costs,
             memory=self._run.memory_limits,
             write=self._write,

@@ -11,6 +11,7 @@ from spmd_engine import TrainConfig, run_threads, train
 from spmd_engine.adaptive import advisor
 from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.decision_log import replay
+from spmd_engine.adaptive.planner_process import PlannerProposals
 from spmd_engine.training import Trainer
 from spmd_engine.training.adapter import Adapter
 from spmd_engine.training.run_job import read_run
@@ -31,6 +32,7 @@ def trained(folder, axes, speeds, monkeypatch, steps=40, every="5", fixed=0.0, s
         return replace(report, seconds=float(seconds.max()), shares=parts)
 
     monkeypatch.setattr(Trainer, "step", timed)
+    monkeypatch.setattr(PlannerProposals, "_ask", lambda proposals, outlook: None)  # it has tests of its own
     job = RandomJob(5, folder)  # an mlp
     what = {"steps": steps, "batch_size": 56, "micro_batches": 1, "eval_every": 0, "mesh": axes, "timeout": 60.0}
     config, ranks = TrainConfig.of(**job.what | what), int(np.prod(list(axes.values())))
