@@ -20,7 +20,8 @@ BELIEVED = 200  #: steps for which a rank without work is taken to be as slow as
 class Advisor:
     """Collects the lines of steps, and says when to change to which shape. For rank 0.
 
-    Candidates are the present shape, the one that the job began with (``home``), and those of ``proposers``. ``costs``
+    Candidates are the present shape, the one that the job began with (``home``), and those of ``proposers``. One with a
+    factor, whose prediction is less sure, must beat the others by ``least_gain``, unless memory is short. ``costs``
     are the seconds of changes by kind, as far as they are measured; other kinds are taken to cost the most of them.
     ``memory`` is the bytes that each rank of the job may use; None: not known. ``write`` gets the lines of the log, its
     header first. ``state`` is that of the policy in a job that resumes.
@@ -72,12 +73,15 @@ class Advisor:
         found = [Proposal(self.shape), Proposal(self._home)]
         found += (each for propose in self.proposers for each in propose(outlook))
         by_label = {str(each.shape): each for each in reversed(found)}  # the first of equal ones
+        for label in self._refused & by_label.keys():
+            del by_label[label]
+        seconds = {label: each.factor * outlook.step_seconds(each.shape) for label, each in by_label.items()}
+        surest = min(seconds[label] for label, each in by_label.items() if each.factor == 1.0)
+        is_full = outlook.observation.memory_pressure > self._config.memory_pressure
         shapes = [
-            PredictedShape(
-                label, each.factor * outlook.step_seconds(each.shape), self._cost(each.shape), each.memory_pressure
-            )
+            PredictedShape(label, seconds[label], self._cost(each.shape), each.memory_pressure)
             for label, each in reversed(by_label.items())
-            if label not in self._refused
+            if each.factor == 1.0 or is_full or seconds[label] < (1 - self._config.least_gain) * surest
         ]
         current = next(each for each in shapes if each.label == str(self.shape))
         decision = self._policy.decide(outlook.observation, current, shapes, self._state)

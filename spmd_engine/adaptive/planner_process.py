@@ -25,12 +25,14 @@ from spmd_engine.adaptive.monitor import crossings
 from spmd_engine.adaptive.reshape import Shape, ShapeRequest
 from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.state.assignment import PIPE
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.machine.files import default_machine, read_machine
 from spmd_engine.planning.machine.machine import Curve, Machine
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.planner import find_plan
 from spmd_engine.planning.search.plan_evaluation import evaluate_step
+from spmd_engine.planning.search.search_space import axes_that_shard
 from spmd_engine.runtime.mpi_job import clean_environment
 
 SECONDS = 5.0  #: processor time of a search
@@ -41,6 +43,8 @@ FREE = ("mesh", "zero", "schedule", "chunks", "stages", "shares", "state_shares"
 
 class PlannerProposals:
     """Proposes the shapes that the planner finds, on all ranks of the job, with its predictions of time and memory.
+
+    Pipelines are left out: the parts of their stages do not follow from the mesh, so speeds could not be told there.
 
     ``job`` has the objects ``model``, ``data`` and ``training`` of a TrainConfig. Predictions are used relative to
     those for the shape in which the job was when the planner was asked.
@@ -137,6 +141,7 @@ def answer(question: Mapping[str, Any]) -> list[dict[str, Any]]:
         [machine.ranks],
         sizes[:1],
         fixed={"micro_batches": sizes[1]},
+        axes=[axis for axis in axes_that_shard(model) if axis != PIPE],
         optimizer=question["optimizer"],
         base=base,
         seconds=SECONDS,

@@ -37,7 +37,7 @@ class Adapter(Observer):
         self._planner: PlannerProposals | None = None
 
     def started(self, run: Run, stop: int) -> None:
-        self._run, self._stop, path = run, stop, run.folder / self.NAME
+        self._run, path = run, run.folder / self.NAME
         self._shape = Shape(self._composition(), tuple(range(run.engine.mesh.size)))
         lines = lines_up_to(path, run.steps_done)
         with reading(f"{path}: this run cannot go on with its decisions", "; move it away"):
@@ -87,7 +87,7 @@ class Adapter(Observer):
         return Advisor(
             self._config,
             self._shape,
-            self._stop,
+            job["training"]["steps"],
             [Shares(engine.model, job["data"]["batch_size"] // job["data"]["micro_batches"]), self._planner],
             {"first step": report.seconds} | self._costs,
             memory=self._run.memory_limits,
