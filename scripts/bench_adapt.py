@@ -94,7 +94,8 @@ def main() -> None:
             before = median(seconds[20:begins])
             slow = median(seconds[begins + WAIT - LAST : begins + WAIT])
             after = median(seconds[-LAST:])
-            ideal = before * ranks / (ranks - 0.5)
+            asleep = 2 * SECONDS * SAMPLES / ranks  # the rest of a step does not depend on the speeds
+            ideal = asleep * ranks / (ranks - 0.5) + before - asleep
             found.append((before, ideal / slow, before / after, inside[0] / sum(seconds)))
             if mesh.rank == 0:
                 events = (run.folder / "events.jsonl").read_text().count('"reshaped"')

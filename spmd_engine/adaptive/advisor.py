@@ -9,7 +9,7 @@ from typing import Any
 from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.candidates import Outlook, Proposal, Proposer, kind_of_change, parts
 from spmd_engine.adaptive.decision_log import header, record
-from spmd_engine.adaptive.monitor import Observation, observe
+from spmd_engine.adaptive.monitor import observe
 from spmd_engine.adaptive.policy import Policy, PolicyState, PredictedShape
 from spmd_engine.adaptive.reshape import Shape
 
@@ -91,7 +91,7 @@ class Advisor:
             self.proposed = by_label[decision.chosen.label].shape
 
     def _outlook(self, lines: Sequence[Mapping[str, Any]]) -> Outlook:
-        """The observation of these lines, and the speeds of all ranks."""
+        """The observation of these lines, and the speeds of all ranks, measured or believed."""
         count = max(len(self.memory or ()), *(1 + rank for rank in (*self.shape.ranks, *self._home.ranks)))
         work = [0.0] * count
         for rank, part in zip(self.shape.ranks, parts(self.shape), strict=True):
@@ -100,16 +100,14 @@ class Advisor:
         seen = observe(lines, self.steps, ranks=self.shape.ranks, work=work, memory=memory)
         pairs = zip(work, seen.computing, strict=True)
         measured = [part / seconds if part and seconds else 0.0 for part, seconds in pairs]
-        return Outlook(seen, self.shape, [self._speed(rank, measured, seen) for rank in range(count)], memory)
-
-    def _speed(self, rank: int, measured: Sequence[float], seen: Observation) -> float:
-        """The speed of a rank, or what is believed of it."""
         quickest = max(measured)
-        if measured[rank]:
-            self._seen[rank] = seen.step, measured[rank] / quickest
-            return measured[rank]
-        at, relative = self._seen.get(rank, (-BELIEVED, 1.0))
-        return quickest * (relative if seen.step - at < BELIEVED else 1.0)
+        for rank, speed in enumerate(measured):
+            if speed:
+                self._seen[rank] = seen.step, speed / quickest
+            else:
+                step, relative = self._seen.get(rank, (-BELIEVED, 1.0))
+                measured[rank] = quickest * (relative if seen.step - step < BELIEVED else 1.0)
+        return Outlook(seen, self.shape, measured, memory)
 
     def _cost(self, shape: Shape) -> float:
         if shape == self.shape:

@@ -8,7 +8,7 @@ import pytest
 
 from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.advisor import BELIEVED, Advisor
-from spmd_engine.adaptive.candidates import Outlook, Shares, kind_of_change, parts
+from spmd_engine.adaptive.candidates import Outlook, Proposal, Shares, kind_of_change, parts
 from spmd_engine.adaptive.decision_log import replay, resumed
 from spmd_engine.adaptive.monitor import Observation
 from spmd_engine.adaptive.reshape import Shape
@@ -196,7 +196,20 @@ def test_a_shape_that_was_asked_for_is_the_new_home():
     assert resumed(lines, asked)[0] == asked
 
 
-def test_memory_pressure_is_a_crossed_threshold():
-    job = Job({"data": 2}, 56, memory=lambda shape: 95)
-    job.run(20, (1, 1))
-    assert job.log[-1]["observation"]["memory"] == (0.95, 0.95)
+@pytest.mark.parametrize(
+    "factor, pressure, used, taken",
+    [
+        (0.97, 0.5, 50, False),
+        (0.5, 0.5, 50, True),
+        (1.5, 0.5, 95, True),
+        (1.5, 0.95, 95, False),
+        (0.5, 0.95, 50, False),
+    ],
+)
+def test_a_less_sure_prediction_must_be_better_unless_memory_is_short(factor, pressure, used, taken):
+    other = shape_on({"model": 2})
+    job = Job({"data": 2}, 56, memory=lambda shape: used)
+    job.advisor.proposers = [lambda outlook: [Proposal(other, factor, pressure)]]
+    job.run(40, (1, 0.8))  # the imbalance is above its threshold
+    assert job.log[1]["observation"]["memory"] == (used / 100,) * 2
+    assert [shape for _, shape in job.changes] == ["mesh model=2"] * taken
