@@ -18,6 +18,7 @@ from command_line import QUIET, TEXT
 from spmd_engine import Mesh, as_distributed, batch_of, run_threads
 from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.cli.monitor import Watched, curves
+from spmd_engine.cli.report.page import page_of
 from spmd_engine.cli.report.run_record import RunReader
 from spmd_engine.engine import SGD
 from spmd_engine.models import two_layers
@@ -111,6 +112,7 @@ def test_each_rank_shows_the_thresholds_that_it_crosses(folder):
     tell(folder, "started", **started)
     _, lines = frame(folder, 120)
     assert lines[-2].endswith("memory pressure 0.75") and lines[-1].endswith("data=1")
+    assert "In the last steps: memory pressure 0.75 above 0.4 (rank 0)." in page_of([RunReader(folder).read()])
     tell(folder, "reshaped", step=10, mesh="model=2", ranks=[0, 1])
     assert "above threshold" not in heads()[0]
     (folder / "config.json").write_text(json.dumps(job.as_json() | {"adapt": {"every": "never"}}))
