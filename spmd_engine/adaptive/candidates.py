@@ -78,7 +78,7 @@ def parts(shape: Shape, without: str = "") -> list[float]:
 
 
 @dataclass(frozen=True)
-class Shares:
+class SharesBySpeed:
     """Proposes even shares of samples, heads and widths, shares by speed, and a mesh without the slowest ranks.
 
     ``samples`` are those of a micro-batch.

@@ -54,10 +54,9 @@ class PlannerProposals:
         data = {name: job["data"][name] for name in ("batch_size", "micro_batches", "length")}
         self._config, self._job = config, {"model": job["model"], "optimizer": job["training"]["optimizer"], **data}
         self._process: subprocess.Popen[bytes] | None = None
-        self._key: Any = None  # what the last question was about
-        self._found: list[
-            tuple[Shape, float, float | None]
-        ] = []  # with the factor, and how much the fullest rank would hold
+        self._about: tuple[str, bool] | None = None  # the last question: the shape, and whether memory was short
+        self._logs = np.zeros(0)  # of the speeds then
+        self._found: list[tuple[Shape, float, float | None]] = []  # with their factors and memory pressure
 
     def __call__(self, outlook: Outlook) -> Iterator[Proposal]:
         if self._process and self._process.poll() is not None:
@@ -70,11 +69,11 @@ class PlannerProposals:
     def _ask(self, outlook: Outlook) -> None:
         """Start a search, unless the last one was about the same speeds, memory and shape."""
         speeds, seen = np.array(outlook.speeds), outlook.observation
-        steps = [round(log(speed / max(speeds)) / log(ALIKE)) for speed in speeds]
-        full = seen.memory_pressure > self._config.memory_pressure
-        if (key := (steps, full, str(outlook.shape))) == self._key:
+        logs, is_full = np.log(speeds / speeds.max()), seen.memory_pressure > self._config.memory_pressure
+        about = str(outlook.shape), is_full
+        if about == self._about and np.abs(logs - self._logs).max() < log(ALIKE):
             return
-        self._key, self._asked = key, outlook
+        self._about, self._logs, self._asked = about, logs, outlook
         question = {
             **self._job,
             "shape": outlook.shape.request.as_json(),

@@ -9,7 +9,7 @@ from typing import Any
 
 from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.advisor import Advisor
-from spmd_engine.adaptive.candidates import Shares
+from spmd_engine.adaptive.candidates import SharesBySpeed
 from spmd_engine.adaptive.decision_log import resumed
 from spmd_engine.adaptive.planner_process import PlannerProposals
 from spmd_engine.adaptive.reshape import Shape, ShapeRequest
@@ -88,7 +88,7 @@ class Adapter(Observer):
             self._config,
             self._shape,
             job["training"]["steps"],
-            [Shares(engine.model, job["data"]["batch_size"] // job["data"]["micro_batches"]), self._planner],
+            [SharesBySpeed(engine.model, job["data"]["batch_size"] // job["data"]["micro_batches"]), self._planner],
             {"first step": report.seconds} | self._costs,
             memory=self._run.memory_limits,
             write=self._write,

@@ -8,7 +8,7 @@ import pytest
 
 from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.advisor import BELIEVED, Advisor
-from spmd_engine.adaptive.candidates import Outlook, Proposal, Shares, kind_of_change, parts
+from spmd_engine.adaptive.candidates import Outlook, Proposal, SharesBySpeed, kind_of_change, parts
 from spmd_engine.adaptive.decision_log import replay, resumed
 from spmd_engine.adaptive.monitor import Observation
 from spmd_engine.adaptive.reshape import Shape
@@ -29,7 +29,7 @@ class Job:
     def __init__(self, axes, samples, steps=600, noise=0.02, moving=0.02, advisor=None, memory=None, **settings):
         self.shape, self.samples, self.log, self.moving = shape_on(axes), samples, [], moving
         self.noise, self.random, self.memory = noise, np.random.default_rng(0), memory
-        proposers, config = [Shares(MODEL, samples)], AdaptConfig(**settings)
+        proposers, config = [SharesBySpeed(MODEL, samples)], AdaptConfig(**settings)
         limits = [100] * len(self.shape.ranks) if memory else None
         given = {"memory": limits, "write": self.log.append, **(advisor or {})}
         self.advisor = Advisor(config, self.shape, steps, proposers, {"first step": 0.1}, **given)
@@ -114,7 +114,7 @@ def test_shares_by_speed(axes, samples, speeds, expected):
     outlook = Outlook(
         Observation(1, 1, 1.0, (1.0,) * len(speeds), (0.0,) * len(speeds), speeds), shape_on(axes), speeds
     )
-    shapes = [each.shape for each in Shares(MODEL, samples)(outlook) if len(each.shape.ranks) == len(speeds)]
+    shapes = [each.shape for each in SharesBySpeed(MODEL, samples)(outlook) if len(each.shape.ranks) == len(speeds)]
     assert {each.composition.shares for each in shapes} - {None} == expected
     assert all(sum(parts(each)) == pytest.approx(1) for each in shapes)
 
@@ -174,7 +174,9 @@ def test_a_resumed_job_goes_on_as_if_it_had_not_stopped():
     home, costs, state = resumed(lines, first.advisor.shape)
     given = {"home": home, "state": state, "step": first.step, "write": first.log.append}
     second = Job({"data": 2}, 56, noise=0, **limits)
-    second.advisor = Advisor(AdaptConfig(**limits), first.advisor.shape, 600, [Shares(MODEL, 56)], costs, **given)
+    second.advisor = Advisor(
+        AdaptConfig(**limits), first.advisor.shape, 600, [SharesBySpeed(MODEL, 56)], costs, **given
+    )
     second.step = first.step
     for job in (whole, second):
         job.run(400, (1, 1))
