@@ -73,7 +73,7 @@ class Advisor:
         found = [Proposal(self.shape), Proposal(self._home)]
         found += (each for propose in self.proposers for each in propose(outlook))
         by_label = {str(each.shape): each for each in reversed(found)}  # the first of equal ones
-        for label in self._refused & by_label.keys():
+        for label in self._refused & by_label.keys() - {str(self.shape)}:
             del by_label[label]
         seconds = {label: each.factor * outlook.step_seconds(each.shape) for label, each in by_label.items()}
         surest = min(seconds[label] for label, each in by_label.items() if each.factor == 1.0)

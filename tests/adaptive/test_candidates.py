@@ -160,7 +160,10 @@ def test_a_refused_shape_is_not_proposed_again():
     job = Job({"data": 2}, 56)
     job.advisor.changed = lambda shape, seconds, step: job.advisor.refused()
     job.run(300, (1, 0.5))
-    assert len(job.changes) == len({shape for _, shape in job.changes})
+    assert job.changes and len(job.changes) == len({shape for _, shape in job.changes})
+    del job.advisor.changed
+    job.advisor.changed(shape_on({"data": 2}, shares="data=2:1"), 0.5, job.step)  # a user asks for it later
+    job.run(40, (1, 0.5))
 
 
 def test_a_resumed_job_goes_on_as_if_it_had_not_stopped():
