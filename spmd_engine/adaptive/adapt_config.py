@@ -41,7 +41,7 @@ class AdaptConfig(Configuration):
     )
     least_stay: int = setting(20, least=0, help="Steps between two changes.")
     most_loss: float = setting(
-        0.02, least=0, below=1, help="The most that all changes may lose if none of them pays, as a part of the steps."
+        0.0115, least=0, below=1, help="The most that all changes may lose if none of them pays, as a part of the time."
     )
 
     def __post_init__(self) -> None:

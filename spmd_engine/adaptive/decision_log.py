@@ -8,13 +8,16 @@ from typing import Any
 from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.monitor import Observation
 from spmd_engine.adaptive.policy import Decision, Policy, PolicyState, PredictedShape
+from spmd_engine.adaptive.reshape import Shape, ShapeRequest
 
-VERSION = 1
+VERSION = 2
 
 
-def header(config: AdaptConfig, costs: Mapping[str, float]) -> dict[str, Any]:
-    """The first line: the policy's configuration, and the measured seconds of each kind of change."""
-    return {"version": VERSION, "config": config.as_json(), "costs": dict(costs)}
+def header(step: int, config: AdaptConfig, costs: Mapping[str, float], home: Shape, shape: Shape) -> dict[str, Any]:
+    """The first line, and one after each start and change: the policy's configuration, the measured seconds of each
+    kind of change, the shape with which the policy compares others, and the present one."""
+    shapes = {"home": home.request.as_json(), "shape": str(shape)}
+    return {"version": VERSION, "step": step, "config": config.as_json(), "costs": dict(costs), **shapes}
 
 
 def record(
@@ -22,6 +25,7 @@ def record(
 ) -> dict[str, Any]:
     """The line of a decision, with all that it depends on."""
     return {
+        "step": observation.step,
         "observation": observation.as_json(),
         "current": current.as_json(),
         "candidates": [each.as_json() for each in candidates],
@@ -31,12 +35,34 @@ def record(
 
 
 def replay(lines: Iterable[Mapping[str, Any]]) -> Iterator[Decision]:
-    """The decisions of a log again, each with the state of the policy after it; a resumed run goes on with the last."""
-    lines = iter(lines)
-    policy, state = Policy(AdaptConfig.from_json(next(lines)["config"], "the log's header")), PolicyState()
+    """The decisions of a log again, each with the state of the policy after it."""
+    return (decision for decision, _ in _replayed(lines) if decision)
+
+
+def _replayed(lines: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Decision | None, PolicyState]]:
+    """The decision of each line, None for a header, and the state after it: with another home it begins anew."""
+    policy, state, home = Policy(), PolicyState(), None
     for line in lines:
+        if "config" in line:
+            policy = Policy(AdaptConfig.from_json(line["config"], "the log's header"))
+            state, home = state if line["home"] == home else PolicyState(), line["home"]
+            yield None, state
+            continue
         observation, current = Observation.from_json(line["observation"]), PredictedShape.from_json(line["current"])
         candidates = [PredictedShape.from_json(each) for each in line["candidates"]]
         decision = policy.decide(observation, current, candidates, state)
         state = decision.state
-        yield decision
+        yield decision, state
+
+
+def resumed(lines: Sequence[Mapping[str, Any]], shape: Shape) -> tuple[Shape, Mapping[str, float], PolicyState]:
+    """What a run in this shape knows by its log: its home, the costs of changes, and the state of the policy.
+
+    A run that resumes in another shape than its last one has this shape as its home, and the policy begins anew.
+    """
+    last, state = {}, PolicyState()
+    for line, (decision, after) in zip(lines, _replayed(lines), strict=True):
+        last, state = last if decision else line, after
+    if last.get("shape") != str(shape):
+        return shape, last.get("costs", {}), PolicyState()
+    return ShapeRequest.from_json(last["home"], "the log's header").shape, last["costs"], state

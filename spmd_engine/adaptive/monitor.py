@@ -15,7 +15,7 @@ LISTED = 4  #: most ranks that a text lists
 
 @dataclass(frozen=True)
 class Observation:
-    """Medians over some steps. Seconds are those of a step; sequences have an entry for each rank."""
+    """Medians over some steps. Seconds are those of a step; sequences have an entry for each rank of the job."""
 
     step: int  #: steps that are done
     remaining: int  #: steps that are left
@@ -48,8 +48,9 @@ class Observation:
 
     @property
     def communication_overhead(self) -> float:
-        """The part of a step in which ranks move data, mean over ranks."""
-        return sum(self.overheads) / len(self.overheads)
+        """The part of a step in which ranks move data, mean over those that compute or move any."""
+        took_part = sum(map(any, zip(self.computing, self.communicating, strict=True)))
+        return sum(self.overheads) / max(1, took_part)
 
     def as_json(self) -> dict[str, Any]:
         """The input of ``from_json``."""
@@ -66,26 +67,33 @@ def observe(
     lines: Sequence[Mapping[str, Any]],
     steps: int,
     *,
+    ranks: Sequence[int] | None = None,
     work: Sequence[float] | None = None,
     memory: Sequence[float] | None = None,
 ) -> Observation:
     """The observation of a run of ``steps`` steps by its last lines of ``metrics.jsonl``, all of one shape.
 
-    ``work`` is the part of the work that each rank does, in any unit; None: equal parts. ``memory`` is the bytes that
-    each rank may use; None: not known. A rank's speed is its work over the seconds in which it computes. Medians are
-    independent of single long steps. Raises ValueError without lines.
+    ``ranks`` are those on the mesh, in the order of the lines' entries; None: all. ``work`` is the part of the work
+    that each rank of the job does, in any unit; None: equal parts. ``memory`` is the bytes that each rank of the job
+    may use; None: not known. A rank's speed is its work over the seconds in which it computes. Medians are independent
+    of single long steps. Raises ValueError without lines.
     """
     if not lines:
         raise ValueError("an observation needs at least one step")
     seconds = np.array([line["seconds"] for line in lines])
-    shares = np.array([line.get("shares", [[1.0, 0.0, 0.0]]) for line in lines])  # [step, rank, 3]
+    measured = np.array([line.get("shares", [[1.0, 0.0, 0.0]]) for line in lines])  # [step, rank of the mesh, 3]
+    ranks = range(measured.shape[1]) if ranks is None else list(ranks)
+    count = len(work or memory or ranks)
+    shares, held = np.zeros((len(lines), count, 3)), np.zeros((len(lines), count))
+    shares[:, ranks] = measured
+    held[:, ranks] = [line.get("private_bytes", [0] * len(ranks)) for line in lines]
     parts = shares * seconds[:, None, None]
     computing, communicating, _ = np.median(parts, axis=0).T.tolist()
     longest = float(np.median(parts[:, :, 0].max(axis=1)))  # longer if ranks are slow in turn
     work = work if work is not None else [1.0] * len(computing)
     speeds = [w / s if w and s else None for w, s in zip(work, computing, strict=True)]
     fastest = max((speed for speed in speeds if speed), default=1.0)
-    used = np.median([line.get("private_bytes", [0] * len(computing)) for line in lines], axis=0)
+    used = np.median(held, axis=0)
     return Observation(
         lines[-1]["step"],
         steps - lines[-1]["step"],
@@ -104,12 +112,17 @@ class Crossing:
     name: str  #: a field of AdaptConfig, and of Observation
     value: float
     threshold: float
-    ranks: tuple[int, ...]  #: whose own values are above it
+    ranks: Mapping[int, float]  #: those above it, with their own values
+
+    @property
+    def what(self) -> str:
+        """The name as words."""
+        return self.name.replace("_", " ")
 
     def __str__(self) -> str:
         more = f" and {len(self.ranks) - LISTED} more" if len(self.ranks) > LISTED else ""
-        ranks = f" (rank {', '.join(map(str, self.ranks[:LISTED]))}{more})" if self.ranks else ""
-        return f"{self.name.replace('_', ' ')} {self.value:.2f} above {self.threshold:g}{ranks}"
+        ranks = f" (rank {', '.join(map(str, [*self.ranks][:LISTED]))}{more})" if self.ranks else ""
+        return f"{self.what} {self.value:.2f} above {self.threshold:g}{ranks}"
 
 
 def crossings(observation: Observation, config: AdaptConfig) -> list[Crossing]:
@@ -123,6 +136,6 @@ def crossings(observation: Observation, config: AdaptConfig) -> list[Crossing]:
     for name, values in values_by_rank.items():
         threshold = getattr(config, name)
         if (value := getattr(observation, name)) > threshold:
-            ranks = tuple(rank for rank, of_rank in enumerate(values) if of_rank > threshold)
+            ranks = {rank: of_rank for rank, of_rank in enumerate(values) if of_rank > threshold}
             found.append(Crossing(name, value, threshold, ranks))
     return found

@@ -61,8 +61,8 @@ class PolicyState:
     step: int | None = None  #: of the last one
     change: Change | None = None  #: the last one
     home: str | None = None  #: the shape of a run that changes only where it must
-    quickest: float = inf  #: the least seconds of a step there that observations have shown
-    lead: float = 0.0  #: steps by which this run is ahead of that one
+    spent: float = 0.0  #: seconds that that run has taken for the steps until now
+    lead: float = 0.0  #: seconds by which this run is ahead of that one
     lost: float = 0.0  #: seconds that the best other shapes would have saved since the present one has been too slow
     #: by label: observed over predicted seconds of a step, relative to those at home
     errors: Mapping[str, float] = field(default_factory=dict)
@@ -118,11 +118,10 @@ class Policy:
         best = min(fitting, key=lambda each: each.cost + remaining * seconds[each.label], default=current)
         at_home, gain = seconds[home.label], now - seconds[best.label]
         steps = step - state.step if state.step is not None else 0
-        behind = steps * (now / at_home - 1)  # steps that a run at home would have been quicker by, since then
-        lead = state.lead - behind
+        behind = steps * (now - at_home)  # seconds that a run at home would have been quicker by, since then
+        lead, spent = state.lead - behind, state.spent + steps * at_home
         lost = state.lost + steps * gain if gain > config.least_gain * now else 0.0
-        quickest = min(state.quickest, at_home)  # a change may cost as many steps as a run at home makes at best
-        state = replace(state, step=step, quickest=quickest, lead=lead, lost=lost)
+        state = replace(state, step=step, spent=spent, lead=lead, lost=lost)
 
         def offer(to: PredictedShape) -> str:
             then, saved = seconds[to.label], (now - seconds[to.label]) * remaining
@@ -132,15 +131,15 @@ class Policy:
 
         def change(to: PredictedShape, why: str) -> Decision:
             begun = Change(step, to.label, seconds[to.label], scale, state.errors.get(to.label, 1.0))
-            after = replace(state, change=begun, lead=lead - to.cost / quickest, lost=0.0)
+            after = replace(state, change=begun, lead=lead - to.cost, lost=0.0)
             return Decision(True, to, f"step {step}: changes from {current.label} to {offer(to)}; {why}", after)
 
-        most = config.most_loss * (step + remaining)
-        if lead - home.cost / quickest - behind < -most and (now - at_home) * remaining > home.cost:
-            return change(home, f"changes have lost {-lead:.1f} of at most {most:.1f} steps")
+        most = config.most_loss * (spent + remaining * at_home)
+        if lead - home.cost - behind < -most and (now - at_home) * remaining > home.cost:
+            return change(home, f"changes have lost {readable_seconds(-lead)} of at most {readable_seconds(most)}")
         crossed = crossings(observation, config)
         stayed = step - state.change.step if state.change else inf
-        risk = 2 * best.cost / quickest - lead if best.label != state.home else 0.0  # with the way back
+        risk = 2 * best.cost - lead if best.label != state.home else 0.0  # with the way back
         refusals = {
             "no threshold is crossed": not crossed,
             "no other shape is faster": gain <= 0,
@@ -148,7 +147,7 @@ class Policy:
             f"the margin is below {config.margin:g}": gain * remaining < config.margin * best.cost,
             f"the last change is only {stayed} of {config.least_stay} steps ago": stayed < config.least_stay,
             f"{readable_seconds(lost)} lost so far are less than the cost": lost < best.cost,
-            f"changes could lose {risk:.1f} of at most {most:.1f} steps": risk > most,
+            f"changes could lose {readable_seconds(max(risk, 0.0))} of at most {readable_seconds(most)}": risk > most,
         }
         why = next((why for why, holds in refusals.items() if holds), None)
         if why is None:

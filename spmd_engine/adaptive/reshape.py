@@ -68,6 +68,11 @@ class Shape:
             ranks = self.ranks if len(self.ranks) == size else range(size)
         return Shape(composition, tuple(sorted(ranks))), notices
 
+    @property
+    def request(self) -> ShapeRequest:
+        """The request for exactly this shape."""
+        return ShapeRequest(self.composition.as_json(), self.ranks)
+
     def __str__(self) -> str:
         usual = ParallelConfig().as_json()
         options = {name: value for name, value in self.composition.as_json().items() if value != usual[name]}
@@ -106,6 +111,11 @@ class ShapeRequest:
     def as_json(self) -> dict[str, Any]:
         """The input of ``from_json``."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of a request that has all options and the ranks."""
+        return Shape(ParallelConfig.from_json(self.composition, "the shape"), tuple(self.ranks or ()))
 
 
 class Reshaper:

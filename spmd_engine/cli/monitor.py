@@ -245,6 +245,7 @@ class Watched:
         waits[on_mesh] = _by_rank(run.recent, "shares", (len(on_mesh), 3))[:, 2]
         memory[on_mesh] = _by_rank(run.recent[-1:], "private_bytes", (len(on_mesh),))
         shards = dict(zip(on_mesh, self._shards_held(len(on_mesh)), strict=True))
+        crossed = run.crossings if self.goes_on else []
         rows = []
         for rank, node in enumerate(nodes):
             step, doing = _what_it_does(activities[rank], self._step) if rank in activities else (self._step, "-")
@@ -263,6 +264,9 @@ class Watched:
                 "weights": shards[rank][0] if rank in shards else "-",
                 "mesh": shards[rank][1] if rank in shards else "-",
             }
+            if crossed:
+                own = (f"{each.what} {each.ranks[rank]:.2f}" for each in crossed if rank in each.ranks)
+                row["above threshold"] = ", ".join(own)
             rows.append({name: _printable(text) for name, text in row.items()})
         return [rows[rank] for rank in np.argsort(waits, kind="stable")] if len(rows) > MOST_RANKS else rows
 
@@ -281,16 +285,17 @@ class Watched:
         return self._shards[1]
 
 
-LEFT = ("activity", "mesh")  #: columns that are shortened where there is no room
+LEFT = ("activity", "mesh", "above threshold")  #: columns that are shortened where there is no room
+LEAST = 5  #: characters that such a column keeps
 
 
 def _table(ranks: Sequence[Mapping[str, str]], width: int, most: int) -> list[Text]:
-    """The rows of at most so many ranks. A column of what is wrong with a rank belongs at the end."""
+    """The rows of at most so many ranks."""
     rows = [{name: name for name in ranks[0]}, *ranks[:most]]
     widths = {name: max(len(row[name]) for row in rows) for name in ranks[0]}
-    free = width - sum(length + 2 for name, length in widths.items() if name not in LEFT) - 2
-    widths["mesh"] = min(widths["mesh"], max(free // 2, free - widths["activity"], 5))
-    widths["activity"] = min(widths["activity"], max(free - widths["mesh"], 5))
+    for _ in range(sum(widths.values()) + 2 * (len(widths) - 1) - width):
+        longest = max((name for name in LEFT if name in widths), key=lambda name: widths[name])
+        widths[longest] = max(widths[longest] - 1, LEAST)
 
     def cell(name: str, text: str) -> str:
         short = text if len(text) <= widths[name] else text[: widths[name] - 1] + "…"

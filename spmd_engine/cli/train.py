@@ -48,7 +48,7 @@ options that are impossible on the mesh are dropped."""
     "--adapt/--no-adapt",
     "adapts",
     default=None,
-    help="Give ranks other shares of the samples while it runs, by their measured speeds. Each --adapt-... does, too.",
+    help="Change the shape of the run by the measured speeds of its ranks. Each --adapt-... does, too.",
 )
 @click.option("--report", is_flag=True, help="At the end, write report.html, as the command 'report' does.")
 @click.option("--trace", metavar="STEPS", type=int, help="Record this many steps in trace.json.")

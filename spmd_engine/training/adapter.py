@@ -8,72 +8,94 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd_engine.adaptive.adapt_config import AdaptConfig
-from spmd_engine.adaptive.reshape import ShapeRequest
-from spmd_engine.adaptive.sample_balancer import SampleBalancer, SampleSharing
+from spmd_engine.adaptive.advisor import Advisor
+from spmd_engine.adaptive.candidates import SharesBySpeed
+from spmd_engine.adaptive.decision_log import resumed
+from spmd_engine.adaptive.planner_process import PlannerProposals
+from spmd_engine.adaptive.reshape import Shape, ShapeRequest
+from spmd_engine.checkpoints.format.folder import replace_file
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.files import open_regular
-from spmd_engine.training.run import Observer, Run
+from spmd_engine.foreign import reading
+from spmd_engine.training.run import Observer, Run, lines_up_to
 from spmd_engine.training.trainer import StepReport
 
 
 class Adapter(Observer):
-    """Requests other shares of the samples where the policy decides so; pass its ``propose`` to ``train``, too.
+    """Requests another shape where the policy decides so; pass its ``propose`` to ``train``, too.
 
-    Until the first change has been measured, a change counts as a step. Decisions are lines of ``decisions.jsonl``:
-    see ``adaptive.decision_log``. A resumed run, and one whose mesh has changed, begins a new log in the same file.
+    Until a change has been measured, it counts as a step. Decisions are lines of ``decisions.jsonl``: see
+    ``adaptive.decision_log``. A run that resumes goes on with the policy's state.
     """
 
     NAME = "decisions.jsonl"
 
     def __init__(self, config: AdaptConfig) -> None:
-        self._config, self._file, self._cost = config, None, 0.0
-        self._balancer: SampleBalancer | None = None
-        self._wanted: ParallelConfig | None = None
+        self._config, self._file = config, None
+        self._advisor: Advisor | None = None
+        self._planner: PlannerProposals | None = None
 
     def started(self, run: Run, stop: int) -> None:
-        self._run, self._stop = run, stop
-        file = open_regular(run.folder / self.NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self._file = open(file, "a", buffering=1)
+        self._run, path = run, run.folder / self.NAME
+        self._shape = Shape(self._composition(), tuple(range(run.engine.mesh.size)))
+        lines = lines_up_to(path, run.steps_done)
+        with reading(f"{path}: this run cannot go on with its decisions", "; move it away"):
+            self._home, costs, self._state = resumed([json.loads(line) for line in lines], self._shape)
+        self._costs = dict(costs)
+        replace_file(path, "".join(line + "\n" for line in lines))
+        self._file = open(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", buffering=1)
 
     def stepped(self, report: StepReport) -> None:
-        if self._balancer is None:  # this step may fill caches: it gives a cost, and is not observed
-            self._cost = self._cost or report.seconds
-            self._balancer = self._new_balancer()
-        elif self._wanted is None:
-            self._wanted = self._balancer.add(report.as_dict())
+        if self._advisor is None:  # this step may fill caches: it gives a cost, and is not observed
+            self._advisor = self._new_advisor(report)
+        else:
+            self._advisor.add(report.as_dict())
 
     def propose(self, step: int) -> ShapeRequest | None:
         """The request after this step, if any."""
-        return ShapeRequest({"shares": self._wanted.shares}) if self._wanted else None
+        proposed = self._advisor.proposed if self._advisor else None
+        return proposed.request if proposed else None
 
     def reshaped(self, step: int, change: Mapping[str, Any]) -> None:
-        composition, self._cost = self._composition(), change["seconds"]
-        if self._balancer and dict(self._run.engine.mesh.axes) == self._balancer.sharing.axes:
-            self._balancer.changed(composition, self._cost)
+        self._shape = Shape(self._composition(), tuple(change["ranks"]))
+        if self._advisor:
+            self._advisor.changed(self._shape, change["seconds"], step)
         else:
-            self._balancer = None
-        self._wanted = None
+            self._home = self._shape
 
     def not_reshaped(self, step: int, change: Mapping[str, Any]) -> None:
-        self._wanted = None
+        if self._advisor and self._advisor.proposed:
+            self._advisor.refused()
 
     def closed(self) -> None:
+        if self._planner:
+            self._planner.close()
         if self._file:
             self._file.close()
 
     def _composition(self) -> ParallelConfig:
-        return ParallelConfig.from_json((self._run.config or {})["composition"])
+        composition = ParallelConfig.from_json((self._run.config or {})["composition"])
+        return composition.changed(mesh=dict(self._run.engine.mesh.axes))
 
-    def _new_balancer(self) -> SampleBalancer | None:
-        """A balancer for the present mesh; None if it does not shard samples."""
-        engine, data = self._run.engine, (self._run.config or {}).get("data", {})
+    def _new_advisor(self, report: StepReport) -> Advisor | None:
+        """An advisor, after the first step; None for an engine that shards itself."""
+        engine, job = self._run.engine, self._run.config or {}
         if not isinstance(engine, LayeredEngine):
             return None
-        sharing = SampleSharing(dict(engine.mesh.axes), data["batch_size"] // data["micro_batches"])
-        if not sharing.batch_axes:
-            return None
-        return SampleBalancer(self._config, self._composition(), sharing, self._stop, self._cost, self._write)
+        self._planner = PlannerProposals(self._config, job)
+        return Advisor(
+            self._config,
+            self._shape,
+            job["training"]["steps"],
+            [SharesBySpeed(engine.model, job["data"]["batch_size"] // job["data"]["micro_batches"]), self._planner],
+            {"first step": report.seconds} | self._costs,
+            memory=self._run.memory_limits,
+            write=self._write,
+            home=self._home,
+            state=self._state,
+            step=report.step,
+        )
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file:

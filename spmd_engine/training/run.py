@@ -21,7 +21,8 @@ import numpy as np
 from spmd_engine.checkpoints import CheckpointFolder, Save
 from spmd_engine.checkpoints.format.folder import RunLock, make_folder, replace_file
 from spmd_engine.checkpoints.save import KEEP, mesh_name
-from spmd_engine.comm.agreement.rank_zero import on_rank_zero
+from spmd_engine.comm.agreement.rank_zero import gather_json, on_rank_zero
+from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, Evaluation
 from spmd_engine.errors import CheckpointError, UsageError
@@ -91,7 +92,7 @@ class MetricsFile(Observer):
 
     def started(self, run: Run, stop: int) -> None:
         self._run, self._path, self._steps = run, run.folder / self.NAME, run.trainer.steps_done
-        lines = "".join(line + "\n" for line in _lines_up_to(self._path, self._steps))
+        lines = "".join(line + "\n" for line in lines_up_to(self._path, self._steps))
         replace_file(self._path, lines)
         self._file: TextIO = self._open()
 
@@ -147,7 +148,7 @@ class EventLog(Observer):
         self._handler.emit = self._warned
         logging.getLogger("spmd_engine").addHandler(self._handler)
         where = {"mesh": str(mesh), "nodes": list(mesh.nodes_by_rank), "environment": environment()}
-        self._write("started", step=run.steps_done, stop=stop, **where)
+        self._write("started", step=run.steps_done, stop=stop, memory=run.memory_limits, **where)
 
     def _warned(self, record: logging.LogRecord) -> None:
         with suppress(OSError):  # of a full disk, for example: a warning must not end the run
@@ -246,7 +247,7 @@ class ActivityFile(Observer):
             self._path.unlink(missing_ok=True)
 
 
-def _lines_up_to(path: Path, step: int) -> list[str]:
+def lines_up_to(path: Path, step: int) -> list[str]:
     """The lines of the first ``step`` steps, without damaged lines and those that a run wrote after its checkpoint.
 
     Raises UsageError for a folder or a pipe, since reading a pipe might never end.
@@ -318,6 +319,7 @@ class Run:
         self._saving: Save | None = None  # a save that is perhaps not complete
         self._lock: RunLock | None = None  # while this run writes
         self.evaluation: Evaluation | None = None  #: the last one
+        self.memory_limits: list[int] = []  #: bytes that each rank may use, from the start on: its part of its node's
         #: on rank 0; on the others none
         self.observers = (
             (MetricsFile(), EventLog(self.folder), ActivityFile(), *observers) if self.engine.device_id == 0 else ()
@@ -346,6 +348,8 @@ class Run:
     def train(self, steps: int) -> float | None:
         """Make steps until ``steps`` are done in all. Return the last validation loss. Collective."""
         self.engine.mesh.activity.folder = self.folder  # a watchdog writes the stacks of a hanging job to it
+        nodes, group = self.engine.mesh.nodes_by_rank, self.engine.group()
+        self.memory_limits = gather_json(group, memory_here() // nodes.count(nodes[group.rank]), "metrics")
         with self.locked(), self._observed(steps), StopFlag(to_save=False) as stop:
             self.trainer.stop = stop
             self._evaluate()

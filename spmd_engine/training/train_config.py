@@ -122,7 +122,7 @@ class TrainConfig(Configuration):
         None,
         prefix="adapt_",
         unset="the shape stays, unless migrate asks for another",
-        help="An object: when ranks get other shares of the samples, by their measured speeds.",
+        help="An object: when the run changes its shape, by the measured speeds of its ranks.",
     )
     device: str = setting("cpu", metavar="cpu|cuda", help="Where arrays are: cpu (NumPy) or cuda (CuPy).")
     check: bool = setting(

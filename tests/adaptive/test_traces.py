@@ -38,12 +38,14 @@ def test_the_optimum_is_that_of_all_sequences(cost):
     assert steps_of_optimum(rates, 1, cost) == pytest.approx(every_sequence(rates, 1, cost))
 
 
+@pytest.mark.parametrize("cost", [1, 10])
 @pytest.mark.parametrize("name", DRIFTS)
-def test_drifts(name):
-    run, rates = follow(FOUR, dict(replay_traces.drifts(FOUR))[name], replay_traces.SECONDS, noise=0.05)
+def test_drifts(name, cost):
+    speeds = dict(replay_traces.drifts(FOUR))[name]
+    run, rates = follow(FOUR, speeds, replay_traces.SECONDS, noise=0.02, cost=cost)
     assert run.speeds.shape == (replay_traces.SECONDS, 4)
     if name.split(",")[0] in replay_traces.GOALS:
-        assert run.steps >= 0.9 * steps_of_optimum(rates, 0, 1)
+        assert run.steps >= 0.9 * steps_of_optimum(rates, 0, cost)
     else:
         assert run.steps >= 0.97 * rates[:, 0].sum()
 

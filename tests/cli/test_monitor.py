@@ -16,7 +16,9 @@ from rich.console import Console
 
 from command_line import QUIET, TEXT
 from spmd_engine import Mesh, as_distributed, batch_of, run_threads
+from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.cli.monitor import Watched, curves
+from spmd_engine.cli.report.page import page_of
 from spmd_engine.cli.report.run_record import RunReader
 from spmd_engine.engine import SGD
 from spmd_engine.models import two_layers
@@ -88,16 +90,33 @@ def frame(folder, width=100, lines=None, encoding="utf-8"):
 
 
 def test_a_frame_tells_progress_and_ranks(folder):
-    watched, lines = frame(folder)
+    watched, lines = frame(folder, 120)
     assert watched.goes_on and not watched.failed and lines[0] == "live  running"
     assert lines[1].startswith("gpt-nano, mesh data=2 on 1 node(s), started ")
     # 30 steps of a second, and half a second between them
     assert lines[2].startswith("step 10 of 40  ━") and lines[2].endswith("─  25%  0:00:45 left")
     assert lines[3] == "loss 4  validation loss 4.5 (step 10)  2,000 targets/s  1 s a step"
     rows = [" ".join(line.split()) for line in lines[-3:]]
-    assert rows[0] == "rank step activity memory waiting weights mesh"
+    assert rows[0] == "rank step activity memory waiting weights mesh above threshold"
     assert rows[1] == "0 11 all_reduce over data (gradients) for 3 s 3 MiB 30% 50% data=0"
-    assert rows[2] == "1 10 evaluating 5 MiB 5% 50% data=1"
+    assert rows[2] == "1 10 evaluating 5 MiB 5% 50% data=1 load imbalance 0.12"
+
+
+def test_each_rank_shows_the_thresholds_that_it_crosses(folder):
+    """By the run's own thresholds, and the memory that a rank may use; without steps of the present shape, none."""
+    job = TrainConfig.read(folder / "config.json").changed(adapt=AdaptConfig(load_imbalance=0.2, memory_pressure=0.4))
+    (folder / "config.json").write_text(json.dumps(job.as_json()))
+    heads = lambda: [line for line in frame(folder)[1] if line.startswith("rank")]
+    assert "above threshold" not in heads()[0]
+    started = {"step": 0, "stop": STOP, "mesh": "data=2", "nodes": ["a", "a"], "memory": [4 << 20, 40 << 20]}
+    tell(folder, "started", **started)
+    _, lines = frame(folder, 120)
+    assert lines[-2].endswith("memory pressure 0.75") and lines[-1].endswith("data=1")
+    assert "In the last steps: memory pressure 0.75 above 0.4 (rank 0)." in page_of([RunReader(folder).read()])
+    tell(folder, "reshaped", step=10, mesh="model=2", ranks=[0, 1])
+    assert "above threshold" not in heads()[0]
+    (folder / "config.json").write_text(json.dumps(job.as_json() | {"adapt": {"every": "never"}}))
+    assert "above threshold" not in heads()[0]
 
 
 def test_a_change_of_shape_leaves_ranks_idle(folder):

@@ -8,32 +8,47 @@ import pytest
 
 from random_jobs import RandomJob, losses_in
 from spmd_engine import TrainConfig, run_threads, train
+from spmd_engine.adaptive import advisor
 from spmd_engine.adaptive.adapt_config import AdaptConfig
+from spmd_engine.adaptive.decision_log import replay
+from spmd_engine.adaptive.planner_process import PlannerProposals
 from spmd_engine.training import Trainer
+from spmd_engine.training.adapter import Adapter
+from spmd_engine.training.run_job import read_run
 
 
-def trained(folder, axes, speeds, monkeypatch, steps=40, every="5", fixed=0.0):
-    """Train on ranks with these speeds, in samples a second, by step; returns the shares after each change by step."""
+def trained(folder, axes, speeds, monkeypatch, steps=40, every="5", fixed=0.0, stop_at=None):
+    """Train on ranks with these speeds, in work a second, by step; returns the shares after each change by step."""
     step = Trainer.step
 
     def timed(trainer):
         """A step whose report has the seconds that ranks of these speeds would take."""
         report, engine = step(trainer), trainer.engine
-        mine = [part.size for part in [np.arange(56)[engine.batch_span(56)]]]
-        counts = engine.mesh.all_gather(np.array(mine))
-        seconds = fixed + counts / np.array(speeds(report.step))
+        held = sum(parameter.size for parameter in engine.parameters.values())  # whole on ranks that differ in data
+        samples = np.arange(56)[engine.batch_span(56)].size
+        counts = engine.mesh.all_gather(np.array([samples * held / 1000]))
+        seconds = fixed + counts / np.array(speeds(report.step))[: len(counts)]
         parts = [[each / seconds.max(), 0.0, 1 - each / seconds.max()] for each in seconds]
         return replace(report, seconds=float(seconds.max()), shares=parts)
 
     monkeypatch.setattr(Trainer, "step", timed)
+    monkeypatch.setattr(PlannerProposals, "_ask", lambda proposals, outlook: None)  # it has tests of its own
     job = RandomJob(5, folder)  # an mlp
     what = {"steps": steps, "batch_size": 56, "micro_batches": 1, "eval_every": 0, "mesh": axes, "timeout": 60.0}
     config, ranks = TrainConfig.of(**job.what | what), int(np.prod(list(axes.values())))
-
     config = config.changed(adapt=AdaptConfig(every=every, least_stay=0, most_loss=0.9))
-    run_threads(lambda: train(config, folder / "run"), ranks)
+    run_threads(lambda: train(config, folder / "run", stop_at=stop_at), ranks)
+    if stop_at:
+        run_threads(lambda: train(read_run(folder / "run"), folder / "run", resume=True), ranks)
     events = map(json.loads, (folder / "run" / "events.jsonl").read_text().splitlines())
     return {each["step"]: each["after"] for each in events if each["event"] in ("reshaped", "not reshaped")}
+
+
+def decided(folder):
+    """The lines of the run's log, after a check that they give its decisions again."""
+    lines = [*map(json.loads, (folder / "run" / Adapter.NAME).read_text().splitlines())]
+    assert [each.line for each in replay(lines)] == [line["line"] for line in lines if "line" in line]
+    return lines
 
 
 def test_a_slow_rank_gets_less_until_it_recovers(tmp_path, monkeypatch):
@@ -57,11 +72,34 @@ def test_a_slow_rank_gets_less_until_it_recovers(tmp_path, monkeypatch):
     "axes, speeds, after",
     [
         ({"data": 2}, [1, 0.5], "mesh data=2 shares data=19:9"),
-        ({"data": 2, "model": 2}, [1, 1, 0.2, 1], "mesh data=2,model=2 shares data=47:9"),
+        ({"data": 2, "model": 2}, [1, 1, 0.2, 1], "mesh data=2,model=2 shares model=21:107"),
         ({"data": 2}, [1, 0.95], None),
-        ({"model": 2}, [1, 0.5], None),
+        ({"model": 2}, [1, 0.5], "mesh model=2 shares model=43:21"),
     ],
 )
 def test_shares_by_the_slowest_rank_of_each_part(tmp_path, monkeypatch, axes, speeds, after):
     changes = trained(tmp_path, axes, lambda step: speeds, monkeypatch, steps=20)
     assert list(changes.values()) == ([after] if after else [])
+
+
+def test_a_resumed_run_goes_on_with_its_decisions(tmp_path, monkeypatch):
+    """Those after its checkpoint are forgotten, as its steps are; the others stand, and the policy remembers them."""
+    slow = lambda step: [1, 0.5] if 5 < step <= 30 else [1, 1]
+    changes = trained(tmp_path, {"data": 2}, slow, monkeypatch, stop_at=25)
+    assert [*changes.values()] == ["mesh data=2 shares data=19:9", "mesh data=2"]
+    lines = decided(tmp_path)
+    homes = [line["home"]["composition"]["shares"] for line in lines if "home" in line]
+    assert len(homes) == 4 and set(homes) == {None}  # of two starts and two changes: the home of the first
+    with open(tmp_path / "run" / Adapter.NAME, "a") as file:
+        file.write(json.dumps({**lines[-1], "step": 1000}) + "\n")
+    monkeypatch.undo()
+    run_threads(lambda: train(read_run(tmp_path / "run"), tmp_path / "run", resume=True), 2)
+    assert decided(tmp_path) == lines
+
+
+def test_a_rank_that_keeps_the_others_waiting_is_left_out_and_comes_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(advisor, "BELIEVED", 15)
+    slow = lambda step: [1, 1, 0.001 if step <= 20 else 1]
+    changes = trained(tmp_path, {"data": 3}, slow, monkeypatch, steps=60)
+    assert [*changes.values()] == ["mesh data=2", "mesh data=3"]
+    decided(tmp_path)

@@ -316,6 +316,8 @@ def _time_of_step(run: RunRecord) -> str:
         "Computing is all time outside of collectives. If processor seconds are far fewer, another program had the "
         "core, or data were read; a rank that waits may use its core or sleep."
     )
+    if crossed := run.crossings:
+        note += f" In the last steps: {'; '.join(map(str, crossed))}."
     return _section(
         "Where the time of a step went",
         _LEGEND,

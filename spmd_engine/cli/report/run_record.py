@@ -6,6 +6,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.adaptive.adapt_config import AdaptConfig
+from spmd_engine.adaptive.monitor import Crossing, crossings, observe
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.checkpoints.format.folder import lock_owner
 from spmd_engine.errors import UsageError
@@ -68,6 +71,18 @@ class RunRecord:
     def _shape(self) -> Mapping[str, Any]:
         """The event since which the run has its mesh: its start, or a change of its shape."""
         return next((each for each in reversed(self.events) if each.get("event") in ("started", "reshaped")), {})
+
+    @property
+    def crossings(self) -> list[Crossing]:
+        """The thresholds that the last steps cross, with the run's own thresholds, or the usual ones."""
+        started, since = self.last("started"), self._shape.get("step", 0)
+        even = [1.0] * len(started.get("nodes") or [0])
+        lines = [line for line in self.recent if line["step"] > since and "shares" in line]
+        with suppress(UsageError, TypeError, ValueError, KeyError, IndexError):  # damaged lines, or other versions'
+            config = AdaptConfig.from_json(self.config.get("adapt") or {}, CONFIG)
+            seen = observe(lines, 0, ranks=self.ranks_on_mesh, work=even, memory=started.get("memory"))
+            return crossings(seen, config)
+        return []
 
     def final(self, name: str) -> float:
         """The last number of a series; NaN if it has none."""

@@ -177,7 +177,7 @@ def work_shares(
             speeds = [1 / time for time in seconds]
             numbers = shares(speeds, parts)
             if axis == "model":  # the part of each letter is rounded by itself, and not to end soonest
-                heads = _fewest_along_model(model, candidate)
+                heads = fewest_along_model(model, candidate.mesh)
                 by_head = shares(speeds, heads)
                 numbers = numbers if tuple(weighted_lengths(heads, numbers)) == by_head else by_head
             by_axis[axis] = _at_least(WORK[axis], numbers)
@@ -192,9 +192,9 @@ def _parts_along(axis: str, candidate: Candidate) -> int:
     return PARTS * candidate.mesh[axis] if axis == "model" else 0
 
 
-def _fewest_along_model(model: Model, candidate: Candidate) -> int:
-    """The least size of a letter that ``model`` shards: usually the number of key heads."""
-    layout = layout_for(model, position_of(0, candidate.mesh))
+def fewest_along_model(model: Model, axes: Mapping[str, int]) -> int:
+    """The least size of a letter that axis ``model`` shards: usually the number of key heads."""
+    layout = layout_for(model, position_of(0, axes))
     sizes = (
         size for _, layer in model.layers for letter, size in layer.sizes.items() if "model" in layout.axes(letter)
     )

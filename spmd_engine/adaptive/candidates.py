@@ -1,0 +1,147 @@
+"""Candidates: the shapes that a running job may change to, and what a step would take in each.
+
+A proposer is a function of an ``Outlook`` that yields candidates. The seconds of a step follow from the parts of the
+work that the ranks of a shape do, and from the speeds that the ranks show; a proposer that knows better gives a factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import gcd, prod
+
+from spmd_engine.adaptive.monitor import Observation
+from spmd_engine.adaptive.reshape import Shape
+from spmd_engine.axes import all_positions
+from spmd_engine.comm.notation import weighted_lengths
+from spmd_engine.engine.state.assignment import BATCH, shares_text
+from spmd_engine.errors import UsageError
+from spmd_engine.models import Model
+from spmd_engine.planning.search.placement import shares
+from spmd_engine.planning.search.plan_evaluation import fewest_along_model
+
+MODEL = "model"  #: the axis of which ranks may have uneven parts of heads and widths
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A shape that the job may change to."""
+
+    shape: Shape
+    factor: float = 1.0  #: seconds of a step, over those that ``Outlook.step_seconds`` predicts
+    memory_pressure: float | None = None  #: as in ``PredictedShape``
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What candidates depend on."""
+
+    observation: Observation
+    shape: Shape  #: the present one
+    speeds: Sequence[float]  #: of each rank of the job, in parts of the whole work a second
+    limits: Sequence[float] | None = None  #: bytes that each rank of the job may use; None: not known
+
+    def step_seconds(self, shape: Shape) -> float:
+        """Seconds of a step in a shape: all but the communication of the busiest rank grows with its computation."""
+        seen = self.observation
+        longest = max(seen.computing)
+        moving = seen.communicating[seen.computing.index(longest)]
+        busiest = max(part / self.speeds[rank] for rank, part in zip(shape.ranks, parts(shape), strict=True))
+        return moving + (seen.step_seconds - moving) * busiest / longest
+
+
+Proposer = Callable[[Outlook], Iterable[Proposal]]
+
+
+def kind_of_change(before: Shape, after: Shape) -> str:
+    """What a change moves, which decides its cost: ``ranks``, ``mesh``, ``tensors`` or ``samples``."""
+    if before.ranks != after.ranks:
+        return "ranks"
+    if before.composition.changed(shares=None) != after.composition.changed(shares=None):
+        return "mesh"
+    old, new = (_along_tensors(shape) for shape in (before, after))
+    return "tensors" if old != new else "samples"
+
+
+def _along_tensors(shape: Shape) -> Mapping[str, Sequence[int]]:
+    return {axis: numbers for axis, numbers in shape.composition.work_shares.items() if axis not in BATCH}
+
+
+def parts(shape: Shape, without: str = "") -> list[float]:
+    """The part of a step's work that each rank of a shape does, as if all of it were divided along each axis but
+    ``without``."""
+    axes, given = {axis: size for axis, size in shape.axes.items() if axis != without}, shape.composition.work_shares
+    along = {axis: given.get(axis, (1,) * size) for axis, size in axes.items()}
+    places = (position.coordinates for position in all_positions(shape.axes))
+    return [prod(numbers[place[axis]] / sum(numbers) for axis, numbers in along.items()) for place in places]
+
+
+@dataclass(frozen=True)
+class SharesBySpeed:
+    """Proposes even shares of samples, heads and widths, shares by speed, and a mesh without the slowest ranks.
+
+    ``samples`` are those of a micro-batch.
+    """
+
+    model: Model
+    samples: int
+
+    def __call__(self, outlook: Outlook) -> Iterator[Proposal]:
+        shape, all_axes = outlook.shape, outlook.shape
+        yield Proposal(Shape(shape.composition.changed(shares=None), shape.ranks))
+        for axis in self.axes(shape):
+            yield Proposal(self.by_speed(shape, axis, outlook.speeds))
+            all_axes = self.by_speed(all_axes, axis, outlook.speeds)
+        yield Proposal(all_axes)
+        for axis in self.axes(shape):
+            with suppress(UsageError):  # the model or the options do not fit
+                if fewer := self._without_slowest(shape, axis, outlook.speeds):
+                    yield Proposal(self.by_speed(fewer, axis, outlook.speeds))
+
+    def axes(self, shape: Shape) -> list[str]:
+        """The axes of several ranks along which work may be shared by speed."""
+        return [axis for axis, size in shape.axes.items() if size > 1 and (axis in BATCH or axis == MODEL)]
+
+    def by_speed(self, shape: Shape, axis: str, speeds: Sequence[float]) -> Shape:
+        """The shape with shares along an axis by which the last rank is done soonest. The slowest rank at each index
+        counts, and each index has at least one sample, or head."""
+        numbers = self._numbers(shape, axis, _along(shape, axis, speeds))
+        others = {other: given for other, given in shape.composition.work_shares.items() if other != axis}
+        uneven = {axis: numbers} if numbers else {}
+        return Shape(shape.composition.changed(shares=shares_text({**others, **uneven}) or None), shape.ranks)
+
+    def _numbers(self, shape: Shape, axis: str, speeds: Sequence[float]) -> tuple[int, ...]:
+        """Whole shares along an axis, of lowest terms; () for even ones, and with fewer samples or heads than ranks."""
+        if axis == MODEL:
+            whole = fewest_along_model(self.model, shape.axes)
+        else:
+            whole = self.samples // prod(size for other, size in shape.axes.items() if other in BATCH and other != axis)
+        if whole < len(speeds):
+            return ()
+        numbers = shares(speeds, whole)
+        if 0 in numbers:
+            numbers = tuple(1 + number for number in shares(speeds, whole - len(speeds)))
+        if list(numbers) == weighted_lengths(whole, (1,) * len(numbers)):
+            return ()
+        return tuple(number // gcd(*numbers) for number in numbers)
+
+    def _without_slowest(self, shape: Shape, axis: str, speeds: Sequence[float]) -> Shape | None:
+        """The shape without the ranks of the slowest index of an axis; None if rank 0, which must stay, is of them."""
+        along = _along(shape, axis, speeds)
+        slowest, places = along.index(min(along)), all_positions(shape.axes)
+        left = [rank for rank, at in zip(shape.ranks, places, strict=True) if at.coordinates[axis] != slowest]
+        if left[0] != 0:
+            return None
+        others = {other: given for other, given in shape.composition.work_shares.items() if other != axis}
+        options = {"mesh": {**shape.axes, axis: shape.axes[axis] - 1}, "shares": shares_text(others) or None}
+        return shape.changed(options, left, self.model)[0]
+
+
+def _along(shape: Shape, axis: str, speeds: Sequence[float]) -> list[float]:
+    """The speed at each index of an axis: that of the slowest rank there, for its part along the other axes."""
+    slowest = [float("inf")] * shape.axes[axis]
+    for position, rank, part in zip(all_positions(shape.axes), shape.ranks, parts(shape, axis), strict=True):
+        index = position.coordinates[axis]
+        slowest[index] = min(slowest[index], speeds[rank] / part)
+    return slowest

@@ -1,0 +1,63 @@
+"""The planner beside a job: what it is asked, and what its answers predict."""
+
+from time import monotonic, sleep
+
+import pytest
+
+from spmd_engine.adaptive.adapt_config import AdaptConfig
+from spmd_engine.adaptive.candidates import Outlook
+from spmd_engine.adaptive.monitor import Observation
+from spmd_engine.adaptive.planner_process import PlannerProposals, machine_of
+from spmd_engine.adaptive.reshape import Shape
+from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.training import TrainConfig
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def proposals():
+    job = TrainConfig.of(model="gpt-nano", batch_size=12, data="").as_json()
+    proposals = PlannerProposals(AdaptConfig(), job)
+    yield proposals
+    proposals.close()
+
+
+def outlook(computing, used=0.95, limit=120 * MIB):
+    seen = Observation(20, 80, 1.0, computing, (0.1, 0.1), (1.0, 0.5), (used, used))
+    shape = Shape(ParallelConfig(mesh={"data": 2}), (0, 1))
+    return Outlook(seen, shape, [0.5 / seconds for seconds in computing], [limit, limit])
+
+
+def test_an_answer_has_shapes_by_speed_that_relieve_memory(proposals):
+    asked = outlook((0.45, 0.9))
+    assert not list(proposals(asked))
+    end = monotonic() + 120
+    while not (found := list(proposals(asked))) and monotonic() < end:
+        sleep(0.05)
+    assert found and all(each.memory_pressure <= 0.9 for each in found)
+    best = min(found, key=lambda each: each.factor * asked.step_seconds(each.shape))
+    assert best.shape.composition.zero and best.factor * asked.step_seconds(best.shape) < 0.9  # than 1 s
+    first, second = best.shape.composition.work_shares["data"]
+    assert 1.5 <= first / second <= 2.5
+    again = outlook((0.9, 0.9))  # of other speeds, the same shape takes other seconds
+    assert best.factor * again.step_seconds(best.shape) > best.factor * asked.step_seconds(best.shape)
+    assert list(proposals(asked)) == found and proposals._process is None  # what is answered is not asked again
+
+
+def test_without_a_crossed_threshold_the_planner_is_not_asked(proposals):
+    assert not list(proposals(outlook((0.9, 0.9), used=0.5))) and proposals._process is None
+
+
+def test_a_search_that_goes_on_ends_with_the_run(proposals):
+    list(proposals(outlook((0.45, 0.9))))
+    process = proposals._process
+    proposals.close()
+    assert process.returncode is not None
+
+
+def test_each_rank_has_its_measured_speed_and_the_links_of_the_machine():
+    machine = machine_of([1.0, 0.5, 1.0])
+    assert machine.ranks == 3 and machine.heterogeneous
+    assert machine.speed(1, "float32", 1e9) == pytest.approx(machine.speed(0, "float32", 1e9) / 2)
+    assert machine.link(0, 1) == machine.link(1, 2)
