@@ -21,7 +21,7 @@ from spmd_engine.axes import all_positions, axes_text
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.group import Group
-from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.mesh import Mesh, ranks_by_position
 from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.batch import check_batch
@@ -186,7 +186,9 @@ class Reshaper:
         if not self.is_idle:
             needed += self._bytes(self.shape, self.engine.assignment)
         if self.world.rank in shape.ranks:
-            needed += self._bytes(shape, self._assigned(shape, model, shape.ranks.index(self.world.rank))[1])
+            places = ranks_by_position([self.world.hosts[rank] for rank in shape.ranks], shape.composition.order)
+            place = places.index(shape.ranks.index(self.world.rank))
+            needed += self._bytes(shape, self._assigned(shape, model, place)[1])
         by_rank = self.all_ranks.all_gather(np.array([needed]), label="reshape")
         on_node = sum(n for n, host in zip(by_rank, self.world.hosts, strict=True) if host == self.world.node)
 
@@ -249,7 +251,8 @@ class Reshaper:
             return None, None
         subset = world.subset(shape.ranks, timeout) if len(shape.ranks) < world.size else None
         axes: dict[str, Any] = shape.axes
-        return Mesh(subset or world, ledger=self._ledger, **self._mesh_options, **axes), subset
+        options = {**self._mesh_options, "order": shape.composition.order}
+        return Mesh(subset or world, ledger=self._ledger, **options, **axes), subset
 
     def rest(self) -> None:
         """From now on the ranks outside the mesh are idle, until ``idle.wake``."""

@@ -67,6 +67,7 @@ class Group:
     ) -> None:
         self.comm, self.axes, self.ledger, self.check, self.timeout = comm, axes, ledger, check, timeout
         self.rank, self.size = comm.rank, comm.size
+        self.lowest = 0  #: the rank that is lowest in the mesh's communicator: rank 0 of the job, in a group of all
         self._table = comm.table
         self._routing = Routing(comm, axes, check, deterministic)
         self._prepared: dict[tuple, PreparedCall] = {}

@@ -137,6 +137,23 @@ class Collectives:
     start_receive = started(receive)
 
 
+def ranks_by_position(nodes: Sequence[str], order: Sequence[int] | None = None) -> list[int]:
+    """The rank at each position of a mesh, of ranks on these ``nodes``: node by node.
+
+    ``order`` has a number for each position: that of its rank, in this list. Raises MeshError unless it has each once.
+
+    >>> ranks_by_position(["a", "b", "a"]), ranks_by_position(["a", "b", "a"], [2, 0, 1])
+    ([0, 2, 1], [1, 0, 2])
+    """
+    first_seen = {node: nodes.index(node) for node in nodes}
+    ranks = sorted(range(len(nodes)), key=lambda rank: (first_seen[nodes[rank]], rank))
+    if order is None:
+        return ranks
+    if sorted(order) != list(range(len(ranks))):
+        raise MeshError(f"rank order {','.join(map(str, order))}: it must have each of 0 to {len(ranks) - 1} once")
+    return [ranks[number] for number in order]
+
+
 class Mesh(Collectives, MeshPosition):
     """All ranks of a communicator, arranged row-major on named axes; the last-named axis varies fastest.
 
@@ -144,7 +161,8 @@ class Mesh(Collectives, MeshPosition):
     their sizes allow. ``with Mesh(...) as mesh`` or ``close()`` frees the communicators of its groups.
     ``deterministic``: use rank order also for sums that the MPI library would make, of small arrays over more than 32
     ranks on several nodes. (All sums are in a fixed order in either case.)
-    Raises MeshError if the product of the sizes is not the number of ranks.
+    ``order``: which rank is at each position, for unequal ranks: see ``ranks_by_position``.
+    Raises MeshError if the product of the sizes is not the number of ranks, or the order names other ranks.
     """
 
     def __init__(
@@ -156,6 +174,7 @@ class Mesh(Collectives, MeshPosition):
         timeout: float | None = TIMEOUT,
         ledger: Ledger | None = None,
         deterministic: bool = False,
+        order: Sequence[int] | None = None,
         **axes: int,
     ) -> None:
         self.comm = comm if comm is not None else world()
@@ -165,12 +184,9 @@ class Mesh(Collectives, MeshPosition):
         self._groups: dict[tuple, Group] = {}
         self._owned: list[Communicator] = []
         self._validate()
-        nodes = list(self.comm.hosts)
-        first_seen = {node: nodes.index(node) for node in nodes}
-        order = sorted(range(self.comm.size), key=lambda r: (first_seen[nodes[r]], r))
+        self.nodes = list(self.comm.hosts)
         #: ranks of the communicator by coordinates: an array with one dimension for each axis
-        self.ranks = np.array(order).reshape(tuple(self.axes.values()))
-        self.nodes = nodes
+        self.ranks = np.array(ranks_by_position(self.nodes, order)).reshape(tuple(self.axes.values()))
         self.rank, self.size = self.comm.rank, self.comm.size
         coordinates = np.argwhere(self.ranks == self.rank)[0]
         self.coordinates = dict(zip(self.axes, map(int, coordinates), strict=True))
@@ -203,7 +219,9 @@ class Mesh(Collectives, MeshPosition):
             else:
                 comm = self.comm.subset(members, self._options["timeout"])
                 self._owned.append(comm)
-            self._groups[names, places] = Group(comm, ",".join(names) or "nobody", self.ledger, **self._options)
+            group = Group(comm, ",".join(names) or "nobody", self.ledger, **self._options)
+            group.lowest = members.index(min(members))
+            self._groups[names, places] = group
         return self._groups[names, places]
 
     def _members(self, names: tuple[str, ...], among: Mapping[str, Sequence[int]]) -> list[int]:

@@ -34,6 +34,7 @@ def serve(engine: ShardedEngine, inputs: Any, outputs: Any) -> None:
     ``inputs`` and ``outputs`` are used on rank 0 alone.
     """
     engine.check_declared()
+    zero = engine.group().lowest
     source = iter(inputs) if engine.device_id == 0 else iter(())
     with engine.inference():
         while True:
@@ -44,12 +45,12 @@ def serve(engine: ShardedEngine, inputs: Any, outputs: Any) -> None:
                 except Exception as error:  # broadcast the failure first: other ranks wait
                     failure = error
             state = _FAILED if failure is not None else _INPUT if x is not None else _END
-            state = int(engine.broadcast(np.array(state), label="inference"))
+            state = int(engine.broadcast(np.array(state), zero, label="inference"))
             if state == _FAILED:
                 raise failure or RankAborted("rank 0 could not read its input")
             if state == _END:
                 return
-            y = _answer(engine, engine.broadcast(np.asarray(x) if x is not None else None, label="inference"))
+            y = _answer(engine, engine.broadcast(np.asarray(x) if x is not None else None, zero, label="inference"))
             if engine.device_id == 0:
                 outputs.write(y)
 
@@ -60,13 +61,14 @@ def _answer(engine: ShardedEngine, inputs: np.ndarray) -> np.ndarray | None:
     y = engine.forward(engine.backend.asarray(np.ascontiguousarray(x)))
     if engine.outputs_everywhere:
         return backend_of(y).to_host(y)
-    holder = int(engine.all_reduce(np.array(engine.device_id if y is not None else -1), "max", label="inference"))
+    world = engine.group()
+    holder = int(engine.all_reduce(np.array(world.rank if y is not None else -1), "max", label="inference"))
     if holder < 0:
         raise SpmdError("inference_loop: forward returned None on every rank; one at least must have the output")
     if y is not None:
         y = engine.join_outputs(y, label="inference")
     output = backend_of(y).to_host(y) if y is not None else None
-    missing_on_zero = engine.broadcast(np.array(y is None), label="inference")
+    missing_on_zero = engine.broadcast(np.array(y is None), world.lowest, label="inference")
     return engine.broadcast(output, root=holder, label="inference") if missing_on_zero else output
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from inspect import signature
+from math import prod
 from typing import Any, Self
 
 import numpy as np
@@ -254,6 +255,12 @@ class ParallelConfig(Configuration):
         unset="equal parts",
         help="Each rank's part of what ZeRO shards: by memory, as --shares is by speed.",
     )
+    rank_order: str | None = setting(
+        None,
+        metavar="N,N,...",
+        unset="0,1,2,...",
+        help="The rank at each position of the mesh, for unequal nodes; ranks are counted node by node.",
+    )
     min_tensor_size: int = setting(
         0, least=0, unit=BYTES, help="ZeRO does not shard parameters smaller than this; every rank holds them."
     )
@@ -262,12 +269,21 @@ class ParallelConfig(Configuration):
         super().__post_init__()
         compression(self.compress)
         parse_division(self.stages or "even")
-        _ = self.work_shares, self.storage
+        _ = self.work_shares, self.storage, self.order
 
     @property
     def work_shares(self) -> Shares:
         """Each rank's share of the work along an axis; axes without shares are sharded evenly."""
         return parse_shares(self.shares, "--shares", WORK)
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """The rank at each position of the mesh, as ``Mesh`` takes it; None: node by node."""
+        if self.rank_order is None:
+            return None
+        if not all(number.strip().isdecimal() for number in self.rank_order.split(",")):
+            raise UsageError(f"--rank-order {self.rank_order}: write the numbers of ranks, as in 2,0,1")
+        return tuple(map(int, self.rank_order.split(",")))
 
     @property
     def storage(self) -> ZeroConfig:
@@ -317,8 +333,9 @@ class ParallelConfig(Configuration):
             refuse("axis 'replicate'", "it says that state is in parts over another axis", "Name it data, or add shard")
         if not compression(self.compress).in_parts and self.storage.stage(axes):
             refuse(f"--compress {self.compress}", "ZeRO needs parts of sums", "Choose float16 or bfloat16")
-        for name, why in self._misfitting_shares(axes).items():
-            refuse(f"{_flag(name)} {getattr(self, name)}", why, "Give a share for each rank of an axis")
+        for name, why in self._misfits(axes).items():
+            nearest = "Name each rank once" if name == "rank_order" else "Give a share for each rank of an axis"
+            refuse(f"{_flag(name)} {getattr(self, name)}", why, nearest)
         for axis in self.expert_axes or ():
             if axis not in axes:
                 refuse(f"--experts-over {self.experts_over}", f"there is no axis {axis!r}", "Name axes of the mesh")
@@ -332,10 +349,14 @@ class ParallelConfig(Configuration):
             notices += [*self._about_experts(axes, model), *filter(None, more)]
         return notices
 
-    def _misfitting_shares(self, axes: Mapping[str, int]) -> dict[str, str]:
-        """The fields of shares that do not fit a mesh, and why."""
+    def _misfits(self, axes: Mapping[str, int]) -> dict[str, str]:
+        """The fields of shares, and the order of ranks, that do not fit a mesh, and why."""
         shares_by_field = {"shares": self.work_shares, "state_shares": self.storage.shares}
-        return {name: why for name, shares in shares_by_field.items() if (why := misfit(shares, axes))}
+        misfits = {name: why for name, shares in shares_by_field.items() if (why := misfit(shares, axes))}
+        ranks = prod(axes.values())
+        if self.order is not None and sorted(self.order) != list(range(ranks)):
+            misfits["rank_order"] = f"the ranks are 0 to {ranks - 1}"
+        return misfits
 
     def _about_images(self, axes: Mapping[str, int], model: Model) -> str | None:
         if not {"rows", "columns"} & set(axes):
@@ -393,7 +414,7 @@ class ParallelConfig(Configuration):
         """This composition changed to fit another mesh, and a notice for each field reset because it does not fit
         there. Fields in ``given`` stay. Raises UsageError if no such change fits.
         """
-        unfit = {name: why for name, why in self._misfitting_shares(axes).items() if name not in given}
+        unfit = {name: why for name, why in self._misfits(axes).items() if name not in given}
         if unfit:
             fitting, notices = self.changed(**dict.fromkeys(unfit)).fitted(axes, model, given)
             left_out = [f"continues without {_flag(name)} {getattr(self, name)} ({why})" for name, why in unfit.items()]

@@ -98,7 +98,8 @@ def _open_mesh(job: TrainConfig) -> Mesh:
     axes: Any = job.composition.mesh
     if job.strategy and not axes:
         axes = default_axes(strategy_named(job.strategy), world().size)
-    return Mesh(check=job.check, timeout=job.timeout, deterministic=job.deterministic, **(axes or {}))
+    order = job.composition.order
+    return Mesh(check=job.check, timeout=job.timeout, deterministic=job.deterministic, order=order, **(axes or {}))
 
 
 def _with_shape(job: TrainConfig, mesh: Mesh) -> TrainConfig:

@@ -96,13 +96,14 @@ def _clock_difference(mesh: Mesh) -> float:
     """Seconds to add to this rank's clock for rank 0's. Ranks of a node have one clock; others ask rank 0, and use the
     quickest answer. Collective."""
     world, difference, quickest = mesh.group(), 0.0, float("inf")
-    remote_ranks = [rank for rank, node in enumerate(mesh.nodes) if node != mesh.nodes[0]]
+    nodes = mesh.nodes_by_rank
+    remote_ranks = [rank for rank, node in enumerate(nodes) if node != nodes[0]]
     for rank in remote_ranks:
         for _ in range(_PINGS):
-            if mesh.rank == 0:
+            if world.rank == 0:
                 world.receive(rank, label="trace")
                 world.send(rank, np.array(perf_counter()), label="trace")
-            elif mesh.rank == rank:
+            elif world.rank == rank:
                 began = perf_counter()
                 world.send(0, np.zeros(1), label="trace")
                 answer = float(world.receive(0, label="trace"))

@@ -115,7 +115,7 @@ def _is_token_file(group: Group, path: str) -> bool:
     from spmd_engine.formats.token_file import is_token_file
 
     is_file = on_rank_zero(group, lambda: is_token_file(path))
-    return bool(group.broadcast(np.array(bool(is_file)), label="corpus"))
+    return bool(group.broadcast(np.array(bool(is_file)), group.lowest, label="corpus"))
 
 
 def _open_tokens(job: TrainConfig, mesh: Mesh) -> Workload:

@@ -1,4 +1,7 @@
-"""Work of one rank whose errors all ranks raise, and data of one rank that all ranks get."""
+"""Work of one rank whose errors all ranks raise, and data of one rank that all ranks get.
+
+Rank 0 is the group's ``lowest``: rank 0 of the job in a group of all ranks, at any position of the mesh.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ def on_rank_zero(group: Group, do: Callable[[], T], error: type[UsageError] = Us
 
     If it raises UsageError or OSError (for example for a missing file), every rank raises the same ``error``.
     """
-    result, message = _attempt(do) if group.rank == 0 else (None, b"")
-    message = group.broadcast(np.frombuffer(message, np.uint8), label="agreement").tobytes()
+    result, message = _attempt(do) if group.rank == group.lowest else (None, b"")
+    message = group.broadcast(np.frombuffer(message, np.uint8), group.lowest, label="agreement").tobytes()
     if message:
         raise error(message.decode())
     return result
@@ -51,9 +54,9 @@ def _attempt(do: Callable[[], T]) -> tuple[T | None, bytes]:
 
 def text_from_rank_zero(group: Group, make: Callable[[], str], error: type[UsageError] = UsageError) -> str:
     """The result of ``make()`` on rank 0, on every rank, by one broadcast; raises errors like ``on_rank_zero``."""
-    text, message = _attempt(make) if group.rank == 0 else (None, b"")
+    text, message = _attempt(make) if group.rank == group.lowest else (None, b"")
     answer = b"!" + message if message else b"=" + (text or "").encode(errors="surrogateescape")
-    answer = group.broadcast(np.frombuffer(answer, np.uint8), label="agreement").tobytes()
+    answer = group.broadcast(np.frombuffer(answer, np.uint8), group.lowest, label="agreement").tobytes()
     if answer.startswith(b"!"):
         raise error(answer[1:].decode())
     return answer[1:].decode(errors="surrogateescape")
@@ -79,25 +82,27 @@ def share_array(group: Group, parts: Sequence[np.ndarray] | None, *, dtype: Any 
     ``dtype``: of the result; None: of the first part. The other ranks' ``parts`` are ignored and may be None. Ranks of
     a node map the same memory, like arenas (see ``node``); where the system refuses, each rank has an array of its own.
     """
-    mine = parts if group.rank == 0 and parts is not None else ()
+    zero = group.lowest
+    mine = parts if group.rank == zero and parts is not None else ()
     shape, name = json.loads(text_from_rank_zero(group, lambda: json.dumps(_joined(mine, dtype))))
     dtype, size = np.dtype(name), ALIGNMENT + prod(shape) * np.dtype(name).itemsize
     hosts, host = group.comm.hosts, group.comm.node
-    first, alone = hosts.index(host), hosts.count(host) == 1
+    # the rank of each node that makes its memory: rank 0, or the first
+    first, alone = zero if hosts[zero] == host else hosts.index(host), hosts.count(host) == 1
     makes = first == group.rank and not alone and group.comm.neighbours is not None
     with closing(OwnMemory(size if makes else 0)) as own_memory:
         memories = mapped([gather_json(group, own_memory.handle, label)[first]])
         x = np.ndarray(shape, dtype, memories[0], ALIGNMENT) if memories else np.empty(shape, dtype)
-        if group.rank == 0 and memories:
+        if group.rank == zero and memories:
             own_memory.write((np.ascontiguousarray(part, dtype) for part in mine), ALIGNMENT)
-        elif group.rank == 0:
+        elif group.rank == zero:
             np.concatenate(mine, out=x)
         # All ranks have tried to map the memory, and rank 0 has written:
         everywhere = bool(group.all_reduce(np.array(alone or bool(memories)), "min", label=label))
     if not everywhere:
-        x = group.broadcast(x, label=label)
+        x = group.broadcast(x, zero, label=label)
     elif len(set(hosts)) > 1:
-        _pass_to_nodes(group, x, writes=0 < first == group.rank, label=label)
+        _pass_to_nodes(group, x, writes=zero != first == group.rank, label=label)
     x.flags.writeable = False
     return x
 
@@ -111,7 +116,7 @@ def _pass_to_nodes(group: Group, x: np.ndarray, writes: bool, label: str) -> Non
     """Copy rank 0's ``x`` into the memory of the other nodes, where one rank of each ``writes``."""
     rows = max(1, _AT_ONCE // max(1, x[:1].nbytes))
     for start in range(0, len(x), rows):
-        part = group.broadcast(x[start : start + rows], label=label)
+        part = group.broadcast(x[start : start + rows], group.lowest, label=label)
         if writes:
             x[start : start + rows] = part
     group.barrier(label)

@@ -243,8 +243,8 @@ def load_images(group: Group, path: str | None) -> Images:
     for number, part_facts in enumerate(facts["parts"]):
         parts = [source.parts[number]] if source and not part_facts else None
         shared.append(_part_from_json(part_facts) if part_facts else share_array(group, parts, label="images"))
-    y = group.broadcast(source.y if source else None, label="images")
-    held_out = group.broadcast(source.held_out if source else None, label="images")
+    y = group.broadcast(source.y if source else None, group.lowest, label="images")
+    held_out = group.broadcast(source.held_out if source else None, group.lowest, label="images")
     return Images(on_all_ranks(group, lambda: ImageRows(shared)), y, held_out, facts["files"], facts["sha256"])
 
 
