@@ -80,13 +80,6 @@ class MigrationPlan:
             "rollback": self.rollback,
         }
 
-    def __str__(self) -> str:
-        what = self.what if len(self.what) < 4 else [*self.what[:2], "...", self.what[-1]]
-        return (
-            f"{readable_bytes(self.nbytes)} of {', '.join(what)} and then {readable_bytes(self.forwarded)} of gradients "
-            f"a step, about {self.seconds:.3g} s"
-        )
-
 
 @dataclass(frozen=True)
 class _Flow:
@@ -111,8 +104,8 @@ class _Flow:
 class LiveMigration:
     """The copy of what changes ranks between the present shape and another one, in portions after steps.
 
-    The constructor and ``advance`` are collective over the world, with the idle ranks. If a rank fails, or refuses, both
-    raise one UsageError on all ranks, and the old shape goes on. ``step_seconds`` is the time of a step on rank 0;
+    The constructor and ``advance`` are collective over the world, with the idle ranks. If a rank fails, or refuses,
+    both raise one UsageError on all ranks, and the old shape goes on. ``step_seconds`` is the time of a step on rank 0;
     ``within`` the seconds after which the migration is given up.
     """
 
@@ -145,9 +138,12 @@ class LiveMigration:
                 self._failure = f"{what}: {failure_text(error)}"
         return None
 
-    def _agree(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What all ranks say; raises UsageError on all of them if one has failed. Collective."""
-        ranks = gather_json(self._group, {**mine, "failure": self._failure}, "migration")
+    def _agree(self, mine: Mapping[str, Any], ends: str = "") -> list[dict[str, Any]]:
+        """What all ranks say. Raises UsageError on all of them if the migration ``ends``, as rank 0 says, or if a rank
+        has failed. Collective."""
+        ranks = gather_json(self._group, {**mine, "ends": ends, "failure": self._failure}, "migration")
+        if ranks[0]["ends"]:
+            raise UsageError(f"the live migration is given up: {ranks[0]['ends']}")
         for rank, each in enumerate(ranks):
             if each["failure"]:
                 raise UsageError(f"rank {rank} of {len(ranks)}: {each['failure']}")
@@ -274,14 +270,12 @@ class LiveMigration:
         """
         if self._within is not None and monotonic() - self._began > self._within:
             ends = ends or f"it is not complete after {self._within:g} s"
-        if ends and self._group.rank == 0:
-            self._failure = self._failure or ends
         began, copied = perf_counter(), self._copied
         after = copied + self._next
         parts, packed = self._attempt("packing", lambda: self._pack(copied, after)) or ([], [])
         packing, made = perf_counter() - began, self._optimizer.last
         mine = {"training": training, "update": made if made.get("step") == training["step"] else None}
-        ranks = self._agree({**mine, "step": step_seconds, "copy": self._seconds})
+        ranks = self._agree({**mine, "step": step_seconds, "copy": self._seconds}, ends)
         began = perf_counter()
         received = [
             part.exchange(self._group, pieces, LABELS[kind == "gradients"])

@@ -36,7 +36,7 @@ from spmd_engine.models import Model
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.units import readable_bytes
 
-NAP = 0.1  #: seconds that an idle rank sleeps between two looks for a message
+NAP = 0.1  #: seconds between two looks of an idle rank for a message
 #: How the arrays move: between two steps, in memory or by a checkpoint, or while steps go on (see ``migration``).
 PROTOCOLS = ("stop-and-copy", "checkpoint-based", "live")
 _TAG = 32765  # of messages to and from idle ranks: no other message on the world's communicator has it
@@ -187,8 +187,9 @@ class Reshaper:
             raise UsageError(f"{model.name} has other parameters in this composition than the running model")
         position = all_positions(axes)[0]
         layout = self.layout_in(shape, model, position)
-        for layer, parts in shape.experts.items():
-            if layer not in (counts := {name: each.sizes["e"] for name, each in model.layers if "e" in each.sizes}):
+        counts = {name: each.sizes["e"] for name, each in model.layers if "e" in each.sizes}
+        for layer in shape.experts:
+            if layer not in counts:
                 raise UsageError(f"experts of {layer!r}: no layer has experts under this name; {one_of(layer, counts)}")
             layout.parts(layer, "e", counts[layer], position)  # raises MeshError for other experts or parts
         schedule, _ = self._assigned(shape, model, 0)
@@ -239,11 +240,10 @@ class Reshaper:
         layers = [(each.context_method, each.reshard_after) for each in (composition, present)]
         return self.engine.model if layers[0] == layers[1] else self._build(composition)
 
-    def move(self, shape: Shape, copies: Copies | None = None, fill: Callable[[], None] | None = None) -> None:
-        """Continue in another shape. Collective over the world, with the idle ranks. ``copies`` and ``fill`` are those of
-        ``LayeredEngine.reshard``.
+    def move(self, shape: Shape, copies: Copies | None = None, fill: Callable[[], Any] | None = None) -> None:
+        """Continue in another shape. Collective over the world, with the idle ranks.
 
-        The old mesh is closed. Raises UsageError on all ranks if the model cannot be placed; nothing has moved then.
+        ``copies`` and ``fill`` are those of ``LayeredEngine.reshard``. The old mesh is closed. Raises UsageError on all ranks if the model cannot be placed; nothing has moved then.
         """
         engine, old, model = self.engine, self.engine.mesh, self.model_in(shape.composition)
         mesh, subset = on_all_ranks(self.all_ranks, lambda: self._open_mesh(shape))
@@ -309,6 +309,7 @@ class IdleRanks:
     def __init__(self, world: Communicator, timeout: float) -> None:
         self._world, self._timeout = world, timeout
         self.ranks: list[int] = []
+        self.nap = NAP  #: seconds between two looks for a message
         self._answers: dict[int, tuple[np.ndarray, list]] = {}  # on rank 0: buffers and requests of those under way
 
     def set(self, ranks: Sequence[int]) -> None:
@@ -341,7 +342,7 @@ class IdleRanks:
             self._world.pause(idle)
             idle += 1
 
-    def sleep(self, received: Callable[[], int], nap: float = NAP) -> Mapping[str, Any]:
+    def sleep(self, received: Callable[[], int]) -> Mapping[str, Any]:
         """Sleep on this idle rank until rank 0 sends a message, and return its content.
 
         ``received`` returns the number of a signal that this process has received, or 0; rank 0 gets it at once.
@@ -352,7 +353,7 @@ class IdleRanks:
             if answer is None and (signal := received()):
                 answer = _packed({"signal": signal})
                 sends = world.start_send(answer, 0, _TAG)
-            sleep(nap)
+            sleep(self.nap)
             world.prepare_to_pause(0)
             world.pause(0)  # raises RankAborted if another virtual rank has failed
         if answer is None:

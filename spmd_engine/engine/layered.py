@@ -123,7 +123,7 @@ class LayeredEngine(StoredEngine):
         model: Model | None = None,
         among: Group | None = None,
         copies: Copies | None = None,
-        fill: Callable[[], None] | None = None,
+        fill: Callable[[], Any] | None = None,
         **options: Any,
     ) -> None:
         """Continue training on another mesh of all or some of the same ranks, in any order, with the same parameters,
@@ -134,10 +134,9 @@ class LayeredEngine(StoredEngine):
         ``options`` are those of the constructor that control the computation: ``storage``, ``schedule``, ``stages``,
         ``recompute``; ``model`` is this model with layers for them, if they differ. Collective over ``among``. The
         ledger of the old mesh counts the transfer, unless ``among`` has another, and the old mesh stays open.
-        ``copies`` are elements that ranks need not receive. ``fill`` fills the arrays instead of a transfer, on the ranks
-        of the new mesh.
-        Raises UsageError on all ranks if the model cannot be placed on the mesh, or its arrays not filled without a
-        transfer; engine and optimizer are then unchanged.
+        With ``copies`` of all elements that ranks lack, or if ``fill`` fills the arrays on the ranks of the new mesh,
+        nothing is transferred. Raises UsageError on all ranks if the model cannot be placed on the mesh, or its arrays
+        not filled without a transfer; engine and optimizer are then unchanged.
         """
         from spmd_engine.engine.state.engine_state import StateReshard
 

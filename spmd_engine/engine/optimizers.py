@@ -54,8 +54,8 @@ class Optimizer:
         engine.after_update()
 
     def repeat(self, numbers: Mapping[str, Any], *arrays: Array, decays: bool) -> None:
-        """Make the update ``numbers`` (see ``last``) of copies in place: a parameter, its gradient, and its states in the
-        order of ``kinds``, of one shape and contiguous."""
+        """Make the update with ``numbers``, a ``last``, on contiguous copies of one shape, in place: of a parameter, its
+        gradient, and its states in the order of ``kinds``."""
         self._update(*map(_flat, arrays), **numbers, decays=decays)
 
     def _update(self, *arrays: Array, step: int, rate: float, scale: float, decays: bool) -> None:

@@ -37,7 +37,7 @@ class Multicast:
         return [0, *accumulate(part.size for _, part in self.parts)]
 
     def portion(self, number: int, of: int, count: int = 1) -> Iterator[tuple[str, Rectangle]]:
-        """Portion ``number`` of ``of`` consecutive portions, as even as possible, as rectangles; or ``count`` from it."""
+        """Portion ``number`` of ``of`` consecutive portions, as even as possible, as rectangles; or ``count`` of them."""
         if of == count:
             yield from self.parts
             return
@@ -268,7 +268,7 @@ class Piece:
 def make_segment(
     placement: Placement, rank: int, route: Multicast, first: int, number: int, of: int, count: int = 1
 ) -> Segment:
-    """Portion ``number`` of ``of`` of a route, or ``count`` from it, with its places in a rank's blocks."""
+    """Portion ``number`` of ``of`` of a route, or ``count`` of them, with its places in a rank's blocks."""
     copies, size = [], 0
     for name, part in route.portion(number, of, count):
         held = placement[name].held[rank]

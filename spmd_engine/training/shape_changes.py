@@ -14,7 +14,8 @@ from typing import Any
 from spmd_engine.adaptive.migration import LiveMigration
 from spmd_engine.adaptive.reshape import NAP, Reshaper, Shape, ShapeRequest
 from spmd_engine.axes import axes_text
-from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
+from spmd_engine.checkpoints import load_checkpoint
+from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at
@@ -53,7 +54,7 @@ class ShapeChanges:
         self._rebalancer = self._new_rebalancer()
         self._live: LiveMigration | None = None  # while one goes on
         self._notices: list[str] = []  # of its shape
-        self._last_after = perf_counter()  # when ``after`` returned
+        self._last_after, self._step_seconds = perf_counter(), 0.0  # when ``after`` returned, and the step since then
         run.trainer.has_request, run.after_step = self._has_request, self.after
 
     def _new_rebalancer(self) -> Rebalancer | None:
@@ -106,6 +107,7 @@ class ShapeChanges:
 
     def after(self, step: int) -> None:
         """Call this after each step; returns when this rank has the next step to do."""
+        self._step_seconds = perf_counter() - self._last_after
         if self._rebalancer and not self._live:
             self._rebalancer.after(step)
         stop = self._run.trainer.stop
@@ -115,8 +117,8 @@ class ShapeChanges:
             self._change_shape()
         while self._reshaper and self._reshaper.is_idle:
             with self._workload.engine.mesh.activity.phase("idle, outside the mesh"):
-                nap = NAP / 100 if self._live else NAP
-                message = self._reshaper.idle.sleep(lambda: stop.received if stop else 0, nap)
+                self._reshaper.idle.nap = NAP / 100 if self._live else NAP  # the others wait until it is awake
+                message = self._reshaper.idle.sleep(lambda: stop.received if stop else 0)
             if "exit" in message:
                 raise _Dismissed(message["exit"], message["error"])
             if self._live:
@@ -142,27 +144,29 @@ class ShapeChanges:
         """Go on with a live migration after a step, on all ranks of the world; at its end change the shape."""
         live, trainer = self._live, self._run.trainer
         assert live
-        stop, seconds = trainer.stop, perf_counter() - self._last_after
-        stops = trainer.steps_done >= self._steps or bool(stop and stop.taken)
+        stops = trainer.steps_done >= self._steps or bool(trainer.stop and trainer.stop.taken)
 
         def advance() -> dict[str, Any] | None:
             assert self._reshaper
             training = {"step": trainer.steps_done, "skipped": trainer.skipped_in_a_row}
-            training = live.advance(training, seconds, "the run ends" if stops else "")
+            training = live.advance(training, self._step_seconds, "the run ends" if stops else "")
             if training is None:
                 return None
             if not self._reshaper.is_idle:
                 self._run.finish_saving(must=False)
             self._set_training(training)
-            facts = {"protocol": "live", "steps": live.steps, "bytes": live.plan.nbytes}
+            facts = {"steps": live.steps, "bytes": live.plan.nbytes}
             return self._move(live.shape, self._notices, copies=live.copies()) | facts
 
         if self._answer(advance):
             self._live = None
 
     def _answer(self, do: Callable[[], dict[str, Any] | None]) -> bool:
-        """Tell the observers what ``do()`` returns of a change of shape, or why it is refused; False if it returns None,
-        as the change is not made yet. Idle ranks are awake meanwhile. Collective over the world."""
+        """Tell the observers what ``do()`` returns about a change of shape, or why it is refused.
+
+        Returns False if ``do()`` returns None, as the change is not made yet. Collective over the world: idle ranks are
+        awake meanwhile.
+        """
         began, run, reshaper = perf_counter(), self._run, self._reshaper
         is_first = run.engine.device_id == 0
         if reshaper and reshaper.idle.ranks and is_first:
@@ -199,11 +203,18 @@ class ShapeChanges:
         shape, notices = reshaper.changed(request)
         reshaper.check(shape, job.data.batch_size, job.data.micro_batches)
         if request.protocol == "live":
-            self._live = LiveMigration(reshaper, shape, perf_counter() - self._last_after, request.within)
+            self._live = LiveMigration(reshaper, shape, self._step_seconds, request.within)
             self._notices, plan = notices, {"request": self._request_id, **self._live.plan.as_json()}
             run.notify(lambda observer: observer.migrating(run.steps_done, plan))
             return None
-        return self._move(shape, notices)
+        return self._move(shape, notices, fill=self._checkpoint() if request.protocol == "checkpoint-based" else None)
+
+    def _checkpoint(self) -> Callable[[], Any]:
+        """Save the run, and return a function that loads this checkpoint. Collective over the world."""
+        run, reshaper = self._run, self._reshaper
+        assert reshaper
+        on_all_ranks(reshaper.all_ranks, lambda: None if reshaper.is_idle else run.save())
+        return lambda: load_checkpoint(run.folder, run.engine, run.trainer.optimizer)
 
     def _move(self, shape: Shape, notices: list[str], **options: Any) -> dict[str, Any]:
         """Continue in another shape; returns facts for the log. ``options`` are those of ``Reshaper.move``."""

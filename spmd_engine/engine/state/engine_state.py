@@ -189,9 +189,9 @@ class StateReshard:
     """The move of an engine and its optimizer to another mesh: made before the new placement, finished after it.
 
     Every element is sent once to each rank that needs it (see ``plan_transfer``), in pieces, so that a rank holds at
-    most two of them in addition to its old and new blocks. ``finish`` is collective over ``group``, by default the ranks
-    of the old mesh; a rank of it whose engine is not placed holds nothing yet. With ``copies``, which have all that ranks
-    lack, nothing is sent.
+    most two of them in addition to its old and new blocks. ``finish`` is collective over ``group``, by default the
+    ranks of the old mesh; a rank of it whose engine is not placed holds nothing yet. With ``copies``, which have all
+    that ranks lack, nothing is sent.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class StateReshard:
             kinds = optimizer.state if holds else dict.fromkeys(optimizer.kinds, {})
             self._state = {kind: engine.named(arrays) if holds else {} for kind, arrays in kinds.items()}
 
-    def finish(self, engine: LayeredEngine | None, fill: Callable[[], None] | None = None) -> None:
+    def finish(self, engine: LayeredEngine | None, fill: Callable[[], Any] | None = None) -> None:
         """Fill the new arrays of the engine, which is placed on another mesh of all ranks of the group, or of some of
         them, in any order; None on a rank outside the new mesh, which sends its blocks to the ranks that need them.
 
