@@ -284,13 +284,17 @@ class LiveMigration:
         self._attempt("updating", lambda: self._take(parts, received, ranks[0]["update"]))
         if after == self._portions:
             self._agree({})
-        if slowest := max(each["copy"] for each in ranks):
-            self._rate = self._nbytes / slowest
+        self._learn_speed(ranks)
         self._seconds = packing + perf_counter() - began
         self._nbytes = self._busiest_bytes(self._next, copied)
         self._copied, self.steps = after, self.steps + 1
         self._next = self._portion(ranks[0]["step"])
         return ranks[0]["training"] if after == self._portions else None
+
+    def _learn_speed(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Take the speed of the last exchange, by what all ranks say that it took."""
+        if slowest := max(each["copy"] for each in ranks):
+            self._rate = self._nbytes / slowest
 
     def _pack(self, copied: int, after: int) -> tuple[list[tuple[str, PartOfTransfer]], list]:
         """The parts to exchange after this step, each with its kind; and what this rank sends of each."""

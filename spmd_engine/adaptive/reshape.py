@@ -243,7 +243,8 @@ class Reshaper:
     def move(self, shape: Shape, copies: Copies | None = None, fill: Callable[[], Any] | None = None) -> None:
         """Continue in another shape. Collective over the world, with the idle ranks.
 
-        ``copies`` and ``fill`` are those of ``LayeredEngine.reshard``. The old mesh is closed. Raises UsageError on all ranks if the model cannot be placed; nothing has moved then.
+        ``copies`` and ``fill`` are those of ``LayeredEngine.reshard``. The old mesh is closed. Raises UsageError on all
+        ranks if the model cannot be placed; nothing has moved then.
         """
         engine, old, model = self.engine, self.engine.mesh, self.model_in(shape.composition)
         mesh, subset = on_all_ranks(self.all_ranks, lambda: self._open_mesh(shape))

@@ -148,7 +148,7 @@ class LayeredEngine(StoredEngine):
             chosen_layout = layout if layout is not None else layout_for(model, mesh)
             return place(model, mesh, chosen_layout, dtype=self.dtype, backend=self.backend, **options)
 
-        state = on_all_ranks(move.group, placed)
+        state = on_all_ranks(move.group, placed, catch=Exception if copies else (UsageError, OSError))
         before, state_before = vars(self).copy(), dict(optimizer.state) if optimizer else {}
         try:
             self.model = model

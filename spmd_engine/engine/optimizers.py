@@ -54,7 +54,7 @@ class Optimizer:
         engine.after_update()
 
     def repeat(self, numbers: Mapping[str, Any], *arrays: Array, decays: bool) -> None:
-        """Make the update with ``numbers``, a ``last``, on contiguous copies of one shape, in place: of a parameter, its
+        """Make the update with ``numbers``, a ``last``, in place on contiguous copies of one shape: of a parameter, its
         gradient, and its states in the order of ``kinds``."""
         self._update(*map(_flat, arrays), **numbers, decays=decays)
 

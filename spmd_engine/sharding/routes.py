@@ -37,7 +37,7 @@ class Multicast:
         return [0, *accumulate(part.size for _, part in self.parts)]
 
     def portion(self, number: int, of: int, count: int = 1) -> Iterator[tuple[str, Rectangle]]:
-        """Portion ``number`` of ``of`` consecutive portions, as even as possible, as rectangles; or ``count`` of them."""
+        """Portion ``number`` of ``of`` consecutive, even portions, as rectangles; or ``count`` portions from it."""
         if of == count:
             yield from self.parts
             return
