@@ -44,7 +44,7 @@ MOST_STEPS = 200  #: in which all is copied, however little time a step has for 
 LEAST = 64 << 10  #: bytes of a rank after a step, if as much is left
 SHARE = 0.03  #: of a step's time that is spent on the copy
 LABELS = "migration: copy", "migration: gradients"  # in the ledger
-BYTES_PER_SECOND = 1e9  # that a rank copies: the first guess, until it is measured
+BYTES_PER_SECOND = 1e8  # that a rank copies: the first guess, until it is measured
 
 
 @dataclass(frozen=True)

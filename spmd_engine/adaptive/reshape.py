@@ -71,7 +71,9 @@ class Shape:
         if ranks is None:
             size = prod(axes.values())
             ranks = self.ranks if len(self.ranks) == size else range(size)
-        experts = {layer: tuple(parts) for layer, parts in request.experts.items()}
+        experts = self.experts if (axes, composition.expert_axes) == (self.axes, self.composition.expert_axes) else {}
+        if request.experts is not None:
+            experts = {layer: tuple(parts) for layer, parts in request.experts.items()}
         return Shape(composition, tuple(sorted(ranks)), experts), notices
 
     def __str__(self) -> str:
@@ -98,7 +100,8 @@ class ShapeRequest:
     id: str = ""  #: repeated in the answer
     protocol: str = "stop-and-copy"  #: one of ``PROTOCOLS``
     within: float | None = None  #: seconds after which a live migration that is not complete is given up
-    experts: Mapping[str, Sequence[int]] = field(default_factory=dict)  #: layer -> each expert's part; else evenly
+    #: layer -> each expert's part; None: as it is if the axes stay, else even
+    experts: Mapping[str, Sequence[int]] | None = None
 
     @classmethod
     def from_json(cls, content: Any, where: str) -> Self:

@@ -47,7 +47,7 @@ EVERY = 0.1  #: seconds between two looks for the answer
     "--experts",
     metavar="LAYER=N:N...,...",
     help="The part of each expert of a layer, along the axes that split experts, as in block0/moe=0:1:1:0. "
-    "[default: even parts]",
+    "[default: as now if the axes stay, else even parts]",
 )
 @click.option("--at", metavar="STEP", type=int, default=0, help="Change after this step. [default: the next]")
 @click.option(
@@ -126,10 +126,12 @@ def _ranks(text: str | None) -> list[int] | None:
         raise UsageError(f"--ranks {text}: write the numbers of ranks, as in 0,1,3") from None
 
 
-def _experts(text: str | None) -> dict[str, list[int]]:
+def _experts(text: str | None) -> dict[str, list[int]] | None:
     """``"block0/moe=0:1:1"`` as {"block0/moe": [0, 1, 1]}."""
+    if text is None:
+        return None
     try:
-        terms = [term.split("=") for term in (text or "").split(",") if term]
+        terms = [term.split("=") for term in text.split(",")]
         return {layer.strip(): [int(part) for part in parts.split(":")] for layer, parts in terms}
     except ValueError:
         raise UsageError(f"--experts {text}: write the part of each expert, as in block0/moe=0:1:1:0") from None

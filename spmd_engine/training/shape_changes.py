@@ -158,8 +158,9 @@ class ShapeChanges:
             facts = {"steps": live.steps, "bytes": live.plan.nbytes}
             return self._move(live.shape, self._notices, copies=live.copies()) | facts
 
-        if self._answer(advance):
-            self._live = None
+        with self._workload.engine.mesh.activity.phase("live migration after step", trainer.steps_done):
+            if self._answer(advance):
+                self._live = None
 
     def _answer(self, do: Callable[[], dict[str, Any] | None]) -> bool:
         """Tell the observers what ``do()`` returns about a change of shape, or why it is refused.
