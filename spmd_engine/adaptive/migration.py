@@ -25,7 +25,6 @@ from spmd_engine.adaptive.reshape import Reshaper, Shape
 from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.meta.backend import on_shapes
 from spmd_engine.arrays.meta.meter import Meter, metered
-from spmd_engine.axes import all_positions
 from spmd_engine.comm.agreement.rank_zero import failure_text, gather_json
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.layered import LayeredEngine
@@ -155,10 +154,9 @@ class LiveMigration:
         """The parts of all arrays that this rank has, and those that it will have: by its storage, without memory."""
         reshaper, shape, engine = self._reshaper, self.shape, self._engine
         old, new = describe_parts(engine if engine.is_placed else None), describe_parts(None)
-        if reshaper.world.rank in shape.ranks:
+        if (position := reshaper.position_in(shape)) is not None:
             axes, model = shape.axes, reshaper.model_in(shape.composition)
             ranks = DryRunRanks(axes, separate_classes(axes), Mailbox(), ["here"] * prod(axes.values()))
-            position = all_positions(axes)[shape.ranks.index(reshaper.world.rank)]
             recorder = Recorder(Meter())
             with on_shapes() as backend, metered(recorder.meter):
                 mesh = ShapedMesh(ranks, position.coordinates, recorder)

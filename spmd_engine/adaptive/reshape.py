@@ -21,7 +21,7 @@ from spmd_engine.axes import MeshPosition, all_positions, axes_text
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.group import Group
-from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.mesh import Mesh, order_by_node
 from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.batch import check_batch
@@ -195,7 +195,7 @@ class Reshaper:
             if layer not in counts:
                 raise UsageError(f"experts of {layer!r}: no layer has experts under this name; {one_of(layer, counts)}")
             layout.parts(layer, "e", counts[layer], position)  # raises MeshError for other experts or parts
-        schedule, _ = self._assigned(shape, model, 0)
+        schedule, _ = self._assigned(shape, model, position)
         schedule.program(axes.get("pipe", 1), micro_batches, 0)
         check_batch(batch_size, micro_batches, layout.spec(model.inputs), position)
         self._check_memory(shape, model)
@@ -205,8 +205,8 @@ class Reshaper:
         needed = 0
         if not self.is_idle:
             needed += self._bytes(self.shape, self.engine.assignment)
-        if self.world.rank in shape.ranks:
-            needed += self._bytes(shape, self._assigned(shape, model, shape.ranks.index(self.world.rank))[1])
+        if (position := self.position_in(shape)) is not None:
+            needed += self._bytes(shape, self._assigned(shape, model, position)[1])
         by_rank = self.all_ranks.all_gather(np.array([needed]), label="reshape")
         on_node = sum(n for n, host in zip(by_rank, self.world.hosts, strict=True) if host == self.world.node)
 
@@ -229,8 +229,15 @@ class Reshaper:
             elements += sum(part if sharded else group.size for sharded in in_parts)
         return elements * self.engine.dtype.itemsize
 
-    def _assigned(self, shape: Shape, model: Model, number: int) -> Any:
-        position, how = all_positions(shape.axes)[number], shape.composition.how_on(shape.axes)
+    def position_in(self, shape: Shape) -> MeshPosition | None:
+        """Where this rank is on the mesh of a shape; None if it is not on it."""
+        if self.world.rank not in shape.ranks:
+            return None
+        order = order_by_node([self.world.hosts[rank] for rank in shape.ranks])
+        return all_positions(shape.axes)[order.index(shape.ranks.index(self.world.rank))]
+
+    def _assigned(self, shape: Shape, model: Model, position: MeshPosition) -> Any:
+        how = shape.composition.how_on(shape.axes)
         return assigned(model, position, self.layout_in(shape, model, position), self.engine.dtype.itemsize, **how)
 
     def layout_in(self, shape: Shape, model: Model, place: MeshPosition) -> Layout:

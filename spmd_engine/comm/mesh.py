@@ -137,6 +137,11 @@ class Collectives:
     start_receive = started(receive)
 
 
+def order_by_node(nodes: Sequence[str]) -> list[int]:
+    """The ranks on these nodes in the order in which a mesh has them: those of a node side by side."""
+    return sorted(range(len(nodes)), key=lambda rank: (nodes.index(nodes[rank]), rank))
+
+
 class Mesh(Collectives, MeshPosition):
     """All ranks of a communicator, arranged row-major on named axes; the last-named axis varies fastest.
 
@@ -166,8 +171,7 @@ class Mesh(Collectives, MeshPosition):
         self._owned: list[Communicator] = []
         self._validate()
         nodes = list(self.comm.hosts)
-        first_seen = {node: nodes.index(node) for node in nodes}
-        order = sorted(range(self.comm.size), key=lambda r: (first_seen[nodes[r]], r))
+        order = order_by_node(nodes)
         #: ranks of the communicator by coordinates: an array with one dimension for each axis
         self.ranks = np.array(order).reshape(tuple(self.axes.values()))
         self.nodes = nodes
