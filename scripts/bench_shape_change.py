@@ -34,7 +34,7 @@ from spmd_engine.training import Trainer
 OLD, NEW = {"mesh": {"data": 4}, "zero": 0}, {"mesh": {"data": 2, "model": 2}, "zero": 1}
 STEPS = 3  #: in a shape
 QUIET = 5  #: steps before a live migration
-STAGES = {"stages": "0,4"}, {"stages": "0,10"}  #: between which the boundary moves
+STAGES = {"stages": "0,6"}, {"stages": "0,8"}  #: between which the boundary moves, by a block of gpt-mini
 
 
 def work(options: argparse.Namespace) -> None:
