@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import gcd, prod
 
 from spmd_engine.adaptive.monitor import Observation
-from spmd_engine.adaptive.reshape import Shape
+from spmd_engine.adaptive.reshape import Shape, ShapeRequest
 from spmd_engine.axes import all_positions
 from spmd_engine.comm.notation import weighted_lengths
 from spmd_engine.engine.state.assignment import BATCH, shares_text
@@ -135,7 +135,7 @@ class SharesBySpeed:
             return None
         others = {other: given for other, given in shape.composition.work_shares.items() if other != axis}
         options = {"mesh": {**shape.axes, axis: shape.axes[axis] - 1}, "shares": shares_text(others) or None}
-        return shape.changed(options, left, self.model)[0]
+        return shape.changed(ShapeRequest(options, left), self.model)[0]
 
 
 def _along(shape: Shape, axis: str, speeds: Sequence[float]) -> list[float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from time import monotonic, sleep
 from typing import Any, ClassVar, Self
@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from spmd_engine.arrays.memory import return_freed_memory
-from spmd_engine.axes import all_positions, axes_text
+from spmd_engine.axes import MeshPosition, all_positions, axes_text
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.group import Group
@@ -28,14 +28,17 @@ from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
-from spmd_engine.engine.state.assignment import Assignment
-from spmd_engine.engine.state.engine_state import assigned
+from spmd_engine.engine.state.assignment import Assignment, shares_text
+from spmd_engine.engine.state.engine_state import Copies, assigned
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.errors import CommunicationTimeout, UsageError, one_of
 from spmd_engine.models import Model
+from spmd_engine.sharding.layout import Layout
 from spmd_engine.units import readable_bytes
 
-NAP = 0.1  #: seconds that an idle rank sleeps between two looks for a message
+NAP = 0.1  #: seconds between two looks of an idle rank for a message
+#: How the arrays move: between two steps, in memory or by a checkpoint, or while steps go on (see ``migration``).
+PROTOCOLS = ("stop-and-copy", "checkpoint-based", "live")
 _TAG = 32765  # of messages to and from idle ranks: no other message on the world's communicator has it
 _ROOM = 4096  # bytes of such a message
 
@@ -46,18 +49,20 @@ class Shape:
 
     composition: ParallelConfig
     ranks: tuple[int, ...]
+    experts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  #: layer -> each expert's part: see ``Layout``
 
     @property
     def axes(self) -> dict[str, int]:
         return dict(self.composition.mesh or {"data": len(self.ranks)})
 
-    def changed(self, options: Mapping[str, Any], ranks: Sequence[int] | None, model: Model) -> tuple[Shape, list[str]]:
-        """This shape with other ``options`` of its composition, and a notice for each other option that does not fit
-        the new mesh and becomes its default. ``ranks``: those on the mesh; by default the present ones if the size of
-        the mesh stays, else the first of the world.
+    def changed(self, request: ShapeRequest, model: Model) -> tuple[Shape, list[str]]:
+        """This shape as the request changes it, and a notice for each other option that does not fit the new mesh and
+        becomes its default. By default the ranks are the present ones if the size of the mesh stays, else the first of
+        the world.
 
         Raises UsageError for an unknown option, an invalid value, and options that contradict each other.
         """
+        options, ranks = request.composition, request.ranks
         composition = ParallelConfig.from_json(options, "the requested shape", base=self.composition)
         if "mesh" not in options and ranks is not None and len(ranks) != len(self.ranks):
             composition = composition.changed(mesh={"data": len(ranks)})
@@ -66,17 +71,22 @@ class Shape:
         if ranks is None:
             size = prod(axes.values())
             ranks = self.ranks if len(self.ranks) == size else range(size)
-        return Shape(composition, tuple(sorted(ranks))), notices
+        experts = self.experts if (axes, composition.expert_axes) == (self.axes, self.composition.expert_axes) else {}
+        if request.experts is not None:
+            experts = {layer: tuple(parts) for layer, parts in request.experts.items()}
+        return Shape(composition, tuple(sorted(ranks)), experts), notices
 
     @property
     def request(self) -> ShapeRequest:
         """The request for exactly this shape."""
-        return ShapeRequest(self.composition.as_json(), self.ranks)
+        return ShapeRequest(self.composition.as_json(), self.ranks, experts=self.experts or None)
 
     def __str__(self) -> str:
         usual = ParallelConfig().as_json()
         options = {name: value for name, value in self.composition.as_json().items() if value != usual[name]}
         options["mesh"] = axes_text(self.axes)
+        if self.experts:
+            options["experts"] = shares_text(self.experts)
         text = " ".join(f"{name} {value}" for name, value in options.items())
         listed = ",".join(map(str, self.ranks))
         return text if self.ranks == tuple(range(len(self.ranks))) else f"{text} on ranks {listed}"
@@ -93,11 +103,24 @@ class ShapeRequest:
     at: int = 0  #: the number of steps after which the change is due
     model: str | None = None  #: the model that the composition was made for; None: any
     id: str = ""  #: repeated in the answer
+    protocol: str = "stop-and-copy"  #: one of ``PROTOCOLS``
+    within: float | None = None  #: seconds after which a live migration that is not complete is given up
+    #: layer -> each expert's part; None: as it is if the axes stay, else even
+    experts: Mapping[str, Sequence[int]] | None = None
 
     @classmethod
     def from_json(cls, content: Any, where: str) -> Self:
         """The request that ``as_json`` describes; raises UsageError for anything else."""
-        kinds = {"composition": Mapping, "ranks": Sequence, "at": int, "model": str, "id": str}
+        kinds = {
+            "composition": Mapping,
+            "ranks": Sequence,
+            "at": int,
+            "model": str,
+            "id": str,
+            "protocol": str,
+            "within": (int, float),
+            "experts": Mapping,
+        }
         if not isinstance(content, Mapping) or not isinstance(content.get("composition"), Mapping):
             raise UsageError(f"{where}: it must be an object with an object 'composition', as 'migrate' writes it")
         for name, value in content.items():
@@ -106,6 +129,8 @@ class ShapeRequest:
             fits = isinstance(value, kinds[name]) and (name != "ranks" or all(type(rank) is int for rank in value))
             if value is not None and not fits:
                 raise UsageError(f"{where}: {name} is {value!r}")
+        if content.get("protocol", PROTOCOLS[0]) not in PROTOCOLS:
+            raise UsageError(f"{where}: protocol {content['protocol']!r}; {one_of(content['protocol'], PROTOCOLS)}")
         return cls(**{name: value for name, value in content.items() if value is not None})
 
     def as_json(self) -> dict[str, Any]:
@@ -147,9 +172,9 @@ class Reshaper:
         """Whether this rank is outside the mesh."""
         return not self.engine.is_placed
 
-    def changed(self, options: Mapping[str, Any], ranks: Sequence[int] | None) -> tuple[Shape, list[str]]:
+    def changed(self, request: ShapeRequest) -> tuple[Shape, list[str]]:
         """See ``Shape.changed``."""
-        return self.shape.changed(options, ranks, self.engine.model)
+        return self.shape.changed(request, self.engine.model)
 
     def check(self, shape: Shape, batch_size: int, micro_batches: int) -> None:
         """Raise UsageError, the same on all ranks, if the job cannot go on in this shape. Collective over the world."""
@@ -170,12 +195,17 @@ class Reshaper:
                 f"compress {composition.compress} keeps what it omits on each rank, which has no place on another "
                 "mesh: this run cannot change its shape"
             )
-        model = self._model(composition)
+        model = self.model_in(composition)
         if _shapes(model) != _shapes(self.engine.model):
             raise UsageError(f"{model.name} has other parameters in this composition than the running model")
         position = all_positions(axes)[0]
-        layout = composed_layout(model, position, composition)
-        schedule, _ = self._assigned(shape, model, 0)
+        layout = self.layout_in(shape, model, position)
+        counts = {name: each.sizes["e"] for name, each in model.layers if "e" in each.sizes}
+        for layer in shape.experts:
+            if layer not in counts:
+                raise UsageError(f"experts of {layer!r}: no layer has experts under this name; {one_of(layer, counts)}")
+            layout.parts(layer, "e", counts[layer], position)  # raises MeshError for other experts or parts
+        schedule, _ = self._assigned(shape, model, position)
         schedule.program(axes.get("pipe", 1), micro_batches, 0)
         check_batch(batch_size, micro_batches, layout.spec(model.inputs), position)
         self._check_memory(shape, model)
@@ -185,10 +215,8 @@ class Reshaper:
         needed = 0
         if not self.is_idle:
             needed += self._bytes(self.shape, self.engine.assignment)
-        if self.world.rank in shape.ranks:
-            places = ranks_by_position([self.world.hosts[rank] for rank in shape.ranks], shape.composition.order)
-            place = places.index(shape.ranks.index(self.world.rank))
-            needed += self._bytes(shape, self._assigned(shape, model, place)[1])
+        if (position := self.position_in(shape)) is not None:
+            needed += self._bytes(shape, self._assigned(shape, model, position)[1])
         by_rank = self.all_ranks.all_gather(np.array([needed]), label="reshape")
         on_node = sum(n for n, host in zip(by_rank, self.world.hosts, strict=True) if host == self.world.node)
 
@@ -211,26 +239,37 @@ class Reshaper:
             elements += sum(part if sharded else group.size for sharded in in_parts)
         return elements * self.engine.dtype.itemsize
 
-    def _assigned(self, shape: Shape, model: Model, number: int) -> Any:
-        position, composition = all_positions(shape.axes)[number], shape.composition
-        layout, how = composed_layout(model, position, composition), composition.how_on(shape.axes)
-        return assigned(model, position, layout, self.engine.dtype.itemsize, **how)
+    def position_in(self, shape: Shape) -> MeshPosition | None:
+        """Where this rank is on the mesh of a shape; None if it is not on it."""
+        if self.world.rank not in shape.ranks:
+            return None
+        order = ranks_by_position([self.world.hosts[rank] for rank in shape.ranks], shape.composition.order)
+        return all_positions(shape.axes)[order.index(shape.ranks.index(self.world.rank))]
 
-    def _model(self, composition: ParallelConfig) -> Model:
+    def _assigned(self, shape: Shape, model: Model, position: MeshPosition) -> Any:
+        how = shape.composition.how_on(shape.axes)
+        return assigned(model, position, self.layout_in(shape, model, position), self.engine.dtype.itemsize, **how)
+
+    def layout_in(self, shape: Shape, model: Model, place: MeshPosition) -> Layout:
+        """The layout of the model in a shape."""
+        return replace(composed_layout(model, place, shape.composition), experts=dict(shape.experts))
+
+    def model_in(self, composition: ParallelConfig) -> Model:
         """The model for a composition: the present one if its layers do not differ."""
         present = self.shape.composition
         layers = [(each.context_method, each.reshard_after) for each in (composition, present)]
         return self.engine.model if layers[0] == layers[1] else self._build(composition)
 
-    def move(self, shape: Shape) -> None:
+    def move(self, shape: Shape, copies: Copies | None = None, fill: Callable[[], Any] | None = None) -> None:
         """Continue in another shape. Collective over the world, with the idle ranks.
 
-        The old mesh is closed. Raises UsageError on all ranks if the model cannot be placed; nothing has moved then.
+        ``copies`` and ``fill`` are those of ``LayeredEngine.reshard``. The old mesh is closed. Raises UsageError on all
+        ranks if the model cannot be placed; nothing has moved then.
         """
-        engine, old, model = self.engine, self.engine.mesh, self._model(shape.composition)
+        engine, old, model = self.engine, self.engine.mesh, self.model_in(shape.composition)
         mesh, subset = on_all_ranks(self.all_ranks, lambda: self._open_mesh(shape))
-        layout = composed_layout(model, mesh, shape.composition) if mesh else None
-        how = shape.composition.how_on(shape.axes)
+        layout = self.layout_in(shape, model, mesh) if mesh else None
+        how: dict[str, Any] = {"copies": copies, "fill": fill, **shape.composition.how_on(shape.axes)}
         try:
             engine.reshard(mesh, layout, optimizer=self.optimizer, model=model, among=self.all_ranks, **how)
         except UsageError:
@@ -292,6 +331,7 @@ class IdleRanks:
     def __init__(self, world: Communicator, timeout: float) -> None:
         self._world, self._timeout = world, timeout
         self.ranks: list[int] = []
+        self.nap = NAP  #: seconds between two looks for a message
         self._answers: dict[int, tuple[np.ndarray, list]] = {}  # on rank 0: buffers and requests of those under way
 
     def set(self, ranks: Sequence[int]) -> None:
@@ -335,7 +375,7 @@ class IdleRanks:
             if answer is None and (signal := received()):
                 answer = _packed({"signal": signal})
                 sends = world.start_send(answer, 0, _TAG)
-            sleep(NAP)
+            sleep(self.nap)
             world.prepare_to_pause(0)
             world.pause(0)  # raises RankAborted if another virtual rank has failed
         if answer is None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import time
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import click
 
-from spmd_engine.adaptive.reshape import ShapeRequest
+from spmd_engine.adaptive.reshape import PROTOCOLS, ShapeRequest
 from spmd_engine.checkpoints.format.folder import replace_file
 from spmd_engine.cli.options import Quantity, options_of, values_given
+from spmd_engine.cli.progress import live_migration_text
 from spmd_engine.cli.report.run_record import JsonLines
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
@@ -34,19 +36,41 @@ EVERY = 0.1  #: seconds between two looks for the answer
     metavar="N,N,...",
     help="Ranks of the job on the mesh, with rank 0. [default: as now if as many, else the first]",
 )
+@click.option(
+    "--protocol",
+    type=click.Choice(PROTOCOLS),
+    default=PROTOCOLS[0],
+    help="How arrays move: between two steps, in memory or by a checkpoint; or live, while steps go on. "
+    "[default: stop-and-copy]",
+)
+@click.option(
+    "--experts",
+    metavar="LAYER=N:N...,...",
+    help="The part of each expert of a layer, along the axes that split experts, as in block0/moe=0:1:1:0. "
+    "[default: as now if the axes stay, else even parts]",
+)
 @click.option("--at", metavar="STEP", type=int, default=0, help="Change after this step. [default: the next]")
 @click.option(
     "--wait",
     type=Quantity(SECONDS),
     metavar="TIME",
     default=600.0,
-    help="Longest wait for the answer. [default: 10min]",
+    help="Longest wait for the answer; a live migration that takes longer is given up. [default: 10min]",
 )
 @options_of(TrainConfig, ["composition"], without=["compress"])
-def migrate(run: str, plan: str | None, ranks: str | None, at: int, wait: float, **options: Any) -> None:
+def migrate(
+    run: str,
+    plan: str | None,
+    ranks: str | None,
+    protocol: str,
+    experts: str | None,
+    at: int,
+    wait: float,
+    **options: Any,
+) -> None:
     """Change the mesh, the ZeRO stage or other options of the job that trains in the folder RUN, between two steps.
 
-    Parameters and optimizer state move in memory, and the job goes on with the same results, to rounding. Options that
+    Parameters and optimizer state move, and the job goes on with the same results, to rounding. Options that
     are not given stay as they are, or become their defaults if they do not fit the new mesh. A mesh of fewer ranks than
     were started leaves the others idle until they are taken back. A change that is impossible is refused with its
     reason, and the job continues as it was.
@@ -54,6 +78,7 @@ def migrate(run: str, plan: str | None, ranks: str | None, at: int, wait: float,
     \b
       python -m spmd_engine migrate gpt-nano-1 --mesh data=2,model=2 --zero 1
       python -m spmd_engine migrate gpt-nano-1 --mesh data=2 --ranks 0,3
+      python -m spmd_engine migrate gpt-nano-1 --stages 0,5 --protocol live
     """
     if launcher_rank() > 0:
         return
@@ -68,10 +93,12 @@ def migrate(run: str, plan: str | None, ranks: str | None, at: int, wait: float,
         file = PlanFile.read(plan)
         values, model = file.composition.as_json(), file.model.name
         values.pop("compress")
-    if not values:
-        raise UsageError("migrate needs the new shape: --mesh, --zero, another option of it, or --plan")
+    if not values and ranks is None and experts is None:
+        raise UsageError("migrate needs the new shape: --mesh, --zero, another option of it, --ranks, or --plan")
     ParallelConfig().changed(**values)  # raises UsageError for a value that no mesh permits
-    request = ShapeRequest(values, _ranks(ranks), at, model, os.urandom(8).hex())
+    request = ShapeRequest(
+        values, _ranks(ranks), at, model, os.urandom(8).hex(), protocol, within=wait, experts=_experts(experts)
+    )
     events = JsonLines(log)
     events.open()
     if [event.get("event") for event in events][-1:] == ["closed"]:
@@ -99,13 +126,27 @@ def _ranks(text: str | None) -> list[int] | None:
         raise UsageError(f"--ranks {text}: write the numbers of ranks, as in 0,1,3") from None
 
 
+def _experts(text: str | None) -> dict[str, list[int]] | None:
+    """``"block0/moe=0:1:1"`` as {"block0/moe": [0, 1, 1]}."""
+    if text is None:
+        return None
+    try:
+        terms = [term.split("=") for term in text.split(",")]
+        return {layer.strip(): [int(part) for part in parts.split(":")] for layer, parts in terms}
+    except ValueError:
+        raise UsageError(f"--experts {text}: write the part of each expert, as in block0/moe=0:1:1:0") from None
+
+
 def _answer(folder: Path, events: JsonLines, request: str, wait: float) -> dict[str, Any]:
     """The event of the run in ``folder`` that answers a request, among those that are not read yet."""
     end = time.monotonic() + wait
     while time.monotonic() < end:
         events.open()
         for event in events:
-            if event.get("request") == request:
+            if event.get("request") == request and event["event"] == "migrating":
+                click.echo(f"{folder}: {live_migration_text(event['step'], event)}")
+                end = inf  # the job itself gives it up
+            elif event.get("request") == request:
                 return event
             if event.get("event") == "closed":
                 raise UsageError(f"{folder}: the job has ended, after step {event.get('step')}, without the change")

@@ -17,6 +17,7 @@ from spmd_engine.training.data.corpus import Corpus
 from spmd_engine.training.run import Observer, Run
 from spmd_engine.training.trainer import StepReport
 from spmd_engine.training.workload import Workload
+from spmd_engine.units import readable_bytes
 
 if TYPE_CHECKING:
     from spmd_engine.training.expert_load import ExpertLoad
@@ -73,6 +74,9 @@ class Reporter(Observer):
     def not_saved(self, step: int, why: str) -> None:
         self._print(f"spmd_engine: {why}; training continues after step {step}")
 
+    def migrating(self, step: int, plan: Mapping[str, Any]) -> None:
+        self._print(f"spmd_engine: {live_migration_text(step, plan)}")
+
     def reshaped(self, step: int, change: Mapping[str, Any]) -> None:
         for notice in change["notices"]:
             self._print(f"spmd_engine: note: {notice}")
@@ -124,6 +128,15 @@ class Reporter(Observer):
 
 
 # --- A bar on a terminal
+
+
+def live_migration_text(step: int, plan: Mapping[str, Any]) -> str:
+    """A live migration that begins after ``step``, by its plan: see ``MigrationPlan``."""
+    what = plan["what"] if len(plan["what"]) < 4 else [*plan["what"][:2], "...", plan["what"][-1]]
+    return (
+        f"after step {step} a live migration to {plan['to']} begins: it copies {readable_bytes(plan['bytes'])} "
+        f"of {', '.join(what)}, in about {plan['seconds']:.3g} s"
+    )
 
 
 class Bar:

@@ -23,7 +23,7 @@ from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.schedules.schedule import Backward, Compute, Forward, Program, Schedule, with_transfers
 from spmd_engine.engine.state.assignment import PIPE, Assignment, Division, Index, ZeroConfig
-from spmd_engine.engine.state.engine_state import EngineState, place
+from spmd_engine.engine.state.engine_state import Copies, EngineState, place
 from spmd_engine.engine.zero.parameter_store import StoredEngine, check_shapes
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
@@ -122,6 +122,8 @@ class LayeredEngine(StoredEngine):
         optimizer: Optimizer | None = None,
         model: Model | None = None,
         among: Group | None = None,
+        copies: Copies | None = None,
+        fill: Callable[[], Any] | None = None,
         **options: Any,
     ) -> None:
         """Continue training on another mesh of all or some of the same ranks, in any order, with the same parameters,
@@ -132,11 +134,13 @@ class LayeredEngine(StoredEngine):
         ``options`` are those of the constructor that control the computation: ``storage``, ``schedule``, ``stages``,
         ``recompute``; ``model`` is this model with layers for them, if they differ. Collective over ``among``. The
         ledger of the old mesh counts the transfer, unless ``among`` has another, and the old mesh stays open.
-        Raises UsageError on all ranks if the model cannot be placed on the mesh; the engine is then unchanged.
+        With ``copies`` of all elements that ranks lack, or if ``fill`` fills the arrays on the ranks of the new mesh,
+        nothing is transferred. Raises UsageError on all ranks if the model cannot be placed on the mesh, or its arrays
+        not filled without a transfer; engine and optimizer are then unchanged.
         """
         from spmd_engine.engine.state.engine_state import StateReshard
 
-        move, model = StateReshard(self, optimizer, among), model or self.model
+        move, model = StateReshard(self, optimizer, among, copies), model or self.model
 
         def placed() -> EngineState | None:
             if mesh is None:
@@ -144,17 +148,24 @@ class LayeredEngine(StoredEngine):
             chosen_layout = layout if layout is not None else layout_for(model, mesh)
             return place(model, mesh, chosen_layout, dtype=self.dtype, backend=self.backend, **options)
 
-        state = on_all_ranks(move.group, placed)
-        self.model = model
-        self.gradients, self.input_gradient = {}, None  # of the last step, on the old mesh
-        if state is None:
-            move.leave()
-            if self.is_placed:
-                del self._placed, self.store
-            return
-        self._install(state)
-        move.finish()
-        self.filled()
+        state = on_all_ranks(move.group, placed, catch=Exception if copies else (UsageError, OSError))
+        before, state_before = vars(self).copy(), dict(optimizer.state) if optimizer else {}
+        try:
+            self.model = model
+            self.gradients, self.input_gradient = {}, None  # of the last step, on the old mesh
+            if state is not None:
+                self._install(state)
+            move.finish(self if state else None, fill)
+        except UsageError:
+            vars(self).clear()
+            vars(self).update(before)
+            if optimizer:
+                optimizer.state = state_before
+            raise
+        if state is not None:
+            self.filled()
+        elif self.is_placed:
+            del self._placed, self.store
 
     @property
     def is_placed(self) -> bool:

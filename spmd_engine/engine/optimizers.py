@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import cos, pi
+from typing import Any
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.updates import adamw, momentum_sgd
@@ -16,12 +17,16 @@ State = dict[str, dict[str, Array]]  # kind ("mean") -> key of ``owned`` -> arra
 
 
 class Optimizer:
-    """Updates ``engine.owned`` in place from gradients like it. ``state`` holds arrays like it, by kind."""
+    """Updates ``engine.owned`` in place from gradients like it. ``state`` holds arrays like it, by kind.
+
+    ``last`` are the numbers of the last update, with which ``repeat`` makes it again on a copy.
+    """
 
     kinds: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.state: State = {}
+        self.last: dict[str, Any] = {}
 
     def prepare(self, engine: ShardedEngine) -> None:
         """Make the state, all zeros, if there is none yet."""
@@ -36,6 +41,7 @@ class Optimizer:
     ) -> None:
         """Make step number ``step`` (from 1) with learning rate ``rate``; gradients are multiplied by ``scale``."""
         self.prepare(engine)
+        self.last = {"step": step, "rate": float(rate), "scale": float(scale)}
         if set(gradients) != set(engine.owned):
             differ = ", ".join(sorted(set(gradients) ^ set(engine.owned)))
             raise UsageError(f"gradients and parameters differ in names: {differ}; backward must return all of them")
@@ -44,8 +50,13 @@ class Optimizer:
                 raise UsageError(f"{key}: gradient of shape {gradients[key].shape}, parameter of {parameter.shape}")
             flat = [_flat(parameter), backend_of(parameter).xp.ascontiguousarray(gradients[key]).reshape(-1)]
             flat += [_flat(self.state[kind][key]) for kind in self.kinds]
-            self._update(*flat, step=step, rate=rate, scale=scale, decays=engine.decays(key))
+            self._update(*flat, **self.last, decays=engine.decays(key))
         engine.after_update()
+
+    def repeat(self, numbers: Mapping[str, Any], *arrays: Array, decays: bool) -> None:
+        """Make the update with ``numbers``, a ``last``, in place on contiguous copies of one shape: of a parameter, its
+        gradient, and its states in the order of ``kinds``."""
+        self._update(*map(_flat, arrays), **numbers, decays=decays)
 
     def _update(self, *arrays: Array, step: int, rate: float, scale: float, decays: bool) -> None:
         raise TypeError(f"{type(self).__name__} must define _update")

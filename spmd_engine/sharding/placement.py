@@ -134,6 +134,14 @@ class Placement(Mapping[str, ArrayPlacement]):
         """The same in a larger group, or in another order: see ``ArrayPlacement.on``."""
         return Placement({name: array.on(ranks, size) for name, array in self.items()})
 
+    def joined(self, more: Placement) -> Placement:
+        """The same with more rectangles on each rank, which follow those that it holds, of some of its arrays."""
+        arrays = dict(self._arrays)
+        for name, added in more.items():
+            held = [(*one, *other) for one, other in zip(arrays[name].held, added.held, strict=True)]
+            arrays[name] = ArrayPlacement.of_rectangles(added.shape, added.dtype, held)
+        return Placement(arrays)
+
     def nbytes(self, rank: int) -> int:
         """The bytes that a rank holds."""
         return sum(array.nbytes(rank) for array in self.values())

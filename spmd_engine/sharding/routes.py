@@ -36,14 +36,14 @@ class Multicast:
     def _ends(self) -> list[int]:
         return [0, *accumulate(part.size for _, part in self.parts)]
 
-    def portion(self, number: int, of: int) -> Iterator[tuple[str, Rectangle]]:
-        """Portion ``number`` of ``of`` consecutive portions, as even as possible, as rectangles."""
-        if of == 1:
+    def portion(self, number: int, of: int, count: int = 1) -> Iterator[tuple[str, Rectangle]]:
+        """Portion ``number`` of ``of`` consecutive, even portions, as rectangles; or ``count`` portions from it."""
+        if of == count:
             yield from self.parts
             return
-        mine = span(self.size, of, number)
+        first, last = span(self.size, of, number).start, span(self.size, of, number + count - 1).stop
         for (name, part), (start, stop) in zip(self.parts, pairwise(self._ends), strict=True):
-            for rectangle in part.elements(max(mine.start, start) - start, min(mine.stop, stop) - start):
+            for rectangle in part.elements(max(first, start) - start, min(last, stop) - start):
                 yield name, rectangle
 
 
@@ -265,10 +265,12 @@ class Piece:
         return sum(self.splits)
 
 
-def make_segment(placement: Placement, rank: int, route: Multicast, first: int, number: int, of: int) -> Segment:
-    """Portion ``number`` of ``of`` of a route, with its places in a rank's blocks."""
+def make_segment(
+    placement: Placement, rank: int, route: Multicast, first: int, number: int, of: int, count: int = 1
+) -> Segment:
+    """Portion ``number`` of ``of`` of a route, or ``count`` of them, with its places in a rank's blocks."""
     copies, size = [], 0
-    for name, part in route.portion(number, of):
+    for name, part in route.portion(number, of, count):
         held = placement[name].held[rank]
         block = 0 if len(held) == 1 else next(i for i, rectangle in enumerate(held) if part in rectangle)
         end, within = size + part.size, part.within(held[block])
@@ -277,26 +279,32 @@ def make_segment(placement: Placement, rank: int, route: Multicast, first: int, 
     return Segment(route, first, size, tuple(copies))
 
 
-def sent_piece(placement: Placement, rank: int, routes: Sequence[Multicast], number: int, of: int) -> Piece:
-    """The piece that a rank sends in a round."""
+def sent_piece(
+    placement: Placement, rank: int, routes: Sequence[Multicast], number: int, of: int, count: int = 1
+) -> Piece:
+    """The piece that a rank sends in a round, or in ``count`` rounds from it at once."""
     mine = [route for route in routes if route.sender == rank]
     links = [[route for route in mine if other in route.receivers] for other in range(placement.ranks)]
-    return _piece(placement, rank, links, number, of)
+    return _piece(placement, rank, links, number, of, count)
 
 
-def received_piece(placement: Placement, rank: int, routes: Sequence[Multicast], number: int, of: int) -> Piece:
-    """The piece that a rank receives in a round."""
+def received_piece(
+    placement: Placement, rank: int, routes: Sequence[Multicast], number: int, of: int, count: int = 1
+) -> Piece:
+    """The piece that a rank receives in a round, or in ``count`` rounds from it at once."""
     mine = [route for route in routes if rank in route.receivers]
     links = [[route for route in mine if route.sender == other] for other in range(placement.ranks)]
-    return _piece(placement, rank, links, number, of)
+    return _piece(placement, rank, links, number, of, count)
 
 
-def _piece(placement: Placement, rank: int, links: Sequence[Sequence[Multicast]], number: int, of: int) -> Piece:
+def _piece(
+    placement: Placement, rank: int, links: Sequence[Sequence[Multicast]], number: int, of: int, count: int
+) -> Piece:
     segments, splits, first = [], [], 0
     for other, routes in enumerate(links):
         start, on_link = first, []
         for route in routes if other != rank else ():
-            on_link.append(make_segment(placement, rank, route, first, number, of))
+            on_link.append(make_segment(placement, rank, route, first, number, of, count))
             first += on_link[-1].size
         segments += [replace(segment, link=(start, first)) for segment in on_link]
         splits.append(first - start)

@@ -156,6 +156,14 @@ class TransferPlan(PlannedExchange):
         """
         _carry_out(self._steps_of_all(group, several, CPU, keep=False), group, label)
 
+    def part(self, rank: int, start: int, stop: int, of: int) -> PartOfTransfer:
+        """Portions ``start`` up to, and without, ``stop`` of the ``of`` even portions of each route."""
+        pieces = [
+            [make(placement, rank, routes, start, of, stop - start) for routes in self.routes.values()]
+            for make, placement in ((sent_piece, self.source), (received_piece, self.target))
+        ]
+        return PartOfTransfer(tuple(self.routes), *map(tuple, pieces))
+
     def _steps(self, group: Group, blocks: Blocks, out: Blocks | None, like: Backend) -> Steps:
         if out is None:
             out = new_blocks(self.target, group.rank, backend_of_blocks(self.source, blocks) or like)
@@ -277,6 +285,32 @@ class Adjoint(PlannedExchange):
         total = backend_of(received).empty(shares[0].shape, received.dtype)
         reduce_into(total, shares, "sum")
         return total
+
+
+@dataclass(frozen=True)
+class PartOfTransfer:
+    """Some elements of a transfer, on one rank. Only ``exchange`` is collective: a rank that fails to pack or to unpack
+    can tell the others."""
+
+    dtypes: Sequence[np.dtype]
+    leaving: Sequence[Piece]  #: by dtype
+    coming: Sequence[Piece]
+
+    def pack(self, several: Sequence[Blocks], backend: Backend) -> list[tuple[Array, tuple[int, ...]]]:
+        """The elements to send, of several sets of blocks of the source."""
+        return [_packed(several, piece, dtype, backend) for dtype, piece in zip(self.dtypes, self.leaving, strict=True)]
+
+    @staticmethod
+    def exchange(group: Group, packed: Sequence[tuple[Array, tuple[int, ...]]], label: str) -> list[Array]:
+        """The received elements, for ``unpack``."""
+        return [group.all_to_all(flat, splits=splits, label=label)[0] for flat, splits in packed]
+
+    def unpack(self, received: Sequence[Array], several: Sequence[Blocks]) -> None:
+        """Copy the received elements to their places in the sets of blocks of the target."""
+        for flat, piece in zip(received, self.coming, strict=True):
+            for segment in piece.segments:
+                for which, blocks in enumerate(several):
+                    segment.unpack(segment.of(flat, which, len(several)), blocks)
 
 
 def _carry_out(steps: Steps, group: Group, label: str, received: Array | None = None) -> Blocks:

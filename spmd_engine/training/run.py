@@ -69,6 +69,9 @@ class Observer:
     def not_saved(self, step: int, why: str) -> None:
         """A checkpoint could not be written; the run continues after ``step`` steps."""
 
+    def migrating(self, step: int, plan: Mapping[str, Any]) -> None:
+        """A live migration has begun, by this plan: see ``MigrationPlan``. It ends with one of the next two."""
+
     def reshaped(self, step: int, change: Mapping[str, Any]) -> None:
         """After ``step`` steps the run goes on in another shape: see ``ShapeChanges``."""
 
@@ -165,6 +168,9 @@ class EventLog(Observer):
 
     def not_saved(self, step: int, why: str) -> None:
         self._write("not saved", step=step, why=why)
+
+    def migrating(self, step: int, plan: Mapping[str, Any]) -> None:
+        self._write("migrating", step=step, **plan)
 
     def reshaped(self, step: int, change: Mapping[str, Any]) -> None:
         self._write("reshaped", step=step, **change)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-from spmd_engine.adaptive.reshape import Reshaper, Shape, ShapeRequest
+from spmd_engine.adaptive.migration import LiveMigration
+from spmd_engine.adaptive.reshape import NAP, Reshaper, Shape, ShapeRequest
 from spmd_engine.axes import axes_text
-from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
+from spmd_engine.checkpoints import load_checkpoint
+from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at
@@ -34,6 +36,7 @@ class ShapeChanges:
         self, run: Run, workload: Workload, propose: Callable[[int], ShapeRequest | None] = lambda step: None
     ) -> None:
         self._run, self._workload, self._propose = run, workload, propose
+        self._request_id = ""  # of the request that is followed now
         self._file, self._steps = run.folder / ShapeRequest.FILE, sys.maxsize
         self._request: ShapeRequest | UsageError | None = None  # on rank 0: see ``_read``
         self._proposed: ShapeRequest | None = None
@@ -49,6 +52,9 @@ class ShapeChanges:
                 deterministic=job.deterministic,
             )
         self._rebalancer = self._new_rebalancer()
+        self._live: LiveMigration | None = None  # while one goes on
+        self._notices: list[str] = []  # of its shape
+        self._last_after, self._step_seconds = perf_counter(), 0.0  # when ``after`` returned, and the step since then
         run.trainer.has_request, run.after_step = self._has_request, self.after
 
     def _new_rebalancer(self) -> Rebalancer | None:
@@ -67,7 +73,7 @@ class ShapeChanges:
         stop, step = self._run.trainer.stop, self._run.steps_done + 1  # this one is about to be done
         if self._reshaper and self._reshaper.idle.ranks and stop:
             stop.receive(self._reshaper.idle.signal())
-        if step >= self._steps:
+        if step >= self._steps or self._live:
             return False
         self._proposed, self._request = self._propose(step), self._read()
         if isinstance(self._request, ShapeRequest) and self._request.at > step:
@@ -86,13 +92,13 @@ class ShapeChanges:
     def _order(self) -> str:
         """The request to follow now, and the state of the training that a rank needs which has been idle, as JSON."""
         trainer, request = self._run.trainer, self._proposed or self._request
-        self._answered = ""
+        self._request_id = ""
         if request is not self._proposed:
             self._file.unlink(missing_ok=True)
         if isinstance(request, UsageError):
             raise request
         assert request is not None
-        self._answered = request.id
+        self._request_id = request.id
         return json.dumps(
             {"request": request.as_json(), "step": trainer.steps_done, "skipped": trainer.skipped_in_a_row}
         )
@@ -101,56 +107,124 @@ class ShapeChanges:
 
     def after(self, step: int) -> None:
         """Call this after each step; returns when this rank has the next step to do."""
-        if self._rebalancer:
+        self._step_seconds = perf_counter() - self._last_after
+        if self._rebalancer and not self._live:
             self._rebalancer.after(step)
         stop = self._run.trainer.stop
-        if self._run.trainer.requested and not (stop and stop.taken):
+        if self._live:
+            self._migrate()
+        elif self._run.trainer.requested and not (stop and stop.taken):
             self._change_shape()
         while self._reshaper and self._reshaper.is_idle:
             with self._workload.engine.mesh.activity.phase("idle, outside the mesh"):
+                self._reshaper.idle.nap = NAP / 100 if self._live else NAP  # the others wait until it is awake
                 message = self._reshaper.idle.sleep(lambda: stop.received if stop else 0)
             if "exit" in message:
                 raise _Dismissed(message["exit"], message["error"])
-            self._change_shape()
+            if self._live:
+                self._migrate()
+            else:
+                self._change_shape()
+        self._last_after = perf_counter()
 
     def _change_shape(self) -> None:
         """Follow a request on all ranks of the world, or refuse it."""
+        if not (self._reshaper and self._reshaper.is_idle):
+            self._run.finish_saving(must=False)  # on the old mesh; it may fail
+
+        def follow() -> dict[str, Any] | None:
+            all_ranks = self._reshaper.all_ranks if self._reshaper else self._run.engine.group()
+            order = json.loads(text_from_rank_zero(all_ranks, self._order))
+            self._set_training(order)
+            return self._follow(ShapeRequest.from_json(order["request"], "the request"))
+
+        self._answer(follow)
+
+    def _migrate(self) -> None:
+        """Go on with a live migration after a step, on all ranks of the world; at its end change the shape."""
+        live, trainer = self._live, self._run.trainer
+        assert live
+        stops = trainer.steps_done >= self._steps or bool(trainer.stop and trainer.stop.taken)
+
+        def advance() -> dict[str, Any] | None:
+            assert self._reshaper
+            training = {"step": trainer.steps_done, "skipped": trainer.skipped_in_a_row}
+            training = live.advance(training, self._step_seconds, "the run ends" if stops else "")
+            if training is None:
+                return None
+            if not self._reshaper.is_idle:
+                self._run.finish_saving(must=False)
+            self._set_training(training)
+            facts = {"steps": live.steps, "bytes": live.plan.nbytes}
+            return self._move(live.shape, self._notices, copies=live.copies()) | facts
+
+        with self._workload.engine.mesh.activity.phase("live migration after step", trainer.steps_done):
+            if self._answer(advance):
+                self._live = None
+
+    def _answer(self, do: Callable[[], dict[str, Any] | None]) -> bool:
+        """Tell the observers what ``do()`` returns about a change of shape, or why it is refused.
+
+        Returns False if ``do()`` returns None, as the change is not made yet. Collective over the world: idle ranks are
+        awake meanwhile.
+        """
         began, run, reshaper = perf_counter(), self._run, self._reshaper
         is_first = run.engine.device_id == 0
-        if not (reshaper and reshaper.is_idle):
-            run.finish_saving(must=False)  # on the old mesh; it may fail
         if reshaper and reshaper.idle.ranks and is_first:
             reshaper.idle.wake({})
-        change: dict[str, Any] = {}
+        change: dict[str, Any] | None = {}
         try:
-            all_ranks = reshaper.all_ranks if reshaper else run.engine.group()
-            order = json.loads(text_from_rank_zero(all_ranks, self._order))
-            run.trainer.steps_done, run.trainer.skipped_in_a_row = order["step"], order["skipped"]
-            change = self._follow(ShapeRequest.from_json(order["request"], "the request"))
+            change = do()
             notify = lambda observer: observer.reshaped(run.steps_done, change)
         except UsageError as error:
-            change["why"] = str(error)
+            change = {"why": str(error)}
             notify = lambda observer: observer.not_reshaped(run.steps_done, change)
         if reshaper:
             reshaper.rest()
+        if change is None:
+            return False
         if is_first:
-            change |= {"request": self._answered, "seconds": round(perf_counter() - began, 4)}
+            change |= {"request": self._request_id, "seconds": round(perf_counter() - began, 4)}
         run.notify(notify)
+        return True
 
-    def _follow(self, request: ShapeRequest) -> dict[str, Any]:
-        """Change the shape; returns facts for the log. Raises UsageError on all ranks for what cannot be done."""
+    def _set_training(self, training: Mapping[str, Any]) -> None:
+        """Take what a rank needs that has been idle."""
+        self._run.trainer.steps_done, self._run.trainer.skipped_in_a_row = training["step"], training["skipped"]
+
+    def _follow(self, request: ShapeRequest) -> dict[str, Any] | None:
+        """Change the shape, and return facts for the log; or begin a live migration. Raises UsageError on all ranks for
+        what cannot be done."""
         run, workload, reshaper = self._run, self._workload, self._reshaper
-        job, engine = workload.job, workload.engine
+        job = workload.job
         if reshaper is None:
             raise UsageError(f"{job.strategy or job.model.name} shards itself: its shape cannot change")
         if request.model not in (None, job.model.name):
             raise UsageError(f"this is a shape for {request.model}, and the run trains {job.model.name}")
-        shape, notices = reshaper.changed(request.composition, request.ranks)
+        shape, notices = reshaper.changed(request)
         reshaper.check(shape, job.data.batch_size, job.data.micro_batches)
+        if request.protocol == "live":
+            self._live = LiveMigration(reshaper, shape, self._step_seconds, request.within)
+            self._notices, plan = notices, {"request": self._request_id, **self._live.plan.as_json()}
+            run.notify(lambda observer: observer.migrating(run.steps_done, plan))
+            return None
+        return self._move(shape, notices, fill=self._checkpoint() if request.protocol == "checkpoint-based" else None)
+
+    def _checkpoint(self) -> Callable[[], Any]:
+        """Save the run, and return a function that loads this checkpoint. Collective over the world."""
+        run, reshaper = self._run, self._reshaper
+        assert reshaper
+        on_all_ranks(reshaper.all_ranks, lambda: None if reshaper.is_idle else run.save())
+        return lambda: load_checkpoint(run.folder, run.engine, run.trainer.optimizer)
+
+    def _move(self, shape: Shape, notices: list[str], **options: Any) -> dict[str, Any]:
+        """Continue in another shape; returns facts for the log. ``options`` are those of ``Reshaper.move``."""
+        run, workload, reshaper = self._run, self._workload, self._reshaper
+        assert reshaper
         before = str(reshaper.shape)
-        with engine.mesh.activity.phase("changing shape, step", run.steps_done):
-            reshaper.move(shape)
-        self._workload = workload = replace(workload, job=job.changed(composition=shape.composition))
+        with workload.engine.mesh.activity.phase("changing shape, step", run.steps_done):
+            reshaper.move(shape, **options)
+        self._workload = workload = replace(workload, job=workload.job.changed(composition=shape.composition))
         run.config = {**(run.config or {}), "composition": shape.composition.as_json()}
         if not reshaper.is_idle:
             run.validation = workload.validation

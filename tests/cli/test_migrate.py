@@ -47,6 +47,9 @@ def test_a_running_job_changes_its_shape(tmp_path, monkeypatch, capsys):
             time.sleep(0.05)
         code, text = migrate(capsys, "r", "--mesh", "model=3")
         assert (code, "mesh model=3 (before: mesh data=3)" in text) == (0, True), text
+        code, text = migrate(capsys, "r", "--mesh", "pipe=3", "--protocol", "live")
+        assert (code, "a live migration to mesh pipe=3 begins: it copies" in text) == (0, True), text
+        assert "mesh pipe=3 (before: mesh model=3" in text
         code, text = migrate(capsys, "r", "--mesh", "data=4")
         assert code == 2 and "refused after step" in text and "mesh data=4 needs 4 ranks; the job has 3" in text
         code, text = migrate(capsys, "r", "--plan", "other.plan")
@@ -74,6 +77,7 @@ def test_a_running_job_changes_its_shape(tmp_path, monkeypatch, capsys):
         (["r"], "migrate needs the new shape"),
         (["r", "--zero", "5"], "zero is 5: it must be from 0 to 3"),
         (["r", "--mesh", "data=2", "--ranks", "0;1"], "write the numbers of ranks, as in 0,1,3"),
+        (["r", "--experts", "block0/moe=0:a"], "write the part of each expert, as in block0/moe=0:1:1:0"),
         (["r", "--zero", "1", "--wait", "10ms"], "no answer in 0.01 s, and the request is withdrawn"),
     ],
 )

@@ -11,7 +11,7 @@ from numerics import normals
 from on_ranks import on_ranks
 from pairwise import every_pair
 from spmd_engine import Mesh, run_threads
-from spmd_engine.arrays.backend import register_backend, unregister_backend
+from spmd_engine.arrays.backend import CPU, register_backend, unregister_backend
 from spmd_engine.axes import all_positions
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding import Layout
@@ -116,6 +116,39 @@ def test_everyone_has_what_is_placed_there(case, n, piece_bytes):
     for rank, result in enumerate(results):
         for block, expected in zip(result["x"], placed(target, whole, rank), strict=True):
             np.testing.assert_array_equal(block, expected, strict=True)
+
+
+@each_case
+def test_parts_of_a_transfer_are_its_elements(case, n=4):
+    """In portions, unevenly; and all portions but the last again at once."""
+    source, target = cases(n)[case]
+    whole = np.arange(1.0, 67.0).reshape(SHAPE)
+    plan = plan_transfer(Placement({"x": source}), Placement({"x": target}))
+
+    def program():
+        with Mesh(rank=n) as mesh:
+            rank, nothing = mesh.rank, np.zeros(SHAPE)
+            out, again = ({"x": placed(target, nothing, rank)} for _ in range(2))
+            sets = [{"x": placed(source, x, rank)} for x in (whole, whole)]
+
+            def move(start, stop, blocks):
+                part = plan.part(rank, start, stop, 7)
+                received = part.exchange(mesh.group(), part.pack(sets, CPU), "part")
+                part.unpack(received, [{"x": placed(target, nothing, rank)}, blocks])
+
+            for start, stop in (0, 2), (2, 3), (3, 7):
+                move(start, stop, out)
+            sent = mesh.ledger.total().sent
+            move(0, 3, again)
+            move(3, 7, again)
+            return out["x"], again["x"], sent
+
+    for rank, (out, again, sent) in enumerate(run_threads(program, n)):
+        received = np.where(elements(source, rank), 0, whole)
+        assert sent == 2 * plan.bytes_sent(rank)
+        for found in out, again:
+            for block, expected in zip(found, placed(target, received, rank), strict=True):
+                np.testing.assert_array_equal(block, expected, strict=True)
 
 
 @each_case

@@ -133,6 +133,7 @@ REFUSED = {
     "more stages than layers": (ShapeRequest({"mesh": {"pipe": 4}, "stages": "0,1,2,9"}), "stages"),
     "misfitting shares": (ShapeRequest({"mesh": {"data": 4}, "shares": "data=1:2"}), "it says 2 shares of data"),
     "a rank without samples": (ShapeRequest({"mesh": {"data": 4}, "shares": "data=90:1:1:1"}), "leave a rank none"),
+    "experts of a model without any": (ShapeRequest({}, experts={"hidden": [0]}), "no layer has experts under this"),
     "the present shape": (ShapeRequest({"mesh": {"data": 4}}), "the job has this shape: mesh data=4"),
     "another result": (ShapeRequest({"compress": "bfloat16"}), "compress changes the results of a run"),
 }
@@ -202,6 +203,7 @@ def test_a_model_that_cannot_be_placed_leaves_all_as_it_was(tmp_path, monkeypatc
         ("[]", "it must be an object with an object 'composition'"),
         ('{"composition": {}, "rank": 1}', "unknown field 'rank'; did you mean 'ranks'"),
         ('{"composition": {}, "ranks": ["a"]}', "ranks is ['a']"),
+        ('{"composition": {}, "protocol": "lively"}', "protocol 'lively'; did you mean 'live'?"),
     ],
 )
 def test_a_file_that_is_no_request_is_answered_and_removed(tmp_path, content, reason):

@@ -33,9 +33,18 @@ def on_rank_zero(group: Group, do: Callable[[], T], error: type[UsageError] = Us
     return result
 
 
-def on_all_ranks(group: Group, do: Callable[[], T], error: type[UsageError] = UsageError) -> T:
-    """Call ``do()`` on every rank. If any fails, all raise the error of the first such rank, as in ``on_rank_zero``."""
-    result, message = _attempt(do)
+def on_all_ranks(
+    group: Group,
+    do: Callable[[], T],
+    error: type[UsageError] = UsageError,
+    *,
+    catch: type[Exception] | tuple[type[Exception], ...] = (UsageError, OSError),
+) -> T:
+    """Call ``do()`` on every rank. If any fails, all raise the error of the first such rank, as in ``on_rank_zero``.
+
+    ``catch``: the exceptions that are failures. Others end the job, as they may come from a collective.
+    """
+    result, message = _attempt(do, catch)
     failed = int(group.all_reduce(np.array(group.rank if message else group.size), "min", label="agreement"))
     if failed < group.size:
         message = group.broadcast(np.frombuffer(message, np.uint8), root=failed, label="agreement").tobytes()
@@ -44,12 +53,21 @@ def on_all_ranks(group: Group, do: Callable[[], T], error: type[UsageError] = Us
     return result  # type: ignore[return-value]
 
 
-def _attempt(do: Callable[[], T]) -> tuple[T | None, bytes]:
+def _attempt(
+    do: Callable[[], T], catch: type[Exception] | tuple[type[Exception], ...] = (UsageError, OSError)
+) -> tuple[T | None, bytes]:
     """The result of ``do()``, or the text of its error."""
     try:
         return do(), b""
-    except (UsageError, OSError) as error:
-        return None, (str(error) or repr(error)).encode(errors="replace")
+    except catch as error:
+        return None, failure_text(error).encode(errors="replace")
+
+
+def failure_text(error: Exception) -> str:
+    """The text of an error for other ranks: with its type, on one line, if it was not raised for the user."""
+    if isinstance(error, (UsageError, OSError)):
+        return str(error) or repr(error)
+    return " ".join(f"{type(error).__name__}: {error}".split("\n"))
 
 
 def text_from_rank_zero(group: Group, make: Callable[[], str], error: type[UsageError] = UsageError) -> str:

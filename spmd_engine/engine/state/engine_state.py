@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.axes import MeshPosition
-from spmd_engine.comm.agreement.rank_zero import gather_json
+from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.optimizers import Optimizer
@@ -36,6 +36,7 @@ from spmd_engine.layers.layer import ForwardContext, Layer
 from spmd_engine.models import Model
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.placement import Placement
+from spmd_engine.sharding.routes import Blocks
 from spmd_engine.sharding.shards import Shards
 from spmd_engine.sharding.transfer import PIECE, plan_transfer
 
@@ -171,16 +172,37 @@ def _positions(layout: Layout, mesh: Mesh, backend: Backend, length: int) -> tup
 Arrays = Mapping[str, Array]
 
 
+@dataclass(frozen=True)
+class Copies:
+    """What a rank has of the arrays of its next placement, in addition to those of the present one."""
+
+    placements: Placements  #: of all ranks: of state (True), and of parameters and buffers (False)
+    model: Blocks  #: parameters and buffers
+    state: Mapping[str, Blocks]  #: of the optimizer, by kind
+
+    def of(self, kind: str | None) -> Blocks:
+        """The copies of a kind of state, or of the model."""
+        return self.model if kind is None else self.state[kind]
+
+
 class StateReshard:
     """The move of an engine and its optimizer to another mesh: made before the new placement, finished after it.
 
     Every element is sent once to each rank that needs it (see ``plan_transfer``), in pieces, so that a rank holds at
-    most two of them in addition to its old and new blocks. ``finish`` and ``leave`` are collective over ``group``, by
-    default the ranks of the old mesh; a rank of it whose engine is not placed holds nothing yet.
+    most two of them in addition to its old and new blocks. ``finish`` is collective over ``group``, by default the
+    ranks of the old mesh; a rank of it whose engine is not placed holds nothing yet. With ``copies``, which have all
+    that ranks lack, nothing is sent.
     """
 
-    def __init__(self, engine: LayeredEngine, optimizer: Optimizer | None = None, group: Group | None = None) -> None:
+    def __init__(
+        self,
+        engine: LayeredEngine,
+        optimizer: Optimizer | None = None,
+        group: Group | None = None,
+        copies: Copies | None = None,
+    ) -> None:
         self._engine, holds = engine, engine.is_placed
+        self._copies = copies
         self.group = group if group is not None else engine.group()
         self._nodes = list(self.group.comm.hosts)
         #: empty unless they were exchanged before, among the same ranks
@@ -197,19 +219,24 @@ class StateReshard:
             kinds = optimizer.state if holds else dict.fromkeys(optimizer.kinds, {})
             self._state = {kind: engine.named(arrays) if holds else {} for kind, arrays in kinds.items()}
 
-    def finish(self) -> None:
-        """Fill the engine's new arrays: on another mesh of all ranks of the group, or of some of them, in any order."""
-        engine = self._engine
-        order = self._find_old_ranks(engine.group())
-        old, new = self._exchange_placements(engine)
-        if order == list(range(self.group.size)):
-            engine.store.placements |= new
-        self._fill(old, new, {**engine.parameters, **engine.buffers})
+    def finish(self, engine: LayeredEngine | None, fill: Callable[[], Any] | None = None) -> None:
+        """Fill the new arrays of the engine, which is placed on another mesh of all ranks of the group, or of some of
+        them, in any order; None on a rank outside the new mesh, which sends its blocks to the ranks that need them.
 
-    def leave(self) -> None:
-        """The counterpart of ``finish`` on a rank outside the new mesh: send its blocks to the ranks that need them."""
-        self._find_old_ranks(None)
-        self._fill(*self._exchange_placements(None), {})
+        Only by copies, or by ``fill`` instead of a transfer, a failure of one rank is UsageError on all.
+        """
+        order = self._find_old_ranks(engine.group() if engine else None)
+        old, new = self._exchange_placements(engine)
+        if engine and order == list(range(self.group.size)):
+            engine.store.placements |= new
+        targets = {**engine.parameters, **engine.buffers} if engine else {}
+        if fill is not None:
+            self._optimizer_state |= {kind: {} for kind in self._state}
+            on_all_ranks(self.group, fill if engine else lambda: None)
+        elif self._copies is not None:
+            on_all_ranks(self.group, lambda: self._fill(old, new, targets), catch=Exception)
+        else:
+            self._fill(old, new, targets)
 
     def _exchange_placements(self, engine: StoredEngine | None) -> tuple[Placements, Placements]:
         """The old and new placements, by ranks of the old group. One all_gather: each waits for the slowest."""
@@ -238,25 +265,38 @@ class StateReshard:
 
     def _fill(self, old: Placements, new: Placements, targets: Arrays) -> None:
         """Transfer the model to ``targets``, and the optimizer state that this rank now owns to the optimizer."""
-        model, states = [(self._arrays, targets)], []
+        model, states = [(None, self._arrays, targets)], []
         for kind, before in self._state.items():  # the transfer fills all of it
             state = {key: backend_of(x).xp.empty_like(x) for key, x in self._engine.owned.items()} if targets else {}
             self._optimizer_state[kind] = state
-            states.append((before, self._engine.named(state) if targets else {}))
+            states.append((kind, before, self._engine.named(state) if targets else {}))
         if all(placements[True] is placements[False] for placements in (old, new)):
-            self._execute(old[False], new[False], model + states)
+            self._execute(False, old, new, model + states)
             return
-        self._execute(old[False], new[False], model)
+        self._execute(False, old, new, model)
         if states:
-            self._execute(old[True], new[True], states)
+            self._execute(True, old, new, states)
 
-    def _execute(self, source: Placement, target: Placement, several: Sequence[tuple[Arrays, Arrays]]) -> None:
-        rank = self.group.rank
+    def _execute(
+        self,
+        owned: bool,
+        old: Placements,
+        new: Placements,
+        several: Sequence[tuple[str | None, Arrays, Arrays]],
+    ) -> None:
+        """Transfer several sets of arrays, each with the kind of its copies, its old and its new arrays."""
+        rank, source, target = self.group.rank, old[owned], new[owned]
 
         def held(placement: Placement, arrays: Arrays) -> dict[str, list[Array]]:
             return {name: [arrays[name]] if entry.held[rank] else [] for name, entry in placement.items()}
 
+        blocks = [(held(source, before), held(target, after)) for _, before, after in several]
+        if self._copies:
+            source = source.joined(self._copies.placements[owned])
+            for (kind, _, _), (before, _) in zip(several, blocks, strict=True):
+                for name, more in self._copies.of(kind).items():
+                    before[name] = [*before.get(name, ()), *more]
         plan = plan_transfer(source, target, nodes=self._nodes, piece_bytes=PIECE // len(several))
-        plan.execute_all(
-            self.group, [(held(source, before), held(target, after)) for before, after in several], label="reshard"
-        )
+        if self._copies and any(plan.rounds.values()):
+            raise UsageError(f"the copies lack elements of {', '.join(target)[:200]}")
+        plan.execute_all(self.group, blocks, label="reshard")

@@ -1,0 +1,353 @@
+"""Live migration: a job changes its shape while its steps go on.
+
+After Clark et al., "Live Migration of Virtual Machines" (2005), but what changed since the snapshot is not sent again:
+every weight changes in every step, so that such rounds would never end. Instead the destination makes the updates
+itself, from the gradients of each step. The elements that change ranks are copied in portions, a few after each step:
+
+1. After a step, each rank packs the gradients of the portions that were copied before, and the next portion: parameters
+   and optimizer state after the update of this step.
+2. All ranks agree that none has failed, and exchange what they packed.
+3. The destinations make the update of this step on their copies, and add the new portion to them.
+
+When all is copied, each rank has all elements of its place in the new shape, and the shape changes without a transfer.
+A failure of any rank before that leaves the old shape as it was: the copies are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+from time import monotonic, perf_counter
+from typing import Any
+
+from spmd_engine.adaptive.reshape import Reshaper, Shape
+from spmd_engine.arrays.backend import Array
+from spmd_engine.arrays.meta.backend import on_shapes
+from spmd_engine.arrays.meta.meter import Meter, metered
+from spmd_engine.comm.agreement.rank_zero import failure_text, gather_json
+from spmd_engine.comm.shared_memory.arena import memory_here
+from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.state.engine_state import Copies
+from spmd_engine.engine.zero.parameter_store import Placements, describe_parts, read_placements
+from spmd_engine.errors import UsageError
+from spmd_engine.planning.dry_run.rank_classes import separate_classes
+from spmd_engine.planning.dry_run.recorder import Recorder
+from spmd_engine.planning.dry_run.shaped_mesh import DryRunRanks, Mailbox, ShapedMesh
+from spmd_engine.sharding.placement import ArrayPlacement, Placement, Rectangles
+from spmd_engine.sharding.routes import Blocks
+from spmd_engine.sharding.transfer import PartOfTransfer, TransferPlan, plan_transfer
+from spmd_engine.units import readable_bytes
+
+MOST_STEPS = 200  #: in which all is copied, however little time a step has for it
+LEAST = 64 << 10  #: bytes of a rank after a step, if as much is left
+SHARE = 0.03  #: of a step's time that is spent on the copy
+LABELS = "migration: copy", "migration: gradients"  # in the ledger
+BYTES_PER_SECOND = 1e8  # that a rank copies: the first guess, until it is measured
+
+
+@dataclass(frozen=True)
+class MigrationPlan:
+    """What moves from where to where, and what it costs: the same on all ranks."""
+
+    before: str  #: the present shape
+    after: str  #: the new shape
+    moves: Mapping[tuple[int, int], int]  #: bytes of the snapshot by sending and receiving rank
+    order: Sequence[str]  #: the arrays of which elements move, in the order of their copy
+    nbytes: int  #: of the snapshot: parameters, optimizer state and buffers
+    forwarded: int  #: bytes of gradients after a step, once all is copied
+    seconds: float  #: predicted, with the steps in between
+    rollback: str = "drop the copies: the old shape is in use until all ranks agree on the new one"
+
+    @property
+    def what(self) -> list[str]:
+        """The layers and experts of which elements move."""
+        return list(dict.fromkeys(name.rpartition("/")[0] or name for name in self.order))
+
+    def as_json(self) -> dict[str, Any]:
+        """As a line of ``events.jsonl`` has it."""
+        moves = {f"{sender}->{receiver}": nbytes for (sender, receiver), nbytes in sorted(self.moves.items())}
+        return {
+            "what": self.what,
+            "from": self.before,
+            "to": self.after,
+            "moves": moves,
+            "bytes": self.nbytes,
+            "bytes_of_gradients": self.forwarded,
+            "seconds": round(self.seconds, 3),
+            "order": list(self.order),
+            "rollback": self.rollback,
+        }
+
+
+@dataclass(frozen=True)
+class _Flow:
+    """Arrays of one kind that move: parameters with their state, or buffers."""
+
+    plan: TransferPlan
+    sets: int  #: arrays that are copied of each
+    targets: Sequence[Blocks]  #: on this rank: copies of each set
+
+    @property
+    def busiest(self) -> int:
+        """Bytes that the busiest rank sends or receives of one set."""
+        ranks = range(self.plan.source.ranks)
+        return max((max(self.plan.bytes_sent(rank), self.plan.bytes_received(rank)) for rank in ranks), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all ranks receive of one set."""
+        return sum(map(self.plan.bytes_received, range(self.plan.source.ranks)))
+
+
+class LiveMigration:
+    """The copy of what changes ranks between the present shape and another one, in portions after steps.
+
+    The constructor and ``advance`` are collective over the world, with the idle ranks. If a rank fails, or refuses,
+    both raise one UsageError on all ranks, and the old shape goes on. ``step_seconds`` is the time of a step on rank 0;
+    ``within`` the seconds after which the migration is given up.
+    """
+
+    def __init__(self, reshaper: Reshaper, shape: Shape, step_seconds: float, within: float | None = None) -> None:
+        self._reshaper, self.shape, self._within = reshaper, shape, within
+        self._engine, self._optimizer, self._group = reshaper.engine, reshaper.optimizer, reshaper.all_ranks
+        self._began, self._failure = monotonic(), ""
+        self._copied, self._seconds, self._nbytes, self._rate = 0, 0.0, 0.0, BYTES_PER_SECOND
+        self.steps = 0  #: with a part of the copy so far
+        if self._engine.is_placed:
+            self._optimizer.prepare(self._engine)
+        described = self._attempt("describing the new shape", self._describe)
+        ranks = self._agree({"placements": described, "step": step_seconds})
+        old, new = (read_placements([each["placements"][which] for each in ranks]) for which in ("old", "new"))
+        self._attempt("planning", lambda: self._make_flows(old, new))
+        self._check_memory(self._agree({"needed": self._attempt("counting", self._bytes_needed)}))
+        self._attempt("allocating", self._allocate)
+        self._agree({})
+        self._next = self._portion(ranks[0]["step"])
+        self.plan = self._planned(ranks[0]["step"])
+
+    # --- failures of one rank, which all ranks learn
+
+    def _attempt(self, what: str, do: Callable[[], Any]) -> Any:
+        """The result of ``do()``, which calls no collective; a failure is kept until the ranks agree."""
+        if not self._failure:
+            try:
+                return do()
+            except Exception as error:
+                self._failure = f"{what}: {failure_text(error)}"
+        return None
+
+    def _agree(self, mine: Mapping[str, Any], ends: str = "") -> list[dict[str, Any]]:
+        """What all ranks say. Raises UsageError on all of them if the migration ``ends``, as rank 0 says, or if a rank
+        has failed. Collective."""
+        ranks = gather_json(self._group, {**mine, "ends": ends, "failure": self._failure}, "migration")
+        if ranks[0]["ends"]:
+            raise UsageError(f"the live migration is given up: {ranks[0]['ends']}")
+        for rank, each in enumerate(ranks):
+            if each["failure"]:
+                raise UsageError(f"rank {rank} of {len(ranks)}: {each['failure']}")
+        return ranks
+
+    # --- the plan
+
+    def _describe(self) -> dict[str, Any]:
+        """The parts of all arrays that this rank has, and those that it will have: by its storage, without memory."""
+        reshaper, shape, engine = self._reshaper, self.shape, self._engine
+        old, new = describe_parts(engine if engine.is_placed else None), describe_parts(None)
+        if (position := reshaper.position_in(shape)) is not None:
+            axes, model = shape.axes, reshaper.model_in(shape.composition)
+            ranks = DryRunRanks(axes, separate_classes(axes), Mailbox(), ["here"] * prod(axes.values()))
+            recorder = Recorder(Meter())
+            with on_shapes() as backend, metered(recorder.meter):
+                mesh = ShapedMesh(ranks, position.coordinates, recorder)
+                how, layout = shape.composition.how_on(axes), reshaper.layout_in(shape, model, mesh)
+                placed = LayeredEngine(model, mesh, layout, dtype=engine.dtype, backend=backend, drawn=False, **how)
+                new = describe_parts(placed)
+        return {"old": old, "new": new}
+
+    def _make_flows(self, old: Placements, new: Placements) -> None:
+        """Plan the transfers of what ranks will store, or update, and do not now."""
+        self._decays = {name: parameter.decay for name, (parameter, _) in self._engine.model.parameters()}
+        buffers = dict(self._engine.model.buffers())
+        lacking: dict[str, dict[str, list[Rectangles]]] = {"parameters": {}, "frozen": {}, "changing": {}, "stored": {}}
+        for name, wanted in new[False].items():
+            stored = [_difference(*pair) for pair in zip(wanted.held, old[False][name].held, strict=True)]
+            if name in buffers:
+                lacking["frozen" if buffers[name][0].frozen else "changing"][name] = stored
+            else:  # with ZeRO, a rank may update elements in future that it only stores now
+                updated = zip(new[True][name].held, old[True][name].held, stored, strict=True)
+                more = [_difference(_difference(after, before), has) for after, before, has in updated]
+                lacking["parameters"][name] = [(*one, *other) for one, other in zip(stored, more, strict=True)]
+            lacking["stored"][name] = stored
+        placed = {
+            kind: Placement({
+                name: ArrayPlacement.of_rectangles(new[False][name].shape, new[False][name].dtype, held)
+                for name, held in names.items()
+                if any(held)
+            })
+            for kind, names in lacking.items()
+        }  # fmt: skip
+        nodes = list(self._group.comm.hosts)
+        sets = {"parameters": 1 + len(self._optimizer.kinds), "frozen": 1, "changing": 1}
+        self._flows: dict[str, _Flow] = {}
+        for kind, number in sets.items():
+            source = Placement({name: old[kind == "parameters"][name] for name in placed[kind]})
+            self._flows[kind] = _Flow(plan_transfer(source, placed[kind], nodes=nodes), number, [])
+        self._placements = {True: placed["parameters"], False: placed["stored"]}
+        busiest = sum(flow.busiest * flow.sets for flow in self._flows.values())
+        self._portions = max(1, min(MOST_STEPS, ceil(busiest / LEAST)))
+
+    def _bytes_needed(self) -> int:
+        """Bytes of this rank's copies, with the gradients of those of parameters."""
+        rank = self._group.rank
+        return sum(
+            flow.plan.target.nbytes(rank) * (flow.sets + (kind == "parameters")) for kind, flow in self._flows.items()
+        )
+
+    def _check_memory(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse copies for which a node has no memory."""
+        hosts, node = self._group.comm.hosts, self._group.comm.node
+        needed = sum(each["needed"] for each, host in zip(ranks, hosts, strict=True) if host == node)
+        if needed > memory_here():
+            self._failure = f"the copies on node {node} need {readable_bytes(needed)}; stop-and-copy needs none"
+
+    def _allocate(self) -> None:
+        """Make this rank's copies, and memory for gradients of those of parameters."""
+        rank, zeros = self._group.rank, self._engine.backend.xp.zeros
+
+        def new(placement: Placement) -> Blocks:
+            return {name: [zeros(part.shape, one.dtype) for part in one.held[rank]] for name, one in placement.items()}
+
+        for kind, flow in self._flows.items():
+            targets = [new(flow.plan.target) for _ in range(flow.sets)]
+            self._flows[kind] = _Flow(flow.plan, flow.sets, targets)
+        self._gradients = new(self._flows["parameters"].plan.target)
+
+    def _planned(self, step_seconds: float) -> MigrationPlan:
+        """The plan, with the seconds that it takes at the first guess of the speed."""
+        moves: dict[tuple[int, int], int] = {}
+        for flow in self._flows.values():
+            for dtype, routes in flow.plan.routes.items():
+                for route in routes:
+                    for receiver in route.receivers:
+                        key = route.sender, receiver
+                        moves[key] = moves.get(key, 0) + route.size * dtype.itemsize * flow.sets
+        copied, steps = 0, 0
+        while copied < self._portions:
+            copied, steps = copied + self._portion(step_seconds, copied), steps + 1
+        return MigrationPlan(
+            str(self._reshaper.shape),
+            str(self.shape),
+            moves,
+            [name for flow in self._flows.values() for name in flow.plan.target],
+            sum(moves.values()),
+            self._flows["parameters"].nbytes,
+            steps * step_seconds * (1 + SHARE),
+        )
+
+    def _portion(self, step_seconds: float, copied: int | None = None) -> int:
+        """The number of portions for which a step has time, beside the gradients of those that are ``copied``."""
+        copied = self._copied if copied is None else copied
+        fresh, forwarded = self._busiest_bytes(1, 0), self._busiest_bytes(0, copied)
+        fitting = int((SHARE * step_seconds * self._rate - forwarded) / fresh) if fresh else self._portions
+        return min(max(1, fitting), self._portions - copied)
+
+    def _busiest_bytes(self, fresh: int, copied: int) -> float:
+        """Bytes of the busiest rank after a step: of fresh portions, and of the gradients of copied ones."""
+        parameters, frozen = self._flows["parameters"], self._flows["frozen"]
+        each = fresh * (parameters.busiest * parameters.sets + frozen.busiest) + copied * parameters.busiest
+        return each / self._portions
+
+    # --- the copy
+
+    def advance(self, training: Mapping[str, Any], step_seconds: float, ends: str = "") -> dict[str, Any] | None:
+        """Call this after each step. Returns what rank 0 passed as ``training`` (JSON) when all is copied, else None.
+
+        ``training`` has the number of the ``step``. ``ends``: why the migration must end now, if it must. Raises
+        UsageError on all ranks if it has failed.
+        """
+        if self._within is not None and monotonic() - self._began > self._within:
+            ends = ends or f"it is not complete after {self._within:g} s"
+        began, copied = perf_counter(), self._copied
+        after = copied + self._next
+        parts, packed = self._attempt("packing", lambda: self._pack(copied, after)) or ([], [])
+        packing, made = perf_counter() - began, self._optimizer.last
+        mine = {"training": training, "update": made if made.get("step") == training["step"] else None}
+        ranks = self._agree({**mine, "step": step_seconds, "copy": self._seconds}, ends)
+        began = perf_counter()
+        received = [
+            part.exchange(self._group, pieces, LABELS[kind == "gradients"])
+            for (kind, part), pieces in zip(parts, packed, strict=True)
+        ]
+        self._attempt("updating", lambda: self._take(parts, received, ranks[0]["update"]))
+        if after == self._portions:
+            self._agree({})
+        self._learn_speed(ranks)
+        self._seconds = packing + perf_counter() - began
+        self._nbytes = self._busiest_bytes(self._next, copied)
+        self._copied, self.steps = after, self.steps + 1
+        self._next = self._portion(ranks[0]["step"])
+        return ranks[0]["training"] if after == self._portions else None
+
+    def _learn_speed(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Take the speed of the last exchange, by what all ranks say that it took."""
+        if slowest := max(each["copy"] for each in ranks):
+            self._rate = self._nbytes / slowest
+
+    def _pack(self, copied: int, after: int) -> tuple[list[tuple[str, PartOfTransfer]], list]:
+        """The parts to exchange after this step, each with its kind; and what this rank sends of each."""
+        rank, of = self._group.rank, self._portions
+        plans = {kind: flow.plan for kind, flow in self._flows.items()}
+        parts = [("gradients", plans["parameters"].part(rank, 0, copied, of))] if copied else []
+        parts += [(kind, plans[kind].part(rank, copied, after, of)) for kind in ("parameters", "frozen")]
+        if after == of:
+            parts.append(("changing", plans["changing"].part(rank, 0, 1, 1)))
+        return parts, [part.pack(self._sources(kind), self._engine.backend) for kind, part in parts]
+
+    def _sources(self, kind: str) -> list[Blocks]:
+        """This rank's arrays of a kind: what it updates, or buffers."""
+        engine, rank = self._engine, self._group.rank
+        if not engine.is_placed:
+            return [{}] * (1 if kind == "gradients" else self._flows[kind].sets)
+        if kind == "gradients":
+            sets = [engine.named(engine.gradients)]
+        elif kind == "parameters":
+            state = self._optimizer.state
+            sets = [engine.named(arrays) for arrays in (engine.owned, *(state[each] for each in self._optimizer.kinds))]
+        else:
+            sets = [engine.buffers]
+        source = self._flows["parameters" if kind == "gradients" else kind].plan.source
+        return [{name: [arrays[name]] if one.held[rank] else [] for name, one in source.items()} for arrays in sets]
+
+    def _take(
+        self, parts: Sequence[tuple[str, PartOfTransfer]], received: Sequence[Sequence[Array]], update: Any
+    ) -> None:
+        """Make the update of the step on the copies, unless it was skipped, and then add the new portions to them."""
+        for (kind, part), arrays in zip(parts, received, strict=True):
+            if kind != "gradients":
+                part.unpack(arrays, self._flows[kind].targets)
+            elif update:
+                part.unpack(arrays, [self._gradients])
+                copies = self._flows[kind := "parameters"].targets
+                for name, gradients in self._gradients.items():
+                    for number, gradient in enumerate(gradients):
+                        parameter, *state = (arrays[name][number] for arrays in copies)
+                        self._optimizer.repeat(update, parameter, gradient, *state, decays=self._decays[name])
+
+    def copies(self) -> Copies:
+        """What this rank has of its arrays in the new shape, once all is copied."""
+        (parameters, *states), model = self._flows["parameters"].targets, {}
+        for name, one in self._placements[False].items():
+            if name in parameters:
+                model[name] = parameters[name][: len(one.held[self._group.rank])]
+        for kind in ("frozen", "changing"):
+            model |= self._flows[kind].targets[0]
+        return Copies(self._placements, model, dict(zip(self._optimizer.kinds, states, strict=True)))
+
+
+def _difference(wanted: Rectangles, held: Rectangles) -> Rectangles:
+    """The elements of ``wanted`` that are not ``held``, as disjoint rectangles."""
+    rest = list(wanted)
+    for part in held:
+        rest = [piece for one in rest for piece in one - part]
+    return tuple(piece for piece in rest if piece.size)
