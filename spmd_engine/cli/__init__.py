@@ -52,7 +52,20 @@ class LazyGroup(click.Group):
 
 
 COMMANDS = (
-    *("train", "generate", "eval", "data", "infer", "inspect", "show", "verify", "checkpoint", "launch", "migrate"),
+    *(
+        "train",
+        "generate",
+        "eval",
+        "data",
+        "infer",
+        "inspect",
+        "show",
+        "verify",
+        "checkpoint",
+        "launch",
+        "migrate",
+        "join",
+    ),
     *("plan", "analyze", "calibrate", "bench", "report", "monitor", "doctor", "new"),
 )
 

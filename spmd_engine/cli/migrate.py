@@ -71,7 +71,7 @@ def migrate(run: str, plan: str | None, ranks: str | None, at: int, wait: float,
     if not values:
         raise UsageError("migrate needs the new shape: --mesh, --zero, another option of it, or --plan")
     ParallelConfig().changed(**values)  # raises UsageError for a value that no mesh permits
-    request = ShapeRequest(values, _ranks(ranks), at, model, os.urandom(8).hex())
+    request = ShapeRequest(values, parse_ranks(ranks), at, model, os.urandom(8).hex())
     events = JsonLines(log)
     events.open()
     if [event.get("event") for event in events][-1:] == ["closed"]:
@@ -90,7 +90,8 @@ def migrate(run: str, plan: str | None, ranks: str | None, at: int, wait: float,
     click.echo(f"{folder}: after step {answer['step']} {answer['after']} (before: {answer['before']})")
 
 
-def _ranks(text: str | None) -> list[int] | None:
+def parse_ranks(text: str | None) -> list[int] | None:
+    """The numbers in a text such as 0,1,3; None for None. Raises UsageError for other texts."""
     if text is None:
         return None
     try:

@@ -74,6 +74,9 @@ class Observer:
     def not_reshaped(self, step: int, change: Mapping[str, Any]) -> None:
         """A requested change of shape is refused, and the run continues as it was."""
 
+    def joined(self, step: int, change: Mapping[str, Any]) -> None:
+        """After ``step`` steps ranks of another launcher have joined the job, as idle ranks: see ``join``."""
+
     def stopped(self, step: int, signal: int) -> None:
         """The run has been saved and ends after ``step`` steps, because a rank received this signal."""
 
@@ -171,6 +174,9 @@ class EventLog(Observer):
     def not_reshaped(self, step: int, change: Mapping[str, Any]) -> None:
         self._write("not reshaped", step=step, **change)
 
+    def joined(self, step: int, change: Mapping[str, Any]) -> None:
+        self._write("joined", step=step, **change)
+
     def stopped(self, step: int, signal: int) -> None:
         self._write("stopped", step=step, signal=signal)
 
@@ -202,7 +208,7 @@ class ActivityFile(Observer):
     NAME, PERIOD = "activity.json", 2.0  # seconds
 
     def started(self, run: Run, stop: int) -> None:
-        self._path, self._records = run.folder / self.NAME, run.engine.mesh.activity.records
+        self._path, self._activity = run.folder / self.NAME, run.engine.mesh.activity
         self._began, self._ends = monotonic(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="spmd_engine activity", daemon=True)
         self._thread.start()
@@ -217,7 +223,9 @@ class ActivityFile(Observer):
         content = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "seconds": round(monotonic() - self._began, 1),  # since the start
-            "ranks": [self._now(record.state(condition_of(record.process), stack="")) for record in self._records],
+            "ranks": [
+                self._now(record.state(condition_of(record.process), stack="")) for record in self._activity.records
+            ],
         }
         unfinished = self._path.with_name(f".{self.NAME}")
         with open(open_regular(unfinished, os.O_WRONLY | os.O_TRUNC | os.O_CREAT), "w") as file:
@@ -350,33 +358,53 @@ class Run:
             self.trainer.stop = stop
             self._evaluate()
             self._notify_evaluated()
-            for report in self._traced(steps):
-                last = report.step == steps
-                evaluates = last or not stop.taken and _due(self.eval_every, report.step)
-                if evaluates:
-                    self._evaluate()
-                    if evaluation := self.evaluation:
-                        report = replace(report, validation_loss=evaluation.loss, validation_metrics=evaluation.metrics)
-                self.notify(lambda observer, report=report: observer.stepped(report))
-                if evaluates:
-                    self._notify_evaluated()
-                self.after_step(report.step)
-                done = self.steps_done  # a rank may have been idle in between
-                ends = done == steps or bool(stop.taken)
-                if _due(self._check_replicas_every, done):
-                    self._compare_replicas(done)
-                if self._saving and self._is_written_everywhere():
-                    self.finish_saving(must=ends)
-                if ends or _due(self.save_every, done):
-                    self._start_saving(must=ends)
-                    if ends or not self._background:
-                        self.finish_saving(must=ends)
-            if stop.taken:
-                self.notify(lambda observer: observer.stopped(self.steps_done, stop.taken))
-                sys.exit(128 + stop.taken)
+            self._go_on(steps, stop)
             if steps == 0:
                 self.save()
         return self.loss
+
+    def train_from_between(self, steps: int, enter: Callable[[], None]) -> None:
+        """As ``train``, on a rank that joins the run after one of its steps: ``enter`` returns when this rank is on the
+        mesh of the next step."""
+        self.engine.mesh.activity.folder = self.folder
+        self._lock = RunLock(self.folder)  # which rank 0 has taken
+        with StopFlag() as stop:
+            self.trainer.stop = stop
+            enter()
+            self._after_step(steps, stop)
+            self._go_on(steps, stop)
+        self.sample()
+
+    def _go_on(self, steps: int, stop: StopFlag) -> None:
+        """The steps up to ``steps``, with what follows each of them."""
+        for report in self._traced(steps):
+            last = report.step == steps
+            evaluates = last or not stop.taken and _due(self.eval_every, report.step)
+            if evaluates:
+                self._evaluate()
+                if evaluation := self.evaluation:
+                    report = replace(report, validation_loss=evaluation.loss, validation_metrics=evaluation.metrics)
+            self.notify(lambda observer, report=report: observer.stepped(report))
+            if evaluates:
+                self._notify_evaluated()
+            self.after_step(report.step)
+            self._after_step(steps, stop)
+        if stop.taken:
+            self.notify(lambda observer: observer.stopped(self.steps_done, stop.taken))
+            sys.exit(128 + stop.taken)
+
+    def _after_step(self, steps: int, stop: StopFlag) -> None:
+        """Compare replicas and save, where this is due."""
+        done = self.steps_done  # a rank may have been idle in between
+        ends = done == steps or bool(stop.taken)
+        if _due(self._check_replicas_every, done):
+            self._compare_replicas(done)
+        if self._saving and self._is_written_everywhere():
+            self.finish_saving(must=ends)
+        if ends or _due(self.save_every, done):
+            self._start_saving(must=ends)
+            if ends or not self._background:
+                self.finish_saving(must=ends)
 
     def save(self) -> None:
         """Write a checkpoint, and make the folder if it is missing. Collective."""

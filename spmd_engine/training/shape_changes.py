@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
+from spmd_engine.adaptive.joining import Joining, JoinRequest, facts_of
 from spmd_engine.adaptive.reshape import Reshaper, Shape, ShapeRequest
 from spmd_engine.axes import axes_text
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
+from spmd_engine.comm.communicators.communicator import Communicator, Port
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at
+from spmd_engine.runtime.activity import ranges
 from spmd_engine.training.expert_load import Rebalancer
 from spmd_engine.training.run import Run
 from spmd_engine.training.workload import Workload
@@ -31,29 +34,44 @@ class ShapeChanges:
     """
 
     def __init__(
-        self, run: Run, workload: Workload, propose: Callable[[int], ShapeRequest | None] = lambda step: None
+        self,
+        run: Run,
+        workload: Workload,
+        propose: Callable[[int], ShapeRequest | None] = lambda step: None,
+        joined: Mapping[str, Any] | None = None,
+        before: Communicator | None = None,
     ) -> None:
+        """``joined``: on a rank that joins, the order of the running job; ``before``: its own world."""
         self._run, self._workload, self._propose = run, workload, propose
         self._file, self._steps = run.folder / ShapeRequest.FILE, sys.maxsize
         self._request: ShapeRequest | UsageError | None = None  # on rank 0: see ``_read``
         self._proposed: ShapeRequest | None = None
         job, engine, self._reshaper = workload.job, workload.engine, None
         if isinstance(engine, LayeredEngine):
+            shape = Shape(job.composition.changed(mesh=dict(engine.mesh.axes)), tuple(range(engine.mesh.size)))
+            if joined:
+                shape = Shape(job.composition, tuple(joined["ranks"]))
             self._reshaper = Reshaper(
                 engine,
                 run.trainer.optimizer,
-                Shape(job.composition.changed(mesh=dict(engine.mesh.axes)), tuple(range(engine.mesh.size))),
+                shape,
                 job.model.build,
+                before=before,
                 check=job.check,
                 timeout=job.timeout,
                 deterministic=job.deterministic,
             )
+        self._joining: Joining | None = None  # on rank 0
+        self._port: Port | None = None  # of ranks that are taken in now
+        if engine.device_id == 0:
+            refuses = "" if self._reshaper else f"{job.strategy or job.model.name} shards itself: no ranks can join it"
+            self._joining = Joining(run.folder, refuses, facts_of(run.config or {}))
         self._rebalancer = self._new_rebalancer()
         run.trainer.has_request, run.after_step = self._has_request, self.after
 
     def _new_rebalancer(self) -> Rebalancer | None:
         composition, engine = self._workload.job.composition, self._workload.engine
-        if not composition.rebalance_every or not isinstance(engine, LayeredEngine):
+        if not composition.rebalance_every or not isinstance(engine, LayeredEngine) or not engine.is_placed:
             return None
         options = composition.how_on(engine.mesh.axes)
         return Rebalancer(engine, self._run.trainer.optimizer, composition.rebalance_every, **options)
@@ -69,6 +87,9 @@ class ShapeChanges:
             stop.receive(self._reshaper.idle.signal())
         if step >= self._steps:
             return False
+        if self._joining and self._run.trainer.first_step_check is None and self._joining.is_ready():
+            self._proposed = self._request = None  # of the next step
+            return True
         self._proposed, self._request = self._propose(step), self._read()
         if isinstance(self._request, ShapeRequest) and self._request.at > step:
             self._request = None
@@ -86,16 +107,35 @@ class ShapeChanges:
     def _order(self) -> str:
         """The request to follow now, and the state of the training that a rank needs which has been idle, as JSON."""
         trainer, request = self._run.trainer, self._proposed or self._request
+        training = {"step": trainer.steps_done, "skipped": trainer.skipped_in_a_row}
         self._answered = ""
+        if self._joining and self._joining.request and request is None:
+            return self._order_to_join(self._joining, self._joining.request, training)
         if request is not self._proposed:
             self._file.unlink(missing_ok=True)
         if isinstance(request, UsageError):
             raise request
         assert request is not None
         self._answered = request.id
-        return json.dumps(
-            {"request": request.as_json(), "step": trainer.steps_done, "skipped": trainer.skipped_in_a_row}
+        return json.dumps({"request": request.as_json(), **training})
+
+    def _order_to_join(self, joining: Joining, request: JoinRequest, training: dict[str, Any]) -> str:
+        """The order to take in the ranks that are connected, which they get, too."""
+        assert self._reshaper
+        first, shape = self._reshaper.world.size, request.shape and request.shape.as_json()
+        order = json.dumps(
+            {
+                "join": [*range(first, first + request.ranks)],
+                "request": shape,
+                "config": self._run.config,
+                "ranks": self._reshaper.shape.ranks,
+                "steps": self._steps,
+                **training,
+            }
         )
+        self._answered = request.id
+        self._port = joining.take(order, ranges(range(first, first + request.ranks)))
+        return order
 
     # --- on all ranks
 
@@ -106,6 +146,15 @@ class ShapeChanges:
         stop = self._run.trainer.stop
         if self._run.trainer.requested and not (stop and stop.taken):
             self._change_shape()
+        self._wait_for_a_step()
+
+    def enter(self, order: Mapping[str, Any]) -> None:
+        """Call this on a rank that joins, after the merge, with the job's order; returns as ``after``."""
+        self._change_shape(order)
+        self._wait_for_a_step()
+
+    def _wait_for_a_step(self) -> None:
+        stop = self._run.trainer.stop
         while self._reshaper and self._reshaper.is_idle:
             with self._workload.engine.mesh.activity.phase("idle, outside the mesh"):
                 message = self._reshaper.idle.sleep(lambda: stop.received if stop else 0)
@@ -113,8 +162,8 @@ class ShapeChanges:
                 raise _Dismissed(message["exit"], message["error"])
             self._change_shape()
 
-    def _change_shape(self) -> None:
-        """Follow a request on all ranks of the world, or refuse it."""
+    def _change_shape(self, joined: Mapping[str, Any] | None = None) -> None:
+        """Follow a request on all ranks of the world, or refuse it. ``joined``: see the constructor."""
         began, run, reshaper = perf_counter(), self._run, self._reshaper
         is_first = run.engine.device_id == 0
         if not (reshaper and reshaper.is_idle):
@@ -124,18 +173,40 @@ class ShapeChanges:
         change: dict[str, Any] = {}
         try:
             all_ranks = reshaper.all_ranks if reshaper else run.engine.group()
-            order = json.loads(text_from_rank_zero(all_ranks, self._order))
+            order = joined or json.loads(text_from_rank_zero(all_ranks, self._order))
             run.trainer.steps_done, run.trainer.skipped_in_a_row = order["step"], order["skipped"]
+            if "join" in order and not joined:
+                self._grow(order["join"], began)
+                began = perf_counter()
+            if order["request"] is None:
+                return
             change = self._follow(ShapeRequest.from_json(order["request"], "the request"))
             notify = lambda observer: observer.reshaped(run.steps_done, change)
         except UsageError as error:
             change["why"] = str(error)
             notify = lambda observer: observer.not_reshaped(run.steps_done, change)
-        if reshaper:
-            reshaper.rest()
+        finally:
+            if reshaper:
+                reshaper.rest()
         if is_first:
             change |= {"request": self._answered, "seconds": round(perf_counter() - began, 4)}
         run.notify(notify)
+
+    def _grow(self, joins: list[int], began: float) -> None:
+        """Take in ranks that are connected, with these numbers, as idle ranks. Collective over the world."""
+        run, reshaper = self._run, self._reshaper
+        assert reshaper
+        with self._workload.engine.mesh.activity.phase("taking in ranks, step", run.steps_done):
+            reshaper.grow(self._port)
+        if self._port is not None:
+            self._port.close()
+            self._port = None
+        change = {
+            "ranks": joins,
+            "nodes": [reshaper.world.hosts[rank] for rank in joins],
+            "seconds": round(perf_counter() - began, 4),
+        }
+        run.notify(lambda observer: observer.joined(run.steps_done, change))
 
     def _follow(self, request: ShapeRequest) -> dict[str, Any]:
         """Change the shape; returns facts for the log. Raises UsageError on all ranks for what cannot be done."""
@@ -167,25 +238,30 @@ class ShapeChanges:
     def until(self, steps: int) -> Iterator[None]:
         """While open, the run changes its shape when asked, up to step ``steps``. At its end idle ranks end as the
         others do: with the same exit code, or the same error."""
-        self._steps = steps
+        self._steps, together = steps, False  # whether all ranks end together
         try:
             yield
         except _Dismissed as end:
             if end.error:
                 raise UsageError(end.error) from None
+            together = True
             if end.code:
                 sys.exit(end.code)
         except SystemExit as stop:
             self._dismiss(stop.code, "")
+            together = True
             raise
         except UsageError as error:  # other errors end the idle ranks, too, as they end all of the job
             self._dismiss(0, str(error)[:1000])
             raise
         else:
             self._dismiss(0, "")
+            together = True
         finally:
             if self._reshaper:
-                self._reshaper.close()
+                self._reshaper.close(together)
+            if self._joining:
+                self._joining.close()
 
     def _dismiss(self, code: Any, error: str) -> None:
         """Wake the idle ranks for the last time, on rank 0."""
