@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from spmd_engine.adaptive.reshape import ShapeRequest
 from spmd_engine.checkpoints.format.folder import LOCK
-from spmd_engine.comm.communicators.communicator import Port
+from spmd_engine.comm.communicators.communicator import Communicator, Port
 from spmd_engine.comm.communicators.threads import current_thread_communicator
 from spmd_engine.comm.world import open_port
 from spmd_engine.errors import UsageError
@@ -210,10 +210,10 @@ class Joining:
         for path in folder.glob("join-*.json"):
             remove_unheld(path)
 
-    def is_ready(self) -> bool:
-        """Whether ranks are connected and wait to be taken in. Call this after each step."""
+    def is_ready(self, world: Communicator) -> bool:
+        """Whether ranks are connected and wait to be taken into this world. Call this after each step."""
         if self._port is None and os.path.isfile(self._folder / JoinRequest.FILE):
-            self._answer_request(self._folder / JoinRequest.FILE)
+            self._answer_request(self._folder / JoinRequest.FILE, world)
         if self._port is None:
             return False
         assert self._file
@@ -227,7 +227,7 @@ class Joining:
             self._drop(str(error))
         return False
 
-    def _answer_request(self, path: Path) -> None:
+    def _answer_request(self, path: Path, world: Communicator) -> None:
         remove_unheld(path)
         if (file := LockedFile.open(path)) is None:
             return
@@ -241,7 +241,7 @@ class Joining:
         self._file, why = file, self._refuses or difference(request.facts, self._facts)
         if not why:
             try:
-                self._port = open_port(timeout=CONNECT)
+                self._port = open_port(world, timeout=CONNECT)
             except UsageError as error:
                 why = str(error)
         answer = {"why": why} if self._port is None else {"port": self._port.name}
@@ -292,7 +292,8 @@ class Joining:
 class Entrance:
     """The way of joining ranks into a job, on their rank 0. Close it when the job has ended."""
 
-    def __init__(self, folder: Path, request: JoinRequest, wait: float) -> None:
+    def __init__(self, world: Communicator, folder: Path, request: JoinRequest, wait: float) -> None:
+        self._world = world
         self._folder, self._request, self._until = folder, request, time.monotonic() + wait
         self._checked = 0.0
         self._file: LockedFile | None = None
@@ -309,7 +310,7 @@ class Entrance:
         content = self._answer.content
         if "port" not in content:
             raise UsageError(f"{self._folder}: refused: {content['why']}")
-        self.port = port = open_port(content["port"], CONNECT)
+        self.port = port = open_port(self._world, content["port"], CONNECT)
         yield from self._found(lambda: port.is_connected() or None)
         self._until = inf  # from now on the job may wait for these ranks
         order = yield from self._found(port.receive)

@@ -121,10 +121,10 @@ def _start_watchdog(comm: MPICommunicator) -> None:
 # --- Worlds that grow
 
 
-def open_port(name: str = "", timeout: float = TIMEOUT) -> Port:
+def open_port(comm: Communicator, name: str = "", timeout: float = TIMEOUT) -> Port:
     """A port at which rank 0 of another world can connect within ``timeout`` seconds; or, with the ``name`` of one, a
-    connection to it. Call this on rank 0. Raises UsageError if this world cannot."""
-    if isinstance(comm := current_thread_communicator(), ThreadCommunicator):
+    connection to it. Call this on rank 0 of the world ``comm``. Raises UsageError if it cannot merge with others."""
+    if isinstance(comm, ThreadCommunicator) and current_thread_communicator() is not None:
         return comm.open_port(name, timeout)
     if not is_launched():
         raise UsageError("MPI merges only jobs that mpiexec has started")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from spmd_engine.adaptive.joining import Entrance, JoinRequest, facts_of, runs
 from spmd_engine.adaptive.reshape import ShapeRequest
@@ -46,7 +47,7 @@ def join(
         job = with_shape_of_weights(read_run(run), mesh)
         workload = open_workload(job, mesh, placed=False)
         facts = facts_of(with_corpus(workload).as_json())
-        entrance = Entrance(folder, JoinRequest(mesh.size, facts, request, os.urandom(8).hex()), wait)
+        entrance = Entrance(mesh.comm, folder, JoinRequest(mesh.size, facts, request, os.urandom(8).hex()), wait)
         texts = entrance.enter()
         try:
             order = ""
@@ -58,8 +59,9 @@ def join(
             before, own_rank = mesh.comm, mesh.rank
             world = merged(before, entrance.port, joins=True)
             with Mesh(world) as all_ranks:
-                workload.engine.mesh = all_ranks
+                engine: Any = workload.engine
                 job = TrainConfig.from_json(order["config"], str(folder))
+                engine.mesh, engine.model = all_ranks, job.model.build(job.composition)  # perhaps other layers by now
                 workload = replace(workload, job=job)
                 new_run = make_run(workload, folder)
                 changes = ShapeChanges(new_run, workload, joined=order, before=before)

@@ -87,7 +87,8 @@ class ShapeChanges:
             stop.receive(self._reshaper.idle.signal())
         if step >= self._steps:
             return False
-        if self._joining and self._run.trainer.first_step_check is None and self._joining.is_ready():
+        world = self._reshaper.world if self._reshaper else self._run.engine.mesh.comm
+        if self._joining and self._run.trainer.first_step_check is None and self._joining.is_ready(world):
             self._proposed = self._request = None  # of the next step
             return True
         self._proposed, self._request = self._propose(step), self._read()
