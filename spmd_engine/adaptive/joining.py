@@ -262,11 +262,17 @@ class Joining:
         self._file.close()
         self.request = self._file = self._answer = self._port = None
 
-    def take(self, order: str, ranks: str) -> Port:
-        """Send the joining ranks what they must know, before both worlds merge; returns the port. ``ranks``: their
-        numbers in the new world, as text."""
+    def take(self, order: str, ranks: str) -> Port | None:
+        """Send the joining ranks what they must know, and return the port when all of them are about to merge; None if
+        they have ended. ``ranks``: their numbers in the new world, as text."""
         assert self._port and self._file and self._answer
         self._port.send(order)
+        until = time.monotonic() + CONNECT
+        while self._port.receive() is None:
+            if not self._file.is_held() or time.monotonic() > until:
+                self._drop("they have ended, or do not answer")
+                return None
+            time.sleep(LOOK / 20)
         message = f"the ranks that joined ({ranks}) have ended before the run; its last checkpoint is whole"
         self._joined.append((self._answer, Lifeline(self._file, f"spmd_engine: {message}")))
         port, self.request, self._file, self._answer, self._port = self._port, None, None, None, None
@@ -341,9 +347,10 @@ class Entrance:
             time.sleep(LOOK)
         return found
 
-    def hold(self) -> None:
-        """From the merge on, end these ranks if the job has ended without them."""
-        assert self._answer
+    def confirm(self) -> None:
+        """Let the job begin the merge, as all ranks here do. From now on they end if the job ends without them."""
+        assert self._answer and self.port
+        self.port.send("ready")
         message = f"spmd_engine: {self._folder}: the job that these ranks joined has ended without them"
         self._lifeline, self._answer = Lifeline(self._answer, message), None
 

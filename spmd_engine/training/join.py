@@ -54,8 +54,9 @@ def join(
             while not order:  # the others wait for at most PATIENCE, and so report no hang
                 order = text_from_rank_zero(mesh.group(), lambda: _next(texts))
             order = json.loads(order)
+            mesh.barrier()  # all have the order
             if mesh.rank == 0:
-                entrance.hold()
+                entrance.confirm()
             before, own_rank = mesh.comm, mesh.rank
             world = merged(before, entrance.port, joins=True)
             with Mesh(world) as all_ranks:

@@ -81,7 +81,7 @@ def joins_after(monkeypatch):
 
 def begun(folder):
     """Wait until a run in the folder can be joined."""
-    while not (folder / "config.json").exists() or not runs(folder):
+    while not (folder / "events.jsonl").exists() or not runs(folder):
         time.sleep(0.01)
 
 

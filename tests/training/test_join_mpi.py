@@ -24,8 +24,8 @@ pytestmark = [
 TRAIN = """
 import sys, time
 from pathlib import Path
-from spmd_engine import train
 from spmd_engine.adaptive.joining import Joining
+from spmd_engine.cli import main
 
 steps, is_ready = [int(step) for step in sys.argv[1].split(",")], Joining.is_ready
 
@@ -38,7 +38,7 @@ def at_these_steps(joining, world):
 
 if steps[0] >= 0:
     Joining.is_ready = at_these_steps
-train("job.json", "./run")
+main(["train", "--config", "job.json", "--run", "./run"])
 """
 
 
@@ -53,7 +53,7 @@ class Jobs(ExitStack):
         config.write(self.folder / "job.json")
         (self.folder / "program.py").write_text(TRAIN)
         job = self._start("trains", ranks, ["program.py", steps])
-        self.until(lambda: (self.folder / "run" / "config.json").exists())
+        self.until(lambda: (self.folder / "run" / "events.jsonl").exists())
         return job
 
     def join(self, ranks, *options, name="joins"):
@@ -146,7 +146,7 @@ def test_ranks_killed_before_the_merge_leave_the_job_as_it_was(jobs, tmp_path, m
 
 
 def test_an_error_of_all_ranks_is_one_line_of_each_job(jobs, tmp_path):
-    how = {"optimizer": "sgd", "grad_clip": 0.0, "max_skipped": 0, "warmup": 0, "learning_rate": 1e30}
+    how = {"optimizer": "sgd", "grad_clip": 0.0, "max_skipped": 5, "warmup": 0, "learning_rate": 1e30}
     running = jobs.train(2, "3", experts(tmp_path, steps=1000, sample=0, eval_every=0, mesh={"data": 2}, **how))
     joined = jobs.join(1, "--mesh", "data=3")
     assert [job.process.wait(100) for job in (running, joined)] == [2, 2]
