@@ -16,11 +16,12 @@ from spmd_engine.comm.agreement.rank_zero import on_rank_zero, text_from_rank_ze
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import merged
 from spmd_engine.errors import UsageError
+from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.run import Run
 from spmd_engine.training.run_job import make_run, read_run, run_folder, with_corpus, with_shape_of_weights
 from spmd_engine.training.shape_changes import ShapeChanges
 from spmd_engine.training.train_config import TrainConfig
-from spmd_engine.training.workload import open_workload
+from spmd_engine.training.workload import Workload, open_workload
 
 PATIENCE = 20.0  #: seconds between two messages of rank 0 to the others, while they wait
 
@@ -54,26 +55,40 @@ def join(
             while not order:  # the others wait for at most PATIENCE, and so report no hang
                 order = text_from_rank_zero(mesh.group(), lambda: _next(texts))
             order = json.loads(order)
-            mesh.barrier()  # all have the order
-            if mesh.rank == 0:
-                entrance.confirm()
-            before, own_rank = mesh.comm, mesh.rank
-            world = merged(before, entrance.port, joins=True)
-            with Mesh(world) as all_ranks:
-                engine: Any = workload.engine
-                job = TrainConfig.from_json(order["config"], str(folder))
-                engine.mesh, engine.model = all_ranks, job.model.build(job.composition)  # perhaps other layers by now
-                workload = replace(workload, job=job)
-                new_run = make_run(workload, folder)
-                changes = ShapeChanges(new_run, workload, joined=order, before=before)
-                if own_rank == 0:
-                    entered(order["join"], order["step"])
-                with changes.until(order["steps"]):
-                    new_run.train_from_between(order["steps"], lambda: changes.enter(order))
+            with StopFlag() as stop:  # from now on a signal is one to the whole job
+                mesh.barrier()
+                if mesh.rank == 0:
+                    entrance.confirm()
+                world = merged(mesh.comm, entrance.port, joins=True)
+                with Mesh(world) as all_ranks:
+                    new_run = _take_part(workload, mesh, all_ranks, folder, order, stop, entered)
         finally:
             if mesh.rank == 0:
                 entrance.close()
     return new_run
+
+
+def _take_part(
+    workload: Workload,
+    mesh: Mesh,
+    all_ranks: Mesh,
+    folder: Path,
+    order: dict[str, Any],
+    stop: StopFlag,
+    entered: Callable[[list[int], int], None],
+) -> Run:
+    """Take part in the run, in a world of ``all_ranks``, until it ends. Those on ``mesh`` have joined it."""
+    job = TrainConfig.from_json(order["config"], str(folder))
+    engine: Any = workload.engine
+    engine.mesh, engine.model = all_ranks, job.model.build(job.composition)  # perhaps other layers by now
+    workload = replace(workload, job=job)
+    run = make_run(workload, folder)
+    changes = ShapeChanges(run, workload, joined=order, before=mesh.comm)
+    if mesh.rank == 0:
+        entered(order["join"], order["step"])
+    with changes.until(order["steps"]):
+        run.train_from_between(order["steps"], stop, lambda: changes.enter(order))
+    return run
 
 
 def _next(texts: Iterator[str]) -> str:

@@ -363,16 +363,15 @@ class Run:
                 self.save()
         return self.loss
 
-    def train_from_between(self, steps: int, enter: Callable[[], None]) -> None:
+    def train_from_between(self, steps: int, stop: StopFlag, enter: Callable[[], None]) -> None:
         """As ``train``, on a rank that joins the run after one of its steps: ``enter`` returns when this rank is on the
-        mesh of the next step."""
+        mesh of the next step. ``stop`` is open."""
         self.engine.mesh.activity.folder = self.folder
         self._lock = RunLock(self.folder)  # which rank 0 has taken
-        with StopFlag() as stop:
-            self.trainer.stop = stop
-            enter()
-            self._after_step(steps, stop)
-            self._go_on(steps, stop)
+        self.trainer.stop = stop
+        enter()
+        self._after_step(steps, stop)
+        self._go_on(steps, stop)
         self.sample()
 
     def _go_on(self, steps: int, stop: StopFlag) -> None:

@@ -1,18 +1,16 @@
 """Ranks of a second mpiexec join a running one: results, exit codes, and ranks that are killed on the way."""
 
-import json
 import os
 import signal
 import sys
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
+from test_shape_changes import EXPERTS, assert_same, events, job_of
 
 from mpi_harness.launch import Job, mpiexec
 from spmd_engine import TrainConfig, run_threads, train
-from test_shape_changes import EXPERTS, assert_same, events, job_of
 
 pytestmark = [
     pytest.mark.skipif(mpiexec() is None, reason="needs an MPI library and its mpiexec"),
