@@ -4,16 +4,9 @@ import json
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
-import numpy as np
 import pytest
-
-from random_jobs import RandomJob, losses_in
-from spmd_engine import TrainConfig, run_threads, train
-from spmd_engine.adaptive import ShapeRequest
-from spmd_engine.adaptive.joining import Joining, JoinRequest, LockedFile, runs
-from spmd_engine.errors import UsageError
-from spmd_engine.training.join import join
 from test_shape_changes import (
     ADAPTERS,
     EXPERTS,
@@ -26,6 +19,15 @@ from test_shape_changes import (
     small_job,
     trained,
 )
+
+from random_jobs import losses_in
+from spmd_engine import TrainConfig, run_threads, train
+from spmd_engine.adaptive import ShapeRequest
+from spmd_engine.adaptive.joining import Joining, JoinRequest, LockedFile, facts_of, runs
+from spmd_engine.errors import UsageError
+from spmd_engine.training import Trainer, workload
+from spmd_engine.training import join as training_join
+from spmd_engine.training.join import join
 
 
 @contextmanager
@@ -106,3 +108,102 @@ def test_random_changes_and_two_joins_change_no_result(tmp_path, joins_after, se
     assert len(reshaped) >= 4 and reshaped[-2]["ranks"] == [0, 1, 2, 3], reshaped
     assert_same(tmp_path / "run", tmp_path / "alone")
     assert not list((tmp_path / "run").glob("join*"))
+
+
+# --- ranks that cannot join, and jobs that end meanwhile
+
+
+def refusal(folder, job, wait=60.0, ranks=2):
+    """Why two ranks cannot join this job, which trains meanwhile on two ranks; the job's events."""
+
+    def attempt():
+        begun(folder)
+        with pytest.raises(UsageError) as error:
+            run_threads(lambda: join(folder, wait=wait), ranks)
+        why.append(str(error.value))
+        done.set()
+
+    why, done = [], threading.Event()
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    run_threads(lambda: train(job, folder, propose=lambda step: step == 3 and done.wait(60) and None or None), 2)
+    thread.join(60)
+    assert len(losses_in(folder)) == job.training.steps and not list(folder.glob("join*"))
+    return why[0]
+
+
+def test_other_data_are_refused_by_the_ranks_themselves(tmp_path):
+    job, folder = small_job(tmp_path, mesh={"data": 2}), tmp_path / "run"
+    checks = workload._check_corpus
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workload, "_check_corpus", lambda job, corpus: checks(job, replace(corpus, sha256="another")))
+        assert "other files than the job was made for" in refusal(folder, job)
+
+
+def test_another_version_is_refused_by_the_job(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_join, "facts_of", lambda config: {**facts_of(config), "spmd_engine": "0.1"})
+        why = refusal(tmp_path / "run", small_job(tmp_path, mesh={"data": 2}))
+    assert 'refused: spmd_engine is "0.1", and "0.2.0" in the running job' in why
+
+
+def test_a_page_of_strategies_takes_no_ranks(tmp_path):
+    job = TrainConfig.of(strategy="data-parallel", model="mlp", data=small_job(tmp_path).data.path, steps=8, mesh=None)
+    assert "data-parallel shards itself: no ranks can join it" in refusal(tmp_path / "run", job)
+
+
+def test_a_folder_without_a_running_job_has_nothing_to_join(tmp_path):
+    run_threads(lambda: train(small_job(tmp_path), tmp_path / "run"), 4)
+    with pytest.raises(UsageError, match="has no running job to join; 'train --resume"):
+        run_threads(lambda: join(tmp_path / "run"), 2)
+
+
+def test_ranks_that_wait_when_the_run_ends_have_nothing_to_join(tmp_path, monkeypatch):
+    monkeypatch.setattr(Joining, "is_ready", lambda joining, world: False)  # as if the last step came first
+    assert "the run has ended" in refusal(tmp_path / "run", small_job(tmp_path, mesh={"data": 2}, steps=2))
+
+
+def test_a_job_that_does_not_answer_in_time_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(Joining, "is_ready", lambda joining, world: False)
+    assert "no answer in time" in refusal(tmp_path / "run", small_job(tmp_path, mesh={"data": 2}, steps=8), wait=0.1)
+
+
+def test_an_impossible_shape_leaves_the_ranks_that_joined_idle(tmp_path, joins_after):
+    joins_after(2)
+    folder, job = tmp_path / "run", small_job(tmp_path, mesh={"data": 2}, steps=5)
+    with joining_ranks(folder, (2, ShapeRequest({"mesh": {"data": 9}}))) as outcomes:
+        run_threads(lambda: train(job, folder, propose={4: ShapeRequest({"mesh": {"model": 4}})}.get), 2)
+    assert isinstance(outcomes[0], list)
+    (refused,) = events(folder, "not reshaped")
+    assert "mesh data=9 needs 9 ranks; the job has 4" in refused["why"]
+    assert [each["mesh"] for each in events(folder, "reshaped")] == ["model=4"]
+
+
+def test_a_failure_of_a_rank_that_joined_is_one_of_all(tmp_path, joins_after, monkeypatch):
+    """And so is one of the others."""
+    joins_after(2)
+    folder, job = tmp_path / "run", small_job(tmp_path, mesh={"data": 2}, steps=8)
+    step = Trainer.step
+
+    def failing(trainer):
+        if trainer.engine.mesh.size == 3 and trainer.engine.mesh.rank == 2:
+            raise ValueError("no more")
+        return step(trainer)
+
+    monkeypatch.setattr(Trainer, "step", failing)
+    group = 1, ShapeRequest({"mesh": {"data": 3}})
+    with joining_ranks(folder, group) as outcomes, pytest.raises(ValueError, match="no more"):
+        run_threads(lambda: train(job, folder), 2)
+    assert isinstance(outcomes[0], ValueError)
+
+
+def test_the_steps_before_a_join_do_not_wait(tmp_path):
+    """A request that is never completed, as its writer is gone or no rank connects, stops no step."""
+    folder, job = tmp_path / "run", small_job(tmp_path, mesh={"data": 2}, steps=6)
+    folder.mkdir()
+    config = facts_of(json.loads(json.dumps(job.as_json())))
+    file = LockedFile.create(folder / JoinRequest.FILE, JoinRequest(2, config, None, "0" * 16).as_json())
+    file.close()  # its lock is free
+    (folder / JoinRequest.FILE).write_text("{}")
+    run_threads(lambda: train(job, folder), 2)
+    assert losses_in(folder).keys() == {1, 2, 3, 4, 5, 6} and not (folder / JoinRequest.FILE).exists()

@@ -263,13 +263,9 @@ class ThreadCommunicator(Communicator):
 
     def open_port(self, name: str, timeout: float) -> ThreadPort:
         """A new port, or, with a ``name``, the open one of that name; see ``world.open_port`` and ``connect``."""
-        if name:
-            if (port := _ports.get(name)) is None:
-                raise UsageError(f"no virtual rank waits for others by the name {name}")
-            self._fabric.port = port
-            port.connect(self._fabric)
-        else:
-            self._fabric.port = port = ThreadPort(self._fabric, timeout)
+        if name and name not in _ports:
+            raise UsageError(f"no virtual rank waits for others by the name {name}")
+        self._fabric.port = port = ThreadPort(self._fabric, timeout, _ports[name] if name else None)
         return port
 
     def merged(self, joins: bool, progress: Progress) -> ThreadCommunicator:
@@ -307,18 +303,19 @@ def solo(progress: Progress | None = None) -> ThreadCommunicator:
 
 
 class ThreadPort:
-    """A Port between virtual ranks of two ``run_threads`` in one process."""
+    """A Port between virtual ranks of two ``run_threads`` in one process; ``other``: the open one to connect with."""
 
-    def __init__(self, fabric: _Fabric, timeout: float) -> None:
-        self.name, self._fabric = f"virtual {os.urandom(8).hex()}", fabric
+    def __init__(self, fabric: _Fabric, timeout: float, other: ThreadPort | None = None) -> None:
+        self._fabric, self._until = fabric, time.monotonic() + timeout
         self.merged: _Fabric | None = None
-        self._until, self._texts = time.monotonic() + timeout, deque[str]()
-        _ports[self.name] = self
-
-    def connect(self, joining: _Fabric) -> None:
-        self.merged = merged = _Fabric([*self._fabric.nodes, *joining.nodes])
-        for fabric in self._fabric, joining:
-            merged.link(fabric)
+        self._sent, self._received = (other._received, other._sent) if other else (deque[str](), deque[str]())
+        self.name = other.name if other else f"virtual {os.urandom(8).hex()}"
+        if other is None:
+            _ports[self.name] = self
+            return
+        self.merged = other.merged = _Fabric([*other._fabric.nodes, *fabric.nodes])
+        for each in (fabric, other._fabric):
+            self.merged.link(each)
 
     def is_connected(self) -> bool:
         if self.merged is None and time.monotonic() > self._until:
@@ -326,10 +323,10 @@ class ThreadPort:
         return self.merged is not None
 
     def send(self, text: str) -> None:
-        self._texts.append(text)
+        self._sent.append(text)
 
     def receive(self) -> str | None:
-        return self._texts.popleft() if self._texts else None
+        return self._received.popleft() if self._received else None
 
     def close(self) -> None:
         _ports.pop(self.name, None)
