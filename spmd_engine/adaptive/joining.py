@@ -194,7 +194,7 @@ def difference(theirs: Any, ours: Any, name: str = "") -> str:
 # --- On rank 0 of the running job
 
 
-class Joining:
+class JoinRequests:
     """Requests to join a job, on its rank 0: one group of ranks at a time, up to the merge.
 
     ``refuses``: why no ranks can join this job, if so. ``facts``: of the job.

@@ -11,7 +11,7 @@ from spmd_engine.cli.migrate import parse_ranks
 from spmd_engine.cli.options import Quantity, options_of, values_given
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.runtime.activity import ranges
-from spmd_engine.training.join import join as join_job
+from spmd_engine.training.joined_run import join as join_job
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import SECONDS
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-from spmd_engine.adaptive.joining import Joining, JoinRequest, facts_of
+from spmd_engine.adaptive.joining import JoinRequest, JoinRequests, facts_of
 from spmd_engine.adaptive.reshape import Reshaper, Shape, ShapeRequest
 from spmd_engine.axes import axes_text
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
@@ -61,11 +61,11 @@ class ShapeChanges:
                 timeout=job.timeout,
                 deterministic=job.deterministic,
             )
-        self._joining: Joining | None = None  # on rank 0
+        self._joining: JoinRequests | None = None  # on rank 0
         self._port: Port | None = None  # of ranks that are taken in now
         if engine.device_id == 0:
             refuses = "" if self._reshaper else f"{job.strategy or job.model.name} shards itself: no ranks can join it"
-            self._joining = Joining(run.folder, refuses, facts_of(run.config or {}))
+            self._joining = JoinRequests(run.folder, refuses, facts_of(run.config or {}))
         self._rebalancer = self._new_rebalancer()
         run.trainer.has_request, run.after_step = self._has_request, self.after
 
@@ -120,7 +120,7 @@ class ShapeChanges:
         self._answered = request.id
         return json.dumps({"request": request.as_json(), **training})
 
-    def _order_to_join(self, joining: Joining, request: JoinRequest, training: dict[str, Any]) -> str:
+    def _order_to_join(self, joining: JoinRequests, request: JoinRequest, training: dict[str, Any]) -> str:
         """The order to take in the ranks that are connected, which they get, too."""
         assert self._reshaper
         first, shape = self._reshaper.world.size, request.shape and request.shape.as_json()

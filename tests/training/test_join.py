@@ -23,11 +23,9 @@ from test_shape_changes import (
 from random_jobs import losses_in
 from spmd_engine import TrainConfig, run_threads, train
 from spmd_engine.adaptive import ShapeRequest
-from spmd_engine.adaptive.joining import Joining, JoinRequest, LockedFile, facts_of, runs
+from spmd_engine.adaptive.joining import JoinRequest, JoinRequests, LockedFile, facts_of, runs
 from spmd_engine.errors import UsageError
-from spmd_engine.training import Trainer, workload
-from spmd_engine.training import join as training_join
-from spmd_engine.training.join import join
+from spmd_engine.training import Trainer, join, joined_run, workload
 
 
 @contextmanager
@@ -63,7 +61,7 @@ def joins_after(monkeypatch):
     """``joins_after(steps)``: ranks join the job just after these steps, however long they take to ask for it."""
 
     def set_steps(*steps):
-        is_ready = Joining.is_ready
+        is_ready = JoinRequests.is_ready
 
         def at_these_steps(joining, world):
             path = joining._folder / "metrics.jsonl"
@@ -76,7 +74,7 @@ def joins_after(monkeypatch):
                 time.sleep(0.01)
             return True
 
-        monkeypatch.setattr(Joining, "is_ready", at_these_steps)
+        monkeypatch.setattr(JoinRequests, "is_ready", at_these_steps)
 
     return set_steps
 
@@ -142,7 +140,7 @@ def test_other_data_are_refused_by_the_ranks_themselves(tmp_path):
 
 def test_another_version_is_refused_by_the_job(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_join, "facts_of", lambda config: {**facts_of(config), "spmd_engine": "0.1"})
+        patch.setattr(joined_run, "facts_of", lambda config: {**facts_of(config), "spmd_engine": "0.1"})
         why = refusal(tmp_path / "run", small_job(tmp_path, mesh={"data": 2}))
     assert 'refused: spmd_engine is "0.1", and "0.2.0" in the running job' in why
 
@@ -159,12 +157,12 @@ def test_a_folder_without_a_running_job_has_nothing_to_join(tmp_path):
 
 
 def test_ranks_that_wait_when_the_run_ends_have_nothing_to_join(tmp_path, monkeypatch):
-    monkeypatch.setattr(Joining, "is_ready", lambda joining, world: False)  # as if the last step came first
+    monkeypatch.setattr(JoinRequests, "is_ready", lambda joining, world: False)  # as if the last step came first
     assert "the run has ended" in refusal(tmp_path / "run", small_job(tmp_path, mesh={"data": 2}, steps=2))
 
 
 def test_a_job_that_does_not_answer_in_time_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(Joining, "is_ready", lambda joining, world: False)
+    monkeypatch.setattr(JoinRequests, "is_ready", lambda joining, world: False)
     assert "no answer in time" in refusal(tmp_path / "run", small_job(tmp_path, mesh={"data": 2}, steps=8), wait=0.1)
 
 

@@ -22,10 +22,10 @@ pytestmark = [
 TRAIN = """
 import sys, time
 from pathlib import Path
-from spmd_engine.adaptive.joining import Joining
+from spmd_engine.adaptive.joining import JoinRequests
 from spmd_engine.cli import main
 
-steps, is_ready = [int(step) for step in sys.argv[1].split(",")], Joining.is_ready
+steps, is_ready = [int(step) for step in sys.argv[1].split(",")], JoinRequests.is_ready
 
 def at_these_steps(joining, world):
     if Path("run/metrics.jsonl").read_text().count("\\n") + 1 not in steps:
@@ -35,7 +35,7 @@ def at_these_steps(joining, world):
     return True
 
 if steps[0] >= 0:
-    Joining.is_ready = at_these_steps
+    JoinRequests.is_ready = at_these_steps
 main(["train", "--config", "job.json", "--run", "./run"])
 """
 
@@ -132,7 +132,7 @@ def test_ranks_killed_before_the_merge_leave_the_job_as_it_was(jobs, tmp_path, m
     else:
         program += "from spmd_engine.comm.communicators.mpi_port import MPIPort\n"
         program += "MPIPort.receive = lambda self: os.kill(os.getpid(), signal.SIGKILL)\n"
-    (tmp_path / "dies.py").write_text(program + "from spmd_engine.training.join import join\njoin('./run')\n")
+    (tmp_path / "dies.py").write_text(program + "from spmd_engine.training import join\njoin('./run')\n")
     killed = jobs._start("dies", 2, ["dies.py"])
     assert killed.process.wait(100) != 0
     step = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())

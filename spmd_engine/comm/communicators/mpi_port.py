@@ -25,10 +25,10 @@ class MPIPort:
         self.name = name or MPI.Open_port()
         self.leaders: MPI.Intracomm | None = None  #: both ranks
         self._sent: list[MPI.Request] = []
-        self._thread = Thread(target=self._meet, name="spmd_engine port", daemon=True)
+        self._thread = Thread(target=self._connect, name="spmd_engine port", daemon=True)
         self._thread.start()
 
-    def _meet(self) -> None:
+    def _connect(self) -> None:
         info = MPI.Info.Create()
         info.Set("timeout", str(ceil(self._timeout)))
         try:
