@@ -212,54 +212,48 @@ class JoinRequests:
 
     def is_ready(self, world: Communicator) -> bool:
         """Whether ranks are connected and wait to be taken into this world. Call this after each step."""
-        if self._port is None and os.path.isfile(self._folder / JoinRequest.FILE):
-            self._answer_request(self._folder / JoinRequest.FILE, world)
-        if self._port is None:
-            return False
-        assert self._file
+        path = self._folder / JoinRequest.FILE
         try:
-            if not self._port.is_connected():
+            if self._port is None and os.path.lexists(path):
+                self._answer_request(path, world)
+            if self._port is None or not self._port.is_connected():
                 return False
-            if self._file.is_held():
+            if self._file and self._file.is_held():
                 return True
             raise UsageError("they have ended")
-        except UsageError as error:
+        except (UsageError, OSError) as error:  # the job goes on
+            if self._file is None:
+                path.unlink(missing_ok=True)
             self._drop(str(error))
         return False
 
     def _answer_request(self, path: Path, world: Communicator) -> None:
+        """Open a port for the ranks that ask. Raises UsageError if they cannot join."""
         remove_unheld(path)
         if (file := LockedFile.open(path)) is None:
             return
-        try:
-            self.request = request = JoinRequest.from_json(file.content)
-        except UsageError as error:
-            logger.warning("%s", error)
-            file.close()
-            path.unlink(missing_ok=True)
-            return
-        self._file, why = file, self._refuses or difference(request.facts, self._facts)
-        if not why:
-            try:
-                self._port = open_port(world, timeout=CONNECT)
-            except UsageError as error:
-                why = str(error)
-        answer = {"why": why} if self._port is None else {"port": self._port.name}
-        self._answer = LockedFile.create(self._folder / f"join-{request.id}-answer.json", answer)
+        self.request = request = JoinRequest.from_json(file.content)
         file.rename(self._folder / f"join-{request.id}.json")  # the next ranks can write theirs
+        self._file, why = file, self._refuses or difference(request.facts, self._facts)
+        try:
+            if not why:
+                self._port = open_port(world, timeout=CONNECT)
+        except UsageError as error:
+            why = str(error)
+        answer = LockedFile.create(
+            self._folder / f"join-{request.id}-answer.json", {"port": self._port.name} if self._port else {"why": why}
+        )
         if why:
-            self._drop(why, keeps_answer=True)
+            self._joined.append((answer, None))  # they have not read it yet
+            raise UsageError(why)
+        self._answer = answer
 
-    def _drop(self, why: str, keeps_answer: bool = False) -> None:
-        assert self.request and self._file and self._answer
-        logger.warning("%d rank(s) that asked to join do not: %s", self.request.ranks, why)
-        if self._port is not None:
-            self._port.close()
-        if keeps_answer:  # the other side may not have read it
-            self._joined.append((self._answer, None))
-        else:
-            self._answer.close()
-        self._file.close()
+    def _drop(self, why: str) -> None:
+        """Go on without the ranks that ask."""
+        logger.warning("%d rank(s) that asked to join do not: %s", self.request.ranks if self.request else 0, why)
+        for each in (self._port, self._answer, self._file):
+            if each is not None:
+                each.close()
         self.request = self._file = self._answer = self._port = None
 
     def take(self, order: str, ranks: str) -> Port | None:

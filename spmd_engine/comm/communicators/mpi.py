@@ -88,16 +88,16 @@ class MPICommunicator(Communicator):
         ranks = [rank for rank, host in enumerate(hosts) if host == self.node]
         node, nodes = open_node(self.rank, ranks, size_of_table(len(ranks)), gather_texts), even_nodes(hosts)
         if len(ranks) < self.size:
-            if self.progress.on_begin is not None:
-                pass  # it has such a thread from an earlier world
-            elif MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+                if self.rank == 0:
+                    logger.warning(
+                        "this MPI library does not permit calls from threads: data between nodes move only while ranks "
+                        "wait"
+                    )
+            elif self.progress.on_begin is None:  # else it has such a thread from an earlier world
                 thread = ProgressThread(self.progress)
                 self.progress.on_begin = thread.wake
                 atexit.register(thread.stop)
-            elif self.rank == 0:
-                logger.warning(
-                    "this MPI library does not permit calls from threads: data between nodes move only while ranks wait"
-                )
             nodes = nodes if "no" not in gather_texts("yes" if node is not None else "no") else None
         table = table_on(node, ranks, ranks.index(self.rank)) if node is not None and nodes is not None else None
         self.calls = 0  # earlier calls were made without the table
