@@ -52,21 +52,8 @@ class LazyGroup(click.Group):
 
 
 COMMANDS = (
-    *(
-        "train",
-        "generate",
-        "eval",
-        "data",
-        "infer",
-        "inspect",
-        "show",
-        "verify",
-        "checkpoint",
-        "launch",
-        "migrate",
-        "join",
-    ),
-    *("plan", "analyze", "calibrate", "bench", "report", "monitor", "doctor", "new"),
+    *("train", "generate", "eval", "data", "infer", "inspect", "show", "verify", "checkpoint", "launch", "migrate"),
+    *("join", "plan", "analyze", "calibrate", "bench", "report", "monitor", "doctor", "new"),
 )
 
 
