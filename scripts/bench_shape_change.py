@@ -1,4 +1,5 @@
-"""Times a change of shape of a running job: in memory, and by a checkpoint and a restart on the other mesh.
+"""Times a change of shape of a running job: in memory, and by a checkpoint and a restart on the other mesh; and the
+join of two ranks of another mpiexec.
 
     python scripts/bench_shape_change.py --model gpt-mini --batch-size 16 --length 256 --rounds 5
 
@@ -28,6 +29,8 @@ from pathlib import Path
 
 from spmd_engine import TrainConfig, train
 from spmd_engine.adaptive import ShapeRequest
+from spmd_engine.adaptive.joining import JoinRequests
+from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.runtime.mpi_job import find_mpiexec
 from spmd_engine.training import Trainer
 
@@ -53,6 +56,15 @@ def work(options: argparse.Namespace) -> None:
         return report
 
     Trainer.step = timed  # type: ignore[method-assign]
+    if options.work == "joined":  # within step STEPS, wait until the other ranks are connected
+        is_ready = JoinRequests.is_ready
+
+        def in_step(joining: JoinRequests, world: Communicator) -> bool:
+            while len(times) == STEPS - 1 and not is_ready(joining, world):
+                time.sleep(0.01)
+            return len(times) == STEPS - 1
+
+        JoinRequests.is_ready = in_step  # type: ignore[method-assign]
     request = ShapeRequest(NEW)
     stop_at = {"stopped": STEPS, "live": 3 * QUIET * options.rounds}.get(options.work, 2 * STEPS)
     propose = (lambda n: request if n == STEPS else None) if options.work == "changing" else lambda n: None
@@ -73,8 +85,15 @@ def request_after(quiet: int) -> ShapeRequest | None:
 def times_of(options: argparse.Namespace, what: str, run: Path, ranks: int = 4) -> list[tuple[float, float]]:
     shared = {name: getattr(options, name) for name in ("model", "data", "batch_size", "length")}
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in shared.items()]
+    mpiexec = find_mpiexec() or ("mpiexec",)
+    joins = None
+    if what == "joined":
+        command = [*mpiexec, "-n", "2", sys.executable, "-m", "spmd_engine", "join", str(run), "--mesh", "data=6"]
+        joins = subprocess.Popen(
+            ["bash", "-c", 'until [ -e "$0/events.jsonl" ]; do sleep 0.1; done; exec "$@"', str(run), *command]
+        )
     command = [
-        *(find_mpiexec() or ("mpiexec",)),
+        *mpiexec,
         "-n",
         str(ranks),
         sys.executable,
@@ -85,6 +104,8 @@ def times_of(options: argparse.Namespace, what: str, run: Path, ranks: int = 4) 
         f"--rounds={options.rounds}",
     ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    if joins and joins.wait() != 0:
+        raise SystemExit("the ranks that joined failed")
     return json.loads((run / "times.json").read_text())
 
 
@@ -93,12 +114,14 @@ def one_round(options: argparse.Namespace) -> dict[str, float]:
         changing = times_of(options, "changing", Path(folder, "changing"))
         stopped = times_of(options, "stopped", Path(folder, "restarted"))
         restarted = times_of(options, "restarted", Path(folder, "restarted"))
+        joined = times_of(options, "joined", Path(folder, "joined"))
     seconds = [end - began for began, end in changing]
     return {
         "a step before": seconds[STEPS - 1],
         "a step after": seconds[-1],
         "the first step after, beyond the second": seconds[STEPS] - seconds[STEPS + 1],
         "pause of the change": changing[STEPS][0] - changing[STEPS - 1][1],
+        "pause of a join of 2 ranks, onto data=6": joined[STEPS][0] - joined[STEPS - 1][1],
         "pause of save, restart and load": restarted[0][0] - stopped[-1][1],
     }
 
@@ -135,7 +158,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--live", action="store_true", help="time steps during a live migration instead")
-    parser.add_argument("--work", choices=["changing", "stopped", "restarted", "live"], help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--work", choices=["changing", "stopped", "restarted", "live", "joined"], help=argparse.SUPPRESS
+    )
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:

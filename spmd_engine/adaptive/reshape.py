@@ -19,11 +19,12 @@ import numpy as np
 from spmd_engine.arrays.memory import return_freed_memory
 from spmd_engine.axes import MeshPosition, all_positions, axes_text
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
-from spmd_engine.comm.communicators.communicator import Communicator
+from spmd_engine.comm.communicators.communicator import Communicator, Port
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh, ranks_by_position
 from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.comm.shared_memory.arena import memory_here
+from spmd_engine.comm.world import merged, part
 from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import Optimizer
@@ -146,7 +147,8 @@ class ShapeRequest:
 class Reshaper:
     """Changes the shape of an engine and its optimizer, on the ranks of the world that ``engine.mesh`` covers.
 
-    ``build`` returns the model with the layers of a composition. Options are those of ``Mesh``.
+    ``build`` returns the model with the layers of a composition. ``before``: on a rank that has joined, the world in
+    which it was started. Options are those of ``Mesh``.
     """
 
     def __init__(
@@ -156,6 +158,7 @@ class Reshaper:
         shape: Shape,
         build: Callable[[ParallelConfig], Model],
         *,
+        before: Communicator | None = None,
         timeout: float | None = TIMEOUT,
         **mesh_options: Any,
     ) -> None:
@@ -163,6 +166,10 @@ class Reshaper:
         self._build, self._ledger = build, engine.mesh.ledger
         self._mesh_options = {"timeout": timeout, **mesh_options}
         self.world = engine.mesh.comm
+        self._worlds = [
+            *([before] if before else []),
+            self.world,
+        ]  # from the first to the present, if ranks have joined
         self.all_ranks = Group(self.world, "world", self._ledger, **self._mesh_options)  #: also the idle ranks
         self.idle = IdleRanks(self.world, timeout or TIMEOUT)
         self._subset: Communicator | None = None  # of the mesh, unless it covers the world
@@ -280,8 +287,9 @@ class Reshaper:
         del old  # with what its groups keep
         gc.collect()
         return_freed_memory()  # that of the old shape
-        if self.world.neighbours is not None:
-            self.world.neighbours.own.return_freed()
+        for world in self._worlds:
+            if world.neighbours is not None:
+                world.neighbours.own.return_freed()
 
     def _open_mesh(self, shape: Shape) -> tuple[Mesh | None, Communicator | None]:
         """The mesh of a shape, and its communicator unless that is the world's; None on ranks outside it."""
@@ -297,10 +305,20 @@ class Reshaper:
         """From now on the ranks outside the mesh are idle, until ``idle.wake``."""
         self.idle.set([rank for rank in range(self.world.size) if rank not in self.shape.ranks])
 
-    def close(self) -> None:
-        """Close the present mesh."""
+    def grow(self, port: Port | None) -> None:
+        """Merge the world, without idle ranks, with that of ranks that join: see ``world.merged``. They have numbers
+        after those of the others, and the mesh stays as it is. Collective over the world."""
+        self.world = merged(self.world, port, joins=False)
+        self._worlds.append(self.world)
+        self.all_ranks = Group(self.world, "world", self._ledger, **self._mesh_options)
+        self.idle = IdleRanks(self.world, self._mesh_options["timeout"] or TIMEOUT)
+
+    def close(self, parts: bool) -> None:
+        """Close the present mesh, and, if it ``parts``, which is collective over the world, the merged worlds."""
         _close(self.engine.mesh, self._subset)
         self._subset = None
+        while parts and len(self._worlds) > 1:
+            part(self._worlds.pop(), self._worlds[-1])
 
 
 def _close(mesh: Mesh | None, subset: Communicator | None) -> None:

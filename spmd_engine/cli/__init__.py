@@ -53,7 +53,7 @@ class LazyGroup(click.Group):
 
 COMMANDS = (
     *("train", "generate", "eval", "data", "infer", "inspect", "show", "verify", "checkpoint", "launch", "migrate"),
-    *("plan", "analyze", "calibrate", "bench", "report", "monitor", "doctor", "new"),
+    *("join", "plan", "analyze", "calibrate", "bench", "report", "monitor", "doctor", "new"),
 )
 
 

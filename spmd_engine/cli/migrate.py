@@ -97,7 +97,7 @@ def migrate(
         raise UsageError("migrate needs the new shape: --mesh, --zero, another option of it, --ranks, or --plan")
     ParallelConfig().changed(**values)  # raises UsageError for a value that no mesh permits
     request = ShapeRequest(
-        values, _ranks(ranks), at, model, os.urandom(8).hex(), protocol, within=wait, experts=_experts(experts)
+        values, parse_ranks(ranks), at, model, os.urandom(8).hex(), protocol, within=wait, experts=_experts(experts)
     )
     events = JsonLines(log)
     events.open()
@@ -117,7 +117,8 @@ def migrate(
     click.echo(f"{folder}: after step {answer['step']} {answer['after']} (before: {answer['before']})")
 
 
-def _ranks(text: str | None) -> list[int] | None:
+def parse_ranks(text: str | None) -> list[int] | None:
+    """The numbers in a text such as 0,1,3; None for None. Raises UsageError for other texts."""
     if text is None:
         return None
     try:

@@ -178,7 +178,7 @@ class Watched:
         colour = {"running": "green", "finished": "green", "silent": "yellow", "stopped by a signal": "yellow"}
         started = run.last("started")
         model = run.config.get("strategy") or (run.config.get("model") or {}).get("name")
-        facts = [f"{model}, mesh {run.mesh or '-'} on {len(set(started.get('nodes') or [0]))} node(s)"]
+        facts = [f"{model}, mesh {run.mesh or '-'} on {len(set(run.nodes))} node(s)"]
         if started.get("time"):
             facts.append(f"started {_shown_time(started['time'])}")
         if self.goes_on and run.owner and run.owner[1] != os.uname().nodename:
@@ -240,7 +240,7 @@ class Watched:
     def _ranks(self) -> list[dict[str, str]]:
         """A row for each rank; those that wait least, for which others wait, come first if there are many."""
         run, activities = self._run, self._activities
-        nodes, on_mesh = list(run.last("started").get("nodes") or [0]), run.ranks_on_mesh
+        nodes, on_mesh = run.nodes, run.ranks_on_mesh
         waits, memory = np.full((2, len(nodes)), np.nan)
         waits[on_mesh] = _by_rank(run.recent, "shares", (len(on_mesh), 3))[:, 2]
         memory[on_mesh] = _by_rank(run.recent[-1:], "private_bytes", (len(on_mesh),))

@@ -12,6 +12,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from spmd_engine.models.names import IMAGES
+from spmd_engine.runtime.activity import ranges
 from spmd_engine.runtime.launchers import CLEAR_BELOW, terminal
 from spmd_engine.training.data.corpus import Corpus
 from spmd_engine.training.run import Observer, Run
@@ -84,6 +85,9 @@ class Reporter(Observer):
 
     def not_reshaped(self, step: int, change: Mapping[str, Any]) -> None:
         self._print(f"spmd_engine: after step {step} a change of shape is refused: {change['why']}")
+
+    def joined(self, step: int, change: Mapping[str, Any]) -> None:
+        self._print(f"spmd_engine: after step {step} ranks {ranges(change['ranks'])} have joined")
 
     def _note_experts(self, report: StepReport) -> None:
         from spmd_engine.training.expert_load import ExpertLoad

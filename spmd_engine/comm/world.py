@@ -6,7 +6,7 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,14 @@ from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.memory import keep_freed_memory
 from spmd_engine.comm.agreement.rank_zero import gather_json
-from spmd_engine.comm.communicators.communicator import Communicator
+from spmd_engine.comm.communicators.communicator import Communicator, Port
 from spmd_engine.comm.communicators.threads import ThreadCommunicator, current_thread_communicator, solo
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
-from spmd_engine.comm.pending import Progress
+from spmd_engine.comm.pending import TIMEOUT, Progress
 from spmd_engine.comm.shared_memory.cores import cores_here, cores_of, quota_here
 from spmd_engine.errors import SpmdError, UsageError
-from spmd_engine.runtime.activity import SIZE, Activity, Memory, Record
+from spmd_engine.runtime.activity import SIZE, Activity, Record
 from spmd_engine.runtime.ending import FAILED, end_all_ranks_on_error, leave_at_exit, prints_error, stay_at_exit
 from spmd_engine.runtime.join import join_mpi
 from spmd_engine.runtime.launchers import (
@@ -53,7 +53,6 @@ def _process_world() -> MPICommunicator | ThreadCommunicator:
         with StopFlag(but_defaults=True):  # Python cannot repeat an interrupted import
             join_mpi()
             from spmd_engine.comm.communicators.mpi import MPI, MPICommunicator
-            from spmd_engine.comm.shared_memory.node import OwnMemory, mapped
 
             if MPI.COMM_WORLD.size > 1:
                 end_all_ranks_on_error(MPI.COMM_WORLD)
@@ -65,22 +64,36 @@ def _process_world() -> MPICommunicator | ThreadCommunicator:
             ) from error
         return _open_solo_world()
     if MPI.COMM_WORLD.size == 1:
-        return _open_solo_world()
-    record = OwnMemory(SIZE)
-    comm = MPICommunicator(MPI.COMM_WORLD, Progress(Activity(record.map())))
-    gather = partial(gather_json, Group(comm, "world", Ledger()), label="joining")
-    hosts, cores, handles = _hosts_and_cores(comm, record.handle, gather)
-    ranks = [rank for rank, host in enumerate(hosts) if host == comm.node]
-    records = mapped(handles) or [comm.progress.activity.memory]
-    _share_cores(cores // len(ranks))
-    comm.open_node(hosts, cores, gather)
-    record.close()  # all ranks have opened it, as ``open_node`` has communicated since
-    _start_watchdog(comm, dict(zip(ranks if len(records) == len(ranks) else [comm.rank], records, strict=True)))
+        return _open_solo_world(_recorded_progress() if is_launched() else None)
+    comm = _open_world(MPICommunicator(MPI.COMM_WORLD, _recorded_progress()))
     leave_at_exit(lambda: Group(comm, "world", Ledger()).leave(), partial(_receive_side_messages, comm))
     return comm
 
 
-def _open_solo_world() -> ThreadCommunicator:
+def _recorded_progress() -> Progress:
+    """The progress of a rank, whose activity other processes can read. Its file stays open: ranks may join later."""
+    from spmd_engine.comm.shared_memory.node import OwnMemory
+
+    record = OwnMemory(SIZE)
+    return Progress(Activity(record.map(), record.handle))
+
+
+def _open_world(comm: MPICommunicator) -> MPICommunicator:
+    """Let all ranks of a new world share memory and cores, and watch them. Collective."""
+    from spmd_engine.comm.shared_memory.node import mapped
+
+    gather = partial(gather_json, Group(comm, "world", Ledger()), label="joining")
+    hosts, cores, handles = _hosts_and_cores(comm, comm.progress.activity.handle, gather)
+    ranks = [rank for rank, host in enumerate(hosts) if host == comm.node]
+    records = mapped(handles) or [comm.progress.activity.memory]
+    _share_cores(cores // len(ranks))
+    comm.open_node(hosts, cores, gather)
+    comm.records = dict(zip(ranks if len(records) == len(ranks) else [comm.rank], records, strict=True))
+    _start_watchdog(comm)
+    return comm
+
+
+def _open_solo_world(progress: Progress | None = None) -> ThreadCommunicator:
     """A world of this process only. Raises UsageError if a launcher started several but MPI sees only this one."""
     if (size := launcher_size()) > 1:
         raise UsageError(
@@ -89,20 +102,71 @@ def _open_solo_world() -> ThreadCommunicator:
         )
     if (cores := cores_here()) < len(os.sched_getaffinity(0)):  # BLAS has started a thread for each core
         _share_cores(int(cores))
-    return solo()
+    return solo(progress)
 
 
-def _start_watchdog(comm: MPICommunicator, records: Mapping[int, Memory]) -> None:
-    """Start the watchdog, which reads these ranks' records and requests those of other nodes."""
+def _start_watchdog(comm: MPICommunicator) -> None:
+    """Start the watchdog, which reads the records of this node's ranks and requests those of other nodes."""
     from spmd_engine.runtime.other_nodes import MPI, OtherNodes
 
-    messages, other_nodes = comm.side_messages, None
+    records, messages, other_nodes = comm.records, comm.side_messages, None
     if messages is not None and len(records) < comm.size and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
         other_nodes = OtherNodes(messages, comm.size, list(records))
     activity = comm.progress.activity
     activity.records = [Record(rank, memory) for rank, memory in records.items()]
-    watchdog = Watchdog(activity, activity.records, comm.rank, comm.size, other_nodes)
-    atexit.register(watchdog.stop)
+    comm.stop_watching = Watchdog(activity, activity.records, comm.rank, comm.size, other_nodes).stop
+    atexit.register(comm.stop_watching)
+
+
+# --- Worlds that grow
+
+
+def open_port(comm: Communicator, name: str = "", timeout: float = TIMEOUT) -> Port:
+    """A port at which rank 0 of another world can connect within ``timeout`` seconds; or, with the ``name`` of one, a
+    connection to it. Call this on rank 0 of the world ``comm``. Raises UsageError if it cannot merge with others."""
+    if isinstance(comm, ThreadCommunicator) and current_thread_communicator() is not None:
+        return comm.open_port(name, timeout)
+    if not is_launched():
+        raise UsageError("MPI merges only jobs that mpiexec has started")
+    from spmd_engine.comm.communicators.mpi_port import MPIPort
+
+    return MPIPort(name, timeout)
+
+
+def merged(comm: Communicator, port: Port | None, joins: bool) -> Communicator:
+    """The world of all ranks of two worlds, first those that were there, then those that join, each in their order.
+
+    ``comm``: this world, whose rank 0 has the ``port`` at which both have connected; ``joins``: whether it is the one
+    that joins. Collective over both. The old worlds stay. End the use of the new one by ``part``, newest first.
+    """
+    if isinstance(comm, ThreadCommunicator) and current_thread_communicator() is not None:
+        return comm.merged(joins, Progress() if joins else comm.progress)
+    from spmd_engine.comm.communicators.mpi import MPI, MPICommunicator
+    from spmd_engine.comm.communicators.mpi_port import MPIPort
+
+    assert port is None or isinstance(port, MPIPort)
+    own = comm._comm if isinstance(comm, MPICommunicator) else MPI.COMM_WORLD
+    progress = _recorded_progress() if joins else comm.progress
+    world = MPICommunicator(MPIPort.merge(own, port, joins), progress)
+    if isinstance(comm, MPICommunicator) and not joins:
+        comm.stop_watching()
+    return _open_world(world)
+
+
+def part(world: Communicator, before: Communicator) -> None:
+    """End the use of a merged world; the world ``before`` it goes on. Collective."""
+    Group(world, "world", Ledger()).barrier("parting")
+    if isinstance(world, ThreadCommunicator):
+        world.part()
+        return
+    from spmd_engine.comm.communicators.mpi import MPICommunicator
+
+    assert isinstance(world, MPICommunicator)
+    world.stop_watching()
+    _receive_side_messages(world)
+    world.part()
+    if isinstance(before, MPICommunicator) and before.progress is world.progress:
+        _start_watchdog(before)
 
 
 def _receive_side_messages(comm: MPICommunicator) -> None:

@@ -48,7 +48,8 @@ class LayeredEngine(StoredEngine):
 
     The last three also take values of the command line: "zero-bubble", "0,3,7", "block".
 
-    Parameters, and the frozen weights under adapters, are ``drawn``, or zeros until they are loaded.
+    Parameters, and the frozen weights under adapters, are ``drawn``, or zeros until they are loaded. Unless ``placed``,
+    this rank is outside the mesh and holds nothing, until ``reshard`` takes it onto another one.
     """
 
     def __init__(
@@ -65,9 +66,12 @@ class LayeredEngine(StoredEngine):
         stages: Division = "even",
         recompute: Recompute | str = Recompute.NONE,
         drawn: bool = True,
+        placed: bool = True,
     ) -> None:
         self.model, self.seed, self.dtype, self.backend = model, seed, np.dtype(dtype), backend
         self.mesh = mesh if mesh is not None else Mesh()
+        if not placed:
+            return
         self._install(
             place(
                 model,
@@ -169,7 +173,7 @@ class LayeredEngine(StoredEngine):
 
     @property
     def is_placed(self) -> bool:
-        """Whether this rank is on the mesh of the engine: False after it has left by ``reshard``."""
+        """Whether this rank is on the mesh of the engine: False before or after its time there, see ``reshard``."""
         return "_placed" in vars(self)
 
     def initialize(self, frozen: bool = True) -> None:

@@ -446,12 +446,17 @@ def build_engine(
     *,
     device: str = "cpu",
     drawn: bool = True,
+    placed: bool = True,
 ) -> LayeredEngine:
     """The engine that a composition of a model describes, on this mesh; unless ``drawn``, its parameters are zeros.
 
+    Unless ``placed``, this rank is outside the engine's mesh, and the given one may have any size.
     Raises UsageError if the composition cannot work there.
     """
     engine_model = model.build(composition)
+    if not placed:
+        backend = get_backend(device, mesh.local_rank)
+        return LayeredEngine(engine_model, mesh, seed=model.seed, dtype=model.dtype, backend=backend, placed=False)
     return LayeredEngine(
         engine_model,
         mesh,

@@ -41,9 +41,11 @@ class Line:
 
 
 class Activity:
-    """The record of this rank. ``memory`` of SIZE bytes, initially zero, is shared with other ranks' watchdogs."""
+    """The record of this rank. ``memory`` of SIZE bytes, initially zero, is shared with other ranks' watchdogs, whose
+    processes map it by its ``handle``."""
 
-    def __init__(self, memory: Memory | None = None) -> None:
+    def __init__(self, memory: Memory | None = None, handle: str = "") -> None:
+        self.handle = handle
         self.memory = memoryview(memory if memory is not None else bytearray(SIZE))
         self._words = self.memory[WORDS:TEXTS].cast("q")
         self._words[PROCESS] = os.getpid()

@@ -94,6 +94,13 @@ def end_at_once(message: str, code: int) -> None:
     _end_job(comm, f"{rank}{message}\n", code, patience=1.0)
 
 
+def end_job_from_thread(message: str) -> None:
+    """Print the message and end all ranks of this MPI job with code 1, from any thread, whatever the others do."""
+    from mpi4py import MPI
+
+    _end_job(MPI.COMM_WORLD, f"{message}\n", 1)
+
+
 def _end_job(comm, text: str, code: int, patience: float = 0.3) -> None:
     """End all ranks with exit code ``code``; of ranks that call this together, only the lowest prints its text."""
     stay_at_exit()  # Abort may return: the program must then not call ``leave``

@@ -98,7 +98,8 @@ class Watchdog:
             if now - self._sent_at > FRESH:
                 self._sent_at = now
                 self._elsewhere.send_states(states)
-            if now - self._sent_at < ANSWERS * (2 if states[0].rank else 1):  # so that the first node reports it, if it can
+            patience = ANSWERS * (2 if states[0].rank else 1)  # so that the first node reports it, if it can
+            if now - self._sent_at < patience:
                 return  # their states may still arrive
             if any(state.rank < states[0].rank for state in heard):
                 return  # a live node with lower ranks reports it

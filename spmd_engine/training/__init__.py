@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from spmd_engine.training.data.images import ImageData, Images, load_images
     from spmd_engine.training.data.prepare import prepare
     from spmd_engine.training.data.token_data import PreparedData
+    from spmd_engine.training.joined_run import join
     from spmd_engine.training.run import Observer, Run
     from spmd_engine.training.run_job import read_run, train
     from spmd_engine.training.train_config import TrainConfig
@@ -25,6 +26,7 @@ __all__ = [
     "Run",
     "TrainConfig",
     "Trainer",
+    "join",
     "load_corpus",
     "load_images",
     "prepare",

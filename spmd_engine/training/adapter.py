@@ -68,6 +68,10 @@ class Adapter(Observer):
         if self._advisor and self._advisor.proposed:
             self._advisor.refused()
 
+    def joined(self, step: int, change: Mapping[str, Any]) -> None:
+        if self._advisor:
+            self._advisor.memory = self._run.memory_limits
+
     def closed(self) -> None:
         if self._planner:
             self._planner.close()

@@ -22,6 +22,7 @@ from spmd_engine.checkpoints import CheckpointFolder, Save
 from spmd_engine.checkpoints.format.folder import RunLock, make_folder, replace_file
 from spmd_engine.checkpoints.save import KEEP, mesh_name
 from spmd_engine.comm.agreement.rank_zero import gather_json, on_rank_zero
+from spmd_engine.comm.group import Group
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, Evaluation
@@ -77,6 +78,9 @@ class Observer:
 
     def not_reshaped(self, step: int, change: Mapping[str, Any]) -> None:
         """A requested change of shape is refused, and the run continues as it was."""
+
+    def joined(self, step: int, change: Mapping[str, Any]) -> None:
+        """After ``step`` steps ranks of another launcher have joined the job, as idle ranks: see ``join``."""
 
     def stopped(self, step: int, signal: int) -> None:
         """The run has been saved and ends after ``step`` steps, because a rank received this signal."""
@@ -178,6 +182,9 @@ class EventLog(Observer):
     def not_reshaped(self, step: int, change: Mapping[str, Any]) -> None:
         self._write("not reshaped", step=step, **change)
 
+    def joined(self, step: int, change: Mapping[str, Any]) -> None:
+        self._write("joined", step=step, **change)
+
     def stopped(self, step: int, signal: int) -> None:
         self._write("stopped", step=step, signal=signal)
 
@@ -209,7 +216,7 @@ class ActivityFile(Observer):
     NAME, PERIOD = "activity.json", 2.0  # seconds
 
     def started(self, run: Run, stop: int) -> None:
-        self._path, self._records = run.folder / self.NAME, run.engine.mesh.activity.records
+        self._path, self._activity = run.folder / self.NAME, run.engine.mesh.activity
         self._began, self._ends = monotonic(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="spmd_engine activity", daemon=True)
         self._thread.start()
@@ -224,7 +231,9 @@ class ActivityFile(Observer):
         content = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "seconds": round(monotonic() - self._began, 1),  # since the start
-            "ranks": [self._now(record.state(condition_of(record.process), stack="")) for record in self._records],
+            "ranks": [
+                self._now(record.state(condition_of(record.process), stack="")) for record in self._activity.records
+            ],
         }
         unfinished = self._path.with_name(f".{self.NAME}")
         with open(open_regular(unfinished, os.O_WRONLY | os.O_TRUNC | os.O_CREAT), "w") as file:
@@ -325,7 +334,7 @@ class Run:
         self._saving: Save | None = None  # a save that is perhaps not complete
         self._lock: RunLock | None = None  # while this run writes
         self.evaluation: Evaluation | None = None  #: the last one
-        self.memory_limits: list[int] = []  #: bytes that each rank may use, from the start on: its part of its node's
+        self.memory_limits: list[int] = []  #: bytes that each rank of the world may use: its part of its node's
         #: on rank 0; on the others none
         self.observers = (
             (MetricsFile(), EventLog(self.folder), ActivityFile(), *observers) if self.engine.device_id == 0 else ()
@@ -351,42 +360,65 @@ class Run:
         link = f'<p><a href="{escape(page.as_posix())}">report</a></p>' if page.is_file() else ""
         return html_table("Run", ["", ""], rows, numbers=False) + link
 
+    def gather_memory_limits(self, all_ranks: Group) -> None:
+        """Learn how much memory each rank may use. Collective."""
+        nodes = list(all_ranks.comm.hosts)
+        self.memory_limits = gather_json(all_ranks, memory_here() // nodes.count(nodes[all_ranks.rank]), "metrics")
+
     def train(self, steps: int) -> float | None:
         """Make steps until ``steps`` are done in all. Return the last validation loss. Collective."""
         self.engine.mesh.activity.folder = self.folder  # a watchdog writes the stacks of a hanging job to it
-        nodes, group = self.engine.mesh.nodes_by_rank, self.engine.group()
-        self.memory_limits = gather_json(group, memory_here() // nodes.count(nodes[group.rank]), "metrics")
+        self.gather_memory_limits(self.engine.group())
         with self.locked(), self._observed(steps), StopFlag(to_save=False) as stop:
             self.trainer.stop = stop
             self._evaluate()
             self._notify_evaluated()
-            for report in self._traced(steps):
-                last = report.step == steps
-                evaluates = last or not stop.taken and _due(self.eval_every, report.step)
-                if evaluates:
-                    self._evaluate()
-                    if evaluation := self.evaluation:
-                        report = replace(report, validation_loss=evaluation.loss, validation_metrics=evaluation.metrics)
-                self.notify(lambda observer, report=report: observer.stepped(report))
-                if evaluates:
-                    self._notify_evaluated()
-                self.after_step(report.step)
-                done = self.steps_done  # a rank may have been idle in between
-                ends = done == steps or bool(stop.taken)
-                if _due(self._check_replicas_every, done):
-                    self._compare_replicas(done)
-                if self._saving and self._is_written_everywhere():
-                    self.finish_saving(must=ends)
-                if ends or _due(self.save_every, done):
-                    self._start_saving(must=ends)
-                    if ends or not self._background:
-                        self.finish_saving(must=ends)
-            if stop.taken:
-                self.notify(lambda observer: observer.stopped(self.steps_done, stop.taken))
-                sys.exit(128 + stop.taken)
+            self._go_on(steps, stop)
             if steps == 0:
                 self.save()
         return self.loss
+
+    def train_from_between(self, steps: int, stop: StopFlag, enter: Callable[[], None]) -> None:
+        """As ``train``, on a rank that joins the run after one of its steps: ``enter`` returns when this rank is on the
+        mesh of the next step. ``stop`` is open."""
+        self.engine.mesh.activity.folder = self.folder
+        self._lock = RunLock(self.folder)  # which rank 0 has taken
+        self.trainer.stop = stop
+        enter()
+        self._after_step(steps, stop)
+        self._go_on(steps, stop)
+        self.sample()
+
+    def _go_on(self, steps: int, stop: StopFlag) -> None:
+        """The steps up to ``steps``, with what follows each of them."""
+        for report in self._traced(steps):
+            last = report.step == steps
+            evaluates = last or not stop.taken and _due(self.eval_every, report.step)
+            if evaluates:
+                self._evaluate()
+                if evaluation := self.evaluation:
+                    report = replace(report, validation_loss=evaluation.loss, validation_metrics=evaluation.metrics)
+            self.notify(lambda observer, report=report: observer.stepped(report))
+            if evaluates:
+                self._notify_evaluated()
+            self.after_step(report.step)
+            self._after_step(steps, stop)
+        if stop.taken:
+            self.notify(lambda observer: observer.stopped(self.steps_done, stop.taken))
+            sys.exit(128 + stop.taken)
+
+    def _after_step(self, steps: int, stop: StopFlag) -> None:
+        """Compare replicas and save, where this is due."""
+        done = self.steps_done  # a rank may have been idle in between
+        ends = done == steps or bool(stop.taken)
+        if _due(self._check_replicas_every, done):
+            self._compare_replicas(done)
+        if self._saving and self._is_written_everywhere():
+            self.finish_saving(must=ends)
+        if ends or _due(self.save_every, done):
+            self._start_saving(must=ends)
+            if ends or not self._background:
+                self.finish_saving(must=ends)
 
     def save(self) -> None:
         """Write a checkpoint, and make the folder if it is missing. Collective."""

@@ -60,7 +60,7 @@ def train(
     if resume and run is None:
         raise UsageError("--resume needs --run NAME: name the run to continue")
     with _open_mesh(job) as mesh:
-        job = _with_shape(job, mesh)
+        job = with_shape_of_weights(job, mesh)
         if job.model.lora is not None and job.model.path is None:
             raise UsageError(f"adapters need trained weights, and {job.model.name} has none: give --model PATH")
         job, notices = _fit_to_mesh(job, mesh, resume, given)
@@ -72,7 +72,7 @@ def train(
 
             adapter, given_propose = Adapter(job.adapt), propose
             observers, propose = [*observers, adapter], lambda step: given_propose(step) or adapter.propose(step)
-        new_run = _make_run(workload, folder, observers, trace)
+        new_run = make_run(workload, folder, observers, trace)
         new_run.trainer.first_step_check = first_step_check(workload, enforce)
         with new_run.locked():  # before anything is read from or written to the folder
             loaded = _begin(new_run, workload, resume)
@@ -102,7 +102,7 @@ def _open_mesh(job: TrainConfig) -> Mesh:
     return Mesh(check=job.check, timeout=job.timeout, deterministic=job.deterministic, order=order, **(axes or {}))
 
 
-def _with_shape(job: TrainConfig, mesh: Mesh) -> TrainConfig:
+def with_shape_of_weights(job: TrainConfig, mesh: Mesh) -> TrainConfig:
     """The job; its model gets the shape of its initial weights, if there are any."""
     if job.model.path is None and job.model.adapter is None:
         return job
@@ -158,9 +158,14 @@ def _load_weights(workload: Workload) -> list[str]:
     return list(table(pretrained, specs))
 
 
-def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], trace: int) -> Run:
-    job, engine, corpus = workload.job, workload.engine, workload.corpus
-    job = job.changed(corpus=CorpusFacts(corpus.files, corpus.sha256))
+def with_corpus(workload: Workload) -> TrainConfig:
+    """The job of a workload, which from now on is for data that equal these."""
+    return workload.job.changed(corpus=CorpusFacts(workload.corpus.files, workload.corpus.sha256))
+
+
+def make_run(workload: Workload, folder: Path, observers: Sequence[Observer] = (), trace: int = 0) -> Run:
+    """The run of a workload in its folder; see ``Run`` and ``train``."""
+    job, engine, corpus = with_corpus(workload), workload.engine, workload.corpus
 
     def sample() -> str:
         if not (job.sample and workload.writes and isinstance(engine, LayeredEngine)):

@@ -11,14 +11,17 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
+from spmd_engine.adaptive.joining import JoinRequest, JoinRequests, facts_of
 from spmd_engine.adaptive.migration import LiveMigration
 from spmd_engine.adaptive.reshape import NAP, Reshaper, Shape, ShapeRequest
 from spmd_engine.axes import axes_text
 from spmd_engine.checkpoints import load_checkpoint
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
+from spmd_engine.comm.communicators.communicator import Communicator, Port
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at
+from spmd_engine.runtime.activity import ranges
 from spmd_engine.training.expert_load import Rebalancer
 from spmd_engine.training.run import Run
 from spmd_engine.training.workload import Workload
@@ -33,8 +36,14 @@ class ShapeChanges:
     """
 
     def __init__(
-        self, run: Run, workload: Workload, propose: Callable[[int], ShapeRequest | None] = lambda step: None
+        self,
+        run: Run,
+        workload: Workload,
+        propose: Callable[[int], ShapeRequest | None] = lambda step: None,
+        joined: Mapping[str, Any] | None = None,
+        before: Communicator | None = None,
     ) -> None:
+        """``joined``: on a rank that joins, the order of the running job; ``before``: its own world."""
         self._run, self._workload, self._propose = run, workload, propose
         self._request_id = ""  # of the request that is followed now
         self._file, self._steps = run.folder / ShapeRequest.FILE, sys.maxsize
@@ -42,15 +51,25 @@ class ShapeChanges:
         self._proposed: ShapeRequest | None = None
         job, engine, self._reshaper = workload.job, workload.engine, None
         if isinstance(engine, LayeredEngine):
+            shape = Shape(job.composition.changed(mesh=dict(engine.mesh.axes)), tuple(range(engine.mesh.size)))
+            if joined:
+                experts = {layer: tuple(parts) for layer, parts in joined["experts"].items()}
+                shape = Shape(job.composition, tuple(joined["ranks"]), experts)
             self._reshaper = Reshaper(
                 engine,
                 run.trainer.optimizer,
-                Shape(job.composition.changed(mesh=dict(engine.mesh.axes)), tuple(range(engine.mesh.size))),
+                shape,
                 job.model.build,
+                before=before,
                 check=job.check,
                 timeout=job.timeout,
                 deterministic=job.deterministic,
             )
+        self._joining: JoinRequests | None = None  # on rank 0
+        self._port: Port | None = None  # of ranks that are taken in now
+        if engine.device_id == 0:
+            refuses = "" if self._reshaper else f"{job.strategy or job.model.name} shards itself: no ranks can join it"
+            self._joining = JoinRequests(run.folder, refuses, facts_of(run.config or {}))
         self._rebalancer = self._new_rebalancer()
         self._live: LiveMigration | None = None  # while one goes on
         self._notices: list[str] = []  # of its shape
@@ -59,7 +78,7 @@ class ShapeChanges:
 
     def _new_rebalancer(self) -> Rebalancer | None:
         composition, engine = self._workload.job.composition, self._workload.engine
-        if not composition.rebalance_every or not isinstance(engine, LayeredEngine):
+        if not composition.rebalance_every or not isinstance(engine, LayeredEngine) or not engine.is_placed:
             return None
         options = composition.how_on(engine.mesh.axes)
         return Rebalancer(engine, self._run.trainer.optimizer, composition.rebalance_every, **options)
@@ -75,6 +94,10 @@ class ShapeChanges:
             stop.receive(self._reshaper.idle.signal())
         if step >= self._steps or self._live:
             return False
+        world = self._reshaper.world if self._reshaper else self._run.engine.mesh.comm
+        if self._joining and self._run.trainer.first_step_check is None and self._joining.is_ready(world):
+            self._proposed = self._request = None  # of the next step
+            return True
         self._proposed, self._request = self._propose(step), self._read()
         if isinstance(self._request, ShapeRequest) and self._request.at > step:
             self._request = None
@@ -92,16 +115,36 @@ class ShapeChanges:
     def _order(self) -> str:
         """The request to follow now, and the state of the training that a rank needs which has been idle, as JSON."""
         trainer, request = self._run.trainer, self._proposed or self._request
+        training = {"step": trainer.steps_done, "skipped": trainer.skipped_in_a_row}
         self._request_id = ""
+        if self._joining and self._joining.request and request is None:
+            return self._order_to_join(self._joining, self._joining.request, training)
         if request is not self._proposed:
             self._file.unlink(missing_ok=True)
         if isinstance(request, UsageError):
             raise request
         assert request is not None
         self._request_id = request.id
-        return json.dumps(
-            {"request": request.as_json(), "step": trainer.steps_done, "skipped": trainer.skipped_in_a_row}
+        return json.dumps({"request": request.as_json(), **training})
+
+    def _order_to_join(self, joining: JoinRequests, request: JoinRequest, training: dict[str, Any]) -> str:
+        """The order to take in the ranks that are connected, which they get, too."""
+        assert self._reshaper
+        first, shape = self._reshaper.world.size, request.shape and request.shape.as_json()
+        order = json.dumps(
+            {
+                "join": [*range(first, first + request.ranks)],
+                "request": shape,
+                "config": self._run.config,
+                "ranks": self._reshaper.shape.ranks,
+                "experts": self._reshaper.shape.experts,
+                "steps": self._steps,
+                **training,
+            }
         )
+        self._request_id = request.id
+        self._port = joining.take(order, ranges(range(first, first + request.ranks)))
+        return order if self._port else json.dumps({"request": None, **training})
 
     # --- on all ranks
 
@@ -115,6 +158,15 @@ class ShapeChanges:
             self._migrate()
         elif self._run.trainer.requested and not (stop and stop.taken):
             self._change_shape()
+        self._wait_for_a_step()
+
+    def enter(self, order: Mapping[str, Any]) -> None:
+        """Call this on a rank that joins, after the merge, with the job's order; returns as ``after``."""
+        self._change_shape(order)
+        self._wait_for_a_step()
+
+    def _wait_for_a_step(self) -> None:
+        stop = self._run.trainer.stop
         while self._reshaper and self._reshaper.is_idle:
             with self._workload.engine.mesh.activity.phase("idle, outside the mesh"):
                 self._reshaper.idle.nap = NAP / 100 if self._live else NAP  # the others wait until it is awake
@@ -127,16 +179,19 @@ class ShapeChanges:
                 self._change_shape()
         self._last_after = perf_counter()
 
-    def _change_shape(self) -> None:
-        """Follow a request on all ranks of the world, or refuse it."""
+    def _change_shape(self, joined: Mapping[str, Any] | None = None) -> None:
+        """Follow a request on all ranks of the world, or refuse it. ``joined``: see the constructor."""
         if not (self._reshaper and self._reshaper.is_idle):
             self._run.finish_saving(must=False)  # on the old mesh; it may fail
 
         def follow() -> dict[str, Any] | None:
             all_ranks = self._reshaper.all_ranks if self._reshaper else self._run.engine.group()
-            order = json.loads(text_from_rank_zero(all_ranks, self._order))
+            order = joined or json.loads(text_from_rank_zero(all_ranks, self._order))
             self._set_training(order)
-            return self._follow(ShapeRequest.from_json(order["request"], "the request"))
+            if "join" in order:
+                self._grow(order["join"], is_merged=bool(joined))
+            request = order["request"]
+            return None if request is None else self._follow(ShapeRequest.from_json(request, "the request"))
 
         self._answer(follow)
 
@@ -168,7 +223,7 @@ class ShapeChanges:
         Returns False if ``do()`` returns None, as the change is not made yet. Collective over the world: idle ranks are
         awake meanwhile.
         """
-        began, run, reshaper = perf_counter(), self._run, self._reshaper
+        self._began, run, reshaper = perf_counter(), self._run, self._reshaper
         is_first = run.engine.device_id == 0
         if reshaper and reshaper.idle.ranks and is_first:
             reshaper.idle.wake({})
@@ -179,14 +234,35 @@ class ShapeChanges:
         except UsageError as error:
             change = {"why": str(error)}
             notify = lambda observer: observer.not_reshaped(run.steps_done, change)
-        if reshaper:
-            reshaper.rest()
+        finally:
+            if reshaper:
+                reshaper.rest()
         if change is None:
             return False
         if is_first:
-            change |= {"request": self._request_id, "seconds": round(perf_counter() - began, 4)}
+            change |= {"request": self._request_id, "seconds": round(perf_counter() - self._began, 4)}
         run.notify(notify)
         return True
+
+    def _grow(self, joins: list[int], is_merged: bool) -> None:
+        """Take in ranks that are connected, with these numbers, as idle ranks; ``is_merged`` on these. Collective over
+        the new world."""
+        run, reshaper = self._run, self._reshaper
+        assert reshaper
+        with self._workload.engine.mesh.activity.phase("taking in ranks, step", run.steps_done):
+            if not is_merged:
+                reshaper.grow(self._port)
+            run.gather_memory_limits(reshaper.all_ranks)
+        if self._port is not None:
+            self._port.close()
+            self._port = None
+        change = {
+            "ranks": joins,
+            "nodes": [reshaper.world.hosts[rank] for rank in joins],
+            "seconds": round(perf_counter() - self._began, 4),
+        }
+        run.notify(lambda observer: observer.joined(run.steps_done, change))
+        self._began = perf_counter()
 
     def _set_training(self, training: Mapping[str, Any]) -> None:
         """Take what a rank needs that has been idle."""
@@ -241,25 +317,30 @@ class ShapeChanges:
     def until(self, steps: int) -> Iterator[None]:
         """While open, the run changes its shape when asked, up to step ``steps``. At its end idle ranks end as the
         others do: with the same exit code, or the same error."""
-        self._steps = steps
+        self._steps, together = steps, False  # whether all ranks end together
         try:
             yield
         except _Dismissed as end:
             if end.error:
                 raise UsageError(end.error) from None
+            together = True
             if end.code:
                 sys.exit(end.code)
         except SystemExit as stop:
             self._dismiss(stop.code, "")
+            together = True
             raise
         except UsageError as error:  # other errors end the idle ranks, too, as they end all of the job
             self._dismiss(0, str(error)[:1000])
             raise
         else:
             self._dismiss(0, "")
+            together = True
         finally:
             if self._reshaper:
-                self._reshaper.close()
+                self._reshaper.close(together)
+            if self._joining:
+                self._joining.close()
 
     def _dismiss(self, code: Any, error: str) -> None:
         """Wake the idle ranks for the last time, on rank 0."""

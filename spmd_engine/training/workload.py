@@ -57,13 +57,15 @@ class Workload:
 
     @property
     def validation(self) -> list[Batch]:
-        """The batches to evaluate on."""
+        """The batches to evaluate on; none on a rank outside the mesh."""
         data = self.job.data
+        if isinstance(self.engine, LayeredEngine) and not self.engine.is_placed:
+            return []
         return self.data.validation_batches(self.engine, samples=data.eval_samples, size=data.batch_size)
 
 
-def open_workload(job: TrainConfig, mesh: Mesh) -> Workload:
-    """The engine and the data of a job. Collective.
+def open_workload(job: TrainConfig, mesh: Mesh, placed: bool = True) -> Workload:
+    """The engine and the data of a job. Collective. Unless ``placed``, these ranks are outside the engine's mesh.
 
     Raises UsageError for options that contradict each other, for data other than ``job.corpus``, and for batches with
     fewer samples than ranks.
@@ -73,15 +75,20 @@ def open_workload(job: TrainConfig, mesh: Mesh) -> Workload:
             name = job.strategy or job.model.name
             raise UsageError(f"--{option} {value}: {name} learns from no file of tokens; leave it out")
     if job.model.name in IMAGES and not job.strategy:
-        workload = _open_images(job, mesh)
+        workload = _open_images(job, mesh, placed)
     elif is_code(job.model.name) and not job.strategy:
-        workload = _open_code(job, mesh)
+        workload = _open_code(job, mesh, placed)
     elif job.data.augment != "none":
         raise UsageError(f"--augment {job.data.augment}: {job.model.name} learns from no images; leave it out")
     else:
-        workload = _open_page(job, mesh) if job.strategy else _open_model(job, mesh)
-    check_batch(job.data.batch_size, job.data.micro_batches, Spec.parse(workload.engine.input_sharding), mesh)
+        workload = _open_page(job, mesh) if job.strategy else _open_model(job, mesh, placed)
+    if placed:
+        check_batch(job.data.batch_size, job.data.micro_batches, Spec.parse(workload.engine.input_sharding), mesh)
     return workload
+
+
+def _build(job: TrainConfig, mesh: Mesh, placed: bool, drawn: bool = True) -> LayeredEngine:
+    return build_engine(job.model, mesh, job.composition, device=job.device, drawn=drawn, placed=placed)
 
 
 def _check_corpus(job: TrainConfig, corpus: Corpus | Images | PreparedData | LabelledArrays) -> None:
@@ -92,12 +99,12 @@ def _check_corpus(job: TrainConfig, corpus: Corpus | Images | PreparedData | Lab
         raise UsageError(f"{where}: other files than the job was made for (SHA-256 differs); give the same --data")
 
 
-def _open_model(job: TrainConfig, mesh: Mesh) -> Workload:
+def _open_model(job: TrainConfig, mesh: Mesh, placed: bool) -> Workload:
     if job.data.path and _is_token_file(mesh.group(), str(job.data.path)):
-        return _open_tokens(job, mesh)
+        return _open_tokens(job, mesh, placed)
     if job.data.documents is not None:
         raise UsageError(f"--documents {job.data.documents} goes with a file of tokens: 'data prepare' makes one")
-    engine = build_engine(job.model, mesh, job.composition, device=job.device, drawn=job.model.path is None)
+    engine = _build(job, mesh, placed, drawn=job.model.path is None)
     if (job.model.path is not None or job.model.code) and engine.model.vocabulary not in (0, BYTES):
         raise UsageError(
             f"--data {job.data.path or 'left out'}: {job.model.name} reads tokens of its own, not bytes; encode the "
@@ -118,7 +125,7 @@ def _is_token_file(group: Group, path: str) -> bool:
     return bool(group.broadcast(np.array(bool(is_file)), group.lowest, label="corpus"))
 
 
-def _open_tokens(job: TrainConfig, mesh: Mesh) -> Workload:
+def _open_tokens(job: TrainConfig, mesh: Mesh, placed: bool) -> Workload:
     """The workload of a token file; its job gets the vocabulary of the file if the weights are random."""
     from spmd_engine.formats.token_file import open_token_file
     from spmd_engine.training.data.token_data import PreparedData, check_file
@@ -128,7 +135,7 @@ def _open_tokens(job: TrainConfig, mesh: Mesh) -> Workload:
     vocabulary = file.facts.vocabulary
     if job.model.path is None and job.model.code is None and job.model.vocabulary is None:
         job = job.with_options(vocabulary=vocabulary)
-    engine = build_engine(job.model, mesh, job.composition, device=job.device, drawn=job.model.path is None)
+    engine = _build(job, mesh, placed, drawn=job.model.path is None)
     if engine.model.vocabulary < vocabulary:
         raise UsageError(
             f"--data {file.path} has tokens up to {vocabulary - 1}, but {job.model.name} knows 0 to "
@@ -148,13 +155,13 @@ def _length(job: TrainConfig, engine: LayeredEngine) -> int:
     return length
 
 
-def _open_code(job: TrainConfig, mesh: Mesh) -> Workload:
+def _open_code(job: TrainConfig, mesh: Mesh, placed: bool) -> Workload:
     """A model or an engine of the user's own; it learns from arrays unless it is a Model of text."""
     from spmd_engine.training.data.array_file import FileData, load_arrays
 
     make, path = job.model.engine, str(job.data.path or "")
     if make is None and not path.endswith(".npz"):
-        return _open_model(job, mesh)
+        return _open_model(job, mesh, placed)
     if not path.endswith(".npz"):
         raise UsageError(f"{job.model.name} is an engine of your own: give --data FILE.npz, with arrays x and y")
     if make is not None:
@@ -162,21 +169,21 @@ def _open_code(job: TrainConfig, mesh: Mesh) -> Workload:
         engine = make_engine(make, mesh, dtype=np.dtype(job.model.dtype))
         check_mesh(job.model.name, engine, mesh, job.composition.mesh)
     else:
-        engine = build_engine(job.model, mesh, job.composition, device=job.device)
+        engine = _build(job, mesh, placed)
     corpus = load_arrays(mesh.group(), path)
     _check_corpus(job, corpus)
     numbers = isinstance(engine, LayeredEngine) and not engine.model.vocabulary  # else whole numbers may be tokens
     return Workload(job, engine, corpus, FileData(corpus, job.model.dtype, numbers, job.model.seed))
 
 
-def _open_images(job: TrainConfig, mesh: Mesh) -> Workload:
+def _open_images(job: TrainConfig, mesh: Mesh, placed: bool) -> Workload:
     """The workload of images; its job gets the sizes that the model is built for."""
     from spmd_engine.training.data.images import ImageData, load_images  # imports the formats of images
 
     images = load_images(mesh.group(), job.data.path)
     _check_corpus(job, images)
     job = job.with_options(images=_model_sizes(asdict(images.shape), job))
-    engine = build_engine(job.model, mesh, job.composition, device=job.device)
+    engine = _build(job, mesh, placed)
     data = ImageData(images, dtype=job.model.dtype, augment=job.data.augment, seed=job.model.seed)
     return Workload(job, engine, images, data)
 

@@ -130,6 +130,14 @@ def test_a_change_of_shape_leaves_ranks_idle(folder):
     assert rows[1] == "1 10 idle, outside the mesh - - - -"
 
 
+def test_ranks_that_have_joined_have_rows(folder):
+    tell(folder, "started", time=stamp(NOW - 15), step=0, stop=STOP, mesh="data=2", nodes=["a", "a"])
+    tell(folder, "joined", time=stamp(NOW), step=10, ranks=[2], nodes=["b"])
+    _, lines = frame(folder)
+    assert "mesh data=2 on 2 node(s)" in lines[1]
+    assert " ".join(lines[-1].split()) == "2 10 idle, outside the mesh - - - -"
+
+
 @pytest.mark.parametrize("width", [40, 60, 100, 200])
 @pytest.mark.parametrize("lines", [None, 14, 24, 50])
 def test_a_frame_fits(folder, width, lines):

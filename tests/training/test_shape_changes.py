@@ -29,10 +29,12 @@ def job_of(seed, folder, **more):
     return job
 
 
-def drawn_requests(job, ranks):
-    """A request after each of ``CHANGES`` steps: a mesh of some of the ranks, in any order, and options on it."""
+def drawn_requests(job, ranks, joins=()):
+    """A request after each of ``CHANGES`` steps: a mesh of some of the ranks, in any order, and options on it; one
+    more rank after each step of ``joins``."""
     requests = {}
     for step in range(1, CHANGES + 1):
+        ranks += step - 1 in joins
         count = int(job.rng.choice([n for n in (1, 2, 3, 4, 4) if n <= ranks]))
         axes, how = job._place(count)
         if axes.get("data", 1) > 1 and job.rng.integers(2):

@@ -61,11 +61,20 @@ class RunRecord:
     @property
     def ranks_on_mesh(self) -> list[int]:
         """The ranks of the job on the mesh of the last steps; the others are idle."""
-        nodes = self.last("started").get("nodes") or [0]
-        ranks = self._shape.get("ranks")
-        return (
-            [rank for rank in ranks if rank in range(len(nodes))] if isinstance(ranks, list) else [*range(len(nodes))]
-        )
+        size, ranks = len(self.nodes), self._shape.get("ranks")
+        if not isinstance(ranks, list):
+            return [*range(len(self.last("started").get("nodes") or [0]))]
+        return [rank for rank in ranks if rank in range(size)]
+
+    @property
+    def nodes(self) -> list[str]:
+        """The node of each rank of the job, also of those that have joined since its start."""
+        nodes: list[str] = []
+        for event in self.events:
+            found = event.get("nodes")
+            if event.get("event") in ("started", "joined") and isinstance(found, list):
+                nodes = [*(nodes if event["event"] == "joined" else []), *found]
+        return nodes or [""]
 
     @property
     def _shape(self) -> Mapping[str, Any]:

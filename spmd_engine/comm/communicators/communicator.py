@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -45,6 +45,28 @@ class CallOrder:
         """Continue when all calls before ``number`` have finished."""
         if self._open[0] != number:
             yield Condition(lambda: self._open[0] == number, lambda rank: False)
+
+
+class Port(Protocol):
+    """Where rank 0 of a running world meets rank 0 of another one, whose ranks join it: see ``world.merged``."""
+
+    name: str  #: by which the other rank connects
+
+    def is_connected(self) -> bool:
+        """Whether both ranks are here; never blocks. Raises UsageError if the other one did not come in time."""
+        ...
+
+    def send(self, text: str) -> None:
+        """Send a text to the other rank."""
+        ...
+
+    def receive(self) -> str | None:
+        """The text that the other rank has sent; None before it arrives."""
+        ...
+
+    def close(self) -> None:
+        """End its use; waits for an attempt to connect."""
+        ...
 
 
 class Communicator(ABC):

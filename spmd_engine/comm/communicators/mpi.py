@@ -23,6 +23,7 @@ from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
 from spmd_engine.comm.transports.messages import MessagePart
 from spmd_engine.comm.transports.mpi import NonblockingCollectives
 from spmd_engine.errors import MeshError
+from spmd_engine.runtime.activity import Memory
 from spmd_engine.runtime.other_nodes import ASK, ENDED, SideMessages
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,9 @@ class MPICommunicator(Communicator):
         self._ended: set[int] = set()
         self._asked: set[int] = set()  # ranks of the world that will report the end of their programs
         self._lane_comm: MPI.Intracomm | None = None
+        self._duplicate: MPI.Intracomm | None = None  # of the world
+        self.records: dict[int, Memory] = {}  #: of the world: of the activity of this node's ranks, by rank
+        self.stop_watching: Callable[[], None] = lambda: None  #: of the world: stops its watchdog
         self._users = 0  # number of meshes that use this communicator
         #: of the world: by members, least recently used first; meshes with groups of the same ranks share one
         self._kept: dict[tuple[int, ...], MPICommunicator] = {}
@@ -84,14 +88,16 @@ class MPICommunicator(Communicator):
         ranks = [rank for rank, host in enumerate(hosts) if host == self.node]
         node, nodes = open_node(self.rank, ranks, size_of_table(len(ranks)), gather_texts), even_nodes(hosts)
         if len(ranks) < self.size:
-            if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+                if self.rank == 0:
+                    logger.warning(
+                        "this MPI library does not permit calls from threads: data between nodes move only while ranks "
+                        "wait"
+                    )
+            elif self.progress.on_begin is None:  # else it has such a thread from an earlier world
                 thread = ProgressThread(self.progress)
                 self.progress.on_begin = thread.wake
                 atexit.register(thread.stop)
-            elif self.rank == 0:
-                logger.warning(
-                    "this MPI library does not permit calls from threads: data between nodes move only while ranks wait"
-                )
             nodes = nodes if "no" not in gather_texts("yes" if node is not None else "no") else None
         table = table_on(node, ranks, ranks.index(self.rank)) if node is not None and nodes is not None else None
         self.calls = 0  # earlier calls were made without the table
@@ -108,7 +114,7 @@ class MPICommunicator(Communicator):
             return
         comm = self._comm
         if self._world is self:
-            comm = comm.Dup()  # other libraries may use the world's communicator
+            self._duplicate = comm = comm.Dup()  # other libraries may use the world's communicator
             self.side_messages = SideMessages(comm)
         self.collectives = NonblockingCollectives(comm, self.call_order, self.tuning)
         if table is not None:
@@ -207,6 +213,16 @@ class MPICommunicator(Communicator):
             for comm in (self._comm, self._lane_comm):
                 if comm is not None:
                     comm.Free()
+
+    def part(self) -> None:
+        """End the use of a merged world, after all of its ranks have ended their calls. Collective."""
+        for comm in self._kept.values():
+            comm.close()
+        self.progress.activity.close(self.line)
+        for comm in (self._lane_comm, self._duplicate):
+            if comm is not None:
+                comm.Free()
+        self._comm.Disconnect()
 
     def announce_end(self) -> None:
         if self._node is not None:

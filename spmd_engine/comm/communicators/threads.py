@@ -6,6 +6,7 @@ import mmap
 import os
 import sys
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -30,6 +31,7 @@ from spmd_engine.errors import RankAborted, UsageError
 from spmd_engine.runtime.watchdog import ThreadWatchdog
 
 _current = threading.local()
+_ports: dict[str, ThreadPort] = {}  # open ones, by name
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # do not count unused memory
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
 
@@ -123,6 +125,8 @@ class _Fabric:
         self.boxes = [_Mailbox() for _ in range(ranks)]
         self.failure: tuple[int, BaseException] | None = None
         self.ended: set[int] = set()
+        self.linked: list[_Fabric] = []  # whose failures are also this one's: worlds that have merged
+        self.port: ThreadPort | None = None  # by which its ranks merge with those of another world
         self._lock = threading.Lock()
         self._tables: dict[tuple, list] = {}  # name -> memory, number of ranks that have not requested it
         size = bound(ranks) if ranks > 1 else 0
@@ -161,11 +165,25 @@ class _Fabric:
             self.boxes[rank].changed.set()
 
     def fail(self, rank: int, error: BaseException) -> None:
+        linked: Sequence[_Fabric] = ()
         with self._lock:
             if self.failure is None and not isinstance(error, RankAborted):
-                self.failure = (rank, error)
+                self.failure, linked = (rank, error), tuple(self.linked)
         for box in self.boxes:
             box.changed.set()
+        for fabric in linked:
+            fabric.fail(rank, error)
+
+    def link(self, other: _Fabric) -> None:
+        """From now on a failure of one is also one of the other."""
+        self.linked.append(other)
+        other.linked.append(self)
+
+    def unlink(self) -> None:
+        """Its failures are no longer those of others."""
+        for other in self.linked:
+            other.linked.remove(self)
+        self.linked.clear()
 
 
 class _Mailbox:
@@ -243,6 +261,27 @@ class ThreadCommunicator(Communicator):
         if (table := self.node_table) is not None:
             table.neighbours.retire(table)
 
+    def open_port(self, name: str, timeout: float) -> ThreadPort:
+        """A new port, or, with a ``name``, the open one of that name; see ``world.open_port`` and ``connect``."""
+        if name and name not in _ports:
+            raise UsageError(f"no virtual rank waits for others by the name {name}")
+        self._fabric.port = port = ThreadPort(self._fabric, timeout, _ports[name] if name else None)
+        return port
+
+    def merged(self, joins: bool, progress: Progress) -> ThreadCommunicator:
+        """The world of both sides of the port that rank 0 has opened, or with which it has connected."""
+        assert self._fabric.port is not None
+        fabric = self._fabric.port.merged
+        assert fabric is not None
+        rank = self.rank + (len(fabric.nodes) - self.size if joins else 0)
+        return ThreadCommunicator(fabric, range(len(fabric.nodes)), rank, progress, fabric.neighbours(rank))
+
+    def part(self) -> None:
+        """End the use of a merged world, after all of its ranks have ended their calls."""
+        self.free()
+        if self.rank == 0:
+            self._fabric.unlink()
+
     def announce_end(self) -> None:
         self._fabric.ended.add(self._me)
 
@@ -258,9 +297,39 @@ class ThreadCommunicator(Communicator):
         self._fabric.boxes[self._me].changed.wait(0.05)
 
 
-def solo() -> ThreadCommunicator:
+def solo(progress: Progress | None = None) -> ThreadCommunicator:
     """A world of one rank, for a process without an MPI launcher."""
-    return ThreadCommunicator(_Fabric([os.uname().nodename]), range(1), 0, Progress())
+    return ThreadCommunicator(_Fabric([os.uname().nodename]), range(1), 0, progress or Progress())
+
+
+class ThreadPort:
+    """A Port between virtual ranks of two ``run_threads`` in one process; ``other``: the open one to connect with."""
+
+    def __init__(self, fabric: _Fabric, timeout: float, other: ThreadPort | None = None) -> None:
+        self._fabric, self._until = fabric, time.monotonic() + timeout
+        self.merged: _Fabric | None = None
+        self._sent, self._received = (other._received, other._sent) if other else (deque[str](), deque[str]())
+        self.name = other.name if other else f"virtual {os.urandom(8).hex()}"
+        if other is None:
+            _ports[self.name] = self
+            return
+        self.merged = other.merged = _Fabric([*other._fabric.nodes, *fabric.nodes])
+        for each in (fabric, other._fabric):
+            self.merged.link(each)
+
+    def is_connected(self) -> bool:
+        if self.merged is None and time.monotonic() > self._until:
+            raise UsageError("they did not connect in time")
+        return self.merged is not None
+
+    def send(self, text: str) -> None:
+        self._sent.append(text)
+
+    def receive(self) -> str | None:
+        return self._received.popleft() if self._received else None
+
+    def close(self) -> None:
+        _ports.pop(self.name, None)
 
 
 def _bytes(data: Array) -> Array:

@@ -1,0 +1,207 @@
+"""Ranks of a second launcher join a running job, between two steps, and the job computes what one rank computes."""
+
+import json
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from test_shape_changes import (
+    ADAPTERS,
+    EXPERTS,
+    IMAGES,
+    TEXT_MODEL,
+    assert_same,
+    drawn_requests,
+    events,
+    job_of,
+    small_job,
+    trained,
+)
+
+from random_jobs import losses_in
+from spmd_engine import TrainConfig, run_threads, train
+from spmd_engine.adaptive import ShapeRequest
+from spmd_engine.adaptive.joining import JoinRequest, JoinRequests, LockedFile, facts_of, runs
+from spmd_engine.errors import UsageError
+from spmd_engine.training import Trainer, join, joined_run, workload
+
+
+@contextmanager
+def joining_ranks(folder, *groups):
+    """While open, groups of virtual ranks, (number, request), join the run in the folder, one after the other."""
+    outcomes = [None] * len(groups)
+
+    def start():
+        for number, (ranks, request) in enumerate(groups):
+            begun(folder)
+            thread = threading.Thread(target=run_group, args=(number, ranks, request), daemon=True)
+            thread.start()
+            threads.append(thread)
+            while thread.is_alive() and len(events(folder, "joined")) <= number:
+                time.sleep(0.01)
+
+    def run_group(number, ranks, request):
+        try:
+            outcomes[number] = run_threads(lambda: join(folder, request, wait=60.0), ranks)
+        except BaseException as error:
+            outcomes[number] = error
+
+    threads = [threading.Thread(target=start, daemon=True)]
+    threads[0].start()
+    yield outcomes
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def joins_after(monkeypatch):
+    """``joins_after(steps)``: ranks join the job just after these steps, however long they take to ask for it."""
+
+    def set_steps(*steps):
+        is_ready = JoinRequests.is_ready
+
+        def at_these_steps(joining, world):
+            path = joining._folder / "metrics.jsonl"
+            step = path.read_text().count("\n") + 1
+            if step not in steps or path.parent.name == "alone":
+                return False
+            until = time.monotonic() + 60
+            while not is_ready(joining, world):
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            return True
+
+        monkeypatch.setattr(JoinRequests, "is_ready", at_these_steps)
+
+    return set_steps
+
+
+def begun(folder):
+    """Wait until a run in the folder can be joined."""
+    while not (folder / "events.jsonl").exists() or not runs(folder):
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "seed", [EXPERTS, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (TEXT_MODEL, IMAGES, ADAPTERS, 7, 12))]
+)
+def test_random_changes_and_two_joins_change_no_result(tmp_path, joins_after, seed):
+    """Two ranks, then three, then four; the first join also changes the shape, and the second waits idle for one."""
+    job = job_of(seed, tmp_path, save_every=4, check_replicas_every=1, save_in_background=True)
+    joins_after(3, 7)
+    axes, how = job._place(3)
+    first = ShapeRequest({"mesh": axes, **how}, ranks=[0, 1, 2])
+    requests = drawn_requests(job, 2, joins=(3, 7))
+    axes, how = job._place(4)
+    requests[9] = ShapeRequest({"mesh": axes, **how})
+    with joining_ranks(tmp_path / "run", (1, first), (1, None)) as outcomes:
+        trained(job, tmp_path / "run", 2, requests)
+    trained(job, tmp_path / "alone", 1, {})
+    assert all(isinstance(outcome, list) for outcome in outcomes), outcomes
+    assert [(each["step"], each["ranks"]) for each in events(tmp_path / "run", "joined")] == [(3, [2]), (7, [3])]
+    reshaped = events(tmp_path / "run", "reshaped")
+    assert len(reshaped) >= 4 and reshaped[-2]["ranks"] == [0, 1, 2, 3], reshaped
+    assert_same(tmp_path / "run", tmp_path / "alone")
+    assert not list((tmp_path / "run").glob("join*"))
+
+
+# --- ranks that cannot join, and jobs that end meanwhile
+
+
+def refusal(folder, job, wait=60.0, ranks=2):
+    """Why two ranks cannot join this job, which trains meanwhile on two ranks; the job's events."""
+
+    def attempt():
+        begun(folder)
+        with pytest.raises(UsageError) as error:
+            run_threads(lambda: join(folder, wait=wait), ranks)
+        why.append(str(error.value))
+        done.set()
+
+    why, done = [], threading.Event()
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    run_threads(lambda: train(job, folder, propose=lambda step: step == 3 and done.wait(60) and None or None), 2)
+    thread.join(60)
+    assert len(losses_in(folder)) == job.training.steps and not list(folder.glob("join*"))
+    return why[0]
+
+
+def test_other_data_are_refused_by_the_ranks_themselves(tmp_path):
+    job, folder = small_job(tmp_path, mesh={"data": 2}), tmp_path / "run"
+    checks = workload._check_corpus
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workload, "_check_corpus", lambda job, corpus: checks(job, replace(corpus, sha256="another")))
+        assert "other files than the job was made for" in refusal(folder, job)
+
+
+def test_another_version_is_refused_by_the_job(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joined_run, "facts_of", lambda config: {**facts_of(config), "spmd_engine": "0.1"})
+        why = refusal(tmp_path / "run", small_job(tmp_path, mesh={"data": 2}))
+    assert 'refused: spmd_engine is "0.1", and "0.2.0" in the running job' in why
+
+
+def test_a_page_of_strategies_takes_no_ranks(tmp_path):
+    job = TrainConfig.of(strategy="data-parallel", model="mlp", data=small_job(tmp_path).data.path, steps=8, mesh=None)
+    assert "data-parallel shards itself: no ranks can join it" in refusal(tmp_path / "run", job)
+
+
+def test_a_folder_without_a_running_job_has_nothing_to_join(tmp_path):
+    run_threads(lambda: train(small_job(tmp_path), tmp_path / "run"), 4)
+    with pytest.raises(UsageError, match="has no running job to join; 'train --resume"):
+        run_threads(lambda: join(tmp_path / "run"), 2)
+
+
+def test_ranks_that_wait_when_the_run_ends_have_nothing_to_join(tmp_path, monkeypatch):
+    monkeypatch.setattr(JoinRequests, "is_ready", lambda joining, world: False)  # as if the last step came first
+    assert "the run has ended" in refusal(tmp_path / "run", small_job(tmp_path, mesh={"data": 2}, steps=2))
+
+
+def test_a_job_that_does_not_answer_in_time_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(JoinRequests, "is_ready", lambda joining, world: False)
+    assert "no answer in time" in refusal(tmp_path / "run", small_job(tmp_path, mesh={"data": 2}, steps=8), wait=0.1)
+
+
+def test_an_impossible_shape_leaves_the_ranks_that_joined_idle(tmp_path, joins_after):
+    joins_after(2)
+    folder, job = tmp_path / "run", small_job(tmp_path, mesh={"data": 2}, steps=5)
+    with joining_ranks(folder, (2, ShapeRequest({"mesh": {"data": 9}}))) as outcomes:
+        run_threads(lambda: train(job, folder, propose={4: ShapeRequest({"mesh": {"model": 4}})}.get), 2)
+    assert isinstance(outcomes[0], list)
+    (refused,) = events(folder, "not reshaped")
+    assert "mesh data=9 needs 9 ranks; the job has 4" in refused["why"]
+    assert [each["mesh"] for each in events(folder, "reshaped")] == ["model=4"]
+
+
+def test_a_failure_of_a_rank_that_joined_is_one_of_all(tmp_path, joins_after, monkeypatch):
+    """And so is one of the others."""
+    joins_after(2)
+    folder, job = tmp_path / "run", small_job(tmp_path, mesh={"data": 2}, steps=8)
+    step = Trainer.step
+
+    def failing(trainer):
+        if trainer.engine.mesh.size == 3 and trainer.engine.mesh.rank == 2:
+            raise ValueError("no more")
+        return step(trainer)
+
+    monkeypatch.setattr(Trainer, "step", failing)
+    group = 1, ShapeRequest({"mesh": {"data": 3}})
+    with joining_ranks(folder, group) as outcomes, pytest.raises(ValueError, match="no more"):
+        run_threads(lambda: train(job, folder), 2)
+    assert isinstance(outcomes[0], ValueError)
+
+
+def test_the_steps_before_a_join_do_not_wait(tmp_path):
+    """A request that is never completed, as its writer is gone or no rank connects, stops no step."""
+    folder, job = tmp_path / "run", small_job(tmp_path, mesh={"data": 2}, steps=6)
+    folder.mkdir()
+    config = facts_of(json.loads(json.dumps(job.as_json())))
+    file = LockedFile.create(folder / JoinRequest.FILE, JoinRequest(2, config, None, "0" * 16).as_json())
+    file.close()  # its lock is free
+    (folder / JoinRequest.FILE).write_text("{}")
+    run_threads(lambda: train(job, folder), 2)
+    assert losses_in(folder).keys() == {1, 2, 3, 4, 5, 6} and not (folder / JoinRequest.FILE).exists()
