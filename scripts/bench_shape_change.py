@@ -158,9 +158,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--live", action="store_true", help="time steps during a live migration instead")
-    parser.add_argument(
-        "--work", choices=["changing", "stopped", "restarted", "live", "joined"], help=argparse.SUPPRESS
-    )
+    works = ["changing", "stopped", "restarted", "live", "joined"]
+    parser.add_argument("--work", choices=works, help=argparse.SUPPRESS)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
