@@ -26,6 +26,7 @@ from spmd_engine.pictures import html_table
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.plan_evaluation import PlanEvaluation
+from spmd_engine.planning.search.rank_order import PLACEMENTS
 from spmd_engine.planning.search.relaxation import MORE, Conflict
 from spmd_engine.planning.search.search import GOALS, Constraints, Limits, Planner, SearchResult
 from spmd_engine.planning.search.search_space import axes_that_shard
@@ -35,6 +36,7 @@ from spmd_engine.units import readable_bytes, readable_seconds
 COMPOSITION_OPTIONS = (
     *("zero", "sequence_parallel", "schedule", "chunks", "stages", "recompute", "shares", "state_shares"),
     "min_tensor_size",
+    "rank_order",
 )
 
 
@@ -55,10 +57,13 @@ class Request:
     optimizer: str = "adamw"
     base: ParallelConfig = ParallelConfig()  #: options that are not searched
     seconds: float = 20.0
+    placement: str = "auto"  #: one of PLACEMENTS
 
     def __post_init__(self) -> None:
         if self.goal not in GOALS:
             raise UsageError(f"goal {self.goal!r}: choose {', '.join(GOALS)}")
+        if self.placement not in PLACEMENTS:
+            raise UsageError(f"placement {self.placement!r}: choose {', '.join(PLACEMENTS)}")
         for node in self.machine.nodes:
             self.machine.curve(node, str(np.dtype(self.dtype)))
         model, context = self.model.name, self.model.context

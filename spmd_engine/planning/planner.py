@@ -18,6 +18,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.importing import uncollected
 from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.engine import PassCache
+from spmd_engine.planning.dry_run.step_analysis import StepAnalysis
 from spmd_engine.planning.machine.files import default_machine
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.model_file import planned_model
@@ -32,6 +33,7 @@ from spmd_engine.planning.search.plan_evaluation import (
     work_shares,
 )
 from spmd_engine.planning.search.profile import with_even_vocabulary
+from spmd_engine.planning.search.rank_order import Order, RankOrders, best_orders, proposed_orders
 from spmd_engine.planning.search.relaxation import Conflict, Question, Relaxation, closest, conflict_of, relaxed
 from spmd_engine.planning.search.search import (
     LIMITS,
@@ -46,10 +48,13 @@ from spmd_engine.planning.search.search import (
     thinned,
 )
 from spmd_engine.planning.search.search_space import FIXABLE, Candidate, SearchSpace, axes_that_shard, candidates
+from spmd_engine.planning.simulator.simulation import MOST_RANKS, simulate
 
 NOTHING_FITS = 1  #: the exit code
 MOST_TO_SIMULATE = 20_000  #: layers times micro-batches that fill the pipeline; larger steps are only estimated
 EVALUATION_SHARE = 0.25  #: share of the search's seconds for simulating more than one plan
+ORDER_SHARE = 0.25  #: share of the search's seconds for trying orders of unequal ranks
+LEAST_GAIN = 0.002  #: share of a step that another order of ranks must save
 MOST_ROUNDS = 4  #: rounds at most in which a plan is chosen and its alternatives are simulated
 MOST_SEARCHES = 4  #: searches at most; each corrects the limits by the errors of the estimates before
 
@@ -73,18 +78,22 @@ def plan(
     optimizer: str = "adamw",
     base: ParallelConfig = ParallelConfig(),  # noqa: B008 (immutable)
     seconds: float = 20.0,
+    placement: str = "auto",
 ) -> PlanResult:
     """The best way to train a model on a machine, as the command ``plan`` finds it; or why nothing fits.
 
     ``model`` is a model, the name of one, or a file that describes one. ``machine`` is a machine, a packaged name such
     as "a100", or a machine file; None: the calibrated one. With several ``ranks`` or batch sizes the best is chosen.
-    ``goal`` is "latency", "throughput", "memory" or "balance". Limits: ``memory`` of a rank in bytes ("24GiB"),
-    ``latency`` of a step and ``compute`` of a rank in seconds ("100ms"), ``bandwidth`` in bytes a second of a rank.
+    ``goal`` is "latency", "throughput", "memory", "balance" or "communication". Limits: ``memory`` of a rank in bytes
+    ("24GiB"), ``latency`` of a step and ``compute`` of a rank in seconds ("100ms"), ``bandwidth`` in bytes a second of
+    a rank.
 
     ``mesh`` evaluates this mesh only; ``fixed`` has other choices that are not searched: micro_batches, zero,
     sequence_parallel, schedule, chunks, recompute, stages. ``axes`` are the mesh axes to consider, ``sequence`` the
     tokens of a sample (None: the model's context), ``base`` the options that are not searched, and ``seconds`` the
-    processor time of the search. In the result ``plan`` is None if nothing fits; then ``why_not`` gives the reason.
+    processor time of the search. ``placement`` says how ranks of unequal nodes are placed on the mesh: "order" as the
+    machine lists them, "greedy", "assign", "anneal" or "genetic" by the costs of single ranks, "auto" by simulations.
+    In the result ``plan`` is None if nothing fits; then ``why_not`` gives the reason.
 
     Raises UsageError for an unknown model or machine, and for options that contradict each other.
     """
@@ -106,6 +115,7 @@ def plan(
         optimizer,
         base,
         seconds,
+        placement,
     )
     return fixed_plan(request) if mesh else find_plan(request)
 
@@ -122,7 +132,7 @@ class EvaluatedPlan:
 
     estimate: Estimate
     evaluation: PlanEvaluation | None  #: None if its step is too large to be simulated
-    memory_limits: Sequence[float] = ()  #: bytes that each rank may hold, if ranks are unequal
+    memory_limits: Sequence[float] = ()  #: bytes that the rank at each position may hold, if ranks are unequal
 
     @property
     def refined(self) -> Estimate:
@@ -143,13 +153,22 @@ class EvaluatedPlan:
 class PlanEvaluator:
     """Evaluates estimated plans, each once."""
 
-    def __init__(self, request: Request, cache: PassCache) -> None:
-        self.request = request
+    def __init__(self, request: Request, planner: Planner) -> None:
+        self.request, self.planner = request, planner
         self._steps: dict[tuple[Candidate, bool], PlanEvaluation | None] = {}
         self._seconds_left = EVALUATION_SHARE * request.seconds
-        self._cache = cache  # similar plans have the same layers
-        machine = request.machine.with_ranks(max(request.ranks))
-        self.memory_limits = request.limits.memory_by_rank(machine) if machine.heterogeneous else ()
+        self._order_seconds_left = ORDER_SHARE * request.seconds
+        self._cache: PassCache = planner.profiles.cache  # similar plans have the same layers
+        self._heterogeneous = request.machine.with_ranks(max(request.ranks)).heterogeneous
+
+    def _memory_limits(self, candidate: Candidate) -> list[float]:
+        """Bytes that the rank at each position may hold, if ranks are unequal."""
+        if not self._heterogeneous:
+            return []
+        return self.request.limits.memory_by_rank(self._machine(candidate))
+
+    def _machine(self, candidate: Candidate) -> Machine:
+        return self.request.machine.with_ranks(candidate.ranks).placed(candidate.order)
 
     def evaluate(self, estimate: Estimate, *, even: bool = False) -> EvaluatedPlan:
         """Evaluate a plan, if its step is small enough.
@@ -165,9 +184,9 @@ class PlanEvaluator:
         if key not in self._steps:
             self._steps[key] = None
             if self._is_small_enough(candidate):
-                machine, options = request.machine.with_ranks(candidate.ranks), request.analyze_options
-                self._steps[key] = evaluate_plan(model, machine, candidate, request.base, cache=self._cache, **options)
-        return EvaluatedPlan(estimate, self._steps[key], self.memory_limits[: candidate.ranks])
+                options = {"cache": self._cache, **request.analyze_options}
+                self._steps[key] = evaluate_plan(model, request.machine, candidate, request.base, **options)
+        return EvaluatedPlan(estimate, self._steps[key], self._memory_limits(candidate))
 
     def evaluate_all(self, estimates: Sequence[Estimate]) -> list[EvaluatedPlan]:
         """Evaluate plans while there is time left, and the first in any case."""
@@ -176,17 +195,77 @@ class PlanEvaluator:
             began = process_time()
             if plans and self._seconds_left <= 0:
                 break
-            plans += self._evaluate_with_shares(estimate)
+            plan = self.evaluate(estimate, even=True)
+            self._seconds_left -= process_time() - began
+            placed = self._placed(plan)
+            began = process_time()
+            for each in [plan] if placed is plan else [plan, placed]:
+                plans += self._evaluate_with_shares(each)
             self._seconds_left -= process_time() - began
         return plans
 
-    def _evaluate_with_shares(self, estimate: Estimate) -> list[EvaluatedPlan]:
-        """Evaluate a plan and, if ranks are unequal, the plan with uneven shares of work, and then also of state."""
-        plans = [self.evaluate(estimate, even=True)]
-        if not self.memory_limits:
+    def _placed(self, plan: EvaluatedPlan) -> EvaluatedPlan:
+        """The plan with ranks in the order that is fastest by simulation, and with stages for that order; the plan as
+        it is, unless one is faster by more than LEAST_GAIN."""
+        request, candidate, evaluation = self.request, plan.estimate.candidate, plan.evaluation
+        machine = request.machine.with_ranks(candidate.ranks)
+        orders = RankOrders(machine, candidate.mesh)
+        given = request.placement == "order" or request.base.rank_order is not None
+        if evaluation is None or given or not orders.matter or not 1 < candidate.ranks <= MOST_RANKS:
+            return plan
+        began = process_time()
+        ends = began + self._order_seconds_left if request.placement == "auto" else began
+        has_time = lambda: process_time() < ends
+        limits = request.limits.memory_by_rank(machine)
+        found = proposed_orders(request.placement, evaluation.analysis, machine, limits)
+        if candidate.pipe > 1 and "stages" not in request.fixed:
+
+            def estimated(order: Order) -> tuple[float]:
+                estimate = self._in_order(plan.estimate, order)
+                return (estimate.seconds if estimate else float("inf"),)
+
+            found = [found[0], *best_orders(orders, estimated, found, has_time, keep=SHOWN_PLANS)]
+        tried = [plan, *(self._evaluate_in_order(plan, order) for order in dict.fromkeys(found[1:]))]
+        best = min(tried, key=self._price)
+        analysis = best.evaluation.analysis if best.evaluation else evaluation.analysis
+        order = best_orders(orders, lambda order: self._simulated(analysis, machine, order), found, has_time)[0]
+        best = min([best, self._evaluate_in_order(plan, order)], key=self._price)
+        self._order_seconds_left -= process_time() - began
+        gains = (
+            self._price(best)[0] < self._price(plan)[0]
+            or best.refined.seconds * (1 + LEAST_GAIN) < plan.refined.seconds
+        )
+        return best if gains else plan
+
+    def _simulated(self, analysis: StepAnalysis, machine: Machine, order: Order) -> tuple[float, float]:
+        """By how much a rank exceeds its memory, and the seconds of a step, with ranks in this order."""
+        placed = machine.placed(order)
+        limits = self.request.limits.memory_by_rank(placed)
+        return _excess(analysis.peak_bytes_by_rank(), limits), simulate(analysis, placed).seconds
+
+    def _price(self, plan: EvaluatedPlan) -> tuple[float, float]:
+        """As ``_simulated``, of an evaluated plan."""
+        assert plan.evaluation is not None
+        limits = self.request.limits.memory_by_rank(self._machine(plan.estimate.candidate))
+        return _excess(plan.evaluation.analysis.peak_bytes_by_rank(), limits), plan.refined.seconds
+
+    def _in_order(self, estimate: Estimate, order: Order) -> Estimate | None:
+        """The estimate with ranks in this order, and stages that suit it unless they are fixed."""
+        candidate = replace(estimate.candidate, order=order, stages=self.request.fixed.get("stages"))
+        estimator = self.planner.estimator(candidate)
+        return estimator.estimate() if estimator else None
+
+    def _evaluate_in_order(self, plan: EvaluatedPlan, order: Order) -> EvaluatedPlan:
+        estimate = self._in_order(plan.estimate, order)
+        return self.evaluate(estimate, even=True) if estimate else plan
+
+    def _evaluate_with_shares(self, plan: EvaluatedPlan) -> list[EvaluatedPlan]:
+        """A plan and, if ranks are unequal, the plan with uneven shares of work, and then also of state."""
+        plans = [plan]
+        if not self._heterogeneous:
             return plans
-        request, ranks = self.request, estimate.candidate.ranks
-        machine, limits = request.machine.with_ranks(ranks), self.memory_limits[:ranks]
+        request, candidate = self.request, plan.estimate.candidate
+        machine, limits = self._machine(candidate), self._memory_limits(candidate)
         for name, find_shares in (("shares", work_shares), ("state_shares", state_shares)):
             estimate, evaluation = plans[-1].estimate, plans[-1].evaluation
             if evaluation is None or getattr(request.base, name):
@@ -199,6 +278,11 @@ class PlanEvaluator:
     def _is_small_enough(self, candidate: Candidate) -> bool:
         filled = min(candidate.micro_batches, 3 * candidate.pipe)
         return len(self.request.model.layers) * filled <= MOST_TO_SIMULATE // max(candidate.pipe // 4, 1)
+
+
+def _excess(peaks: Sequence[float], limits: Sequence[float]) -> float:
+    """The largest share of its memory by which a rank exceeds it."""
+    return max(0.0, *(peak / limit - 1 for peak, limit in zip(peaks, limits, strict=True)))
 
 
 class _PlanSearch:
@@ -214,10 +298,11 @@ class _PlanSearch:
             request.machine.nodes[0].ranks,
             axes=request.axes,
             shares={**request.base.work_shares, **request.base.storage.shares},
+            order=request.base.order,
             **request.fixed,
         )
         self.planner = request.planner()
-        self.evaluator = PlanEvaluator(request, self.planner.profiles.cache)
+        self.evaluator = PlanEvaluator(request, self.planner)
 
     def run(self) -> PlanResult:
         """The best plan, or why there is none."""
@@ -318,12 +403,29 @@ class _PlanSearch:
             replace(search, best=shown[:SHOWN_PLANS], front=pareto(shown), certificate=certificate),
             chosen.estimate,
             chosen.evaluation,
-            [*_gains_of_shares(chosen, plans), *reasons(self.limits, chosen.refined, others, simulated)],
+            [
+                *_gain_of_order(chosen, plans),
+                *_gains_of_shares(chosen, plans),
+                *reasons(self.limits, chosen.refined, others, simulated),
+            ],
             took=perf_counter() - self.began,
             composition=candidate.composition(request.base),
             micro_batches=candidate.micro_batches,
             batch_size=candidate.batch_size,
         )
+
+
+def _gain_of_order(chosen: EvaluatedPlan, plans: Sequence[EvaluatedPlan]) -> Iterator[str]:
+    """What the order of ranks gains over that of the machine."""
+    candidate = chosen.estimate.candidate
+    usual = replace(without_shares(candidate), stages=None)
+    alike = [plan for plan in plans if replace(without_shares(plan.estimate.candidate), stages=None) == usual]
+    others = [plan.refined for plan in alike if plan.estimate.candidate.order is None]
+    if candidate.order and others:
+        other = min(others, key=lambda plan: plan.seconds)
+        slower = other.seconds / chosen.refined.seconds - 1
+        order = ",".join(map(str, candidate.order))
+        yield f"rank order {order}, not as the machine lists them: that would take {slower:+.1%} time"
 
 
 def _gains_of_shares(chosen: EvaluatedPlan, plans: Sequence[EvaluatedPlan]) -> Iterator[str]:
@@ -368,7 +470,8 @@ def fixed_plan(request: Request) -> PlanResult:
     check_batch(batch_size, micro_batches, layout.spec("b"), position)
     options = request.analyze_options
     evaluation = evaluate_step(request.model, machine, axes, composition, batch_size, micro_batches, **options)
-    memory_limits = request.limits.memory_by_rank(machine) if machine.heterogeneous else ()
+    placed = machine.placed(composition.order)
+    memory_limits = request.limits.memory_by_rank(placed) if machine.heterogeneous else ()
     needs = {
         "memory": peak_memory(evaluation.analysis, memory_limits),
         "latency": evaluation.seconds,
@@ -462,8 +565,8 @@ def _search_on(
 
 
 def without_shares(candidate: Candidate) -> Candidate:
-    """The candidate with even shares of samples and state."""
-    return replace(candidate, shares=None, state_shares=None)
+    """The candidate with even shares of samples and state, and ranks as the machine lists them."""
+    return replace(candidate, shares=None, state_shares=None, order=None)
 
 
 def reasons(

@@ -26,6 +26,7 @@ from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.model_file import planned_model
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.planner import NOTHING_FITS, find_plan, fixed_plan
+from spmd_engine.planning.search.rank_order import PLACEMENTS
 from spmd_engine.planning.search.search import GOALS, Limits
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.train_config import OF_IMAGES, TrainConfig
@@ -58,6 +59,13 @@ _SIZE, _TIME = Quantity(BYTES), Quantity(SECONDS)
 @click.option("--compute", metavar="TIME", type=_TIME, help="Longest computation of a rank in a step.")
 @click.option("--fewer", is_flag=True, help="Consider fewer ranks, too.")
 @click.option("--seconds", metavar="TIME", type=_TIME, default=20.0, show_default=True, help="Time for the search.")
+@click.option(
+    "--placement",
+    type=click.Choice(PLACEMENTS),
+    default="auto",
+    show_default=True,
+    help="How ranks of unequal nodes are placed on the mesh: by simulations, as listed, or by costs of single ranks.",
+)
 @click.option("--axes", metavar="AXIS,...", help="Mesh axes to consider. [default: all that suit the model]")
 @click.option(
     "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write the plan to FILE."
@@ -166,6 +174,7 @@ def _request(options: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
         optimizer=job.training.optimizer,
         base=base,
         seconds=options["seconds"],
+        placement=options["placement"],
     )
 
 

@@ -8,8 +8,8 @@ defaults have no effect.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from math import exp, log
 
@@ -85,6 +85,16 @@ class NodeKind(Configuration):
     processors: int = setting(
         0, least=0
     )  #: processors of a device; each computes one tile of a product at a time; 0: any number
+
+    @property
+    def memory_of_rank(self) -> float:
+        """Bytes of memory of one rank."""
+        return self.memory / self.ranks if self.cores is not None else self.memory
+
+    @property
+    def contention(self) -> float:
+        """The factor by which a rank is slower while all ranks of the node compute on its cores."""
+        return max(1.0, self.ranks / self.cores) if self.cores is not None else 1.0
 
     @property
     def has_devices(self) -> bool:
@@ -172,22 +182,16 @@ class Machine(Configuration):
 
     def memory_of(self, rank: int) -> float:
         """Bytes of memory of a rank."""
-        node = self.node(rank)
-        return node.memory / node.ranks if node.cores is not None else node.memory
-
-    def contention(self, rank: int) -> float:
-        """The factor by which a rank is slower while all ranks of its node compute on the node's cores."""
-        node = self.node(rank)
-        return max(1.0, node.ranks / node.cores) if node.cores is not None else 1.0
+        return self.node(rank).memory_of_rank
 
     def capabilities(self, dtype: str = "float32") -> list[NodeCapabilities]:
         """What each node has; raises UsageError for a dtype without a speed."""
         found = []
-        for rank, (number, node) in enumerate(self.places):
+        for number, node in self.places:
             if number == len(found):
-                compute = node.ranks / self.contention(rank) * self.curve(node, dtype).most
+                compute = node.ranks / node.contention * self.curve(node, dtype).most
                 lanes = min(self.between.lanes or node.ranks, node.ranks)
-                memory = node.ranks * self.memory_of(rank)
+                memory = node.ranks * node.memory_of_rank
                 bandwidth = lanes * self.between.bandwidth
                 found.append(NodeCapabilities(number, node.name, node.kind, node.ranks, compute, memory, bandwidth))
         return found
@@ -195,12 +199,8 @@ class Machine(Configuration):
     @cached_property
     def heterogeneous(self) -> bool:
         """Whether ranks on different nodes differ in speed or memory."""
-        numbers = {node.name: number for number, node in enumerate(self.nodes)}
-        firsts = [sum(node.count * node.ranks for node in self.nodes[:number]) for number in numbers.values()]
-        kinds = {
-            (str(self.node(rank).speeds), self.node(rank).memory_bandwidth, self.memory_of(rank), self.contention(rank))
-            for rank in firsts
-        }
+        nodes = {node.name: node for node in self.nodes}.values()  # one may be partly filled
+        kinds = {(str(node.speeds), node.memory_bandwidth, node.memory_of_rank, node.contention) for node in nodes}
         return len(kinds) > 1
 
     def with_ranks(self, ranks: int) -> Machine:
@@ -219,6 +219,16 @@ class Machine(Configuration):
             kinds += [replace(node, count=1, ranks=rest)] if rest else []
             left -= full * node.ranks + rest
         return replace(self, nodes=tuple(kinds))
+
+    def placed(self, order: Sequence[int] | None) -> Machine:
+        """This machine with its ranks in another order: rank r of the result is rank ``order[r]`` of this one."""
+        if order is None:
+            return self
+        positions = {rank: position for position, rank in enumerate(order)}
+        pairs = {(positions[a], positions[b]): link for (a, b), link in self.pairs.items()}
+        pairs = {(min(pair), max(pair)): link for pair, link in pairs.items()}
+        values = {each.name: getattr(self, each.name) for each in fields(Machine)}
+        return PlacedMachine(**{**values, "pairs": pairs}, order=tuple(order))
 
     def with_fitted(self, **values: float) -> Machine:
         """This machine with other fitted numbers."""
@@ -246,3 +256,21 @@ class Machine(Configuration):
         fitted = self.fitted
         reached = fitted.product_share * (flops / (flops + fitted.product_half) if fitted.product_half else 1.0)
         return self.peak(rank, dtype, flops) * reached
+
+
+@dataclass(frozen=True)
+class PlacedMachine(Machine):
+    """A machine whose ranks are numbered in another order than node by node: see ``Machine.placed``."""
+
+    order: tuple[int, ...] = ()
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, NodeKind], ...]:
+        node_by_node = Machine.places.func(self)
+        return tuple(node_by_node[rank] for rank in self.order)
+
+    def with_ranks(self, ranks: int) -> Machine:
+        """This machine; raises UsageError for another number of ranks than it has."""
+        if ranks != self.ranks:
+            raise UsageError(f"machine {self.name} is in an order of {self.ranks} ranks, not of {ranks}")
+        return self

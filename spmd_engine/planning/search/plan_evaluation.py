@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import gcd, inf
+from math import gcd, inf, prod
 from statistics import fmean
 from typing import Any
 
@@ -93,7 +93,9 @@ def evaluate_step(
     micro_batches: int,
     **options: Any,
 ) -> PlanEvaluation:
-    """Analyze and simulate one step; ``options`` go to ``analyze``."""
+    """Analyze and simulate one step, with the machine's ranks in the composition's order; ``options`` go to
+    ``analyze``."""
+    machine = machine.with_ranks(prod(axes.values())).placed(composition.order)
     stages = axes.get("pipe", 1)
     few = 2 * stages
 
@@ -172,7 +174,7 @@ def work_shares(
         seconds = [0.0] * size
         for rank, work in evaluation.prediction.working.items():
             index = positions[rank].coordinates[axis]
-            seconds[index] = max(seconds[index], work * machine.contention(rank))
+            seconds[index] = max(seconds[index], work * machine.node(rank).contention)
         if min(seconds) > 0 and max(seconds) > ALIKE * min(seconds):
             speeds = [1 / time for time in seconds]
             numbers = shares(speeds, parts)
@@ -259,7 +261,8 @@ def stage_slowdowns(
         return None
     factors = np.ones(candidate.ranks)
     if machine.heterogeneous:
-        factors = np.array([seconds[node.name] for _, node in machine.places[: candidate.ranks]])
+        placed = machine.with_ranks(candidate.ranks).placed(candidate.order)
+        factors = np.array([seconds[node.name] for _, node in placed.places])
         factors /= seconds[machine.node(0).name]
     factors = factors.reshape([size for _, size in candidate.axes])
     names = [axis for axis, _ in candidate.axes]

@@ -148,7 +148,7 @@ class Profiles:
         for rank, (_, node) in enumerate(self.machine.places):
             if node.name not in seconds:
                 work = sum(self.compute.of(rank, computation).seconds for computation in step.computations)
-                seconds[node.name] = work * self.machine.contention(rank)
+                seconds[node.name] = work * node.contention
         return seconds
 
     def _analyze(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> StepAnalysis:

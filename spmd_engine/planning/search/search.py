@@ -36,7 +36,7 @@ from spmd_engine.units import BYTES, SECONDS, readable_bytes, readable_seconds
 # --- Goals of a search, and constraints on plans
 
 
-GOALS = ("latency", "throughput", "memory", "balance")
+GOALS = ("latency", "throughput", "memory", "balance", "communication")
 
 
 def objective(goal: str, estimate: Estimate) -> tuple[float, ...]:
@@ -46,6 +46,7 @@ def objective(goal: str, estimate: Estimate) -> tuple[float, ...]:
         "throughput": (-estimate.throughput, estimate.memory),
         "memory": (estimate.memory, estimate.seconds),
         "balance": (round(estimate.imbalance, 2), estimate.seconds),
+        "communication": (estimate.sent, estimate.seconds),
     }[goal]
 
 
@@ -56,6 +57,7 @@ def objective_bound(goal: str, candidate: Candidate, bound: Bound) -> tuple[floa
         "throughput": (-candidate.batch_size / bound.seconds if bound.seconds else -float("inf"), bound.memory),
         "memory": (bound.memory, bound.seconds),
         "balance": (1.0, bound.seconds),
+        "communication": (0.0, bound.seconds),
     }[goal]
 
 
@@ -240,6 +242,8 @@ class Planner:
         if key not in self._costs:
             self._costs[key] = self._sharded_costs(candidate, first)
         costs = self._costs[key]
+        if costs is not None and candidate.order is not None:
+            costs = replace(costs, slowdowns=self._slowdowns(candidate))
         return Estimator(self._cache, candidate, costs) if costs is not None else None
 
     def check_layers(self) -> None:
@@ -258,8 +262,10 @@ class Planner:
             self._layers[key] = ShardedLayers(self.model, costs, self._repeated_layers(candidate.recompute))
         zero = 0 if first else candidate.zero  # a bound on work does not bound what hides ZeRO's gathers
         sharded = self._cache.sharded_costs(candidate.axes, zero, self._layers[key], update)
-        slowdowns = stage_slowdowns(self.machine, self.profiles.seconds_by_node, candidate, self._fixed_shares)
-        return replace(sharded, slowdowns=slowdowns)
+        return replace(sharded, slowdowns=self._slowdowns(replace(candidate, order=None)))
+
+    def _slowdowns(self, candidate: Candidate) -> np.ndarray | None:
+        return stage_slowdowns(self.machine, self.profiles.seconds_by_node, candidate, self._fixed_shares)
 
     def _repeated_layers(self, recompute: str) -> list[range]:
         return self._cache.once(("repeated", recompute), lambda: repeated_layers(self.model, recompute))

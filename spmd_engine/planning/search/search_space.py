@@ -41,6 +41,7 @@ class Candidate:
     stages: tuple[int, ...] | None = None  #: the first layer of each chunk; None: chosen by the planner
     shares: str | None = None  #: shares of the work, by rank; None: even, or those of the base
     state_shares: str | None = None  #: shares of ZeRO's state, by rank; None: even, or those of the base
+    order: tuple[int, ...] | None = None  #: the rank at each position of the mesh; None: as the machine has them
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -78,6 +79,7 @@ class Candidate:
             recompute=self.recompute,
             shares=self.shares or base.shares,
             state_shares=self.state_shares or base.state_shares,
+            rank_order=",".join(map(str, self.order)) if self.order else base.rank_order,
         )
 
     def __str__(self) -> str:
@@ -89,6 +91,7 @@ class Candidate:
         parts += [f"recompute {self.recompute}"] * (self.recompute != "none")
         parts += [f"shares {self.shares}"] * bool(self.shares)
         parts += [f"state shares {self.state_shares}"] * bool(self.state_shares)
+        parts += [f"rank order {','.join(map(str, self.order or ()))}"] * bool(self.order)
         return "; ".join(parts)
 
 
@@ -110,6 +113,7 @@ class SearchSpace:
     stages: tuple[int, ...] | None = None
     axes: Sequence[str] | None = None  #: mesh axes to use; None: all that shard this model
     shares: Shares = field(default_factory=dict)  #: given ones, by axis, for which a mesh has as many ranks
+    order: tuple[int, ...] | None = None  #: a given order of ranks
 
     def without(self, *names: str) -> SearchSpace:
         """The search space without these fixed choices."""
@@ -279,6 +283,7 @@ def _candidates_on(space: SearchSpace, axes: Mapping[str, int], batch_size: int)
                 chunks=chunks,
                 recompute=recomputed,
                 stages=space.stages,
+                order=space.order,
             )
 
 

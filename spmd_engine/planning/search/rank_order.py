@@ -1,0 +1,169 @@
+"""Which rank of a machine is at which position of a mesh: orders of unequal ranks, compared by simulations."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations, islice
+
+import numpy as np
+
+from spmd_engine.planning.dry_run.model_shards import model_shards
+from spmd_engine.planning.dry_run.step_analysis import StepAnalysis
+from spmd_engine.planning.machine.machine import Machine
+from spmd_engine.planning.search.placement import Tasks, annealed, assigned, evolved, first_fit
+from spmd_engine.planning.simulator.compute_time import ComputeTimes
+
+Order = tuple[int, ...]  #: the rank of the machine at each position of the mesh
+Score = Callable[[Order], tuple[float, ...]]  #: less is better
+
+PLACEMENTS = ("auto", "order", "greedy", "assign", "anneal", "genetic")
+MOST_TRIED = 800  #: orders that are all tried; of more, those near to good ones
+
+
+class RankOrders:
+    """The different orders of a machine's ranks on a mesh: equal nodes, and ranks of a node, are interchangeable."""
+
+    def __init__(self, machine: Machine, axes: Mapping[str, int]) -> None:
+        self.machine, self.axes = machine, axes
+        self._nodes: dict[int, list[int]] = defaultdict(list)  # the ranks of each node
+        self._alike: dict[int, list[int]] = {}  # the interchangeable nodes, for each of them
+        by_kind: dict[int, list[int]] = defaultdict(list)
+        for rank, (number, node) in enumerate(machine.places):
+            self._nodes[rank if machine.pairs else number].append(rank)
+            key = id(node) if machine.topology.kind == "flat" and not machine.pairs else -1 - len(self._alike)
+            if (rank if machine.pairs else number) not in self._alike:
+                by_kind[key].append(rank if machine.pairs else number)
+                self._alike[by_kind[key][-1]] = by_kind[key]
+
+    @property
+    def matter(self) -> bool:
+        """Whether some order may be better than the machine's own, beyond what an order of mesh axes can do."""
+        return self.machine.heterogeneous or bool(self.machine.pairs) or self.machine.topology.kind != "flat"
+
+    def canonical(self, order: Sequence[int]) -> Order:
+        """The first of the orders that equal ranks make equal to this one."""
+        node_of = {rank: number for number, ranks in self._nodes.items() for rank in ranks}
+        return next(self._from([node_of[rank] for rank in order]))
+
+    def all(self) -> Iterator[Order]:
+        """All different orders."""
+        return self._from([None] * self.machine.ranks)
+
+    def _from(self, wanted: Sequence[int | None]) -> Iterator[Order]:
+        """Orders whose positions have ranks of these nodes, or of nodes equal to them; None: of any."""
+        renamed: dict[int, int] = {}  # nodes, to the first equal ones that are not used yet
+        used: dict[int, int] = dict.fromkeys(self._nodes, 0)
+        order: list[int] = []
+
+        def place(position: int) -> Iterator[Order]:
+            if position == len(wanted):
+                yield tuple(order)
+                return
+            node = wanted[position]
+            if node is not None and node not in renamed:
+                renamed[node] = next(other for other in self._alike[node] if other not in renamed.values())
+            tried: set[int] = set()
+            for number in [renamed[node]] if node is not None else self._nodes:
+                unused = id(self._alike[number])
+                if used[number] == len(self._nodes[number]) or (not used[number] and unused in tried):
+                    continue
+                if not used[number]:
+                    tried.add(unused)
+                order.append(self._nodes[number][used[number]])
+                used[number] += 1
+                yield from place(position + 1)
+                used[number] -= 1
+                order.pop()
+
+        return place(0)
+
+    def near(self, order: Order) -> Iterator[Order]:
+        """Orders in which two ranks have changed places, or two slices of the mesh along an axis."""
+        for a, b in combinations(range(len(order)), 2):
+            changed = list(order)
+            changed[a], changed[b] = order[b], order[a]
+            yield self.canonical(changed)
+        ranks = np.array(order).reshape(list(self.axes.values()))
+        for axis, size in enumerate(ranks.shape):
+            for a, b in combinations(range(size), 2):
+                indices = np.arange(size)
+                indices[[a, b]] = b, a
+                yield self.canonical(ranks.take(indices, axis).reshape(-1).tolist())
+
+
+def best_orders(
+    orders: RankOrders, score: Score, starts: Sequence[Order], has_time: Callable[[], bool], keep: int = 1
+) -> list[Order]:
+    """The best orders by a score, the best first: of all if they are few, else of those near to the ``starts``.
+
+    ``starts`` are scored in any case, others while ``has_time()``.
+    """
+    scores: dict[Order, tuple[float, ...]] = {}
+
+    def scored(order: Order) -> tuple[float, ...]:
+        if order not in scores:
+            scores[order] = score(order)
+        return scores[order]
+
+    for start in dict.fromkeys(starts):
+        scored(start)
+    every = list(islice(orders.all(), MOST_TRIED + 1))
+    if len(every) <= MOST_TRIED:
+        for order in every:
+            if has_time():
+                scored(order)
+    for start in sorted(scores, key=scored)[: len(starts)] if len(every) > MOST_TRIED else ():
+        current, moved = start, True
+        while moved and has_time():
+            better = (near for near in orders.near(current) if has_time() and scored(near) < scored(current))
+            found = next(better, None)
+            current, moved = (current, False) if found is None else (found, True)
+    return sorted(scores, key=scored)[:keep]
+
+
+def proposed_orders(placement: str, analysis: StepAnalysis, machine: Machine, room: Sequence[float]) -> list[Order]:
+    """The orders that a placement proposes by the costs of single ranks; the machine's own is always one of them.
+
+    ``room`` are the bytes that each rank of the machine may hold. Raises UsageError for "assign" without SciPy.
+    """
+    order = tuple(range(analysis.ranks))
+    if placement == "order":
+        return [order]
+    tasks = tasks_on_ranks(analysis, machine, room)
+    if first_fit(tasks) is None:  # no rank has room for some part: memory is left to the score
+        tasks = tasks_on_ranks(analysis, machine, [float("inf")] * machine.ranks)
+    methods = {"greedy": first_fit, "assign": _assign_by_mean, "anneal": annealed, "genetic": evolved}
+    chosen = ["greedy", "anneal"] if placement == "auto" else [placement]
+    return [order, *(tuple(places) for name in chosen if (places := methods[name](tasks)) is not None)]
+
+
+def _assign_by_mean(tasks: Tasks) -> Order:
+    """The assignment with the least sum of work and of sending over a mean link, where each rank has room."""
+    to_others = tasks.seconds_a_byte.sum(axis=1) / max(tasks.nodes - 1, 1)
+    cost = tasks.work + tasks.sent.sum(axis=1)[:, None] * to_others
+    return assigned(np.where(tasks.size[:, None] <= tasks.room, cost, 1e6 * cost.max()))
+
+
+def tasks_on_ranks(analysis: StepAnalysis, machine: Machine, room: Sequence[float]) -> Tasks:
+    """The positions of a mesh as tasks, and the ranks of a machine as nodes with room for one task each."""
+    ranks, compute = range(analysis.ranks), ComputeTimes(machine)
+    shards = model_shards(analysis)
+    rank_of = {shard.id: shard.rank for shard in shards}
+    sent = np.zeros((len(ranks), len(ranks)))
+    for shard in shards:
+        for point in shard.communication:
+            for other in point.shards:
+                sent[shard.rank, rank_of[other]] += point.bytes / len(point.shards)
+
+    def work(position: int, rank: int) -> float:
+        return sum(compute.seconds(rank, analysis.of_rank(position).computations)[0]) * machine.node(rank).contention
+
+    return Tasks(
+        np.array([[work(position, rank) for rank in ranks] for position in ranks]),
+        np.array(analysis.peak_bytes_by_rank(), float),
+        sent,
+        np.array(room, float),
+        np.array([[0.0 if a == b else 1 / machine.link(a, b).bandwidth for b in ranks] for a in ranks]),
+        most=1,
+    )
