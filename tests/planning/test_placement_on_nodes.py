@@ -1,5 +1,6 @@
 """Placement: annealing and a genetic search compared with the exact optimum, with all kinds of constraints."""
 
+from functools import partial
 from itertools import permutations, product
 from math import inf
 
@@ -24,7 +25,7 @@ def drawn(seed, tasks=8, nodes=3, **constraints):
     )
 
 
-@pytest.mark.parametrize("search", [annealed, evolved])
+@pytest.mark.parametrize("search", [annealed, partial(evolved, generations=150, population=40)])
 @pytest.mark.parametrize("seed", range(3))
 def test_within_one_percent_of_the_exact_optimum(search, seed):
     tasks = drawn(seed, tasks=7)
@@ -33,7 +34,7 @@ def test_within_one_percent_of_the_exact_optimum(search, seed):
     assert tasks.cost(found) <= 1.01 * tasks.cost(exact(tasks))
 
 
-@pytest.mark.parametrize("search", [annealed, evolved])
+@pytest.mark.parametrize("search", [annealed, partial(evolved, generations=150, population=40)])
 def test_together_apart_pinned_and_capacity_are_kept(search):
     tasks = drawn(5, together=[(0, 1)], apart=[(2, 3, 4)], pinned={5: 2}, most=4)
     found = search(tasks)

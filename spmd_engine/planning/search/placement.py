@@ -182,12 +182,15 @@ def _fill(tasks: Tasks, order: Sequence[tuple[int, ...]], at: list[int], random:
     return True
 
 
-def annealed(tasks: Tasks, *, turns: int = 20_000, seed: int = 0) -> Places:
-    """Simulated annealing (Kirkpatrick et al., 1983): a group moves, or two groups are exchanged.
-
-    Raises UsageError if no initial placement that fits was found.
+def annealed(tasks: Tasks, *, turns: int = 1000, restarts: int = 16, seed: int = 0) -> Places:
+    """Simulated annealing (Kirkpatrick et al., 1983): a group moves, or two groups are exchanged; the best of
+    ``restarts``. Raises UsageError if no initial placement that fits was found.
     """
     random = Random(seed)
+    return min((_anneal(tasks, turns, random) for _ in range(restarts)), key=tasks.cost)
+
+
+def _anneal(tasks: Tasks, turns: int, random: Random) -> Places:
     current = _require_fitting(first_fit(tasks, random), tasks)
     groups, cost = _groups(tasks), tasks.cost(current)
     best, least = current, cost
@@ -245,7 +248,7 @@ def _list_moves(tasks: Tasks, groups: Sequence[tuple[int, ...]], current: Places
                 yield tuple(theirs if t in group else mine if t in other else at for t, at in enumerate(current))
 
 
-def evolved(tasks: Tasks, *, generations: int = 150, population: int = 40, seed: int = 0) -> Places:
+def evolved(tasks: Tasks, *, generations: int = 1000, population: int = 100, seed: int = 0) -> Places:
     """A genetic search: a child takes the node of each group from either parent, then mutates; the best half survives.
 
     Raises UsageError if no initial placement that fits was found.

@@ -18,7 +18,7 @@ Order = tuple[int, ...]  #: the rank of the machine at each position of the mesh
 Score = Callable[[Order], tuple[float, ...]]  #: less is better
 
 PLACEMENTS = ("auto", "order", "greedy", "assign", "anneal", "genetic")
-MOST_TRIED = 800  #: orders that are all tried; of more, those near to good ones
+MOST_TRIED = 120  #: orders that are all tried; of more, those near to good ones
 
 
 class RankOrders:
