@@ -9,6 +9,7 @@ from on_ranks import assert_same
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.axes import parse_axes
 from spmd_engine.comm import Ledger
+from spmd_engine.comm.agreement.rank_zero import share_array, text_from_rank_zero
 from spmd_engine.errors import MeshError, UsageError
 
 CUBE = {"data": 2, "pipe": 3, "model": 2}
@@ -242,6 +243,20 @@ def test_collectives_over_ranks_dealt_out_to_nodes():
     results = run_threads(program, 4, nodes=["a", "b", "b", "a"])
     assert [whole for whole, _ in results] == [[0, 3, 1, 2]] * 4
     assert [data for _, data in results] == [[0, 1], [0, 1], [3, 2], [3, 2]]
+
+
+def test_an_order_places_ranks_and_rank_zero_reads_wherever_it_is():
+    def program():
+        with Mesh(data=2, model=2, order=[3, 1, 0, 2]) as mesh:
+            world = mesh.group()
+            shared = share_array(world, [np.arange(3)] if mesh.rank == 0 else None)
+            return mesh.ranks.tolist(), text_from_rank_zero(world, lambda: str(mesh.rank)), shared.tolist(), world.rank
+
+    for rank, (ranks, reader, shared, place) in enumerate(run_threads(program, 4, nodes=["a", "b", "a", "b"])):
+        assert ranks == [[3, 2], [0, 1]]  # numbers are those of ranks counted node by node: 0, 2, 1, 3
+        assert reader == "0" and shared == [0, 1, 2] and place == [2, 3, 1, 0][rank]
+    with pytest.raises(MeshError, match="rank order 0,0: it must have each of 0 to 1 once"):
+        run_threads(lambda: Mesh(data=2, order=[0, 0]), 2)
 
 
 # --- the end of a mesh

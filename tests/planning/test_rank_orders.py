@@ -113,9 +113,7 @@ def drawn_machine(seed):
     )
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.soak] * (seed != 4)) for seed in range(50)]
-)
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.soak] * (seed != 4)) for seed in range(50)])
 def test_orders_near_to_proposed_ones_are_within_two_percent_of_the_best_of_all(seed, monkeypatch):
     monkeypatch.setattr(rank_order, "MOST_TRIED", 0)
     machine, analysis = drawn_machine(seed), analyzed(seed // 4 % 4)

@@ -30,13 +30,14 @@ def job_of(seed, folder, **more):
 
 
 def drawn_requests(job, ranks):
-    """A request after each of ``CHANGES`` steps: a mesh of some of the ranks, and options on it."""
+    """A request after each of ``CHANGES`` steps: a mesh of some of the ranks, in any order, and options on it."""
     requests = {}
     for step in range(1, CHANGES + 1):
         count = int(job.rng.choice([n for n in (1, 2, 3, 4, 4) if n <= ranks]))
         axes, how = job._place(count)
         if axes.get("data", 1) > 1 and job.rng.integers(2):
             how |= {"shares": "data=" + ":".join(map(str, job.rng.integers(1, 4, axes["data"])))}
+        how["rank_order"] = ",".join(map(str, np.random.default_rng(step).permutation(count)))
         others = job.rng.choice(np.arange(1, ranks), count - 1, replace=False)
         requests[step] = ShapeRequest({"mesh": axes, **how}, ranks=[0, *sorted(others.tolist())])
     return requests
@@ -48,8 +49,9 @@ def events(folder, *kinds):
 
 
 def trained(job, run, ranks, requests, nodes=None, **options):
-    """Train a job on ranks, which change their shape by requests at steps."""
+    """Train a job on ranks, the last of them first on the mesh, which change their shape by requests at steps."""
     axes, how = job._place(ranks)
+    how["rank_order"] = ",".join(map(str, range(ranks)[::-1]))
     config = TrainConfig.of(**job.what | how | {"mesh": axes})
     return run_threads(lambda: train(config, run, propose=requests.get, **options), ranks, nodes=nodes)
 
@@ -87,6 +89,7 @@ def test_ten_changes_on_mpi_ranks(ranks):
             job = job_of(EXPERTS, mine)
             size, folder = mesh.size, Path(text_from_rank_zero(mesh.group(), lambda: mine))
             requests, (axes, how) = drawn_requests(job, size), job._place(size)
+            how["rank_order"] = ",".join(map(str, range(size)[::-1]))
             train(TrainConfig.of(**job.what | how | {"mesh": axes}), folder / "run", propose=requests.get)
             if mesh.rank == 0:
                 assert len(events(folder / "run", "reshaped")) >= 5

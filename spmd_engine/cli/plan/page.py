@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from spmd_engine.axes import axes_text
+from spmd_engine.axes import all_positions, axes_text
 from spmd_engine.cli.show.picture import print_picture
 from spmd_engine.planning.explain import Explanation
+from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.plan_result import PlanResult
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.plan_evaluation import PlanEvaluation
@@ -40,7 +42,7 @@ def print_plan(result: PlanResult) -> None:
         return
     console.print(f"plan: {result.plan.candidate}")
     console.print(f"  {result.command}")
-    _print_nodes(console, result.plan.candidate, request.machine.nodes[0].ranks)
+    _print_nodes(console, result.plan.candidate, request.machine)
     if result.evaluation is not None:
         _print_evaluation(console, result.evaluation, result.request.batch_sizes[0])
     else:
@@ -69,9 +71,19 @@ def print_plan(result: PlanResult) -> None:
     _print_certificate(console, result)
 
 
-def _print_nodes(console: Console, candidate: Candidate, node_ranks: int) -> None:
-    """Print which axes stay inside a node, if there are several: ranks fill nodes in order."""
-    if candidate.ranks > node_ranks:
+def _print_nodes(console: Console, candidate: Candidate, machine: Machine) -> None:
+    """Print what is on which node, or, of ranks that fill nodes in order, which axes stay inside one."""
+    if candidate.order:
+        by_node: dict[tuple[int, str], list[str]] = defaultdict(list)
+        for rank, place in zip(candidate.order, all_positions(candidate.mesh), strict=True):
+            number, node = machine.places[rank]
+            where = ",".join(f"{axis}={at}" for axis, at in place.coordinates.items() if candidate.mesh[axis] > 1)
+            by_node[number, node.name].append(where)
+        shown = [f"node {number} ({name}) has {'; '.join(held)}" for (number, name), held in by_node.items()]
+        console.print(
+            f"  in the order of ranks {','.join(map(str, candidate.order))}: {'. '.join(shown)}", markup=False
+        )
+    elif candidate.ranks > (node_ranks := machine.nodes[0].ranks):
         inside, across = across_nodes(candidate.mesh, node_ranks)
         shown = [
             f"{' and '.join(axes)} {where} nodes" for axes, where in ((inside, "inside"), (across, "across")) if axes

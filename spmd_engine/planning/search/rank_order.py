@@ -19,6 +19,7 @@ Score = Callable[[Order], tuple[float, ...]]  #: less is better
 
 PLACEMENTS = ("auto", "order", "greedy", "assign", "anneal", "genetic")
 MOST_TRIED = 120  #: orders that are all tried; of more, those near to good ones
+DRAWN_STARTS = 2  #: orders drawn at random, near to which others are tried
 
 
 class RankOrders:
@@ -95,9 +96,8 @@ class RankOrders:
 def best_orders(
     orders: RankOrders, score: Score, starts: Sequence[Order], has_time: Callable[[], bool], keep: int = 1
 ) -> list[Order]:
-    """The best orders by a score, the best first: of all if they are few, else of those near to the ``starts``.
-
-    ``starts`` are scored in any case, others while ``has_time()``.
+    """The best orders by a score, the best first: of all if they are few, else of those near to the ``starts`` or
+    to drawn ones. ``starts`` are scored in any case, others while ``has_time()``.
     """
     scores: dict[Order, tuple[float, ...]] = {}
 
@@ -113,8 +113,11 @@ def best_orders(
         for order in every:
             if has_time():
                 scored(order)
-    for start in sorted(scores, key=scored)[: len(starts)] if len(every) > MOST_TRIED else ():
-        current, moved = start, True
+        return sorted(scores, key=scored)[:keep]
+    random = np.random.default_rng(0)
+    drawn = [orders.canonical(random.permutation(orders.machine.ranks).tolist()) for _ in range(DRAWN_STARTS)]
+    for start in [*sorted(scores, key=scored), *drawn]:
+        current, moved = start, has_time()
         while moved and has_time():
             better = (near for near in orders.near(current) if has_time() and scored(near) < scored(current))
             found = next(better, None)
