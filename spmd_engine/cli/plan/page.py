@@ -104,6 +104,8 @@ def _print_evaluation(console: Console, evaluation: PlanEvaluation, batch: int) 
     idle = evaluation.prediction.idle_share
     exposed = evaluation.prediction.exposed / evaluation.prediction.seconds if evaluation.prediction.seconds else 0.0
     console.print(f"  ranks wait {exposed:.1%} of it in communication and bubbles, and compute {1 - idle:.1%}")
+    if (saves := evaluation.order_saves) is not None and exposed:
+        console.print(f"  no other order of what waits for a link would save more than {saves:.1%} of this")
     console.print(f"  sent: {readable_bytes(evaluation.bytes_sent)} a step by all ranks")
     console.print(
         f"  memory: rank {evaluation.peak_rank} holds most, {readable_bytes(analyzed.peak_bytes)}, at "

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import click
 
-from spmd_engine.axes import all_positions
+from spmd_engine.axes import MeshPosition, all_positions
 from spmd_engine.cli.options import axes_of, model_on, takes_job
 from spmd_engine.cli.show.picture import output_option, present
 from spmd_engine.engine.schedules.orders import named
 from spmd_engine.errors import UsageError
-from spmd_engine.pictures import BLUE, GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, table, text
+from spmd_engine.pictures import BLUE, GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, listed, table, text
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.step_analysis import Communication, RankStep
 from spmd_engine.training.train_config import TrainConfig
@@ -90,11 +90,12 @@ def communication(job: TrainConfig, rank: int, output: Path | None) -> None:
         model, axes, composition, batch_size=data.batch_size, micro_batches=data.micro_batches, dtype=dtype
     )
     title = f"{job.model.name}, mesh {mesh[0]}: a step of rank {rank}"
-    present(draw_communication(analysis.of_rank(rank), title, analysis.approximate), output)
+    present(draw_communication(analysis.of_rank(rank), mesh[rank], title, analysis.approximate), output)
 
 
-def draw_communication(step: RankStep, title: str, assumed: Sequence[str] = ()) -> Picture:
-    """Columns are computations, numbered from 0; the table below names those where a transfer begins and ends."""
+def draw_communication(step: RankStep, place: MeshPosition, title: str, assumed: Sequence[str] = ()) -> Picture:
+    """Columns are computations, numbered from 0; the table below names those where a transfer begins and ends, and the
+    ranks at the other ends. ``place`` is the rank's."""
     if len(step.communications) > MOST_TRANSFERS:
         count = len(step.communications)
         raise UsageError(f"{count} transfers are too many to draw; choose a smaller model or fewer micro-batches")
@@ -109,19 +110,23 @@ def draw_communication(step: RankStep, title: str, assumed: Sequence[str] = ()) 
     notes = [
         f"{len(step.computations)} computations; {len(step.communications)} collectives and messages send "
         f"{round(step.bytes_sent):,} bytes; {len(exposed)} overlap with no computation.",
-        "Hidden by: computations between the start of a transfer and the wait for it. Fewer are more urgent.",
+        "Hidden by: computations between the start of a transfer and the wait for it. This is its priority: of "
+        "transfers that wait for a link, the simulation of plan begins the one with the fewest.",
         *assumed,
     ]
-    rows = [("transfer", "over", "bytes sent", "begins before", "is waited for before", "hidden by")]
-    rows += [_row_of_transfer(step, transfer) for transfer in step.communications]
-    return Picture(title, cells, table(rows, "llrllr"), notes, fold=(LABEL, 10))
+    rows = [("transfer", "over", "with ranks", "bytes sent", "begins before", "is waited for before", "hidden by")]
+    rows += [_row_of_transfer(step, place, transfer) for transfer in step.communications]
+    return Picture(title, cells, table(rows, "lllrllr"), notes, fold=(LABEL, 10))
 
 
 def _name_of_transfer(transfer: Communication) -> str:
     return f"{transfer.operation} {transfer.label}"
 
 
-def _row_of_transfer(step: RankStep, transfer: Communication) -> tuple[str, ...]:
+def _row_of_transfer(step: RankStep, place: MeshPosition, transfer: Communication) -> tuple[str, ...]:
+    ranks = [peer.index(None) for peer in place.peers([axis for axis in transfer.axes.split(",") if axis])]
+    others = [rank for rank in ranks if rank != place.index(None)] if transfer.peer is None else [ranks[transfer.peer]]
     names = [*(f"{number} {computation.name}" for number, computation in enumerate(step.computations)), "the end"]
     begins, ends = names[transfer.begins], names[transfer.ends]
-    return _name_of_transfer(transfer), transfer.axes, f"{round(transfer.sent):,}", begins, ends, str(transfer.priority)
+    name, sent = _name_of_transfer(transfer), f"{round(transfer.sent):,}"
+    return name, transfer.axes, listed(others), sent, begins, ends, str(transfer.priority)

@@ -45,6 +45,7 @@ class Reducer:
         self._untouched: set[str] = set()
         self._waiting: Counter = Counter()
         self._reducing: list[Pending | Deferred] = []
+        self._complete: list[GroupStorage] = []  # whose reductions have not begun
         self._in_flight: deque[tuple[GroupStorage, Pending | Deferred]] = deque()
         self._first: set[GroupStorage] = set()  # groups whose owners have received nothing in this step
 
@@ -54,6 +55,7 @@ class Reducer:
             with suppress(SpmdError):
                 pending.wait()
         self._reducing.clear()
+        self._complete.clear()
         self._in_flight.clear()
         self._waiting.clear()
         self._first = {storage for storage in self._storages if storage.zero >= 2}
@@ -84,7 +86,15 @@ class Reducer:
         for storage in self._storages_of_layer[layer]:
             self._waiting[storage] -= 1
             if self._waiting[storage] == 0:
-                self._send(storage)
+                self._complete.append(storage)
+        if not all(storage.zero == 3 for storage in self._complete):
+            self.send_complete()
+
+    def send_complete(self) -> None:
+        """Start the reductions of complete groups, after the gathers of parameters that are needed sooner."""
+        for storage in self._complete:
+            self._send(storage)
+        self._complete.clear()
 
     def _send(self, storage: GroupStorage) -> None:
         gradients = storage.gradients
@@ -111,6 +121,7 @@ class Reducer:
 
     def finish(self) -> None:
         """Wait until every owner has the sum over all ranks."""
+        self.send_complete()
         while self._in_flight:
             self._accumulate_oldest()
         for pending in self._reducing:

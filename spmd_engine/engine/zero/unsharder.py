@@ -41,8 +41,8 @@ class Unsharder:
     def unshard(self, layer: int, *, keep: Iterable[int] = (), prefetch: Iterable[int] = ()) -> dict[str, Any]:
         """The parameters of a layer by local name, "norm/scale" at ["norm"]["scale"], valid until the next call.
 
-        Groups that neither this layer nor those in ``keep`` use are released. The first absent group of the layers in
-        ``prefetch`` begins to be gathered.
+        Groups that neither this layer nor those in ``keep`` use are released. The absent groups of the first layer in
+        ``prefetch`` that has any begin to be gathered.
         """
         if self._in_parts:
             self._gather(layer, keep, prefetch)
@@ -55,9 +55,8 @@ class Unsharder:
     def _gather(self, layer: int, keep: Iterable[int], prefetch: Iterable[int]) -> None:
         needed = list(self._sharded_storages(layer))
         wanted = list(dict.fromkeys([*needed, *(s for number in keep for s in self._sharded_storages(number))]))
-        prefetched = next((s for number in prefetch for s in self._sharded_storages(number) if s not in wanted), None)
-        if prefetched:
-            wanted.append(prefetched)
+        absent = ([s for s in self._sharded_storages(number) if s not in wanted] for number in prefetch)
+        wanted += next(filter(None, absent), [])
         self._release_all(storage for storage in self._gathered if storage not in wanted)
         for storage in wanted:
             storage.start_gather()

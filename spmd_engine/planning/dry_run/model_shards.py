@@ -26,6 +26,7 @@ class CommunicationPoint:
     shards: tuple[str, ...]  #: the others that take part
     calls: int
     bytes: float
+    priority: int  #: the fewest computations that hide a call; fewer are more urgent
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ class _ShardTable:
             if peer is not None:
                 members = [sorted([*members, rank])[peer]]
             ids = [self._id(other, self._nearest(other, chunk, label)) for other in members]
-            yield CommunicationPoint(operation, axes, label, tuple(ids), len(alike), sum(call.sent for call in alike))
+            sent, priority = sum(call.sent for call in alike), min(call.priority for call in alike)
+            yield CommunicationPoint(operation, axes, label, tuple(ids), len(alike), sent, priority)
 
     def _nearest(self, rank: int, chunk: int, label: str) -> int:
         """The chunk of another rank that a call of this chunk is for: gradients go to the chunk before."""

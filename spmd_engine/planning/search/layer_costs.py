@@ -75,7 +75,7 @@ class ShardedLayers:
         recomputed = np.zeros(len(costs), bool)
         for layers in repeated:
             recomputed[layers.start : layers.stop] = True
-        self.later_repeated = [layer for layers in repeated for layer in layers[1:]]
+        self.later_repeated = {layer for layers in repeated for layer in layers[1:]}
         self.forward = self._array(lambda cost: cost.all_forward)
         self.forward += self._idle(model, self._array(lambda cost: cost.host_forward), self.forward)
         inputs, inside = self._array(lambda cost: cost.backward_input), self._array(lambda cost: cost.inside_backward)
@@ -111,8 +111,7 @@ class ShardedLayers:
         for layers in repeated:
             part = slice(layers.start, layers.stop)
             self.gathered[part] = self.elements[part].sum()
-        #: elements of each layer's first gathered group, and of its last reduced groups
-        self.first_group = self._array(lambda cost: max(cost.groups[:1], default=0))
+        #: elements of each layer's last reduced groups
         self.last_groups = self._array(lambda cost: sum(cost.groups[-IN_FLIGHT:]))
         numbers = {name: number for number, (name, _) in enumerate(model.layers)}
         #: layer with a tied parameter -> the layer that owns it
@@ -155,9 +154,9 @@ class ShardedLayers:
         return [self.costs[indices.index(number)] for number in range(len(numbers))], indices
 
 
-# --- Communication of ZeRO, by parameter group. Under ZeRO-3 the first group of a layer is prefetched while the layer
-# --- before it computes (``engine.zero.unsharder``); the others are gathered when the layer begins, exposed. All groups
-# --- of a recomputed segment are gathered at its beginning. From ZeRO-2 on gradients are reduced in every micro-batch,
+# --- Communication of ZeRO, by parameter group. Under ZeRO-3 a layer's groups are prefetched while the layer before it
+# --- computes (``engine.zero.unsharder``). All groups of a recomputed segment are gathered at its beginning, except its
+# --- last layer's, which were prefetched. From ZeRO-2 on gradients are reduced in every micro-batch,
 # --- at most ``IN_FLIGHT`` groups at a time (``engine.zero.reducer``). A rank's link serves one collective at a time
 
 
@@ -173,7 +172,6 @@ class ZeroCommTime:
 
     own: dict[str, np.ndarray]
     tied: dict[str, np.ndarray]
-    first: np.ndarray  #: the gather of the first group
     last: np.ndarray  #: the reductions of the last ``IN_FLIGHT`` groups
 
     @classmethod
@@ -190,7 +188,6 @@ class ZeroCommTime:
         return cls(
             {name: seconds(name, [cost.groups for cost in distinct]) for name in OPERATIONS},
             {name: seconds(name, [cost.tied_groups for cost in distinct]) for name in OPERATIONS},
-            seconds("all_gather", [(*cost.groups, *cost.tied_groups)[:1] for cost in distinct]),
             seconds("reduce_scatter", [cost.groups[-IN_FLIGHT:] for cost in distinct]),
         )
 
@@ -202,7 +199,7 @@ class ZeroCommTime:
         """Seconds of each layer's forward, given its ``work``."""
         if zero < 3:
             return work
-        return self.all("all_gather") - self.first + np.maximum(work, self.first)
+        return np.maximum(work, self.all("all_gather"))
 
     def backward(self, work: np.ndarray, layers: ShardedLayers, zero: int) -> np.ndarray:
         """Seconds of each layer's backward and recomputation, given its ``work``."""
@@ -212,11 +209,13 @@ class ZeroCommTime:
         if zero < 3:
             return waited + np.maximum(work, self.last)
         gathers = self.all("all_gather")
-        first, rest = self.first.copy(), gathers - self.first
-        for layer in layers.later_repeated:  # gathered with the segment's first layer, while that computes
-            first[layer] = 0.0
-            rest[layer] = max(gathers[layer] - layers.forward[layer - 1], 0.0)
-        return rest + waited + np.maximum(work, first + self.last)
+        prefetched, exposed = gathers.copy(), np.zeros_like(gathers)
+        for layer in layers.later_repeated:
+            if layer - 1 not in layers.later_repeated:  # the first of its segment
+                prefetched[layer - 1], exposed[layer - 1] = 0.0, gathers[layer - 1]
+            if layer + 1 in layers.later_repeated:  # gathered with the segment's first layer, while that computes
+                prefetched[layer], exposed[layer] = 0.0, max(gathers[layer] - layers.forward[layer - 1], 0.0)
+        return exposed + waited + np.maximum(work, prefetched + self.last)
 
 
 # --- Sums over the layers of each pipeline stage
@@ -306,9 +305,8 @@ class StageSums:
 
     @cached_property
     def gathered(self) -> np.ndarray:
-        """The most elements that ZeRO-3 has gathered: a layer, and the prefetched group of the next."""
-        first = self.layers.first_group
-        before, after = np.roll(first, 1), np.roll(first, -1)
+        """The most elements that ZeRO-3 has gathered: a layer, and the prefetched next one."""
+        before, after = np.roll(self.layers.elements, 1), np.roll(self.layers.elements, -1)
         before[self.starts] = after[self.edges[1:] - 1] = 0  # these belong to other chunks
         return self.worst_chunk(np.maximum.reduceat(self.layers.gathered + np.maximum(before, after), self.starts))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import gcd, inf, prod
 from statistics import fmean
 from typing import Any
@@ -20,6 +21,7 @@ from spmd_engine.planning.dry_run.step_analysis import RankStep, StepAnalysis, p
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.placement import shares
 from spmd_engine.planning.search.search_space import PIPE, Candidate
+from spmd_engine.planning.simulator.communication_bound import least_seconds
 from spmd_engine.planning.simulator.simulation import Prediction, simulate
 
 MOST_SLOTS = 12_000  #: layers times micro-batches; larger steps are extrapolated
@@ -37,7 +39,18 @@ class PlanEvaluation:
     prediction: Prediction
     seconds: float
     bytes_sent: int
+    machine: Machine
     whole: bool = True
+
+    @cached_property
+    def order_saves(self) -> float | None:
+        """The largest share of the exposed communication that another order of it could save, with gradients in chunks
+        of any size; None if not all ranks are simulated."""
+        exposed = self.prediction.exposed
+        if not self.whole or len(self.prediction.ranks) < self.analysis.ranks:
+            return None
+        saved = self.prediction.seconds - least_seconds(self.analysis, self.machine)
+        return min(max(saved, 0.0) / exposed, 1.0) if exposed else 0.0
 
     @property
     def peak_rank(self) -> int:
@@ -79,6 +92,7 @@ class PlanEvaluation:
                 "moment": self.peak_moment,
                 "bytes_by_kind": self.peak_bytes_by_kind,
             },
+            "order_saves_at_most": self.order_saves,
             "whole": self.whole,
             "approximate": list(self.analysis.approximate),
         }
@@ -106,7 +120,7 @@ def evaluate_step(
     if slots <= MOST_SLOTS or micro_batches <= few + stages:
         analysis = analyzed(batch_size=batch_size, micro_batches=micro_batches)
         prediction = simulate(analysis, machine)
-        return PlanEvaluation(analysis, prediction, prediction.seconds, analysis.bytes_sent)
+        return PlanEvaluation(analysis, prediction, prediction.seconds, analysis.bytes_sent, machine)
     samples = batch_size // micro_batches
     short = analyzed(batch_size=samples * few, micro_batches=few)
     longer = analyzed(batch_size=samples * (few + stages), micro_batches=few + stages)
@@ -117,6 +131,7 @@ def evaluate_step(
         second,
         first.seconds + more * (second.seconds - first.seconds),
         round(short.bytes_sent + more * (longer.bytes_sent - short.bytes_sent)),
+        machine,
         whole=False,
     )
 
