@@ -104,7 +104,6 @@ class Chunk:
         for number, rest in layers:
             self._backward_weight(number, rest)
             del rest  # before the next layer makes its own
-        self._reducer.send_complete()
 
     def backward_input(self, saved: list[Saved], dy: Array) -> tuple[Any, list[tuple[int, Any]]]:
         """The input's gradient, and what ``backward_weight`` needs."""
@@ -116,7 +115,6 @@ class Chunk:
         """The gradients of the weights, in the order of the backward."""
         while rests:
             self._backward_weight(*rests.pop(0))
-            self._reducer.send_complete()
 
     def _backward_input(
         self, saved: list[Saved], dy: Array, on_input_gradient: Callable[[Any], None]
@@ -129,7 +127,6 @@ class Chunk:
                 self._repeat(segment, record)
             for number in reversed(segment.layers):
                 p = self._unsharder.unshard(number, keep=keep, prefetch=self._before(number))
-                self._reducer.send_complete()
                 side = self._side_gradients(number, record.ctx)
                 dy, rest = self._layers[number][1].backward_input(
                     self._shards[number], p, record.of_layers.pop(), dy, *side

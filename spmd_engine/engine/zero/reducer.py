@@ -67,6 +67,7 @@ class Reducer:
 
     def sums(self, layer: int) -> GradientSums:
         """The sums to which a layer adds its gradients in the backward that is about to begin."""
+        self._send_complete()
         if layer in self._sums:
             return self._sums[layer]
         names = self._uses[layer]
@@ -82,16 +83,22 @@ class Reducer:
         return sums
 
     def layer_done(self, layer: int) -> None:
-        """Record that one backward of a layer is complete; reduce the groups that it completes."""
+        """Record that one backward of a layer is complete; reduce the groups that it completes.
+
+        Under ZeRO-3 this begins with the next layer's weights, or in ``finish``: after the gathers of parameters that
+        are needed sooner.
+        """
         for storage in self._storages_of_layer[layer]:
             self._waiting[storage] -= 1
             if self._waiting[storage] == 0:
                 self._complete.append(storage)
         if not all(storage.zero == 3 for storage in self._complete):
-            self.send_complete()
+            self._send_complete()
+        while self._in_flight and len(self._in_flight) + len(self._complete) > IN_FLIGHT:
+            self._accumulate_oldest()
 
-    def send_complete(self) -> None:
-        """Start the reductions of complete groups, after the gathers of parameters that are needed sooner."""
+    def _send_complete(self) -> None:
+        """Start the reductions of complete groups."""
         for storage in self._complete:
             self._send(storage)
         self._complete.clear()
@@ -121,7 +128,7 @@ class Reducer:
 
     def finish(self) -> None:
         """Wait until every owner has the sum over all ranks."""
-        self.send_complete()
+        self._send_complete()
         while self._in_flight:
             self._accumulate_oldest()
         for pending in self._reducing:
