@@ -24,7 +24,7 @@ def test_a_picture(capsys):
     assert lines[4].split() == ["all_gather", "parameters", "======"]
     table = next(i for i, line in enumerate(lines) if line.startswith("transfer"))
     # A quarter of 1,155,072 bytes, to three others.
-    row = "all_gather parameters data 866,304 0 embedding forward 6 block2/attention forward 6"
+    row = "all_gather parameters data 1,2,3 866,304 0 embedding forward 6 block2/attention forward 6"
     assert lines[table + 2].split() == row.split()
     assert lines[-2].startswith("65 computations; 15 collectives and messages send 9,197,016 bytes")
 

@@ -94,9 +94,9 @@ GRADIENTS = LAYER + WEIGHTS + BIASES
     [
         ({"data": 2}, 1, 0),
         ({"data": 2}, 2, GRADIENTS),
-        ({"data": 2}, 3, GRADIENTS + LAYER + WEIGHTS),  # parameters of the layer, and the first group of the next one
-        ({"pipe": 3, "data": 2}, 3, GRADIENTS + LAYER + WEIGHTS),
-        ({"replicate": 2, "shard": 2}, None, GRADIENTS + LAYER + WEIGHTS),
+        ({"data": 2}, 3, GRADIENTS + 2 * LAYER),  # parameters of the layer, and of the next one
+        ({"pipe": 3, "data": 2}, 3, GRADIENTS + 2 * LAYER),
+        ({"replicate": 2, "shard": 2}, None, GRADIENTS + 2 * LAYER),
         ({"data": 1}, 3, 0),
     ],
     ids=str,

@@ -226,10 +226,10 @@ def _peak_unsharded_bytes(
 ) -> list[int]:
     """The most bytes of unsharded groups at one time in a step, on each rank.
 
-    These bytes do not depend on the batch, which here has a sample for each rank in each micro-batch, and a micro-batch
-    for each stage.
+    These bytes do not depend on the batch, which here has a sample for each rank in each micro-batch, and two
+    micro-batches for each stage: gradients of one may be under way while the next one begins.
     """
-    micro_batches = axes.get(PIPE, 1)
+    micro_batches = 2 * axes.get(PIPE, 1)
     batch_size = micro_batches * prod(axes.values())
     analysis = analyze(
         model, axes, composition, batch_size=batch_size, micro_batches=micro_batches, dtype=dtype, cache=cache
