@@ -10,6 +10,7 @@ from math import cos, pi
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.updates import adamw, momentum_sgd
 from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.offload import present
 from spmd_engine.errors import UsageError
 
 State = dict[str, dict[str, Array]]  # kind ("mean") -> key of ``owned`` -> array
@@ -29,7 +30,7 @@ class Optimizer:
             arrays = self.state.setdefault(kind, {})
             for key, array in engine.owned.items():
                 if key not in arrays:
-                    arrays[key] = backend_of(array).xp.zeros_like(array)
+                    arrays[key] = engine.new_state(array)
 
     def update(
         self, engine: ShardedEngine, gradients: Mapping[str, Array], *, step: int, rate: float, scale: float = 1.0
@@ -39,12 +40,14 @@ class Optimizer:
         if set(gradients) != set(engine.owned):
             differ = ", ".join(sorted(set(gradients) ^ set(engine.owned)))
             raise UsageError(f"gradients and parameters differ in names: {differ}; backward must return all of them")
+        keys, flat = list(engine.owned), []
         for key, parameter in engine.owned.items():
             if gradients[key].shape != parameter.shape:
                 raise UsageError(f"{key}: gradient of shape {gradients[key].shape}, parameter of {parameter.shape}")
-            flat = [_flat(parameter), backend_of(parameter).xp.ascontiguousarray(gradients[key]).reshape(-1)]
-            flat += [_flat(self.state[kind][key]) for kind in self.kinds]
-            self._update(*flat, step=step, rate=rate, scale=scale, decays=engine.decays(key))
+            flat.append([_flat(parameter), backend_of(parameter).xp.ascontiguousarray(gradients[key]).reshape(-1)])
+        for number, part, state in present([[self.state[kind][key] for kind in self.kinds] for key in keys]):
+            arrays = [x[part] for x in flat[number]] + state
+            self._update(*arrays, step=step, rate=rate, scale=scale, decays=engine.decays(keys[number]))
         engine.after_update()
 
     def _update(self, *arrays: Array, step: int, rate: float, scale: float, decays: bool) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array, Backend, backend_of
+from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.group import Group
@@ -240,7 +240,7 @@ class StateReshard:
         """Transfer the model to ``targets``, and the optimizer state that this rank now owns to the optimizer."""
         model, states = [(self._arrays, targets)], []
         for kind, before in self._state.items():  # the transfer fills all of it
-            state = {key: backend_of(x).xp.empty_like(x) for key, x in self._engine.owned.items()} if targets else {}
+            state = {key: self._engine.new_state(x) for key, x in self._engine.owned.items()} if targets else {}
             self._optimizer_state[kind] = state
             states.append((before, self._engine.named(state) if targets else {}))
         if all(placements[True] is placements[False] for placements in (old, new)):

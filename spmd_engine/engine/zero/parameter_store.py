@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
-from spmd_engine.comm.agreement.rank_zero import gather_json
+from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.offload import AwayArray, OffloadError
 from spmd_engine.engine.state.assignment import PIPE, Assignment, Index, ZeroConfig
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.engine.zero.storage import GroupStorage
@@ -48,6 +49,11 @@ class ParameterStore:
         zero = storage.stage(mesh.axes)
         self.feeds_back = compression(storage.compress).feeds_back  #: whether steps leave residues for the next
         _check_memory(assignment, mesh, zero, dtype, backend)
+        self.offload = storage.offload
+        #: of what this rank offloads; None: nothing, or a dry run
+        self.offload_file = None
+        if self.offload.kinds:
+            self.offload_file = on_all_ranks(mesh.group(), lambda: self.offload.open(backend), OffloadError)
         self.storages = [
             GroupStorage(group, mesh, zero, dtype, backend, storage.compress) for group in assignment.groups
         ]
@@ -268,6 +274,11 @@ class StoredEngine(ShardedEngine):
     @property
     def owned(self) -> Mapping[str, Array]:
         return self.store.owned
+
+    def new_state(self, like: Array) -> Array:
+        if "optimizer" not in self.store.offload.kinds:
+            return super().new_state(like)
+        return AwayArray(self.store.offload_file, like, self.backend)
 
     def decays(self, key: str) -> bool:
         return key.endswith("/decayed")  # the name of a segment

@@ -1,0 +1,410 @@
+"""Arrays that live in a file while they are not in use: optimizer state, saved activations.
+
+After Rajbhandari et al., "ZeRO-Infinity" (2021). The file has no name: it is unlinked as soon as it is open, so that it
+vanishes with its process, also a killed one, and nobody can remove it in the meantime. Its space is reserved before it
+is used. Threads move pieces between the file and aligned buffers by explicit reads and writes, past the system's page
+cache, which would count against the memory limit of the job. A memory map would end a process by SIGBUS on a full disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from mmap import mmap
+from pathlib import Path
+from threading import Lock
+from typing import Any, cast
+from uuid import uuid4
+from weakref import finalize
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Array, Backend, backend_of
+from spmd_engine.arrays.fused import alike
+from spmd_engine.arrays.meta.array import ShapedArray
+from spmd_engine.arrays.meta.meter import meter
+from spmd_engine.errors import UsageError
+from spmd_engine.units import readable_bytes
+
+PIECE = 2 << 20  #: bytes that are read or written at once
+PAGE = 4096  #: bytes: direct reads and writes begin and end at multiples of them
+THREADS = 3  #: of a file: one reads ahead while others write behind
+KINDS = ("optimizer", "activations")
+PLACES = ("disk", "host")
+
+
+class OffloadError(UsageError):
+    """The disk of offloaded arrays is full, or cannot be read or written."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What lives elsewhere while it is not in use: some of ``KINDS``, in a file in this ``folder``, or on the host."""
+
+    kinds: tuple[str, ...] = ()
+    folder: str = "."
+    to: str = "disk"  #: one of ``PLACES``
+
+    def open(self, backend: Backend) -> OffloadFile | None:
+        """The file of a rank, whose arrays are of the backend; None if nothing is offloaded, and in a dry run.
+
+        Raises UsageError if there can be no such file.
+        """
+        if not self.kinds or isinstance(backend.empty(0, np.uint8), ShapedArray):
+            return None
+        if self.to == "disk":
+            return OffloadFile(self.folder)
+        if not backend.on_device:
+            raise UsageError("--offload-to host: without a device everything is on the host; choose --offload-to disk")
+        return HostMemory(backend)
+
+    @classmethod
+    def parse(cls, text: str | None, folder: str | None = None, to: str = "disk") -> Offload:
+        """``"optimizer,activations"`` as an ``Offload``; raises UsageError for unknown kinds."""
+        kinds = tuple(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
+        for kind in kinds:
+            if kind not in KINDS:
+                raise UsageError(f"--offload {text}: there is no {kind!r} to offload; choose among {', '.join(KINDS)}")
+        return cls(kinds, folder or ".", to)
+
+
+class OffloadFile:
+    """A file of arrays, with the threads that read and write it."""
+
+    def __init__(self, folder: str) -> None:
+        """Raises OffloadError if the folder cannot hold such a file."""
+        self.folder = folder
+        if kind := _in_memory(folder):
+            raise OffloadError(f"--offload-dir {folder}: it is in memory ({kind}), which offloading is to save; name a "
+                               "folder on a disk")  # fmt: skip
+        path = Path(folder, f".spmd-offload-{uuid4().hex}")
+        try:
+            self._descriptor, self._direct = _open(path)
+            os.unlink(path)
+        except OSError as error:
+            raise self._error("cannot be written", error) from error
+        finalize(self, os.close, self._descriptor)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._end, self._free, self._lock = 0, dict[int, list[int]](), Lock()
+        self._buffers: list[np.ndarray] = []
+        self._threads = ThreadPoolExecutor(THREADS, "offload")
+
+    def reserve(self, size: int) -> int:
+        """The offset of ``size`` bytes, rounded up to pages, that nothing else uses; zeros if never used before.
+
+        Raises OffloadError if the disk is full.
+        """
+        size = _pages(size)
+        with self._lock:
+            if self._free.get(size):
+                return self._free[size].pop()
+            offset, self._end = self._end, self._end + size
+        if size:
+            self._grow(offset, size)
+        return offset
+
+    def _grow(self, offset: int, size: int) -> None:
+        """Reserve new bytes."""
+        try:
+            os.posix_fallocate(self._descriptor, offset, size)
+        except OSError as error:
+            why = f"cannot hold {readable_bytes(self._end)} of offloaded arrays"
+            raise self._error(why, error) from error
+
+    def give_back(self, offset: int, size: int) -> None:
+        """Let others use bytes that ``reserve`` returned."""
+        with self._lock:
+            self._free.setdefault(_pages(size), []).append(offset)
+
+    def take_buffer(self) -> np.ndarray:
+        """A buffer of ``PIECE`` bytes, for direct reads and writes; ``keep_buffer`` lets it be taken again."""
+        with self._lock:
+            if self._buffers:
+                return self._buffers.pop()
+        return np.frombuffer(cast(Any, mmap(-1, PIECE)), np.uint8)
+
+    def keep_buffer(self, buffer: np.ndarray) -> None:
+        with self._lock:
+            self._buffers.append(buffer)
+
+    def free_buffers(self) -> None:
+        """Free the memory of all buffers that are not taken."""
+        with self._lock:
+            self._buffers.clear()
+
+    def start_read(self, offset: int, buffer: np.ndarray) -> Future[None]:
+        """Begin to fill whole pages of a buffer from the file."""
+        return self._threads.submit(self._move, self._read, offset, buffer, "read")
+
+    def start_write(self, offset: int, buffer: np.ndarray) -> Future[None]:
+        """Begin to write whole pages of a buffer to the file."""
+        return self._threads.submit(self._move, self._write, offset, buffer, "written")
+
+    def _move(self, operation: Any, offset: int, buffer: np.ndarray, verb: str) -> None:
+        view, done = memoryview(cast(Any, buffer)), 0
+        try:
+            while done < len(view):
+                moved = operation(offset + done, view[done:])
+                if moved <= 0:
+                    raise OSError(errno.EIO, f"the file ends before byte {offset + len(view)}")
+                done += moved
+        except OSError as error:
+            raise self._error(f"cannot be {verb}", error) from error
+
+    # The only two calls that touch the disk: tests make them slow, short or fail.
+
+    def _read(self, offset: int, view: memoryview) -> int:
+        moved = os.preadv(self._descriptor, [view], offset)
+        self._uncache(offset, moved)
+        return moved
+
+    def _write(self, offset: int, view: memoryview) -> int:
+        moved = os.pwritev(self._descriptor, [view], offset)
+        self._uncache(offset, moved)
+        return moved
+
+    def _uncache(self, offset: int, size: int) -> None:
+        """Where direct transfers do not work, drop what the page cache has of the file."""
+        if not self._direct and hasattr(os, "posix_fadvise"):
+            os.fdatasync(self._descriptor)
+            os.posix_fadvise(self._descriptor, offset, size, os.POSIX_FADV_DONTNEED)
+
+    def _error(self, why: str, error: OSError) -> OffloadError:
+        reason = error.strerror or str(error)
+        return OffloadError(f"offload file in {self.folder}: it {why} ({reason}). Free space, or name another disk by "
+                            "--offload-dir, and continue from the last checkpoint (--resume)")  # fmt: skip
+
+
+class HostMemory(OffloadFile):
+    """Memory of the host in place of a file, for arrays of a device."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._pinned, self._blocks = backend.pinned_empty, dict[int, np.ndarray]()
+        self._begin()
+
+    def _grow(self, offset: int, size: int) -> None:
+        self._blocks[offset] = self._pinned(size, np.uint8)
+        self._blocks[offset][...] = 0
+
+    def _block(self, offset: int, size: int) -> np.ndarray:
+        first = max(start for start in tuple(self._blocks) if start <= offset)
+        return self._blocks[first][offset - first : offset - first + size]
+
+    def _read(self, offset: int, view: memoryview) -> int:
+        np.asarray(view)[...] = self._block(offset, len(view))
+        return len(view)
+
+    def _write(self, offset: int, view: memoryview) -> int:
+        self._block(offset, len(view))[...] = np.asarray(view)
+        return len(view)
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    """A new file, and whether it is read and written past the page cache."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with suppress(OSError, AttributeError):  # a file system, or a system, without direct transfers
+        return os.open(path, flags | os.O_DIRECT, 0o600), True
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.open(path, flags, 0o600), False
+
+
+def _in_memory(folder: str) -> str:
+    """The kind of the file system of a folder if it is in memory, else ""."""
+    with suppress(OSError):
+        device = f"{os.major(dev := os.stat(folder).st_dev)}:{os.minor(dev)}"
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            fields = line.split()
+            kind = fields[fields.index("-") + 1]
+            if fields[2] == device and kind in ("tmpfs", "ramfs"):
+                return kind
+    return ""
+
+
+def _pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+# --- Arrays in a file
+
+
+class AwayArray:
+    """An array in an ``OffloadFile``, in C order; zeros at first.
+
+    Indexing, by slices only, makes a view and reads nothing; ``numpy.asarray`` reads, assignment writes. ``present``
+    streams whole arrays through memory. In a dry run (``file`` is None), nothing is read or written but counted.
+    """
+
+    def __init__(self, file: OffloadFile | None, like: Array, backend: Backend) -> None:
+        """Reserve the space for zeros ``like`` an array of the backend; raises OffloadError if there is none."""
+        self.shape, self.dtype, self._backend, self._file = tuple(like.shape), np.dtype(like.dtype), backend, file
+        self._offset = file.reserve(self.nbytes) if file is not None else 0  # of the page of the first element
+        self._first = 0  # elements before this view's first row
+        self._inside: tuple[slice, ...] | None = None  # the part of each row; None: all
+        self._row_shape = self.shape[1:]
+
+    ndim = property(lambda self: len(self.shape))
+    size = property(lambda self: prod(self.shape))
+    itemsize = property(lambda self: self.dtype.itemsize)
+    nbytes = property(lambda self: self.size * self.dtype.itemsize)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def _view(self, first: int, shape: tuple[int, ...], row: tuple[int, ...], inside: Any = None) -> AwayArray:
+        view = AwayArray.__new__(AwayArray)
+        vars(view).update(vars(self), _first=first, shape=shape, _row_shape=row, _inside=inside)
+        return view
+
+    def reshape(self, *shape: Any) -> AwayArray:
+        """A view in another shape of whole rows."""
+        sizes = tuple(shape[0]) if isinstance(shape[0], tuple) else shape
+        if -1 in sizes:
+            sizes = tuple(self.size // -prod(sizes) if n == -1 else n for n in sizes)
+        if self._inside is not None or prod(sizes) != self.size:
+            raise ValueError(f"an array of shape {self.shape} cannot be viewed in shape {sizes}")
+        return self._view(self._first, sizes, sizes[1:])
+
+    def __getitem__(self, index: Any) -> AwayArray:
+        parts = [part for part in (index if isinstance(index, tuple) else (index,)) if part is not Ellipsis]
+        if not parts or not self.shape:
+            return self
+        spans = [slice(*part.indices(n)[:2]) for part, n in zip(parts, self.shape, strict=False)]
+        spans += [slice(0, n) for n in self.shape[len(spans) :]]
+        before = self._inside or tuple(slice(0, n) for n in self._row_shape)
+        inside = tuple(slice(a.start + b.start, a.start + b.stop) for a, b in zip(before, spans[1:], strict=True))
+        whole = all((a.start, a.stop) == (0, n) for a, n in zip(inside, self._row_shape, strict=True))
+        first = self._first + spans[0].start * prod(self._row_shape)
+        shape = tuple(max(0, span.stop - span.start) for span in spans)
+        return self._view(first, shape, self._row_shape, None if whole else inside)
+
+    def _rows(self) -> np.ndarray:
+        """The whole rows of this view, read from the file."""
+        rows = np.empty((*self.shape[:1], *self._row_shape), self.dtype)
+        self._transfer(rows.reshape(-1).view(np.uint8), into_file=False)
+        return rows
+
+    def _part(self, rows: np.ndarray) -> np.ndarray:
+        return rows if self._inside is None else rows[(slice(None), *self._inside)]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self._part(self._rows()).astype(dtype or self.dtype, copy=False)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        target = self[index]
+        if not target.size:
+            return
+        whole = target._inside is None
+        rows = np.empty((*target.shape[:1], *target._row_shape), target.dtype) if whole else target._rows()
+        target._part(rows)[...] = backend_of(value).to_host(value)
+        target._transfer(rows.reshape(-1).view(np.uint8), into_file=True)
+
+    def _transfer(self, data: np.ndarray, *, into_file: bool) -> None:
+        """Move bytes between memory and the place of this view, page by page through a buffer."""
+        file, buffer = cast(OffloadFile, self._file), cast(OffloadFile, self._file).take_buffer()
+        start = self._offset + self._first * self.itemsize
+        end = start + len(data)
+        for first in range(start // PAGE * PAGE, end, PIECE):
+            pages = buffer[: min(PIECE, _pages(end) - first)]
+            begin, stop = max(first, start), min(first + len(pages), end)
+            if not into_file or (begin, stop) != (first, first + len(pages)):
+                file.start_read(first, pages).result()
+            within, place = pages[begin - first : stop - first], data[begin - start : stop - start]
+            if into_file:
+                within[...] = place
+                file.start_write(first, pages).result()
+            else:
+                place[...] = within
+        file.keep_buffer(buffer)
+
+    # --- pieces of a flat array, for ``present``
+
+    def pieces(self) -> Iterator[slice]:
+        """The elements in pieces."""
+        step = PIECE // self.itemsize
+        return (slice(first, min(first + step, self.size)) for first in range(0, self.size, step))
+
+
+class _Piece:
+    """A piece of an array on its way from the file, in memory, or on its way back."""
+
+    def __init__(self, array: AwayArray, part: slice) -> None:
+        self._array, self._file = array, cast(OffloadFile, array._file)
+        size = (part.stop - part.start) * array.itemsize
+        self._place = array._offset + (array._first + part.start) * array.itemsize
+        self._buffer = self._file.take_buffer()
+        self._pages, self._host = self._buffer[: _pages(size)], self._buffer[:size].view(array.dtype)
+        self._moving = self._file.start_read(self._place, self._pages)
+
+    def loaded(self) -> Array:
+        """The elements, once they are read."""
+        self._moving.result()
+        self._elements: Array = self._array._backend.asarray(self._host)
+        return self._elements
+
+    def start_store(self) -> None:
+        """Begin to write the elements back."""
+        backend = self._array._backend
+        if backend.on_device:
+            backend.copy_to_host(self._elements, self._host)
+            backend.synchronize()
+        self._moving = self._file.start_write(self._place, self._pages)
+
+    def stored(self) -> None:
+        """Wait until the elements are written."""
+        self._moving.result()
+        self._file.keep_buffer(self._buffer)
+
+
+def present(sets: Sequence[Sequence[Array]]) -> Iterator[tuple[int, slice, list[Array]]]:
+    """The flat arrays of each set in memory, as (number of the set, slice, elements of each array in it).
+
+    Arrays that are away come in pieces: the next piece is read, and the last one written, while the caller changes one.
+    Arrays of one set have equal sizes and dtypes, and all or none are away.
+    """
+    away = [number for number, arrays in enumerate(sets) if arrays and isinstance(arrays[0], AwayArray)]
+    for number, arrays in enumerate(sets):
+        if number not in away:
+            yield number, slice(None), [array.reshape(-1) for array in arrays]
+        elif arrays[0]._file is None:
+            yield from _present_shapes(number, arrays)
+    pieces = iter([(n, part) for n in away if sets[n][0]._file is not None for part in sets[n][0].pieces()])
+    loading: deque[tuple[int, slice, list[_Piece]]] = deque()
+    storing: list[_Piece] = []
+    file = None
+    while True:
+        while len(loading) < 2 and (piece := next(pieces, None)):
+            number, part = piece
+            loading.append((number, part, [_Piece(array, part) for array in sets[number]]))
+        if not loading:
+            break
+        number, part, arrays = loading.popleft()
+        yield number, part, [array.loaded() for array in arrays]
+        for array in storing:
+            array.stored()
+        storing, file = arrays, sets[number][0]._file
+        for array in storing:
+            array.start_store()
+    for array in storing:
+        array.stored()
+    if file is not None:
+        file.free_buffers()
+
+
+def _present_shapes(number: int, arrays: Sequence[AwayArray]) -> Iterator[tuple[int, slice, list[Array]]]:
+    """``present`` in a dry run: buffers of three pieces of each array, and the bytes that are read and written."""
+    size, step = arrays[0].size, PIECE // arrays[0].itemsize
+    buffers = [array._backend.empty(3 * min(step, size), array.dtype) for array in arrays]
+    for first in alike(range(0, size, step), buffers[0], last=size % step != 0):
+        part = slice(first, min(first + step, size))
+        moved = (part.stop - part.start) * sum(array.itemsize for array in arrays)
+        meter().transfer(moved, moved)
+        yield number, part, [buffer[: part.stop - part.start] for buffer in buffers]
