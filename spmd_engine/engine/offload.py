@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,18 +19,21 @@ from math import prod
 from mmap import mmap
 from pathlib import Path
 from threading import Lock
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from uuid import uuid4
-from weakref import finalize
+from weakref import WeakValueDictionary, finalize, ref
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.arrays.fused import alike
+from spmd_engine.arrays.memory import address_of
 from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.meter import meter
 from spmd_engine.errors import UsageError
 from spmd_engine.units import readable_bytes
+
+T = TypeVar("T")
 
 PIECE = 2 << 20  #: bytes that are read or written at once
 PAGE = 4096  #: bytes: direct reads and writes begin and end at multiples of them
@@ -58,6 +61,8 @@ class Offload:
         """
         if not self.kinds or isinstance(backend.empty(0, np.uint8), ShapedArray):
             return None
+        if "activations" in self.kinds and backend.on_device:
+            raise UsageError("--offload activations: those of a device stay there; choose --offload optimizer")
         if self.to == "disk":
             return OffloadFile(self.folder)
         if not backend.on_device:
@@ -97,14 +102,14 @@ class OffloadFile:
         self._buffers: list[np.ndarray] = []
         self._threads = ThreadPoolExecutor(THREADS, "offload")
 
-    def reserve(self, size: int) -> int:
-        """The offset of ``size`` bytes, rounded up to pages, that nothing else uses; zeros if never used before.
+    def reserve(self, size: int, *, zeros: bool = False) -> int:
+        """The offset of ``size`` bytes, rounded up to pages, that nothing else uses; all ``zeros``, or of any value.
 
         Raises OffloadError if the disk is full.
         """
         size = _pages(size)
         with self._lock:
-            if self._free.get(size):
+            if self._free.get(size) and not zeros:
                 return self._free[size].pop()
             offset, self._end = self._end, self._end + size
         if size:
@@ -140,13 +145,44 @@ class OffloadFile:
         with self._lock:
             self._buffers.clear()
 
-    def start_read(self, offset: int, buffer: np.ndarray) -> Future[None]:
-        """Begin to fill whole pages of a buffer from the file."""
-        return self._threads.submit(self._move, self._read, offset, buffer, "read")
+    def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Call a function on one of the threads."""
+        return self._threads.submit(call, *arguments)
 
-    def start_write(self, offset: int, buffer: np.ndarray) -> Future[None]:
-        """Begin to write whole pages of a buffer to the file."""
-        return self._threads.submit(self._move, self._write, offset, buffer, "written")
+    def read(self, offset: int, buffer: np.ndarray) -> None:
+        """Fill whole pages of a buffer from the file."""
+        self._move(self._read, offset, buffer, "read")
+
+    def write(self, offset: int, buffer: np.ndarray) -> None:
+        """Write whole pages of a buffer to the file."""
+        self._move(self._write, offset, buffer, "written")
+
+    def read_all(self, offset: int, size: int) -> np.ndarray:
+        """Bytes from the beginning of a page on, in new memory."""
+        data = np.empty(size, np.uint8)
+        self.transfer(offset, data, into_file=False)
+        return data
+
+    def write_all(self, offset: int, data: np.ndarray) -> None:
+        """Write bytes from the beginning of a page on; the rest of the last page is undefined."""
+        self.transfer(offset, data, into_file=True, keeps_rest=False)
+
+    def transfer(self, start: int, data: np.ndarray, *, into_file: bool, keeps_rest: bool = True) -> None:
+        """Move bytes between memory and any place in the file, page by page through a buffer. What a page holds
+        besides stays, with ``keeps_rest``."""
+        buffer, end = self.take_buffer(), start + len(data)
+        for first in range(start // PAGE * PAGE, end, PIECE):
+            pages = buffer[: min(PIECE, _pages(end) - first)]
+            begin, stop = max(first, start), min(first + len(pages), end)
+            if not into_file or keeps_rest and (begin, stop) != (first, first + len(pages)):
+                self.read(first, pages)
+            within, place = pages[begin - first : stop - first], data[begin - start : stop - start]
+            if into_file:
+                within[...] = place
+                self.write(first, pages)
+            else:
+                place[...] = within
+        self.keep_buffer(buffer)
 
     def _move(self, operation: Any, offset: int, buffer: np.ndarray, verb: str) -> None:
         view, done = memoryview(cast(Any, buffer)), 0
@@ -246,7 +282,7 @@ class AwayArray:
     def __init__(self, file: OffloadFile | None, like: Array, backend: Backend) -> None:
         """Reserve the space for zeros ``like`` an array of the backend; raises OffloadError if there is none."""
         self.shape, self.dtype, self._backend, self._file = tuple(like.shape), np.dtype(like.dtype), backend, file
-        self._offset = file.reserve(self.nbytes) if file is not None else 0  # of the page of the first element
+        self._offset = file.reserve(self.nbytes, zeros=True) if file is not None else 0  # of the first element
         self._first = 0  # elements before this view's first row
         self._inside: tuple[slice, ...] | None = None  # the part of each row; None: all
         self._row_shape = self.shape[1:]
@@ -308,22 +344,9 @@ class AwayArray:
         target._transfer(rows.reshape(-1).view(np.uint8), into_file=True)
 
     def _transfer(self, data: np.ndarray, *, into_file: bool) -> None:
-        """Move bytes between memory and the place of this view, page by page through a buffer."""
-        file, buffer = cast(OffloadFile, self._file), cast(OffloadFile, self._file).take_buffer()
-        start = self._offset + self._first * self.itemsize
-        end = start + len(data)
-        for first in range(start // PAGE * PAGE, end, PIECE):
-            pages = buffer[: min(PIECE, _pages(end) - first)]
-            begin, stop = max(first, start), min(first + len(pages), end)
-            if not into_file or (begin, stop) != (first, first + len(pages)):
-                file.start_read(first, pages).result()
-            within, place = pages[begin - first : stop - first], data[begin - start : stop - start]
-            if into_file:
-                within[...] = place
-                file.start_write(first, pages).result()
-            else:
-                place[...] = within
-        file.keep_buffer(buffer)
+        """Move bytes between memory and the place of this view."""
+        place = self._offset + self._first * self.itemsize
+        cast(OffloadFile, self._file).transfer(place, data, into_file=into_file)
 
     # --- pieces of a flat array, for ``present``
 
@@ -342,7 +365,7 @@ class _Piece:
         self._place = array._offset + (array._first + part.start) * array.itemsize
         self._buffer = self._file.take_buffer()
         self._pages, self._host = self._buffer[: _pages(size)], self._buffer[:size].view(array.dtype)
-        self._moving = self._file.start_read(self._place, self._pages)
+        self._moving = self._file.submit(self._file.read, self._place, self._pages)
 
     def loaded(self) -> Array:
         """The elements, once they are read."""
@@ -356,7 +379,7 @@ class _Piece:
         if backend.on_device:
             backend.copy_to_host(self._elements, self._host)
             backend.synchronize()
-        self._moving = self._file.start_write(self._place, self._pages)
+        self._moving = self._file.submit(self._file.write, self._place, self._pages)
 
     def stored(self) -> None:
         """Wait until the elements are written."""
@@ -408,3 +431,140 @@ def _present_shapes(number: int, arrays: Sequence[AwayArray]) -> Iterator[tuple[
         moved = (part.stop - part.start) * sum(array.itemsize for array in arrays)
         meter().transfer(moved, moved)
         yield number, part, [buffer[: part.stop - part.start] for buffer in buffers]
+
+
+# --- Activations: what the forward of a layer saves for its backward
+
+
+SMALL = 1 << 14  #: bytes: smaller arrays stay in memory
+
+
+class Stash:
+    """What forwards save, written behind and read ahead.
+
+    Arrays in tuples, lists and dicts are moved, whole memory blocks at a time: a block that several layers save is
+    stored once. Parameters, shared memory and small arrays stay. The last layer's stay until the next layer saves,
+    since a backward may follow at once. A stored block keeps its place in the file while a saved tree refers to it.
+    """
+
+    def __init__(self, file: OffloadFile) -> None:
+        self._file = file
+        self._blocks: WeakValueDictionary[int, _Block] = WeakValueDictionary()  # by the id of their memory
+        self._last: list[ref[_Block]] = []  # of the last layer
+        self._writing: list[ref[_Block]] = []  # of the layer before
+
+    def put(self, saved: Any, parameters: Any = ()) -> Any:
+        """``saved`` with blocks in place of arrays, for ``take``; ``parameters`` are a layer's own arrays, by name."""
+        stay, fresh = set[int](), list[ref[_Block]]()
+        _mapped(parameters, lambda x: stay.add(id(_memory_of(x))))
+
+        def away(x: Array) -> Any:
+            memory = _memory_of(x)
+            if memory is None or memory.nbytes < SMALL or id(memory) in stay:
+                return x
+            block = self._blocks.get(id(memory))
+            if block is None or not block.holds(memory):
+                block = self._blocks[id(memory)] = _Block(self._file, memory)
+                fresh.append(ref(block))
+            return _View(block, x)
+
+        tree = _mapped(saved, away)
+        for block in _living(self._last):
+            block.start_write()
+        for block in _living(self._writing):
+            block.finish_write()
+        self._writing, self._last = self._last, fresh
+        return tree
+
+    def expect(self, tree: Any) -> None:
+        """Begin to read what ``take`` will be asked for next."""
+        _mapped(tree, lambda view: view.block.start_read(), _View)
+
+    def take(self, tree: Any) -> Any:
+        """What was ``put``, with the same bits and strides."""
+        return _mapped(tree, lambda view: view.array(), _View)
+
+
+class _Block:
+    """The memory of an array: present, in the file, or on its way."""
+
+    def __init__(self, file: OffloadFile, memory: np.ndarray) -> None:
+        self._file, self._size, self._seen = file, memory.nbytes, ref(memory)
+        self._memory: np.ndarray | None = memory  # None while it is only in the file
+        self._writing: Future[None] | None = None
+        self._reading: Future[np.ndarray] | None = None
+        self._written = False
+
+    def holds(self, memory: np.ndarray) -> bool:
+        return self._seen() is memory
+
+    def start_write(self) -> None:
+        if self._memory is not None and not self._written and self._writing is None:
+            self._place = self._file.reserve(self._size)
+            finalize(self, self._file.give_back, self._place, self._size)
+            self._writing = self._file.submit(self._file.write_all, self._place, _bytes_of(self._memory))
+
+    def finish_write(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+            self._memory, self._writing, self._written = None, None, True
+
+    def start_read(self) -> None:
+        if self._memory is None and self._reading is None:
+            self._memory = self._seen()  # perhaps another layer has it
+            if self._memory is None:
+                self._reading = self._file.submit(self._file.read_all, self._place, self._size)
+
+    def present(self) -> np.ndarray:
+        """The memory, which only the caller holds from now on if it is in the file too."""
+        self.start_read()
+        if self._reading is not None:
+            self._memory, self._reading = self._reading.result(), None
+            self._seen = ref(self._memory)
+        memory = cast(np.ndarray, self._memory)
+        if self._written:
+            self._memory = None
+        return memory
+
+
+class _View:
+    """An array as a part of a block."""
+
+    def __init__(self, block: _Block, x: np.ndarray) -> None:
+        self.block, self._shape, self._dtype, self._strides = block, x.shape, x.dtype, x.strides
+        self._offset = address_of(x) - address_of(cast(np.ndarray, _memory_of(x)))
+
+    def array(self) -> np.ndarray:
+        memory = _bytes_of(self.block.present())
+        return np.ndarray(self._shape, self._dtype, cast(Any, memory), self._offset, self._strides)
+
+
+def _memory_of(x: Array) -> np.ndarray | None:
+    """The array that owns the memory of ``x``; None if another object does, or it has gaps."""
+    while isinstance(x, np.ndarray) and x.base is not None:
+        x = x.base
+    return x if isinstance(x, np.ndarray) and (x.flags.c_contiguous or x.flags.f_contiguous) else None
+
+
+def _bytes_of(memory: np.ndarray) -> np.ndarray:
+    return (memory if memory.flags.c_contiguous else memory.T).reshape(-1).view(np.uint8)
+
+
+def _mapped(tree: Any, change: Callable[[Any], Any], kind: type = np.ndarray) -> Any:
+    """The tree of tuples, lists and dicts with each leaf of a kind changed; the tree itself if none is."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if isinstance(tree, dict):
+        parts = [_mapped(part, change, kind) for part in tree.values()]
+        same = all(a is b for a, b in zip(parts, tree.values(), strict=True))
+        return tree if same else dict(zip(tree, parts, strict=True))
+    if isinstance(tree, (tuple, list)):
+        parts = [_mapped(part, change, kind) for part in tree]
+        if all(a is b for a, b in zip(parts, tree, strict=True)):
+            return tree
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    return tree
+
+
+def _living(blocks: Iterable[ref[_Block]]) -> Iterator[_Block]:
+    return (block for reference in blocks if (block := reference()) is not None)

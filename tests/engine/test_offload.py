@@ -2,6 +2,7 @@
 
 import errno
 import os
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ from spmd_engine.arrays.backend import CPU
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
 from spmd_engine.checkpoints.digest import digest_of_engine, digest_text
 from spmd_engine.engine import SGD, AdamW, LayeredEngine, offload
-from spmd_engine.engine.offload import AwayArray, Offload, OffloadError, OffloadFile
+from spmd_engine.engine.offload import AwayArray, Offload, OffloadError, OffloadFile, Stash
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.models import gpt
 from spmd_engine.training import Trainer
@@ -63,21 +64,26 @@ def train(axes, kinds, folder, *, optimizer=AdamW, after=None, run="", dtype=np.
 
 
 @pytest.mark.parametrize(
-    ("axes", "how"),
+    ("axes", "kinds", "how"),
     [
-        ({"data": 1}, {}),
-        ({"data": 1}, {"optimizer": SGD}),
-        ({"data": 2}, {"zero": 1}),
-        ({"data": 3}, {"zero": 2, "dtype": np.float64}),
-        ({"pipe": 2, "data": 2}, {"zero": 3, "schedule": "1f1b"}),
-        ({"data": 2, "model": 2}, {"zero": 1, "after": {"pipe": 2, "data": 2}}),
-        ({"data": 2}, {"zero": 3, "after": 1, "run": True}),
+        ({"data": 1}, "optimizer", {}),
+        ({"data": 1}, "optimizer", {"optimizer": SGD}),
+        ({"data": 2}, "optimizer,activations", {"zero": 1}),
+        ({"data": 3}, "optimizer", {"zero": 2, "dtype": np.float64}),
+        ({"pipe": 2, "data": 2}, "optimizer,activations", {"zero": 3, "schedule": "1f1b"}),
+        ({"data": 2, "model": 2}, "optimizer", {"zero": 1, "after": {"pipe": 2, "data": 2}}),
+        ({"data": 2}, "optimizer", {"zero": 3, "after": 1, "run": True}),
+        ({"data": 1}, "activations", {"recompute": "attention"}),
+        ({"data": 2}, "activations", {"recompute": "block", "zero": 3}),
+        ({"pipe": 2}, "activations", {"schedule": "zero-bubble"}),
+        ({"pipe": 2, "model": 2}, "activations", {"schedule": "interleaved", "recompute": "block"}),
     ],
 )  # fmt: skip
-def test_offloaded_state_has_the_bits_of_state_in_memory(axes, how, folder, tmp_path):
+def test_what_is_offloaded_has_the_bits_of_what_is_in_memory(axes, kinds, how, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(offload, "SMALL", 64)
     runs = [
         train(axes, kinds, folder, **how | ({"run": str(tmp_path / f"run{len(kinds)}")} if "run" in how else {}))
-        for kinds in ((), ("optimizer",))
+        for kinds in ((), tuple(kinds.split(",")))
     ]
     assert runs[0] == runs[1]
 
@@ -116,6 +122,31 @@ def test_pieces_are_read_ahead_and_written_behind_at_most_one_each(folder, monke
             array += number
     assert all(sorted(pages) == list(range(16)) for pages in moved.values())
     assert np.array_equal(states[0][1], np.repeat(np.arange(8.0), 512))
+
+
+def test_a_stash_holds_the_last_two_layers_and_one_copy_of_what_several_save(folder):
+    stash, rng = Stash(OffloadFile(folder)), np.random.default_rng(0)
+    weights = np.ones(1 << 14)
+    trees, memories, expected = [], [], []
+    x = rng.normal(size=(64, 32, 8))
+    for layer in range(5):
+        y = np.asfortranarray(x[::-1].transpose(2, 0, 1) * layer)
+        saved = (x, [y[:, 1:-1], {"w": weights, "t": x.transpose(1, 0, 2)[3:], "n": 3}])
+        expected.append((x.copy(), y[:, 1:-1].copy(), x.transpose(1, 0, 2)[3:].copy()))
+        memories.append(weakref.ref(x))
+        trees.append(stash.put(saved, {"w": weights}))
+        x = np.ascontiguousarray(y.transpose(1, 2, 0))
+    del saved, x, y
+    assert [memory() is None for memory in memories] == [True, True, True, False, False]
+    for layer in reversed(range(5)):
+        a, [b, rest] = stash.take(trees.pop())
+        stash.expect(trees[-1:])
+        assert all(map(np.array_equal, (a, b, rest["t"]), expected[layer]))
+        assert np.shares_memory(a, rest["t"]) and rest["w"] is weights and rest["n"] == 3
+        assert (a.strides, b.strides[0], rest["t"].strides) == ((2048, 64, 8), 8, (64, 2048, 8))
+    del a, b, rest
+    freed = {size: len(places) for size, places in stash._file._free.items()}
+    assert freed == {64 * 32 * 8 * 8: stash._file._end // (64 * 32 * 8 * 8)}
 
 
 def test_no_file_stays_and_none_is_opened_in_memory(tmp_path, monkeypatch):

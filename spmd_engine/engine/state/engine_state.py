@@ -14,6 +14,7 @@ from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.offload import Stash
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.pipeline import Chunk, Execution, PipelineNeighbours, Recompute, check_recompute, segments
 from spmd_engine.engine.schedules import Schedule
@@ -108,8 +109,10 @@ def place(
     passes = [assignment.chunks[number] for number in assignment.mine]
     reducer = Reducer(store.storages, assignment.uses, passes)
     shards = [Shards(mesh, layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
+    stash = Stash(store.offload_file) if "activations" in storage.offload.kinds and store.offload_file else None
+    parts = model.layers, shards, unsharder, reducer, extras, stash
     chunks = {
-        number: Chunk(segments(model, layers, Recompute(recompute)), model.layers, shards, unsharder, reducer, extras)
+        number: Chunk(segments(model, layers, Recompute(recompute)), *parts)
         for number, layers in zip(assignment.mine, passes, strict=True)
     }
     positions = lru_cache(maxsize=8)(partial(_positions, layout, mesh, backend))
