@@ -133,7 +133,7 @@ LORA = tuple(chosen_settings(TrainConfig, ["lora"]))
 #: Options that a plan decides; another value of them contradicts it.
 DECIDED = (
     "mesh", "zero", "sequence_parallel", "context_method", "schedule", "chunks", "stages", "recompute",
-    "shares", "state_shares", "min_tensor_size", "micro_batches", "batch_size", "optimizer", "dtype", *LORA,
+    "shares", "state_shares", "min_tensor_size", "offload", "micro_batches", "batch_size", "optimizer", "dtype", *LORA,
 )  # fmt: skip
 
 

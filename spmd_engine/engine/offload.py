@@ -70,13 +70,13 @@ class Offload:
         return HostMemory(backend)
 
     @classmethod
-    def parse(cls, text: str | None, folder: str | None = None, to: str = "disk") -> Offload:
+    def parse(cls, text: str | None, folder: str | None = None, to: str | None = None) -> Offload:
         """``"optimizer,activations"`` as an ``Offload``; raises UsageError for unknown kinds."""
         kinds = tuple(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
         for kind in kinds:
             if kind not in KINDS:
                 raise UsageError(f"--offload {text}: there is no {kind!r} to offload; choose among {', '.join(KINDS)}")
-        return cls(kinds, folder or ".", to)
+        return cls(kinds, folder or ".", to or "disk")
 
 
 class OffloadFile:

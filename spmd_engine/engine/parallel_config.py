@@ -265,8 +265,8 @@ class ParallelConfig(Configuration):
         unset="nothing",
         help="What lives elsewhere while it is not in use: the optimizer state, saved activations, or both.",
     )
-    offload_to: str = setting(
-        "disk",
+    offload_to: str | None = setting(
+        None,
         choices=PLACES,
         help="Where that lives: on the disk or, for arrays of a CUDA device, in the host's memory.",
     )

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.pending import Pending, wait_for
-from spmd_engine.engine.offload import Stash
 from spmd_engine.engine.schedules import schedule as schedules
 from spmd_engine.engine.state.buffers_and_side_outputs import Extras
 from spmd_engine.engine.zero.reducer import Reducer
@@ -51,7 +50,7 @@ class Chunk:
         unsharder: Unsharder,
         reducer: Reducer,
         extras: Extras | None = None,
-        stash: Stash | None = None,
+        stash: Any = None,
     ) -> None:
         """``extras`` stores what forwards return in addition to outputs; without it, that is dropped. ``stash`` keeps
         what they save; without it, that stays in memory."""

@@ -34,7 +34,7 @@ from spmd_engine.units import readable_bytes, readable_seconds
 
 COMPOSITION_OPTIONS = (
     *("zero", "sequence_parallel", "schedule", "chunks", "stages", "recompute", "shares", "state_shares"),
-    "min_tensor_size",
+    *("min_tensor_size", "offload", "offload_to", "offload_dir"),
 )
 
 

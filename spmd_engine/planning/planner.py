@@ -47,6 +47,8 @@ from spmd_engine.planning.search.search import (
 )
 from spmd_engine.planning.search.search_space import FIXABLE, Candidate, SearchSpace, axes_that_shard, candidates
 
+#: What may be offloaded.
+OFFLOADS = ("optimizer", "activations", "optimizer,activations")
 NOTHING_FITS = 1  #: the exit code
 MOST_TO_SIMULATE = 20_000  #: layers times micro-batches that fill the pipeline; larger steps are only estimated
 EVALUATION_SHARE = 0.25  #: share of the search's seconds for simulating more than one plan
@@ -214,13 +216,30 @@ class _PlanSearch:
             request.machine.nodes[0].ranks,
             axes=request.axes,
             shares={**request.base.work_shares, **request.base.storage.shares},
+            offload=(request.base.offload,),
             **request.fixed,
         )
         self.planner = request.planner()
         self.evaluator = PlanEvaluator(request, self.planner.profiles.cache)
 
     def run(self) -> PlanResult:
-        """The best plan, or why there is none."""
+        """The best plan, or why there is none. Offloading is considered where the plan without it would recompute, or
+        nothing fits."""
+        result, request = self._run(), self.request
+        if request.base.offload or result.plan is not None and result.plan.candidate.recompute == "none":
+            return result
+        device = request.machine.nodes[0].has_devices
+        self.space = replace(self.space, offload=(None, "optimizer") if device else (None, *OFFLOADS))
+        offloaded = self._run()
+        if offloaded.plan is None:
+            return result if result.plan is not None else offloaded
+        candidate = offloaded.plan.candidate
+        unless = f"offload {candidate.offload}: nothing fits without" if candidate.offload else ""
+        reasons = [unless, *offloaded.reasons] if unless and result.plan is None else offloaded.reasons
+        return replace(offloaded, reasons=reasons)
+
+    def _run(self) -> PlanResult:
+        """The best plan of the space, or why there is none."""
         request, tightened = self.request, self.limits
         for _ in range(MOST_SEARCHES):
             constraints = Constraints(tightened, request.fixed)
@@ -489,6 +508,8 @@ def _list_options(candidate: Candidate) -> Iterator[tuple[str, Sequence[Any]]]:
     if sizes:
         yield "micro_batches", sizes
     yield "recompute", [option for option in ("none", "attention", "block") if option != candidate.recompute][:2]
+    if candidate.offload:
+        yield "offload", [option for option in (None, *OFFLOADS) if option != candidate.offload]
     if candidate.mesh.get("model", 1) > 1:
         yield "sequence_parallel", [not candidate.sequence_parallel]
     if candidate.pipe > 1:

@@ -41,6 +41,7 @@ class Candidate:
     stages: tuple[int, ...] | None = None  #: the first layer of each chunk; None: chosen by the planner
     shares: str | None = None  #: shares of the work, by rank; None: even, or those of the base
     state_shares: str | None = None  #: shares of ZeRO's state, by rank; None: even, or those of the base
+    offload: str | None = None  #: what is offloaded, as ``--offload``
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -78,6 +79,7 @@ class Candidate:
             recompute=self.recompute,
             shares=self.shares or base.shares,
             state_shares=self.state_shares or base.state_shares,
+            offload=self.offload,
         )
 
     def __str__(self) -> str:
@@ -87,6 +89,7 @@ class Candidate:
         parts += [f"{self.schedule}" + (f" of {self.chunks} chunks" if self.chunks > 1 else "")] * (self.pipe > 1)
         parts += [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1)
         parts += [f"recompute {self.recompute}"] * (self.recompute != "none")
+        parts += [f"offload {self.offload}"] * bool(self.offload)
         parts += [f"shares {self.shares}"] * bool(self.shares)
         parts += [f"state shares {self.state_shares}"] * bool(self.state_shares)
         return "; ".join(parts)
@@ -109,6 +112,7 @@ class SearchSpace:
     recompute: str | None = None
     stages: tuple[int, ...] | None = None
     axes: Sequence[str] | None = None  #: mesh axes to use; None: all that shard this model
+    offload: Sequence[str | None] = (None,)  #: what may be offloaded
     shares: Shares = field(default_factory=dict)  #: given ones, by axis, for which a mesh has as many ranks
 
     def without(self, *names: str) -> SearchSpace:
@@ -268,7 +272,8 @@ def _candidates_on(space: SearchSpace, axes: Mapping[str, int], batch_size: int)
             for schedule, chunks in _schedules(space, pipe, m, len(model.layers))
             if space.stages is None or len(space.stages) == pipe * chunks  # they are the first layers of all chunks
         ]
-        for (schedule, chunks), zero, sequence, recomputed in product(schedules, zeros, parallel, recompute):
+        choices = product(schedules, zeros, parallel, recompute, space.offload)
+        for (schedule, chunks), zero, sequence, recomputed, offload in choices:
             yield Candidate(
                 tuple(axes.items()),
                 batch_size,
@@ -279,6 +284,7 @@ def _candidates_on(space: SearchSpace, axes: Mapping[str, int], batch_size: int)
                 chunks=chunks,
                 recompute=recomputed,
                 stages=space.stages,
+                offload=offload,
             )
 
 
