@@ -157,9 +157,8 @@ class OffloadFile:
         """Write whole pages of a buffer to the file."""
         self._move(self._write, offset, buffer, "written")
 
-    def read_all(self, offset: int, size: int) -> np.ndarray:
-        """Bytes from the beginning of a page on, in new memory."""
-        data = np.empty(size, np.uint8)
+    def read_all(self, offset: int, data: np.ndarray) -> np.ndarray:
+        """Fill ``data`` with bytes from the beginning of a page on."""
         self.transfer(offset, data, into_file=False)
         return data
 
@@ -449,13 +448,13 @@ class Stash:
 
     def __init__(self, file: OffloadFile) -> None:
         self._file = file
-        self._blocks: WeakValueDictionary[int, _Block] = WeakValueDictionary()  # by the id of their memory
-        self._last: list[ref[_Block]] = []  # of the last layer
-        self._writing: list[ref[_Block]] = []  # of the layer before
+        self._blocks: WeakValueDictionary[int, _MemoryBlock] = WeakValueDictionary()  # by the id of their memory
+        self._last: list[ref[_MemoryBlock]] = []  # of the last layer
+        self._writing: list[ref[_MemoryBlock]] = []  # of the layer before
 
     def put(self, saved: Any, parameters: Any = ()) -> Any:
         """``saved`` with blocks in place of arrays, for ``take``; ``parameters`` are a layer's own arrays, by name."""
-        stay, fresh = set[int](), list[ref[_Block]]()
+        stay, fresh = set[int](), list[ref[_MemoryBlock]]()
         _mapped(parameters, lambda x: stay.add(id(_memory_of(x))))
 
         def away(x: Array) -> Any:
@@ -464,9 +463,9 @@ class Stash:
                 return x
             block = self._blocks.get(id(memory))
             if block is None or not block.holds(memory):
-                block = self._blocks[id(memory)] = _Block(self._file, memory)
+                block = self._blocks[id(memory)] = _MemoryBlock(self._file, memory)
                 fresh.append(ref(block))
-            return _View(block, x)
+            return _ArrayInBlock(block, x)
 
         tree = _mapped(saved, away)
         for block in _living(self._last):
@@ -478,14 +477,14 @@ class Stash:
 
     def expect(self, tree: Any) -> None:
         """Begin to read what ``take`` will be asked for next."""
-        _mapped(tree, lambda view: view.block.start_read(), _View)
+        _mapped(tree, lambda view: view.block.start_read(), _ArrayInBlock)
 
     def take(self, tree: Any) -> Any:
         """What was ``put``, with the same bits and strides."""
-        return _mapped(tree, lambda view: view.array(), _View)
+        return _mapped(tree, lambda view: view.array(), _ArrayInBlock)
 
 
-class _Block:
+class _MemoryBlock:
     """The memory of an array: present, in the file, or on its way."""
 
     def __init__(self, file: OffloadFile, memory: np.ndarray) -> None:
@@ -513,7 +512,8 @@ class _Block:
         if self._memory is None and self._reading is None:
             self._memory = self._seen()  # perhaps another layer has it
             if self._memory is None:
-                self._reading = self._file.submit(self._file.read_all, self._place, self._size)
+                # Allocated by this thread: the heap of another would keep as much freed memory again.
+                self._reading = self._file.submit(self._file.read_all, self._place, np.empty(self._size, np.uint8))
 
     def present(self) -> np.ndarray:
         """The memory, which only the caller holds from now on if it is in the file too."""
@@ -527,10 +527,10 @@ class _Block:
         return memory
 
 
-class _View:
+class _ArrayInBlock:
     """An array as a part of a block."""
 
-    def __init__(self, block: _Block, x: np.ndarray) -> None:
+    def __init__(self, block: _MemoryBlock, x: np.ndarray) -> None:
         self.block, self._shape, self._dtype, self._strides = block, x.shape, x.dtype, x.strides
         self._offset = address_of(x) - address_of(cast(np.ndarray, _memory_of(x)))
 
@@ -566,5 +566,5 @@ def _mapped(tree: Any, change: Callable[[Any], Any], kind: type = np.ndarray) ->
     return tree
 
 
-def _living(blocks: Iterable[ref[_Block]]) -> Iterator[_Block]:
+def _living(blocks: Iterable[ref[_MemoryBlock]]) -> Iterator[_MemoryBlock]:
     return (block for reference in blocks if (block := reference()) is not None)

@@ -258,7 +258,6 @@ class ParallelConfig(Configuration):
     min_tensor_size: int = setting(
         0, least=0, unit=BYTES, help="ZeRO does not shard parameters smaller than this; every rank holds them."
     )
-
     offload: str | None = setting(
         None,
         metavar="optimizer,activations",
@@ -268,7 +267,8 @@ class ParallelConfig(Configuration):
     offload_to: str | None = setting(
         None,
         choices=PLACES,
-        help="Where that lives: on the disk or, for arrays of a CUDA device, in the host's memory.",
+        unset="disk",
+        help="Where that lives: on a disk or, for arrays of a CUDA device, in the host's memory.",
     )
     offload_dir: str | None = setting(
         None, metavar="FOLDER", unset="the current folder", help="Folder, on a disk, of the files of --offload."
