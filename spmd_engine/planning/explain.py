@@ -240,7 +240,7 @@ class _Explainer:
     def offload(self) -> Answer:
         lines, data = self.vary("offload", (None, "optimizer", "activations", "optimizer,activations"))
         state = self.at_peak.bytes_by_kind.get("optimizer state", 0)
-        node = self.request.machine.node(0)
+        node = self.request.machine.nodes[0]
         disk = f"{node.disk_read / 1e9:.3g} GB/s read and {node.disk_write / 1e9:.3g} GB/s written on each node"
         return [f"optimizer state is {readable_bytes(state)} of the peak; the disk: {disk}", *lines], data
 

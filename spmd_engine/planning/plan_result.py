@@ -137,6 +137,8 @@ class PlanResult:
             text += f"; {closest} {size} on rank {nearest.peak_rank} at {nearest.peak_moment}"
         if conflict.relaxations:
             text += f". It would fit with {conflict.relaxations[0].text}"
+        if conflict.helps:
+            text += f". Its memory would suffice with {conflict.helps}"
         return text
 
     def _constraint_text(self, name: str) -> str:

@@ -203,6 +203,11 @@ class PlanEvaluator:
         return len(self.request.model.layers) * filled <= MOST_TO_SIMULATE // max(candidate.pipe // 4, 1)
 
 
+def offloads_on(machine: Machine) -> tuple[str, ...]:
+    """What may be offloaded on a machine: from devices, only the optimizer state."""
+    return OFFLOADS[:1] if machine.nodes[0].has_devices else OFFLOADS
+
+
 class _PlanSearch:
     """The search for the plan of a request, and the simulation of the plans that it finds."""
 
@@ -228,8 +233,7 @@ class _PlanSearch:
         result, request = self._run(), self.request
         if request.base.offload or result.plan is not None and result.plan.candidate.recompute == "none":
             return result
-        device = request.machine.nodes[0].has_devices
-        self.space = replace(self.space, offload=(None, "optimizer") if device else (None, *OFFLOADS))
+        self.space = replace(self.space, offload=(None, *offloads_on(request.machine)))
         offloaded = self._run()
         if offloaded.plan is None:
             return result if result.plan is not None else offloaded
@@ -386,7 +390,11 @@ def fixed_plan(request: Request) -> PlanResult:
     layout = composed_layout(request.model, position, composition)
     check_batch(batch_size, micro_batches, layout.spec("b"), position)
     options = request.analyze_options
-    evaluation = evaluate_step(request.model, machine, axes, composition, batch_size, micro_batches, **options)
+
+    def evaluated(composition: ParallelConfig) -> PlanEvaluation:
+        return evaluate_step(request.model, machine, axes, composition, batch_size, micro_batches, **options)
+
+    evaluation = evaluated(composition)
     memory_limits = request.limits.memory_by_rank(machine) if machine.heterogeneous else ()
     needs = {
         "memory": peak_memory(evaluation.analysis, memory_limits),
@@ -396,11 +404,15 @@ def fixed_plan(request: Request) -> PlanResult:
     }
     limits = request.limits.with_memory_of(machine)
     broken = [name for name, need in needs.items() if (getattr(limits, name) or float("inf")) < need]
+    tried = offloads_on(machine) if "memory" in broken and not composition.offload else ()
+    steps = ((f"--offload {offload}", evaluated(composition.changed(offload=offload))) for offload in tried)
+    helping = (what for what, step in steps if peak_memory(step.analysis, memory_limits) <= (limits.memory or 0))
+    helps = next(helping, "")
     return PlanResult(
         request,
         SearchResult([], [], Certificate(0.0, 0.0, 1, 0, 1)),
         evaluation=evaluation,
-        conflict=Conflict([*broken, "mesh"], []) if broken else None,
+        conflict=Conflict([*broken, "mesh"], [], helps=helps) if broken else None,
         nearest_evaluation=evaluation if broken else None,
         took=perf_counter() - began,
         composition=composition,
