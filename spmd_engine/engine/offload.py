@@ -376,8 +376,7 @@ class _Piece:
         """Begin to write the elements back."""
         backend = self._array._backend
         if backend.on_device:
-            backend.copy_to_host(self._elements, self._host)
-            backend.synchronize()
+            self._host[...] = backend.to_host(self._elements)
         self._moving = self._file.submit(self._file.write, self._place, self._pages)
 
     def stored(self) -> None:

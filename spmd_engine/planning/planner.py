@@ -471,7 +471,8 @@ def alternatives(
                 others.append((option, estimate))
         if others:
             option, other = min(others, key=lambda pair: objective(goal, pair[1]))
-            yield Alternative(f"{name.replace('_', ' ')} {getattr(candidate, name)}, not {option}", other)
+            not_chosen = "nothing" if option is None else option
+            yield Alternative(f"{name.replace('_', ' ')} {getattr(candidate, name)}, not {not_chosen}", other)
 
 
 def _search_on(

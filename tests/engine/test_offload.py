@@ -10,6 +10,7 @@ import pytest
 
 import saved
 import tiny
+from fake_device import FakeDevice
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
@@ -17,6 +18,7 @@ from spmd_engine.checkpoints.digest import digest_of_engine, digest_text
 from spmd_engine.engine import SGD, AdamW, LayeredEngine, offload
 from spmd_engine.engine.offload import AwayArray, Offload, OffloadError, OffloadFile, Stash
 from spmd_engine.engine.state.assignment import ZeroConfig
+from spmd_engine.errors import UsageError
 from spmd_engine.models import gpt
 from spmd_engine.training import Trainer
 
@@ -160,6 +162,24 @@ def test_no_file_stays_and_none_is_opened_in_memory(tmp_path, monkeypatch):
     if os.path.ismount("/dev/shm"):
         with pytest.raises(OffloadError, match=r"--offload-dir /dev/shm: it is in memory \(tmpfs\)"):
             OffloadFile("/dev/shm")
+
+
+def test_state_of_a_device_is_in_a_file_or_on_the_host_and_activations_stay(folder):
+    device, x = FakeDevice(), np.arange(3000.0)
+    for offload_to in (Offload(("optimizer",), folder), Offload(("optimizer",), to="host")):
+        states = [[AwayArray(offload_to.open(device), device.asarray(x), device) for _ in "mv"]]
+        states[0][1][...] = x
+        for _, _, (mean, square) in offload.present(states):
+            assert device.owns(mean) and not mean.memory.any()
+            mean[...] = square
+            square[...] = 7.0
+        assert np.array_equal(states[0][0], x) and np.array_equal(states[0][1][2:], np.full(2998, 7.0))
+    with pytest.raises(UsageError, match="--offload activations: those of a device stay there"):
+        Offload(("activations",), folder).open(device)
+    with pytest.raises(UsageError, match="--offload-to host: without a device everything is on the host"):
+        Offload(("optimizer",), to="host").open(CPU)
+    with pytest.raises(UsageError, match="there is no 'optimiser' to offload; choose among optimizer, activations"):
+        Offload.parse("optimiser")
 
 
 @pytest.mark.parametrize(
