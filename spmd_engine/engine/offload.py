@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import prod
 from mmap import mmap
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any, TypeVar, cast
 from uuid import uuid4
 from weakref import WeakValueDictionary, finalize, ref
@@ -30,6 +30,7 @@ from spmd_engine.arrays.fused import alike
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.meter import meter
+from spmd_engine.comm.pending import Pending
 from spmd_engine.errors import UsageError
 from spmd_engine.units import readable_bytes
 
@@ -38,7 +39,7 @@ T = TypeVar("T")
 PIECE = 2 << 20  #: bytes that are read or written at once
 PAGE = 4096  #: bytes: direct reads and writes begin and end at multiples of them
 THREADS = 3  #: of a file: one reads ahead while others write behind
-KINDS = ("optimizer", "activations")
+KINDS = ("optimizer", "parameters", "activations")
 PLACES = ("disk", "host")
 
 
@@ -61,8 +62,8 @@ class Offload:
         """
         if not self.kinds or isinstance(backend.empty(0, np.uint8), ShapedArray):
             return None
-        if "activations" in self.kinds and backend.on_device:
-            raise UsageError("--offload activations: those of a device stay there; choose --offload optimizer")
+        if backend.on_device and (others := [kind for kind in self.kinds if kind != "optimizer"]):
+            raise UsageError(f"--offload {others[0]}: those of a device stay there; choose --offload optimizer")
         if self.to == "disk":
             return OffloadFile(self.folder)
         if not backend.on_device:
@@ -86,8 +87,9 @@ class OffloadFile:
         """Raises OffloadError if the folder cannot hold such a file."""
         self.folder = folder
         if kind := _in_memory(folder):
-            raise OffloadError(f"--offload-dir {folder}: it is in memory ({kind}), which offloading is to save; name a "
-                               "folder on a disk")  # fmt: skip
+            raise OffloadError(
+                f"--offload-dir {folder}: it is in memory ({kind}), which is to be saved; name a folder on a disk"
+            )
         path = Path(folder, f".spmd-offload-{uuid4().hex}")
         try:
             self._descriptor, self._direct = _open(path)
@@ -98,7 +100,7 @@ class OffloadFile:
         self._begin()
 
     def _begin(self) -> None:
-        self._end, self._free, self._lock = 0, dict[int, list[int]](), Lock()
+        self._end, self._free, self._lock = 0, dict[int, list[int]](), RLock()
         self._buffers: list[np.ndarray] = []
         self._threads = ThreadPoolExecutor(THREADS, "offload")
 
@@ -145,9 +147,9 @@ class OffloadFile:
         with self._lock:
             self._buffers.clear()
 
-    def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+    def submit(self, call: Callable[..., T], *arguments: Any, **options: Any) -> Future[T]:
         """Call a function on one of the threads."""
-        return self._threads.submit(call, *arguments)
+        return self._threads.submit(call, *arguments, **options)
 
     def read(self, offset: int, buffer: np.ndarray) -> None:
         """Fill whole pages of a buffer from the file."""
@@ -214,8 +216,10 @@ class OffloadFile:
 
     def _error(self, why: str, error: OSError) -> OffloadError:
         reason = error.strerror or str(error)
-        return OffloadError(f"offload file in {self.folder}: it {why} ({reason}). Free space, or name another disk by "
-                            "--offload-dir, and continue from the last checkpoint (--resume)")  # fmt: skip
+        return OffloadError(
+            f"offload file in {self.folder}: it {why} ({reason}). Free space, or name another disk by --offload-dir, "
+            "and continue from the last checkpoint (--resume)"
+        )
 
 
 class HostMemory(OffloadFile):
@@ -278,13 +282,14 @@ class AwayArray:
     streams whole arrays through memory. In a dry run (``file`` is None), nothing is read or written but counted.
     """
 
-    def __init__(self, file: OffloadFile | None, like: Array, backend: Backend) -> None:
-        """Reserve the space for zeros ``like`` an array of the backend; raises OffloadError if there is none."""
-        self.shape, self.dtype, self._backend, self._file = tuple(like.shape), np.dtype(like.dtype), backend, file
+    def __init__(self, file: OffloadFile | None, shape: Sequence[int], dtype: Any, backend: Backend) -> None:
+        """Reserve the space, for zeros of the backend; raises OffloadError if there is none."""
+        self.shape, self.dtype, self._backend, self._file = tuple(shape), np.dtype(dtype), backend, file
         self._offset = file.reserve(self.nbytes, zeros=True) if file is not None else 0  # of the first element
         self._first = 0  # elements before this view's first row
         self._inside: tuple[slice, ...] | None = None  # the part of each row; None: all
         self._row_shape = self.shape[1:]
+        self._has_pages = True  # whether no other elements are in its pages
 
     ndim = property(lambda self: len(self.shape))
     size = property(lambda self: prod(self.shape))
@@ -297,6 +302,7 @@ class AwayArray:
     def _view(self, first: int, shape: tuple[int, ...], row: tuple[int, ...], inside: Any = None) -> AwayArray:
         view = AwayArray.__new__(AwayArray)
         vars(view).update(vars(self), _first=first, shape=shape, _row_shape=row, _inside=inside)
+        view._has_pages = self._has_pages and view.size == self.size
         return view
 
     def reshape(self, *shape: Any) -> AwayArray:
@@ -333,6 +339,10 @@ class AwayArray:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self._part(self._rows()).astype(dtype or self.dtype, copy=False)
 
+    def copy(self) -> np.ndarray:
+        """A copy in memory."""
+        return np.asarray(self)
+
     def __setitem__(self, index: Any, value: Any) -> None:
         target = self[index]
         if not target.size:
@@ -341,6 +351,19 @@ class AwayArray:
         rows = np.empty((*target.shape[:1], *target._row_shape), target.dtype) if whole else target._rows()
         target._part(rows)[...] = backend_of(value).to_host(value)
         target._transfer(rows.reshape(-1).view(np.uint8), into_file=True)
+
+    def __iadd__(self, x: Any) -> AwayArray:
+        self[...] = np.asarray(self) + x
+        return self
+
+    def start_read(self, into: Array) -> Pending:
+        """Begin to fill a contiguous array of this shape on the host."""
+        if self._file is None:
+            meter().transfer(self.nbytes, 0)
+            return Pending.completed(into)
+        place = self._offset + self._first * self.itemsize
+        moving = self._file.submit(self._file.transfer, place, into.reshape(-1).view(np.uint8), into_file=False)
+        return FileRead(moving, into)
 
     def _transfer(self, data: np.ndarray, *, into_file: bool) -> None:
         """Move bytes between memory and the place of this view."""
@@ -355,6 +378,20 @@ class AwayArray:
         return (slice(first, min(first + step, self.size)) for first in range(0, self.size, step))
 
 
+class FileRead(Pending):
+    """An array that is being read."""
+
+    __slots__ = ("_moving", "_into")
+
+    def __init__(self, moving: Future[None], into: Array) -> None:
+        super().__init__()
+        self._moving, self._into = moving, into
+
+    def wait(self) -> Array:
+        self._moving.result()
+        return self._into
+
+
 class _Piece:
     """A piece of an array on its way from the file, in memory, or on its way back."""
 
@@ -362,9 +399,14 @@ class _Piece:
         self._array, self._file = array, cast(OffloadFile, array._file)
         size = (part.stop - part.start) * array.itemsize
         self._place = array._offset + (array._first + part.start) * array.itemsize
-        self._buffer = self._file.take_buffer()
-        self._pages, self._host = self._buffer[: _pages(size)], self._buffer[:size].view(array.dtype)
-        self._moving = self._file.submit(self._file.read, self._place, self._pages)
+        if array._has_pages:
+            self._buffer: np.ndarray | None = self._file.take_buffer()
+            self._pages, self._host = self._buffer[: _pages(size)], self._buffer[:size].view(array.dtype)
+            self._moving = self._file.submit(self._file.read, self._place, self._pages)
+        else:  # its first or last page holds other elements, too
+            self._buffer, self._pages = None, np.empty(size, np.uint8)
+            self._host = self._pages.view(array.dtype)
+            self._moving = self._file.submit(self._file.transfer, self._place, self._pages, into_file=False)
 
     def loaded(self) -> Array:
         """The elements, once they are read."""
@@ -373,45 +415,49 @@ class _Piece:
         return self._elements
 
     def start_store(self) -> None:
-        """Begin to write the elements back."""
-        backend = self._array._backend
+        """Begin to write the elements back; only when the piece before is stored, with which it may share a page."""
+        backend, file = self._array._backend, self._file
         if backend.on_device:
             self._host[...] = backend.to_host(self._elements)
-        self._moving = self._file.submit(self._file.write, self._place, self._pages)
+        if self._buffer is not None:
+            self._moving = file.submit(file.write, self._place, self._pages)
+        else:
+            self._moving = file.submit(file.transfer, self._place, self._pages, into_file=True)
 
     def stored(self) -> None:
         """Wait until the elements are written."""
         self._moving.result()
-        self._file.keep_buffer(self._buffer)
+        if self._buffer is not None:
+            self._file.keep_buffer(self._buffer)
 
 
 def present(sets: Sequence[Sequence[Array]]) -> Iterator[tuple[int, slice, list[Array]]]:
     """The flat arrays of each set in memory, as (number of the set, slice, elements of each array in it).
 
     Arrays that are away come in pieces: the next piece is read, and the last one written, while the caller changes one.
-    Arrays of one set have equal sizes and dtypes, and all or none are away.
+    Arrays of one set have equal sizes and dtypes.
     """
-    away = [number for number, arrays in enumerate(sets) if arrays and isinstance(arrays[0], AwayArray)]
+    away = {n: x for n, arrays in enumerate(sets) for x in arrays if isinstance(x, AwayArray)}  # one of each such set
     for number, arrays in enumerate(sets):
         if number not in away:
             yield number, slice(None), [array.reshape(-1) for array in arrays]
-        elif arrays[0]._file is None:
-            yield from _present_shapes(number, arrays)
-    pieces = iter([(n, part) for n in away if sets[n][0]._file is not None for part in sets[n][0].pieces()])
-    loading: deque[tuple[int, slice, list[_Piece]]] = deque()
+        elif away[number]._file is None:
+            yield from _present_shapes(number, arrays, away[number])
+    pieces = iter([(n, part) for n, array in away.items() if array._file is not None for part in array.pieces()])
+    loading: deque[tuple[int, slice, list[Any]]] = deque()
     storing: list[_Piece] = []
     file = None
     while True:
         while len(loading) < 2 and (piece := next(pieces, None)):
             number, part = piece
-            loading.append((number, part, [_Piece(array, part) for array in sets[number]]))
+            loading.append((number, part, [_piece_of(array, part) for array in sets[number]]))
         if not loading:
             break
         number, part, arrays = loading.popleft()
-        yield number, part, [array.loaded() for array in arrays]
+        yield number, part, [array.loaded() if isinstance(array, _Piece) else array for array in arrays]
         for array in storing:
             array.stored()
-        storing, file = arrays, sets[number][0]._file
+        storing, file = [array for array in arrays if isinstance(array, _Piece)], away[number]._file
         for array in storing:
             array.start_store()
     for array in storing:
@@ -420,15 +466,26 @@ def present(sets: Sequence[Sequence[Array]]) -> Iterator[tuple[int, slice, list[
         file.free_buffers()
 
 
-def _present_shapes(number: int, arrays: Sequence[AwayArray]) -> Iterator[tuple[int, slice, list[Array]]]:
+def _piece_of(array: Array, part: slice) -> Any:
+    return _Piece(array, part) if isinstance(array, AwayArray) else array.reshape(-1)[part]
+
+
+def _present_shapes(number: int, arrays: Sequence[Array], away: AwayArray) -> Iterator[tuple[int, slice, list[Array]]]:
     """``present`` in a dry run: buffers of three pieces of each array, and the bytes that are read and written."""
-    size, step = arrays[0].size, PIECE // arrays[0].itemsize
-    buffers = [array._backend.empty(3 * min(step, size), array.dtype) for array in arrays]
+    size, step, count = away.size, PIECE // away.itemsize, sum(isinstance(array, AwayArray) for array in arrays)
+    buffers = [away._backend.empty(3 * min(step, size), away.dtype) for _ in range(count)]
     for first in alike(range(0, size, step), buffers[0], last=size % step != 0):
-        part = slice(first, min(first + step, size))
-        moved = (part.stop - part.start) * sum(array.itemsize for array in arrays)
+        part, free = slice(first, min(first + step, size)), iter(buffers)
+        moved = (part.stop - part.start) * count * away.itemsize
         meter().transfer(moved, moved)
-        yield number, part, [buffer[: part.stop - part.start] for buffer in buffers]
+        yield (
+            number,
+            part,
+            [
+                next(free)[: part.stop - part.start] if isinstance(array, AwayArray) else array.reshape(-1)[part]
+                for array in arrays
+            ],
+        )
 
 
 # --- Activations: what the forward of a layer saves for its backward

@@ -260,9 +260,10 @@ class ParallelConfig(Configuration):
     )
     offload: str | None = setting(
         None,
-        metavar="optimizer,activations",
+        metavar="optimizer,parameters,activations",
         unset="nothing",
-        help="What lives elsewhere while it is not in use: the optimizer state, saved activations, or both.",
+        help="What lives elsewhere while it is not in use: optimizer state, parameters (under ZeRO 3, or if every rank "
+        "updates them whole), saved activations, or several of these.",
     )
     offload_to: str | None = setting(
         None,

@@ -238,7 +238,7 @@ class _Explainer:
         return [f"{text} gradients"], sent
 
     def offload(self) -> Answer:
-        lines, data = self.vary("offload", (None, "optimizer", "activations", "optimizer,activations"))
+        lines, data = self.vary("offload", (None, "optimizer", "parameters", "activations", "optimizer,activations"))
         state = self.at_peak.bytes_by_kind.get("optimizer state", 0)
         node = self.request.machine.nodes[0]
         disk = f"{node.disk_read / 1e9:.3g} GB/s read and {node.disk_write / 1e9:.3g} GB/s written on each node"

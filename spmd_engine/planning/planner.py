@@ -48,7 +48,7 @@ from spmd_engine.planning.search.search import (
 from spmd_engine.planning.search.search_space import FIXABLE, Candidate, SearchSpace, axes_that_shard, candidates
 
 #: What may be offloaded.
-OFFLOADS = ("optimizer", "activations", "optimizer,activations")
+OFFLOADS = ("optimizer", "activations", "optimizer,activations", "optimizer,parameters,activations")
 NOTHING_FITS = 1  #: the exit code
 MOST_TO_SIMULATE = 20_000  #: layers times micro-batches that fill the pipeline; larger steps are only estimated
 EVALUATION_SHARE = 0.25  #: share of the search's seconds for simulating more than one plan

@@ -60,6 +60,7 @@ def train(axes, kinds, folder, *, optimizer=AdamW, after=None, run="", dtype=np.
             losses += [report.loss for report in trainer.run(3)]
             arrays = [array for state in trainer.optimizer.state.values() for array in state.values()]
             assert all(isinstance(array, AwayArray) == ("optimizer" in kinds) for array in arrays)
+            assert all(isinstance(array, AwayArray) == ("parameters" in kinds) for array in engine.owned.values())
             return losses, digest_text(digest_of_engine(engine, trainer.optimizer))
 
     return run_threads(program, tiny.ranks_of(axes))[0]
@@ -75,6 +76,12 @@ def train(axes, kinds, folder, *, optimizer=AdamW, after=None, run="", dtype=np.
         ({"pipe": 2, "data": 2}, "optimizer,activations", {"zero": 3, "schedule": "1f1b"}),
         ({"data": 2, "model": 2}, "optimizer", {"zero": 1, "after": {"pipe": 2, "data": 2}}),
         ({"data": 2}, "optimizer", {"zero": 3, "after": 1, "run": True}),
+        ({"data": 1}, "parameters", {"optimizer": SGD}),
+        ({"data": 2}, "optimizer,parameters,activations", {"zero": 3, "recompute": "block"}),
+        ({"data": 2}, "parameters", {}),
+        ({"pipe": 2, "model": 2}, "optimizer,parameters", {"schedule": "interleaved"}),
+        ({"data": 2}, "optimizer,parameters", {"zero": 3, "after": {"data": 2}}),
+        ({"data": 2}, "parameters", {"zero": 3, "after": 3, "run": True}),
         ({"data": 1}, "activations", {"recompute": "attention"}),
         ({"data": 2}, "activations", {"recompute": "block", "zero": 3}),
         ({"pipe": 2}, "activations", {"schedule": "zero-bubble"}),
@@ -92,7 +99,7 @@ def test_what_is_offloaded_has_the_bits_of_what_is_in_memory(axes, kinds, how, f
 
 def away(folder, x):
     """An array in a file, with the values of ``x``."""
-    array = AwayArray(OffloadFile(folder), x, CPU)
+    array = AwayArray(OffloadFile(folder), x.shape, x.dtype, CPU)
     array[...] = x
     return array
 
@@ -117,7 +124,7 @@ def test_pieces_are_read_ahead_and_written_behind_at_most_one_each(folder, monke
     for name in moved:
         monkeypatch.setattr(OffloadFile, name, noting(name, getattr(OffloadFile, name)))
     file, x = OffloadFile(folder), np.zeros(4096)
-    states = [[AwayArray(file, x, CPU), AwayArray(file, x, CPU)]]
+    states = [[AwayArray(file, x.shape, x.dtype, CPU), AwayArray(file, x.shape, x.dtype, CPU)]]
     for number, (_, _, arrays) in enumerate(offload.present(states)):
         assert max(page % 8 for page in moved["_read"]) <= number + 1
         for array in arrays:
@@ -167,7 +174,7 @@ def test_no_file_stays_and_none_is_opened_in_memory(tmp_path, monkeypatch):
 def test_state_of_a_device_is_in_a_file_or_on_the_host_and_activations_stay(folder):
     device, x = FakeDevice(), np.arange(3000.0)
     for offload_to in (Offload(("optimizer",), folder), Offload(("optimizer",), to="host")):
-        states = [[AwayArray(offload_to.open(device), device.asarray(x), device) for _ in "mv"]]
+        states = [[AwayArray(offload_to.open(device), x.shape, x.dtype, device) for _ in "mv"]]
         states[0][1][...] = x
         for _, _, (mean, square) in offload.present(states):
             assert device.owns(mean) and not mean.memory.any()
@@ -178,7 +185,9 @@ def test_state_of_a_device_is_in_a_file_or_on_the_host_and_activations_stay(fold
         Offload(("activations",), folder).open(device)
     with pytest.raises(UsageError, match="--offload-to host: without a device everything is on the host"):
         Offload(("optimizer",), to="host").open(CPU)
-    with pytest.raises(UsageError, match="there is no 'optimiser' to offload; choose among optimizer, activations"):
+    with pytest.raises(
+        UsageError, match="there is no 'optimiser' to offload; choose among optimizer, parameters, activations"
+    ):
         Offload.parse("optimiser")
 
 

@@ -64,8 +64,11 @@ def test_a_dry_run_holds_what_is_not_away():
     axes, model = {"data": 2}, gpt(tiny.SIZE)
     steps = {
         kinds: analyze(model, axes, ParallelConfig(offload=kinds), batch_size=8, sequence=10).of_rank(0)
-        for kinds in (None, "optimizer", "activations")
+        for kinds in (None, "optimizer", "activations", "parameters")
     }
+    assert "parameters" not in steps["parameters"].before
+    loaded = sum(each.loaded for each in steps["parameters"].computations)  # for forward, backward and update
+    assert loaded >= 3 * steps[None].before["parameters"] - 4 * tiny.SIZE.vocabulary * tiny.SIZE.width
     assert steps[None].before["optimizer state"] == 2 * steps[None].before["parameters"]
     assert "optimizer state" not in steps["optimizer"].before
     most = {kinds: max(m.bytes_by_kind.get("activations", 0) for m in step.timeline) for kinds, step in steps.items()}

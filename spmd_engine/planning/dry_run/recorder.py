@@ -236,7 +236,7 @@ def watch_storage(engine: LayeredEngine, recorder: Recorder) -> None:
             (storage.whole_gradients, "gradients"),
             (storage.own_gradients, "gradients"),
         ):
-            if array is not None:
+            if getattr(array, "memory", None) is not None:
                 meter.relabel(array.memory, kind, name)
         storage._empty = _count_as(meter, storage._empty, None, name)
     unsharder, reducer = engine._placed.unsharder, engine._placed.reducer

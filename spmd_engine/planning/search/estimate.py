@@ -102,10 +102,10 @@ class Estimator:
     def _is_away(self, kind: str) -> bool:
         return kind in Offload.parse(self.candidate.offload).kinds
 
-    def _disk_seconds(self, size: float) -> float:
-        """Seconds in which the ranks of a node write as many bytes each, and read them again."""
+    def _disk_seconds(self, size: float, loaded: float = 0.0) -> float:
+        """Seconds in which the ranks of a node each write ``size`` bytes and read them again, and read ``loaded``."""
         node = self.cache.machine.nodes[0]
-        return min(self.mesh.ranks, node.ranks) * node.disk_seconds(size, size)
+        return min(self.mesh.ranks, node.ranks) * node.disk_seconds(size + loaded, size)
 
     def _contended_seconds(self, work: float) -> float:
         """The least seconds if each rank works for ``work`` seconds, where ranks share cores."""
@@ -177,7 +177,7 @@ class Estimator:
         zero, n = self.candidate.zero, self.mesh.shards
         size, part = elements * self.itemsize, elements * self.itemsize / n
         return {
-            "parameters": part if zero >= 3 else size,
+            "parameters": (part if zero >= 3 else size) * (not self._is_away("parameters")),
             "gradients": part if zero >= 2 else size,
             "optimizer state": self.cache.states * (part if zero >= 1 else size) * (not self._is_away("optimizer")),
         }
@@ -185,6 +185,8 @@ class Estimator:
     def _held_bytes(self, division: StageSums, slots: Slots | None) -> dict[str, np.ndarray]:
         """Peak bytes of a rank of each stage, by kind."""
         held = self._stored_bytes(division.elements)
+        if self._is_away("parameters"):
+            held["gathered groups"] = division.gathered * self.itemsize
         if self.mesh.shards > 1 and self.candidate.zero >= 2:
             if self.candidate.zero >= 3:
                 held["gathered groups"] = division.gathered * self.itemsize
@@ -225,8 +227,11 @@ class Estimator:
         mean, most = float(work_of_stage.mean()), float(work_of_stage.max())
         idle = max(seconds - mean, 0.0)
         seconds = max(seconds, self._contended_seconds(mean))
+        own = float(division.elements.max()) / (self.mesh.shards if self.candidate.zero >= 3 else 1)
         if self._is_away("activations"):
             seconds = max(seconds, self._disk_seconds(self.m * float(division.kept.sum()) / self.pipe))
+        if self._is_away("parameters"):  # they are read twice
+            seconds = max(seconds, self._disk_seconds(0.0, 2 * self.m * own * self.itemsize))
         exposed = self._exposed_seconds(division, costs) + self._tied_seconds(division)
         update = self._update_seconds(float(division.elements.max()))
         total = seconds + exposed + update
@@ -333,9 +338,8 @@ class Estimator:
     def _update_seconds(self, elements: float) -> float:
         parts = self.mesh.shards if self.candidate.zero else 1
         seconds = self._contended_seconds(elements / parts * self.update)
-        if self._is_away("optimizer"):
-            seconds = max(seconds, self._disk_seconds(elements / parts * self.cache.states * self.itemsize))
-        return seconds
+        arrays = self.cache.states * self._is_away("optimizer") + self._is_away("parameters")
+        return max(seconds, self._disk_seconds(elements / parts * arrays * self.itemsize))
 
 
 # --- The division of layers into pipeline stages whose slowest stage is fastest

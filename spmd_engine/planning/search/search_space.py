@@ -274,6 +274,8 @@ def _candidates_on(space: SearchSpace, axes: Mapping[str, int], batch_size: int)
         ]
         choices = product(schedules, zeros, parallel, recompute, space.offload)
         for (schedule, chunks), zero, sequence, recomputed, offload in choices:
+            if "parameters" in (offload or "") and zero in (1, 2):  # they are whole on every rank
+                continue
             yield Candidate(
                 tuple(axes.items()),
                 batch_size,
