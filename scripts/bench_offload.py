@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from platform import processor
 from statistics import median
 from typing import Any
 
@@ -36,6 +35,7 @@ def main() -> int:
     if options.worker:
         work(json.loads(options.worker))
         return 0
+    from spmd_engine.runtime.environment import processor
     from spmd_engine.units import bytes_of
 
     limit = bytes_of(options.memory)
@@ -60,7 +60,7 @@ def main() -> int:
             f"({case['seconds'] / took - 1:+.0%}); peaks of ranks {', '.join(f'{peak:.0f} MB' for peak in peaks)}; "
             f"losses {', '.join(f'{loss:.6f}' for loss in ranks[name][0]['losses'])}"
         )
-    print(f"processor: {processor() or 'unknown'}")
+    print(f"processor: {processor()}")
     return 0
 
 

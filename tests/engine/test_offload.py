@@ -3,6 +3,7 @@
 import errno
 import os
 import weakref
+from time import sleep
 from types import SimpleNamespace
 
 import numpy as np
@@ -146,6 +147,8 @@ def test_a_stash_holds_the_last_two_layers_and_one_copy_of_what_several_save(fol
         trees.append(stash.put(saved, {"w": weights}))
         x = np.ascontiguousarray(y.transpose(1, 2, 0))
     del saved, x, y
+    while memories[2]() is not None:  # the thread that wrote it lets go of it a little later
+        sleep(0.001)
     assert [memory() is None for memory in memories] == [True, True, True, False, False]
     for layer in reversed(range(5)):
         a, [b, rest] = stash.take(trees.pop())
