@@ -165,7 +165,8 @@ def machine_of(speeds: Sequence[float]) -> Machine:
         known = read_machine("cpu").with_ranks(len(speeds))
     nodes = []
     for rank, speed in enumerate(speeds):
-        node, factor = known.node(rank), speed / node.contention
+        node = known.node(rank)
+        factor = speed / node.contention
         curves = {name: _scaled(curve, factor) for name, curve in node.speeds.items()}
         bandwidth = _scaled(node.memory_bandwidth, factor)
         changes = {"speeds": curves, "memory_bandwidth": bandwidth, "memory": known.memory_of(rank)}

@@ -45,9 +45,10 @@ from spmd_engine.training.workload import make_trainer, open_workload
     show_default=True,
     help="Time to measure matrix products and memory, from 1s to 10min.",
 )
+@click.option("--offload-dir", metavar="FOLDER", default=".", help="Folder of --offload, whose disk is measured.")
 @click.option("--fit/--no-fit", default=True, show_default=True, help="Fit the cost of an operation to a few steps.")
-def calibrate(output: Path | None, seconds: float, fit: bool) -> None:
-    """Measure matrix products by size and dtype, memory, and links, in under a minute.
+def calibrate(output: Path | None, seconds: float, offload_dir: str, fit: bool) -> None:
+    """Measure matrix products by size and dtype, memory, links, and the disk of offloaded arrays, in under a minute.
 
     Under mpiexec, all ranks measure at the same time, and each pair of them measures its link. Without mpiexec, two
     ranks are started.
@@ -63,30 +64,33 @@ def calibrate(output: Path | None, seconds: float, fit: bool) -> None:
     file = output or calibrated_file()
     if launcher_rank() == 0:
         click.echo("measuring products, memory, links and a few steps ...", err=True)
-    machine = _measure_on_two_ranks(seconds, fit) if world().size == 1 else _measure(seconds, fit)
+    machine = (
+        _measure_on_two_ranks(seconds, fit, offload_dir) if world().size == 1 else _measure(seconds, fit, offload_dir)
+    )
     if machine is not None:
         _write(file, machine)
 
 
-def _measure(seconds: float, fit: bool) -> Machine | None:
+def _measure(seconds: float, fit: bool, folder: str) -> Machine | None:
     """Measure on all ranks at the same time, as they compute in a job; return None except on rank 0."""
     with Mesh(world()) as mesh:
-        machine = measure_machine(mesh, seconds)
+        machine = measure_machine(mesh, seconds, folder)
         steps = step_seconds(mesh) if fit else None
     return machine if machine is None or steps is None else fitted(machine, steps)
 
 
-def _measure_on_two_ranks(seconds: float, fit: bool) -> Machine:
+def _measure_on_two_ranks(seconds: float, fit: bool, folder: str) -> Machine:
     """Measure on two ranks, or in this process if there is no mpiexec."""
     with tempfile.TemporaryDirectory() as folder:
         temporary = Path(folder) / "machine.toml"
         try:
             arguments = ["--fit" if fit else "--no-fit", "--seconds", str(seconds), "--output", str(temporary)]
+            arguments += ["--offload-dir", folder]
             start_ranks(2, ["-m", "spmd_engine", "calibrate", *arguments])
             return read_machine(temporary)
         except (UsageError, OSError) as error:
             click.echo(f"spmd_engine: note: no links were measured ({str(error).splitlines()[0]})", err=True)
-            machine = _measure(seconds, fit)
+            machine = _measure(seconds, fit, folder)
             assert machine is not None
             return machine
 
@@ -102,7 +106,8 @@ def _write(file: Path, machine: Machine) -> None:
     speeds = ", ".join(f"{speed.most / 1e9:,.1f} GFLOP/s in {dtype}" for dtype, speed in node.speeds.items())
     click.echo(
         f"wrote {file}: products at most {speeds}; memory {node.memory_bandwidth.most / 1e9:,.1f} GB/s; between ranks "
-        f"{node.inside.bandwidth / 1e9:,.1f} GB/s"
+        f"{node.inside.bandwidth / 1e9:,.1f} GB/s; disk {node.disk_read / 1e9:,.1f} GB/s read, "
+        f"{node.disk_write / 1e9:,.1f} GB/s written"
     )
 
 

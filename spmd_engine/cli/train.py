@@ -133,8 +133,8 @@ LORA = tuple(chosen_settings(TrainConfig, ["lora"]))
 #: Options that a plan decides; another value of them contradicts it.
 DECIDED = (
     "mesh", "zero", "sequence_parallel", "context_method", "schedule", "chunks", "stages", "recompute",
-    "shares", "state_shares", "min_tensor_size", "rank_order", "micro_batches", "batch_size", "optimizer", "dtype",
-    *LORA,
+    "shares", "state_shares", "min_tensor_size", "rank_order", "offload", "micro_batches", "batch_size", "optimizer",
+    "dtype", *LORA,
 )  # fmt: skip
 
 

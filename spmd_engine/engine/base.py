@@ -179,6 +179,10 @@ class ShardedEngine(Collectives, ABC):
         """The arrays that this rank's optimizer updates: by default all its parameters."""
         return self.parameters
 
+    def new_state(self, like: Array) -> Array:
+        """Zeros like an array of ``owned``, for the optimizer's state: in memory, or offloaded."""
+        return backend_of(like).xp.zeros_like(like)
+
     def named(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
         """Arrays like ``owned`` (gradients, optimizer state) as arrays by parameter name."""
         return arrays

@@ -11,6 +11,7 @@ from typing import Any
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.updates import adamw, momentum_sgd
 from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.offload import AwayArray, present
 from spmd_engine.errors import UsageError
 
 State = dict[str, dict[str, Array]]  # kind ("mean") -> key of ``owned`` -> array
@@ -34,7 +35,7 @@ class Optimizer:
             arrays = self.state.setdefault(kind, {})
             for key, array in engine.owned.items():
                 if key not in arrays:
-                    arrays[key] = backend_of(array).xp.zeros_like(array)
+                    arrays[key] = engine.new_state(array)
 
     def update(
         self, engine: ShardedEngine, gradients: Mapping[str, Array], *, step: int, rate: float, scale: float = 1.0
@@ -45,12 +46,15 @@ class Optimizer:
         if set(gradients) != set(engine.owned):
             differ = ", ".join(sorted(set(gradients) ^ set(engine.owned)))
             raise UsageError(f"gradients and parameters differ in names: {differ}; backward must return all of them")
+        keys, flat, sets = list(engine.owned), [], []
         for key, parameter in engine.owned.items():
             if gradients[key].shape != parameter.shape:
                 raise UsageError(f"{key}: gradient of shape {gradients[key].shape}, parameter of {parameter.shape}")
-            flat = [_flat(parameter), backend_of(parameter).xp.ascontiguousarray(gradients[key]).reshape(-1)]
-            flat += [_flat(self.state[kind][key]) for kind in self.kinds]
-            self._update(*flat, **self.last, decays=engine.decays(key))
+            flat.append(backend_of(gradients[key]).xp.ascontiguousarray(gradients[key]).reshape(-1))
+            sets.append([_flat(parameter), *(_flat(self.state[kind][key]) for kind in self.kinds)])
+        for number, part, (parameter, *state) in present(sets):
+            arrays = parameter, flat[number][part], *state
+            self._update(*arrays, **self.last, decays=engine.decays(keys[number]))
         engine.after_update()
 
     def repeat(self, numbers: Mapping[str, Any], *arrays: Array, decays: bool) -> None:
@@ -114,6 +118,6 @@ class WarmupCosine:
 
 def _flat(x: Array) -> Array:
     """A flat view, not a copy, because the update must change the array itself."""
-    if not x.flags.c_contiguous:
+    if not isinstance(x, AwayArray) and not x.flags.c_contiguous:
         raise UsageError(f"a parameter of shape {x.shape} is not contiguous; store it with numpy.ascontiguousarray")
     return x.reshape(-1)

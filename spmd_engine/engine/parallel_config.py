@@ -17,6 +17,7 @@ from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import schedules
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.offload import PLACES, Offload
 from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.state.assignment import (
     PIPE,
@@ -264,6 +265,22 @@ class ParallelConfig(Configuration):
     min_tensor_size: int = setting(
         0, least=0, unit=BYTES, help="ZeRO does not shard parameters smaller than this; every rank holds them."
     )
+    offload: str | None = setting(
+        None,
+        metavar="optimizer,parameters,activations",
+        unset="nothing",
+        help="What lives elsewhere while it is not in use: optimizer state, parameters (under ZeRO 3, or if every rank "
+        "updates them whole), saved activations, or several of these.",
+    )
+    offload_to: str | None = setting(
+        None,
+        choices=PLACES,
+        unset="disk",
+        help="Where that lives: on a disk or, for arrays of a CUDA device, in the host's memory.",
+    )
+    offload_dir: str | None = setting(
+        None, metavar="FOLDER", unset="the current folder", help="Folder, on a disk, of the files of --offload."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -289,7 +306,9 @@ class ParallelConfig(Configuration):
     def storage(self) -> ZeroConfig:
         """How parameters, gradients and optimizer state are stored."""
         shares = parse_shares(self.state_shares, "--state-shares", STATE)
-        return ZeroConfig(self.zero, self.group_threshold, self.group_cap, self.compress, shares, self.min_tensor_size)
+        offload = Offload.parse(self.offload, self.offload_dir, self.offload_to)
+        sizes = self.group_threshold, self.group_cap
+        return ZeroConfig(self.zero, *sizes, self.compress, shares, self.min_tensor_size, offload)
 
     @property
     def expert_axes(self) -> tuple[str, ...] | None:

@@ -50,9 +50,12 @@ class Chunk:
         unsharder: Unsharder,
         reducer: Reducer,
         extras: Extras | None = None,
+        stash: Any = None,
     ) -> None:
-        """``extras`` stores what forwards return in addition to outputs; without it, that is dropped."""
+        """``extras`` stores what forwards return in addition to outputs; without it, that is dropped. ``stash`` keeps
+        what they save; without it, that stays in memory."""
         self._segments, self._layers, self._shards = segments, layers, shards
+        self.stash = stash
         self._unsharder, self._reducer, self._extras = unsharder, reducer, extras
         self._numbers = [number for segment in segments for number in segment.layers]
         self._losses = {number: losses for number in self._numbers if (losses := _list_losses(layers[number][1]))}
@@ -71,7 +74,7 @@ class Chunk:
         saved = []
         for segment in self._segments:
             repeated = segment.recomputed and ctx.training
-            record = Saved(ctx, x if repeated else None)
+            record = Saved(ctx, self._put(x) if repeated else None)
             x = self._forward(segment, x, replace(ctx, saving=False) if repeated else ctx, record)
             saved.append(record)
         return x, saved
@@ -82,10 +85,24 @@ class Chunk:
             x, saved, *extra = self._layers[number][1].forward(self._shards[number], p, x, ctx)
             if ctx.training:
                 if ctx.saving:
-                    record.of_layers.append(saved)
+                    record.of_layers.append(self._put(saved, p))
                 if extra:
                     self._take(number, ctx, extra[0], record)
         return x
+
+    def _put(self, saved: Any, parameters: Any = ()) -> Any:
+        return self.stash.put(saved, parameters) if self.stash else saved
+
+    def _take_back(self, saved: Any, before: Sequence[Saved]) -> Any:
+        """What ``_put`` was given; the last of what the records ``before`` hold is expected soon."""
+        if not self.stash:
+            return saved
+        taken = self.stash.take(saved)
+        for record in reversed(before):
+            if record.x is not None or record.of_layers:
+                self.stash.expect(record.x if record.x is not None else record.of_layers[-1])
+                break
+        return taken
 
     def _take(self, number: int, ctx: ForwardContext, extra: Extra, record: Saved) -> None:
         if self._extras is not None:
@@ -122,14 +139,16 @@ class Chunk:
         for segment in reversed(self._segments):
             record = saved.pop()
             keep: Sequence[int] = ()
-            if record.x is not None:
+            repeated = record.x is not None
+            if repeated:
                 keep = segment.layers  # the backward uses at once what this forward gathers
+                record.x = self._take_back(record.x, saved)
                 self._repeat(segment, record)
             for number in reversed(segment.layers):
                 p = self._unsharder.unshard(number, keep=keep, prefetch=self._before(number))
                 side = self._side_gradients(number, record.ctx)
                 dy, rest = self._layers[number][1].backward_input(
-                    self._shards[number], p, record.of_layers.pop(), dy, *side
+                    self._shards[number], p, self._pop(record, None if repeated else [*saved, record]), dy, *side
                 )
                 if number == self._numbers[0]:
                     on_input_gradient(wait_for(dy))
@@ -137,6 +156,11 @@ class Chunk:
                 yield number, rest
                 del rest
                 dy = wait_for(dy)  # not before: its transfer overlaps the weights' gradients
+
+    def _pop(self, record: Saved, before: Sequence[Saved] | None) -> Any:
+        """What the last layer of a record saved; None: it is in memory, since the forward has just been repeated."""
+        saved = record.of_layers.pop()
+        return saved if before is None else self._take_back(saved, before)
 
     def _repeat(self, segment: LayerSegment, record: Saved) -> None:
         x, record.x = record.x, None

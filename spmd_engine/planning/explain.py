@@ -53,7 +53,7 @@ def explain(request: Request) -> tuple[str, list[Explanation]]:
         ("Which module should be sharded?", explainer.module),
         ("When does hybrid sharding pay?", explainer.hybrid),
         ("Should gradients be reduced in 16 bits?", explainer.sixteen_bits),
-        ("What would offloading of optimizer state save?", explainer.offload),
+        ("What does offloading save, and cost?", explainer.offload),
         ("What is not sharded in storage?", explainer.not_sharded),
     )
     return explainer.subject, [Explanation(question, *answer()) for question, answer in answers]
@@ -71,7 +71,7 @@ class _Explainer:
         fixed.setdefault("micro_batches", 1)
         if axes.get("pipe", 1) > 1:
             fixed.setdefault("schedule", "1f1b")
-        self.base = Candidate(tuple(axes.items()), request.batch_sizes[0], **fixed)
+        self.base = Candidate(tuple(axes.items()), request.batch_sizes[0], offload=request.base.offload, **fixed)
         self.planner = request.planner()
         self.evaluation = evaluate_plan(self.model, machine, self.base, request.base, **request.analyze_options)
         self.at_peak = self.evaluation.peak_step.peak
@@ -114,7 +114,11 @@ class _Explainer:
         """The plan with each of several values of one field."""
         label, current = name.replace("_", " "), getattr(self.base, name)
         changes = {
-            str(option): (f"{label} {option}" + " (now)" * (option == current), {name: option}) for option in options
+            str(option): (
+                f"{label} {'nothing' if option is None else option}" + " (now)" * (option == current),
+                {name: option},
+            )
+            for option in options
         }
         return self._compare(changes)
 
@@ -234,14 +238,11 @@ class _Explainer:
         return [f"{text} gradients"], sent
 
     def offload(self) -> Answer:
+        lines, data = self.vary("offload", (None, "optimizer", "parameters", "activations", "optimizer,activations"))
         state = self.at_peak.bytes_by_kind.get("optimizer state", 0)
-        current, sharded = self._estimate(), self._estimate(zero=1)
-        saved = current.memory - sharded.memory if sharded and current else 0
-        lines = [
-            f"optimizer state is {readable_bytes(state)} of the peak; the engine does not offload",
-            f"ZeRO-1 saves {readable_bytes(max(saved, 0))} of it without offloading",
-        ]
-        return lines, state
+        node = self.request.machine.nodes[0]
+        disk = f"{node.disk_read / 1e9:.3g} GB/s read and {node.disk_write / 1e9:.3g} GB/s written on each node"
+        return [f"optimizer state is {readable_bytes(state)} of the peak; the disk: {disk}", *lines], data
 
     def not_sharded(self) -> Answer:
         groups = self._groups()

@@ -35,8 +35,7 @@ from spmd_engine.units import readable_bytes, readable_seconds
 
 COMPOSITION_OPTIONS = (
     *("zero", "sequence_parallel", "schedule", "chunks", "stages", "recompute", "shares", "state_shares"),
-    "min_tensor_size",
-    "rank_order",
+    *("min_tensor_size", "rank_order", "offload", "offload_to", "offload_dir"),
 )
 
 
@@ -142,6 +141,8 @@ class PlanResult:
             text += f"; {closest} {size} on rank {nearest.peak_rank} at {nearest.peak_moment}"
         if conflict.relaxations:
             text += f". It would fit with {conflict.relaxations[0].text}"
+        if conflict.helps:
+            text += f". Its memory would suffice with {conflict.helps}"
         return text
 
     def _constraint_text(self, name: str) -> str:

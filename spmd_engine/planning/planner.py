@@ -50,6 +50,8 @@ from spmd_engine.planning.search.search import (
 from spmd_engine.planning.search.search_space import FIXABLE, Candidate, SearchSpace, axes_that_shard, candidates
 from spmd_engine.planning.simulator.simulation import MOST_RANKS, simulate
 
+#: What may be offloaded.
+OFFLOADS = ("optimizer", "activations", "optimizer,activations", "optimizer,parameters,activations")
 NOTHING_FITS = 1  #: the exit code
 MOST_TO_SIMULATE = 20_000  #: layers times micro-batches that fill the pipeline; larger steps are only estimated
 EVALUATION_SHARE = 0.25  #: share of the search's seconds for simulating more than one plan
@@ -285,6 +287,11 @@ def _excess(peaks: Sequence[float], limits: Sequence[float]) -> float:
     return max(0.0, *(peak / limit - 1 for peak, limit in zip(peaks, limits, strict=True)))
 
 
+def offloads_on(machine: Machine) -> tuple[str, ...]:
+    """What may be offloaded on a machine: from devices, only the optimizer state."""
+    return OFFLOADS[:1] if machine.nodes[0].has_devices else OFFLOADS
+
+
 class _PlanSearch:
     """The search for the plan of a request, and the simulation of the plans that it finds."""
 
@@ -299,13 +306,29 @@ class _PlanSearch:
             axes=request.axes,
             shares={**request.base.work_shares, **request.base.storage.shares},
             order=request.base.order,
+            offload=(request.base.offload,),
             **request.fixed,
         )
         self.planner = request.planner()
         self.evaluator = PlanEvaluator(request, self.planner)
 
     def run(self) -> PlanResult:
-        """The best plan, or why there is none."""
+        """The best plan, or why there is none. Offloading is considered where the plan without it would recompute, or
+        nothing fits."""
+        result, request = self._run(), self.request
+        if request.base.offload or result.plan is not None and result.plan.candidate.recompute == "none":
+            return result
+        self.space = replace(self.space, offload=(None, *offloads_on(request.machine)))
+        offloaded = self._run()
+        if offloaded.plan is None:
+            return result if result.plan is not None else offloaded
+        candidate = offloaded.plan.candidate
+        unless = f"offload {candidate.offload}: nothing fits without" if candidate.offload else ""
+        reasons = [unless, *offloaded.reasons] if unless and result.plan is None else offloaded.reasons
+        return replace(offloaded, reasons=reasons)
+
+    def _run(self) -> PlanResult:
+        """The best plan of the space, or why there is none."""
         request, tightened = self.request, self.limits
         for _ in range(MOST_SEARCHES):
             constraints = Constraints(tightened, request.fixed)
@@ -469,7 +492,11 @@ def fixed_plan(request: Request) -> PlanResult:
     layout = composed_layout(request.model, position, composition)
     check_batch(batch_size, micro_batches, layout.spec("b"), position)
     options = request.analyze_options
-    evaluation = evaluate_step(request.model, machine, axes, composition, batch_size, micro_batches, **options)
+
+    def evaluated(composition: ParallelConfig) -> PlanEvaluation:
+        return evaluate_step(request.model, machine, axes, composition, batch_size, micro_batches, **options)
+
+    evaluation = evaluated(composition)
     placed = machine.placed(composition.order)
     memory_limits = request.limits.memory_by_rank(placed) if machine.heterogeneous else ()
     needs = {
@@ -480,11 +507,15 @@ def fixed_plan(request: Request) -> PlanResult:
     }
     limits = request.limits.with_memory_of(machine)
     broken = [name for name, need in needs.items() if (getattr(limits, name) or float("inf")) < need]
+    tried = offloads_on(machine) if "memory" in broken and not composition.offload else ()
+    steps = ((f"--offload {offload}", evaluated(composition.changed(offload=offload))) for offload in tried)
+    helping = (what for what, step in steps if peak_memory(step.analysis, memory_limits) <= (limits.memory or 0))
+    helps = next(helping, "")
     return PlanResult(
         request,
         SearchResult([], [], Certificate(0.0, 0.0, 1, 0, 1)),
         evaluation=evaluation,
-        conflict=Conflict([*broken, "mesh"], []) if broken else None,
+        conflict=Conflict([*broken, "mesh"], [], helps=helps) if broken else None,
         nearest_evaluation=evaluation if broken else None,
         took=perf_counter() - began,
         composition=composition,
@@ -543,7 +574,8 @@ def alternatives(
                 others.append((option, estimate))
         if others:
             option, other = min(others, key=lambda pair: objective(goal, pair[1]))
-            yield Alternative(f"{name.replace('_', ' ')} {getattr(candidate, name)}, not {option}", other)
+            not_chosen = "nothing" if option is None else option
+            yield Alternative(f"{name.replace('_', ' ')} {getattr(candidate, name)}, not {not_chosen}", other)
 
 
 def _search_on(
@@ -592,6 +624,8 @@ def _list_options(candidate: Candidate) -> Iterator[tuple[str, Sequence[Any]]]:
     if sizes:
         yield "micro_batches", sizes
     yield "recompute", [option for option in ("none", "attention", "block") if option != candidate.recompute][:2]
+    if candidate.offload:
+        yield "offload", [option for option in (None, *OFFLOADS) if option != candidate.offload]
     if candidate.mesh.get("model", 1) > 1:
         yield "sequence_parallel", [not candidate.sequence_parallel]
     if candidate.pipe > 1:

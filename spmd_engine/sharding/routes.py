@@ -318,7 +318,8 @@ def add(x: Array, place: Array) -> None:
 
 def copy_unless_there(x: Array, place: Array) -> None:
     """``place[...] = x``, unless ``x`` is that memory already, as the inside of a block with a halo may be."""
-    if not (isinstance(x, np.ndarray) and address_of(x) == address_of(place) and x.strides == place.strides):
+    both = isinstance(x, np.ndarray) and isinstance(place, np.ndarray)
+    if not (both and address_of(x) == address_of(place) and x.strides == place.strides):
         place[...] = x
 
 

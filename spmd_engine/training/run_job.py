@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from spmd_engine.adaptive.reshape import ShapeRequest
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.checkpoints.format.folder import find_checkpoint, make_folder, replace_file
-from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.offload import OffloadError
 from spmd_engine.errors import UsageError
 from spmd_engine.models.load_config import short_name
 from spmd_engine.strategies import default_axes, strategy_named
@@ -136,6 +137,9 @@ def _notices_without_effect(workload: Workload) -> list[str]:
 
 def _begin(run: Run, workload: Workload, resume: bool) -> list[str]:
     """Resume the run, or begin it in its folder; return a table of its initial weights."""
+    trainer = run.trainer
+    if workload.job.composition.offload:  # a full disk is found before the run begins
+        on_all_ranks(trainer.engine.group(), lambda: trainer.optimizer.prepare(trainer.engine), OffloadError)
     if resume:
         run.resume()
         return []

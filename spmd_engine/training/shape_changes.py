@@ -280,6 +280,8 @@ class ShapeChanges:
         shape, notices = reshaper.changed(request)
         reshaper.check(shape, job.data.batch_size, job.data.micro_batches)
         if request.protocol == "live":
+            if shape.composition.offload or reshaper.shape.composition.offload:
+                raise UsageError("what is offloaded has no place in a live migration: use stop-and-copy")
             self._live = LiveMigration(reshaper, shape, self._step_seconds, request.within)
             self._notices, plan = notices, {"request": self._request_id, **self._live.plan.as_json()}
             run.notify(lambda observer: observer.migrating(run.steps_done, plan))

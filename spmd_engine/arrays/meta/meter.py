@@ -48,6 +48,8 @@ class Work:
     calls: int = 0
     read: int = 0  #: bytes
     written: int = 0  #: bytes
+    loaded: int = 0  #: bytes that come back from where they were offloaded
+    stored: int = 0  #: bytes that are offloaded
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,11 @@ class Meter:
         work.calls += times
         work.read += times * read
         work.written += times * written
+
+    def transfer(self, loaded: int, stored: int) -> None:
+        """Count bytes that come back from where they were offloaded, and that are offloaded."""
+        self.work.loaded += self.times * loaded
+        self.work.stored += self.times * stored
 
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array, Backend, backend_of
+from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.offload import Stash
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.pipeline import Chunk, Execution, PipelineNeighbours, Recompute, check_recompute, segments
 from spmd_engine.engine.schedules import Schedule
@@ -109,8 +110,10 @@ def place(
     passes = [assignment.chunks[number] for number in assignment.mine]
     reducer = Reducer(store.storages, assignment.uses, passes)
     shards = [Shards(mesh, layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
+    stash = Stash(store.offload_file) if "activations" in storage.offload.kinds and store.offload_file else None
+    parts = model.layers, shards, unsharder, reducer, extras, stash
     chunks = {
-        number: Chunk(segments(model, layers, Recompute(recompute)), model.layers, shards, unsharder, reducer, extras)
+        number: Chunk(segments(model, layers, Recompute(recompute)), *parts)
         for number, layers in zip(assignment.mine, passes, strict=True)
     }
     positions = lru_cache(maxsize=8)(partial(_positions, layout, mesh, backend))
@@ -267,7 +270,7 @@ class StateReshard:
         """Transfer the model to ``targets``, and the optimizer state that this rank now owns to the optimizer."""
         model, states = [(None, self._arrays, targets)], []
         for kind, before in self._state.items():  # the transfer fills all of it
-            state = {key: backend_of(x).xp.empty_like(x) for key, x in self._engine.owned.items()} if targets else {}
+            state = {key: self._engine.new_state(x) for key, x in self._engine.owned.items()} if targets else {}
             self._optimizer_state[kind] = state
             states.append((kind, before, self._engine.named(state) if targets else {}))
         if all(placements[True] is placements[False] for placements in (old, new)):

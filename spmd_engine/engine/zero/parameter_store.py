@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
-from spmd_engine.comm.agreement.rank_zero import gather_json
+from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.offload import AwayArray, OffloadError
 from spmd_engine.engine.state.assignment import PIPE, Assignment, Index, ZeroConfig
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.engine.zero.storage import GroupStorage
@@ -47,10 +48,19 @@ class ParameterStore:
         self.described, self.assignment, self._mesh, self._layout = described, assignment, mesh, layout
         zero = storage.stage(mesh.axes)
         self.feeds_back = compression(storage.compress).feeds_back  #: whether steps leave residues for the next
-        _check_memory(assignment, mesh, zero, dtype, backend)
+        if "parameters" not in storage.offload.kinds:
+            _check_memory(assignment, mesh, zero, dtype, backend)
+        self.offload = storage.offload
+        #: of what this rank offloads; None: nothing, or a dry run
+        self.offload_file = None
+        if self.offload.kinds:
+            self.offload_file = on_all_ranks(mesh.group(), lambda: self.offload.open(backend), OffloadError)
+        away = partial(self._away, dtype, backend) if "parameters" in self.offload.kinds else None
         self.storages = [
-            GroupStorage(group, mesh, zero, dtype, backend, storage.compress) for group in assignment.groups
+            GroupStorage(group, mesh, zero, dtype, backend, storage.compress, away=away) for group in assignment.groups
         ]
+        if away and zero in (1, 2) and any(not storage.is_away for storage in self.storages):
+            raise UsageError(f"--offload parameters with --zero {zero}: every rank holds them whole; choose --zero 3")
         #: this rank's blocks by name; if fully sharded, some rows of them (perhaps none)
         self.parameters: dict[str, Array] = self._collect(lambda s: s.group.views(s.stored_parameters, s.stored))
         self._stored_rows = self._collect(lambda s: s.group.rows(s.stored))
@@ -69,6 +79,9 @@ class ParameterStore:
         self._sharded_axes = {member.name: member.summed.cut for member in assignment.members}
         self._places: dict[str, Place] = {}  # cache: the place of a member in segments
         self._blocks: dict[tuple[str, tuple[int, ...]], Index] = {}  # cache: by letters and whole shape
+
+    def _away(self, dtype: np.dtype, backend: Backend, size: int) -> AwayArray:
+        return AwayArray(self.offload_file, (size,), dtype, backend)
 
     def sharding(self, name: str) -> Spec:
         """The sharding of a parameter while layers use it; if fully sharded, this rank has rows of it: ``index``."""
@@ -268,6 +281,11 @@ class StoredEngine(ShardedEngine):
     @property
     def owned(self) -> Mapping[str, Array]:
         return self.store.owned
+
+    def new_state(self, like: Array) -> Array:
+        if "optimizer" not in self.store.offload.kinds:
+            return self.backend.xp.zeros(like.shape, like.dtype)
+        return AwayArray(self.store.offload_file, like.shape, like.dtype, self.backend)
 
     def decays(self, key: str) -> bool:
         return key.endswith("/decayed")  # the name of a segment

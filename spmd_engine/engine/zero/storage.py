@@ -40,7 +40,9 @@ class GroupStorage:
         backend: Backend,
         compress: str = "none",
         trained: bool = True,
+        away: Callable[[int], Array] | None = None,
     ) -> None:
+        """``away`` makes an array of a size for parameters that are offloaded, unless others hold parts of them."""
         summed = group.summed
         over, stages = tuple(axis for axis in summed.over if axis not in summed.cut), None
         if len(summed.stages) > 1:
@@ -56,6 +58,9 @@ class GroupStorage:
         self._sizes = [part.stop - part.start for part in intervals]
         self.interval = intervals[self.owners.rank if self.owners else 0]
         own_size = self.interval.stop - self.interval.start
+        self.is_away = away is not None and (self.zero == 3 or not self.owners)
+        #: whether the whole parameters are present only while they are used
+        self.is_released = self.zero == 3 or self.is_away
         # Shared with other ranks of the node, where possible: collectives then read and reduce it in place.
         self._empty = backend.empty if backend.on_device else mesh.empty
 
@@ -69,10 +74,13 @@ class GroupStorage:
             return array
 
         #: arrays; None while they are absent
-        self.whole_parameters: Any = zeros(group.size, dtype) if self.zero < 3 else None
+        self.whole_parameters: Any = None if self.is_released else zeros(group.size, dtype)
         self.whole_gradients: Any = zeros(group.size, dtype, used=False) if self.zero < 2 else None
         part = self.interval
-        self.own_parameters: Array = zeros(own_size, dtype) if self.zero == 3 else self.whole_parameters[part]
+        if self.is_away and away is not None:
+            self.own_parameters: Array = away(own_size)
+        else:
+            self.own_parameters = zeros(own_size, dtype) if self.zero == 3 else self.whole_parameters[part]
         self.own_gradients: Array = (
             zeros(own_size if trained else 0, dtype) if self.zero >= 2 else self.whole_gradients[part]
         )
@@ -87,7 +95,7 @@ class GroupStorage:
 
     @property
     def stored_parameters(self) -> Array:
-        return self.own_parameters if self.zero == 3 else self.whole_parameters
+        return self.own_parameters if self.is_released else self.whole_parameters
 
     # --- parameters --------------------------------------------------------------------------------------
 
@@ -97,7 +105,7 @@ class GroupStorage:
         Ranks of one node that store the same parameters fill a part each, and begin to gather the other parts. Between
         nodes the transfer would take longer than the computation.
         """
-        replicas = None if self.zero == 3 else self.owners or self.rest
+        replicas = None if self.is_released else self.owners or self.rest
         if replicas is None or len(set(replicas.comm.hosts)) > 1:
             fill(self.stored, self.stored_parameters)
             return None
@@ -111,13 +119,19 @@ class GroupStorage:
         """Begin to gather the whole parameters, unless they are present or in flight."""
         if self.whole_parameters is None:
             self.whole_parameters = self._empty(self.group.size, self.dtype)
-            self._gathering = self._start_all_gather()
+            self._gathering = self._start_read() if self.is_away else self._start_all_gather()
+
+    def _start_read(self) -> Pending:
+        into = self._empty(self.own_parameters.size, self.dtype) if self.owners else self.whole_parameters
+        return self.own_parameters.start_read(into)
 
     def finish_gather(self) -> None:
         """Wait until the whole parameters are present."""
         if self._gathering is not None:
-            self._gathering.wait()
+            own = self._gathering.wait()
             self._gathering = None
+            if self.is_away and self.owners:
+                self._start_all_gather(own).wait()
 
     @property
     def parameters(self) -> dict[str, Array]:
@@ -129,19 +143,22 @@ class GroupStorage:
     def release(self) -> None:
         """Free the memory of gathered parameters."""
         self.finish_gather()  # no message may arrive in memory that has another use
-        if self.zero == 3:
+        if self.is_released:
             self.whole_parameters = self._views = None
 
     def start_refresh(self) -> Pending | None:
         """After an update of the own part: begin to send it to the ranks that hold the whole group."""
-        if self.zero == 3:
+        if self.is_released:
             self.release()
         return self._start_all_gather() if self.zero in (1, 2) else None
 
-    def _start_all_gather(self) -> Pending:
+    def _start_all_gather(self, own: Array | None = None) -> Pending:
         assert self.owners
         return self.owners.start_all_gather(
-            self.own_parameters, sizes=self._sizes, out=self.whole_parameters, label="parameters"
+            self.own_parameters if own is None else own,
+            sizes=self._sizes,
+            out=self.whole_parameters,
+            label="parameters",
         )
 
     # --- gradients ---------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class Unsharder:
         for layer, used in self._storages.items():
             for storage in used:
                 self._layers.setdefault(storage, []).append(layer)
-        self._in_parts = any(storage.zero == 3 for storage in storages)
+        self._in_parts = any(storage.is_released for storage in storages)
         self._trees: dict[int, dict[str, Any]] = {}  # of layers whose parameters are present
         self._gathered: list[GroupStorage] = []  # sharded, and whole at present
 
@@ -65,7 +65,7 @@ class Unsharder:
             storage.finish_gather()
 
     def _sharded_storages(self, layer: int) -> Iterator[GroupStorage]:
-        return (storage for storage in self._storages[layer] if storage.zero == 3)
+        return (storage for storage in self._storages[layer] if storage.is_released)
 
     def release(self) -> None:
         """Release all groups: the parameters have changed, or will not be needed for long."""

@@ -30,7 +30,7 @@ from spmd_engine.layers.layer import Layer
 from spmd_engine.models.layouts import layout_for
 from spmd_engine.models.model import Model
 from spmd_engine.models.user_code import name_of
-from spmd_engine.planning.dry_run.engine import DryRunEngine, PassCache, RecordedLayer, StepPasses
+from spmd_engine.planning.dry_run.engine import DryRunEngine, PassCache, RecordedLayer, StashOfShapes, StepPasses
 from spmd_engine.planning.dry_run.rank_classes import (
     UnevenParts,
     find_rank_classes,
@@ -177,6 +177,10 @@ class DryRun:
                 options = self.composition.how_on(axes)
                 engine = DryRunEngine(self.model, mesh, self.layout, dtype=self.dtype, backend=self.backend, **options)
             watch_storage(engine, recorder)
+            if "activations" in engine.store.offload.kinds:
+                stash = StashOfShapes(recorder.meter)
+                for chunk in engine._placed.chunks.values():
+                    chunk.stash = stash
 
             def compute() -> None:
                 passes = StepPasses(recorder, cache, scope, self.choose, kinds, samples)

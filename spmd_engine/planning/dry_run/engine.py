@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending, wait_for
 from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.offload import PIECE, THREADS
 from spmd_engine.layers.layer import ForwardContext, GradientSums, Layer
 from spmd_engine.planning.dry_run.recorder import ANY_LAYER, Phase, Recorder
 from spmd_engine.planning.dry_run.step_analysis import Communication, Computation, Phases
@@ -281,6 +283,72 @@ class DryRunEngine(LayeredEngine):
 
     def initialize(self) -> None:
         """There are no values to initialize."""
+
+
+class StashOfShapes:
+    """``engine.offload.Stash`` in a dry run: what is written leaves the memory, and what is read comes back."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._buffers = meter.allocate(THREADS * PIECE, "communication buffers", "offload")
+        self._last: list[ref[_Away]] = []
+        self._writing: list[ref[_Away]] = []
+
+    def put(self, saved: Any, parameters: Any = ()) -> _Away:
+        """The counterpart of ``Stash.put``."""
+        for away in filter(None, (reference() for reference in self._writing)):
+            away.drop()
+        self._writing, tree = self._last, _Away(saved)
+        self._last = [ref(tree)]
+        if stored := sum(away.bytes for reference in self._writing if (away := reference())):
+            self._meter.transfer(0, stored)
+        return tree
+
+    def expect(self, tree: _Away) -> None:
+        """The counterpart of ``Stash.expect``."""
+        tree.restore(self._meter)
+
+    def take(self, tree: _Away) -> Any:
+        """The counterpart of ``Stash.take``."""
+        if tree.is_written:
+            self._meter.transfer(tree.bytes, 0)
+        tree.restore(self._meter)
+        return tree.saved
+
+
+class _Away:
+    """What a forward saved, in memory or not: a layer's ``_Saved``, or the input of a segment that is recomputed."""
+
+    def __init__(self, saved: Any) -> None:
+        self.saved, self.is_written = saved, False
+        of_layer = saved if isinstance(saved, _Saved) else None
+        arrays = of_layer.arrays if of_layer else {X: saved} if isinstance(saved, ShapedArray) else {}
+        self._kept = of_layer.memory.bytes if of_layer and of_layer.memory else 0
+        self._absent: dict[str, ShapeAndDtype] | None = None  # of what is not in memory
+        self._shapes = {name: (x.shape, x.dtype) for name, x in arrays.items() if x.memory is not None}
+        memories = {id(memory): memory.bytes for x in arrays.values() if (memory := x.memory) is not None}
+        self.bytes = self._kept + sum(memories.values())
+
+    def drop(self) -> None:
+        """Free the memory."""
+        if self.bytes:
+            self.is_written, self._absent = True, self._shapes
+            if isinstance(self.saved, _Saved):
+                self.saved.memory, self.saved.arrays = None, {}
+            else:
+                self.saved = None
+
+    def restore(self, meter: Meter) -> None:
+        """Take memory again, unless it is there."""
+        if self._absent is None:
+            return
+        with meter.taking("activations", "read ahead"):
+            arrays = {name: ShapedArray.new(*about) for name, about in self._absent.items()}
+            if isinstance(self.saved, _Saved):
+                self.saved.arrays, self.saved.memory = arrays, meter.allocate(self._kept)
+            else:
+                self.saved = arrays[X]
+        self._absent = None
 
 
 @dataclass

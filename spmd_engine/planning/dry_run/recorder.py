@@ -95,17 +95,20 @@ class Recorder:
 
     def flush(self) -> None:
         """Record what was computed since the last record as one computation."""
-        if self.meter.work.calls == 0:
+        work = self.meter.work
+        if not (work.calls or work.loaded or work.stored):
             return
         work = self.meter.take_work()
         products = Products(
             Product(m, n, k, batch, size, calls, fused, kernel)
             for (batch, m, n, k, size, fused, kernel), calls in work.products.items()
         )
-        self._append(self._computation(products, work.elements, work.calls, work.read, work.written))
+        self._append(
+            self._computation(products, work.elements, work.calls, work.read, work.written, work.loaded, work.stored)
+        )
 
     def _computation(self, *work: Any) -> Computation:
-        """A computation of the current phase; ``work`` are its fields from products to bytes written."""
+        """A computation of the current phase; ``work`` are its fields from products on."""
         now = self._now
         return Computation(now.name, now.layer, now.phase, now.micro_batch, now.chunk, *work)
 
@@ -233,7 +236,7 @@ def watch_storage(engine: LayeredEngine, recorder: Recorder) -> None:
             (storage.whole_gradients, "gradients"),
             (storage.own_gradients, "gradients"),
         ):
-            if array is not None:
+            if getattr(array, "memory", None) is not None:
                 meter.relabel(array.memory, kind, name)
         storage._empty = _count_as(meter, storage._empty, None, name)
     unsharder, reducer = engine._placed.unsharder, engine._placed.reducer

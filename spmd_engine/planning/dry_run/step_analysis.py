@@ -98,6 +98,8 @@ class Computation:
     calls: int = 0  #: calls of array operations, including products
     bytes_read: int = 0
     bytes_written: int = 0
+    loaded: int = 0  #: bytes that come back from where they were offloaded
+    stored: int = 0  #: bytes that are offloaded
 
     @property
     def flops(self) -> int:

@@ -86,6 +86,13 @@ class NodeKind(Configuration):
         0, least=0
     )  #: processors of a device; each computes one tile of a product at a time; 0: any number
 
+    disk_read: float = setting(5e8, least=1)  #: bytes a second that the node reads from the disk of offloaded arrays
+    disk_write: float = setting(2.5e8, least=1)  #: bytes a second that the node writes to it
+
+    def disk_seconds(self, loaded: float, stored: float) -> float:
+        """Seconds in which the node's disk reads and writes these bytes."""
+        return loaded / self.disk_read + stored / self.disk_write
+
     @property
     def memory_of_rank(self) -> float:
         """Bytes of memory of one rank."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, product
 from math import prod
@@ -20,6 +21,7 @@ from spmd_engine.arrays.meta.meter import CONVOLUTION, KERNELS
 from spmd_engine.arrays.windows import Window
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.shared_memory.cores import cores_here
+from spmd_engine.engine.offload import PIECE, OffloadError, OffloadFile
 from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
 
 PRODUCTS = (8, 16, 32, 64, 128, 256, 512, 1024)  #: widths of square matrices
@@ -29,6 +31,7 @@ IMAGES = (1, 8, 64)  #: images of a 3x3 convolution, with 16 rows, 16 columns an
 #: those in steps; products of cached operands are up to twice as fast, of operands in memory 0.8 times.
 POOL = 1 << 24
 SMALL, LARGE = 8, 1 << 20  #: bytes of messages that measure latency and bandwidth
+DISK = 128 << 20  #: bytes that each rank writes and reads to measure the disk
 SECONDS = 6.0  #: about how long products, convolutions and memory are measured
 REPEATS = 5
 TINY = 50  #: all_reduces that measure the latency
@@ -36,12 +39,13 @@ OVERSUBSCRIBED = 8  #: ranks per core of the machine file
 OUTLIER = 1.5  #: a pair of ranks gets its own link if its bandwidth differs from the median by this factor
 
 
-def measure_machine(mesh: Mesh, seconds: float = SECONDS) -> Machine | None:
+def measure_machine(mesh: Mesh, seconds: float = SECONDS, folder: str = ".") -> Machine | None:
     """The machine of these ranks; None on all ranks but rank 0. Collective.
 
     ``seconds`` is about how long products, convolutions and memory are measured, under the conditions of a step: all
     ranks compute at the same time, on operands that are not cached. Speeds are by processor time, so other programs
-    have little effect. The slowest rank of a node counts in each turn, and the median over turns.
+    have little effect. The slowest rank of a node counts in each turn, and the median over turns. The
+    disk is that of offloaded arrays in this ``folder``.
     """
     acts = {
         (dtype, 2.0 * width**3): partial(_rotating, np.matmul, (width, width), dtype, 3)
@@ -55,13 +59,16 @@ def measure_machine(mesh: Mesh, seconds: float = SECONDS) -> Machine | None:
         took = np.array([_time_turns(mesh, make(), seconds / len(acts)) for make in acts.values()])
     ranks = mesh.all_gather(took[None], label="calibrate") if mesh.size > 1 else took[None]
     inside, between, pairs = _measure_links(mesh)
+    disk = mesh.all_gather(np.array([_measure_disk(mesh, folder)]), label="calibrate")
     if mesh.rank:
         return None
-    nodes = tuple(
-        _node_kind(node, [r for r, other in enumerate(mesh.nodes_by_rank) if other == node], ranks, list(acts), inside)
-        for node in dict.fromkeys(mesh.nodes_by_rank)
-    )
-    return Machine("here", nodes, between or inside, pairs, source="measured by calibrate")
+    nodes = []
+    for node in dict.fromkeys(mesh.nodes_by_rank):
+        members = [r for r, other in enumerate(mesh.nodes_by_rank) if other == node]
+        kind = _node_kind(node, members, ranks, list(acts), inside)
+        read, write = disk[members].sum(axis=0).tolist()
+        nodes.append(replace(kind, disk_read=read, disk_write=write) if read and write else kind)
+    return Machine("here", tuple(nodes), between or inside, pairs, source="measured by calibrate")
 
 
 def _node_kind(
@@ -134,6 +141,33 @@ def _available_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+# --- the disk
+
+
+def _measure_disk(mesh: Mesh, folder: str) -> tuple[float, float]:
+    """Bytes a second that this rank reads from the disk of a folder and writes to it while all ranks do; 0 if a rank
+    can offload nothing there. Collective."""
+    try:
+        file = OffloadFile(folder)
+        place = file.reserve(DISK)
+    except OffloadError:
+        file, place = None, 0
+    if not mesh.all_reduce(np.array(int(file is not None)), "min") or file is None:
+        return 0.0, 0.0
+    speeds, buffer = [], file.take_buffer()
+    for move in (file.write, file.read):
+        turns = []
+        for _ in range(REPEATS):
+            mesh.barrier()
+            began = perf_counter()
+            for moved in [file.submit(move, place + first, buffer) for first in range(0, DISK, PIECE)]:
+                moved.result()
+            mesh.barrier()  # a rank alone is faster
+            turns.append(perf_counter() - began)
+        speeds.append(DISK / median(turns[1:]))  # the first writes also allocate
+    return speeds[1], speeds[0]
 
 
 # --- links

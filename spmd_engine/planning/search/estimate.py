@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.engine.offload import PIECE, Offload
 from spmd_engine.planning.search.cost_cache import CostCache, ShardedCosts, Slots
 from spmd_engine.planning.search.layer_costs import StageSums
 from spmd_engine.planning.search.search_space import Candidate
@@ -95,7 +96,16 @@ class Estimator:
         if p == 1:
             seconds += self._exposed_seconds(self._undivided, quickest * self.times.before[:, -1:])
         elements = layers.own_elements / p
-        return Bound(seconds + self._update_seconds(elements), elements * self._element_bytes() + layers.all_kept / p)
+        kept = 0.0 if self._is_away("activations") else layers.all_kept / p
+        return Bound(seconds + self._update_seconds(elements), elements * self._element_bytes() + kept)
+
+    def _is_away(self, kind: str) -> bool:
+        return kind in Offload.parse(self.candidate.offload).kinds
+
+    def _disk_seconds(self, size: float, loaded: float = 0.0) -> float:
+        """Seconds in which the ranks of a node each write ``size`` bytes and read them again, and read ``loaded``."""
+        node = self.cache.machine.nodes[0]
+        return min(self.mesh.ranks, node.ranks) * node.disk_seconds(size + loaded, size)
 
     def _contended_seconds(self, work: float) -> float:
         """The least seconds if each rank works for ``work`` seconds, where ranks share cores."""
@@ -152,7 +162,7 @@ class Estimator:
         elements = np.array([0.0, *np.cumsum(self.layers.elements)])
         kept_before = np.array([0.0, *np.cumsum(self.layers.kept)])
         stored = self._element_bytes() * (elements[None, :] - elements[:, None])
-        in_flight = kept_before[None, :] - kept_before[:, None]
+        in_flight = (kept_before[None, :] - kept_before[:, None]) * (not self._is_away("activations"))
 
         def fits(k: int) -> np.ndarray:
             flight = self.m if self.candidate.schedule == "gpipe" else min(self.m, self.pipe - k)
@@ -167,14 +177,16 @@ class Estimator:
         zero, n = self.candidate.zero, self.mesh.shards
         size, part = elements * self.itemsize, elements * self.itemsize / n
         return {
-            "parameters": part if zero >= 3 else size,
+            "parameters": (part if zero >= 3 else size) * (not self._is_away("parameters")),
             "gradients": part if zero >= 2 else size,
-            "optimizer state": self.cache.states * (part if zero >= 1 else size),
+            "optimizer state": self.cache.states * (part if zero >= 1 else size) * (not self._is_away("optimizer")),
         }
 
     def _held_bytes(self, division: StageSums, slots: Slots | None) -> dict[str, np.ndarray]:
         """Peak bytes of a rank of each stage, by kind."""
         held = self._stored_bytes(division.elements)
+        if self._is_away("parameters"):
+            held["gathered groups"] = division.gathered * self.itemsize
         if self.mesh.shards > 1 and self.candidate.zero >= 2:
             if self.candidate.zero >= 3:
                 held["gathered groups"] = division.gathered * self.itemsize
@@ -182,6 +194,12 @@ class Estimator:
         # while a layer runs backward, the activations of later layers are already freed
         held["activations"] = self._in_flight(division, slots) + np.minimum(division.running, 0.0)
         held["temporaries"] = np.maximum(division.running, 0.0)
+        if self._is_away("activations"):  # those of two layers stay, and of the one that runs
+            largest, running = self.layers.kept.max(), self.layers.running - self.layers.kept_before
+            held["activations"] = np.full(self.pipe, 2.0 * largest)
+            held["temporaries"] = np.full(self.pipe, running.max())
+        if self.candidate.offload:
+            held["temporaries"] = held["temporaries"] + 3 * self.cache.states * PIECE
         return held
 
     def _in_flight(self, division: StageSums, slots: Slots | None) -> np.ndarray:
@@ -209,6 +227,11 @@ class Estimator:
         mean, most = float(work_of_stage.mean()), float(work_of_stage.max())
         idle = max(seconds - mean, 0.0)
         seconds = max(seconds, self._contended_seconds(mean))
+        own = float(division.elements.max()) / (self.mesh.shards if self.candidate.zero >= 3 else 1)
+        if self._is_away("activations"):
+            seconds = max(seconds, self._disk_seconds(self.m * float(division.kept.sum()) / self.pipe))
+        if self._is_away("parameters"):  # they are read twice
+            seconds = max(seconds, self._disk_seconds(0.0, 2 * self.m * own * self.itemsize))
         exposed = self._exposed_seconds(division, costs) + self._tied_seconds(division)
         update = self._update_seconds(float(division.elements.max()))
         total = seconds + exposed + update
@@ -314,7 +337,9 @@ class Estimator:
 
     def _update_seconds(self, elements: float) -> float:
         parts = self.mesh.shards if self.candidate.zero else 1
-        return self._contended_seconds(elements / parts * self.update)
+        seconds = self._contended_seconds(elements / parts * self.update)
+        arrays = self.cache.states * self._is_away("optimizer") + self._is_away("parameters")
+        return max(seconds, self._disk_seconds(elements / parts * arrays * self.itemsize))
 
 
 # --- The division of layers into pipeline stages whose slowest stage is fastest

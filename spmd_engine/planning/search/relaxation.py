@@ -32,6 +32,7 @@ class Conflict:
     relaxations: Sequence[Relaxation]  #: the smallest first
     nearest: Estimate | None = None  #: the plan closest to the limits that keeps all other constraints
     decided: bool = True
+    helps: str = ""  #: the option with which a given mesh would keep the limits
 
 
 @dataclass(frozen=True)

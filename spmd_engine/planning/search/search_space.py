@@ -42,6 +42,7 @@ class Candidate:
     shares: str | None = None  #: shares of the work, by rank; None: even, or those of the base
     state_shares: str | None = None  #: shares of ZeRO's state, by rank; None: even, or those of the base
     order: tuple[int, ...] | None = None  #: the rank at each position of the mesh; None: as the machine has them
+    offload: str | None = None  #: what is offloaded, as ``--offload``
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -80,6 +81,7 @@ class Candidate:
             shares=self.shares or base.shares,
             state_shares=self.state_shares or base.state_shares,
             rank_order=",".join(map(str, self.order)) if self.order else base.rank_order,
+            offload=self.offload,
         )
 
     def __str__(self) -> str:
@@ -89,6 +91,7 @@ class Candidate:
         parts += [f"{self.schedule}" + (f" of {self.chunks} chunks" if self.chunks > 1 else "")] * (self.pipe > 1)
         parts += [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1)
         parts += [f"recompute {self.recompute}"] * (self.recompute != "none")
+        parts += [f"offload {self.offload}"] * bool(self.offload)
         parts += [f"shares {self.shares}"] * bool(self.shares)
         parts += [f"state shares {self.state_shares}"] * bool(self.state_shares)
         parts += [f"rank order {','.join(map(str, self.order or ()))}"] * bool(self.order)
@@ -112,6 +115,7 @@ class SearchSpace:
     recompute: str | None = None
     stages: tuple[int, ...] | None = None
     axes: Sequence[str] | None = None  #: mesh axes to use; None: all that shard this model
+    offload: Sequence[str | None] = (None,)  #: what may be offloaded
     shares: Shares = field(default_factory=dict)  #: given ones, by axis, for which a mesh has as many ranks
     order: tuple[int, ...] | None = None  #: a given order of ranks
 
@@ -272,7 +276,10 @@ def _candidates_on(space: SearchSpace, axes: Mapping[str, int], batch_size: int)
             for schedule, chunks in _schedules(space, pipe, m, len(model.layers))
             if space.stages is None or len(space.stages) == pipe * chunks  # they are the first layers of all chunks
         ]
-        for (schedule, chunks), zero, sequence, recomputed in product(schedules, zeros, parallel, recompute):
+        choices = product(schedules, zeros, parallel, recompute, space.offload)
+        for (schedule, chunks), zero, sequence, recomputed, offload in choices:
+            if "parameters" in (offload or "") and zero in (1, 2):  # they are whole on every rank
+                continue
             yield Candidate(
                 tuple(axes.items()),
                 batch_size,
@@ -284,6 +291,7 @@ def _candidates_on(space: SearchSpace, axes: Mapping[str, int], batch_size: int)
                 recompute=recomputed,
                 stages=space.stages,
                 order=space.order,
+                offload=offload,
             )
 
 

@@ -17,7 +17,14 @@ from typing import Any
 
 from spmd_engine.axes import MeshPosition
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.dry_run.step_analysis import Communication, HashedOnce, RankStep, StepAnalysis, position_of
+from spmd_engine.planning.dry_run.step_analysis import (
+    Communication,
+    HashedOnce,
+    Phases,
+    RankStep,
+    StepAnalysis,
+    position_of,
+)
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.simulator.collective_time import CollectiveTimes, Duration
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
@@ -220,6 +227,7 @@ class _Simulation:
         self.compute, self.collectives = ComputeTimes(machine), CollectiveTimes(machine)
         self.clock, self._events, self._order = 0.0, [], count()
         self.processors = Processors(machine, self._schedule)
+        self.disks = Disks(machine, list(steps))
         self.spans: list[Span] = []
         self.working = dict.fromkeys(steps, 0.0)
         self._ports: dict[int, bool] = {}  # ranks whose link is busy
@@ -263,9 +271,14 @@ class _Simulation:
                         yield from self._wait(rank, calls[index], step.communications[index].trace_name)
             if number < len(step.computations):
                 computation = step.computations[number]
+                moved, streams = (computation.loaded, computation.stored), computation.phase == Phases.UPDATE
+                ready = (self.disks.stream if streams else self.disks.read_ahead)(rank, self.clock, *moved)
+                if not streams:
+                    yield "at", ready
                 began = self.clock
                 launched += hosts[number]
                 yield "work", max(works[number], launched - began)
+                yield "at", ready
                 self.working[rank] += works[number]
                 self.spans.append(Span(rank, computation.name, COMPUTE, began, self.clock))
 
@@ -275,6 +288,10 @@ class _Simulation:
             if kind == "work":
                 if value:
                     self.processors.work(self.clock, rank, value, lambda: self._advance(rank, program))
+                    return
+            elif kind == "at":
+                if value > self.clock:
+                    self._schedule(value, lambda: self._advance(rank, program))
                     return
             else:
                 value.waiters.append(lambda: self._advance(rank, program))
@@ -348,6 +365,43 @@ class _Simulation:
             yield "until", call
         if self.clock > began:
             self.spans.append(Span(rank, name, COMMUNICATION, began, self.clock))
+
+
+# --- Disks, shared by the ranks of a node
+
+
+class Disks:
+    """Transfers of offloaded arrays. Those of a node's ranks use its disk one after the other."""
+
+    def __init__(self, machine: Machine, ranks: Sequence[int]) -> None:
+        self._machine, self._free = machine, defaultdict[int, float](float)
+        self._stored: dict[int, float] = {}  # when the writes of a rank so far end
+        self._asked: dict[int, float] = {}  # when a rank began to read ahead
+        simulated = Counter(machine.places[rank][0] for rank in ranks)
+        all_ranks = Counter(number for number, _ in machine.places)
+        self._alike = {node: all_ranks[node] / count for node, count in simulated.items()}  # ranks that one represents
+
+    def stream(self, rank: int, now: float, loaded: int, stored: int) -> float:
+        """When these bytes are read and written, if that begins now."""
+        return self._transfer(rank, now, loaded, stored) if loaded or stored else now
+
+    def read_ahead(self, rank: int, now: float, loaded: int, stored: int) -> float:
+        """When a rank can continue that needs bytes which it has read ahead since it needed the last ones, and that
+        lets others be written behind, once those before are written."""
+        ready = now
+        if stored:
+            ready = max(now, self._stored.get(rank, now))
+            self._stored[rank] = self._transfer(rank, ready, 0, stored)
+            self._asked.pop(rank, None)
+        if loaded:
+            ready = max(ready, self._transfer(rank, self._asked.get(rank, now), loaded, 0))
+            self._asked[rank] = ready
+        return ready
+
+    def _transfer(self, rank: int, begin: float, loaded: int, stored: int) -> float:
+        number, node = self._machine.places[rank]
+        self._free[number] = max(begin, self._free[number]) + self._alike[number] * node.disk_seconds(loaded, stored)
+        return self._free[number]
 
 
 # --- Cores, shared evenly by the ranks of a node
