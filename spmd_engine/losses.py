@@ -108,7 +108,9 @@ def right_classes(
     if over is not None:
         top = over.all_reduce(top, "max", label="metric")
     numbers = xp.arange(start, start + width)
-    predicted = xp.where(scores == top[:, None], numbers, no_class).min(axis=1, initial=no_class)
+    predicted = xp.full(count, no_class)
+    if width:  # CuPy takes no minimum of nothing
+        predicted = xp.where(scores == top[:, None], numbers, no_class).min(axis=1)
     if over is not None:
         predicted = over.all_reduce(predicted, "min", label="metric")
     right = predicted == targets.reshape(-1).astype(xp.int64)

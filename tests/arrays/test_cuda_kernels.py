@@ -41,7 +41,7 @@ def a_gpu_is_here():
         return False
 
 
-@pytest.fixture(params=["host", "gpu"] if a_gpu_is_here() else ["host"])
+@pytest.fixture(params=["cuda", "gpu"] if a_gpu_is_here() else ["cuda"])
 def device(request):
     return request.getfixturevalue(request.param)
 
