@@ -25,15 +25,6 @@ def sigint_is_heard():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.fixture
-def device():
-    """The backend of the stand-in for CuPy, without kernels: for what moves arrays."""
-    import fake_cupy
-
-    with fake_cupy.installed() as backend:
-        yield backend
-
-
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
     """The CUDA kernels compiled for the host, once for all processes that share the tests."""
@@ -52,3 +43,9 @@ def cuda(library):
 
     with fake_cupy.installed(library) as backend:
         yield backend
+
+
+@pytest.fixture
+def device(cuda):
+    """The same."""
+    return cuda

@@ -109,8 +109,8 @@ class Device:
 class Stream:
     """``waits``: how often the host has waited for it; what was written since may not be complete."""
 
-    def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False) -> None:
-        self.device_id, self.waits = _thread.device, 0
+    def __init__(self, null: bool = False, non_blocking: bool = False, device: int | None = None) -> None:
+        self.device_id, self.waits = _thread.device if device is None else device, 0
 
     def use(self) -> Stream:
         _thread.streams[self.device_id] = self
@@ -119,6 +119,10 @@ class Stream:
     def synchronize(self) -> None:
         record("synchronize")
         self.waits += 1
+
+
+def _set_limit(size: int | None = None, fraction: float | None = None) -> None:
+    cupy.memory_limit = fraction
 
 
 class CUDARuntimeError(RuntimeError):
@@ -339,7 +343,7 @@ def _function(name: str, parameters: str, of_numpy, *, method: bool = False):
             _use(given)
             return record("launch", name)
         if isinstance(result, (tuple, list)):
-            return type(result)(_launched(name, part, given, 1) for part in result)
+            return tuple(_launched(name, part, given, 1) for part in result)
         return _launched(name, result, given, 0 if name.startswith("empty") else _times(name, args))
 
     call.__name__ = name
@@ -520,6 +524,7 @@ def _build() -> ModuleType:
     module.ElementwiseKernel, module.ReductionKernel = _elementwise, _reduction
     module.library = None  # the compiled kernels
     runtime = SimpleNamespace(CUDARuntimeError=CUDARuntimeError, getDeviceCount=lambda: module.devices)
+    module.get_default_memory_pool = lambda: SimpleNamespace(set_limit=_set_limit)
     module.cuda = SimpleNamespace(Device=Device, Stream=Stream, get_current_stream=get_current_stream, runtime=runtime)
     return module
 
@@ -537,19 +542,29 @@ def _empty_pinned(shape, dtype=float, order="C"):
     return made
 
 
+def pinned_addresses() -> set[int]:
+    return {made.ctypes.data for each in _pinned if (made := each()) is not None}
+
+
 cupyx.empty_pinned = _empty_pinned
 
 
 @contextmanager
-def installed(library=None, devices: int = 1) -> Iterator[Backend]:
-    """The first device of the backend "cuda", on the stand-in with so many devices and these compiled kernels."""
+def installed(library, devices: int = 1, *, index: int | None = None, stream: bool = False) -> Iterator[Backend]:
+    """``import cupy`` imports the stand-in here, with so many devices and these compiled kernels.
+
+    With an ``index``, or without several devices, yields the backend of that one; ``stream``: it gets a stream of its
+    own."""
     before = {name: sys.modules.get(name) for name in ("cupy", "cupyx")}
     sys.modules.update(cupy=cupy, cupyx=cupyx)
-    cupy.library, cupy.devices = library, devices
-    cupy.null_streams = [Stream(null=True) for _ in range(devices)]
+    cupy.library, cupy.devices, cupy.memory_limit = library, devices, None
+    cupy.null_streams = [Stream(device=number) for number in range(devices)]
     _thread.__init__()
     try:
-        yield backends.get_backend("cuda")
+        if stream:
+            with Device(index):
+                Stream(non_blocking=True).use()
+        yield backends.get_backend("cuda", index or 0) if index is not None or devices == 1 else None
     finally:
         for backend in [each for each in backends._device_backends if each.name == "cuda"]:
             backends.unregister_backend(backend)

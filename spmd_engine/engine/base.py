@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -52,6 +53,19 @@ class Shard:
     data: Array
 
 
+_making: ContextVar[Backend | None] = ContextVar("making", default=None)
+
+
+@contextmanager
+def making_on(backend: Backend) -> Iterator[None]:
+    """Engines that are made in this context have this backend before their ``__init__`` begins."""
+    token = _making.set(backend)
+    try:
+        yield
+    finally:
+        _making.reset(token)
+
+
 class ShardedEngine(Collectives, ABC):
     """A sharded model: every rank runs the same program on its own shard.
 
@@ -91,7 +105,7 @@ class ShardedEngine(Collectives, ABC):
     residues: Mapping[str, Array] | None = None
     #: Auxiliary losses and counts of the last step, whole, on every rank; see ``layers.SideOutput``.
     side_outputs: Mapping[str, np.ndarray] = MappingProxyType({})
-    backend: Backend = CPU
+    backend: Backend = CPU  #: of its arrays; ``xp`` is its array module
     _known_shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # global shapes, while a placement is computed
     input_sharding: str = ""
     output_sharding: str = ""
@@ -105,6 +119,12 @@ class ShardedEngine(Collectives, ABC):
     _is_checked: bool = False  # whether its declarations have been checked
     checks_gradients: bool = True  #: whether the names and shapes of a user's gradients are checked
     checks_replicas: bool = True  #: whether the next step compares gradients between ranks with the same block
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        engine = super().__new__(cls)
+        if (backend := _making.get()) is not None:
+            engine.backend = backend
+        return engine
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -123,6 +143,11 @@ class ShardedEngine(Collectives, ABC):
     @abstractmethod
     def backward(self, grads: Array) -> dict[str, Array]:
         """The parameters' gradients, summed over the batch, for the output's gradient (None: no output here)."""
+
+    @property
+    def xp(self) -> ModuleType:
+        """The array module of its backend: NumPy or CuPy."""
+        return self.backend.xp
 
     # --- position on the mesh ----------------------------------------------------------------------------
 
@@ -413,6 +438,7 @@ class ShardedEngine(Collectives, ABC):
         count, scores = self.count(batch), Scores(loss or self.loss, self.metrics)
         gradients: dict[str, Array] = {}
         for index, micro in enumerate(batch.micro_batches):
+            micro = micro.on(self.backend)
             with self.micro_batch(index):
                 on_tape = len(self.tape)
                 check_dims(self, "input_sharding", micro.inputs)
@@ -448,7 +474,7 @@ class ShardedEngine(Collectives, ABC):
         with self.inference():
             for batch, count in zip(batches, counts, strict=True):
                 scores = Scores(loss or self.loss, self.metrics)
-                for micro in batch.micro_batches:
+                for micro in map(self._placed_here, batch.micro_batches):
                     outputs = self.outputs_of(micro)
                     if outputs is not None:
                         scores.add(outputs, micro, count)
@@ -457,6 +483,10 @@ class ShardedEngine(Collectives, ABC):
                 total.shares += sums
         count, sums = sum(counts), total.shares
         return Evaluation(float(sums[0]) / (count or 1.0), total.fractions(sums, count), count)
+
+    def _placed_here(self, micro: MicroBatch) -> MicroBatch:
+        """A micro-batch where ``outputs_of`` and the loss want it: on the engine's backend."""
+        return micro.on(self.backend)
 
     def outputs_of(self, micro: MicroBatch) -> Array | None:
         """The outputs of one micro-batch, for an evaluation."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array
+from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.blocks import span
 from spmd_engine.comm.notation import Spec
@@ -30,6 +30,13 @@ class MicroBatch:
     mask: Array | None = None  #: like targets; 0 where a target does not count
     documents: Documents | None = None  #: in each sample, if attention must not cross them
     length: int | None = None  #: of the whole second dim of the inputs, which may be sharded
+
+    def on(self, backend: Backend) -> MicroBatch:
+        """The same with inputs, targets and mask on a device."""
+        if not backend.on_device:
+            return self
+        mask = None if self.mask is None else backend.asarray(self.mask)
+        return replace(self, inputs=backend.asarray(self.inputs), targets=backend.asarray(self.targets), mask=mask)
 
     def loss_options(self, count: float) -> dict[str, Any]:
         """Keyword arguments of a loss function."""

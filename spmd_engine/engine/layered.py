@@ -282,6 +282,9 @@ class LayeredEngine(StoredEngine):
             return list(order)
         return with_transfers(order, self._placed.neighbours.chunks - 1, sends_unfinished=len(order))
 
+    def _placed_here(self, micro: MicroBatch) -> MicroBatch:
+        return micro  # after targets are checked on the host
+
     def outputs_of(self, micro: MicroBatch) -> Array | None:
         if micro.documents is None:
             return self.forward(micro.inputs)

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import fake_cupy
 from fake_cupy import events, watch
 from on_ranks import DTYPES, INLINE, OPS, assert_same, everywhere, numbers_of_ranks, on_ranks, values
 from pairwise import every_pair
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.arrays.backend import CPU, backend_of, get_backend
-from spmd_engine.errors import UsageError
+from spmd_engine.comm.shared_memory.cross_memory import CrossMemory
+from spmd_engine.errors import SpmdError, UsageError
 
 FLOAT = np.dtype(float)
 SIZES = {"inline": (3, 4), "large": (3, INLINE)}
@@ -113,6 +115,25 @@ def test_handed_over_as_it_is(name, size, device, ranks):
                 assert_same(result.memory, expected)
 
     on_ranks(program, ranks)
+
+
+def test_pinned_memory_that_others_cannot_read_is_not_offered_to_them(device, monkeypatch):
+    """A driver may map it so that process_vm_readv fails; the array is then copied to ordinary memory."""
+    read = CrossMemory.read
+
+    def refuses_pinned(self, local_rank, address, out):
+        if address in fake_cupy.pinned_addresses():
+            raise SpmdError("cannot read the memory of process 1: Bad address")
+        read(self, local_rank, address, out)
+
+    monkeypatch.setattr(CrossMemory, "read", refuses_pinned)
+
+    def program():
+        with group_on(aware=False) as group:
+            x = values(SIZES["large"], FLOAT, group.rank)
+            assert_same(group.all_gather(device.asarray(x)).memory, group.all_gather(x))
+
+    run_threads(program, 2)
 
 
 @everywhere(2, 3)
