@@ -394,7 +394,8 @@ class ufunc:
             options["out"] = target
         elif target is not None:
             options["out"] = (target,)
-        result = self._numpy(*plain, casting=casting, **options)
+        with np.errstate(all="ignore"):
+            result = self._numpy(*plain, casting=casting, **options)
         if isinstance(out, ndarray):
             return _with_out(self.__name__, out, args)
         if isinstance(result, tuple):

@@ -35,6 +35,7 @@ class Backend:
 
     name = "cpu"
     on_device = False
+    workspace = 1 << 30  #: bytes of a device's memory for temporary arrays of one operation, such as attention's scores
     xp: ModuleType = np
     kernels: Any = None  # functions that replace those marked ``@fused``; ``takes`` selects the arrays
     image_kernels: Any = None  # the same for ``@fused_of_images``
@@ -126,6 +127,7 @@ class CudaBackend(Backend):
         self._device.use()
         self._stream = cupy.cuda.get_current_stream()
         self.kernels = CudaFunctions(cupy)
+        self.workspace = self._device.mem_info[1] // 64
         self.sharing = len(range(self._device.id, processes, devices))
         if memory is not None or self.sharing > 1:
             memory = 0.95 / self.sharing if memory is None else memory
