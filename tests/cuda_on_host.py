@@ -15,6 +15,7 @@ import numpy as np
 from spmd_engine.arrays.cuda import ELEMENTWISE, REDUCTIONS
 
 C_TYPES = {"float32": "float", "float64": "double", "int64": "int64_t", "bool": "bool"}
+C_TYPES |= {"uint32": "uint32_t", "uint64": "uint64_t"}
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 #: C++ allows an implicit conversion from float to double, which would be slow on a GPU.
 FLAGS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wdouble-promotion", "-Werror"]
@@ -63,7 +64,11 @@ def elementwise(name, text, c_types):
             raw.append(f"const {c_types[p.kind]} *{p.name} = (const {c_types[p.kind]} *)memory[{k}];")
         else:
             each.append(element(p, c_types, k, "i", "const "))
-    each += [element(p, c_types, len(inputs) + k, "i") for k, p in enumerate(outputs)]
+    for k, p in enumerate(outputs, len(inputs)):
+        if p.raw:
+            raw.append(f"{c_types[p.kind]} *{p.name} = ({c_types[p.kind]} *)memory[{k}];")
+        else:
+            each.append(element(p, c_types, k, "i"))
     return f"""
         namespace {name}_ {{
             typedef {c_types["T"]} T;
@@ -136,15 +141,19 @@ class HostKernel:
         if (self.name in REDUCTIONS) is not (axis is not None):
             raise TypeError(f"{self.name}: axis {axis}")
         arrays = [x for x, p in zip(inputs, self.inputs) if isinstance(x, np.ndarray) and not p.raw]
-        shape = np.broadcast_shapes(*(x.shape for x in [*arrays, *(outputs if axis is None else [])]))
+        shape = np.broadcast_shapes(*(x.shape for x in [*arrays, *(outputs if axis is None and size is None else [])]))
+        assert size is None or not arrays, f"{self.name}: all arrays must be raw where a size is given"
         dtype = self.dtype_of([*inputs, *outputs])
         inputs = [self.spread(x, p, shape, dtype, axis) for x, p in zip(inputs, self.inputs)]
+        if size is not None:
+            self.run(inputs, outputs, dtype, size, [])
+            return outputs
         result_shape = shape if axis is None else shape[:axis] + shape[axis + 1 :]
         kinds = [dtype if p.kind == "T" else np.dtype(p.kind) for p in self.outputs]
         outputs = outputs or [np.empty(result_shape, kind) for kind in kinds]
         assert all(x.shape == result_shape and x.dtype == kind for x, kind in zip(outputs, kinds)), self.name
         if 0 not in result_shape:
-            self.run(inputs, outputs, dtype, [] if axis is None else [shape[axis]])
+            self.run(inputs, outputs, dtype, outputs[0].size, [] if axis is None else [shape[axis]])
         return outputs
 
     def dtype_of(self, args):
@@ -154,8 +163,8 @@ class HostKernel:
             if isinstance(x, np.ndarray):
                 assert p.kind == "T" or x.dtype == p.kind, f"{self.name}: {p.name} is {x.dtype}"
                 kinds |= {x.dtype} if p.kind == "T" else set()
-        assert len(kinds) == 1, f"{self.name}: T is {kinds}"
-        return kinds.pop()
+        assert len(kinds) == any(p.kind == "T" for p in self.inputs + self.outputs), f"{self.name}: T is {kinds}"
+        return kinds.pop() if kinds else np.dtype(np.float32)  # without T, both are the same
 
     def spread(self, x, parameter, shape, dtype, axis):
         if not isinstance(x, np.ndarray):
@@ -165,13 +174,13 @@ class HostKernel:
             x = np.broadcast_to(x, shape)
         return np.ascontiguousarray(x if axis is None else np.moveaxis(x, axis, -1))
 
-    def run(self, inputs, outputs, dtype, length):
+    def run(self, inputs, outputs, dtype, size, length):
         results = [np.array(x, order="C") for x in outputs]
         arrays = [*inputs, *results]
         function = getattr(self.library, f"{self.name}_{dtype}")
         memory = (ctypes.c_void_p * len(arrays))(*(x.ctypes.data for x in arrays))
         # A number is an array without dims, so its stride is 0.
         strides = (ctypes.c_ssize_t * len(arrays))(*(x.itemsize if x.ndim else 0 for x in arrays))
-        function(*map(ctypes.c_ssize_t, [results[0].size, *length]), memory, strides)
+        function(*map(ctypes.c_ssize_t, [size, *length]), memory, strides)
         for x, result in zip(outputs, results):
             x[...] = result

@@ -335,7 +335,7 @@ def _function(name: str, parameters: str, of_numpy, *, method: bool = False):
         given = (*args, *options.values())
         if on_host:
             return result
-        if name in WAIT:
+        if name in WAIT and not (name == "repeat" and isinstance(args[1], int)):
             record("wait", name)
         if isinstance(options.get("out"), ndarray):
             return _with_out(name, options["out"], given)
@@ -363,6 +363,8 @@ def _times(name: str, args: tuple) -> int | None:
 
 
 def _is_for_blas(x: np.ndarray) -> bool:
+    if x.ndim > 2:
+        return x.flags.c_contiguous
     return x.ndim < 2 or x.itemsize in x.strides[-2:] or prod(x.shape[-2:]) < 2
 
 

@@ -63,6 +63,10 @@ class Backend:
     def to_host(self, x: Array) -> np.ndarray:
         return x
 
+    def constant(self, x: Any) -> Array:
+        """``asarray`` of a small array, or a list, that nothing changes: a device keeps it."""
+        return self.asarray(x)
+
     def copy_to_host(self, x: Array, host: np.ndarray) -> None:
         np.copyto(host, x)
 
@@ -127,6 +131,7 @@ class CudaBackend(Backend):
         self._device.use()
         self._stream = cupy.cuda.get_current_stream()
         self.kernels = CudaFunctions(cupy)
+        self._constants: dict[tuple, Array] = {}
         self.workspace = self._device.mem_info[1] // 64
         self.sharing = len(range(self._device.id, processes, devices))
         if memory is not None or self.sharing > 1:
@@ -166,6 +171,15 @@ class CudaBackend(Backend):
 
     def asarray(self, x: Array) -> Array:
         return self.xp.asarray(x)
+
+    def constant(self, x: Any) -> Array:
+        if self.owns(x):
+            return x
+        x = np.asarray(x)
+        key = x.dtype.str, x.shape, x.tobytes()
+        if key not in self._constants:
+            self._constants[key] = self.asarray(x)
+        return self._constants[key]
 
     def to_host(self, x: Array) -> np.ndarray:
         return self.xp.asnumpy(x)
@@ -224,3 +238,8 @@ def backend_of(x: Array) -> Backend:
     if not isinstance(x, np.ndarray) and hasattr(x, "__cuda_array_interface__"):
         return get_backend("cuda")
     return CPU
+
+
+def number_of(x: Array) -> Any:
+    """``x``, of no dims, as a float; on a device it stays an array, for which the host need not wait."""
+    return x if backend_of(x).on_device else float(x)

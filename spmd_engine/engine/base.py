@@ -14,12 +14,12 @@ import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.arrays.meta.array import ShapedArray
-from spmd_engine.arrays.updates import sum_of_squares
+from spmd_engine.arrays.updates import total_of_squares
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Collectives, Mesh, Over
 from spmd_engine.comm.notation import Spec
-from spmd_engine.engine.batch import Batch, Evaluation, MicroBatch, Scores
+from spmd_engine.engine.batch import Batch, Evaluation, MicroBatch, Scores, fractions_of
 from spmd_engine.engine.contract import (
     add_gradients,
     backward_of,
@@ -335,7 +335,7 @@ class ShardedEngine(Collectives, ABC):
 
     def gradient_norm(self) -> float:
         """The 2-norm of the whole gradient, each element counted once. Collective over the world."""
-        total = sum(sum_of_squares(g) for g in self._counted_gradients())
+        total = total_of_squares(self._counted_gradients())
         if not self._counts_all:
             total = float(self.all_reduce(np.array(total, np.float64), label="gradient norm"))
         return total**0.5
@@ -459,7 +459,7 @@ class ShardedEngine(Collectives, ABC):
     def _take_scores(self, scores: Scores, count: float) -> float:
         """The global mean loss of a step with ``count`` targets; sets ``training_metrics``."""
         sums = self._sum_shares(scores.shares)
-        self.training_metrics = scores.fractions(sums, count)
+        self.training_metrics = fractions_of(self.metrics, sums, count)
         return float(sums[0])
 
     def evaluate(self, batch: Batch, loss: Loss | None = None) -> float:
@@ -470,7 +470,7 @@ class ShardedEngine(Collectives, ABC):
         """The mean loss and the metrics over all ``batches``, without a backward and without a tape."""
         self.check_declared()
         counts = [self.count(batch) for batch in batches]
-        total = Scores(loss or self.loss, self.metrics)
+        total = np.zeros(1 + len(self.metrics))
         with self.inference():
             for batch, count in zip(batches, counts, strict=True):
                 scores = Scores(loss or self.loss, self.metrics)
@@ -480,9 +480,9 @@ class ShardedEngine(Collectives, ABC):
                         scores.add(outputs, micro, count)
                 sums = self._sum_shares(scores.shares)  # batch by batch, so that the first stage does not run far ahead
                 sums[0] *= count
-                total.shares += sums
-        count, sums = sum(counts), total.shares
-        return Evaluation(float(sums[0]) / (count or 1.0), total.fractions(sums, count), count)
+                total += sums
+        count = sum(counts)
+        return Evaluation(float(total[0]) / (count or 1.0), fractions_of(self.metrics, total, count), count)
 
     def _placed_here(self, micro: MicroBatch) -> MicroBatch:
         """A micro-batch where ``outputs_of`` and the loss want it: on the engine's backend."""

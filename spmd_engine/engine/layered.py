@@ -17,7 +17,7 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine.base import Loss, Metric
-from spmd_engine.engine.batch import Batch, MicroBatch, Scores
+from spmd_engine.engine.batch import Batch, MicroBatch, Scores, fractions_of
 from spmd_engine.engine.contract import check_batch
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.pipeline import Recompute
@@ -352,7 +352,7 @@ class LayeredEngine(StoredEngine):
         side_sums = pending_side_outputs.wait()
         self.side_outputs = self._placed.extras.side_outputs.by_name(side_sums)
         sums = shares.wait()
-        self.training_metrics = scores.fractions(sums, count)
+        self.training_metrics = fractions_of(self.metrics, sums, count)
         return float(sums[0]) + self._placed.extras.side_outputs.loss(side_sums)
 
     def _contexts(self, batch: Batch) -> list[ForwardContext]:

@@ -93,7 +93,7 @@ class Pipeline(LayerStack):
                     for name, gradient in self.backward(dy).items():
                         gradients[name] += gradient
         self.gradients = gradients
-        return float(self._sum_shares(np.array(total)))
+        return float(self._sum_shares(np.array(float(total))))
 
     def _begin_to_send(self, stage, x, label):
         unfinished = [sending for sending in self.sending if not sending.done]

@@ -58,6 +58,9 @@ def test_what_attention_hides_is_hidden_as_it_is_exponentiated(cuda):
 
 # --- the house
 
+#: What other code calls on a device alone.
+UNMARKED = {"takes", "sum_of_squares", "add_rows", "bernoulli", "uniform", "normal"}
+
 
 def fused_functions():
     modules = (activations, normalization, rotary, updates)
@@ -71,7 +74,7 @@ def test_the_kernels_have_every_function_that_is_marked_fused():
     functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     marked = {f.name for f in functions if "fused" in map(ast.unparse, f.decorator_list)}
     brought = {name for name in vars(CudaFunctions) if not name.startswith("_")}
-    assert marked == brought - {"takes"} == fused_functions().keys()
+    assert marked == brought - UNMARKED == fused_functions().keys()
 
 
 @pytest.mark.parametrize("name", fused_functions())

@@ -7,17 +7,19 @@ import numpy as np
 import pytest
 
 import pages
+from fake_cupy import events
 from linear_engine import Linear
 from random_jobs import FAMILIES, RandomJob
 from spmd_engine import Mesh, TrainConfig, batch_of, run_threads, train
 from spmd_engine.adaptive import ShapeRequest
 from spmd_engine.arrays.backend import get_backend
-from spmd_engine.engine import SGD, AdamW, making_on
+from spmd_engine.engine import SGD, AdamW, LayeredEngine, making_on
 from spmd_engine.engine.distributed import make_engine
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import RouterOptions
-from spmd_engine.models import Mixture
+from spmd_engine.models import DecoderConfig, GPTSize, Mixture, gpt
+from spmd_engine.models.convnet import ImageShape, resnet
 from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
 from spmd_engine.strategies import STRATEGIES
@@ -88,6 +90,62 @@ def test_a_job(name, data, tmp_path, cuda):
     (what, mesh), (here, there) = JOBS[name], (tmp_path / "cpu", tmp_path / "cuda")
     expected = run(what, mesh, here, "cpu", data)
     np.testing.assert_allclose(run(what, mesh, there, "cuda", data), expected, rtol=1e-9)
+
+
+# --- launches of a step, and how often the host waits, of models whose numbers of layers are those of the names
+
+
+def of_text(family, layers, **options):
+    shape = DecoderConfig(
+        width=24,
+        heads=12,
+        key_value_heads=4,
+        head_width=2,
+        hidden=14,
+        layers=layers,
+        vocabulary=13,
+        context=16,
+        **options,
+    )
+    return ModelConfig(name=family, shape=shape), (16, 16), (16, 16)
+
+
+#: The model, its inputs and targets; the most launches, waits, and arrays copied to the device.
+COUNTS = {
+    "gpt2": (lambda: (gpt(GPTSize(12, 24, 12, 16, 13), dropout=0.1), (16, 16), (16, 16)), 3000, 2, 3),
+    "llama": (lambda: of_text("llama", 16), 2500, 2, 3),
+    "moe": (lambda: of_text("olmoe", 16, mixture=Mixture(8, 0, 7)), 5500, 2 + 2 * 16 + 1, 3),
+    "resnet18": (
+        lambda: (resnet(ImageShape(32, 32, 3, 10), "resnet18", blocks=(2, 2, 2, 2), width=4), (4, 32, 32, 3), (4,)),
+        2500,
+        2,
+        4,  # the targets twice: for the loss, and for the accuracy
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_launches_of_a_step(name, cuda, monkeypatch):
+    """At batch 16 x 1,024 the parts of attention are those of 16 tokens in a work space that is as much smaller."""
+    make, launches, waits, copies = COUNTS[name]
+    model, inputs, targets = make()
+    monkeypatch.setattr(cuda, "workspace", int(cuda.workspace * (16 / 1024) ** 2))
+    with Mesh() as mesh:
+        if isinstance(model, ModelConfig):
+            engine = build_engine(model, mesh, device="cuda")
+        else:
+            engine = LayeredEngine(model, mesh, backend=cuda)
+        rng = np.random.default_rng(0)
+        x = rng.integers(0, 10, inputs) if len(inputs) == 2 else rng.standard_normal(inputs).astype(np.float32)
+        y = rng.integers(0, 10, targets)
+        batches = lambda step: batch_of(x, y, engine, 1, step)
+        trainer = Trainer(engine, AdamW(), batches, lambda step: 1e-3, grad_clip=1.0)
+        trainer.step()
+        events().clear()
+        trainer.step()
+        assert len(events().launches) <= launches
+        assert events().syncs <= waits
+        assert events().count("from_host") <= copies
 
 
 def test_a_run_resumes_and_changes_its_shape(data, tmp_path, cuda):
