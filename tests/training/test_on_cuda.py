@@ -27,15 +27,20 @@ from spmd_engine.training import Trainer
 
 FAMILY = {family.name: str(family) for family in FAMILIES}
 GPT2, LLAMA = {"model": FAMILY["gpt2"]}, {"model": FAMILY["llama"]}
-MOE = {"model": "gpt-moe-nano", "mixture": Mixture(5, 1, 7, "", RouterOptions(bias_rate=0.1)), "dropout": 0.1}
+MOE = {
+    "model": "gpt-moe-nano",
+    "mixture": Mixture(5, 1, 7, "", RouterOptions(bias_rate=0.1)),
+    "dropout": 0.1,
+    "length": 5,
+}
 JOBS = {
     "gpt2": (GPT2, "data=1"),
     "llama": (LLAMA, "data=1"),
     "gemma2 with documents": ({"model": FAMILY["gemma2"], "documents": "apart"}, "data=1"),
     "experts by capacity": (MOE, "data=1"),
     "mlp": ({"model": "mlp"}, "row=2,col=2"),
-    "convnet": ({"model": "convnet"}, "data=1"),
-    "resnet": ({"model": "resnet-nano", "augment": "shift-flip"}, "rows=2,data=2"),
+    "convnet": ({"model": "convnet", "batch_size": 4}, "data=1"),
+    "resnet": ({"model": "resnet-nano", "augment": "shift-flip", "batch_size": 4}, "rows=2,data=2"),
     "adapters": ({**LLAMA, "lora": LoRAOptions(rank=2)}, "data=2"),
     "zero 1": ({**GPT2, "zero": 1}, "data=2"),
     "zero 3": ({**GPT2, "zero": 3}, "data=2"),
