@@ -1,13 +1,14 @@
 """Loss functions and metrics, independent of models: ``loss(outputs, targets) -> (value, gradient)``.
 
 ``count`` is the number of terms of the *global* mean (all ranks, all micro-batches); by default the number of
-terms in this call. The value is this rank's share of the mean, so that values and gradients need only be summed.
+terms in this call. The value is this rank's share of the mean, so that values and gradients need only be summed. It is
+a float, or on a device an array of no dims, for which the host need not wait.
 """
 
 from __future__ import annotations
 
 from spmd_engine.arrays.activations import cross_entropy_gradient, exponentiate, scores_of_targets
-from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.backend import Array, backend_of, number_of
 from spmd_engine.arrays.fused import chunks
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
@@ -27,7 +28,7 @@ def mean_squared_error(
         count = float(outputs.size if mask is None else mask.sum())
     weight = 1.0 / (count or 1.0)
     weighted = difference if mask is None else difference * mask.astype(difference.dtype)
-    value = float((weighted * difference).sum()) * weight
+    value = number_of((weighted * difference).sum()) * weight
     return value, weighted * difference.dtype.type(2.0 * weight)
 
 
@@ -71,7 +72,7 @@ def cross_entropy(
         piece.sum(axis=1, out=sums[0, part])
     if over is not None:
         sums = over.all_reduce(sums, label="loss")
-    value = float(((xp.log(sums[0]) - sums[1]) * weights).sum(dtype=xp.float64)) / (count or 1.0)
+    value = number_of(((xp.log(sums[0]) - sums[1]) * weights).sum(dtype=xp.float64)) / (count or 1.0)
 
     weights /= scores.dtype.type(count or 1.0)
     cross_entropy_gradient(scores, sums[0], weights, local_targets)
@@ -108,8 +109,10 @@ def right_classes(
     if over is not None:
         top = over.all_reduce(top, "max", label="metric")
     numbers = xp.arange(start, start + width)
-    predicted = xp.where(scores == top[:, None], numbers, no_class).min(axis=1, initial=no_class)
+    predicted = xp.full(count, no_class)
+    if width:  # CuPy takes no minimum of nothing
+        predicted = xp.where(scores == top[:, None], numbers, no_class).min(axis=1)
     if over is not None:
         predicted = over.all_reduce(predicted, "min", label="metric")
     right = predicted == targets.reshape(-1).astype(xp.int64)
-    return float(right.sum() if mask is None else (right * mask.reshape(-1)).sum())
+    return number_of(right.sum() if mask is None else (right * mask.reshape(-1)).sum())

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -22,3 +23,29 @@ def sigint_is_heard():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    """The CUDA kernels compiled for the host, once for all processes that share the tests."""
+    import cuda_on_host
+
+    if cuda_on_host.COMPILER is None:
+        pytest.skip("no C++ compiler")
+    shared = os.environ.get("SPMD_TEST_SHARED")
+    return cuda_on_host.compile_for_the_host(Path(shared) if shared else tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture
+def cuda(library):
+    """The backend of the stand-in for CuPy, with kernels."""
+    import fake_cupy
+
+    with fake_cupy.installed(library) as backend:
+        yield backend
+
+
+@pytest.fixture
+def device(cuda):
+    """The same."""
+    return cuda

@@ -1,4 +1,4 @@
-"""CUDA without a GPU: the host's C++ compiler compiles the kernels' source; arrays are marked as device arrays.
+"""CUDA without a GPU: the host's C++ compiler compiles the kernels' source.
 
 Broadcasting, dtypes and the split into partial sums follow CuPy's ElementwiseKernel and ReductionKernel. This
 does not test how threads of a GPU share memory, which is CuPy's code, nor speed.
@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Backend
-from spmd_engine.arrays.cuda import ELEMENTWISE, REDUCTIONS, CudaFunctions
+from spmd_engine.arrays.cuda import ELEMENTWISE, REDUCTIONS
 
 C_TYPES = {"float32": "float", "float64": "double", "int64": "int64_t", "bool": "bool"}
+C_TYPES |= {"uint32": "uint32_t", "uint64": "uint64_t"}
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 #: C++ allows an implicit conversion from float to double, which would be slow on a GPU.
 FLAGS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wdouble-promotion", "-Werror"]
@@ -64,7 +64,11 @@ def elementwise(name, text, c_types):
             raw.append(f"const {c_types[p.kind]} *{p.name} = (const {c_types[p.kind]} *)memory[{k}];")
         else:
             each.append(element(p, c_types, k, "i", "const "))
-    each += [element(p, c_types, len(inputs) + k, "i") for k, p in enumerate(outputs)]
+    for k, p in enumerate(outputs, len(inputs)):
+        if p.raw:
+            raw.append(f"{c_types[p.kind]} *{p.name} = ({c_types[p.kind]} *)memory[{k}];")
+        else:
+            each.append(element(p, c_types, k, "i"))
     return f"""
         namespace {name}_ {{
             typedef {c_types["T"]} T;
@@ -120,85 +124,37 @@ def compile_for_the_host(folder):
     return ctypes.CDLL(str(folder / "kernels.so"))
 
 
-# --- arrays of the device
+# --- kernels on arrays of the host
 
 
-def on_host(x):
-    """The memory of a device array. Numbers are returned as they are; host arrays raise TypeError."""
-    if isinstance(x, DeviceArray):
-        return x.view(np.ndarray)
-    if isinstance(x, np.ndarray) and x.ndim:
-        raise TypeError("an array of the host was taken for one of the device")
-    return x
+class HostKernel:
+    """A kernel that is called like CuPy's, on arrays of the host, and makes the same checks of shapes and dtypes."""
 
-
-def on_device(x):
-    return x.view(DeviceArray) if isinstance(x, np.ndarray) else x
-
-
-class DeviceArray(np.ndarray):
-    """Like CuPy's arrays: operands must be device arrays or numbers."""
-
-    def __array_ufunc__(self, ufunc, method, *inputs, out=(), **options):
-        HostCuda.launched.append(ufunc.__name__)
-        if out:
-            options["out"] = tuple(on_host(x) for x in out)
-        return on_device(getattr(ufunc, method)(*[on_host(x) for x in inputs], **options))
-
-
-class Module:
-    """A stand-in for CuPy: NumPy's functions and the two kinds of kernels."""
-
-    def __init__(self, library):
-        self.library = library
-
-    def __getattr__(self, name):
-        function = getattr(np, name)
-        if isinstance(function, type) or not callable(function):
-            return function
-
-        def launch(*args, out=None, **options):
-            if out is not None:
-                options["out"] = on_host(out)
-            if not name.startswith(("empty", "zeros", "ones", "full")):
-                HostCuda.launched.append(name)
-            return on_device(function(*[on_host(x) for x in args], **options))
-
-        return launch
-
-    def ElementwiseKernel(self, in_params, out_params, operation, name):
-        assert ELEMENTWISE[name] == (in_params, out_params, operation)
-        return Kernel(self.library, name, ELEMENTWISE[name])
-
-    def ReductionKernel(self, *, name, **text):
-        assert REDUCTIONS[name]._asdict() == text
-        return Kernel(self.library, name, REDUCTIONS[name])
-
-
-class Kernel:
-    """A kernel that is called like CuPy's and makes the same checks of shapes and dtypes."""
-
-    def __init__(self, library, name, text):
+    def __init__(self, library, name):
+        text = (ELEMENTWISE | REDUCTIONS)[name]
         self.library, self.name = library, name
         self.inputs, self.outputs = parameters(text.in_params), parameters(text.out_params)
 
-    def __call__(self, *args, axis=None):
+    def __call__(self, args, axis=None, size=None):
         assert len(args) in (len(self.inputs), len(self.inputs) + len(self.outputs)), self.name
-        inputs, outputs = [on_host(x) for x in args[: len(self.inputs)]], args[len(self.inputs) :]
+        inputs, outputs = args[: len(self.inputs)], args[len(self.inputs) :]
         if (self.name in REDUCTIONS) is not (axis is not None):
             raise TypeError(f"{self.name}: axis {axis}")
         arrays = [x for x, p in zip(inputs, self.inputs) if isinstance(x, np.ndarray) and not p.raw]
-        shape = np.broadcast_shapes(*(x.shape for x in [*arrays, *(outputs if axis is None else [])]))
+        shape = np.broadcast_shapes(*(x.shape for x in [*arrays, *(outputs if axis is None and size is None else [])]))
+        assert size is None or not arrays, f"{self.name}: all arrays must be raw where a size is given"
         dtype = self.dtype_of([*inputs, *outputs])
         inputs = [self.spread(x, p, shape, dtype, axis) for x, p in zip(inputs, self.inputs)]
+        if size is not None:
+            self.run(inputs, outputs, dtype, size, [])
+            return outputs
         result_shape = shape if axis is None else shape[:axis] + shape[axis + 1 :]
         kinds = [dtype if p.kind == "T" else np.dtype(p.kind) for p in self.outputs]
-        outputs = outputs or [on_device(np.empty(result_shape, kind)) for kind in kinds]
+        outputs = outputs or [np.empty(result_shape, kind) for kind in kinds]
         assert all(x.shape == result_shape and x.dtype == kind for x, kind in zip(outputs, kinds)), self.name
         if 0 not in result_shape:
-            HostCuda.launched.append(self.name)
-            self.run(inputs, outputs, dtype, [] if axis is None else [shape[axis]])
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+            self.run(inputs, outputs, dtype, outputs[0].size, [] if axis is None else [shape[axis]])
+        return outputs
 
     def dtype_of(self, args):
         """The dtype T: equal for all arrays whose type is T; all other arrays have their declared type."""
@@ -207,8 +163,8 @@ class Kernel:
             if isinstance(x, np.ndarray):
                 assert p.kind == "T" or x.dtype == p.kind, f"{self.name}: {p.name} is {x.dtype}"
                 kinds |= {x.dtype} if p.kind == "T" else set()
-        assert len(kinds) == 1, f"{self.name}: T is {kinds}"
-        return kinds.pop()
+        assert len(kinds) == any(p.kind == "T" for p in self.inputs + self.outputs), f"{self.name}: T is {kinds}"
+        return kinds.pop() if kinds else np.dtype(np.float32)  # without T, both are the same
 
     def spread(self, x, parameter, shape, dtype, axis):
         if not isinstance(x, np.ndarray):
@@ -218,33 +174,13 @@ class Kernel:
             x = np.broadcast_to(x, shape)
         return np.ascontiguousarray(x if axis is None else np.moveaxis(x, axis, -1))
 
-    def run(self, inputs, outputs, dtype, length):
-        results = [np.array(on_host(x), order="C") for x in outputs]
+    def run(self, inputs, outputs, dtype, size, length):
+        results = [np.array(x, order="C") for x in outputs]
         arrays = [*inputs, *results]
         function = getattr(self.library, f"{self.name}_{dtype}")
         memory = (ctypes.c_void_p * len(arrays))(*(x.ctypes.data for x in arrays))
         # A number is an array without dims, so its stride is 0.
         strides = (ctypes.c_ssize_t * len(arrays))(*(x.itemsize if x.ndim else 0 for x in arrays))
-        function(*map(ctypes.c_ssize_t, [results[0].size, *length]), memory, strides)
+        function(*map(ctypes.c_ssize_t, [size, *length]), memory, strides)
         for x, result in zip(outputs, results):
-            on_host(x)[...] = result
-
-
-class HostCuda(Backend):
-    """``launched``: names of the kernels and array functions called since the list was last cleared."""
-
-    name, on_device = "cuda on the host", True
-    launched = []
-
-    def __init__(self, library):
-        self.xp = Module(library)
-        self.kernels = CudaFunctions(self.xp)
-
-    def owns(self, x):
-        return isinstance(x, DeviceArray)
-
-    def asarray(self, x):
-        return x if self.owns(x) else on_device(np.array(x))
-
-    def to_host(self, x):
-        return np.array(on_host(x))
+            x[...] = result

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
+from spmd_engine.arrays import device_attention
 from spmd_engine.arrays.activations import exponentiate, soft_cap, soft_cap_slope, softmax_backward
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.factors import hide, unseen
@@ -42,6 +43,8 @@ def causal_attention(
     ``window``: one without keys then has y = 0 and log_sums -inf. Where r queries share a key head, q and y are
     [b s h r k] and log_sums [b h r s]. With a ``cap``, it is the softmax of cap · tanh(scores / cap).
     """
+    if backend_of(q).on_device:
+        return device_attention.attention(q, k, v, positions, key_positions, apart, window, cap)
     xp = backend_of(q).xp
     y = xp.empty(q.shape, q.dtype)
     log_sums = xp.empty((q.shape[0], *q.shape[2:-1], q.shape[1]), q.dtype)
@@ -75,6 +78,10 @@ def causal_attention_backward(dy, q, k, v, y, log_sums, positions, key_positions
 
     If y and log_sums are over more keys than k has, these are the contributions of k to the gradients.
     """
+    if backend_of(q).on_device:
+        return device_attention.attention_backward(
+            dy, q, k, v, y, log_sums, positions, key_positions, apart, window, cap
+        )
     xp = backend_of(q).xp
     dq = (xp.empty if apart is None and window is None else xp.zeros)(q.shape, q.dtype)
     dk, dv = xp.zeros(k.shape, k.dtype), xp.zeros(v.shape, v.dtype)

@@ -8,8 +8,11 @@ since MPI does neither.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from logging import getLogger
+from threading import Lock
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +24,9 @@ from spmd_engine.errors import UsageError, one_of
 if TYPE_CHECKING:
     from spmd_engine.arrays.numba.images import FastImages
 
+logger = getLogger(__name__)
+_INSTALL = "pip install 'spmd_engine[cuda13]', or [cuda12] for a driver before 580"
+
 Array = Any  # numpy.ndarray or cupy.ndarray; neither library offers a common base class
 
 
@@ -29,9 +35,13 @@ class Backend:
 
     name = "cpu"
     on_device = False
+    workspace = 1 << 30  #: bytes of a device's memory for temporary arrays of one operation, such as attention's scores
     xp: ModuleType = np
     kernels: Any = None  # functions that replace those marked ``@fused``; ``takes`` selects the arrays
     image_kernels: Any = None  # the same for ``@fused_of_images``
+
+    def enter(self) -> None:
+        """Make this thread work on the backend's device and stream, which CUDA has for each thread."""
 
     def synchronize(self) -> None:
         """Return once all work queued for arrays of this backend has finished."""
@@ -52,6 +62,10 @@ class Backend:
 
     def to_host(self, x: Array) -> np.ndarray:
         return x
+
+    def constant(self, x: Any) -> Array:
+        """``asarray`` of a small array, or a list, that nothing changes: a device keeps it."""
+        return self.asarray(x)
 
     def copy_to_host(self, x: Array, host: np.ndarray) -> None:
         np.copyto(host, x)
@@ -76,29 +90,78 @@ class Host(Backend):
         return fast_images()
 
 
+def _tried(what: str, remedy: str, attempt: Callable[[], Any]) -> Any:
+    """The result of an attempt; UsageError with the remedy if it fails: errors are CuPy's, the loader's or CUDA's."""
+    try:
+        return attempt()
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"device 'cuda': {what} fails: {reason}; {remedy}") from error
+
+
 class CudaBackend(Backend):
-    """CuPy on one CUDA device. The current stream orders all work."""
+    """CuPy on one CUDA device. The stream that is current when it is made orders all work, of all threads.
+
+    ``sharing``: the number of processes of this node on the device.
+    """
 
     name = "cuda"
     on_device = True
 
-    def __init__(self, index: int = 0) -> None:
-        """``index``: the rank's number on its node; ranks take the node's devices in turn."""
+    def __init__(self, index: int = 0, processes: int = 1, memory: float | None = None) -> None:
+        """``index``: of this process among the ``processes`` of its node, which take the node's devices in turn.
+        ``memory``: the fraction of the device's memory that CuPy may use; by default all, or an equal part if
+        processes share a device.
+
+        Raises UsageError if a copy, a product or the compilation of a kernel fails, with what is missing.
+        """
         try:
-            import cupy  # pyright: ignore[reportMissingImports]  # installed by the extra "cuda"
+            import cupy  # pyright: ignore[reportMissingImports]  # installed by the extras "cuda12" and "cuda13"
         except ImportError as error:
-            raise UsageError("device 'cuda' needs CuPy: pip install 'spmd_engine[cuda]'") from error
-        try:
-            cupy.cuda.Device(index % cupy.cuda.runtime.getDeviceCount()).use()
-        except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise UsageError(f"device 'cuda': {error}. Is there a GPU, and its driver?") from error
+            raise UsageError(f"device 'cuda' needs CuPy: {_INSTALL}") from error
         from spmd_engine.arrays.cuda import CudaFunctions
 
-        self.xp = cupy
+        try:
+            devices = cupy.cuda.runtime.getDeviceCount()
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise UsageError(f"device 'cuda': {error}; install NVIDIA's driver, or a newer one. {_INSTALL}") from error
+        if not devices:
+            raise UsageError("device 'cuda': this process sees no GPU; is CUDA_VISIBLE_DEVICES right?")
+        self.xp, self._device = cupy, cupy.cuda.Device(index % devices)
+        self._device.use()
+        self._stream = cupy.cuda.get_current_stream()
         self.kernels = CudaFunctions(cupy)
+        self._constants: dict[tuple, Array] = {}
+        self.workspace = self._device.mem_info[1] // 64
+        self.sharing = len(range(self._device.id, processes, devices))
+        if memory is not None or self.sharing > 1:
+            memory = 0.95 / self.sharing if memory is None else memory
+            cupy.get_default_memory_pool().set_limit(fraction=memory)
+        if self.sharing > 1 and index == 0:
+            logger.warning(
+                "%d ranks share a GPU, and each may use %.0f%% of its memory (--device-memory): start one rank for "
+                "each of the %d GPUs, or NVIDIA's MPS",
+                self.sharing,
+                100 * (memory or 0),
+                devices,
+            )
+        self._try_out()
+
+    def _try_out(self) -> None:
+        """Copy, multiply and launch a kernel once, since CuPy loads the libraries of each when it first needs them."""
+        x = _tried("copying an array", "is the GPU free, by nvidia-smi?", lambda: self.asarray(np.ones((2, 2))))
+        remedy = f"cuBLAS is missing or too old. {_INSTALL}"
+        _tried("a product", remedy, lambda: self.to_host(x @ x))
+        remedy = f"NVRTC or CUDA's headers are missing, or the GPU is too old. {_INSTALL}"
+        _tried("compiling a kernel", remedy, lambda: self.to_host(self.kernels.relu(x, False)[0]))
+
+    def enter(self) -> None:
+        self._device.use()
+        self._stream.use()
 
     def synchronize(self) -> None:
-        self.xp.cuda.get_current_stream().synchronize()
+        with self._device:  # the default stream is that of the current device
+            self._stream.synchronize()
 
     def owns(self, x: Array) -> bool:
         return isinstance(x, self.xp.ndarray)
@@ -108,6 +171,15 @@ class CudaBackend(Backend):
 
     def asarray(self, x: Array) -> Array:
         return self.xp.asarray(x)
+
+    def constant(self, x: Any) -> Array:
+        if self.owns(x):
+            return x
+        x = np.asarray(x)
+        key = x.dtype.str, x.shape, x.tobytes()
+        if key not in self._constants:
+            self._constants[key] = self.asarray(x)
+        return self._constants[key]
 
     def to_host(self, x: Array) -> np.ndarray:
         return self.xp.asnumpy(x)
@@ -123,6 +195,7 @@ class CudaBackend(Backend):
 
 CPU = Host()
 _device_backends: list[Backend] = []
+_opening = Lock()  # virtual ranks may open the device at once
 
 
 def register_backend(backend: Backend) -> None:
@@ -135,18 +208,26 @@ def unregister_backend(backend: Backend) -> None:
     _device_backends.remove(backend)
 
 
-def get_backend(name: str, index: int = 0) -> Backend:
-    """The backend called ``"cpu"`` or ``"cuda"`` (the ``index``-th device); raises UsageError if it is missing."""
+def get_backend(name: str, index: int = 0, processes: int = 1, memory: float | None = None) -> Backend:
+    """The backend called ``"cpu"`` or ``"cuda"``, which this thread enters; raises UsageError if it is missing.
+
+    A process has one device: the arguments are those of CudaBackend, and count in the first call.
+    """
     if name == "cpu":
         return CPU
-    for backend in _device_backends:
-        if backend.name == name:
-            return backend
     if name != "cuda":
         raise UsageError(f"unknown device {name!r}; {one_of(name, ('cpu', 'cuda'))}")
-    backend = CudaBackend(index)
-    register_backend(backend)
-    return backend
+    with _opening:
+        if not any(backend.name == name for backend in _device_backends):
+            register_backend(CudaBackend(index, processes, memory))
+    enter_device()
+    return next(backend for backend in _device_backends if backend.name == name)
+
+
+def enter_device() -> None:
+    """Make this thread work on the device of this process, if it has one."""
+    for backend in _device_backends:
+        backend.enter()
 
 
 def backend_of(x: Array) -> Backend:
@@ -157,3 +238,8 @@ def backend_of(x: Array) -> Backend:
     if not isinstance(x, np.ndarray) and hasattr(x, "__cuda_array_interface__"):
         return get_backend("cuda")
     return CPU
+
+
+def number_of(x: Array) -> Any:
+    """``x``, of no dims, as a float; on a device it stays an array, for which the host need not wait."""
+    return x if backend_of(x).on_device else float(x)

@@ -7,6 +7,7 @@ number. An output that an operation reads is updated in place. Literals are inte
 make the arithmetic of floats double. The text needs neither CuPy nor a GPU: any C++ compiler can check it.
 """
 
+from math import pi
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
@@ -81,9 +82,43 @@ _PAIR = """
     }
 """
 
+# --- random numbers: the text of random.hash_bits and of what is made of 32 bits
+
+_BITS = """
+    auto mix = [](unsigned int x) {
+        x = (x ^ (x >> 16)) * 0x7FEB352Du;
+        x = (x ^ (x >> 15)) * 0x846CA68Bu;
+        return x ^ (x >> 16);
+    };
+    auto bits = [mix](unsigned long long index, unsigned int seed, unsigned int key) {
+        const unsigned int low = index, high = index >> 32;
+        return mix(mix(low ^ seed) ^ (high * 0x85EBCA6Bu + key));
+    };
+"""
+_UNIT = _BITS + "auto unit = [](unsigned int x) { return (double(x) + 0.5) * (1.0 / 4294967296.0); };"
+
 # --- the kernels
 
 ELEMENTWISE = {
+    "bernoulli": Elementwise(
+        "uint64 row, uint64 width, uint32 seed, uint32 key, uint32 threshold",
+        "bool y",
+        _BITS + "y = bits(row * width + i % width, seed, key) < threshold",
+    ),
+    "uniform": Elementwise(
+        "uint64 row, uint64 column, uint32 seed, uint32 key",
+        "T y",
+        _UNIT + "y = T(unit(bits(row + column, seed, key)))",
+    ),
+    "normal": Elementwise(
+        "uint64 row, uint64 column, uint32 seed, uint32 key, uint32 angle_seed, uint32 angle_key",
+        "T y",
+        _UNIT
+        + f"""
+        const double radius = sqrt(log(unit(bits(row + column, seed, key))) * -2.0);
+        y = T(radius * cos(unit(bits(row + column, angle_seed, angle_key)) * {2.0 * pi!r}));
+        """,
+    ),
     "relu": Elementwise("T z", "T y, bool slope", "y = z <= 0 ? T(0) : z; slope = z > 0"),  # a NaN stays one
     "relu_value": Elementwise("T z", "T y", "y = z <= 0 ? T(0) : z"),
     "gelu": Elementwise("T z", "T y, T slope", _GELU + _GELU_SLOPE),
@@ -134,6 +169,18 @@ ELEMENTWISE = {
         "T score",
         "score = 0 <= target && target < width ? scores[i * width + target] - top : T(0)",
     ),
+    "add_runs": Elementwise(  # of the rows of equal indices, by the thread of the first
+        "raw int64 order, raw int64 sorted, raw T rows, int64 width, int64 count",
+        "raw T table",
+        """
+        const long long n = i / width, column = i % width;
+        if (n == 0 || sorted[n] != sorted[n - 1]) {
+            T sum = 0;
+            for (long long m = n; m < count && sorted[m] == sorted[n]; ++m) sum += rows[order[m] * width + column];
+            table[sorted[n] * width + column] += sum;
+        }
+        """,
+    ),
     "cross_entropy_gradient": Elementwise(
         "T total, T weight, int64 target, int64 width",
         "T p",
@@ -158,6 +205,9 @@ REDUCTIONS = {
         reduce_type="Moments",
         preamble=_MOMENTS,
     ),
+    "sum_of_squares": Reduction(
+        "T x", "float64 total", "double(x) * double(x)", "a + b", "total = a", "0", "double", ""
+    ),
     "root_mean_square": _sums(
         "T x, T epsilon", "T inverse", "x * x, 1", "inverse = 1 / sqrt(a.first / a.second + epsilon)"
     ),
@@ -176,7 +226,7 @@ REDUCTIONS = {
 # --- The functions marked ``@fused`` as launches of CUDA kernels: every chain of elementwise steps is one launch
 #
 # Each has the name, signature and result of its NumPy version, which is documented. Single library calls have no
-# kernels: matrix products, sums and maxima of rows, and ``sum_of_squares``, a dot product. Nor have functions of
+# kernels: matrix products, sums and maxima of rows. Nor have functions of
 # images, ``@fused_of_images``, which are a few large matrix products and additions of slices.
 
 
@@ -272,6 +322,30 @@ class CudaFunctions:
             self._launch.sgd(g, scale * rate, kept, p)
         else:
             self._launch.momentum_sgd(g, scale, momentum, rate, kept, p, velocity)
+
+    def sum_of_squares(self, x):
+        """float64, on the device."""
+        return self._launch.sum_of_squares(x, axis=0)
+
+    # Random numbers, of rows[n] + columns[m]; ``keys``: of ``hash_bits``, each with the seed that is mixed from it
+
+    def bernoulli(self, rows, width, keys, threshold):
+        y = self._xp.empty((rows.size, width), bool)
+        self._launch.bernoulli(rows[:, None], width, *keys, threshold, y)
+        return y
+
+    def uniform(self, rows, columns, keys, out):
+        self._launch.uniform(rows[:, None], columns, *keys, out)
+
+    def normal(self, rows, columns, keys, out):
+        self._launch.normal(rows[:, None], columns, *keys, out)
+
+    # Tables of rows
+
+    def add_rows(self, table, indices, rows):
+        order = self._xp.argsort(indices, kind="stable")
+        rows, ordered = self._xp.ascontiguousarray(rows), indices[order].astype(self._xp.int64, copy=False)
+        self._launch.add_runs(order, ordered, rows, rows.shape[1], len(order), table, size=rows.size)
 
     # Softmax
 

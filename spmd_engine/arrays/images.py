@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import wraps
 from math import prod
 
-from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.backend import CPU, Array, backend_of
 from spmd_engine.arrays.fused import fused_of_images
 from spmd_engine.arrays.windows import Window, check_convolution, check_gradient, outputs_of
 
@@ -204,7 +204,7 @@ def max_pool(x: Array, rows: Window, columns: Window) -> tuple[Array, Array]:
     for tap, outputs, inputs in _taps(x.shape, rows, columns):
         best, value = y[outputs], x[inputs]
         greater = (value > best) | (value != value)
-        chosen[outputs] = xp.where(greater, xp.asarray(tap, chosen.dtype), chosen[outputs])
+        chosen[outputs] = xp.where(greater, chosen.dtype.type(tap), chosen[outputs])
         xp.maximum(best, value, out=best)
     return y, chosen
 
@@ -267,8 +267,9 @@ def _shares(like: Array, lengths: tuple[int, int], rows: Window, columns: Window
     xp = backend_of(like).xp
     if count_include_pad:
         return xp.full((1, 1, 1), 1 / (rows.size * columns.size), like.dtype)
-    p, q = (
-        xp.asarray([1 / max(1, window.reads(k, length)) for k in range(window.outputs(length))], dtype=like.dtype)
+    counts = (
+        [1 / max(1, window.reads(k, length)) for k in range(window.outputs(length))]
         for window, length in zip((rows, columns), lengths, strict=True)
     )
+    p, q = (backend_of(like).constant(CPU.xp.asarray(each, like.dtype)) for each in counts)
     return p[:, None, None] * q[:, None]

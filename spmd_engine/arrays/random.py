@@ -27,14 +27,15 @@ def hash_bits(key: int, index: Array, xp=np) -> Array:
     x, high = index, xp.uint32(0)
     if index.dtype != xp.uint32:
         x, high = (index & 0xFFFFFFFF).astype(xp.uint32), (index >> 32).astype(xp.uint32)
-    x = _mix(x ^ xp.uint32(_mix_scalar(key ^ 0x9E3779B9)), xp)
+    x = _mix(x ^ xp.uint32(_seed_of(key)), xp)
     x ^= high * xp.uint32(0x85EBCA6B) + xp.uint32(key)
     return _mix(x, xp)
 
 
 def uniform(key: int, shape, dtype, block=None, backend: Backend = CPU) -> Array:
     """Uniform in (0, 1), rounded to ``dtype``: a ``block`` (slices; default all) of a ``shape`` array."""
-    return _fill(shape, dtype, block, backend, lambda index, xp: _unit(hash_bits(key, index, xp), xp))
+    draw = lambda index, xp: _unit(hash_bits(key, index, xp), xp)
+    return _fill(shape, dtype, block, backend, draw, "uniform", (_seed_of(key), key))
 
 
 def normal(key: int, shape, dtype, block=None, backend: Backend = CPU) -> Array:
@@ -50,7 +51,7 @@ def normal(key: int, shape, dtype, block=None, backend: Backend = CPU) -> Array:
         radius *= xp.cos(angle, out=angle)
         return radius
 
-    return _fill(shape, dtype, block, backend, draw)
+    return _fill(shape, dtype, block, backend, draw, "normal", (_seed_of(first), first, _seed_of(second), second))
 
 
 def bernoulli(key: int, probability: float, rows: Array, width: int, backend: Backend = CPU) -> Array:
@@ -61,6 +62,9 @@ def bernoulli(key: int, probability: float, rows: Array, width: int, backend: Ba
     xp = backend.xp
     threshold = xp.uint32(min(int(probability * 2.0**32), 2**32 - 1))
     flat = xp.asarray(rows, xp.uint64).reshape(-1)
+    if backend.on_device and backend.kernels is not None:
+        mask = backend.kernels.bernoulli(flat, width, (_seed_of(key), key), int(threshold))
+        return mask.reshape((*np.shape(rows), width))
     columns = xp.arange(width, dtype=xp.uint64)
     mask = backend.empty((flat.size, width), bool)
     step = max(1, _CHUNK // max(width, 1))
@@ -89,7 +93,8 @@ def integers(key: int, high: int, index: Array) -> np.ndarray:
     return ((bits | hash_bits(key_of(key, 1), index)) % np.uint64(high)).astype(np.int64)
 
 
-def _fill(shape, dtype, block, backend, draw):
+def _fill(shape, dtype, block, backend, draw, kernel, keys):
+    """``draw(index, xp)`` of the global indices of a block; a device has a ``kernel`` that does it in one launch."""
     xp = backend.xp
     block = tuple(block) if block is not None else (slice(None),) * len(shape)
     ranges = [range(*part.indices(size)) for part, size in zip(block, shape, strict=True)]
@@ -106,6 +111,9 @@ def _fill(shape, dtype, block, backend, draw):
     columns = xp.arange(ranges[-1].start, ranges[-1].stop, dtype=number) if shape else xp.zeros(1, number)
     flat = out.reshape(rows.size, columns.size)
     rows = xp.asarray(rows)
+    if backend.on_device and backend.kernels is not None and backend.kernels.takes(out):
+        getattr(backend.kernels, kernel)(rows.astype(xp.uint64), columns.astype(xp.uint64), keys, flat)
+        return out
     height = max(1, _CHUNK // columns.size)
     for top in range(0, rows.size, height):
         for left in range(0, columns.size, _CHUNK):
@@ -131,7 +139,9 @@ def _mix(x: Array, xp) -> Array:
     return x
 
 
-def _mix_scalar(x: int) -> int:
+def _seed_of(key: int) -> int:
+    """What ``hash_bits`` mixes with the low bits of an index."""
+    x = key ^ 0x9E3779B9
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
     return x ^ (x >> 16)

@@ -1,33 +1,32 @@
 """Adding rows to a table at indices, which may repeat: the adjoint of indexing; and counting indices."""
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.fused import kernels_for
 
 
 def add_rows(table: Array, indices: Array, rows: Array) -> None:
     """``table[indices[n]] += rows[n d]``, in an order that depends on the indices alone.
 
     Sorting first makes each table row one sum, which is far faster than ``numpy.add.at`` and, unlike atomic
-    additions on a device, the same every time.
+    additions on a device, the same every time. (Of floats without kernels, a device adds atomically.)
     """
     if indices.size == 0:
         return
     xp = backend_of(table).xp
+    if backend_of(table).on_device:
+        kernels = kernels_for(table)
+        (xp.add.at if kernels is None else kernels.add_rows)(table, indices, rows)
+        return
     order = xp.argsort(indices, kind="stable")
     ordered = indices[order]
     first = xp.concatenate([xp.ones(1, bool), ordered[1:] != ordered[:-1]])
     starts = xp.flatnonzero(first)
-    if xp.__name__ == "numpy":
-        table[ordered[starts]] += xp.add.reduceat(rows[order], starts, axis=0)
-    else:  # CuPy has no reduceat: differences of running sums, in float64 to keep all digits
-        running = xp.cumsum(rows[order].astype(xp.float64), axis=0)
-        ends = running[xp.concatenate([starts[1:], xp.asarray([indices.size])]) - 1]
-        ends[1:] -= ends[:-1].copy()
-        table[ordered[starts]] += ends.astype(table.dtype)
+    table[ordered[starts]] += xp.add.reduceat(rows[order], starts, axis=0)
 
 
 def count_each(indices: Array, size: int) -> Array:
     """int64[size]: how often each number below ``size`` is among indices[n]."""
     xp = backend_of(indices).xp
-    if indices.size == 0:  # where CuPy's bincount raises
-        return xp.zeros(size, xp.int64)
+    if backend_of(indices).on_device:  # CuPy's bincount waits for the device
+        return (indices[:, None] == xp.arange(size)).sum(axis=0)
     return xp.bincount(indices, minlength=size)

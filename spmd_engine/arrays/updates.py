@@ -1,10 +1,11 @@
 """Optimizer updates, fused over flat arrays in cache-sized pieces."""
 
+from collections.abc import Iterable
 from math import inf
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.factors import adamw_factors
-from spmd_engine.arrays.fused import chunks, fused
+from spmd_engine.arrays.fused import chunks, fused, kernels_for
 
 _SMALL = 1e-25  # sums of squares in float32 below this have lost terms
 
@@ -50,6 +51,18 @@ def momentum_sgd(p, g, velocity, *, rate, momentum, decay, scale=1.0) -> None:
         if decay:
             p_part *= 1.0 - rate * decay
         p_part -= grad
+
+
+def total_of_squares(arrays: Iterable[Array]) -> float:
+    """The sum of squares of flat arrays, in float64. The host waits for a device once."""
+    total, on_device = 0.0, []
+    for x in arrays:
+        kernels = kernels_for(x) if backend_of(x).on_device else None
+        if kernels is not None:
+            on_device.append(kernels.sum_of_squares(x))
+        else:
+            total += sum_of_squares(x)
+    return total + float(backend_of(on_device[0]).xp.stack(on_device).sum()) if on_device else total
 
 
 def sum_of_squares(x: Array) -> float:

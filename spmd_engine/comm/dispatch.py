@@ -228,9 +228,12 @@ class Routing:
         backend = backend_of(x)
         if self.comm.device_aware:
             return backend.xp.ascontiguousarray(x).reshape(x.shape), _identity  # ascontiguousarray makes scalars 1-D
-        staged = backend.pinned_empty(x.shape, x.dtype)
+        staged, table = backend.pinned_empty(x.shape, x.dtype), self.comm.node_table
         backend.synchronize()
-        backend.copy_to_host(x, staged)
+        if table is None or table.neighbours.can_read(staged):
+            backend.copy_to_host(x, staged)
+        else:
+            staged = backend.to_host(x)
         return staged, backend.asarray
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array
+from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.axes import MeshPosition, Over
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.group import Group, Out, Sizes
@@ -40,7 +40,7 @@ class _Starting:
     """A view of a mesh or group whose methods start their calls: ``all_reduce`` is the group's ``start_all_reduce``."""
 
     def __init__(self, ranks: Any) -> None:
-        self._ranks = ranks
+        self._ranks, self.backend = ranks, getattr(ranks, "backend", CPU)
 
     def group(self, over: Over) -> _Starting:
         return _Starting(self._ranks.group(over))
@@ -54,6 +54,8 @@ class Collectives:
 
     Semantics, shapes and errors are those of ``Group``'s methods of the same names. ``start_...`` returns a Pending.
     """
+
+    backend: Backend = CPU  #: of the arrays that are received
 
     def group(self, over: Over = None) -> Group:
         """The ranks that differ from this one only along the axes ``over`` (None: all axes)."""
@@ -132,7 +134,7 @@ class Collectives:
     start_send = started(send)
 
     def receive(self, src_id: int, *, over: Over = None, label: str = "") -> Array:
-        return self.group(over).receive(src_id, label=label)
+        return self.group(over).receive(src_id, like=self.backend, label=label)
 
     start_receive = started(receive)
 
@@ -256,6 +258,11 @@ class Mesh(Collectives, MeshPosition):
     def local_rank(self) -> int:
         """This rank's number on its node."""
         return self.nodes[: self.rank].count(self.nodes[self.rank])
+
+    @property
+    def process_on_node(self) -> tuple[int, int]:
+        """The number of this rank's process on its node, and how many there are: virtual ranks have one."""
+        return (0, 1) if self.comm.in_one_process else (self.local_rank, self.nodes.count(self.nodes[self.rank]))
 
     @property
     def nodes_by_rank(self) -> list[str]:

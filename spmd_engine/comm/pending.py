@@ -17,6 +17,7 @@ from time import perf_counter, sleep
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from spmd_engine.arrays.backend import enter_device
 from spmd_engine.errors import CommunicationTimeout, MismatchError, SpmdError
 from spmd_engine.runtime.activity import Activity, Line
 
@@ -328,6 +329,7 @@ class ProgressThread:
         progress = self._progress
         while not self._stopped:
             self._work.wait()
+            enter_device()
             sleep(PERIOD)
             self._work.clear()
             if progress.lock.acquire(blocking=False):  # otherwise the rank itself advances its operations

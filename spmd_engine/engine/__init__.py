@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from spmd_engine.importing import imported_when_asked
 
 if TYPE_CHECKING:
-    from spmd_engine.engine.base import ShardedEngine
+    from spmd_engine.engine.base import ShardedEngine, making_on
     from spmd_engine.engine.batch import Batch, MicroBatch, batch_of, make_batch
     from spmd_engine.engine.distributed import as_distributed
     from spmd_engine.engine.layered import LayeredEngine
@@ -29,6 +29,7 @@ __all__ = [
     "batch_of",
     "build_engine",
     "make_batch",
+    "making_on",
 ]
 
 __getattr__ = imported_when_asked(__name__)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.arrays.meta.array import ShapedArray
-from spmd_engine.arrays.updates import sum_of_squares
+from spmd_engine.arrays.updates import total_of_squares
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Collectives, Mesh, Over
 from spmd_engine.comm.notation import Spec
-from spmd_engine.engine.batch import Batch, Evaluation, MicroBatch, Scores
+from spmd_engine.engine.batch import Batch, Evaluation, MicroBatch, Scores, fractions_of
 from spmd_engine.engine.contract import (
     add_gradients,
     backward_of,
@@ -50,6 +51,19 @@ class Shard:
 
     index: Index
     data: Array
+
+
+_making: ContextVar[Backend | None] = ContextVar("making", default=None)
+
+
+@contextmanager
+def making_on(backend: Backend) -> Iterator[None]:
+    """Engines that are made in this context have this backend before their ``__init__`` begins."""
+    token = _making.set(backend)
+    try:
+        yield
+    finally:
+        _making.reset(token)
 
 
 class ShardedEngine(Collectives, ABC):
@@ -91,7 +105,7 @@ class ShardedEngine(Collectives, ABC):
     residues: Mapping[str, Array] | None = None
     #: Auxiliary losses and counts of the last step, whole, on every rank; see ``layers.SideOutput``.
     side_outputs: Mapping[str, np.ndarray] = MappingProxyType({})
-    backend: Backend = CPU
+    backend: Backend = CPU  #: of its arrays; ``xp`` is its array module
     _known_shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # global shapes, while a placement is computed
     input_sharding: str = ""
     output_sharding: str = ""
@@ -105,6 +119,12 @@ class ShardedEngine(Collectives, ABC):
     _is_checked: bool = False  # whether its declarations have been checked
     checks_gradients: bool = True  #: whether the names and shapes of a user's gradients are checked
     checks_replicas: bool = True  #: whether the next step compares gradients between ranks with the same block
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        engine = super().__new__(cls)
+        if (backend := _making.get()) is not None:
+            engine.backend = backend
+        return engine
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -123,6 +143,11 @@ class ShardedEngine(Collectives, ABC):
     @abstractmethod
     def backward(self, grads: Array) -> dict[str, Array]:
         """The parameters' gradients, summed over the batch, for the output's gradient (None: no output here)."""
+
+    @property
+    def xp(self) -> ModuleType:
+        """The array module of its backend: NumPy or CuPy."""
+        return self.backend.xp
 
     # --- position on the mesh ----------------------------------------------------------------------------
 
@@ -314,7 +339,7 @@ class ShardedEngine(Collectives, ABC):
 
     def gradient_norm(self) -> float:
         """The 2-norm of the whole gradient, each element counted once. Collective over the world."""
-        total = sum(sum_of_squares(g) for g in self._counted_gradients())
+        total = total_of_squares(self._counted_gradients())
         if not self._counts_all:
             total = float(self.all_reduce(np.array(total, np.float64), label="gradient norm"))
         return total**0.5
@@ -417,6 +442,7 @@ class ShardedEngine(Collectives, ABC):
         count, scores = self.count(batch), Scores(loss or self.loss, self.metrics)
         gradients: dict[str, Array] = {}
         for index, micro in enumerate(batch.micro_batches):
+            micro = micro.on(self.backend)
             with self.micro_batch(index):
                 on_tape = len(self.tape)
                 check_dims(self, "input_sharding", micro.inputs)
@@ -437,7 +463,7 @@ class ShardedEngine(Collectives, ABC):
     def _take_scores(self, scores: Scores, count: float) -> float:
         """The global mean loss of a step with ``count`` targets; sets ``training_metrics``."""
         sums = self._sum_shares(scores.shares)
-        self.training_metrics = scores.fractions(sums, count)
+        self.training_metrics = fractions_of(self.metrics, sums, count)
         return float(sums[0])
 
     def evaluate(self, batch: Batch, loss: Loss | None = None) -> float:
@@ -448,19 +474,23 @@ class ShardedEngine(Collectives, ABC):
         """The mean loss and the metrics over all ``batches``, without a backward and without a tape."""
         self.check_declared()
         counts = [self.count(batch) for batch in batches]
-        total = Scores(loss or self.loss, self.metrics)
+        total = np.zeros(1 + len(self.metrics))
         with self.inference():
             for batch, count in zip(batches, counts, strict=True):
                 scores = Scores(loss or self.loss, self.metrics)
-                for micro in batch.micro_batches:
+                for micro in map(self._placed_here, batch.micro_batches):
                     outputs = self.outputs_of(micro)
                     if outputs is not None:
                         scores.add(outputs, micro, count)
                 sums = self._sum_shares(scores.shares)  # batch by batch, so that the first stage does not run far ahead
                 sums[0] *= count
-                total.shares += sums
-        count, sums = sum(counts), total.shares
-        return Evaluation(float(sums[0]) / (count or 1.0), total.fractions(sums, count), count)
+                total += sums
+        count = sum(counts)
+        return Evaluation(float(total[0]) / (count or 1.0), fractions_of(self.metrics, total, count), count)
+
+    def _placed_here(self, micro: MicroBatch) -> MicroBatch:
+        """A micro-batch where ``outputs_of`` and the loss want it: on the engine's backend."""
+        return micro.on(self.backend)
 
     def outputs_of(self, micro: MicroBatch) -> Array | None:
         """The outputs of one micro-batch, for an evaluation."""

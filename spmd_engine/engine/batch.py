@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array
+from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.blocks import span
 from spmd_engine.comm.notation import Spec
@@ -30,6 +30,13 @@ class MicroBatch:
     mask: Array | None = None  #: like targets; 0 where a target does not count
     documents: Documents | None = None  #: in each sample, if attention must not cross them
     length: int | None = None  #: of the whole second dim of the inputs, which may be sharded
+
+    def on(self, backend: Backend) -> MicroBatch:
+        """The same with inputs, targets and mask on a device."""
+        if not backend.on_device:
+            return self
+        mask = None if self.mask is None else backend.asarray(self.mask)
+        return replace(self, inputs=backend.asarray(self.inputs), targets=backend.asarray(self.targets), mask=mask)
 
     def loss_options(self, count: float) -> dict[str, Any]:
         """Keyword arguments of a loss function."""
@@ -168,21 +175,29 @@ def _is_number(value: Any) -> bool:
 class Scores:
     """A rank's shares of a batch's loss and of the number of targets that satisfy each metric, over micro-batches.
 
-    ``shares`` is the array to sum over ranks: the loss, then the metrics in their order.
+    On a device they stay there until ``shares`` is read.
     """
 
-    def __init__(self, loss: Callable[..., tuple[float, Any]], metrics: Mapping[str, Callable[..., float]]) -> None:
+    def __init__(self, loss: Callable[..., tuple[Any, Any]], metrics: Mapping[str, Callable[..., Any]]) -> None:
         self._loss, self._metrics = loss, metrics
-        self.shares = np.zeros(1 + len(metrics))
+        self._sums: list[Any] = [0.0] * (1 + len(metrics))
+
+    @property
+    def shares(self) -> np.ndarray:
+        """The array to sum over ranks: the loss, then the metrics in their order."""
+        if backend_of(self._sums[0]).on_device:
+            return backend_of(self._sums[0]).to_host(backend_of(self._sums[0]).xp.stack(self._sums))
+        return np.array(self._sums)
 
     def add(self, outputs: Array, micro: MicroBatch, count: float) -> Any:
         """Add the shares of a micro-batch of a batch with ``count`` targets. Returns the gradient of the loss."""
         for number, metric in enumerate(self._metrics, 1):  # before the loss, which may overwrite the outputs
-            self.shares[number] += _evaluate_metric(metric, self._metrics[metric], outputs, micro)
+            self._sums[number] += _evaluate_metric(metric, self._metrics[metric], outputs, micro)
         value, gradient = value_and_gradient(self._loss, outputs, micro.targets, **micro.loss_options(count))
-        self.shares[0] += value
+        self._sums[0] += value
         return gradient
 
-    def fractions(self, sums: np.ndarray, count: float) -> dict[str, float]:
-        """By metric, the fraction of ``count`` targets that satisfy it, from the summed ``shares`` of all ranks."""
-        return {name: float(total) / (count or 1.0) for name, total in zip(self._metrics, sums[1:], strict=True)}
+
+def fractions_of(metrics: Iterable[str], sums: np.ndarray, count: float) -> dict[str, float]:
+    """By metric, the fraction of ``count`` targets that satisfy it, from the summed ``Scores.shares`` of all ranks."""
+    return {name: float(total) / (count or 1.0) for name, total in zip(metrics, sums[1:], strict=True)}

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array
+from spmd_engine.arrays.backend import Array, get_backend
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.base import Loss, ShardedEngine
+from spmd_engine.engine.base import Loss, ShardedEngine, making_on
 from spmd_engine.engine.batch import Batch, Scores
 from spmd_engine.engine.contract import backward_of, check_batch, check_parameters, check_tape
 from spmd_engine.engine.layered import LayeredEngine
@@ -201,6 +201,7 @@ class DistributedEngine(StoredEngine):
         for m, micro in enumerate(batch.micro_batches):
             with self.engine.micro_batch(m):
                 tape_length = len(self.engine.tape)
+                micro = micro.on(self.engine.backend)
                 outputs = self.engine.forward(micro.inputs)
                 self._backward(None if outputs is None else scores.add(outputs, micro, count))
                 check_tape(self.engine, tape_length)
@@ -229,21 +230,29 @@ def _check(engine: ShardedEngine, zero: int) -> None:
 # --- A user's engine, made by a class or a function that may take the mesh
 
 
-def make_engine(make: Callable[..., Any], mesh: Mesh, **offered: Any) -> ShardedEngine:
+def make_engine(make: Callable[..., Any], mesh: Mesh, *, device: str = "cpu", **offered: Any) -> ShardedEngine:
     """The engine that ``make``, a class or a function, returns, on ``mesh`` unless it has made a mesh itself.
 
     ``make`` gets those of the arguments ``mesh`` and ``offered`` that it takes by name. Raises UsageError if it needs
-    others, or returns no ShardedEngine.
+    others, returns no ShardedEngine, or one with parameters that are not on the ``device``.
     """
-    engine = call(make, "the engine", mesh=mesh, **offered)
+    backend = get_backend(device, *mesh.process_on_node)
+    with making_on(backend):
+        engine = call(make, "the engine", mesh=mesh, **offered)
     if isinstance(engine, Model):
-        engine = LayeredEngine(engine, mesh, dtype=offered.get("dtype", np.float32))
+        engine = LayeredEngine(engine, mesh, dtype=offered.get("dtype", np.float32), backend=backend)
     if not isinstance(engine, ShardedEngine):
         raise UsageError(
             f"{name_of(make)} returned a {type(engine).__name__}; it must return a ShardedEngine or a Model"
         )
     if "_mesh" not in engine.__dict__:
         engine.mesh = mesh
+    elsewhere = [name for name, array in engine.parameters.items() if not backend.owns(array)]
+    if backend.on_device and elsewhere:
+        raise UsageError(
+            f"{name_of(make)}: {elsewhere[0]} is not on device {device!r}; make parameters by self.xp or self.block, "
+            "and compute by self.xp instead of numpy"
+        )
     return engine
 
 

@@ -17,7 +17,7 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine.base import Loss, Metric
-from spmd_engine.engine.batch import Batch, MicroBatch, Scores
+from spmd_engine.engine.batch import Batch, MicroBatch, Scores, fractions_of
 from spmd_engine.engine.contract import check_batch
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.pipeline import Recompute
@@ -297,6 +297,9 @@ class LayeredEngine(StoredEngine):
             return list(order)
         return with_transfers(order, self._placed.neighbours.chunks - 1, sends_unfinished=len(order))
 
+    def _placed_here(self, micro: MicroBatch) -> MicroBatch:
+        return micro  # after targets are checked on the host
+
     def outputs_of(self, micro: MicroBatch) -> Array | None:
         if micro.documents is None:
             return self.forward(micro.inputs)
@@ -364,7 +367,7 @@ class LayeredEngine(StoredEngine):
         side_sums = pending_side_outputs.wait()
         self.side_outputs = self._placed.extras.side_outputs.by_name(side_sums)
         sums = shares.wait()
-        self.training_metrics = scores.fractions(sums, count)
+        self.training_metrics = fractions_of(self.metrics, sums, count)
         return float(sums[0]) + self._placed.extras.side_outputs.loss(side_sums)
 
     def _contexts(self, batch: Batch) -> list[ForwardContext]:

@@ -482,7 +482,7 @@ def build_engine(
         composed_layout(engine_model, mesh, composition),
         seed=model.seed,
         dtype=np.dtype(model.dtype),
-        backend=get_backend(device, mesh.local_rank),
+        backend=get_backend(device, *mesh.process_on_node),
         drawn=drawn,
         **composition.how_on(mesh.axes),
     )

@@ -1,8 +1,6 @@
 """Attention heads: each rank computes some of the heads."""
 
-import numpy as np
-
-from spmd_engine.arrays import einsum
+from spmd_engine.arrays import backend_of, einsum
 from spmd_engine.strategies.one_attention import OneAttention
 
 
@@ -74,6 +72,7 @@ class AttentionHeads(OneAttention):
 
 def _causal_softmax(scores):
     """p[b h s t] = softmax of the scores over t <= s."""
-    causal_scores = np.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -np.inf)
-    weights = np.exp(causal_scores - causal_scores.max(axis=-1, keepdims=True))
+    xp = backend_of(scores).xp
+    causal_scores = xp.where(xp.tri(*scores.shape[-2:], dtype=bool), scores, -xp.inf)
+    weights = xp.exp(causal_scores - causal_scores.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)

@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.arrays import einsum
+from spmd_engine.arrays import backend_of, einsum
+from spmd_engine.arrays.scatter import count_each
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.strategies.page import Page, Weight
 from spmd_engine.strategies.two_layers import relu
@@ -67,36 +68,36 @@ class ExpertParallel(Page):
     def forward(self, x):
         p = softmax(einsum("bd,de->be", x, self.router))
         best = p.argmax(axis=1)  # the first of a tie
-        order = np.argsort(best, kind="stable")
-        counts = np.bincount(best, minlength=p.shape[1])
+        order = self.xp.argsort(best, kind="stable")
+        counts = self.backend.to_host(count_each(best, p.shape[1]))
         received_counts, _ = self.group("expert").all_to_all(counts, splits=self.there, label="counts")
         received_counts = received_counts.reshape(len(self.there), -1)
         rows = self._send_to_experts(x[order], counts, received_counts)
-        z = np.empty((len(rows), self.w0.shape[2]), x.dtype)
-        result = np.empty_like(rows)
+        z = self.xp.empty((len(rows), self.w0.shape[2]), x.dtype)
+        result = self.xp.empty_like(rows)
         for expert, part in self._rows_by_expert(received_counts):
             z[part] = einsum("td,df->tf", rows[part], self.w0[expert])
             result[part] = einsum("tf,fd->td", relu(z[part]), self.w1[expert])
-        out = np.empty_like(x)
+        out = self.xp.empty_like(x)
         out[order], _ = self._start_return(result, received_counts).wait()
         self.tape.push(x, p, best, order, counts, received_counts, rows, z, out)
-        return np.take_along_axis(p, best[:, None], axis=1) * out
+        return self.xp.take_along_axis(p, best[:, None], axis=1) * out
 
     def backward(self, grads):
         x, p, best, order, counts, received_counts, rows, z, out = self.tape.pop()
-        gate = np.take_along_axis(p, best[:, None], axis=1)
+        gate = self.xp.take_along_axis(p, best[:, None], axis=1)
         drows = self._send_to_experts((gate * grads)[order], counts, received_counts)
-        dz, drows_in = np.empty_like(z), np.empty_like(rows)
+        dz, drows_in = self.xp.empty_like(z), self.xp.empty_like(rows)
         for expert, part in self._rows_by_expert(received_counts):
             dz[part] = einsum("td,fd->tf", drows[part], self.w1[expert]) * (z[part] > 0)
             drows_in[part] = einsum("tf,df->td", dz[part], self.w0[expert])
         returning_rows = self._start_return(drows_in, received_counts)  # while the experts' gradients are computed
-        dw0, dw1 = np.zeros_like(self.w0), np.zeros_like(self.w1)
+        dw0, dw1 = self.xp.zeros_like(self.w0), self.xp.zeros_like(self.w1)
         for expert, part in self._rows_by_expert(received_counts):
             dw1[expert] = einsum("tf,td->fd", relu(z[part]), drows[part])
             dw0[expert] = einsum("td,tf->df", rows[part], dz[part])
         dlogits = -p
-        dlogits[np.arange(len(p)), best] += 1
+        dlogits[self.xp.arange(len(p)), best] += 1
         dlogits *= gate * einsum("bd,bd->b", grads, out)[:, None]
         drouter = self.all_reduce(einsum("bd,be->de", x, dlogits), over="expert", label="drouter")
         self.input_gradient = einsum("be,de->bd", dlogits, self.router)
@@ -107,11 +108,11 @@ class ExpertParallel(Page):
         """Send rows, sorted by expert, to the experts' ranks; sort the received rows, which arrive by rank, again."""
         splits = [int(counts[a : a + n].sum()) for a, n in zip(self.first, self.there, strict=True)]
         rows, _ = self.group("expert").all_to_all(x, splits=splits, received=received_counts.sum(axis=1), label="rows")
-        return rows[_order_by_expert(received_counts)]
+        return rows[self.backend.asarray(_order_by_expert(received_counts))]
 
     def _start_return(self, rows, received_counts):
-        by_rank = np.empty_like(rows)
-        by_rank[_order_by_expert(received_counts)] = rows
+        by_rank = self.xp.empty_like(rows)
+        by_rank[self.backend.asarray(_order_by_expert(received_counts))] = rows
         return self.group("expert").start_all_to_all(by_rank, splits=received_counts.sum(axis=1).tolist(), label="rows")
 
     def _rows_by_expert(self, received_counts):
@@ -122,7 +123,7 @@ class ExpertParallel(Page):
 
 def softmax(x):
     """The softmax of x[b e] over e."""
-    y = np.exp(x - x.max(axis=1, keepdims=True))
+    y = backend_of(x).xp.exp(x - x.max(axis=1, keepdims=True))
     return y / y.sum(axis=1, keepdims=True)
 
 

@@ -1,7 +1,5 @@
 """3-D hybrid: a pipeline whose stages are replicated, and whose replicas are tensor parallel."""
 
-import numpy as np
-
 from spmd_engine.arrays import einsum
 from spmd_engine.strategies.pipeline import Pipeline
 from spmd_engine.strategies.two_layers import relu
@@ -58,7 +56,7 @@ class Hybrid(Pipeline):
     def backward(self, grads):
         """The gradients of this rank's samples only: ``step`` sums them over ``data`` once."""
         dx = grads if self.stage == self.last_stage else self.receive(self.stage + 1, over="pipe", label="dx")
-        dw0, dw1 = np.empty_like(self.w0), np.empty_like(self.w1)
+        dw0, dw1 = self.xp.empty_like(self.w0), self.xp.empty_like(self.w1)
         for l in reversed(range(len(self.w0))):
             x, z = self.tape.pop()
             dz = einsum("bd,fd->bf", dx, self.w1[l]) * (z > 0)

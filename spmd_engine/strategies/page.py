@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from spmd_engine.arrays.backend import Array
+from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.arrays.random import key_of, normal
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
@@ -23,12 +21,12 @@ class Weight:
     shape: tuple[int, ...]  #: of the unsharded weight
     inputs: int  #: number of inputs over which each output sums
 
-    def initial(self, seed: int, name: str, dtype: Any, block: Index | None = None) -> Array:
+    def initial(self, seed: int, name: str, dtype: Any, block: Index | None = None, backend: Backend = CPU) -> Array:
         """A block (default: all) of the initial values: normal, with standard deviation 1 / sqrt(inputs).
 
         They depend only on seed, name and global index.
         """
-        return normal(key_of(seed, name), self.shape, dtype, block) / self.inputs**0.5
+        return normal(key_of(seed, name), self.shape, dtype, block, backend) / self.inputs**0.5
 
 
 class Page(ShardedEngine):
@@ -49,7 +47,7 @@ class Page(ShardedEngine):
             self.mesh = mesh
         self.weights = weights
         self.parameters = {
-            name: np.zeros(self.sharding(name).local_shape(weight.shape, self.mesh), dtype)
+            name: self.xp.zeros(self.sharding(name).local_shape(weight.shape, self.mesh), dtype)
             for name, weight in weights.items()
         }
 
@@ -59,7 +57,7 @@ class Page(ShardedEngine):
     def initialize(self, seed: int = 0) -> None:
         """Fill this rank's parts with initial values; no rank creates an unsharded weight."""
         for name, parameter in self.parameters.items():
-            parameter[...] = self.weights[name].initial(seed, name, parameter.dtype, self.index(name))
+            parameter[...] = self.weights[name].initial(seed, name, parameter.dtype, self.index(name), self.backend)
         self.after_update()
 
     def load_checkpoint(self, params: Mapping[str, Any]) -> None:

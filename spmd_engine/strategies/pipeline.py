@@ -63,7 +63,7 @@ class Pipeline(LayerStack):
 
     def backward(self, grads):
         dx = grads if self.stage == self.last_stage else self.receive(self.stage + 1, over="pipe", label="dx")
-        dw0, dw1 = np.empty_like(self.w0), np.empty_like(self.w1)
+        dw0, dw1 = self.xp.empty_like(self.w0), self.xp.empty_like(self.w1)
         for l in reversed(range(len(self.w0))):
             x, z = self.tape.pop()
             einsum("bf,bd->fd", relu(z), dx, out=dw1[l])
@@ -78,11 +78,11 @@ class Pipeline(LayerStack):
     def step(self, batch, loss=None):
         loss, count, micro_batches = loss or self.loss, self.count(batch), len(batch.micro_batches)
         ahead = min(self.last_stage - self.stage, micro_batches)  # forwards before the first backward
-        total, gradients = 0.0, {name: np.zeros_like(weights) for name, weights in self.parameters.items()}
+        total, gradients = 0.0, {name: self.xp.zeros_like(weights) for name, weights in self.parameters.items()}
         for turn in range(micro_batches + ahead):
             dy = None  # except on the last stage, where a forward and its backward are in one turn
             if turn < micro_batches:
-                micro = batch.micro_batches[turn]
+                micro = batch.micro_batches[turn].on(self.backend)
                 with self.micro_batch(turn):
                     y = self.forward(micro.inputs)
                 if y is not None:
@@ -93,7 +93,7 @@ class Pipeline(LayerStack):
                     for name, gradient in self.backward(dy).items():
                         gradients[name] += gradient
         self.gradients = gradients
-        return float(self._sum_shares(np.array(total)))
+        return float(self._sum_shares(np.array(float(total))))
 
     def _begin_to_send(self, stage, x, label):
         unfinished = [sending for sending in self.sending if not sending.done]

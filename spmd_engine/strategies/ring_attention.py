@@ -54,31 +54,31 @@ class RingAttention(OneAttention):
 
     def forward(self, x):
         q, k, v = (einsum("bsd,dhk->bshk", x, weights) for weights in (self.query, self.key, self.value))
-        total, mixed = np.zeros_like(q[..., :1]), np.zeros_like(q)
-        top = np.full_like(total, -np.inf)
-        for owner, (k_block, v_block) in self._circulate(np.stack((k, v))):
-            if owner > self.place:
+        total, mixed = self.xp.zeros_like(q[..., :1]), self.xp.zeros_like(q)
+        top = self.xp.full_like(total, -np.inf)
+        for owner, (k_block, v_block) in self._circulate(self.xp.stack((k, v))):
+            if owner > self.place or not k_block.shape[1]:
                 continue
             scores = self._scores(q, k_block, owner)
-            new_top = np.maximum(top, scores.max(axis=-1, keepdims=True, initial=-np.inf))
-            weights, shrunk = np.exp(scores - new_top), np.exp(top - new_top)
+            new_top = self.xp.maximum(top, scores.max(axis=-1, keepdims=True))
+            weights, shrunk = self.xp.exp(scores - new_top), self.xp.exp(top - new_top)
             total = total * shrunk + weights.sum(axis=-1, keepdims=True)
             mixed = mixed * shrunk + einsum("bsht,bthk->bshk", weights, v_block)
             top = new_top
         mixed /= total
-        self.tape.push(x, q, k, v, mixed, top + np.log(total))
+        self.tape.push(x, q, k, v, mixed, top + self.xp.log(total))
         return einsum("bshk,hkd->bsd", mixed, self.output)
 
     def backward(self, grads):
         x, q, k, v, mixed, log_total = self.tape.pop()
         dmixed = einsum("bsd,hkd->bshk", grads, self.output)
         along = (dmixed * mixed).sum(axis=-1, keepdims=True)
-        dq, exchange = np.zeros_like(q), None
-        for owner, block in self._circulate(np.stack((k, v))):
-            dblock = np.zeros_like(block)
+        dq, exchange = self.xp.zeros_like(q), None
+        for owner, block in self._circulate(self.xp.stack((k, v))):
+            dblock = self.xp.zeros_like(block)
             if owner <= self.place:
                 k_block, v_block = block
-                p = np.exp(self._scores(q, k_block, owner) - log_total)
+                p = self.xp.exp(self._scores(q, k_block, owner) - log_total)
                 dscores = p * (einsum("bshk,bthk->bsht", dmixed, v_block) - along) * self.scale
                 dq += einsum("bsht,bthk->bshk", dscores, k_block)
                 dblock[0] = einsum("bsht,bshk->bthk", dscores, q)
@@ -112,7 +112,7 @@ class RingAttention(OneAttention):
         scores = einsum("bshk,bthk->bsht", q, k) * self.scale
         if owner < self.place:
             return scores
-        return np.where(np.tri(q.shape[1], dtype=bool)[:, None], scores, -np.inf)
+        return self.xp.where(self.xp.tri(q.shape[1], dtype=bool)[:, None], scores, -np.inf)
 
     def _circulate(self, block):
         """Yield each rank's number and block, beginning with this rank's; the next block arrives meanwhile."""

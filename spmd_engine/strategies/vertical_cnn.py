@@ -1,7 +1,5 @@
 """Vertical CNN: each rank has some consecutive layers of a convolutional network, and sends images to the next rank."""
 
-import numpy as np
-
 from spmd_engine.strategies.pipeline import Pipeline
 from spmd_engine.strategies.two_convolutions import conv, conv_input, conv_weight
 from spmd_engine.strategies.two_layers import relu
@@ -55,7 +53,7 @@ class VerticalCNN(Pipeline):
 
     def backward(self, grads):
         dx = grads if self.stage == self.last_stage else self.receive(self.stage + 1, over="pipe", label="dx")
-        dw0, dw1 = np.empty_like(self.w0), np.empty_like(self.w1)
+        dw0, dw1 = self.xp.empty_like(self.w0), self.xp.empty_like(self.w1)
         for l in reversed(range(len(self.w0))):
             x, z = self.tape.pop()
             dw1[l] = conv_weight(relu(z), dx)

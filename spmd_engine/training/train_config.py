@@ -125,6 +125,13 @@ class TrainConfig(Configuration):
         help="An object: when the run changes its shape, by the measured speeds of its ranks.",
     )
     device: str = setting("cpu", metavar="cpu|cuda", help="Where arrays are: cpu (NumPy) or cuda (CuPy).")
+    device_memory: float | None = setting(
+        None,
+        least=0.01,
+        most=1.0,
+        unset="all, or if ranks share a GPU, an equal part of 95%",
+        help="Fraction of a GPU's memory that each rank may use.",
+    )
     check: bool = setting(
         True, help="Compare the calls of all ranks in every collective, so that a mismatch is an error and not a hang."
     )

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spmd_engine.arrays import get_backend
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
-from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.base import ShardedEngine, making_on
 from spmd_engine.engine.batch import Batch, check_batch
 from spmd_engine.engine.distributed import check_mesh, make_engine
 from spmd_engine.engine.layered import LayeredEngine
@@ -70,6 +71,7 @@ def open_workload(job: TrainConfig, mesh: Mesh, placed: bool = True) -> Workload
     Raises UsageError for options that contradict each other, for data other than ``job.corpus``, and for batches with
     fewer samples than ranks.
     """
+    get_backend(job.device, *mesh.process_on_node, memory=job.device_memory)
     for option, value in ("documents", job.data.documents), ("length", job.data.length):
         if value is not None and (job.model.name in IMAGES or job.strategy):
             name = job.strategy or job.model.name
@@ -166,7 +168,7 @@ def _open_code(job: TrainConfig, mesh: Mesh, placed: bool) -> Workload:
         raise UsageError(f"{job.model.name} is an engine of your own: give --data FILE.npz, with arrays x and y")
     if make is not None:
         _check_undivided(job, f"{job.model.name}, which makes an engine,")
-        engine = make_engine(make, mesh, dtype=np.dtype(job.model.dtype))
+        engine = make_engine(make, mesh, device=job.device, dtype=np.dtype(job.model.dtype))
         check_mesh(job.model.name, engine, mesh, job.composition.mesh)
     else:
         engine = _build(job, mesh, placed)
@@ -206,12 +208,13 @@ def _open_page(job: TrainConfig, mesh: Mesh) -> Workload:
     if job.model.name != PAGE_MODEL:
         raise UsageError(f"--strategy {name} has a small model of its own: leave --model out, or give {PAGE_MODEL}")
     _check_undivided(job, f"--strategy {name}")
-    if job.device != "cpu" or job.model.dropout:
-        raise UsageError(f"--strategy {name}: pages of strategies/ run in NumPy only, and without dropout")
+    if job.model.dropout:
+        raise UsageError(f"--strategy {name}: pages of strategies/ have no dropout")
     if any(axis not in mesh.axes for axis in page.axes):
         wanted = ",".join(f"{axis}=N" for axis in page.axes)
         raise UsageError(f"--strategy {name} with --mesh {mesh}: it needs --mesh {wanted}")
-    engine = page(_WIDTH, _HEADS if "heads" in page.sizes else _HIDDEN, mesh, dtype)
+    with making_on(get_backend(job.device)):
+        engine = page(_WIDTH, _HEADS if "heads" in page.sizes else _HIDDEN, mesh, dtype)
     engine.initialize(job.model.seed)
     corpus = load_corpus(mesh.group(), job.data.path, 1)
     _check_corpus(job, corpus)

@@ -17,8 +17,10 @@ from spmd_engine.arrays.normalization import (
     rms_norm_backward,
     rms_norm_backward_scale,
 )
+from spmd_engine.arrays.random import bernoulli, normal, uniform
 from spmd_engine.arrays.rotary import rotate
-from spmd_engine.arrays.updates import adamw, momentum_sgd, sum_of_squares
+from spmd_engine.arrays.scatter import add_rows
+from spmd_engine.arrays.updates import adamw, momentum_sgd, sum_of_squares, total_of_squares
 from spmd_engine.losses import cross_entropy
 
 TOLERANCE = {"float32": 2e-6, "float64": 1e-12}  # of the largest number, or of 1
@@ -41,7 +43,7 @@ def a_gpu_is_here():
         return False
 
 
-@pytest.fixture(params=["host", "gpu"] if a_gpu_is_here() else ["host"])
+@pytest.fixture(params=["cuda", "gpu"] if a_gpu_is_here() else ["cuda"])
 def device(request):
     return request.getfixturevalue(request.param)
 
@@ -65,7 +67,7 @@ def compare(device, function, *args, tolerance=None, **options):
             assert (result.shape, result.dtype) == (right.shape, right.dtype)
             close(device.to_host(result), right, tolerance or TOLERANCE[dtype])
         elif isinstance(right, float):
-            close(result, right, tolerance or TOLERANCE[dtype])
+            close(float(result), right, tolerance or TOLERANCE[dtype])
         else:
             assert type(result) is type(right)
     return results
@@ -231,6 +233,45 @@ def test_sum_of_squares(dtype, device):
         assert sum_of_squares(device.asarray(x)) == pytest.approx(float((x.astype(np.float64) ** 2).sum()), rel=1e-5)
 
 
+@both_dtypes
+def test_total_of_squares(dtype, device):
+    """Of several arrays, with values whose squares a float cannot hold; the host waits once."""
+    arrays = [1e30 * normals(7, dtype=dtype), 1e-30 * normals(9, dtype=dtype), normals(1001, dtype=dtype)]
+    for some in (arrays[1:2], arrays[1:], arrays):
+        expected = sum(float((x.astype(np.float64) ** 2).sum()) for x in some)
+        assert total_of_squares([device.asarray(x) for x in some]) == pytest.approx(expected, rel=1e-12)
+    assert total_of_squares([]) == 0
+
+
+# --- tables of rows, and random numbers
+
+
+@both_dtypes
+@pytest.mark.parametrize("indices", [[], [4], [0, 0, 0], [3, 1, 3, 0, 3, 1]])
+def test_rows_added_to_a_table(indices, dtype, device):
+    indices = np.array(indices, np.int64)
+    compare(device, add_rows, normals(5, 7, dtype=dtype), indices, normals(len(indices), 7, seed=1, dtype=dtype))
+    compare(device, add_rows, normals(5, 7, dtype=dtype), indices, normals(7, len(indices), seed=1, dtype=dtype).T)
+
+
+@both_dtypes
+@pytest.mark.parametrize("draw", [uniform, normal])
+@pytest.mark.parametrize(
+    "shape, block",
+    [((), None), ((0, 3), None), ((40, 50), None), ((7, 6, 5), np.s_[1:4, 2:6, 1:3]), ((1 << 40, 9), np.s_[-2:, :])],
+)
+def test_random_numbers(shape, block, draw, dtype, device):
+    expected, drawn = draw(123456789, shape, dtype, block), draw(123456789, shape, dtype, block, device)
+    assert backend_of(drawn) is device
+    close(device.to_host(drawn), expected, TOLERANCE[dtype])
+
+
+def test_random_bits(device):
+    rows = (1 << 33) + np.arange(20).reshape(4, 5)
+    drawn = bernoulli(77, 0.3, device.asarray(rows), 9, device)
+    np.testing.assert_array_equal(device.to_host(drawn), bernoulli(77, 0.3, rows, 9))
+
+
 # --- attention
 
 
@@ -245,6 +286,34 @@ def test_attention(length, earlier, shared, dtype, device):
     y, log_sums = causal_attention(q, k, v, positions, key_positions)
     compare(device, causal_attention, q, k, v, positions, key_positions)
     compare(device, causal_attention_backward, dy, q, k, v, y, log_sums, positions, key_positions)
+
+
+@pytest.mark.parametrize("workspace", [1, 9 * 6 * 8 * 2, 1 << 30], ids=["a row", "two rows", "all"])
+@pytest.mark.parametrize("shared", [(), (2,)])
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"cap": 5.0}, {"apart": True}, {"apart": True, "window": 2}])
+def test_attention_in_parts(options, shared, workspace, device, monkeypatch):
+    """Rows, or samples, at a time, of positions with gaps: as one block on the host."""
+    monkeypatch.setattr(device, "workspace", workspace, raising=False)
+    q, dy = (normals(3, 6, 3, *shared, 4, seed=seed) for seed in (0, 1))
+    k, v = (normals(3, 9, 3, 4, seed=seed) for seed in (2, 3))
+    positions, keys = np.array([2, 3, 5, 6, 7, 8]), np.arange(9)
+    documents = np.array([[0] * 9, [0, 0, 1, 1, 2, 2, 2, 3, 3], [0, 0, 0, 0, 1, 1, 1, 1, 2]])
+    apart = (documents[:, positions], documents) if options.get("apart") else None
+
+    def forward(q, k, v, *apart):
+        return causal_attention(q, k, v, *there(q, positions, keys), **options | {"apart": apart or None})
+
+    def backward(dy, q, k, v, y, log_sums, *apart):
+        arrays = dy, q, k, v, y, log_sums
+        return causal_attention_backward(*arrays, *there(q, positions, keys), **options | {"apart": apart or None})
+
+    y, log_sums = forward(q, k, v, *(apart or ()))
+    compare(device, forward, q, k, v, *(apart or ()))
+    compare(device, backward, dy, q, k, v, y, log_sums, *(apart or ()))
+
+
+def there(like, *arrays):
+    return [backend_of(like).asarray(x) for x in arrays]
 
 
 def test_attention_with_large_scores(device):

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from fake_device import FakeDevice, watch
+from fake_cupy import watch
 from mpi_harness.launch import clean_environment
 from spmd_engine import Mesh, run_threads, world
-from spmd_engine.arrays.backend import register_backend, unregister_backend
 from spmd_engine.cli.doctor.facts import OPERATIONS, TIMED, _gpu_sum, facts_of_rank
 from spmd_engine.cli.doctor.findings import ERROR, GOOD, WARNING, diagnose, slowest
 from spmd_engine.runtime.mpi_job import find_mpiexec, is_open_mpi
@@ -375,20 +374,15 @@ def test_the_slowest_of_cores_links_and_disks(healthy):
     assert disks[0] == "slow 1" and len(disks) == 2
 
 
-def test_sums_of_devices():
+def test_sums_of_devices(device):
     """GPUs that MPI reads, and GPUs whose arrays are copied through the host."""
 
     def program(aware):
-        return _gpu_sum(Mesh(watch(world(), device, aware=aware)), device)
+        return _gpu_sum(Mesh(watch(world(), aware=aware)), device)
 
-    device = FakeDevice()
-    register_backend(device)
-    try:
-        for aware in (True, False):
-            for found in run_threads(program, 2, args=[aware]):
-                assert found["right"] and found["aware"] is aware
-    finally:
-        unregister_backend(device)
+    for aware in (True, False):
+        for found in run_threads(program, 2, args=[aware]):
+            assert found["right"] and found["aware"] is aware
 
 
 def test_virtual_ranks(virtual):

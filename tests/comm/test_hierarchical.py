@@ -8,11 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fake_device import DeviceArray, FakeDevice, watch
+from fake_cupy import watch
 from nodes import everyone
 from on_ranks import DTYPES, FORMS, OPS, assert_alike, assert_same, reduced, values
 from spmd_engine import Mesh, run_threads, world
-from spmd_engine.arrays.backend import register_backend, unregister_backend
 from spmd_engine.comm import Group, Ledger
 from spmd_engine.comm.communicators.threads import ThreadCommunicator
 from spmd_engine.comm.dispatch import Tuning
@@ -204,13 +203,11 @@ def test_half_precision_is_rounded_once(dtype):
 @pytest.mark.parametrize("aware", [False, True])
 @pytest.mark.parametrize("some", [[0, 1, 2, 3], [2]], ids=["all", "one"])
 @pytest.mark.parametrize("length", [5, LARGE // 4 + 3])
-def test_device_memory(length, some, aware):
+def test_device_memory(length, some, aware, device):
     """Ranks of a node that do not all show their arrays send them; where nodes differ, too."""
-    device = FakeDevice()
-    register_backend(device)
 
     def program():
-        comm = watch(world().subset(range(4)), device, aware=aware)
+        comm = watch(world().subset(range(4)), aware=aware)
         group = Group(comm, "world", Ledger())
         arrays = [values((length,), np.dtype(np.float16), r) for r in range(4)]
         total = expected(arrays, "mean", "abab")
@@ -220,13 +217,10 @@ def test_device_memory(length, some, aware):
             (group.reduce_scatter(x, op="mean"), np.array_split(total, 4)[group.rank]),
             (group.all_gather(x), np.concatenate(arrays)),
         ]:
-            assert isinstance(result, DeviceArray) == (group.rank in some)
+            assert device.owns(result) == (group.rank in some)
             assert_same(getattr(result, "memory", result), right)
 
-    try:
-        run_threads(program, 4, nodes=list("abab"))
-    finally:
-        unregister_backend(device)
+    run_threads(program, 4, nodes=list("abab"))
 
 
 # --- what passes between nodes

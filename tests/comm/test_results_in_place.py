@@ -6,11 +6,10 @@ from collections import deque
 import numpy as np
 import pytest
 
-from fake_device import DeviceArray, FakeDevice, watch
+from fake_cupy import watch
 from on_ranks import DTYPES, INLINE, assert_alike, assert_same, reduced, values
 from pairwise import every_pair
 from spmd_engine import Mesh, run_threads, world
-from spmd_engine.arrays.backend import register_backend, unregister_backend
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.dispatch import Tuning
 from spmd_engine.comm.transports import shared_memory
@@ -263,26 +262,21 @@ def test_calls_come_and_go_while_others_are_under_way(ranks):
 
 @pytest.mark.parametrize("aware", [False, True])
 @small_and_large
-def test_device_memory_is_filled_where_it_is(aware, scale):
-    device = FakeDevice()
-    register_backend(device)
+def test_device_memory_is_filled_where_it_is(aware, scale, device):
 
     def program():
         comm = world().subset(range(world().size))
-        group = Mesh(watch(comm, device, aware=aware)).group()
+        group = Mesh(watch(comm, aware=aware)).group()
         lengths = uneven(group.size, scale)
         mine = part_of(lengths, group.rank)
         arrays = [values((sum(lengths),), FLOAT, rank) for rank in range(group.size)]
         x = device.asarray(arrays[group.rank])
         scattered = group.reduce_scatter(x, sizes=lengths, out=x[mine])
         gathered = group.all_gather(x[mine], sizes=lengths, out=x)
-        assert isinstance(scattered, DeviceArray) and gathered is x
+        assert device.owns(scattered) and gathered is x
         assert_same(x.memory, reduced(arrays, "sum"))
 
-    try:
-        run_threads(program, 3)
-    finally:
-        unregister_backend(device)
+    run_threads(program, 3)
 
 
 @pytest.mark.parametrize("nodes", ["aaa", "abc", "aabb"])

@@ -7,7 +7,6 @@ import pytest
 from safetensors.numpy import save_file
 
 import tiny
-from fake_device import FakeDevice
 from linear_engine import Linear
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint
@@ -313,9 +312,7 @@ def test_blocks_of_a_file_are_copied_once_at_most(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["uneven", "replicated"])
-def test_blocks_on_a_device_are_copies_too(name):
-    device = FakeDevice()
-
+def test_blocks_on_a_device_are_copies_too(name, device):
     def program(shelf, mesh):
         shelf.backend = device
         there = device.asarray(WHOLE[name])

@@ -11,7 +11,6 @@ import pytest
 
 import saved
 import tiny
-from fake_device import FakeDevice
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
@@ -174,8 +173,8 @@ def test_no_file_stays_and_none_is_opened_in_memory(tmp_path, monkeypatch):
             OffloadFile("/dev/shm")
 
 
-def test_state_of_a_device_is_in_a_file_or_on_the_host_and_activations_stay(folder):
-    device, x = FakeDevice(), np.arange(3000.0)
+def test_state_of_a_device_is_in_a_file_or_on_the_host_and_activations_stay(folder, cuda):
+    device, x = cuda, np.arange(3000.0)
     for offload_to in (Offload(("optimizer",), folder), Offload(("optimizer",), to="host")):
         states = [[AwayArray(offload_to.open(device), x.shape, x.dtype, device) for _ in "mv"]]
         states[0][1][...] = x

@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fake_device import FakeDevice
 from numerics import normals
 from on_ranks import DTYPES, assert_same, on_ranks, values
 from resharding import DATA_MODEL, each_mesh_with_pairs, numbered, on_mesh, specs
 from spmd_engine import Mesh, run_threads
-from spmd_engine.arrays.backend import register_backend, unregister_backend
 from spmd_engine.sharding import Spec, gather, reshard, reshard_plan, shard
 
 # --- every pair
@@ -131,22 +129,17 @@ def test_blocks_that_are_not_contiguous():
     on_mesh({"data": 2, "model": 2}, body)
 
 
-def test_an_array_on_a_device_stays_there():
-    device = FakeDevice()
-    register_backend(device)
-    try:
-        whole = numbered((5, 4))
+def test_an_array_on_a_device_stays_there(device):
+    whole = numbered((5, 4))
 
-        def body(mesh):
-            for source, target in permutations(["b/data f/model", "b/model f/data", "b f", "b f/model,data"], 2):
-                x = shard(device.asarray(whole), source, mesh)
-                result = reshard(x, source, target, mesh)
-                assert device.owns(result)
-                assert_same(result.memory, shard(whole, target, mesh))
+    def body(mesh):
+        for source, target in permutations(["b/data f/model", "b/model f/data", "b f", "b f/model,data"], 2):
+            x = shard(device.asarray(whole), source, mesh)
+            result = reshard(x, source, target, mesh)
+            assert device.owns(result)
+            assert_same(result.memory, shard(whole, target, mesh))
 
-        on_mesh({"data": 2, "model": 2}, body)
-    finally:
-        unregister_backend(device)
+    on_mesh({"data": 2, "model": 2}, body)
 
 
 # --- under MPI

@@ -6,12 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fake_device import FakeDevice
 from numerics import normals
 from on_ranks import on_ranks
 from pairwise import every_pair
 from spmd_engine import Mesh, run_threads
-from spmd_engine.arrays.backend import CPU, register_backend, unregister_backend
+from spmd_engine.arrays.backend import CPU
 from spmd_engine.axes import all_positions
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding import Layout
@@ -385,26 +384,21 @@ def test_it_adds_to_what_is_there():
 
 
 @pytest.mark.parametrize("adjoint", [False, True], ids=["forward", "adjoint"])
-def test_arrays_on_a_device_stay_there(adjoint):
-    device = FakeDevice()
-    register_backend(device)
+def test_arrays_on_a_device_stay_there(adjoint, device):
     source, target = rows(5, 6), rows(3, 8, halo=(2, 0))
     plan = plan_transfer(Placement({"x": source}), Placement({"x": target}), piece_bytes=64)
     operation = plan.adjoint() if adjoint else plan
-    try:
 
-        def program():
-            with Mesh() as mesh:
-                blocks = [np.full(each.shape, 1.0 + mesh.rank) for each in operation.source["x"].held[mesh.rank]]
-                on_host = operation.execute(mesh.group(), {"x": blocks})["x"]
-                there = operation.execute(mesh.group(), {"x": [device.asarray(each) for each in blocks]})["x"]
-                for block, expected in zip(there, on_host, strict=True):
-                    assert device.owns(block)
-                    np.testing.assert_array_equal(block.memory, expected)
+    def program():
+        with Mesh() as mesh:
+            blocks = [np.full(each.shape, 1.0 + mesh.rank) for each in operation.source["x"].held[mesh.rank]]
+            on_host = operation.execute(mesh.group(), {"x": blocks})["x"]
+            there = operation.execute(mesh.group(), {"x": [device.asarray(each) for each in blocks]})["x"]
+            for block, expected in zip(there, on_host, strict=True):
+                assert device.owns(block)
+                np.testing.assert_array_equal(block.memory, expected)
 
-        run_threads(program, 2)
-    finally:
-        unregister_backend(device)
+    run_threads(program, 2)
 
 
 @pytest.mark.parametrize(

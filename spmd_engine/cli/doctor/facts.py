@@ -213,7 +213,7 @@ def facts_of_ranks(mesh: Mesh, folder: Path, gpus: bool) -> dict[str, Any]:
         "reads": mesh.comm.neighbours is not None and mesh.comm.neighbours.cross_memory is not None,
         "crowded": mesh.comm.spin_tests == 0,
         "sees_folder": _sees(mesh, folder),
-        "gpu": _gpu_sum(mesh, get_backend("cuda", mesh.local_rank)) if gpus else {},
+        "gpu": _gpu_sum(mesh, get_backend("cuda", *mesh.process_on_node)) if gpus else {},
     }
     before = _sent_bytes()
     links = {f"{a} {b}": measure_pair(mesh, a, b) for a, b in _pairs(mesh.size)}

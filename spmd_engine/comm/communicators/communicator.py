@@ -81,6 +81,7 @@ class Communicator(ABC):
     call_order: CallOrder  #: of calls that may use ``collectives`` or ``lane_collectives``
     line: Line  #: where this rank's calls are published
     calls = 0  #: collectives started so far; equal on all ranks, also if several meshes share this communicator
+    in_one_process = False  #: whether all ranks are threads of this process
     device_aware = False  #: whether it accepts device arrays
     spin_tests = 0  #: tests of a condition before the rank yields the processor; 0: ranks outnumber cores
     neighbours: Neighbours | None = None  #: memory shared with the ranks of this node, if available

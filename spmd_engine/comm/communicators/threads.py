@@ -208,6 +208,7 @@ class _Mailbox:
 class ThreadCommunicator(Communicator):
     """Messages by copy through mailboxes. ``members`` are ranks of the fabric, in this communicator's order."""
 
+    in_one_process = True
     device_aware = True  # in one address space the arrays' library copies device arrays
 
     def __init__(

@@ -144,6 +144,12 @@ class Neighbours:
         offset = address_of(x) - self._address
         return offset if 0 <= offset < self.own.size else None
 
+    def can_read(self, x: np.ndarray) -> bool:
+        """Whether other ranks can read ``x`` in memory that a driver may have mapped: this rank tries it."""
+        if self.cross_memory is None or not x.size:
+            return True  # it is copied to the arena
+        return self.cross_memory.can_read(self.local_rank, address_of(x), x.reshape(-1).view(np.uint8)[:1].tobytes())
+
     def view(self, local_rank: int, offset: int, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         """An array in another rank's arena."""
         return np.ndarray(shape, dtype, self.memories[local_rank], offset)

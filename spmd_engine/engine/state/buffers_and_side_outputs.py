@@ -122,10 +122,12 @@ class SideOutputs:
                 )
                 self._described[full_name] = output
         self._sums = np.zeros(end)
+        self._on_device: list[tuple[str, float, Array]] = []  # outputs of this step, each with its weight
 
     def begin(self) -> None:
         """Prepare for a step."""
         self._sums[...] = 0
+        self._on_device.clear()
 
     def take(self, number: int, share: float, outputs: Mapping[str, Array | float]) -> None:
         """Add what a layer's forward returned for a micro-batch; ``share`` weighs its losses."""
@@ -134,14 +136,31 @@ class SideOutputs:
             if self._counted[name]:
                 place, shape, block = self._places[name]
                 weight = share if self._described[name].loss else 1.0
-                on_host = backend_of(value).to_host(value) if hasattr(value, "shape") else value
-                self._sums[place].reshape(shape)[(..., *block)] += weight * np.asarray(on_host)
+                if hasattr(value, "shape") and backend_of(value).on_device:
+                    self._on_device.append((name, weight, value))
+                else:
+                    on_host = backend_of(value).to_host(value) if hasattr(value, "shape") else value
+                    self._sums[place].reshape(shape)[(..., *block)] += weight * np.asarray(on_host)
 
     def start_sum(self) -> Pending:
         """Begin to sum the side outputs over all ranks. Collective over the world if the model has any."""
+        self._fetch()
         if not self._sums.size:
             return Pending.completed(self._sums)
         return self._mesh.group().start_all_reduce(self._sums.copy(), label="side outputs")
+
+    def _fetch(self) -> None:
+        """Add the values that are on a device, copied to the host at once."""
+        if not self._on_device:
+            return
+        waiting, self._on_device = self._on_device, []
+        backend = backend_of(waiting[0][2])
+        flat = [value.reshape(-1).astype(backend.xp.float64) * weight for _, weight, value in waiting]
+        values, end = backend.to_host(backend.xp.concatenate(flat)), 0
+        for name, _, value in waiting:
+            place, shape, block = self._places[name]
+            begin, end = end, end + value.size
+            self._sums[place].reshape(shape)[(..., *block)] += values[begin:end].reshape(value.shape)
 
     def by_name(self, sums: np.ndarray) -> dict[str, np.ndarray]:
         """Each side output, whole: the mean of a loss over the micro-batches, the sum of others."""

@@ -102,7 +102,7 @@ class ShardedSequence:
 
     def positions(self, like: Array, rank: int | None = None) -> Array:
         """The positions of a rank of the group, by default this one, on the device of ``like``."""
-        return backend_of(like).asarray(self.rank_positions[self.group.rank if rank is None else rank])
+        return backend_of(like).constant(self.rank_positions[self.group.rank if rank is None else rank])
 
     def all_positions(self, like: Array) -> Array:
         """0, 1, ... up to the sequence's length, on the device of ``like``."""

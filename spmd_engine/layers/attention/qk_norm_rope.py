@@ -104,7 +104,7 @@ class Rotary:
 
     def turn(self, positions: Array, like: Array) -> Turn:
         """The turns of all pairs at positions[s] or [b s], on the device of ``like`` and in its dtype."""
-        cosines, sines = turn_at(positions, backend_of(like).xp.asarray(self.frequencies), like)
+        cosines, sines = turn_at(positions, backend_of(like).constant(self.frequencies), like)
         return (cosines, sines) if self.magnitude == 1 else (cosines * self.magnitude, sines * self.magnitude)
 
 

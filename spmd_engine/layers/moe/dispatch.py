@@ -124,7 +124,7 @@ class Dispatch:
         by_part = host.argsort(parts, kind="stable")  # experts, in the order of their shards
         slots = host.empty(count + 1, host.int64)
         slots[by_part], slots[-1] = host.arange(count), count  # the last slot is for dropped choices
-        slot = xp.asarray(slots)[experts.reshape(-1)]
+        slot = backend_of(experts).constant(slots)[experts.reshape(-1)]
         order = xp.argsort(slot, kind="stable")
         counts = backend_of(experts).to_host(count_each(slot, count + 1))[:count]
         order = order[: int(counts.sum())]

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from spmd_engine.arrays import einsum
-from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.backend import Array, backend_of, number_of
 from spmd_engine.arrays.random import key_of
 from spmd_engine.comm.pending import wait_for
 from spmd_engine.layers.declarations import Buffer, Parameter, SideOutput
@@ -39,6 +39,7 @@ class Routed:
     own_counts: Array  #: int64[1 E]: pairs of this rank by expert
     _sums: Any  #: [1 + E], or under way: the micro-batch's tokens, then its pairs by expert; None: not needed
     sequence_counts: Array | None  #: int64[b E], if there is a loss for each sequence
+    _tokens: int | None = None
 
     @property
     def sums(self) -> Array:
@@ -49,7 +50,9 @@ class Routed:
     @property
     def tokens(self) -> int:
         """Number of tokens of the global micro-batch."""
-        return int(self.sums[0])
+        if self._tokens is None:  # a cached_property would lock it for all virtual ranks
+            self._tokens = int(self.sums[0])
+        return self._tokens
 
     @property
     def experts(self) -> Array:
@@ -106,7 +109,7 @@ class Router:
         counts = expert_counts(choices)
         sums = sequence_counts = None
         if ctx.training or options.capacity_factor is not None:
-            sums = xp.concatenate((xp.array([len(x)]), counts[0]))
+            sums = xp.concatenate((xp.full(1, len(x)), counts[0]))
             sums = sh.start_all_reduce(sums, over="bs")
         if ctx.training and "sequence_balance" in self.losses:
             sequence_counts = sh.all_reduce(expert_counts(choices, samples), over="s")
@@ -122,7 +125,7 @@ class Router:
         """Losses, counts and the update of the bias, for a forward in training."""
         outputs = {name: self._loss(routed, name, coefficient) for name, coefficient in self.losses.items()}
         outputs["load"] = routed.own_counts[0]
-        outputs["dropped"] = float((routed.choices.used & ~routed.kept).sum())
+        outputs["dropped"] = number_of((routed.choices.used & ~routed.kept).sum())
         outputs["entropy"] = ctx.share * entropy(routed.choices, routed.tokens)
         updates = {"bias": routed.own_counts[0]} if self.buffers else {}
         return Extra(updates, outputs, routed.decided)
@@ -198,7 +201,7 @@ def balance_loss(choices: Choices, counts: Array, tokens: int, coefficient: floa
         return 0.0
     share_gradient = _share_gradient(choices, counts, tokens, coefficient)
     shares = choices.shares.reshape(len(share_gradient), -1, choices.shares.shape[1])
-    return float((shares.sum(axis=1) * share_gradient).sum())
+    return number_of((shares.sum(axis=1) * share_gradient).sum())
 
 
 def balance_gradient(choices: Choices, counts: Array, tokens: int, coefficient: float) -> Array:
@@ -215,7 +218,7 @@ def balance_gradient(choices: Choices, counts: Array, tokens: int, coefficient: 
 
 def z_loss(logits: Array, tokens: int, coefficient: float) -> float:
     """This rank's share of coefficient · mean over T ``tokens`` of logsumexp(logits[t E])^2 (ST-MoE, eq. 5)."""
-    return float((_log_sum(logits)[0] ** 2).sum()) * coefficient / max(tokens, 1)
+    return number_of((_log_sum(logits)[0] ** 2).sum()) * coefficient / max(tokens, 1)
 
 
 def z_gradient(logits: Array, tokens: int, coefficient: float) -> Array:
@@ -231,7 +234,7 @@ def entropy(choices: Choices, tokens: int) -> float:
     """
     xp = backend_of(choices.shares).xp
     logs = xp.log(xp.maximum(choices.shares, xp.finfo(choices.shares.dtype).tiny))
-    return -float((choices.shares * logs).sum()) / max(tokens, 1)
+    return -number_of((choices.shares * logs).sum()) / max(tokens, 1)
 
 
 def bias_fold(bias: Array, counts: Array, rate: float) -> Array:

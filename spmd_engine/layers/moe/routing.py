@@ -234,8 +234,9 @@ def expert_counts(choices: Choices, sequences: int = 1) -> Array:
     xp = backend_of(choices.experts).xp
     rows, width = choices.shares.shape
     run = xp.arange(sequences).repeat(rows // sequences if sequences else 0)
-    cells = (run[:, None] * width + choices.experts)[choices.used]
-    return count_each(cells, sequences * width).reshape(sequences, width)
+    cells = sequences * width  # and one more, of unused pairs
+    cell = xp.where(choices.used, run[:, None] * width + choices.experts, cells)
+    return count_each(cell.reshape(-1), cells + 1)[:cells].reshape(sequences, width)
 
 
 def top(scores: Array, k: int, allowed: Array | None = None) -> Array:

@@ -41,7 +41,7 @@ class _NoCommunicator:
     """A communicator that knows its rank and sends nothing."""
 
     device_aware, table, lanes, node_table, library, neighbours, spin_tests = True, None, None, None, None, None, 0
-    collectives, lane_collectives, tuning = None, None, Tuning()
+    collectives, lane_collectives, tuning, in_one_process = None, None, Tuning(), True
     hosts = range(2)  # no rank initializes parameters for another
     progress = Progress()  # no call is ever under way
 

@@ -1,0 +1,213 @@
+"""Whole steps on the stand-in for CuPy, of each family and each strategy, give what NumPy gives."""
+
+import json
+from math import prod
+
+import numpy as np
+import pytest
+
+import pages
+from fake_cupy import events
+from linear_engine import Linear
+from random_jobs import FAMILIES, RandomJob
+from spmd_engine import Mesh, TrainConfig, batch_of, run_threads, train
+from spmd_engine.adaptive import ShapeRequest
+from spmd_engine.arrays.backend import get_backend
+from spmd_engine.engine import SGD, AdamW, LayeredEngine, making_on
+from spmd_engine.engine.distributed import make_engine
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
+from spmd_engine.errors import UsageError
+from spmd_engine.layers import RouterOptions
+from spmd_engine.models import DecoderConfig, GPTSize, Mixture, gpt
+from spmd_engine.models.convnet import ImageShape, resnet
+from spmd_engine.models.lora import LoRAOptions
+from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
+from spmd_engine.strategies import STRATEGIES
+from spmd_engine.training import Trainer
+
+FAMILY = {family.name: str(family) for family in FAMILIES}
+GPT2, LLAMA = {"model": FAMILY["gpt2"]}, {"model": FAMILY["llama"]}
+MOE = {
+    "model": "gpt-moe-nano",
+    "mixture": Mixture(5, 1, 7, "", RouterOptions(bias_rate=0.1)),
+    "dropout": 0.1,
+    "length": 5,
+}
+JOBS = {
+    "gpt2": (GPT2, "data=1"),
+    "llama": (LLAMA, "data=1"),
+    "gemma2 with documents": ({"model": FAMILY["gemma2"], "documents": "apart"}, "data=1"),
+    "experts by capacity": (MOE, "data=1"),
+    "mlp": ({"model": "mlp"}, "row=2,col=2"),
+    "convnet": ({"model": "convnet", "batch_size": 4}, "data=1"),
+    "resnet": ({"model": "resnet-nano", "augment": "shift-flip", "batch_size": 4}, "rows=2,data=2"),
+    "adapters": ({**LLAMA, "lora": LoRAOptions(rank=2)}, "data=2"),
+    "zero 1": ({**GPT2, "zero": 1}, "data=2"),
+    "zero 3": ({**GPT2, "zero": 3}, "data=2"),
+    "compressed": ({**GPT2, "compress": "powersgd", "group_threshold": 0}, "data=2"),
+    "hybrid sharded": ({**LLAMA, "recompute": "block"}, "replicate=2,shard=2"),
+    "tensor and sequence": ({**GPT2, "sequence_parallel": True}, "model=2"),
+    "pipeline": ({**GPT2, "schedule": "zero-bubble"}, "pipe=2"),
+    "ring": ({**LLAMA, "context_method": "ring"}, "context=2"),
+    "ulysses": ({**LLAMA, "context_method": "ulysses"}, "context=2"),
+    "experts": ({"model": FAMILY["olmoe"]}, "expert=2,data=2"),
+    "four axes": ({**LLAMA, "zero": 1}, "pipe=2,model=2"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.fixture(scope="module")
+def data(folder):
+    """A function: the data of a model."""
+    made = RandomJob(0, folder)
+    made._images()
+    images = {"convnet": str(folder / "images.npz"), "resnet-nano": str(folder / "images.npz")}
+    text, letters = made._text(), made._tokens()
+    return lambda model: images.get(model, text if model in ("mlp", "deep-mlp") else letters)
+
+
+def losses(folder):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [[line["loss"], line["grad_norm"]] for line in lines if "loss" in line]
+
+
+def run(what, mesh, folder, device, data, *, steps=2, turned=None, turns_at=1, **options):
+    how = {
+        "dtype": "float64", "steps": steps, "eval_samples": 6, "warmup": 2, "batch_size": 8, "micro_batches": 2,
+        "learning_rate": 0.02, "grad_clip": 0.3, "sample": 5, "save_every": 1, "mesh": mesh, "device": device,
+        "data": data(what["model"]),
+    }  # fmt: skip
+    if what["model"] not in ("mlp", "convnet", "resnet-nano"):
+        how["length"] = 12
+    job = TrainConfig.of(**how | what)
+    requests = {turns_at: ShapeRequest(turned)} if turned else {}
+    ranks = prod(int(size) for _, size in (axis.split("=") for axis in mesh.split(",")))
+    run_threads(lambda: train(job, folder, propose=requests.get, **options), ranks)
+    return losses(folder)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job(name, data, tmp_path, cuda):
+    (what, mesh), (here, there) = JOBS[name], (tmp_path / "cpu", tmp_path / "cuda")
+    expected = run(what, mesh, here, "cpu", data)
+    np.testing.assert_allclose(run(what, mesh, there, "cuda", data), expected, rtol=1e-9)
+
+
+# --- launches of a step, and how often the host waits, of models whose numbers of layers are those of the names
+
+
+def of_text(family, layers, **options):
+    shape = DecoderConfig(
+        width=24,
+        heads=12,
+        key_value_heads=4,
+        head_width=2,
+        hidden=14,
+        layers=layers,
+        vocabulary=13,
+        context=16,
+        **options,
+    )
+    return ModelConfig(name=family, shape=shape), (16, 16), (16, 16)
+
+
+#: The model, its inputs and targets; the most launches, waits, and arrays copied to the device.
+COUNTS = {
+    "gpt2": (lambda: (gpt(GPTSize(12, 24, 12, 16, 13), dropout=0.1), (16, 16), (16, 16)), 3000, 2, 3),
+    "llama": (lambda: of_text("llama", 16), 2500, 2, 3),
+    "moe": (lambda: of_text("olmoe", 16, mixture=Mixture(8, 0, 7)), 5500, 2 + 2 * 16 + 1, 3),
+    "resnet18": (
+        lambda: (resnet(ImageShape(32, 32, 3, 10), "resnet18", blocks=(2, 2, 2, 2), width=4), (4, 32, 32, 3), (4,)),
+        2500,
+        2,
+        4,  # the targets twice: for the loss, and for the accuracy
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_launches_of_a_step(name, cuda, monkeypatch):
+    """At batch 16 x 1,024 the parts of attention are those of 16 tokens in a work space that is as much smaller."""
+    make, launches, waits, copies = COUNTS[name]
+    model, inputs, targets = make()
+    monkeypatch.setattr(cuda, "workspace", int(cuda.workspace * (16 / 1024) ** 2))
+    with Mesh() as mesh:
+        if isinstance(model, ModelConfig):
+            engine = build_engine(model, mesh, device="cuda")
+        else:
+            engine = LayeredEngine(model, mesh, backend=cuda)
+        rng = np.random.default_rng(0)
+        x = rng.integers(0, 10, inputs) if len(inputs) == 2 else rng.standard_normal(inputs).astype(np.float32)
+        y = rng.integers(0, 10, targets)
+        batches = lambda step: batch_of(x, y, engine, 1, step)
+        trainer = Trainer(engine, AdamW(), batches, lambda step: 1e-3, grad_clip=1.0)
+        trainer.step()
+        events().clear()
+        trainer.step()
+        assert len(events().launches) <= launches
+        assert events().syncs <= waits
+        assert events().count("from_host") <= copies
+
+
+def test_a_run_resumes_and_changes_its_shape(data, tmp_path, cuda):
+    """From a checkpoint of two devices on one, with other shards, and then on another mesh without a file between."""
+    expected = run(GPT2, "data=1", tmp_path / "cpu", "cpu", data, steps=3)
+    run({**GPT2, "zero": 3}, "data=2", tmp_path / "cuda", "cuda", data, steps=3, stop_at=1)
+    found = run(
+        GPT2, "model=2", tmp_path / "cuda", "cuda", data, steps=3, resume=True, turned={"mesh": "pipe=2"}, turns_at=2
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3", "olmoe"])
+def test_generated_texts(family, cuda):
+    def write(device):
+        with Mesh(model=2) as mesh:
+            model = ModelConfig(name=FAMILY[family], dtype="float64", seed=3)
+            engine = build_engine(model, mesh, ParallelConfig(), device=device)
+            drawn, stopping = SamplingOptions(sample=True, seed=2, top_p=0.9), StoppingCriteria(8)
+            return [each.tokens for each in generate(engine, [[1, 2, 3], [4]], sampling=drawn, stopping=stopping)]
+
+    assert run_threads(write, 2, args=["cuda"]) == run_threads(write, 2, args=["cpu"])
+
+
+# --- pages of strategies/, and engines of one's own
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy(name, cuda):
+    axes = pages.meshes(STRATEGIES[name])[1]
+
+    def program(device):
+        with making_on(get_backend(device)):
+            losses, *arrays = pages.train(name, axes, AdamW, 2)
+        assert all(x is None or (device == "cuda") == cuda.owns(x) for kind in arrays for x in kind.values())
+        host = [{key: x if x is None else get_backend("cpu").asarray(x) for key, x in kind.items()} for kind in arrays]
+        return losses, *host
+
+    for found, expected in zip(*(run_threads(program, prod(axes.values()), args=[each]) for each in ("cuda", "cpu"))):
+        pages.assert_trained_alike(found, expected)
+
+
+def test_an_engine_of_one_s_own(cuda):
+    def program(device):
+        engine = make_engine(Linear, Mesh(), device=device)
+        engine.load_checkpoint({"w": np.arange(6.0).reshape(3, 2)})
+        x, y = np.random.default_rng(0).standard_normal((2, 8, 3))
+        trainer = Trainer(engine, SGD(), lambda step: batch_of(x, y[:, :2], engine, 2, step), lambda step: 0.1)
+        return [report.loss for report in trainer.run(3)] + [trainer.evaluate([batch_of(x, y[:, :2], engine)])]
+
+    np.testing.assert_allclose(*(run_threads(program, 2, args=[device]) for device in ("cuda", "cpu")), rtol=1e-12)
+
+
+def test_an_engine_with_parameters_on_the_host_is_refused(cuda):
+    class OnHost(Linear):
+        def __init__(self):
+            self.parameters = {"w": np.zeros((3, 2))}
+
+    with pytest.raises(UsageError, match="OnHost: w is not on device 'cuda'; make parameters by self.xp"):
+        run_threads(lambda: make_engine(OnHost, Mesh(), device="cuda"), 1)
