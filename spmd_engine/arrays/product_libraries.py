@@ -7,10 +7,12 @@ instructions for bfloat16 that NumPy's BLAS lacks. They compute in as many threa
 from __future__ import annotations
 
 import ctypes
+import site
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint, c_void_p
-from importlib.metadata import PackageNotFoundError, distribution
+from glob import escape, glob
 from typing import Any
 
 import numpy as np
@@ -22,21 +24,19 @@ from spmd_engine.arrays.products import BFLOAT16, FLOAT32, Library
 def load(name: str) -> Library | None:
     """The library called ``onednn`` or ``mkl``; None if it is not installed.
 
-    Raises OSError, in one line, if it is installed but cannot be used: the file or a library that it needs is missing,
-    or it is of another version.
+    Raises OSError, in one line, if it is installed but cannot be used: it needs another library, or is too old.
     """
-    try:
-        return LIBRARIES[name]()
-    except PackageNotFoundError:
-        return None
+    library = LIBRARIES[name]
+    path = _installed(library.file)
+    return None if path is None else library(path)
 
 
-def _file_of(package: str, beginning: str) -> str:
-    """The path of a package's library. Raises PackageNotFoundError, and OSError if the package lacks the file."""
-    files = [file for file in distribution(package).files or () if file.name.startswith(beginning)]
-    if not files:
-        raise OSError(f"the package {package} has no file {beginning}")
-    return str(min(files, key=lambda file: len(file.name)).locate())
+def _installed(file: str) -> str | None:
+    """The path of a library in the environment's ``lib``, where wheels and Conda put them, or in the user's."""
+    for folder in sys.prefix, site.getuserbase(), "/usr/local":
+        if paths := glob(f"{escape(folder)}/lib/{file}*"):
+            return min(paths, key=len)
+    return None
 
 
 def blas_threads() -> int:
@@ -71,11 +71,11 @@ class OneDNN:
     Each thread keeps primitives of its own, since one that uses its library's memory must not run in two threads.
     """
 
-    name, rounds = "onednn", True
+    name, rounds, file = "onednn", True, "libdnnl.so"
 
-    def __init__(self) -> None:
+    def __init__(self, path: str) -> None:
         self._openmp = ctypes.CDLL("libgomp.so.1")  # the library of threads that this oneDNN uses
-        self._library = ctypes.CDLL(_file_of("onednn-cpu-gomp", "libdnnl.so"))
+        self._library = ctypes.CDLL(path)
         self._library.dnnl_version.restype = POINTER(_Version)
         version = self._library.dnnl_version().contents
         if version.major != 3:
@@ -193,11 +193,11 @@ _SEQUENTIAL, _LP64 = 1, 0
 class MKL:
     """Products by MKL's ``cblas_sgemm`` and ``cblas_gemm_bf16bf16f32``, in one thread."""
 
-    name, rounds = "mkl", False
+    name, rounds, file = "mkl", False, "libmkl_rt.so"
 
-    def __init__(self) -> None:
+    def __init__(self, path: str) -> None:
         used_by_numpy = any(pool["internal_api"] == "mkl" for pool in threadpool_info())
-        library = ctypes.CDLL(_file_of("mkl", "libmkl_rt.so"))
+        library = ctypes.CDLL(path)
         if not used_by_numpy:  # whose threads are limited already
             library.MKL_Set_Interface_Layer(_LP64)
             library.MKL_Set_Threading_Layer(_SEQUENTIAL)
@@ -238,4 +238,4 @@ def _matrices(x: np.ndarray) -> Iterator[np.ndarray]:
     return (x[place] for place in np.ndindex(x.shape[:-2]))
 
 
-LIBRARIES: dict[str, Callable[[], Library]] = {"onednn": OneDNN, "mkl": MKL}
+LIBRARIES: dict[str, type[OneDNN | MKL]] = {"onednn": OneDNN, "mkl": MKL}

@@ -18,10 +18,10 @@ from spmd_engine.comm.world import world
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.models.load_config import short_name
-from spmd_engine.planning.machine.products import choose_products
 from spmd_engine.strategies import default_axes, strategy_named
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.training.first_step_check import first_step_check
+from spmd_engine.training.product_choice import choose_products
 from spmd_engine.training.run import CONFIG, Observer, Run
 from spmd_engine.training.shape_changes import ShapeChanges
 from spmd_engine.training.train_config import CorpusFacts, TrainConfig

@@ -1,4 +1,4 @@
-"""Which library computes which matrix products: measured once a machine, and the same on all ranks of a job."""
+"""How fast libraries of matrix products are, by dtype and size class: measured once a machine, and kept in a file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from spmd_engine.arrays import products
-from spmd_engine.arrays.product_libraries import LIBRARIES, MKL, blas_threads, load
+from spmd_engine.arrays.product_libraries import MKL, blas_threads, load
 from spmd_engine.arrays.products import DTYPES, NUMPY, SIZES, Library, product_by
-from spmd_engine.comm.agreement.rank_zero import gather_json, text_from_rank_zero
-from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
 from spmd_engine.files import output_file
 from spmd_engine.planning.machine.files import calibrated_file
@@ -36,52 +34,9 @@ _TOLERANCE = 2.0**-6  # of the check of a library's results, relative to the lar
 Rates = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 
-def choose_products(group: Group, choice: str = "auto", *, dtype: str = "float32", device: str = "cpu") -> list[str]:
-    """Let the libraries compute products that ``choice`` names, the same on all ranks; return notices. Collective.
-
-    ``auto`` takes the fastest library that all ranks have, by dtype and size class, as rank 0 has measured now or in an
-    earlier job. A library that is missing or broken on any rank is left out everywhere, with one notice. NumPy alone
-    computes for models in float64, the reference of every comparison.
-    """
-    if choice == NUMPY or dtype == "float64" or device != "cpu":
-        products.use({})
-        return []
-    libraries, why_not = _loaded(choice)
-    found = {name: library.version for name, library in libraries.items()}
-    by_rank = gather_json(group, [found, why_not], label="products")
-    notices = [why for _, why in by_rank if why][:1]
-    usable = [name for name in libraries if all(versions.get(name) == found[name] for versions, _ in by_rank)]
-    if not notices and any(versions != by_rank[0][0] for versions, _ in by_rank):
-        notices = ["products: ranks have different libraries installed; those that not all have are not used"]
-
-    def chosen() -> str:
-        if choice == "auto":
-            return json.dumps(_fastest(usable) if usable else [])
-        return json.dumps([(dtype, size, choice) for dtype in DTYPES for size in SIZES if choice in usable])
-
-    table = json.loads(text_from_rank_zero(group, chosen))
-    products.use({(dtype, size): libraries[name] for dtype, size, name in table})
-    return notices
-
-
-def _loaded(choice: str) -> tuple[dict[str, Library], str]:
-    """The libraries of a choice that this process can load, and why one of them cannot be, in one line."""
-    libraries, why_not = {}, ""
-    for name in LIBRARIES if choice == "auto" else {choice} & set(LIBRARIES):
-        try:
-            if (library := load(name)) is not None:
-                libraries[name] = library
-            elif choice == name:
-                hint = ": pip install 'spmd_engine[onednn]'" if name == "onednn" else ""
-                why_not = f"--products {name}: it is not installed{hint}; NumPy computes"
-        except (OSError, AttributeError) as error:  # AttributeError: a function is missing
-            why_not = f"products: {name} cannot be used ({str(error).splitlines()[0]}); NumPy computes"
-    return libraries, why_not
-
-
-def _fastest(names: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Dtype, size class and the fastest of these libraries, where it is not NumPy."""
-    rates, several_threads = kept_rates(names), blas_threads() > 1
+def fastest(names: Sequence[str], again: bool = False) -> list[tuple[str, str, str]]:
+    """Dtype, size class and the fastest of these libraries where it is not NumPy, as measured now or in an earlier job."""
+    rates, several_threads = kept_rates(names, again), blas_threads() > 1
     found = []
     for dtype, by_size in rates.items():
         for size, by_library in by_size.items():
@@ -92,9 +47,6 @@ def _fastest(names: Sequence[str]) -> list[tuple[str, str, str]]:
             if best != NUMPY and known[best] > MARGIN * by_library[NUMPY]:
                 found.append((dtype, size, best))
     return found
-
-
-# --- Measured rates, kept beside the file of ``calibrate``
 
 
 def rates_file() -> Path:
