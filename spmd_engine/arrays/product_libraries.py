@@ -42,7 +42,16 @@ def _installed(file: str) -> str | None:
 
 def blas_threads() -> int:
     """The threads of a product of NumPy's BLAS, as they are limited at the moment."""
-    return max((pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"), default=1)
+    return min((pool["num_threads"] for pool in numpy_blas()), default=1)
+
+
+def numpy_blas() -> list[dict[str, Any]]:
+    """What threadpoolctl tells of NumPy's BLAS; of every BLAS where NumPy has none of its own.
+
+    SciPy's, which may be loaded later, has as many threads as cores.
+    """
+    pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
+    return [pool for pool in pools if "numpy.libs" in pool["filepath"]] or pools
 
 
 # --- oneDNN

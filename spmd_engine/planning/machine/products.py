@@ -13,10 +13,10 @@ from pathlib import Path
 from time import thread_time
 
 import numpy as np
-from threadpoolctl import threadpool_info, threadpool_limits
+from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays import products
-from spmd_engine.arrays.product_libraries import MKL, blas_threads, load
+from spmd_engine.arrays.product_libraries import MKL, blas_threads, load, numpy_blas
 from spmd_engine.arrays.products import DTYPES, NUMPY, SIZES, Library, product_by
 from spmd_engine.planning.machine.files import calibrated_file
 from spmd_engine.planning.machine.measure import POOL
@@ -53,8 +53,7 @@ def rates_file(libraries: Sequence[Library]) -> Path:
 
     Its name depends on all that the rates depend on: other conditions are measured, and have another file.
     """
-    pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
-    blas = {f"{pool['internal_api']} {pool['version']} {pool.get('architecture', '')}" for pool in pools}
+    blas = {f"{pool['internal_api']} {pool['version']} {pool.get('architecture', '')}" for pool in numpy_blas()}
     versions = {f"{library.name} {library.version}" for library in libraries}
     conditions = [processor(), f"numpy {np.__version__}", *sorted(blas | versions)]
     return calibrated_file().with_suffix(f".products-{sha256(repr(conditions).encode()).hexdigest()[:12]}.json")
