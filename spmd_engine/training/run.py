@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
+from spmd_engine.arrays.products import in_use
 from spmd_engine.checkpoints import CheckpointFolder, Save
 from spmd_engine.checkpoints.format.folder import RunLock, make_folder, replace_file
 from spmd_engine.checkpoints.save import KEEP, mesh_name
@@ -155,7 +156,8 @@ class EventLog(Observer):
         self._handler.emit = self._warned
         logging.getLogger("spmd_engine").addHandler(self._handler)
         where = {"mesh": str(mesh), "nodes": list(mesh.nodes_by_rank), "environment": environment()}
-        self._write("started", step=run.steps_done, stop=stop, memory=run.memory_limits, **where)
+        where |= {"products": in_use(), "memory": run.memory_limits}
+        self._write("started", step=run.steps_done, stop=stop, **where)
 
     def _warned(self, record: logging.LogRecord) -> None:
         with suppress(OSError):  # of a full disk, for example: a warning must not end the run

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from ml_dtypes import bfloat16
 
 from spmd_engine.arrays.factors import adamw_factors, hide
 
@@ -50,6 +51,13 @@ class FastFunctions:
     def takes(self, x: np.ndarray) -> bool:
         """Only float32, the dtype of fast training; NumPy computes float64."""
         return x.dtype == np.float32
+
+    def round_to_bfloat16(self, x, out=None):
+        """``x`` as bfloat16, in contiguous ``out`` if given."""
+        x = _contiguous(x)
+        y = np.empty_like(x, bfloat16) if out is None else out
+        self._loops.round_to_bfloat16(x.view(np.int32), y.view(np.int16))
+        return y
 
     # Activations
 

@@ -24,6 +24,7 @@ f32 = np.float32
 # What loops take: contiguous arrays of 1, 2, 3 and 4 dimensions, numbers, and tuples of four.
 Vector, Rows, Blocks, Images = (types.Array(types.float32, dimensions, "C") for dimensions in (1, 2, 3, 4))
 Flags, Indices = types.Array(types.boolean, 1, "C"), types.Array(types.int64, 1, "C")
+Bits, Halves = types.Array(types.int32, 1, "C"), types.Array(types.int16, 1, "C")  # of float32 and of bfloat16
 Number, Integer, Four = types.float32, types.int64, types.UniTuple(types.int64, 4)
 
 _LOWEST, _HIGHEST = -87.33, 89.0  # exp is 0 below, where float32 has no normal numbers, and infinite from 88.4 on
@@ -72,6 +73,19 @@ def exponential(x):
     power = _as_float(int32((np.int32(n) + np.int32(127)) << np.int32(23)))
     y = (p * r * r + r + f32(1)) * power
     return f32(0) if x < f32(_LOWEST) else y
+
+
+# --- bfloat16: the upper half of a float32
+
+
+@compiled
+def round_to_bfloat16(x: Bits, y: Halves):
+    """y[n] is x[n] rounded to nearest even; NaN stays NaN."""
+    sign_less, infinity, quiet = int32(0x7FFFFFFF), int32(0x7F800000), int32(0x40)
+    for i in range(x.size):
+        half = int32(x[i] >> int32(16))
+        even = int32(int32(x[i] + int32(0x7FFF)) + int32(half & int32(1))) >> int32(16)
+        y[i] = np.int16(half | quiet) if int32(x[i] & sign_less) > infinity else np.int16(even)
 
 
 # --- activations of flat z[n]

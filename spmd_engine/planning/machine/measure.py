@@ -18,6 +18,7 @@ from threadpoolctl import threadpool_limits
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.arrays.images import conv2d, conv2d_weight_gradient
 from spmd_engine.arrays.meta.meter import CONVOLUTION, KERNELS
+from spmd_engine.arrays.products import matmul
 from spmd_engine.arrays.windows import Window
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.shared_memory.cores import cores_here
@@ -48,7 +49,7 @@ def measure_machine(mesh: Mesh, seconds: float = SECONDS, folder: str = ".") -> 
     disk is that of offloaded arrays in this ``folder``.
     """
     acts = {
-        (dtype, 2.0 * width**3): partial(_rotating, np.matmul, (width, width), dtype, 3)
+        (dtype, 2.0 * width**3): partial(_rotating, matmul, (width, width), dtype, 3)
         for dtype, width in product(("float32", "float64"), PRODUCTS)
     }
     if CPU.image_kernels is not None:
