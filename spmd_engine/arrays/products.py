@@ -9,11 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from ml_dtypes import bfloat16
 
-from spmd_engine.arrays.backend import CPU, Array, backend_of
-
-BFLOAT16, FLOAT32 = np.dtype(bfloat16), np.dtype(np.float32)
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.precision import is_half, rounded, widened
 
 
 def matmul(a: Array, b: Array, out: Array | None = None, dtype: Any = None) -> Array:
@@ -24,7 +22,7 @@ def matmul(a: Array, b: Array, out: Array | None = None, dtype: Any = None) -> A
     """
     if type(a) is not np.ndarray or type(b) is not np.ndarray:
         return _of_backend(a, b, out, dtype)
-    if a.dtype is b.dtype and a.dtype != BFLOAT16 and (dtype is None or dtype == a.dtype):
+    if a.dtype is b.dtype and not is_half(a.dtype) and (dtype is None or dtype == a.dtype):
         return np.matmul(a, b) if out is None else np.matmul(a, b, out=out)
     return _converted(a, b, out, dtype)
 
@@ -45,25 +43,6 @@ def _converted(a: np.ndarray, b: np.ndarray, out: np.ndarray | None, dtype: Any)
     """The product of operands in the dtype of sums, rounded to that of the result."""
     if dtype is None:
         dtype = np.result_type(a.dtype, b.dtype) if out is None else out.dtype
-    y = np.matmul(*(widened(x) for x in (a, b)), out=out if out is not None and out.dtype == FLOAT32 else None)
+    a, b = widened(a), widened(b)
+    y = np.matmul(a, b, out=out if out is not None and out.dtype == a.dtype == b.dtype else None)
     return y if y is out else rounded(y, dtype, out)
-
-
-def widened(x: np.ndarray) -> np.ndarray:
-    """bfloat16 ``x`` as float32, its dims in the same order in memory; other dtypes as they are."""
-    return x.astype(FLOAT32) if x.dtype == BFLOAT16 else x
-
-
-def rounded(x: np.ndarray, dtype: Any, out: np.ndarray | None = None) -> np.ndarray:
-    """``x`` in this dtype, in ``out`` if given; float32 is rounded to bfloat16 to nearest even, and NaN stays NaN.
-
-    A compiled loop takes a fifth of the time of NumPy's ``astype``.
-    """
-    if x.dtype == FLOAT32 and dtype == BFLOAT16 and CPU.kernels is not None:
-        y = CPU.kernels.round_to_bfloat16(x, out if out is not None and out.flags.c_contiguous else None)
-    else:
-        y = x if x.dtype == dtype else x.astype(dtype)
-    if out is None or y is out:
-        return y
-    out[...] = y
-    return out

@@ -1,6 +1,7 @@
 """Adding rows to a table at indices, which may repeat: the adjoint of indexing; and counting indices."""
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.precision import widened
 
 
 def add_rows(table: Array, indices: Array, rows: Array) -> None:
@@ -17,7 +18,7 @@ def add_rows(table: Array, indices: Array, rows: Array) -> None:
     first = xp.concatenate([xp.ones(1, bool), ordered[1:] != ordered[:-1]])
     starts = xp.flatnonzero(first)
     if xp.__name__ == "numpy":
-        table[ordered[starts]] += xp.add.reduceat(rows[order], starts, axis=0)
+        table[ordered[starts]] += xp.add.reduceat(widened(rows[order]), starts, axis=0)
     else:  # CuPy has no reduceat: differences of running sums, in float64 to keep all digits
         running = xp.cumsum(rows[order].astype(xp.float64), axis=0)
         ends = running[xp.concatenate([starts[1:], xp.asarray([indices.size])]) - 1]

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
-import numpy as np
 
 from spmd_engine.adaptive.adapt_config import AdaptConfig
+from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.cli.options import chosen_settings, options_of, values_given
 from spmd_engine.cli.progress import Reporter
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
@@ -207,7 +207,7 @@ def _plan(job: TrainConfig, ranks: int, given: Mapping[str, Any]) -> dict[str, A
             [ranks],
             [job.data.batch_size],
             fixed=fixed,
-            dtype=np.dtype(job.model.dtype),
+            dtype=dtype_of(job.model.dtype),
             optimizer=job.training.optimizer,
             base=base,
             seconds=5.0,

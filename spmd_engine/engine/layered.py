@@ -12,6 +12,7 @@ import numpy as np
 
 from spmd_engine.arrays import random
 from spmd_engine.arrays.backend import CPU, Array, Backend
+from spmd_engine.arrays.precision import accumulated_in, dtype_of, rounded
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
@@ -66,7 +67,7 @@ class LayeredEngine(StoredEngine):
         recompute: Recompute | str = Recompute.NONE,
         drawn: bool = True,
     ) -> None:
-        self.model, self.seed, self.dtype, self.backend = model, seed, np.dtype(dtype), backend
+        self.model, self.seed, self.dtype, self.backend = model, seed, dtype_of(dtype), backend
         self.mesh = mesh if mesh is not None else Mesh()
         self._install(
             place(
@@ -182,7 +183,7 @@ class LayeredEngine(StoredEngine):
         target[...] = mean
         if std and target.size:
             key = random.key_of(self.seed, "initial", name)
-            target += std * random.normal(key, shape, self.dtype, index, self.backend)
+            target += std * random.normal(key, shape, accumulated_in(self.dtype), index, self.backend)
 
     def load_checkpoint(self, params: Mapping[str, Any]) -> None:
         described = {**self.store.described, **dict(self.model.buffers())}
@@ -212,6 +213,7 @@ class LayeredEngine(StoredEngine):
     def filled(self) -> None:
         self._placed.extras.begin()
         self._placed.unsharder.release()
+        self.store.publish()
 
     def after_update(self) -> None:
         self._placed.unsharder.release()
@@ -333,7 +335,7 @@ class LayeredEngine(StoredEngine):
         scores = Scores(loss or self.loss, self.metrics)
 
         def loss_gradient(m: int, outputs: Array) -> Array:
-            return scores.add(outputs, batch.micro_batches[m], count)
+            return rounded(scores.add(outputs, batch.micro_batches[m], count), self.dtype)
 
         for micro in batch.micro_batches:
             self.model.check_inputs(micro.inputs)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.precision import scaled
 from spmd_engine.arrays.random import bernoulli, key_of
 from spmd_engine.comm.pending import UNDER_WAY, Deferred, then, wait_for
 from spmd_engine.errors import UsageError
@@ -178,10 +179,10 @@ class Branch(Chain):
 
     def forward(self, sh, p, x, ctx):
         y, *others = super().forward(sh, p, x, ctx)
-        return y if self.scale == 1 else y * self.scale, *others
+        return y if self.scale == 1 else scaled(y, self.scale), *others
 
     def backward_input(self, sh, p, saved, dy, *side):
-        return super().backward_input(sh, p, saved, dy if self.scale == 1 else dy * self.scale, *side)
+        return super().backward_input(sh, p, saved, dy if self.scale == 1 else scaled(dy, self.scale), *side)
 
 
 class Residual(Branch):

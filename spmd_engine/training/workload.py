@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
@@ -159,7 +160,7 @@ def _open_code(job: TrainConfig, mesh: Mesh) -> Workload:
         raise UsageError(f"{job.model.name} is an engine of your own: give --data FILE.npz, with arrays x and y")
     if make is not None:
         _check_undivided(job, f"{job.model.name}, which makes an engine,")
-        engine = make_engine(make, mesh, dtype=np.dtype(job.model.dtype))
+        engine = make_engine(make, mesh, dtype=dtype_of(job.model.dtype))
         check_mesh(job.model.name, engine, mesh, job.composition.mesh)
     else:
         engine = build_engine(job.model, mesh, job.composition, device=job.device)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 
+from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.cli.options import Quantity, options_of, values_given
 from spmd_engine.cli.plan.compare import compare_run
 from spmd_engine.cli.plan.page import print_comparison, print_fixed, print_plan
@@ -162,7 +162,7 @@ def _request(options: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
         _fixed(values),
         axes=_axes(options["axes"]),
         sequence=job.data.length,
-        dtype=np.dtype(job.model.dtype),
+        dtype=dtype_of(job.model.dtype),
         optimizer=job.training.optimizer,
         base=base,
         seconds=options["seconds"],

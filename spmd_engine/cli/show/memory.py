@@ -9,8 +9,8 @@ from math import prod
 from pathlib import Path
 
 import click
-import numpy as np
 
+from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition, all_positions
 from spmd_engine.cli.options import axes_of, takes_job
 from spmd_engine.cli.show.picture import output_option, present
@@ -143,7 +143,7 @@ def bytes_per_rank(
     """
     optimizer = optimizer or AdamW()
     frozen = any(buffer.frozen for _, (buffer, _) in model.buffers())
-    zero, itemsize = composition.storage.stage(axes), np.dtype(dtype).itemsize
+    zero, itemsize = composition.storage.stage(axes), dtype_of(dtype).itemsize
     counts = elements_per_rank(model, axes, composition, itemsize)
     unsharded_bytes = [0] * len(counts)
     if zero >= 2:

@@ -109,7 +109,9 @@ def place(
     reducer = Reducer(store.storages, assignment.uses, passes)
     shards = [Shards(mesh, layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
     chunks = {
-        number: Chunk(segments(model, layers, Recompute(recompute)), model.layers, shards, unsharder, reducer, extras)
+        number: Chunk(
+            segments(model, layers, Recompute(recompute)), model.layers, shards, unsharder, reducer, extras, dtype
+        )
         for number, layers in zip(assignment.mine, passes, strict=True)
     }
     positions = lru_cache(maxsize=8)(partial(_positions, layout, mesh, backend))

@@ -120,6 +120,13 @@ class ParameterStore:
         for pending in [storage.start_fill(partial(draw_part, storage.group)) for storage in self.storages]:
             if pending:
                 pending.wait()
+        self.publish()
+
+    def publish(self) -> None:
+        """After a fill of ``parameters`` that are masters: give them to layers, on all ranks. Collective."""
+        for pending in [storage.start_refresh() for storage in self.storages if storage.has_masters]:
+            if pending:
+                pending.wait()
 
     def counts_here(self, name: str) -> bool:
         """Whether a sum counts this rank's part of a parameter: on one of the ranks that own the same part."""

@@ -16,6 +16,7 @@ from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.backend import Shapes, on_shapes
 from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.arrays.numba.functions import loops_are_there
+from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.blocks import span
 from spmd_engine.engine.base import ShardedEngine
@@ -83,7 +84,7 @@ def analyze(
     """
     cache = cache if cache is not None else PassCache()
     built = model.build(composition or ParallelConfig()) if isinstance(model, ModelConfig) else model
-    dtype = np.dtype(dtype or (model.dtype if isinstance(model, ModelConfig) else np.float32))
+    dtype = dtype_of(dtype or (model.dtype if isinstance(model, ModelConfig) else np.float32))
     position = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
     if layout is None and composition is None and built is model:
         layout = layout_for(built, position)
