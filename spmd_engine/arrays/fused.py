@@ -45,15 +45,18 @@ def _fused(function: Callable, kind: str, sums: bool = False) -> Callable:
     names = list(signature(function).parameters)
     by_row = [argument in BY_ROW for argument in names] if kind == "kernels" and "turn" not in names else None
 
-    @wraps(function)
-    def run(x: Array, *others, **options):
-        if is_half(x.dtype):
-            return _of_halves(run, by_row, sums, [x, *others], options)
+    def compute(x: Array, *others, **options):
         if (kernels := kernels_for(x, kind)) is not None:
             result = getattr(kernels, name)(x, *others, **options)
             if result is not NotImplemented:
                 return result
         return function(x, *others, **options)
+
+    @wraps(function)
+    def run(x: Array, *others, **options):
+        if is_half(x.dtype):
+            return _of_halves(compute, by_row, sums, [x, *others], options)
+        return compute(x, *others, **options)
 
     return run
 

@@ -31,7 +31,7 @@ WIDTH = 120  # least columns of a line, so that no name is truncated on narrow t
 
 
 @click.command(short_help="Show how a model is sharded, and bytes per rank.")
-@takes_job("model", "images", "dtype", "mixture", "lora", "composition", described=True)
+@takes_job("model", "images", "precision", "mixture", "lora", "composition", described=True)
 def inspect(job: TrainConfig) -> None:
     """Print every parameter with its sharding ("d f/model": f divided over axis model) and what ranks hold.
 

@@ -133,7 +133,7 @@ LORA = tuple(chosen_settings(TrainConfig, ["lora"]))
 #: Options that a plan decides; another value of them contradicts it.
 DECIDED = (
     "mesh", "zero", "sequence_parallel", "context_method", "schedule", "chunks", "stages", "recompute",
-    "shares", "state_shares", "min_tensor_size", "micro_batches", "batch_size", "optimizer", "dtype", *LORA,
+    "shares", "state_shares", "min_tensor_size", "micro_batches", "batch_size", "optimizer", "precision", *LORA,
 )  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def planned_values(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
         "micro_batches": plan.micro_batches,
         "batch_size": plan.batch_size,
         "optimizer": plan.optimizer,
-        "dtype": plan.model.dtype,
+        "precision": plan.model.dtype,
     }
     if (lora := plan.model.lora) is not None:
         decided |= {name: getattr(lora, name.removeprefix("lora_")) for name in LORA}

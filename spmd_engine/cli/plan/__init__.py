@@ -72,7 +72,7 @@ _SIZE, _TIME = Quantity(BYTES), Quantity(SECONDS)
 )
 @options_of(
     TrainConfig,
-    ["model", "dtype", "optimizer", "length", "micro_batches", "lora", "composition"],
+    ["model", "precision", "optimizer", "length", "micro_batches", "lora", "composition"],
     without=["rebalance_every"],
     defaults=dict.fromkeys(("mesh", *SEARCHED), "searched"),
     help={"mesh": "Evaluate this mesh only; options that are not given are as in 'train'."},

@@ -35,7 +35,7 @@ Held = tuple[tuple[str, int], ...]  # classes with their bytes
 
 @click.command(short_help="Bytes per rank, by what they are for.")
 @takes_job(
-    *("model", "images", "mesh", "shares", "zero", "dtype", "optimizer"),
+    *("model", "images", "mesh", "shares", "zero", "precision", "optimizer"),
     described=True,
     help={"zero": "One ZeRO stage, rank by rank. Without it, all stages side by side."},
 )

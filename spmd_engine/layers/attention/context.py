@@ -161,9 +161,11 @@ class GatherKeys(ContextMethod):
 
     def attend_backward(self, sequence, saved, dmixed):
         q, k, v, mixed, log_sums = saved
-        dq, dk, dv = causal_attention_backward(dmixed, q, k, v, mixed, log_sums, **sequence.visible(q))
+        wide = accumulated_in(q.dtype)  # as are the partial sums that are sent
+        dq, dk, dv = causal_attention_backward(dmixed, q, k, v, mixed, log_sums, **sequence.visible(q), dtype=wide)
         packed = sequence.by_rank(_pack(dk, dv), axis=0)
-        return dq, *_unpack(sequence.group.reduce_scatter(packed, sizes=sequence.lengths, label=sequence.label))
+        dk, dv = _unpack(sequence.group.reduce_scatter(packed, sizes=sequence.lengths, label=sequence.label))
+        return tuple(rounded(x, q.dtype) for x in (dq, dk, dv))
 
 
 def _pack(k: Array, v: Array) -> Array:
