@@ -3,6 +3,7 @@
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.activations import soft_cap, soft_cap_slope
 from spmd_engine.arrays.backend import backend_of
+from spmd_engine.arrays.elementwise import add_to
 from spmd_engine.arrays.precision import accumulated_in, scaled
 from spmd_engine.arrays.scatter import add_rows
 from spmd_engine.layers.containers import Dropout
@@ -133,7 +134,7 @@ class Head(Layer):
         wide = accumulated_in(x.dtype) if ctx.wanted is not None else None  # so that sampling meets no ties
         y = einsum("bsd,vd->bsv", x, p["table"], dtype=wide)
         if "bias" in self.parameters:
-            y += p["bias"]
+            add_to(y, p["bias"])
         if self.cap is None:
             return y, (x, None)
         soft_cap(y, self.cap)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import reduce
 from math import ceil, log2, prod, sqrt
-from operator import iadd
 
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.elementwise import add_to
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.context import ContextMethod, GatherKeys
 from spmd_engine.layers.attention.kv_cache import cached_attention
@@ -124,7 +124,7 @@ class Attention(Layer):
         y = einsum(f"bs{self.across}k,{self.across}kd->bsd", mixed, p["output"])
         y = sh.reduce_scatter(y, "b s d", over=self.across, onto="s")
         if "output_bias" in self.parameters:
-            y += p["output_bias"]
+            add_to(y, p["output_bias"])
         return y, (x, mixed, ready_saved, attended)
 
     def _project(self, p, name, x):
@@ -132,7 +132,7 @@ class Attention(Layer):
         heads = self.heads[name]
         y = einsum(f"bsd,d{heads}k->bs{heads}k", x, p[name])
         if f"{name}_bias" in self.parameters:
-            y += p[f"{name}_bias"]
+            add_to(y, p[f"{name}_bias"])
         return y
 
     def backward_input(self, sh, p, saved, dy):
@@ -146,7 +146,7 @@ class Attention(Layer):
             self.alibi.narrow(gradients)
         scale_gradients = self.ready.backward(sh, p, ready_saved, gradients)
         parts = (einsum(f"bs{h}k,d{h}k->bsd", gradients[name], p[name]) for name, h in self.heads.items())
-        dx = reduce(iadd, parts)
+        dx = reduce(add_to, parts)
         dx = sh.start_reduce_scatter(dx, "b s d", over=self.across, onto="s")
         return dx, (x, gradients, scale_gradients, mixed, dy_whole, dy)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.elementwise import add_to, multiply_by
 from spmd_engine.arrays.precision import accumulated_in, rounded, widened
 from spmd_engine.comm.pending import then, wait_for
 from spmd_engine.layers.declarations import Parameter
@@ -58,7 +59,7 @@ class Perceptron:
         if isinstance(slopes, tuple):
             gradients = [dh * slope for slope in slopes]
         else:
-            dh *= slopes
+            multiply_by(dh, slopes)
             gradients = [dh]
         for p, rows in experts:
             for name, dz in zip(self.first, gradients, strict=True):
@@ -248,5 +249,5 @@ class MoE(Layer):
 def _sum(x: Array, other: Array | None) -> Array:
     """Add ``other``, if there is one, to ``x`` in place, and return ``x``."""
     if other is not None:
-        x += other
+        add_to(x, other)
     return x
