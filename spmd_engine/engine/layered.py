@@ -335,7 +335,7 @@ class LayeredEngine(StoredEngine):
         scores = Scores(loss or self.loss, self.metrics)
 
         def loss_gradient(m: int, outputs: Array) -> Array:
-            return rounded(scores.add(outputs, batch.micro_batches[m], count), self.dtype)
+            return rounded(scores.add(outputs, batch.micro_batches[m], count / self.loss_scale), self.dtype)
 
         for micro in batch.micro_batches:
             self.model.check_inputs(micro.inputs)
@@ -352,7 +352,7 @@ class LayeredEngine(StoredEngine):
         self.side_outputs = self._placed.extras.side_outputs.by_name(side_sums)
         sums = shares.wait()
         self.training_metrics = scores.fractions(sums, count)
-        return float(sums[0]) + self._placed.extras.side_outputs.loss(side_sums)
+        return float(sums[0]) / self.loss_scale + self._placed.extras.side_outputs.loss(side_sums)
 
     def _contexts(self, batch: Batch) -> list[ForwardContext]:
         """The context of each micro-batch. Counts samples, and sums lengths, that the batch does not give."""
@@ -369,7 +369,9 @@ class LayeredEngine(StoredEngine):
             mask = None if micro.mask is None else self.backend.asarray(micro.mask)
             documents = None if micro.documents is None else micro.documents.on(self.backend)
             share = 1 / len(batch.micro_batches)
-            contexts.append(replace(ctx, micro_batch=m, share=share, mask=mask, documents=documents))
+            contexts.append(
+                replace(ctx, micro_batch=m, share=share, scale=self.loss_scale, mask=mask, documents=documents)
+            )
         return contexts
 
     def _count_samples(self, x: Array) -> int:

@@ -162,7 +162,7 @@ class Chunk:
 
     def _side_gradients(self, number: int, ctx: ForwardContext) -> tuple[dict[str, float], ...]:
         """The gradients of a layer's auxiliary losses, if any: their share in the step's loss."""
-        return (dict.fromkeys(self._losses[number], ctx.share),) if number in self._losses else ()
+        return (dict.fromkeys(self._losses[number], ctx.share * ctx.scale),) if number in self._losses else ()
 
     def _backward_weight(self, number: int, rest: Any) -> None:
         self._layers[number][1].backward_weight(self._shards[number], rest, self._reducer.sums(number))
