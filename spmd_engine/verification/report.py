@@ -194,8 +194,8 @@ class Report:
             return f"agrees to {self.distance:.0e}"
         most = max(max(step.of_loss, step.of_gradients) for step in self.steps)
         return (
-            f"loss and gradients agree to {most:.0e}, within the bound of roundings that one device does not make: ranks sum "
-            f"16-bit floats in {_listed(self.rounded_in)}\n  so these differ: {_listed(self.differing)}"
+            f"loss and gradients agree to {most:.0e}, within the bound of roundings that one device does not make: "
+            f"ranks sum 16-bit floats in {_listed(self.rounded_in)}\n  so these differ: {_listed(self.differing)}"
         )
 
     def __str__(self) -> str:

@@ -17,6 +17,7 @@ from spmd_engine.cli.show.picture import output_option, present
 from spmd_engine.engine.optimizers import OPTIMIZERS, AdamW, Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_assignment, composed_layout
 from spmd_engine.engine.state.assignment import PIPE
+from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.models import Model
 from spmd_engine.pictures import BLUE, GREEN, ORANGE, PURPLE, Cell, Picture, listed, table, text
 from spmd_engine.planning import analyze
@@ -150,12 +151,8 @@ def bytes_per_rank(
         unsharded_bytes = _peak_unsharded_bytes(model, axes, composition, dtype, cache)
     ranks = []
     for (whole, owned, of_frozen), unsharded in zip(counts, unsharded_bytes, strict=True):
-        held = (
-            (owned if zero >= 3 else whole) * itemsize,
-            (owned if zero >= 2 else whole) * itemsize,
-            len(optimizer.kinds) * (owned if zero >= 1 else whole) * itemsize,
-            unsharded,
-        )
+        parameters, gradients, state = bytes_held(whole, owned, zero, dtype_of(dtype))
+        held = parameters, gradients, len(optimizer.kinds) * state, unsharded
         of_frozen_weights = ((FROZEN, of_frozen * itemsize),) if frozen else ()
         ranks.append((*zip(CLASSES, held, strict=True), *of_frozen_weights))
     return ranks

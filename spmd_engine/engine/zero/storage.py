@@ -17,7 +17,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.arrays.memory import fresh_zeros
-from spmd_engine.arrays.precision import accumulated_in, rounded
+from spmd_engine.arrays.precision import accumulated_in, is_half, rounded
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Deferred, Pending
 from spmd_engine.engine.zero.compression import compression
@@ -203,3 +203,14 @@ class GroupStorage:
     @property
     def _shared_by_stages(self) -> bool:
         return len(self.group.summed.stages) > 1
+
+
+def bytes_held(whole: Any, owned: Any, zero: int, dtype: np.dtype) -> tuple[Any, Any, Any]:
+    """Bytes of parameters, of gradients and of each kind of optimizer state, between steps.
+
+    Of ``whole`` elements, numbers or arrays of them, ``owned`` are those of this rank, if the ZeRO stage shards them.
+    """
+    size, wide = dtype.itemsize, accumulated_in(dtype).itemsize
+    parameters, gradients, state = (owned if zero >= stage else whole for stage in (3, 2, 1))
+    masters = state * wide if is_half(dtype) else 0
+    return parameters * size + masters, gradients * wide, state * wide

@@ -26,6 +26,7 @@ from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, composed_assignment, composed_layout
 from spmd_engine.engine.state.assignment import BATCH, PIPE
+from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models.layouts import layout_for
@@ -339,6 +340,7 @@ def shards_of(engine: LayeredEngine, states: int) -> list[ParameterShard]:
             rows, summed = owned_rows[member.name], member.summed
             elements = (rows.stop - rows.start) * member.row if member.shape else int(rows.stop > rows.start)
             owned = elements * itemsize
+            parameters, gradient, state = bytes_held(prod(member.shape), elements, storage.zero, engine.dtype)
             records.append(
                 ParameterShard(
                     member.name,
@@ -347,13 +349,13 @@ def shards_of(engine: LayeredEngine, states: int) -> list[ParameterShard]:
                     engine.global_shape(member.name),
                     str(engine.dtype),
                     bytes=size,
-                    stored_bytes=owned if storage.zero == 3 else size,
+                    stored_bytes=int(parameters),
                     owned_bytes=owned,
                     group=storage.group.name,
                     layers=tuple(users.get(member.name, ())),
                     requires={
-                        "gradient": owned if storage.zero >= 2 else size,
-                        "optimizer_state": states * (owned if storage.zero else size),
+                        "gradient": int(gradient),
+                        "optimizer_state": states * int(state),
                         "gathered": size if storage.zero == 3 else 0,
                     },
                     depends_on=tuple(dict.fromkeys((*summed.over, *(("pipe",) if len(summed.stages) > 1 else ())))),

@@ -226,10 +226,11 @@ class Planner:
         """``overlap``: whether the reduction of gradients overlaps with the last backward, as in the engine."""
         self.model, self.machine = model, machine
         optimizer = optimizer or AdamW()
-        self.itemsize = dtype_of(dtype).itemsize
+        self.dtype = dtype_of(dtype)
+        self.itemsize = self.dtype.itemsize
         self.profiles = Profiles(model, machine, dtype, sequence, optimizer, base)
         self._layers: dict[tuple[int, str], ShardedLayers] = {}
-        self._cache = CostCache(model, machine, self.itemsize, len(optimizer.kinds), overlap)
+        self._cache = CostCache(model, machine, self.dtype, len(optimizer.kinds), overlap)
         self._fixed_shares = base.work_shares
         self._costs: dict[tuple, ShardedCosts | None] = {}  # None: the model cannot be sharded by the candidate
         self._refusal: SpmdError | None = None  # why one of them cannot
