@@ -35,6 +35,11 @@ def fused_sums(function: Callable) -> Callable:
     return _fused(function, "kernels", sums=True)
 
 
+def computed_wide(function: Callable) -> Callable:
+    """``fused`` without kernels: only for what it says about 16-bit floats."""
+    return _fused(function, "")
+
+
 def fused_of_images(function: Callable) -> Callable:
     """``fused`` for functions of images, which a backend's ``image_kernels`` have."""
     return _fused(function, "image_kernels")
@@ -43,10 +48,10 @@ def fused_of_images(function: Callable) -> Callable:
 def _fused(function: Callable, kind: str, sums: bool = False) -> Callable:
     name = function.__name__
     names = list(signature(function).parameters)
-    by_row = [argument in BY_ROW for argument in names] if kind == "kernels" and "turn" not in names else None
+    by_row = [argument in BY_ROW for argument in names] if kind != "image_kernels" and "turn" not in names else None
 
     def compute(x: Array, *others, **options):
-        if (kernels := kernels_for(x, kind)) is not None:
+        if kind and (kernels := kernels_for(x, kind)) is not None:
             result = getattr(kernels, name)(x, *others, **options)
             if result is not NotImplemented:
                 return result
