@@ -47,12 +47,15 @@ def rounded(x: Array, dtype: Any, out: Array | None = None) -> Array:
     A compiled loop takes a fifth of the time of NumPy's ``astype`` to bfloat16.
     """
     dtype = np.dtype(dtype)
-    compiled = type(x) is np.ndarray and x.dtype == np.float32 and dtype.isbuiltin == 2 and CPU.kernels is not None
-    if compiled and (out is None or out.flags.c_contiguous):
-        return CPU.kernels.round_to_bfloat16(x, out)
-    if out is None:
-        return x if x.dtype == dtype else x.astype(dtype)
-    out[...] = x
+    kernels = CPU.kernels if type(x) is np.ndarray and x.dtype == np.float32 and dtype.isbuiltin == 2 else None
+    if kernels is not None and (out is None or out.flags.c_contiguous):
+        return kernels.round_to_bfloat16(x, out)
+    if out is None and x.dtype == dtype:
+        return x
+    with np.errstate(invalid="ignore", over="ignore"):  # of NaN, and of numbers that become infinite
+        if out is None:
+            return x.astype(dtype)
+        out[...] = x
     return out
 
 

@@ -84,7 +84,7 @@ class Chunk:
         for number in segment.layers:
             p = self._unsharder.unshard(number, prefetch=self._after(number))
             x, saved, *extra = self._layers[number][1].forward(self._shards[number], p, x, ctx)
-            x = self._between(x, ctx)
+            x = self._between(number, x, ctx)
             if ctx.training:
                 if ctx.saving:
                     record.of_layers.append(saved)
@@ -92,9 +92,10 @@ class Chunk:
                     self._take(number, ctx, extra[0], record)
         return x
 
-    def _between(self, x: Array, ctx: ForwardContext) -> Array:
+    def _between(self, number: int, x: Array, ctx: ForwardContext) -> Array:
         """``x`` as the next layer gets it; the last one's logits for sampling stay wide."""
-        if self._half is None or ctx.wanted is not None or getattr(x, "dtype", self._half).kind != "f":
+        wanted = ctx.wanted is not None and number == self._numbers[-1]
+        if self._half is None or wanted or getattr(x, "dtype", self._half).kind != "f":
             return x
         return rounded(x, self._half)
 
@@ -157,7 +158,7 @@ class Chunk:
             p = self._unsharder.unshard(number, keep=segment.layers, prefetch=self._before(segment.layers[0]))
             ctx = replace(record.ctx, decided=record.decided[number]) if number in record.decided else record.ctx
             x, saved, *_ = self._layers[number][1].forward(self._shards[number], p, x, ctx)
-            x = self._between(x, ctx)
+            x = self._between(number, x, ctx)
             record.of_layers.append(saved)
 
     def _side_gradients(self, number: int, ctx: ForwardContext) -> tuple[dict[str, float], ...]:

@@ -108,6 +108,7 @@ class SharedExperts:
             saved.append(expert_saved)
         if not self.weighted:
             return y, (saved, None)
+        assert y is not None, "a weight goes with a shared expert"
         weights = _sigmoid(einsum("td,d->t", x, p[_GATE], dtype=accumulated_in(x.dtype)))
         return rounded(y * weights[:, None], y.dtype), (saved, (x, y, weights))
 
