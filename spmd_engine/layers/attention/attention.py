@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import reduce
 from math import ceil, log2, prod, sqrt
-
-import numpy as np
+from typing import Any
 
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import Array, backend_of
@@ -211,7 +210,7 @@ class Alibi:
         return _with_last(dmixed, 0)
 
     @staticmethod
-    def narrow(gradients: dict[str, Array], dtype: np.dtype) -> None:
+    def narrow(gradients: dict[str, Array], dtype: Any) -> None:
         """Replace the gradients of widened queries, keys and values by those of the original ones, in this dtype."""
         for name, gradient in gradients.items():
             width = gradient.shape[-1] - 1
