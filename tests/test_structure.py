@@ -44,6 +44,9 @@ STATE = {
     "arrays/backend.py: CPU": "the host's backend, and its compiled loops, found once",
     "arrays/backend.py: _device_backends": "the devices that were asked for",
     "arrays/einsum_lowering.py: _plan": "the cache of a pure function",
+    "arrays/precision.py: _sums": "the dtype of sums of 16-bit floats: of the emulation, inside its context",
+    "arrays/products.py: _chosen": "the libraries that the job has chosen",
+    "arrays/products.py: unfit": "counts of this process",
     "arrays/numba/places.py: places_of_outputs": "the cache of a pure function",
     "arrays/numba/places.py: places_of_taps": "the cache of a pure function",
     "arrays/meta/meter.py: _current": "which rank's step this thread runs on shapes",
@@ -143,7 +146,8 @@ def test_imports_are_absolute():
 
 
 def test_kernels_and_layers_ask_the_backend_for_their_array_module():
-    free = {"arrays/backend.py", "arrays/dtypes.py", "arrays/random.py"}
+    products = {"arrays/products.py", "arrays/product_libraries.py"}  # libraries of the host
+    free = {"arrays/backend.py", "arrays/dtypes.py", "arrays/random.py", *products}
     for file in FILES:
         may = file in free or file.startswith(("arrays/numba/", "arrays/meta/"))
         if floor_of_file(file) in ("arrays", "layers", "models") and not may:

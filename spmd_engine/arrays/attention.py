@@ -16,6 +16,7 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.factors import hide, unseen
 from spmd_engine.arrays.fused import alike
 from spmd_engine.arrays.precision import accumulated_in, rounded, widened
+from spmd_engine.arrays.products import matmul
 
 ROWS = 64  # queries of a block: fewer make thin matrix products, more compute scores that the mask hides
 BLOCK_ELEMENTS = 1 << 17  # scores held at a time, of as many heads as fit: 512 KiB of float32
@@ -55,7 +56,7 @@ def causal_attention(
     ones = xp.ones(key_positions.shape[0], wide)
     for b, heads, rows, keys, mask, (scores,) in _blocks(q, positions, key_positions, apart, window, 1):
         k_block, v_block = (widened(x[b, keys, heads]).transpose(1, 0, 2) for x in (k, v))
-        xp.matmul(k_block, (_by_head(widened(q[b, rows, heads])) * scale).transpose(0, 2, 1), out=scores)
+        matmul(k_block, (_by_head(widened(q[b, rows, heads])) * scale).transpose(0, 2, 1), out=scores)
         if cap is not None:
             soft_cap(scores, cap)
         hide(scores, mask)
@@ -64,7 +65,7 @@ def causal_attention(
             xp.maximum(top, xp.finfo(wide).min, out=top)  # of rows without keys
         exponentiate(scores, top[:, None])
         sums = xp.matmul(ones[: scores.shape[1]], scores)  # BLAS sums over keys in a quarter of the time of ``sum``
-        block = xp.matmul(scores.transpose(0, 2, 1), v_block)
+        block = matmul(scores.transpose(0, 2, 1), v_block)
         block /= (xp.maximum(sums, xp.finfo(wide).tiny) if may_see_none else sums)[:, :, None]
         y[b, rows, heads] = _by_row(block, y[b, rows, heads].shape)
         with backend_of(q).errstate(divide="ignore"):  # the logarithm of 0 is then -inf
@@ -89,19 +90,19 @@ def causal_attention_backward(
     for b, heads, rows, keys, mask, (p, ds) in _blocks(q, positions, key_positions, apart, window, 2):
         k_block, v_block = (widened(x[b, keys, heads]).transpose(1, 0, 2) for x in (k, v))
         dy_block, q_block = _by_head(widened(dy[b, rows, heads])), _by_head(widened(q[b, rows, heads])) * scale
-        xp.matmul(k_block, q_block.transpose(0, 2, 1), out=p)
+        matmul(k_block, q_block.transpose(0, 2, 1), out=p)
         slope = None
         if cap is not None:
             soft_cap(p, cap)
             slope = soft_cap_slope(p, cap)
         exponentiate(p, log_sums[b, heads, ..., rows].reshape(len(p), 1, -1), mask)
-        dv[b, keys, heads] += xp.matmul(p, dy_block).transpose(1, 0, 2)
-        xp.matmul(v_block, dy_block.transpose(0, 2, 1), out=ds)
+        dv[b, keys, heads] += matmul(p, dy_block).transpose(1, 0, 2)
+        matmul(v_block, dy_block.transpose(0, 2, 1), out=ds)
         softmax_backward(ds, p, projection[b, heads, ..., rows].reshape(len(p), 1, -1))
         if slope is not None:
             ds *= slope
-        dk[b, keys, heads] += xp.matmul(ds, q_block).transpose(1, 0, 2)
-        dq_block = xp.matmul(ds.transpose(0, 2, 1), k_block)
+        dk[b, keys, heads] += matmul(ds, q_block).transpose(1, 0, 2)
+        dq_block = matmul(ds.transpose(0, 2, 1), k_block)
         dq_block *= scale
         dq[b, rows, heads] = _by_row(dq_block, dq[b, rows, heads].shape)
     return dq, rounded(dk, dtype), rounded(dv, dtype)

@@ -1,4 +1,4 @@
-"""einsum of one or two operands, lowered to BLAS.
+"""einsum of one or two operands, lowered to matrix products.
 
 ``numpy.einsum`` of two operands runs its own loops, many times slower than a matrix product. Here each
 pattern is planned once for the shapes of its operands. Letters fall into four kinds,
@@ -8,7 +8,7 @@ pattern is planned once for the shapes of its operands. Letters fall into four k
     left, right  in one operand and in the result
 
 and the operands are viewed as (batch, left, contracted) x (batch, contracted, right) -> (batch, left,
-right), which is what ``matmul`` hands to BLAS. Views are free where the letters of a kind lie side by
+right), which is what ``matmul`` multiplies. Views are free where the letters of a kind lie side by
 side; otherwise one copy is made. A letter of one operand alone is summed first.
 """
 
@@ -19,7 +19,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from spmd_engine.arrays.backend import CPU, Array, backend_of
+from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.precision import accumulated_in, is_half, rounded
 from spmd_engine.arrays.products import matmul
 from spmd_engine.errors import NotationError
@@ -87,7 +87,6 @@ class _Plan(NamedTuple):
     product: Shape = ()  # (batch..., left, right)
     letters: Shape = ()  # the same, with a dimension for each letter
     axes: Shape | None = None  # the transposition of these that gives the result; None: none
-    few: bool = False  # whether one of the two has few rows, and the other may be large
 
     def contract(self, operands: tuple[Array, ...], out: Array | None, dtype: Any = None) -> Array:
         """The result, in ``out`` where the product can be written straight into it."""
@@ -98,8 +97,9 @@ class _Plan(NamedTuple):
         if out is not None and self.axes is None and out.flags.c_contiguous:
             matmul(a, b, out=out.reshape(self.product))
             return out
-        plain = self.few and a.dtype == b.dtype and (dtype is None or dtype == a.dtype)
-        result = (product(a, b) if plain else matmul(a, b, dtype=dtype)).reshape(self.letters)
+        if dtype is None and is_half(x.dtype) and x.dtype == y.dtype:
+            dtype = x.dtype  # also if a letter of one of them was summed, wider
+        result = matmul(a, b, dtype=dtype).reshape(self.letters)
         return result if self.axes is None else result.transpose(self.axes)
 
 
@@ -152,7 +152,6 @@ def _plan(pattern: str, *shapes: Shape) -> _Plan:
         product=product,
         letters=tuple(sizes[c] for c in order),
         axes=tuple(order.index(c) for c in output) if order != output else None,
-        few=not batch and are_few(min(product)),
     )
 
 
@@ -170,55 +169,3 @@ def _sizes(pattern: str, inputs: tuple[str, ...], shapes: tuple[Shape, ...]) -> 
                     f"other (shapes {list(shapes)}). Is it sharded on a mesh axis in only one of them?"
                 )
     return sizes
-
-
-# --- Products of few rows and a large matrix: a decode step of several sequences
-#
-# BLAS copies the matrix into its own order before it multiplies. With few rows, this copy takes most of the time;
-# with parts of the matrix that stay in the cache it costs little: two to three times faster at 2 to 16 rows.
-
-
-MOST_ROWS = 32
-PART_BYTES = 300_000  # of the matrix at a time: with its copy, less than a core's L2 cache
-LEAST_BYTES = 1_000_000  # of a matrix for which parts are faster
-
-
-def are_few(rows: int) -> bool:
-    """Whether parts may be faster for this number of rows and a large matrix; for one row, BLAS copies nothing."""
-    return 1 < rows <= MOST_ROWS
-
-
-def product(a: Array, b: Array) -> Array:
-    """a[m k] · b[k n], of arrays of any backend, whichever of the two is the large one."""
-    if is_half(a.dtype):
-        return matmul(a, b)
-    if type(a) is CPU.xp.ndarray and a.ndim == b.ndim == 2 and a.dtype == b.dtype:
-        if _is_worth_it(a, b):
-            return _by_parts(a, b)
-        if _is_worth_it(b.T, a.T):
-            return _by_parts(b.T, a.T).T
-    return a @ b
-
-
-def _is_worth_it(few: Array, large: Array) -> bool:
-    in_order = large.flags.c_contiguous or large.flags.f_contiguous
-    return are_few(len(few)) and large.nbytes >= LEAST_BYTES and in_order
-
-
-def _by_parts(few: Array, large: Array) -> Array:
-    """few[m k] · large[k n], by rows of ``large`` as it lies in memory."""
-    if not large.flags.c_contiguous:
-        y = CPU.xp.empty((len(few), large.shape[1]), few.dtype)
-        for part in _parts(large.T):
-            CPU.xp.matmul(few, large[:, part], out=y[:, part])
-        return y
-    y = None
-    for part in _parts(large):
-        partial_sum = few[:, part] @ large[part]
-        y = partial_sum if y is None else CPU.xp.add(y, partial_sum, out=y)
-    return y
-
-
-def _parts(rows: Array) -> list[slice]:
-    step = max(8, PART_BYTES // rows[0].nbytes)
-    return [slice(begin, begin + step) for begin in range(0, len(rows), step)]

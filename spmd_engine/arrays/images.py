@@ -9,6 +9,7 @@ from math import prod
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.fused import fused_of_images
+from spmd_engine.arrays.products import matmul
 from spmd_engine.arrays.windows import Window, check_convolution, check_gradient, outputs_of
 
 
@@ -31,7 +32,7 @@ def pointwise_conv2d(x: Array, w: Array, rows: Window, columns: Window, groups: 
     """y[b p q f] of x[b h w c] and w[1 1 c f]."""
     check_convolution(x.shape, w.shape, rows, columns, groups)
     read = _pixels(x[_read(rows, columns)])
-    return (read @ w[0, 0]).reshape(outputs_of(x.shape, rows, columns, w.shape[3]))
+    return matmul(read, w[0, 0]).reshape(outputs_of(x.shape, rows, columns, w.shape[3]))
 
 
 def input_gradient(dy: Array, w: Array, rows: Window, columns: Window, groups: int, lengths: tuple[int, int]) -> Array:
@@ -39,7 +40,7 @@ def input_gradient(dy: Array, w: Array, rows: Window, columns: Window, groups: i
     shape = dy.shape[0], *lengths, w.shape[2]
     check_convolution(shape, w.shape, rows, columns, groups)
     check_gradient(dy.shape, shape, rows, columns, w.shape[3])
-    read_gradient = (_pixels(dy) @ w[0, 0].T).reshape(*dy.shape[:3], w.shape[2])
+    read_gradient = matmul(_pixels(dy), w[0, 0].T).reshape(*dy.shape[:3], w.shape[2])
     if read_gradient.shape == shape:
         return read_gradient
     dx = backend_of(dy).xp.zeros(shape, dy.dtype)
@@ -50,7 +51,7 @@ def input_gradient(dy: Array, w: Array, rows: Window, columns: Window, groups: i
 def weight_gradient(x: Array, dy: Array, rows: Window, columns: Window, groups: int) -> Array:
     """dw[1 1 c f] for dy[b p q f]."""
     check_gradient(dy.shape, x.shape, rows, columns, dy.shape[3])
-    return (_pixels(x[_read(rows, columns)]).T @ _pixels(dy))[None, None]
+    return matmul(_pixels(x[_read(rows, columns)]).T, _pixels(dy))[None, None]
 
 
 def _is_plain(window: Window) -> bool:
@@ -92,7 +93,7 @@ def conv2d(x: Array, w: Array, rows: Window, columns: Window, groups: int = 1) -
     matrices = _matrices(w, groups)
     for panel in _panels(x, y.shape, rows, columns, groups):
         block = panel.of(y)
-        block[...] = xp.matmul(panel.patches(x), matrices).transpose(1, 0, 2).reshape(block.shape)
+        block[...] = matmul(panel.patches(x), matrices).transpose(1, 0, 2).reshape(block.shape)
     return y
 
 
@@ -108,7 +109,7 @@ def conv2d_input_gradient(
     check_gradient(dy.shape, dx.shape, rows, columns, w.shape[3])
     matrices = _matrices(w, groups).transpose(0, 2, 1)
     for panel in _panels(dx, dy.shape, rows, columns, groups):
-        panel.add(dx, xp.matmul(_by_group(panel.of(dy), groups), matrices))
+        panel.add(dx, matmul(_by_group(panel.of(dy), groups), matrices))
     return dx
 
 
@@ -122,7 +123,7 @@ def conv2d_weight_gradient(x: Array, dy: Array, rows: Window, columns: Window, g
     check_gradient(dy.shape, x.shape, rows, columns, dy.shape[3])
     dw = xp.zeros((groups, shape[0] * shape[1] * shape[2], shape[3] // groups), x.dtype)
     for panel in _panels(x, dy.shape, rows, columns, groups):
-        dw += xp.matmul(panel.patches(x).transpose(0, 2, 1), _by_group(panel.of(dy), groups))
+        dw += matmul(panel.patches(x).transpose(0, 2, 1), _by_group(panel.of(dy), groups))
     return dw.transpose(1, 0, 2).reshape(shape)
 
 

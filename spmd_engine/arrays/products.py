@@ -1,17 +1,74 @@
-"""Matrix products of float32, float64 and bfloat16 arrays behind one function.
+"""Matrix products of float32, float64 and bfloat16 arrays behind one function, by the fastest library for each.
 
-A product of bfloat16 operands sums in float32 and is rounded once, to nearest even, to the dtype of its result. NumPy
-has no such product: it computes one of float32 copies.
+NumPy's BLAS computes every product; other libraries (``product_libraries``) compute those for which a job has chosen
+them (``use``), by dtype and size class. A product of bfloat16 operands sums in float32 and is rounded once, to nearest
+even, to the dtype of its result. NumPy has no such product: it multiplies float32 copies. float64 is always NumPy's.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
+from ml_dtypes import bfloat16
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.precision import accumulated_in, is_half, rounded, widened
+
+BFLOAT16, FLOAT32 = np.dtype(bfloat16), np.dtype(np.float32)
+
+NUMPY = "numpy"  #: the name of NumPy's BLAS among libraries
+
+#: Rows of the smaller operand up to which a product is one of ``few`` rows: its time is that of reading the other.
+FEW = 32
+#: Multiplications of one matrix product below which it is tiny, and from which on it is large.
+TINY, LARGE = 1 << 18, 1 << 23
+#: Size classes, each with a product (m, k, n) that represents it.
+SIZES = {"tiny": (48, 48, 48), "row": (1, 384, 1536), "few": (8, 384, 1536), "small": (256, 64, 256)} | {
+    "large": (2048, 384, 1536)
+}
+DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16}  #: of operands that other libraries than NumPy multiply
+
+
+class Library(Protocol):
+    """What computes products beside NumPy."""
+
+    name: str
+    version: str
+    rounds: bool  # whether it writes bfloat16
+
+    def multiply(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> bool:
+        """Write a[... m k] · b[... k n] to out[... m n]; False if these operands do not fit, and nothing is written.
+
+        The operands have one dtype, float32 or bfloat16; ``out`` is float32, or bfloat16 as they are if it ``rounds``.
+        """
+        ...
+
+
+_Class = tuple[np.dtype, str]
+_chosen: dict[_Class, Library] = {}
+unfit: Counter[str] = Counter()  #: products that NumPy computed since the chosen library does not take their operands
+
+
+def use(libraries: Mapping[tuple[str, str], Library]) -> None:
+    """Let these libraries compute products, by dtype and size class (``DTYPES``, ``SIZES``), and NumPy all others."""
+    _chosen.clear()
+    _chosen.update({(DTYPES[dtype], size): library for (dtype, size), library in libraries.items()})
+
+
+def in_use() -> dict[str, dict[str, str]]:
+    """The names of the libraries in use, by dtype and size class."""
+    return {
+        name: {size: library.name if (library := _chosen.get((dtype, size))) else NUMPY for size in SIZES}
+        for name, dtype in DTYPES.items()
+    }
+
+
+# A library's threads do not exist in a forked child, which would wait for them.
+os.register_at_fork(after_in_child=_chosen.clear)
 
 
 def matmul(a: Array, b: Array, out: Array | None = None, dtype: Any = None) -> Array:
@@ -22,9 +79,53 @@ def matmul(a: Array, b: Array, out: Array | None = None, dtype: Any = None) -> A
     """
     if type(a) is not np.ndarray or type(b) is not np.ndarray:
         return _of_backend(a, b, out, dtype)
-    if a.dtype is b.dtype and not is_half(a.dtype) and (dtype is None or dtype == a.dtype):
-        return np.matmul(a, b) if out is None else np.matmul(a, b, out=out)
-    return _converted(a, b, out, dtype)
+    library = None
+    if _chosen and a.dtype == b.dtype and a.ndim > 1 and b.ndim > 1 and accumulated_in(a.dtype) == FLOAT32:
+        library = _chosen.get((a.dtype, size_class(a.shape[-2], a.shape[-1], b.shape[-1])))
+    return product_by(library, a, b, out, dtype)
+
+
+def product_by(
+    library: Library | None, a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None, dtype: Any = None
+) -> np.ndarray:
+    """The product by this library, or by NumPy: with None, and if the library does not take the operands."""
+    if library is not None and (y := _by(library, a, b, out, dtype)) is not None:
+        return y
+    if a.dtype == b.dtype and not is_half(a.dtype) and (dtype is None or dtype == a.dtype):
+        return _of_numpy(a, b, out)
+    if dtype is None:
+        dtype = np.result_type(a.dtype, b.dtype) if out is None else out.dtype
+    return _of_copies(a, b, out, dtype)
+
+
+def size_class(m: int, k: int, n: int) -> str:
+    """The class, of ``SIZES``, of the product of matrices [m k] and [k n]."""
+    fewest, multiplications = min(m, n), m * k * n
+    if multiplications < TINY:
+        return "tiny"
+    if fewest <= FEW:
+        return "few" if fewest > 1 else "row"
+    return "large" if multiplications >= LARGE else "small"
+
+
+def _by(library: Library, a: np.ndarray, b: np.ndarray, out: np.ndarray | None, dtype: Any) -> np.ndarray | None:
+    """The product by this library; None if it does not take the operands."""
+    wanted = np.dtype(dtype) if dtype is not None else a.dtype if out is None else out.dtype
+    rest, others = a.shape[:-2], b.shape[:-2]
+    shape = (*(rest if rest == others else np.broadcast_shapes(rest, others)), a.shape[-2], b.shape[-1])
+    direct = (a.dtype, FLOAT32) if library.rounds else (FLOAT32,)  # dtypes that the library writes
+    if out is not None and out.shape == shape and out.dtype in direct and _is_free(out, a, b):
+        y = out
+    else:
+        y = np.empty(shape, wanted if wanted in direct else FLOAT32)
+    if a.shape[-1] != b.shape[-2] or not library.multiply(a, b, y):
+        unfit[f"{a.dtype} by {library.name}"] += 1
+        return None
+    return y if y is out else rounded(y, wanted, out)
+
+
+def _is_free(out: np.ndarray, a: np.ndarray, b: np.ndarray) -> bool:
+    return out.flags.writeable and not np.may_share_memory(out, a) and not np.may_share_memory(out, b)
 
 
 def _of_backend(a: Array, b: Array, out: Array | None, dtype: Any) -> Array:
@@ -39,10 +140,14 @@ def _of_backend(a: Array, b: Array, out: Array | None, dtype: Any) -> Array:
     return out
 
 
-def _converted(a: np.ndarray, b: np.ndarray, out: np.ndarray | None, dtype: Any) -> np.ndarray:
-    """The product of operands in the dtype of sums, rounded to that of the result."""
-    if dtype is None:
-        dtype = np.result_type(a.dtype, b.dtype) if out is None else out.dtype
+# --- Products of 16-bit floats by a library without them: float32 copies of pieces stay in cache
+
+
+PIECE = 512  # rows of an operand
+
+
+def _of_copies(a: np.ndarray, b: np.ndarray, out: np.ndarray | None, dtype: Any) -> np.ndarray:
+    """The product of copies in the dtype of sums, rounded to that of the result."""
     (m, k), n = a.shape[-2:], b.shape[-1]
     if a.ndim == b.ndim == 2 and is_half(a.dtype) and k > 2 * max(m, n):
         return _summed_in_pieces(a, b, out, dtype)
@@ -52,14 +157,8 @@ def _converted(a: np.ndarray, b: np.ndarray, out: np.ndarray | None, dtype: Any)
             rounded(np.matmul(widened(a[part]), b), y.dtype, y[part])
         return y
     a, b = widened(a), widened(b)
-    y = np.matmul(a, b, out=out if out is not None and out.dtype == a.dtype == b.dtype else None)
+    y = _of_numpy(a, b, out if out is not None and out.dtype == a.dtype == b.dtype else None)
     return y if y is out else rounded(y, dtype, out)
-
-
-# --- Products of 16-bit floats by a library without them: float32 copies of pieces stay in cache
-
-
-PIECE = 512  # rows of an operand
 
 
 def _summed_in_pieces(a: np.ndarray, b: np.ndarray, out: np.ndarray | None, dtype: Any) -> np.ndarray:
@@ -78,3 +177,47 @@ def _summed_in_pieces(a: np.ndarray, b: np.ndarray, out: np.ndarray | None, dtyp
 
 def _pieces(length: int) -> list[slice]:
     return [slice(start, min(start + PIECE, length)) for start in range(0, length, PIECE)]
+
+
+# --- Products of few rows and a large matrix: a decode step of several sequences
+#
+# BLAS copies the matrix into its own order before it multiplies. With few rows, this copy takes most of the time;
+# with parts of the matrix that stay in the cache it costs little: two to three times faster at 2 to 16 rows.
+
+
+PART_BYTES = 300_000  # of the matrix at a time: with its copy, less than a core's L2 cache
+LEAST_BYTES = 1_000_000  # of a matrix for which parts are faster
+
+
+def _of_numpy(a: np.ndarray, b: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+    """a · b, whichever of the two is the large matrix; for one row, BLAS copies nothing."""
+    if out is None and a.ndim == b.ndim == 2 and a.dtype == b.dtype and 1 < min(len(a), b.shape[1]) <= FEW:
+        if _is_worth_it(a, b):
+            return _by_parts(a, b)
+        if _is_worth_it(b.T, a.T):
+            return _by_parts(b.T, a.T).T
+    return np.matmul(a, b) if out is None else np.matmul(a, b, out=out)
+
+
+def _is_worth_it(few: np.ndarray, large: np.ndarray) -> bool:
+    in_order = large.flags.c_contiguous or large.flags.f_contiguous
+    return len(few) <= FEW and large.nbytes >= LEAST_BYTES and in_order
+
+
+def _by_parts(few: np.ndarray, large: np.ndarray) -> np.ndarray:
+    """few[m k] · large[k n], by rows of ``large`` as it lies in memory."""
+    if not large.flags.c_contiguous:
+        y = np.empty((len(few), large.shape[1]), few.dtype)
+        for part in _parts(large.T):
+            np.matmul(few, large[:, part], out=y[:, part])
+        return y
+    y: Any = None
+    for part in _parts(large):
+        partial_sum = few[:, part] @ large[part]
+        y = partial_sum if y is None else np.add(y, partial_sum, out=y)
+    return y
+
+
+def _parts(rows: np.ndarray) -> list[slice]:
+    step = max(8, PART_BYTES // rows[0].nbytes)
+    return [slice(begin, begin + step) for begin in range(0, len(rows), step)]

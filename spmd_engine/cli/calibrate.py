@@ -13,7 +13,7 @@ from threadpoolctl import threadpool_limits
 
 from spmd_engine import units
 from spmd_engine.cli.bench.measuring import start_ranks
-from spmd_engine.cli.options import Quantity
+from spmd_engine.cli.options import Quantity, print_notices
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import solo, world
 from spmd_engine.engine.optimizers import AdamW
@@ -26,6 +26,7 @@ from spmd_engine.planning.machine.measure import SECONDS, measure_machine
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training import Trainer
+from spmd_engine.training.product_choice import choose_products
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.training.workload import make_trainer, open_workload
 
@@ -47,7 +48,7 @@ from spmd_engine.training.workload import make_trainer, open_workload
 )
 @click.option("--fit/--no-fit", default=True, show_default=True, help="Fit the cost of an operation to a few steps.")
 def calibrate(output: Path | None, seconds: float, fit: bool) -> None:
-    """Measure matrix products by size and dtype, memory, and links, in under a minute.
+    """Measure matrix products by library, size and dtype, memory, and links, in under a minute.
 
     Under mpiexec, all ranks measure at the same time, and each pair of them measures its link. Without mpiexec, two
     ranks are started.
@@ -71,6 +72,7 @@ def calibrate(output: Path | None, seconds: float, fit: bool) -> None:
 def _measure(seconds: float, fit: bool) -> Machine | None:
     """Measure on all ranks at the same time, as they compute in a job; return None except on rank 0."""
     with Mesh(world()) as mesh:
+        print_notices(choose_products(mesh.group(), again=True))
         machine = measure_machine(mesh, seconds)
         steps = step_seconds(mesh) if fit else None
     return machine if machine is None or steps is None else fitted(machine, steps)

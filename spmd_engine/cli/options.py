@@ -18,6 +18,7 @@ from spmd_engine.models import Model
 from spmd_engine.models.names import MODELS, has_weights, other_meaning
 from spmd_engine.models.user_code import digest_of, is_code, with_arguments
 from spmd_engine.runtime.launchers import launcher_rank
+from spmd_engine.training.product_choice import choose_products
 from spmd_engine.training.run_job import read_job
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import BYTES, bytes_of, seconds_of
@@ -226,9 +227,14 @@ def model_on(axes: Mapping[str, int], job: TrainConfig) -> tuple[Model, Parallel
 
 
 def open_mesh(job: TrainConfig, axes: Mapping[str, int] | None = None) -> Mesh:
-    """The mesh of a job, over all ranks; ``axes`` if the job has no mesh."""
+    """The mesh of a job, over all ranks, with the libraries of products that it names; ``axes`` if the job has no mesh.
+
+    Prints a notice of a library that cannot be used.
+    """
     named = job.composition.mesh or axes or {}
-    return Mesh(check=job.check, **named)  # pyright: ignore[reportArgumentType]  (no axis is called "ledger")
+    mesh = Mesh(check=job.check, **named)  # pyright: ignore[reportArgumentType]  (no axis is called "ledger")
+    print_notices(choose_products(mesh.group(), job.products, dtype=job.model.dtype, device=job.device))
+    return mesh
 
 
 def served_model(job: TrainConfig) -> ModelConfig:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
+from spmd_engine.arrays.products import in_use
 from spmd_engine.checkpoints import CheckpointFolder, Save
 from spmd_engine.checkpoints.format.folder import RunLock, make_folder, replace_file
 from spmd_engine.checkpoints.save import KEEP, mesh_name
@@ -147,6 +148,7 @@ class EventLog(Observer):
         self._handler.emit = self._warned
         logging.getLogger("spmd_engine").addHandler(self._handler)
         where = {"mesh": str(mesh), "nodes": list(mesh.nodes_by_rank), "environment": environment()}
+        where["products"] = in_use()
         self._write("started", step=run.steps_done, stop=stop, **where)
 
     def _warned(self, record: logging.LogRecord) -> None:

@@ -21,6 +21,7 @@ from spmd_engine.models.load_config import short_name
 from spmd_engine.strategies import default_axes, strategy_named
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.training.first_step_check import first_step_check
+from spmd_engine.training.product_choice import choose_products
 from spmd_engine.training.run import CONFIG, Observer, Run
 from spmd_engine.training.shape_changes import ShapeChanges
 from spmd_engine.training.train_config import CorpusFacts, TrainConfig
@@ -64,6 +65,7 @@ def train(
         if job.model.lora is not None and job.model.path is None:
             raise UsageError(f"adapters need trained weights, and {job.model.name} has none: give --model PATH")
         job, notices = _fit_to_mesh(job, mesh, resume, given)
+        notices += choose_products(mesh.group(), job.products, dtype=job.model.dtype, device=job.device)
         workload = open_workload(job, mesh)
         notices += _notices_without_effect(workload)
         folder = Path(text_from_rank_zero(mesh.group(), lambda: _open_folder(job, run, resume)))

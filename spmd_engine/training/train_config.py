@@ -125,6 +125,12 @@ class TrainConfig(Configuration):
         help="An object: when ranks get other shares of the samples, by their measured speeds.",
     )
     device: str = setting("cpu", metavar="cpu|cuda", help="Where arrays are: cpu (NumPy) or cuda (CuPy).")
+    products: str = setting(
+        "auto",
+        choices=("auto", "numpy", "onednn", "mkl"),
+        help="The library of matrix products in float32 and bfloat16: auto takes the fastest that is installed, as "
+        "measured once a machine, by dtype and size.",
+    )
     check: bool = setting(
         True, help="Compare the calls of all ranks in every collective, so that a mismatch is an error and not a hang."
     )
@@ -187,7 +193,8 @@ class TrainConfig(Configuration):
         return getattr(value, field)
 
     def resumed(self, where: str = "the run", **options: Any) -> Self:
-        """The job of a resumed run, with other values of some options; mesh, device and check become their defaults.
+        """The job of a resumed run, with other values of some options; mesh, device, check and products become their
+        defaults.
 
         Raises UsageError for another value of an option that determines the results (``FIXED``).
         """
@@ -197,7 +204,7 @@ class TrainConfig(Configuration):
                     f"{where} was begun with {name} {self.option(name)}: {name} {options[name]} cannot go on with it. "
                     f"Leave it out, or begin another run ({', '.join(FIXED)} stay as they are)"
                 )
-        return self.with_options(**{"mesh": None, "device": "cpu", "check": True} | options)
+        return self.with_options(**{"mesh": None, "device": "cpu", "check": True, "products": "auto"} | options)
 
 
 #: Options that determine the results of a run: a resumed run keeps its values.

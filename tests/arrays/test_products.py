@@ -1,12 +1,66 @@
-"""Products of every dtype and layout equal NumPy's; bfloat16 is summed in float32 and rounded once."""
+"""Products of every dtype and layout, by every library: against float64. bfloat16 sums in float32 and rounds once."""
+
+import itertools
+import os
+import threading
+from typing import Any
 
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from spmd_engine.arrays.products import matmul, rounded
+from numerics import normals
+from spmd_engine.arrays import product_libraries, products
+from spmd_engine.arrays.product_libraries import LIBRARIES, load
+from spmd_engine.arrays.products import DTYPES, SIZES, matmul, rounded, size_class
 
-DTYPES = (np.float32, np.float64, bfloat16)
+FLOAT32_AND_BFLOAT16 = [np.dtype(dtype) for dtype in DTYPES.values()]
+
+
+@pytest.fixture
+def use():
+    """``products.use`` for every dtype and size class; afterwards NumPy computes again."""
+    products.unfit.clear()
+    yield lambda library: products.use({(dtype, size): library for dtype in DTYPES for size in SIZES})
+    products.use({})
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(request, use):
+    """An installed library, in use."""
+    found = load(request.param)
+    if found is None:
+        pytest.skip(f"{request.param} is not installed")
+    use(found)
+    return found
+
+
+class Doubling:
+    """A library of float32 results that are twice too large, so that tests can tell who computed."""
+
+    name, version, rounds = "doubling", "1", False
+
+    def __init__(self, takes=True):
+        self.takes, self.calls = takes, 0
+
+    def multiply(self, a, b, out):
+        self.calls += 1
+        if self.takes:
+            np.matmul(2 * a.astype(np.float32), b.astype(np.float32), out=out)
+        return self.takes
+
+
+def matrices(*shape, dtype: Any = np.float32, seed=0):
+    return normals(*shape, seed=seed).astype(dtype)
+
+
+def assert_product(a, b, y, dtype):
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    assert y.shape == exact.shape
+    assert y.dtype == dtype
+    tolerance = 2.0**-8 if dtype == bfloat16 else np.finfo(dtype).eps * 8
+    if exact.size:
+        np.testing.assert_allclose(y.astype(np.float64), exact, rtol=0, atol=tolerance * (1 + np.abs(exact).max()))
 
 
 def test_rounds_to_nearest_even_and_keeps_nan():
@@ -23,15 +77,113 @@ def test_rounds_to_nearest_even_and_keeps_nan():
     assert np.isnan(found.astype(np.float32)[~number]).all()
 
 
-@pytest.mark.parametrize("result", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_result_of_each_dtype(dtype, result):
-    a, b = (np.random.default_rng(seed).standard_normal((5, 7, 7)).astype(dtype) for seed in (0, 1))
-    exact = a.astype(np.float64) @ b.astype(np.float64)
-    tolerance = max(2.0**-8 if result == bfloat16 else np.finfo(result).eps, 0 if dtype == np.float64 else 2.0**-23)
-    out = np.empty(exact.shape, result)
+@pytest.mark.parametrize("result", [np.float32, np.float64, bfloat16])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, bfloat16])
+def test_numpy_computes_each_dtype(dtype, result):
+    a, b = (normals(5, 7, 7, seed=seed).astype(dtype) for seed in (0, 1))
+    out = np.empty((5, 7, 7), result)
     assert matmul(a, b, out=out) is out
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    digits = {np.dtype(np.float64): 1e-15, np.dtype(np.float32): 1e-7, np.dtype(bfloat16): 2.0**-8}
+    of_sums = digits[np.dtype(np.float32 if dtype == bfloat16 else dtype)]  # in the dtype of the operands
+    tolerance = max(of_sums, digits[np.dtype(result)])
     np.testing.assert_allclose(out.astype(np.float64), exact, rtol=0, atol=8 * tolerance * np.abs(exact).max())
-    y = matmul(a, b, dtype=result)
-    assert y.dtype == result
-    np.testing.assert_array_equal(y.astype(np.float64), out.astype(np.float64))
+    np.testing.assert_array_equal(matmul(a, b, dtype=result), out)
+
+
+def test_a_sum_of_bfloat16_is_not_rounded_on_the_way():
+    a = np.ones((1, 4096), bfloat16)
+    assert matmul(a, a.T).item() == 4096  # 256 + 1 is 256 in bfloat16
+
+
+@pytest.mark.parametrize("dtype", FLOAT32_AND_BFLOAT16, ids=str)
+def test_a_library_computes_what_numpy_does(library, dtype):
+    shapes = [((2, 3), 5, 7, 9), ((), 1, 40, 90), ((), 70, 80, 33), ((), 0, 3, 4), ((), 3, 0, 4)]
+    for (batch, m, k, n), (a_order, b_order, out_order) in itertools.product(
+        shapes, ("rrr", "trr", "rtr", "ttt", "grr")
+    ):
+
+        def ordered(rows, columns, order, seed, batch=batch):
+            """By rows; transposed, by columns; or with gaps, every second column of a larger matrix."""
+            if order == "t":
+                return matrices(*batch, columns, rows, dtype=dtype, seed=seed).swapaxes(-1, -2)
+            step = 2 if order == "g" else 1
+            return matrices(*batch, rows, step * columns, dtype=dtype, seed=seed)[..., ::step]
+
+        a, b = ordered(m, k, a_order, 1), ordered(k, n, b_order, 2)
+        for result in {np.dtype(np.float32), dtype}:
+            out = ordered(m, n, out_order, 3).astype(result)
+            assert matmul(a, b, out=out) is out
+            assert_product(a, b, out, result)
+        assert_product(a, b, matmul(a, b), dtype)
+    assert products.unfit  # every second column of a matrix, empty ones
+
+
+def test_a_library_computes_the_same_bits_again_and_in_threads(library):
+    a, b = matrices(100, 300, dtype=bfloat16), matrices(300, 200, dtype=bfloat16, seed=1)
+    first, found = matmul(a, b, dtype=np.float32), []
+    body = lambda: found.extend([matmul(a, b, dtype=np.float32) for _ in range(20)])  # noqa: E731
+    threads = [threading.Thread(target=body) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 40
+    assert all(np.array_equal(y, first) for y in found)
+    assert not products.unfit
+
+
+def test_kept_primitives_are_bounded(use, monkeypatch):
+    onednn: Any = load("onednn")
+    if onednn is None:
+        pytest.skip("onednn is not installed")
+    monkeypatch.setattr(product_libraries, "_KEPT", 4)
+    use(onednn)
+    for n in [*range(1, 8), 1, 2]:
+        a, b = matrices(3, 4), matrices(4, n)
+        assert_product(a, b, matmul(a, b), np.float32)
+    assert len(onednn._local.products) == 4
+
+
+def test_float64_mixed_dtypes_and_vectors_stay_with_numpy(use):
+    use(Doubling())
+    x = normals(3, 3)
+    np.testing.assert_array_equal(matmul(x, x), x @ x)
+    single = x.astype(np.float32)
+    np.testing.assert_array_equal(matmul(single, x), single @ x)
+    np.testing.assert_array_equal(matmul(single, single[0]), single @ single[0])
+
+
+def test_size_classes_choose_the_library(use):
+    assert {size: size_class(*shape) for size, shape in SIZES.items()} == {size: size for size in SIZES}
+    library = Doubling()
+    products.use({("float32", "few"): library})
+    for m, k, n in [(8, 8, 8), (1, 600, 600), (8, 300, 300), (300, 300, 8), (80, 80, 80), (210, 210, 210)]:
+        matmul(matrices(m, k), matrices(k, n))
+    assert library.calls == 2
+
+
+def test_an_output_that_is_an_operand(use):
+    use(Doubling())
+    x = matrices(4, 4)
+    expected = 2 * (x @ x)
+    assert matmul(x, x, out=x) is x
+    np.testing.assert_allclose(x, expected, rtol=1e-6)
+
+
+def test_operands_that_a_library_refuses_are_counted(use):
+    use(Doubling(takes=False))
+    a = matrices(4, 4)
+    np.testing.assert_array_equal(matmul(a, a), a @ a)
+    assert products.unfit == {"float32 by doubling": 1}
+    with pytest.raises(ValueError, match="matmul"):
+        matmul(a, matrices(3, 4))
+
+
+def test_a_forked_child_uses_numpy(use):
+    """Threads of a library do not exist in the child, which would wait for them."""
+    use(Doubling())
+    a = matrices(4, 4)
+    if (child := os.fork()) == 0:
+        os._exit(int(not np.array_equal(matmul(a, a), a @ a)))
+    assert os.waitpid(child, 0)[1] == 0

@@ -38,7 +38,17 @@ def test_train(bench):
 def test_layers(bench):
     lines, figures = bench("layers", "--steps", "1", *NANO)
     names = [line.split()[0] for line in lines[1:]]
-    assert names == ["embedding", "positions", "block*/attention", "block*/mlp", "norm", "head", "loss,", "a"]
+    assert names == [
+        "embedding",
+        "positions",
+        "block*/attention",
+        "block*/mlp",
+        "norm",
+        "head",
+        "loss,",
+        "a",
+        "products:",
+    ]
     assert all(min(part) >= 0 for rounds in figures["seconds"].values() for part in rounds)
     assert figures["multiplications"]["block*/mlp"] == 6 * 2 * 128 * 8 * 2 * 96 * 4 * 96
 

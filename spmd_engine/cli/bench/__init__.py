@@ -8,11 +8,11 @@ from spmd_engine.cli import LazyGroup
 @click.group(
     cls=LazyGroup,
     package=__name__,
-    modules={"train": "train", "layers": "train", "collectives": "collectives"},
+    modules={"train": "train", "layers": "train", "collectives": "collectives", "products": "products"},
     short_help="Measure speed, bytes and memory.",
 )
 def bench() -> None:
-    """Measure training, layers and collectives on this machine.
+    """Measure training, layers, collectives and matrix products on this machine.
 
     These commands start ranks themselves: run them without mpiexec. Comparisons alternate within one run, so that
     changes of the machine's speed affect all alike; figures are medians, with the range over rounds.
@@ -21,4 +21,5 @@ def bench() -> None:
       python -m spmd_engine bench train --model gpt-mini --ranks 2
       python -m spmd_engine bench layers --model gpt-mini
       python -m spmd_engine bench collectives --ranks 2
+      python -m spmd_engine bench products
     """

@@ -20,14 +20,16 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.fused import kernels_for
+from spmd_engine.arrays.products import in_use, unfit
 from spmd_engine.cli.bench.measuring import count_option, measure, output_option, report, sgemm_peak, spread
-from spmd_engine.cli.options import open_mesh
+from spmd_engine.cli.options import open_mesh, print_notices
 from spmd_engine.cli.train import job_of
 from spmd_engine.cli.train import train as train_command
 from spmd_engine.comm.communicators.threads import solo
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
+from spmd_engine.training.product_choice import choose_products
 from spmd_engine.training.trace import Trace
 from spmd_engine.training.workload import Workload, make_trainer, open_workload
 
@@ -103,6 +105,7 @@ def layers(steps: int, rounds: int, output: Path | None, options: tuple[str, ...
     parts_by_layer: dict[str, list[list[float]]] = defaultdict(list)  # seconds of a step by kind, a list a round
     peaks = []
     with threadpool_limits(1, "blas"), Mesh(solo()) as mesh:
+        print_notices(choose_products(mesh.group(), chosen.products, dtype=chosen.model.dtype, device=chosen.device))
         workload = open_workload(chosen, mesh)
         assert isinstance(workload.engine, LayeredEngine)
         trainer = make_trainer(workload)
@@ -132,7 +135,12 @@ def layers(steps: int, rounds: int, output: Path | None, options: tuple[str, ...
     of_peak = _share(sum(costs.values()), totals, peaks)
     rows.append(("a step", "", "", "", "", spread(totals, 1e3, " ms"), "100%", of_peak))
     columns = ("layer", "times", "forward", "dx", "dw", "together", "of a step", "of the peak")
-    report(columns, rows, {"peaks": peaks, "seconds": parts_by_layer, "multiplications": costs}, output)
+    figures = {"peaks": peaks, "seconds": parts_by_layer, "multiplications": costs, "products": in_use()}
+    report(columns, rows, figures | {"unfit": dict(unfit)}, output)
+    by_dtype = {dtype: ", ".join(f"{size} {name}" for size, name in names.items()) for dtype, names in in_use().items()}
+    click.echo(f"products: {'; '.join(f'{dtype}: {names}' for dtype, names in by_dtype.items())}")
+    for what, number in unfit.items():
+        click.echo(f"products: NumPy computed {number} of {what}, which did not take their operands")
 
 
 def _by_layer(events: list[dict]) -> dict[str, list[float]]:

@@ -46,7 +46,7 @@ def measure_machine(mesh: Mesh, seconds: float = SECONDS) -> Machine | None:
     have little effect. The slowest rank of a node counts in each turn, and the median over turns.
     """
     acts = {
-        (dtype, 2.0 * width**3): partial(_rotating, _product, (width, width), dtype, 3)
+        (dtype, 2.0 * width**3): partial(_rotating, matmul, (width, width), dtype, 3)
         for dtype, width in product(("float32", "bfloat16", "float64"), PRODUCTS)
     }
     if CPU.image_kernels is not None:
@@ -112,10 +112,6 @@ def _rotating(operation: Callable[..., object], shape: tuple[int, ...], dtype: s
     pool = np.ones((max(2, POOL // size), arrays, *shape), dtype_of(dtype))
     operands = cycle([list(row) for row in pool])
     return lambda: operation(*next(operands))
-
-
-def _product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    matmul(a, b, out=out)
 
 
 def _convolution_flops(images: int) -> float:

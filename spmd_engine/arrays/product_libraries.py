@@ -1,0 +1,241 @@
+"""Libraries of matrix products, by their C interfaces: oneDNN and MKL, where they are installed.
+
+oneDNN comes with the extra ``onednn`` (the wheel ``onednn-cpu-gomp``), MKL with other software. Both know the
+instructions for bfloat16 that NumPy's BLAS lacks. They compute in as many threads as NumPy's BLAS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import site
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint, c_void_p
+from glob import escape, glob
+from typing import Any
+
+import numpy as np
+from threadpoolctl import threadpool_info
+
+from spmd_engine.arrays.products import BFLOAT16, FLOAT32, Library
+
+
+def load(name: str) -> Library | None:
+    """The library called ``onednn`` or ``mkl``; None if it is not installed.
+
+    Raises OSError, in one line, if it is installed but cannot be used: it needs another library, or is too old.
+    """
+    library = LIBRARIES[name]
+    path = _installed(library.file)
+    return None if path is None else library(path)
+
+
+def _installed(file: str) -> str | None:
+    """The path of a library in the environment's ``lib``, where wheels and Conda put them, or in the user's."""
+    for folder in sys.prefix, site.getuserbase(), "/usr/local":
+        if paths := glob(f"{escape(folder)}/lib/{file}*"):
+            return min(paths, key=len)
+    return None
+
+
+def blas_threads() -> int:
+    """The threads of a product of NumPy's BLAS, as they are limited at the moment."""
+    return max((pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"), default=1)
+
+
+# --- oneDNN
+
+
+class _Version(ctypes.Structure):
+    """dnnl_version_t."""
+
+    _fields_ = [("major", c_int), ("minor", c_int), ("patch", c_int), ("hash", c_char_p), ("runtimes", c_uint * 2)]
+
+
+class _Argument(ctypes.Structure):
+    """dnnl_exec_arg_t."""
+
+    _fields_ = [("place", c_int), ("memory", c_void_p)]
+
+
+_CPU, _IN_ORDER = 1, 1
+_SOURCE, _WEIGHTS, _RESULT = 1, 33, 17  # places of the arguments of a product
+_TYPES = {BFLOAT16: 2, FLOAT32: 3}
+_KEPT = 512  # products by their shapes, for each thread: one takes 0.2 to 5 ms to create
+
+
+class OneDNN:
+    """Products by oneDNN's matmul primitive, which takes operands by their strides.
+
+    Each thread keeps primitives of its own, since one that uses its library's memory must not run in two threads.
+    """
+
+    name, rounds, file = "onednn", True, "libdnnl.so"
+
+    def __init__(self, path: str) -> None:
+        self._openmp = ctypes.CDLL("libgomp.so.1")  # the library of threads that this oneDNN uses
+        self._library = ctypes.CDLL(path)
+        self._library.dnnl_version.restype = POINTER(_Version)
+        version = self._library.dnnl_version().contents
+        if version.major != 3:
+            raise OSError(f"oneDNN {version.major}.{version.minor} is installed; version 3 is needed")
+        self.version = f"{version.major}.{version.minor}.{version.patch}"
+        self._move, self._execute = self._library.dnnl_memory_set_data_handle, self._library.dnnl_primitive_execute
+        self._move.argtypes, self._execute.argtypes = [c_void_p] * 2, [c_void_p, c_void_p, c_int, c_void_p]
+        self._engine = c_void_p()
+        self._check(self._library.dnnl_engine_create(byref(self._engine), _CPU, c_size_t(0)))
+        self._threads = blas_threads()
+        self._local = threading.local()
+
+    def multiply(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> bool:
+        """As Library.multiply."""
+        if not (_is_plain(a) and _is_plain(b) and _is_plain(out)) or not a.ndim == b.ndim == out.ndim <= 12:
+            return False
+        try:
+            products, stream = self._local.products, self._local.stream
+        except AttributeError:
+            products, stream = self._begin_thread()
+        key = a.shape, a.strides, b.shape, b.strides, out.strides, a.dtype, out.dtype
+        product = products.get(key)
+        if product is None:
+            if len(products) >= _KEPT:
+                del products[next(iter(products))]
+            product = products[key] = _Product(self, a, b, out)
+        if product.primitive is None:
+            return False
+        for memory, x in zip(product.memories, (a, b, out), strict=True):
+            self._move(memory, x.ctypes.data)
+        self._check(self._execute(product.primitive, stream, 3, product.arguments))
+        return True
+
+    def _begin_thread(self) -> tuple[dict[Any, _Product], c_void_p]:
+        """Let this thread compute, with a limit of its own for the threads that OpenMP starts."""
+        self._openmp.omp_set_num_threads(self._threads)
+        self._local.stream = stream = c_void_p()
+        self._check(self._library.dnnl_stream_create(byref(stream), self._engine, _IN_ORDER))
+        self._local.products = products = {}
+        return products, stream
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise OSError(f"oneDNN failed with status {status}")
+
+    def made(self, function: str, *arguments: Any) -> int | None:
+        """The address of what the library's function makes; None if it refuses the arguments."""
+        result = c_void_p()
+        getattr(self._library, function)(byref(result), *arguments)
+        return result.value
+
+    def described(self, x: np.ndarray) -> int | None:
+        """A descriptor of the shape, strides and dtype of ``x``."""
+        sizes, n = c_int64 * x.ndim, x.ndim
+        strides = sizes(*(stride // x.itemsize for stride in x.strides))
+        return self.made("dnnl_memory_desc_create_with_strides", n, sizes(*x.shape), _TYPES[x.dtype], strides)
+
+    def new_memory(self, descriptor: int | None) -> int | None:
+        """A memory object without memory."""
+        return self.made("dnnl_memory_create", c_void_p(descriptor), self._engine, c_void_p())
+
+    def new_primitive(self, *descriptors: int | None) -> int | None:
+        """The primitive of a product with operands and a result of these descriptors; None if oneDNN has none."""
+        source, weights, result = map(c_void_p, descriptors)
+        bias = attributes = c_void_p()
+        operands = source, weights, bias, result
+        kind = self.made("dnnl_matmul_primitive_desc_create", self._engine, *operands, attributes)
+        if kind is None:
+            return None
+        primitive = self.made("dnnl_primitive_create", c_void_p(kind))
+        self.destroy("primitive_desc", kind)
+        return primitive
+
+    def destroy(self, kind: str, address: int | None) -> None:
+        """Free what ``made`` returned."""
+        getattr(self._library, f"dnnl_{kind}_destroy")(c_void_p(address))
+
+
+class _Product:
+    """A primitive for operands of some shapes, strides and dtypes, with the memory objects of its arguments."""
+
+    def __init__(self, library: OneDNN, *arrays: np.ndarray) -> None:
+        self._library = library
+        descriptors = [library.described(x) for x in arrays]
+        self.primitive = library.new_primitive(*descriptors)
+        self.memories = [library.new_memory(descriptor) for descriptor in descriptors]
+        self.arguments = (_Argument * 3)(*zip((_SOURCE, _WEIGHTS, _RESULT), self.memories, strict=True))
+        for descriptor in descriptors:
+            library.destroy("memory_desc", descriptor)
+
+    def __del__(self) -> None:
+        for memory in self.memories:
+            self._library.destroy("memory", memory)
+        self._library.destroy("primitive", self.primitive)
+
+
+def _is_plain(x: np.ndarray) -> bool:
+    """Whether no element is in two places, nothing is reversed, and rows or columns are contiguous."""
+    strides, shape = x.strides, x.shape
+    rows, columns = strides[-2], strides[-1]
+    if not x.size or not x.flags.aligned or min(strides) <= 0:
+        return False
+    if columns == x.itemsize:
+        return rows >= columns * shape[-1]
+    return rows == x.itemsize and columns >= rows * shape[-2]
+
+
+# --- MKL
+
+
+_BY_ROWS, _AS_IS, _TRANSPOSED = 101, 111, 112  # of cblas.h
+_SEQUENTIAL, _LP64 = 1, 0
+
+
+class MKL:
+    """Products by MKL's ``cblas_sgemm`` and ``cblas_gemm_bf16bf16f32``, in one thread."""
+
+    name, rounds, file = "mkl", False, "libmkl_rt.so"
+
+    def __init__(self, path: str) -> None:
+        used_by_numpy = any(pool["internal_api"] == "mkl" for pool in threadpool_info())
+        library = ctypes.CDLL(path)
+        if not used_by_numpy:  # whose threads are limited already
+            library.MKL_Set_Interface_Layer(_LP64)
+            library.MKL_Set_Threading_Layer(_SEQUENTIAL)
+        text = ctypes.create_string_buffer(200)
+        library.MKL_Get_Version_String(text, 199)
+        self.version = text.value.decode(errors="replace").partition("Version ")[2].partition(" ")[0]
+        self._functions: dict[np.dtype, Callable] = {
+            FLOAT32: library.cblas_sgemm,
+            BFLOAT16: library.cblas_gemm_bf16bf16f32,
+        }
+        matrix = [c_void_p, c_int]
+        for function in self._functions.values():
+            function.argtypes = [c_int] * 6 + [c_float, *matrix, *matrix, c_float, *matrix]
+            function.restype = None
+
+    def multiply(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> bool:
+        """As Library.multiply; rows of ``out`` must be contiguous."""
+        if not (_is_plain(a) and _is_plain(b) and _is_plain(out)) or not a.ndim == b.ndim == out.ndim:
+            return False
+        if out.strides[-1] != out.itemsize or a.shape[:-2] != b.shape[:-2]:
+            return False
+        function, (m, k), n = self._functions[a.dtype], a.shape[-2:], b.shape[-1]
+        (a_order, a_lead), (b_order, b_lead), (_, lead) = map(_order, (a, b, out))
+        for x, y, z in zip(_matrices(a), _matrices(b), _matrices(out), strict=True):
+            data = x.ctypes.data, a_lead, y.ctypes.data, b_lead, 0.0, z.ctypes.data, lead
+            function(_BY_ROWS, a_order, b_order, m, n, k, 1.0, *data)
+        return True
+
+
+def _order(x: np.ndarray) -> tuple[int, int]:
+    """Whether the matrices of ``x`` are stored by rows or by columns, and the elements from one to the next."""
+    if x.strides[-1] == x.itemsize:
+        return _AS_IS, x.strides[-2] // x.itemsize
+    return _TRANSPOSED, x.strides[-1] // x.itemsize
+
+
+def _matrices(x: np.ndarray) -> Iterator[np.ndarray]:
+    return (x[place] for place in np.ndindex(x.shape[:-2]))
+
+
+LIBRARIES: dict[str, type[OneDNN | MKL]] = {"onednn": OneDNN, "mkl": MKL}

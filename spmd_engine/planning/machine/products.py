@@ -1,0 +1,130 @@
+"""How fast libraries of matrix products are, by dtype and size class: measured once a machine, and kept in a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from time import thread_time
+from typing import Any
+
+import numpy as np
+from threadpoolctl import threadpool_info, threadpool_limits
+
+from spmd_engine.arrays import products
+from spmd_engine.arrays.product_libraries import MKL, blas_threads, load
+from spmd_engine.arrays.products import DTYPES, NUMPY, SIZES, Library, product_by
+from spmd_engine.errors import UsageError
+from spmd_engine.files import output_file
+from spmd_engine.planning.machine.files import calibrated_file
+from spmd_engine.planning.machine.measure import POOL
+from spmd_engine.runtime.environment import processor
+
+MARGIN = 1.05  #: by which another library must be faster than NumPy
+HOPELESS = 4.0  #: times NumPy's seconds in the first call, after which a library is not measured further
+TURNS = 7
+_TURN = 4e-3  # seconds of a turn
+_CALL = 1e-3  # seconds that a first call may take in addition
+_TOLERANCE = 2.0**-6  # of the check of a library's results, relative to the largest
+
+#: Operations a second, by dtype, size class and library.
+Rates = Mapping[str, Mapping[str, Mapping[str, float]]]
+
+
+def fastest(names: Sequence[str], again: bool = False) -> list[tuple[str, str, str]]:
+    """Dtype, size class and the fastest of these libraries where it is not NumPy, as measured now or in an earlier job."""
+    rates, several_threads = kept_rates(names, again), blas_threads() > 1
+    found = []
+    for dtype, by_size in rates.items():
+        for size, by_library in by_size.items():
+            known = {name: by_library[name] for name in names if name in by_library}
+            if several_threads:
+                known.pop(MKL.name, None)  # which computes in one thread
+            best = max(known, key=known.__getitem__, default=NUMPY)
+            if best != NUMPY and known[best] > MARGIN * by_library[NUMPY]:
+                found.append((dtype, size, best))
+    return found
+
+
+def rates_file() -> Path:
+    """Where measured rates are kept."""
+    return calibrated_file().with_suffix(".products.json")
+
+
+def kept_rates(names: Sequence[str], again: bool = False) -> Rates:
+    """The rates of this machine with these libraries; measured, and kept in a file, if they are not, or ``again``."""
+    with threadpool_limits(1, "blas"):
+        libraries = [library for name in names if (library := load(name)) is not None]
+        key, kept = _conditions(libraries), {}
+        with suppress(OSError, ValueError):
+            content = json.loads(rates_file().read_text())
+            kept = content if isinstance(content, dict) else {}
+        if again or not _is_complete(kept.get(key)):
+            kept[key] = measure_products(libraries, SIZES)
+            with suppress(OSError, UsageError):  # then the next job measures
+                rates_file().parent.mkdir(parents=True, exist_ok=True)
+                with output_file(rates_file()) as file:
+                    file.write(json.dumps(kept, indent=1).encode())
+    return kept[key]
+
+
+def _is_complete(rates: Any) -> bool:
+    try:
+        return all(float(rates[dtype][size][NUMPY]) > 0 for dtype in DTYPES for size in SIZES)
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+def _conditions(libraries: Sequence[Library]) -> str:
+    """Everything that rates depend on: other ones are measured."""
+    pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
+    blas = {f"{pool['internal_api']} {pool['version']} {pool.get('architecture', '')}".strip() for pool in pools}
+    versions = {f"{library.name} {library.version}" for library in libraries}
+    return "; ".join([processor(), f"numpy {np.__version__}", *sorted(blas | versions)])
+
+
+def measure_products(libraries: Sequence[Library], sizes: Mapping[str, tuple[int, int, int]]) -> Rates:
+    """Operations a second of products (m, k, n) by NumPy and by each library in one thread, which is the caller's.
+
+    It is the best of alternating turns, by processor time, so that other programs have little effect. Operands rotate
+    through memory, as in a step. A library is left out where it does not take the operands, is far
+    slower than NumPy, or computes another result.
+    """
+    return {
+        dtype: {size: _rates_of(libraries, shape, kind) for size, shape in sizes.items()}
+        for dtype, kind in DTYPES.items()
+    }
+
+
+def _rates_of(libraries: Sequence[Library], shape: tuple[int, int, int], dtype: np.dtype) -> dict[str, float]:
+    m, k, n = shape
+    count = max(2, POOL // (dtype.itemsize * (m * k + k * n + m * n)))
+    random = np.random.default_rng(0)
+    one = random.standard_normal((m, k), np.float32).astype(dtype), random.standard_normal((k, n), np.float32)
+    operands = cycle([(one[0].copy(), one[1].astype(dtype), np.empty((m, n), dtype)) for _ in range(count)])
+    acts: dict[str, Callable[[], np.ndarray]] = {NUMPY: lambda: product_by(None, *next(operands))}
+    acts |= {library.name: partial(lambda by: product_by(by, *next(operands)), library) for library in libraries}
+    expected = acts[NUMPY]().astype(np.float32)
+    many = max(1, round(_TURN / max(_seconds(acts[NUMPY]), 1e-7)))
+    limit = HOPELESS * _seconds(acts[NUMPY], many) + _CALL
+    for library in libraries:
+        unfit = products.unfit.total()
+        wrong = np.abs(acts[library.name]().astype(np.float32) - expected).max() > _TOLERANCE * np.abs(expected).max()
+        if wrong or products.unfit.total() > unfit or _seconds(acts[library.name]) > limit:
+            del acts[library.name]
+    best = dict.fromkeys(acts, np.inf)
+    for _ in range(TURNS):
+        for name, act in acts.items():
+            best[name] = min(best[name], _seconds(act, many))
+    return {name: 2.0 * m * k * n / seconds for name, seconds in best.items()}
+
+
+def _seconds(act: Callable[[], object], many: int = 1) -> float:
+    """Processor seconds of this thread for one of ``many`` acts in a row."""
+    began = thread_time()
+    for _ in range(many):
+        act()
+    return max((thread_time() - began) / many, 1e-9)
