@@ -37,7 +37,9 @@ def fused_sums(function: Callable) -> Callable:
 
 def computed_wide(function: Callable) -> Callable:
     """``fused`` without kernels: only for what it says about 16-bit floats."""
-    return _fused(function, "")
+    run = _fused(function, "")
+    del run.__wrapped__  # which functions with kernels have
+    return run
 
 
 def fused_of_images(function: Callable) -> Callable:
