@@ -44,7 +44,7 @@ def test_no_option_is_lost(words):
 
 def test_old_names_are_accepted_and_not_listed():
     names = {"model": ("engine",), "length": ("sequence",), "precision": ("dtype",), "reshard_after": ("recut_after",)}
-    assert OLD_NAMES == names
+    assert names == OLD_NAMES
 
     @click.command()
     @takes_job("length", config=False)
