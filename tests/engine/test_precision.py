@@ -9,6 +9,7 @@ import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.precision import accumulated_in, dtype_of, emulated, rounded
 from spmd_engine.engine.parallel_config import ModelConfig
+from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.sharding.shards import Shards
 from spmd_engine.training import Trainer, loss_scale
@@ -78,6 +79,24 @@ def test_masters_are_in_the_optimizers_shard_and_layers_get_them_rounded(zero):
     every = run_threads(program, 2)
     whole = sum(np.prod(shape) for _, shape in dict(tiny.gpt(tiny.SIZE).parameters()).values())
     assert sum(every) == whole * (1 if zero else 2)
+
+
+def test_a_reshard_moves_masters_and_gives_them_to_layers():
+    def program():
+        with Mesh(data=2) as mesh, Mesh(model=2) as other:
+            engine = tiny.make_engine(mesh, dtype=BFLOAT16, zero=1)
+            trainer = Trainer(engine, tiny.AdamW(), lambda step: tiny.batch(engine, step), lambda step: 0.05)
+            trainer.step()
+            before = {name: engine.gather(name) for name in engine.names}
+            engine.reshard(other, optimizer=trainer.optimizer, storage=ZeroConfig(0))
+            for storage in engine.storages:
+                np.testing.assert_array_equal(storage.whole_parameters, rounded(storage.own_parameters, BFLOAT16))
+            for name, array in before.items():
+                assert array.dtype == np.float32
+                np.testing.assert_array_equal(engine.gather(name), array)
+            return trainer.step().loss
+
+    assert np.isfinite(run_threads(program, 2)).all()
 
 
 def test_masters_begin_as_the_parameters_of_float32():
