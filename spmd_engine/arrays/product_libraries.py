@@ -7,6 +7,7 @@ instructions for bfloat16 that NumPy's BLAS lacks. They compute in as many threa
 from __future__ import annotations
 
 import ctypes
+import os
 import site
 import sys
 import threading
@@ -41,7 +42,16 @@ def _installed(file: str) -> str | None:
 
 def blas_threads() -> int:
     """The threads of a product of NumPy's BLAS, as they are limited at the moment."""
-    return max((pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"), default=1)
+    return min((pool["num_threads"] for pool in numpy_blas()), default=1)
+
+
+def numpy_blas() -> list[dict[str, Any]]:
+    """What threadpoolctl tells of NumPy's BLAS; of every BLAS where NumPy has none of its own.
+
+    SciPy's, which may be loaded later, has as many threads as cores.
+    """
+    pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
+    return [pool for pool in pools if "numpy.libs" in pool["filepath"]] or pools
 
 
 # --- oneDNN
@@ -74,7 +84,7 @@ class OneDNN:
     name, rounds, file = "onednn", True, "libdnnl.so"
 
     def __init__(self, path: str) -> None:
-        self._openmp = ctypes.CDLL("libgomp.so.1")  # the library of threads that this oneDNN uses
+        self._openmp = _openmp()
         self._library = ctypes.CDLL(path)
         self._library.dnnl_version.restype = POINTER(_Version)
         version = self._library.dnnl_version().contents
@@ -152,6 +162,19 @@ class OneDNN:
     def destroy(self, kind: str, address: int | None) -> None:
         """Free what ``made`` returned."""
         getattr(self._library, f"dnnl_{kind}_destroy")(c_void_p(address))
+
+
+def _openmp() -> ctypes.CDLL:
+    """The library of threads that oneDNN uses. Its idle threads sleep, unless the user has said otherwise: they would
+    spin for milliseconds, and keep those that compute from the cores where others run."""
+    spins = not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys()
+    if spins:
+        os.environ["GOMP_SPINCOUNT"] = "0"  # read when the library is loaded
+    try:
+        return ctypes.CDLL("libgomp.so.1")
+    finally:
+        if spins:
+            del os.environ["GOMP_SPINCOUNT"]
 
 
 class _Product:

@@ -187,3 +187,12 @@ def test_a_forked_child_uses_numpy(use):
     if (child := os.fork()) == 0:
         os._exit(int(not np.array_equal(matmul(a, a), a @ a)))
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_threads_are_those_of_numpy_not_of_a_blas_loaded_later(monkeypatch):
+    pools = [
+        {"user_api": "blas", "num_threads": threads, "filepath": f"/site-packages/{package}.libs/libopenblas.so"}
+        for package, threads in [("scipy", 8), ("numpy", 1)]
+    ]
+    monkeypatch.setattr(product_libraries, "threadpool_info", lambda: pools)
+    assert product_libraries.blas_threads() == 1

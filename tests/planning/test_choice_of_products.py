@@ -94,7 +94,7 @@ def test_a_library_of_one_thread_is_left_out_where_blas_has_more(installed, meas
         assert {name for _, _, name in used()} == names
 
 
-def test_another_version_and_a_damaged_file_are_measured(installed, measured):
+def test_another_version_and_a_damaged_file_are_measured(installed, measured, tmp_path):
     installed["onednn"] = Numpy2("onednn")
     choose()
     installed["onednn"] = Numpy2("onednn", version="2")
@@ -103,17 +103,34 @@ def test_another_version_and_a_damaged_file_are_measured(installed, measured):
     installed["onednn"] = Numpy2("onednn")
     choose()
     assert len(measured) == 2  # both are kept
-    for content in ("[", "[]", json.dumps({key: 3 for key in json.loads(rates_file().read_text())})):
-        rates_file().write_text(content)
+    (file,) = [file for file in tmp_path.glob("*/*.json") if file == rates_file([installed["onednn"]])]
+    for content in "[", "[]", json.dumps(dict.fromkeys(DTYPES, 3)):
+        file.write_text(content)
         choose()
     assert len(measured) == 5
     kept_rates(["onednn"], again=True)
     assert len(measured) == 6
+    assert len(list(tmp_path.glob("*/*"))) == 2  # no temporary files
 
 
-def test_a_file_that_cannot_be_written(installed, measured):
+def test_the_first_of_two_jobs_that_measure_decides(installed, measured, monkeypatch):
     installed["onednn"] = Numpy2("onednn")
-    rates_file().parent.write_text("no folder")
+    measure = products.measure_products
+
+    def measure_slowly(libraries, sizes):
+        monkeypatch.setattr(products, "measure_products", measure)
+        first = kept_rates(["onednn"])  # of another job, meanwhile
+        assert first["float32"]["large"]["onednn"] == 200
+        return {dtype: {size: {NUMPY: 100.0, "onednn": 1.0} for size in sizes} for dtype in DTYPES}
+
+    monkeypatch.setattr(products, "measure_products", measure_slowly)
+    choose()
+    assert used() == {(dtype, "large", "onednn") for dtype in DTYPES}
+
+
+def test_a_file_that_cannot_be_written(installed, measured, tmp_path):
+    installed["onednn"] = Numpy2("onednn")
+    (tmp_path / "folder").write_text("no folder")
     assert choose() == []
     assert used()
 

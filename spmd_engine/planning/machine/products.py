@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from hashlib import sha256
 from itertools import cycle
 from pathlib import Path
 from time import thread_time
-from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_info, threadpool_limits
+from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays import products
-from spmd_engine.arrays.product_libraries import MKL, blas_threads, load
+from spmd_engine.arrays.product_libraries import MKL, blas_threads, load, numpy_blas
 from spmd_engine.arrays.products import DTYPES, NUMPY, SIZES, Library, product_by
-from spmd_engine.errors import UsageError
-from spmd_engine.files import output_file
 from spmd_engine.planning.machine.files import calibrated_file
 from spmd_engine.planning.machine.measure import POOL
 from spmd_engine.runtime.environment import processor
@@ -35,7 +34,7 @@ Rates = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 
 def fastest(names: Sequence[str], again: bool = False) -> list[tuple[str, str, str]]:
-    """Dtype, size class and the fastest of these libraries where it is not NumPy, as measured now or in an earlier job."""
+    """Dtype, size class and the fastest of these libraries where it is not NumPy, measured now or in an earlier job."""
     rates, several_threads = kept_rates(names, again), blas_threads() > 1
     found = []
     for dtype, by_size in rates.items():
@@ -49,41 +48,51 @@ def fastest(names: Sequence[str], again: bool = False) -> list[tuple[str, str, s
     return found
 
 
-def rates_file() -> Path:
-    """Where measured rates are kept."""
-    return calibrated_file().with_suffix(".products.json")
+def rates_file(libraries: Sequence[Library]) -> Path:
+    """Where the rates with these libraries are kept, beside the file of ``calibrate``.
+
+    Its name depends on all that the rates depend on: other conditions are measured, and have another file.
+    """
+    blas = {f"{pool['internal_api']} {pool['version']} {pool.get('architecture', '')}" for pool in numpy_blas()}
+    versions = {f"{library.name} {library.version}" for library in libraries}
+    conditions = [processor(), f"numpy {np.__version__}", *sorted(blas | versions)]
+    return calibrated_file().with_suffix(f".products-{sha256(repr(conditions).encode()).hexdigest()[:12]}.json")
 
 
 def kept_rates(names: Sequence[str], again: bool = False) -> Rates:
-    """The rates of this machine with these libraries; measured, and kept in a file, if they are not, or ``again``."""
+    """The rates of this machine with these libraries; measured, and kept in a file, if they are not, or ``again``.
+
+    The first of several jobs that measure at the same time decides for all: its file stays.
+    """
     with threadpool_limits(1, "blas"):
         libraries = [library for name in names if (library := load(name)) is not None]
-        key, kept = _conditions(libraries), {}
-        with suppress(OSError, ValueError):
-            content = json.loads(rates_file().read_text())
-            kept = content if isinstance(content, dict) else {}
-        if again or not _is_complete(kept.get(key)):
-            kept[key] = measure_products(libraries, SIZES)
-            with suppress(OSError, UsageError):  # then the next job measures
-                rates_file().parent.mkdir(parents=True, exist_ok=True)
-                with output_file(rates_file()) as file:
-                    file.write(json.dumps(kept, indent=1).encode())
-    return kept[key]
+        file = rates_file(libraries)
+        if not again and (kept := _read(file)) is not None:
+            return kept
+        again |= file.exists()  # it is damaged
+        rates = measure_products(libraries, SIZES)
+    temporary = file.with_name(f".{file.name}.{os.urandom(8).hex()}")
+    with suppress(OSError):  # then the next job measures
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(json.dumps(rates, indent=1))
+            if again:
+                temporary.replace(file)
+            else:
+                os.link(temporary, file)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return _read(file) or rates
 
 
-def _is_complete(rates: Any) -> bool:
+def _read(file: Path) -> Rates | None:
+    """The rates in a file; None if they are not all there."""
     try:
-        return all(float(rates[dtype][size][NUMPY]) > 0 for dtype in DTYPES for size in SIZES)
-    except (KeyError, TypeError, ValueError):
-        return False
-
-
-def _conditions(libraries: Sequence[Library]) -> str:
-    """Everything that rates depend on: other ones are measured."""
-    pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
-    blas = {f"{pool['internal_api']} {pool['version']} {pool.get('architecture', '')}".strip() for pool in pools}
-    versions = {f"{library.name} {library.version}" for library in libraries}
-    return "; ".join([processor(), f"numpy {np.__version__}", *sorted(blas | versions)])
+        rates = json.loads(file.read_text())
+        complete = all(float(rates[dtype][size][NUMPY]) > 0 for dtype in DTYPES for size in SIZES)
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
+    return rates if complete else None
 
 
 def measure_products(libraries: Sequence[Library], sizes: Mapping[str, tuple[int, int, int]]) -> Rates:
