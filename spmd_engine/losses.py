@@ -10,6 +10,7 @@ from __future__ import annotations
 from spmd_engine.arrays.activations import cross_entropy_gradient, exponentiate, scores_of_targets
 from spmd_engine.arrays.backend import Array, backend_of, number_of
 from spmd_engine.arrays.fused import chunks
+from spmd_engine.arrays.precision import accumulated_in, is_half, rounded, widened
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
 
@@ -23,7 +24,7 @@ def mean_squared_error(
     """
     if outputs.shape != targets.shape:
         raise UsageError(f"mean_squared_error: outputs of shape {outputs.shape}, targets of {targets.shape}")
-    difference = outputs - targets
+    difference = widened(outputs) - widened(targets)
     if count is None:
         count = float(outputs.size if mask is None else mask.sum())
     weight = 1.0 / (count or 1.0)
@@ -58,24 +59,32 @@ def cross_entropy(
     scores = outputs.reshape(targets.size, outputs.shape[-1])
     local_targets = targets.reshape(-1).astype(xp.int64) - start  # small unsigned integers would wrap
     tokens, width = scores.shape
-    weights = xp.ones(tokens, scores.dtype) if mask is None else mask.reshape(-1).astype(scores.dtype)
+    wide = accumulated_in(scores.dtype)
+    weights = xp.ones(tokens, wide) if mask is None else mask.reshape(-1).astype(wide)
     count = float(weights.sum()) if count is None else count
 
-    top = scores.max(axis=1) if width else xp.full(tokens, -xp.inf, scores.dtype)
+    top = widened(scores.max(axis=1)) if width else xp.full(tokens, -xp.inf, wide)
     if over is not None:
         top = over.all_reduce(top, "max", label="loss")
-    sums = xp.zeros((2, tokens), scores.dtype)  # sums of exponentials; scores of the targets
-    sums[1] = scores_of_targets(scores, local_targets, top)
+    sums = xp.zeros((2, tokens), wide)  # sums of exponentials; scores of the targets
     for part in chunks(scores):
-        piece = scores[part]
+        piece = widened(scores[part])
+        sums[1, part] = scores_of_targets(piece, local_targets[part], top[part])
         exponentiate(piece, top[part, None])
         piece.sum(axis=1, out=sums[0, part])
     if over is not None:
         sums = over.all_reduce(sums, label="loss")
     value = number_of(((xp.log(sums[0]) - sums[1]) * weights).sum(dtype=xp.float64)) / (count or 1.0)
 
-    weights /= scores.dtype.type(count or 1.0)
-    cross_entropy_gradient(scores, sums[0], weights, local_targets)
+    weights /= wide.type(count or 1.0)
+    if not is_half(scores.dtype):
+        cross_entropy_gradient(scores, sums[0], weights, local_targets)
+        return value, scores.reshape(outputs.shape)
+    for part in chunks(scores):  # exponentials are computed again: rounded ones would be rounded twice
+        piece = widened(scores[part])
+        exponentiate(piece, top[part, None])
+        cross_entropy_gradient(piece, sums[0, part], weights[part], local_targets[part])
+        rounded(piece, scores.dtype, scores[part])
     return value, scores.reshape(outputs.shape)
 
 

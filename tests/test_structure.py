@@ -44,6 +44,7 @@ STATE = {
     "arrays/backend.py: CPU": "the host's backend, and its compiled loops, found once",
     "arrays/backend.py: _device_backends": "the devices that were asked for",
     "arrays/einsum_lowering.py: _plan": "the cache of a pure function",
+    "arrays/precision.py: _sums": "the dtype of sums of 16-bit floats: of the emulation, inside its context",
     "arrays/products.py: _chosen": "the libraries that the job has chosen",
     "arrays/products.py: unfit": "counts of this process",
     "arrays/numba/places.py: places_of_outputs": "the cache of a pure function",

@@ -32,6 +32,7 @@ from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
 from spmd_engine.engine.state.assignment import Assignment, shares_text
 from spmd_engine.engine.state.engine_state import Copies, assigned
 from spmd_engine.engine.zero.compression import compression
+from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.errors import CommunicationTimeout, UsageError, one_of
 from spmd_engine.models import Model
 from spmd_engine.sharding.layout import Layout
@@ -239,12 +240,12 @@ class Reshaper:
 
     def _bytes(self, shape: Shape, assignment: Assignment) -> int:
         """Bytes of a rank's parameters, gradients and optimizer state."""
-        zero, elements = shape.composition.storage.stage(shape.axes), 0
-        in_parts = [zero >= 3, zero >= 2, *(zero >= 1 for _ in self.optimizer.kinds)]
+        zero, total = shape.composition.storage.stage(shape.axes), 0
         for group in assignment.groups:
             part = -(-group.size // prod(shape.axes[axis] for axis in group.summed.cut))
-            elements += sum(part if sharded else group.size for sharded in in_parts)
-        return elements * self.engine.dtype.itemsize
+            parameters, gradients, state = bytes_held(group.size, part, zero, self.engine.dtype)
+            total += parameters + gradients + len(self.optimizer.kinds) * state
+        return total
 
     def position_in(self, shape: Shape) -> MeshPosition | None:
         """Where this rank is on the mesh of a shape; None if it is not on it."""

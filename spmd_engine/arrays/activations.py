@@ -10,7 +10,8 @@ from math import pi, sqrt
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.factors import ERFC, GELU_A, GELU_C, Mask, hide
-from spmd_engine.arrays.fused import chunks, fused
+from spmd_engine.arrays.fused import chunks, computed_wide, fused
+from spmd_engine.arrays.precision import rounded, widened
 
 
 @fused
@@ -19,6 +20,7 @@ def relu(z: Array, want_slope: bool = True) -> tuple[Array, Array | None]:
     return backend_of(z).xp.maximum(z, 0), z > 0 if want_slope else None
 
 
+@computed_wide
 def relu_squared(z: Array, want_slope: bool = True) -> tuple[Array, Array | None]:
     """max(z, 0)² and its slope."""
     y = backend_of(z).xp.maximum(z, 0)
@@ -60,6 +62,7 @@ def gelu(z: Array, want_slope: bool = True) -> tuple[Array, Array | None]:
     return y.reshape(z.shape), None if slope is None else slope.reshape(z.shape)
 
 
+@computed_wide
 def gelu_erf(z: Array, want_slope: bool = True) -> tuple[Array, Array | None]:
     """z · Φ(z), with Φ the normal distribution, and its slope Φ(z) + z φ(z): GELU itself, not its tanh form."""
     xp = backend_of(z).xp
@@ -147,17 +150,21 @@ def gate_of(activation: Activation) -> Gate:
 
 def soft_cap(x: Array, cap: float) -> None:
     """x = cap · tanh(x / cap), in place."""
-    x /= cap
-    backend_of(x).xp.tanh(x, out=x)
-    x *= cap
+    wide = widened(x)
+    wide /= cap
+    backend_of(x).xp.tanh(wide, out=wide)
+    wide *= cap
+    if wide is not x:
+        rounded(wide, x.dtype, x)
 
 
 def soft_cap_slope(y: Array, cap: float) -> Array:
     """dy/dx of y = cap · tanh(x / cap), from y: 1 - (y / cap)²."""
-    slope = y / -cap
-    slope *= y / cap
+    wide = widened(y)
+    slope = wide / -cap
+    slope *= wide / cap
     slope += 1.0
-    return slope
+    return rounded(slope, y.dtype)
 
 
 # --- The elementwise steps of attention's softmax and of the softmax cross-entropy, each in place over its scores

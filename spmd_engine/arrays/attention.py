@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spmd_engine.arrays import device_attention
 from spmd_engine.arrays.activations import exponentiate, soft_cap, soft_cap_slope, softmax_backward
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.factors import hide, unseen
 from spmd_engine.arrays.fused import alike
+from spmd_engine.arrays.precision import accumulated_in, rounded, widened
 from spmd_engine.arrays.products import matmul
 
 ROWS = 64  # queries of a block: fewer make thin matrix products, more compute scores that the mask hides
@@ -35,6 +36,7 @@ def causal_attention(
     apart: Apart | None = None,
     window: int | None = None,
     cap: float | None = None,
+    dtype: Any = None,
 ) -> tuple[Array, Array]:
     """y[b s h k] = softmax(q . k / sqrt(k)) . v over keys at or before each query's position.
 
@@ -42,31 +44,34 @@ def causal_attention(
     query sees only keys of its own; with a ``window``, only that many positions, up to its own. Also returns
     log_sums[b h s], which the backward needs. Each query must see at least one key, except with ``apart`` or a
     ``window``: one without keys then has y = 0 and log_sums -inf. Where r queries share a key head, q and y are
-    [b s h r k] and log_sums [b h r s]. With a ``cap``, it is the softmax of cap · tanh(scores / cap).
+    [b s h r k] and log_sums [b h r s]. With a ``cap``, it is the softmax of cap · tanh(scores / cap). ``dtype`` is that
+    of y, by default that of q. 16-bit floats are widened, a block at a time, so that scores and log_sums are wide.
     """
     if backend_of(q).on_device:
-        return device_attention.attention(q, k, v, positions, key_positions, apart, window, cap)
-    xp = backend_of(q).xp
-    y = xp.empty(q.shape, q.dtype)
-    log_sums = xp.empty((q.shape[0], *q.shape[2:-1], q.shape[1]), q.dtype)
+        inputs: Any = (*map(widened, (q, k, v)), positions, key_positions, apart, window, cap)
+        y, log_sums = device_attention.attention(*inputs)
+        return rounded(y, q.dtype if dtype is None else dtype), log_sums
+    xp, wide = backend_of(q).xp, accumulated_in(q.dtype)
+    y = xp.empty(q.shape, q.dtype if dtype is None else dtype)
+    log_sums = xp.empty((q.shape[0], *q.shape[2:-1], q.shape[1]), wide)
     may_see_none = apart is not None or window is not None
     if may_see_none:
         y[...], log_sums[...] = 0, -xp.inf
     scale = q.shape[-1] ** -0.5
-    ones = xp.ones(key_positions.shape[0], q.dtype)
+    ones = xp.ones(key_positions.shape[0], wide)
     for b, heads, rows, keys, mask, (scores,) in _blocks(q, positions, key_positions, apart, window, 1):
-        k_block, v_block = (x[b, keys, heads].transpose(1, 0, 2) for x in (k, v))
-        matmul(k_block, (_by_head(q[b, rows, heads]) * scale).transpose(0, 2, 1), out=scores)
+        k_block, v_block = (widened(x[b, keys, heads]).transpose(1, 0, 2) for x in (k, v))
+        matmul(k_block, (_by_head(widened(q[b, rows, heads])) * scale).transpose(0, 2, 1), out=scores)
         if cap is not None:
             soft_cap(scores, cap)
         hide(scores, mask)
         top = scores.max(axis=1)
         if may_see_none:
-            xp.maximum(top, xp.finfo(q.dtype).min, out=top)  # of rows without keys
+            xp.maximum(top, xp.finfo(wide).min, out=top)  # of rows without keys
         exponentiate(scores, top[:, None])
         sums = xp.matmul(ones[: scores.shape[1]], scores)  # BLAS sums over keys in a quarter of the time of ``sum``
         block = matmul(scores.transpose(0, 2, 1), v_block)
-        block /= (xp.maximum(sums, xp.finfo(q.dtype).tiny) if may_see_none else sums)[:, :, None]
+        block /= (xp.maximum(sums, xp.finfo(wide).tiny) if may_see_none else sums)[:, :, None]
         y[b, rows, heads] = _by_row(block, y[b, rows, heads].shape)
         with backend_of(q).errstate(divide="ignore"):  # the logarithm of 0 is then -inf
             top += xp.log(sums, out=sums)
@@ -74,23 +79,26 @@ def causal_attention(
     return y, log_sums
 
 
-def causal_attention_backward(dy, q, k, v, y, log_sums, positions, key_positions, apart=None, window=None, cap=None):
+def causal_attention_backward(
+    dy, q, k, v, y, log_sums, positions, key_positions, apart=None, window=None, cap=None, dtype=None
+):
     """dq, dk[b t h k], dv[b t h k] of ``causal_attention`` for the output's gradient dy, shaped as q and y.
 
-    If y and log_sums are over more keys than k has, these are the contributions of k to the gradients.
+    ``dtype`` is that of the results, by default that of q. If y and log_sums are over more keys than k has, these are
+    the contributions of k to the gradients.
     """
     if backend_of(q).on_device:
-        return device_attention.attention_backward(
-            dy, q, k, v, y, log_sums, positions, key_positions, apart, window, cap
-        )
-    xp = backend_of(q).xp
-    dq = (xp.empty if apart is None and window is None else xp.zeros)(q.shape, q.dtype)
-    dk, dv = xp.zeros(k.shape, k.dtype), xp.zeros(v.shape, v.dtype)
+        inputs: Any = (*map(widened, (dy, q, k, v, y)), log_sums, positions, key_positions, apart, window, cap)
+        gradients = device_attention.attention_backward(*inputs)
+        return tuple(rounded(each, q.dtype if dtype is None else dtype) for each in gradients)
+    xp, dtype = backend_of(q).xp, q.dtype if dtype is None else dtype
+    dq = (xp.empty if apart is None and window is None else xp.zeros)(q.shape, dtype)
+    dk, dv = xp.zeros(k.shape, accumulated_in(k.dtype)), xp.zeros(v.shape, accumulated_in(v.dtype))
     scale = q.shape[-1] ** -0.5
-    projection = xp.einsum("bs...k,bs...k->b...s", dy, y)
+    projection = xp.einsum("bs...k,bs...k->b...s", widened(dy), widened(y))
     for b, heads, rows, keys, mask, (p, ds) in _blocks(q, positions, key_positions, apart, window, 2):
-        k_block, v_block = (x[b, keys, heads].transpose(1, 0, 2) for x in (k, v))
-        dy_block, q_block = _by_head(dy[b, rows, heads]), _by_head(q[b, rows, heads]) * scale
+        k_block, v_block = (widened(x[b, keys, heads]).transpose(1, 0, 2) for x in (k, v))
+        dy_block, q_block = _by_head(widened(dy[b, rows, heads])), _by_head(widened(q[b, rows, heads])) * scale
         matmul(k_block, q_block.transpose(0, 2, 1), out=p)
         slope = None
         if cap is not None:
@@ -106,7 +114,7 @@ def causal_attention_backward(dy, q, k, v, y, log_sums, positions, key_positions
         dq_block = matmul(ds.transpose(0, 2, 1), k_block)
         dq_block *= scale
         dq[b, rows, heads] = _by_row(dq_block, dq[b, rows, heads].shape)
-    return dq, dk, dv
+    return dq, rounded(dk, dtype), rounded(dv, dtype)
 
 
 def _by_head(rows: Array) -> Array:
@@ -148,7 +156,7 @@ def _blocks(
     step = min(ROWS, length)
     wide = step * prod(shared)  # rows of a head's matrix
     heads_at_a_time = min(heads, max(1, BLOCK_ELEMENTS // (wide * count)))
-    memory = [xp.empty(heads_at_a_time * wide * count, q.dtype) for _ in range(buffers)]
+    memory = [xp.empty(heads_at_a_time * wide * count, accumulated_in(q.dtype)) for _ in range(buffers)]
     for start in range(0, length, step):
         rows = slice(start, min(start + step, length))
         end = int(xp.searchsorted(key_positions, positions[rows.stop - 1], side="right"))
@@ -180,7 +188,8 @@ def _blocks(
 
 
 def _minus_infinity(hidden: Array, like: Array) -> Array:
-    return backend_of(like).xp.where(hidden, like.dtype.type(-backend_of(like).xp.inf), like.dtype.type(0))
+    number = accumulated_in(like.dtype).type
+    return backend_of(like).xp.where(hidden, number(-backend_of(like).xp.inf), number(0))
 
 
 # --- Attention of a few new queries to all keys of sequences that grow: the step of a generation
@@ -198,20 +207,23 @@ def attend_to_keys(
     key_positions: Array,
     window: int | None = None,
     cap: float | None = None,
+    dtype: Any = None,
 ) -> tuple[Array, Array]:
     """y[b s h k] = softmax(q . k / sqrt(k)) . v over the keys of each sequence at or before the query's position.
 
     q[b s h k] at positions[b s], k and v[b t h k] at key_positions[b t], in any order; with a ``window``, over only
     that many positions, up to the query's own. Also returns log_sums[b s h], the logarithms of sums of exponentials:
     a query that sees no key has y = 0 and -inf. Where r queries share a key head, q and y are [b s h r k] and log_sums
-    [b s h r]. With a ``cap``, it is the softmax of cap · tanh(scores / cap).
+    [b s h r]. With a ``cap``, it is the softmax of cap · tanh(scores / cap). ``dtype`` is that of y, by default that of
+    q; sums are in the dtype of sums of 16-bit floats.
     """
     xp = backend_of(q).xp
-    y = xp.empty(q.shape, q.dtype)
-    log_sums = xp.empty(q.shape[:-1], q.dtype)
+    y = xp.empty(q.shape, q.dtype if dtype is None else dtype)
+    log_sums = xp.empty(q.shape[:-1], accumulated_in(q.dtype))
     if not k.shape[1] or not q.size:
         y[...], log_sums[...] = 0, -xp.inf
         return y, log_sums
+    q, k, v = widened(q), widened(k), widened(v)
     heads, width, wide = q.shape[2], q.shape[-1], prod(q.shape[3:-1])
     keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
     step = max(1, ELEMENTS // max(1, len(q) * heads * wide * k.shape[1]))
@@ -239,7 +251,8 @@ def attend_to_keys(
 
 def attend_to_all(q: Array, k: Array, v: Array, cap: float | None = None) -> Array:
     """The y of ``attend_to_keys`` for one query[b 1 h k] per sequence that sees all its keys, with the fewest calls."""
-    xp = backend_of(q).xp
+    xp, dtype = backend_of(q).xp, q.dtype
+    q, k, v = widened(q), widened(k), widened(v)
     rows = q.reshape(len(q), k.shape[2], prod(q.shape[3:-1]), q.shape[-1])  # -1 is undefined without sequences
     scores = xp.matmul(rows, k.transpose(0, 2, 3, 1))
     scores *= q.shape[-1] ** -0.5
@@ -249,7 +262,7 @@ def attend_to_all(q: Array, k: Array, v: Array, cap: float | None = None) -> Arr
     xp.exp(scores, out=scores)
     mixed = xp.matmul(scores, v.transpose(0, 2, 1, 3))
     mixed /= scores.sum(axis=-1, keepdims=True)
-    return mixed.reshape(q.shape)
+    return rounded(mixed.reshape(q.shape), dtype)
 
 
 def merge_parts(y: Array, log_sums: Array, top: Array) -> Array:

@@ -17,26 +17,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.precision import accumulated_in, is_half, rounded
 from spmd_engine.arrays.products import matmul
 from spmd_engine.errors import NotationError
 
 Shape = tuple[int, ...]
 
 
-def einsum(pattern: str, *operands: Array, out: Array | None = None, accumulate: bool = False) -> Array:
+def einsum(
+    pattern: str, *operands: Array, out: Array | None = None, accumulate: bool = False, dtype: Any = None
+) -> Array:
     """``numpy.einsum`` for one or two operands: ``einsum("bd,df->bf", x[b d], w[d f]) -> y[b f]``.
 
-    ``out`` receives the result; with ``accumulate=True`` the result is added to it. Raises NotationError
-    naming pattern and shapes where a letter has two sizes, an operand too many or too few dimensions, or
-    ``out`` another shape than the result.
+    ``out`` receives the result; with ``accumulate=True`` the result is added to it. ``dtype`` is that of the
+    result, by default that of ``out``, or else of a sum of the operands: it matters for 16-bit floats, whose
+    products and sums are wider, and rounded once. Raises NotationError naming pattern and shapes where a letter has
+    two sizes, an operand too many or too few dimensions, or ``out`` another shape than the result.
     """
     plan = _plan(pattern, *[x.shape for x in operands])
     if out is not None and out.shape != plan.shape:
         raise NotationError(f'einsum "{pattern}": the result has shape {plan.shape}, out has {out.shape}')
-    result = plan.contract(operands, None if accumulate else out)
+    if dtype is None and out is not None:
+        dtype = out.dtype
+    result = plan.contract(operands, None if accumulate else out, dtype)
     if out is None:
         return result
     if accumulate:
@@ -82,16 +88,18 @@ class _Plan(NamedTuple):
     letters: Shape = ()  # the same, with a dimension for each letter
     axes: Shape | None = None  # the transposition of these that gives the result; None: none
 
-    def contract(self, operands: tuple[Array, ...], out: Array | None) -> Array:
+    def contract(self, operands: tuple[Array, ...], out: Array | None, dtype: Any = None) -> Array:
         """The result, in ``out`` where the product can be written straight into it."""
         if len(operands) == 1:
-            return self.views[0].of(operands[0])
+            return rounded(self.views[0].of(operands[0]), operands[0].dtype if dtype is None else dtype)
         (x, y), (x_view, y_view) = operands, self.views
         a, b = (y_view.of(y), x_view.of(x)) if self.swap else (x_view.of(x), y_view.of(y))
-        if out is not None and self.axes is None and out.flags.c_contiguous and out.dtype == a.dtype == b.dtype:
+        if out is not None and self.axes is None and out.flags.c_contiguous:
             matmul(a, b, out=out.reshape(self.product))
             return out
-        result = matmul(a, b).reshape(self.letters)
+        if dtype is None and is_half(x.dtype) and x.dtype == y.dtype:
+            dtype = x.dtype  # also if a letter of one of them was summed, wider
+        result = matmul(a, b, dtype=dtype).reshape(self.letters)
         return result if self.axes is None else result.transpose(self.axes)
 
 
@@ -103,7 +111,7 @@ def _sum(x: Array, axes: Shape) -> Array:
     rows, shape = prod(x.shape[: len(axes)]), x.shape[len(axes) :]
     first = axes == tuple(range(len(axes))) and prod(shape) > 1
     if not first or x.dtype.char not in "fd" or not x.flags.c_contiguous:
-        return x.sum(axis=axes, dtype=x.dtype)
+        return x.sum(axis=axes, dtype=accumulated_in(x.dtype))
     return (backend_of(x).xp.ones(rows, x.dtype) @ x.reshape(rows, prod(shape))).reshape(shape)
 
 

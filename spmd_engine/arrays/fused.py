@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from functools import wraps
+from inspect import signature
+from math import prod
 from typing import Any
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.meter import meter
+from spmd_engine.arrays.precision import is_half, rounded, widened
 
 
 def kernels_for(x: Array, kind: str = "kernels") -> Any:
@@ -20,8 +23,23 @@ def fused(function: Callable) -> Callable:
 
     ``function`` defines what is computed. A backend's ``kernels`` have all functions with this decorator, with the
     same signatures; one may return NotImplemented for arguments that it does not take.
+
+    With 16-bit floats as the first argument, it is computed in the dtype of their sums, a piece of rows at a time;
+    results shaped as this argument are rounded, others, such as statistics, are not.
     """
     return _fused(function, "kernels")
+
+
+def fused_sums(function: Callable) -> Callable:
+    """``fused`` for functions whose results are sums over rows."""
+    return _fused(function, "kernels", sums=True)
+
+
+def computed_wide(function: Callable) -> Callable:
+    """``fused`` without kernels: only for what it says about 16-bit floats."""
+    run = _fused(function, "")
+    del run.__wrapped__  # which functions with kernels have
+    return run
 
 
 def fused_of_images(function: Callable) -> Callable:
@@ -29,18 +47,79 @@ def fused_of_images(function: Callable) -> Callable:
     return _fused(function, "image_kernels")
 
 
-def _fused(function: Callable, kind: str) -> Callable:
+def _fused(function: Callable, kind: str, sums: bool = False) -> Callable:
     name = function.__name__
+    names = list(signature(function).parameters)
+    by_row = [argument in BY_ROW for argument in names] if kind != "image_kernels" and "turn" not in names else None
 
-    @wraps(function)
-    def run(x: Array, *others, **options):
-        if (kernels := kernels_for(x, kind)) is not None:
+    def compute(x: Array, *others, **options):
+        if kind and (kernels := kernels_for(x, kind)) is not None:
             result = getattr(kernels, name)(x, *others, **options)
             if result is not NotImplemented:
                 return result
         return function(x, *others, **options)
 
+    @wraps(function)
+    def run(x: Array, *others, **options):
+        if is_half(x.dtype):
+            return _of_halves(compute, by_row, sums, [x, *others], options)
+        return compute(x, *others, **options)
+
     return run
+
+
+# --- 16-bit floats: a few rows at a time are widened, computed and rounded, while they are in cache
+
+
+#: The names of arguments that are as long as the first, x[... d], or as its rows [...].
+BY_ROW = {"x", "z", "u", "dy", "normal", "inverse"}
+
+
+def _of_halves(function: Callable, by_row: list[bool] | None, sums: bool, arguments: list[Any], options: Any) -> Any:
+    """``function`` of arguments of which the first has 16-bit floats, a piece of rows at a time if ``by_row``."""
+    x, results = arguments[0], None
+    if by_row is None or not x.size:
+        wide = [widened(y) if hasattr(y, "dtype") else y for y in arguments]
+        return _collected(None, function(*wide, **options), slice(None), x)
+    count = prod(x.shape[:-1])
+    pairs = list(zip(arguments, by_row, strict=False))
+    flat = [y.reshape(count, *y.shape[x.ndim - 1 :]) if each else y for y, each in pairs]
+    flat = [y if each or not hasattr(y, "dtype") else widened(y) for y, (_, each) in zip(flat, pairs, strict=True)]
+    for part in chunks(flat[0]):
+        piece = [widened(y[part]) if each else y for y, (_, each) in zip(flat, pairs, strict=True)]
+        result = function(*piece, **options)
+        results = _added(results, result) if sums else _collected(results, result, part, flat[0])
+    return results if sums else _shaped(results, x.shape)
+
+
+def _collected(so_far: Any, result: Any, part: slice, like: Array) -> Any:
+    """``so_far`` with the ``result`` of a part of the rows of ``like``, rounded to its dtype if shaped as that part."""
+    if result is None or isinstance(result, tuple):
+        return result and tuple(
+            _collected(*pair, part, like) for pair in zip(so_far or (None,) * len(result), result, strict=True)
+        )
+    if so_far is None:
+        shaped = result.shape[1:] == like.shape[1:] and result.ndim == like.ndim and result.dtype.kind == "f"
+        shape = result.shape if part == slice(None) else (len(like), *result.shape[1:])
+        so_far = backend_of(like).empty(shape, like.dtype if shaped else result.dtype)
+    rounded(result, so_far.dtype, so_far[part])
+    return so_far
+
+
+def _added(so_far: Any, result: Any) -> Any:
+    if so_far is None:
+        return result
+    if isinstance(result, tuple):
+        return tuple(_added(*pair) for pair in zip(so_far, result, strict=True))
+    so_far += result
+    return so_far
+
+
+def _shaped(results: Any, shape: tuple[int, ...]) -> Any:
+    """The results by rows, in the shape of the first argument or of its rows."""
+    if results is None or isinstance(results, tuple):
+        return results and tuple(_shaped(result, shape) for result in results)
+    return results.reshape(shape if results.ndim == 2 else shape[:-1])
 
 
 # --- Long arrays in pieces that stay in cache, so that a chain of elementwise steps is cheap

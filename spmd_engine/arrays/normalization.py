@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.fused import chunks, fused, fused_of_images
+from spmd_engine.arrays.fused import chunks, fused, fused_of_images, fused_sums
 
 Normalized = tuple[Array, Array, Array]  #: y[... d] and, for the backward, the normalized x[... d] and 1/deviation[...]
 
@@ -79,7 +79,7 @@ def _norm_backward(dy: Array, normal: Array, inverse: Array, scale: Array, *, ce
     return dx.reshape(dy.shape)
 
 
-@fused
+@fused_sums
 def layer_norm_backward_parameters(dy: Array, normal: Array) -> tuple[Array, Array]:
     """dscale[d] = sum(dy · n) and dshift[d] = sum(dy), over every dimension but the last."""
     xp, rows, normal_rows = backend_of(dy).xp, _rows(dy), _rows(normal)
@@ -90,7 +90,7 @@ def layer_norm_backward_parameters(dy: Array, normal: Array) -> tuple[Array, Arr
     return dscale, dshift
 
 
-@fused
+@fused_sums
 def rms_norm_backward_scale(dy: Array, normal: Array) -> Array:
     """dscale[d] = sum(dy · n) over every dimension but the last."""
     xp, rows, normal_rows = backend_of(dy).xp, _rows(dy), _rows(normal)

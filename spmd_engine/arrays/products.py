@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 from ml_dtypes import bfloat16
 
-from spmd_engine.arrays.backend import CPU, Array, backend_of
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.precision import accumulated_in, is_half, rounded, widened
 
 BFLOAT16, FLOAT32 = np.dtype(bfloat16), np.dtype(np.float32)
 
@@ -79,7 +80,7 @@ def matmul(a: Array, b: Array, out: Array | None = None, dtype: Any = None) -> A
     if type(a) is not np.ndarray or type(b) is not np.ndarray:
         return _of_backend(a, b, out, dtype)
     library = None
-    if _chosen and a.dtype == b.dtype and a.ndim > 1 and b.ndim > 1:
+    if _chosen and a.dtype == b.dtype and a.ndim > 1 and b.ndim > 1 and accumulated_in(a.dtype) == FLOAT32:
         library = _chosen.get((a.dtype, size_class(a.shape[-2], a.shape[-1], b.shape[-1])))
     return product_by(library, a, b, out, dtype)
 
@@ -90,12 +91,11 @@ def product_by(
     """The product by this library, or by NumPy: with None, and if the library does not take the operands."""
     if library is not None and (y := _by(library, a, b, out, dtype)) is not None:
         return y
-    if a.dtype == b.dtype != BFLOAT16 and (dtype is None or dtype == a.dtype):
+    if a.dtype == b.dtype and not is_half(a.dtype) and (dtype is None or dtype == a.dtype):
         return _of_numpy(a, b, out)
     if dtype is None:
         dtype = np.result_type(a.dtype, b.dtype) if out is None else out.dtype
-    y = _of_numpy(widened(a), widened(b), out if out is not None and out.dtype == FLOAT32 else None)
-    return y if y is out else rounded(y, dtype, out)
+    return _of_copies(a, b, out, dtype)
 
 
 def size_class(m: int, k: int, n: int) -> str:
@@ -140,25 +140,43 @@ def _of_backend(a: Array, b: Array, out: Array | None, dtype: Any) -> Array:
     return out
 
 
-def widened(x: np.ndarray) -> np.ndarray:
-    """bfloat16 ``x`` as float32, its dims in the same order in memory; other dtypes as they are."""
-    return x.astype(FLOAT32) if x.dtype == BFLOAT16 else x
+# --- Products of 16-bit floats by a library without them: float32 copies of pieces stay in cache
 
 
-def rounded(x: np.ndarray, dtype: Any, out: np.ndarray | None = None) -> np.ndarray:
-    """``x`` in this dtype, in ``out`` if given; float32 is rounded to bfloat16 to nearest even, and NaN stays NaN.
+PIECE = 512  # rows of an operand
 
-    A compiled loop takes a fifth of the time of NumPy's ``astype``.
-    """
-    if x.dtype == FLOAT32 and dtype == BFLOAT16 and CPU.kernels is not None:
-        y = CPU.kernels.round_to_bfloat16(x, out if out is not None and out.flags.c_contiguous else None)
-    else:
-        with np.errstate(invalid="ignore", over="ignore"):  # of NaN, and of numbers that become infinite
-            y = x if x.dtype == dtype else x.astype(dtype)
-    if out is None or y is out:
+
+def _of_copies(a: np.ndarray, b: np.ndarray, out: np.ndarray | None, dtype: Any) -> np.ndarray:
+    """The product of copies in the dtype of sums, rounded to that of the result."""
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    if a.ndim == b.ndim == 2 and is_half(a.dtype) and k > 2 * max(m, n):
+        return _summed_in_pieces(a, b, out, dtype)
+    if a.ndim == b.ndim == 2 and is_half(a.dtype) and m >= PIECE:
+        b, y = widened(b), np.empty((m, n), dtype) if out is None else out
+        for part in _pieces(m):
+            rounded(np.matmul(widened(a[part]), b), y.dtype, y[part])
         return y
-    out[...] = y
-    return out
+    a, b = widened(a), widened(b)
+    y = _of_numpy(a, b, out if out is not None and out.dtype == a.dtype == b.dtype else None)
+    return y if y is out else rounded(y, dtype, out)
+
+
+def _summed_in_pieces(a: np.ndarray, b: np.ndarray, out: np.ndarray | None, dtype: Any) -> np.ndarray:
+    """a[m k] · b[k n] for a long k, as of a weight's gradient."""
+    wide = accumulated_in(a.dtype)
+    fits = out is not None and out.dtype == wide and out.flags.c_contiguous
+    total: Any = out if fits else np.empty((a.shape[0], b.shape[1]), wide)
+    for part in _pieces(a.shape[1]):
+        operands = widened(a[:, part]), widened(b[part])
+        if part.start == 0:
+            np.matmul(*operands, out=total)
+        else:
+            total += np.matmul(*operands)
+    return total if total is out else rounded(total, dtype, out)
+
+
+def _pieces(length: int) -> list[slice]:
+    return [slice(start, min(start + PIECE, length)) for start in range(0, length, PIECE)]
 
 
 # --- Products of few rows and a large matrix: a decode step of several sequences

@@ -5,6 +5,7 @@ from __future__ import annotations
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.factors import halves, over_heads
 from spmd_engine.arrays.fused import fused
+from spmd_engine.arrays.precision import accumulated_in
 
 Turn = tuple[Array, Array]  #: cosines and sines of n pairs at each position, each [s n] or [b s n]
 
@@ -12,11 +13,12 @@ Turn = tuple[Array, Array]  #: cosines and sines of n pairs at each position, ea
 def turn_at(positions: Array, frequencies: Array, like: Array) -> Turn:
     """The turn of each pair at ``positions[s]``, or ``[b s]``, by ``frequencies[n]`` in radians a position.
 
-    Angles are float64, which keeps a position of a million to 1e-10; cosines and sines have the dtype of ``like``.
+    Angles are float64, which keeps a position of a million to 1e-10; cosines and sines have the dtype of sums of
+    ``like``.
     """
-    xp = backend_of(like).xp
+    xp, dtype = backend_of(like).xp, accumulated_in(like.dtype)
     angles = xp.asarray(positions, xp.float64)[..., None] * xp.asarray(frequencies)
-    return xp.cos(angles).astype(like.dtype), xp.sin(angles).astype(like.dtype)
+    return xp.cos(angles).astype(dtype), xp.sin(angles).astype(dtype)
 
 
 @fused

@@ -2,6 +2,7 @@
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.fused import kernels_for
+from spmd_engine.arrays.precision import widened
 
 
 def add_rows(table: Array, indices: Array, rows: Array) -> None:
@@ -21,7 +22,7 @@ def add_rows(table: Array, indices: Array, rows: Array) -> None:
     ordered = indices[order]
     first = xp.concatenate([xp.ones(1, bool), ordered[1:] != ordered[:-1]])
     starts = xp.flatnonzero(first)
-    table[ordered[starts]] += xp.add.reduceat(rows[order], starts, axis=0)
+    table[ordered[starts]] += xp.add.reduceat(widened(rows[order]), starts, axis=0)
 
 
 def count_each(indices: Array, size: int) -> Array:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.checkpoints.hf.weights import Filled, Pretrained, adapter_options, read_adapters
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero, text_from_rank_zero
@@ -92,7 +93,7 @@ def _weights(
         def read(spans: tuple[slice, ...]) -> np.ndarray:
             return engine.backend.to_host(engine.parameters[name]).copy()
 
-        return Sliceable(engine.global_shape(name), engine.dtype, read)
+        return Sliceable(engine.global_shape(name), accumulated_in(engine.dtype), read)
 
     arrays = {**weights, **adapters}
     if "head/table" in engine.buffer_names:

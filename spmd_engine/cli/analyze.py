@@ -35,7 +35,7 @@ WIDTH = 240  # columns of tables, so that no number is truncated on narrow termi
 
 @click.command(short_help="Compute, bytes and memory of a step, rank by rank, before one is started.")
 @takes_job(
-    *("model", "images", "dtype", "mixture", "lora", "composition"),
+    *("model", "images", "precision", "mixture", "lora", "composition"),
     *("batch_size", "micro_batches", "length", "optimizer", "data"),
     described=True,
     defaults={"batch_size": 16},

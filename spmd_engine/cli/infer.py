@@ -10,6 +10,7 @@ from typing import cast
 import click
 import numpy as np
 
+from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.cli.options import open_mesh, served_model, takes_job
@@ -120,7 +121,7 @@ def _takes_images(engine: ShardedEngine) -> bool:
 
 
 def _open_user_engine(name: str, mesh: Mesh, job: TrainConfig) -> ShardedEngine:
-    engine = make_engine(code_named(name), mesh, dtype=np.dtype(job.model.dtype))
+    engine = make_engine(code_named(name), mesh, dtype=dtype_of(job.model.dtype))
     check_mesh(name, engine, mesh, job.composition.mesh)
     return engine
 

@@ -10,6 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition, all_positions
 from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.checkpoints.pretrained import table as tensor_table
@@ -30,7 +31,7 @@ WIDTH = 120  # least columns of a line, so that no name is truncated on narrow t
 
 
 @click.command(short_help="Show how a model is sharded, and bytes per rank.")
-@takes_job("model", "images", "dtype", "mixture", "lora", "composition", described=True)
+@takes_job("model", "images", "precision", "mixture", "lora", "composition", described=True)
 def inspect(job: TrainConfig) -> None:
     """Print every parameter with its sharding ("d f/model": f divided over axis model) and what ranks hold.
 
@@ -52,7 +53,7 @@ def inspect(job: TrainConfig) -> None:
     for layer_name, layer in built.layers:
         for part in layer.side_by_side:
             layout.check(layer_name, {"b", "s", *part.sizes}, part.may_cut, part.across)
-    itemsize = np.dtype(dtype).itemsize
+    itemsize = dtype_of(dtype).itemsize
     assignments = [composed_assignment(built, place, layout, itemsize, composition) for place in _first_ranks(places)]
     pretrained = Pretrained(name) if job.model.path else None
     held = bytes_per_rank(built, axes, composition, dtype=dtype)

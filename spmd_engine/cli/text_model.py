@@ -39,12 +39,12 @@ class TextModel:
 
 
 #: Options of the job that choose weights and the mesh.
-SERVED = ("model", "adapter", "dtype", "mesh", "shares", "device", "check")
+SERVED = ("model", "adapter", "precision", "mesh", "shares", "device", "check")
 HELP = {
     "model": "Instead of --run, weights: a folder in Hugging Face's format, a GGUF file, or org/name in the hub's "
     "local cache; or code of your own, with --checkpoint.",
     "adapter": "With --model: a folder of adapters in PEFT's format.",
-    "dtype": "With --model: the dtype of parameters and activations. [default: float32]",
+    "precision": "Dtype of parameters, activations and cached keys. [default: float32; of a run, its own]",
 }
 run_option = click.option("--run", metavar="DIR", help="Folder of a run of 'train'.")
 
@@ -59,9 +59,8 @@ def check_weights(run: str | None, checkpoint: str | None, job: TrainConfig) -> 
     params = click.get_current_context().params
     if bool(params["model"]) == bool(run):
         raise UsageError("which model? give either --run DIR, --model PATH or --model FILE.py:NAME")
-    for name in ("dtype", "adapter"):
-        if params[name] and not params["model"]:
-            raise UsageError(f"--{name} goes with --model; a run has its own")
+    if params["adapter"] and not params["model"]:
+        raise UsageError("--adapter goes with --model; a run has its own")
     if checkpoint and not is_code(job.model.name):
         raise UsageError("--checkpoint goes with --model FILE.py:NAME; a run, or a model by path, has its own")
 
@@ -70,7 +69,9 @@ def open_text_model(run: str | None, checkpoint: str | None, job: TrainConfig, m
     """The model of ``--run`` or ``--model``. Collective; raises UsageError for a model that does not take text."""
     check_weights(run, checkpoint, job)
     if run:
-        engine = _build(served_model(read_run(run)), mesh, job)
+        model = served_model(read_run(run))
+        given = click.get_current_context().params["precision"]
+        engine = _build(model.changed(dtype=given) if given else model, mesh, job)
         load_checkpoint(run_folder(run), engine)
         return _with_tokenizer(engine, run_folder(run))
     if is_code(job.model.name):

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
-import numpy as np
 
 from spmd_engine.adaptive.adapt_config import AdaptConfig
+from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.cli.options import chosen_settings, options_of, values_given
 from spmd_engine.cli.progress import Reporter
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
@@ -134,7 +134,7 @@ LORA = tuple(chosen_settings(TrainConfig, ["lora"]))
 DECIDED = (
     "mesh", "zero", "sequence_parallel", "context_method", "schedule", "chunks", "stages", "recompute",
     "shares", "state_shares", "min_tensor_size", "rank_order", "offload", "micro_batches", "batch_size", "optimizer",
-    "dtype", *LORA,
+    "precision", *LORA,
 )  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def planned_values(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
         "micro_batches": plan.micro_batches,
         "batch_size": plan.batch_size,
         "optimizer": plan.optimizer,
-        "dtype": plan.model.dtype,
+        "precision": plan.model.dtype,
     }
     if (lora := plan.model.lora) is not None:
         decided |= {name: getattr(lora, name.removeprefix("lora_")) for name in LORA}
@@ -208,7 +208,7 @@ def _plan(job: TrainConfig, ranks: int, given: Mapping[str, Any]) -> dict[str, A
             [ranks],
             [job.data.batch_size],
             fixed=fixed,
-            dtype=np.dtype(job.model.dtype),
+            dtype=dtype_of(job.model.dtype),
             optimizer=job.training.optimizer,
             base=base,
             seconds=5.0,

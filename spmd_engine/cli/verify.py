@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import click
 import numpy as np
 
+from spmd_engine.arrays.precision import HALVES, emulated
 from spmd_engine.checkpoints.pretrained import open_pretrained, with_shape
 from spmd_engine.cli.options import chosen_settings, open_mesh, print_notices, takes_job
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
@@ -43,7 +45,7 @@ POSITIVE = click.IntRange(min=1)
 MOST_PARTS = 4096  #: micro-batches
 LENGTH = 32  #: positions of a sample, by default
 #: Options of the job that do not go with a page of strategies/ or an engine of the user.
-OF_MODELS = ("model", "images", "dropout", "device", "mixture", "lora", "composition")
+OF_MODELS = ("model", "images", "dropout", "precision", "device", "mixture", "lora", "composition")
 OF_OWN = ("input_shape", "tokens", "classes")  # for an engine of the user only
 WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 
@@ -72,7 +74,10 @@ WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
     *OF_MODELS,
     *("batch_size", "micro_batches", "length", "optimizer", "learning_rate", "seed", "strategy", "check"),
     defaults={"batch_size": 16, "length": LENGTH, "learning_rate": 1e-3},
-    help={"strategy": f"Verify a page of strategies/ instead: {', '.join(STRATEGIES)}."},
+    help={
+        "precision": "With bfloat16 or float16: compare roundings, with sums in float64. [default: float64]",
+        "strategy": f"Verify a page of strategies/ instead: {', '.join(STRATEGIES)}.",
+    },
 )
 @click.pass_context
 def verify(context: click.Context, engine: str | None, job: TrainConfig, **options: Any) -> None:
@@ -116,7 +121,8 @@ def verify(context: click.Context, engine: str | None, job: TrainConfig, **optio
         raise UsageError("--import PATH and --reference FILE.npz go together; give both")
     if job.data.micro_batches > MOST_PARTS:
         raise UsageError(f"--micro-batches {job.data.micro_batches}: verify takes at most {MOST_PARTS}")
-    with _open_mesh(job) as mesh:
+    emulation = emulated() if job.model.dtype in HALVES else nullcontext()
+    with _open_mesh(job) as mesh, emulation:
         if options["imported"]:
             paths = options["imported"], options["reference"]
             if not verify_import(*paths, mesh, _composition(job, mesh), job.device, options["tolerance"]):
@@ -168,12 +174,19 @@ def _verify_model(case: _Case) -> Report:
             f"verify --compress {composition.compress}: compression changes sums, and one device does not compress. "
             "Omit it, or give the difference that is acceptable: --tolerance"
         )
-    model = with_shape(job.model.changed(dtype="float64"), mesh.group())
+    half = job.model.dtype in HALVES
+    given = with_shape(job.model, mesh.group())
+    model = given if half else given.changed(dtype="float64")
     engine = engine_of_model(model, mesh, composition, device=job.device)
     plain, axes = ParallelConfig(), {"data": 1}
     if "context" in mesh.axes:  # one device needs no other context method
         plain, axes = ParallelConfig(context_method="gather"), axes | {"context": 1}
-    reference = on_rank_zero(mesh.group(), lambda: engine_of_model(model, mesh_of_one(axes), plain, device=job.device))
+
+    def on_one_device(model: ModelConfig) -> ShardedEngine | None:
+        return on_rank_zero(mesh.group(), lambda: engine_of_model(model, mesh_of_one(axes), plain, device=job.device))
+
+    reference = on_one_device(model)
+    exact = on_one_device(given.changed(dtype="float64")) if half else None
     batches = batches_for_model(
         engine.model,
         job.data.batch_size,
@@ -181,7 +194,7 @@ def _verify_model(case: _Case) -> Report:
         micro_batches=job.data.micro_batches,
         seed=job.model.seed,
     )
-    return _compare(job.model.name, engine, reference, batches, case, own=False)
+    return _compare(job.model.name, engine, reference, batches, case, own=False, exact=exact)
 
 
 def _verify_user_engine(name: str, case: _Case) -> Report:
@@ -221,7 +234,13 @@ def _verify_constructed(name: str, make: Callable[..., Any], shape: tuple[int, .
 
 
 def _compare(
-    name: str, engine: ShardedEngine, reference: ShardedEngine | None, batches: Callable, case: _Case, own: bool
+    name: str,
+    engine: ShardedEngine,
+    reference: ShardedEngine | None,
+    batches: Callable,
+    case: _Case,
+    own: bool,
+    exact: ShardedEngine | None = None,
 ) -> Report:
     def echo(text: object) -> None:
         if engine.device_id == 0:
@@ -246,6 +265,7 @@ def _compare(
         finite_differences=own if options["finite_differences"] is None else options["finite_differences"],
         on_gradients=echo_gradients,
         on_step=echo_step,
+        exact=exact,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.precision import is_half, widened
 from spmd_engine.comm.shared_memory.cross_memory import RemoteArray, fill
 from spmd_engine.errors import UsageError, one_of
 
@@ -92,11 +93,11 @@ def reducer(reduction: str, dtype: np.dtype, xp: ModuleType) -> Reducer:
 
     ``out`` may be one of the blocks, as only the last operation writes to it, but must not overlap any other.
     """
-    ufunc, mean, half = getattr(xp, _UFUNCS[reduction]), reduction == "mean", accumulated_in(dtype) != dtype
+    ufunc, mean, half = getattr(xp, _UFUNCS[reduction]), reduction == "mean", is_half(dtype)
 
     def reduce(out: Array, blocks: Sequence[Array]) -> None:
         if half:
-            blocks = [block.astype(np.float32) for block in blocks]
+            blocks = [widened(block) for block in blocks]
         total = blocks[0]
         accumulator = xp.empty_like(total) if half or len(blocks) > 2 else out
         for block in blocks[1:-1]:
@@ -108,9 +109,3 @@ def reducer(reduction: str, dtype: np.dtype, xp: ModuleType) -> Reducer:
             out[...] = total
 
     return reduce
-
-
-def accumulated_in(dtype: np.dtype) -> np.dtype:
-    """The dtype of sums of ``dtype``: float32 for float16 and bfloat16, else the same."""
-    half = dtype.itemsize == 2 and (dtype.kind == "f" or dtype.isbuiltin == 2)  # 2: bfloat16, of ml_dtypes
-    return np.dtype(np.float32) if half else dtype

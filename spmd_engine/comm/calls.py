@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.precision import is_half
 from spmd_engine.comm.agreement.call_agreement import Agreed, Signature, Signatures
 from spmd_engine.comm.dispatch import Routing
 from spmd_engine.comm.ledger import Ledger
@@ -111,6 +112,8 @@ class PreparedCall:
         """Record one such call in the ledger; ``seconds``: of its wait, if it had only one."""
         sent = self.sent
         ledger.record(self.where, self.payload, sent if isinstance(sent, int) else sent(result), seconds)
+        if self.where[0] in ("all_reduce", "reduce_scatter") and self.dtype is not None and is_half(self.dtype):
+            ledger.rounded.add(self.where)
 
     def suits(self, x: Array | None, out: Array | None, table: SlotTable) -> bool:
         """Whether a fast call can use ``x`` in place, and write to ``out``."""

@@ -35,6 +35,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.entries: defaultdict[tuple[str, str, str], Entry] = defaultdict(Entry)
+        self.rounded: set[tuple[str, str, str]] = set()  #: entries with sums of 16-bit floats, each rounded before
         #: called after each wait: operation, axes, label and seconds
         self.observer: Callable[[str, str, str, float], None] | None = None
 
@@ -69,6 +70,7 @@ class Ledger:
 
     def clear(self) -> None:
         self.entries.clear()
+        self.rounded.clear()
 
     def __repr__(self) -> str:
         lines = (

@@ -116,6 +116,7 @@ class ShardedEngine(Collectives, ABC):
     #: Metrics of the last step's batch, before its update: the fraction of targets that satisfy each.
     training_metrics: Mapping[str, float] = MappingProxyType({})
     input_gradient: Array = None  #: of the last backward; None before
+    loss_scale: float = 1.0  #: factor of the gradients of a step, not of its loss: see ``training/loss_scale.py``
     _is_checked: bool = False  # whether its declarations have been checked
     checks_gradients: bool = True  #: whether the names and shapes of a user's gradients are checked
     checks_replicas: bool = True  #: whether the next step compares gradients between ranks with the same block

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, get_backend
+from spmd_engine.arrays.precision import FLOATS, dtype_of
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import Loss, ShardedEngine, making_on
 from spmd_engine.engine.batch import Batch, Scores
@@ -79,9 +80,9 @@ def as_distributed(
 
 def _dtype(dtype: Any) -> str:
     try:
-        return np.dtype(dtype).name
-    except TypeError as error:
-        raise UsageError(f"as_distributed: dtype is {dtype!r}; choose float32 or float64") from error
+        return dtype_of(dtype).name
+    except (TypeError, AttributeError) as error:
+        raise UsageError(f"as_distributed: dtype is {dtype!r}; choose {', '.join(FLOATS)}") from error
 
 
 def _build_named_model(name: str, mesh: Mesh | None, options: dict[str, Any]) -> LayeredEngine:

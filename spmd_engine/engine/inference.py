@@ -10,6 +10,7 @@ import numpy as np
 
 from spmd_engine.arrays.attention import HIDDEN
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.precision import widened
 from spmd_engine.comm.notation import nested_span
 from spmd_engine.errors import RankAborted, SpmdError, UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
@@ -52,7 +53,7 @@ def serve(engine: ShardedEngine, inputs: Any, outputs: Any) -> None:
                 return
             y = _answer(engine, engine.broadcast(np.asarray(x) if x is not None else None, zero, label="inference"))
             if engine.device_id == 0:
-                outputs.write(y)
+                outputs.write(widened(y))  # files have no bfloat16
 
 
 def _answer(engine: ShardedEngine, inputs: np.ndarray) -> np.ndarray | None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from spmd_engine.arrays import random
 from spmd_engine.arrays.backend import CPU, Array, Backend
+from spmd_engine.arrays.precision import accumulated_in, dtype_of, rounded
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
@@ -68,7 +69,7 @@ class LayeredEngine(StoredEngine):
         drawn: bool = True,
         placed: bool = True,
     ) -> None:
-        self.model, self.seed, self.dtype, self.backend = model, seed, np.dtype(dtype), backend
+        self.model, self.seed, self.dtype, self.backend = model, seed, dtype_of(dtype), backend
         self.mesh = mesh if mesh is not None else Mesh()
         if not placed:
             return
@@ -197,7 +198,7 @@ class LayeredEngine(StoredEngine):
         target[...] = mean
         if std and target.size:
             key = random.key_of(self.seed, "initial", name)
-            target += std * random.normal(key, shape, self.dtype, index, self.backend)
+            target += std * random.normal(key, shape, accumulated_in(self.dtype), index, self.backend)
 
     def load_checkpoint(self, params: Mapping[str, Any]) -> None:
         described = {**self.store.described, **dict(self.model.buffers())}
@@ -227,6 +228,7 @@ class LayeredEngine(StoredEngine):
     def filled(self) -> None:
         self._placed.extras.begin()
         self._placed.unsharder.release()
+        self.store.publish()
 
     def after_update(self) -> None:
         self._placed.unsharder.release()
@@ -351,7 +353,7 @@ class LayeredEngine(StoredEngine):
         scores = Scores(loss or self.loss, self.metrics)
 
         def loss_gradient(m: int, outputs: Array) -> Array:
-            return scores.add(outputs, batch.micro_batches[m], count)
+            return rounded(scores.add(outputs, batch.micro_batches[m], count / self.loss_scale), self.dtype)
 
         for micro in batch.micro_batches:
             self.model.check_inputs(micro.inputs)
@@ -368,7 +370,7 @@ class LayeredEngine(StoredEngine):
         self.side_outputs = self._placed.extras.side_outputs.by_name(side_sums)
         sums = shares.wait()
         self.training_metrics = fractions_of(self.metrics, sums, count)
-        return float(sums[0]) + self._placed.extras.side_outputs.loss(side_sums)
+        return float(sums[0]) / self.loss_scale + self._placed.extras.side_outputs.loss(side_sums)
 
     def _contexts(self, batch: Batch) -> list[ForwardContext]:
         """The context of each micro-batch. Counts samples, and sums lengths, that the batch does not give."""
@@ -385,7 +387,9 @@ class LayeredEngine(StoredEngine):
             mask = None if micro.mask is None else self.backend.asarray(micro.mask)
             documents = None if micro.documents is None else micro.documents.on(self.backend)
             share = 1 / len(batch.micro_batches)
-            contexts.append(replace(ctx, micro_batch=m, share=share, mask=mask, documents=documents))
+            contexts.append(
+                replace(ctx, micro_batch=m, share=share, scale=self.loss_scale, mask=mask, documents=documents)
+            )
         return contexts
 
     def _count_samples(self, x: Array) -> int:

@@ -8,9 +8,8 @@ from inspect import signature
 from math import prod
 from typing import Any, Self
 
-import numpy as np
-
 from spmd_engine.arrays.backend import get_backend
+from spmd_engine.arrays.precision import FLOATS, dtype_of
 from spmd_engine.axes import MeshPosition, axes_text, parse_axes
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.configuration import Configuration, setting
@@ -73,7 +72,12 @@ class ModelConfig(Configuration):
     )
     dropout: float = setting(0.0, least=0, below=1, fixed=True, help="Probability that an activation is set to 0.")
     dtype: str = setting(
-        "float32", choices=("float32", "float64"), fixed=True, help="Dtype of parameters and activations."
+        "float32",
+        choices=FLOATS,
+        option="precision",
+        old_names=("dtype",),
+        help="Dtype of activations, of the parameters that layers use, and of what is sent. With bfloat16 and float16, "
+        "parameters are updated and summed in float32: docs/precision.md.",
     )
     seed: int = setting(0, fixed=True, help="Seed of parameters, samples and dropout.")
     images: Mapping[str, int] | None = setting(
@@ -481,7 +485,7 @@ def build_engine(
         mesh,
         composed_layout(engine_model, mesh, composition),
         seed=model.seed,
-        dtype=np.dtype(model.dtype),
+        dtype=dtype_of(model.dtype),
         backend=get_backend(device, *mesh.process_on_node),
         drawn=drawn,
         **composition.how_on(mesh.axes),

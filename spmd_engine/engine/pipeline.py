@@ -10,8 +10,9 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from spmd_engine.arrays.backend import Array, Backend
+from spmd_engine.arrays.precision import is_half, rounded
 from spmd_engine.comm.group import Group
-from spmd_engine.comm.pending import Pending, wait_for
+from spmd_engine.comm.pending import Pending, then, wait_for
 from spmd_engine.engine.schedules import schedule as schedules
 from spmd_engine.engine.state.buffers_and_side_outputs import Extras
 from spmd_engine.engine.zero.reducer import Reducer
@@ -51,12 +52,15 @@ class Chunk:
         reducer: Reducer,
         extras: Extras | None = None,
         stash: Any = None,
+        dtype: Any = None,
     ) -> None:
         """``extras`` stores what forwards return in addition to outputs; without it, that is dropped. ``stash`` keeps
-        what they save; without it, that stays in memory."""
+        what they save; without it, that stays in memory. Between layers, arrays of wider floats than ``dtype`` are
+        rounded to it, if it has 16 bits."""
         self._segments, self._layers, self._shards = segments, layers, shards
         self.stash = stash
         self._unsharder, self._reducer, self._extras = unsharder, reducer, extras
+        self._half = dtype if dtype is not None and is_half(dtype) else None
         self._numbers = [number for segment in segments for number in segment.layers]
         self._losses = {number: losses for number in self._numbers if (losses := _list_losses(layers[number][1]))}
 
@@ -83,12 +87,20 @@ class Chunk:
         for number in segment.layers:
             p = self._unsharder.unshard(number, prefetch=self._after(number))
             x, saved, *extra = self._layers[number][1].forward(self._shards[number], p, x, ctx)
+            x = self._between(number, x, ctx)
             if ctx.training:
                 if ctx.saving:
                     record.of_layers.append(self._put(saved, p))
                 if extra:
                     self._take(number, ctx, extra[0], record)
         return x
+
+    def _between(self, number: int, x: Array, ctx: ForwardContext) -> Array:
+        """``x`` as the next layer gets it; the last one's logits for sampling stay wide."""
+        wanted = ctx.wanted is not None and number == self._numbers[-1]
+        if self._half is None or wanted or getattr(x, "dtype", self._half).kind != "f":
+            return x
+        return rounded(x, self._half)
 
     def _put(self, saved: Any, parameters: Any = ()) -> Any:
         return self.stash.put(saved, parameters) if self.stash else saved
@@ -150,6 +162,8 @@ class Chunk:
                 dy, rest = self._layers[number][1].backward_input(
                     self._shards[number], p, self._pop(record, None if repeated else [*saved, record]), dy, *side
                 )
+                if self._half is not None:
+                    dy = then(dy, lambda dx: dx if dx is None else rounded(dx, self._half))
                 if number == self._numbers[0]:
                     on_input_gradient(wait_for(dy))
                     dy = None
@@ -168,11 +182,12 @@ class Chunk:
             p = self._unsharder.unshard(number, keep=segment.layers, prefetch=self._before(segment.layers[0]))
             ctx = replace(record.ctx, decided=record.decided[number]) if number in record.decided else record.ctx
             x, saved, *_ = self._layers[number][1].forward(self._shards[number], p, x, ctx)
+            x = self._between(number, x, ctx)
             record.of_layers.append(saved)
 
     def _side_gradients(self, number: int, ctx: ForwardContext) -> tuple[dict[str, float], ...]:
         """The gradients of a layer's auxiliary losses, if any: their share in the step's loss."""
-        return (dict.fromkeys(self._losses[number], ctx.share),) if number in self._losses else ()
+        return (dict.fromkeys(self._losses[number], ctx.share * ctx.scale),) if number in self._losses else ()
 
     def _backward_weight(self, number: int, rest: Any) -> None:
         self._layers[number][1].backward_weight(self._shards[number], rest, self._reducer.sums(number))

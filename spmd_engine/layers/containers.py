@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.elementwise import add_to, plus
+from spmd_engine.arrays.precision import scaled
 from spmd_engine.arrays.random import bernoulli, key_of
 from spmd_engine.comm.pending import UNDER_WAY, Deferred, then, wait_for
 from spmd_engine.errors import UsageError
@@ -178,10 +180,10 @@ class Branch(Chain):
 
     def forward(self, sh, p, x, ctx):
         y, *others = super().forward(sh, p, x, ctx)
-        return y if self.scale == 1 else y * self.scale, *others
+        return y if self.scale == 1 else scaled(y, self.scale), *others
 
     def backward_input(self, sh, p, saved, dy, *side):
-        return super().backward_input(sh, p, saved, dy if self.scale == 1 else dy * self.scale, *side)
+        return super().backward_input(sh, p, saved, dy if self.scale == 1 else scaled(dy, self.scale), *side)
 
 
 class Residual(Branch):
@@ -196,12 +198,12 @@ class Residual(Branch):
     def forward(self, sh, p, x, ctx):
         y, saved, *extra = super().forward(sh, p, x, ctx)
         y, mask = self.dropout.forward(sh, y, ctx)
-        return x + y, (saved, mask), *extra
+        return plus(x, y), (saved, mask), *extra
 
     def backward_input(self, sh, p, saved, dy, *side):
         saved, mask = saved
         dx, rest = super().backward_input(sh, p, saved, self.dropout.backward(mask, dy), *side)
-        dx = then(dx, lambda dx: _plus(dx, dy))
+        dx = then(dx, lambda dx: add_to(dx, dy))
         return dx, (rest, dx if isinstance(dx, Deferred) else None)
 
     def backward_weight(self, sh, rest, g):
@@ -253,7 +255,7 @@ class _Sum(Layer):
         total, saved = None, []
         for name, branch in self.branches:
             y, branch_saved = branch.forward(sh, p[name], x, ctx)
-            total = y if total is None else _plus(total, y)
+            total = y if total is None else add_to(total, y)
             saved.append(branch_saved)
         return total, saved
 
@@ -266,7 +268,7 @@ class _Sum(Layer):
 
         def together(dx):
             for part in parts[:-1]:
-                dx = _plus(dx, wait_for(part))
+                dx = add_to(dx, wait_for(part))
             return dx
 
         return then(parts[-1], together), rests
@@ -274,12 +276,6 @@ class _Sum(Layer):
     def backward_weight(self, sh, rests, g):
         for (name, branch), rest in zip(self.branches, rests, strict=True):
             branch.backward_weight(sh, rest, g[name])
-
-
-def _plus(x, y):
-    """Add y to x in place and return x."""
-    x += y
-    return x
 
 
 # --- The block of a residual network: a branch of convolutions and its shortcut

@@ -3,6 +3,8 @@
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.activations import soft_cap, soft_cap_slope
 from spmd_engine.arrays.backend import backend_of
+from spmd_engine.arrays.elementwise import add_to
+from spmd_engine.arrays.precision import accumulated_in, scaled
 from spmd_engine.arrays.scatter import add_rows
 from spmd_engine.layers.containers import Dropout
 from spmd_engine.layers.declarations import Activation, Parameter
@@ -39,12 +41,12 @@ class Embedding(Layer):
             y = xp.zeros((*x.shape, table.shape[1]), table.dtype)
             y[in_shard] = table[rows[in_shard]]
         if self.scale != 1:
-            y = y * self.scale
+            y = scaled(y, self.scale)
         return sh.reduce_scatter(y, "b s d", over="v", onto="s"), (rows, in_shard)
 
     def backward_input(self, sh, p, saved, dy):
         dy = sh.all_gather(dy, "b s d", "s", across="v")
-        return None, (*saved, dy if self.scale == 1 else dy * self.scale)
+        return None, (*saved, dy if self.scale == 1 else scaled(dy, self.scale))
 
     def backward_weight(self, sh, rest, g):
         rows, in_shard, dy = rest
@@ -87,7 +89,9 @@ class Positions(Layer):
         if positions.ndim > 1:  # one for each token, repeated in several documents
             add_rows(g.open("table"), positions.reshape(-1), dx.reshape(-1, dx.shape[-1]))
         else:
-            g.open("table")[positions] += dx.sum(axis=0)  # the positions of one sample are distinct
+            g.open("table")[positions] += dx.sum(
+                axis=0, dtype=accumulated_in(dx.dtype)
+            )  # the positions of one sample are distinct
 
 
 # --- The output head: a logit for each token of the vocabulary
@@ -126,10 +130,11 @@ class Head(Layer):
         if ctx.wanted is not None:
             x = x[ctx.wanted][:, None]
         if self.scale != 1:
-            x = x * self.scale
-        y = einsum("bsd,vd->bsv", x, p["table"])
+            x = scaled(x, self.scale)
+        wide = accumulated_in(x.dtype) if ctx.wanted is not None else None  # so that sampling meets no ties
+        y = einsum("bsd,vd->bsv", x, p["table"], dtype=wide)
         if "bias" in self.parameters:
-            y += p["bias"]
+            add_to(y, p["bias"])
         if self.cap is None:
             return y, (x, None)
         soft_cap(y, self.cap)
@@ -141,7 +146,7 @@ class Head(Layer):
             dy = dy * slope
         dx = einsum("bsv,vd->bsd", dy, p["table"])
         if self.scale != 1:
-            dx *= self.scale
+            dx = scaled(dx, self.scale)
         dx = sh.start_reduce_scatter(dx, "b s d", over="v", onto="s")
         return dx, (x, dy)
 

@@ -36,6 +36,7 @@ class ForwardContext:
     length: int = 0  #: of the global sequence; only attention over several ranks needs it
     micro_batch: int = 0  #: its number in the step
     share: float = 1.0  #: the weight of this micro-batch's auxiliary losses in the loss of the step
+    scale: float = 1.0  #: by which gradients, also of auxiliary losses, are multiplied
     mask: Array | None = None  #: shaped as the targets; 0 where a target does not count
     documents: Documents | None = None  #: in training: of each sample; attention does not cross them
     cache: Cache | None = None  #: when serving: keys and values of the earlier positions

@@ -2,6 +2,7 @@
 
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.activations import gate_of, gelu, gelu_erf, relu, relu_squared, silu_gate
+from spmd_engine.arrays.elementwise import add_to, multiply_by
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import Layer
 
@@ -44,18 +45,18 @@ class MLP(Layer):
         x = sh.all_gather(x, "b s d", "s", across="f")
         z = einsum("bsd,df->bsf", x, p["w0"])
         if self.bias:
-            z += p["b0"]
+            add_to(z, p["b0"])
         h, slope = self.activation(z, want_slope=ctx.training and ctx.saving)
         y = sh.reduce_scatter(einsum("bsf,fd->bsd", h, p["w1"]), "b s d", over="f", onto="s")
         if self.bias:
-            y += p["b1"]
+            add_to(y, p["b1"])
         return y, (x, h, slope)
 
     def backward_input(self, sh, p, saved, dy):
         x, h, slope = saved
         dy_whole = sh.all_gather(dy, "b s d", "s", across="f")
         dz = einsum("bsd,fd->bsf", dy_whole, p["w1"])
-        dz *= slope
+        multiply_by(dz, slope)
         dx = sh.start_reduce_scatter(einsum("bsf,df->bsd", dz, p["w0"]), "b s d", over="f", onto="s")
         return dx, (x, h, dz, dy_whole, dy)
 
@@ -109,12 +110,12 @@ class GatedMLP(Layer):
         x = sh.all_gather(x, "b s d", "s", across="f")
         z, u = (einsum("bsd,df->bsf", x, p[name]) for name in ("gate", "up"))
         if self.bias:
-            z += p["gate_bias"]
-            u += p["up_bias"]
+            add_to(z, p["gate_bias"])
+            add_to(u, p["up_bias"])
         h, slopes = self.gate(z, u, want_slopes=ctx.training and ctx.saving)
         y = sh.reduce_scatter(einsum("bsf,fd->bsd", h, p["down"]), "b s d", over="f", onto="s")
         if self.bias:
-            y += p["down_bias"]
+            add_to(y, p["down_bias"])
         return y, (x, h, slopes)
 
     def backward_input(self, sh, p, saved, dy):
@@ -123,7 +124,7 @@ class GatedMLP(Layer):
         dh = einsum("bsd,fd->bsf", dy_whole, p["down"])
         dz, du = (dh * slope for slope in slopes)
         dx = einsum("bsf,df->bsd", dz, p["gate"])
-        dx += einsum("bsf,df->bsd", du, p["up"])
+        add_to(dx, einsum("bsf,df->bsd", du, p["up"]))
         dx = sh.start_reduce_scatter(dx, "b s d", over="f", onto="s")
         return dx, (x, h, dz, du, dy_whole, dy)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from spmd_engine.arrays import normalization
 from spmd_engine.arrays.backend import Array, backend_of, number_of
+from spmd_engine.arrays.precision import accumulated_in, rounded, widened
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.declarations import Activation, Buffer, Parameter
 from spmd_engine.layers.layer import Extra, Layer
@@ -121,25 +122,27 @@ class GroupNorm(Layer):
         return sh.all_reduce(x.sum((1, 2)) @ members, over=self.over) / self.terms
 
     def forward(self, sh, p, x, ctx):
+        dtype, x = x.dtype, widened(x)
         members = self._membership(sh, x)
         normal = x - (self._mean(sh, x, members) @ members.T)[:, None, None]
         variance = self._mean(sh, normal * normal, members)
         inverse = ((1 / backend_of(x).xp.sqrt(variance + self.epsilon)) @ members.T)[:, None, None]
         normal *= inverse
-        return normal * p["scale"] + p["shift"], (normal, inverse, members)
+        return rounded(normal * p["scale"] + p["shift"], dtype), (rounded(normal, dtype), inverse, members)
 
     def backward_input(self, sh, p, saved, dy):
         normal, inverse, members = saved
-        xp, scaled = backend_of(dy).xp, dy * p["scale"]
+        xp, saved_dy, dy, normal = backend_of(dy).xp, dy, widened(dy), widened(normal)
+        scaled = dy * widened(p["scale"])
         sums = xp.stack([scaled.sum((1, 2)) @ members, (scaled * normal).sum((1, 2)) @ members])
         means = (sh.all_reduce(sums, over=self.over) / self.terms) @ members.T
         dx = scaled - means[0][:, None, None]
         dx -= normal * means[1][:, None, None]
         dx *= inverse
-        return dx, (normal, dy)
+        return rounded(dx, saved_dy.dtype), (saved[0], saved_dy)
 
     def backward_weight(self, sh, rest, g):
-        normal, dy = rest
+        normal, dy = map(widened, rest)
         g.add("shift", dy.sum((0, 1, 2)))
         g.add("scale", (dy * normal).sum((0, 1, 2)))
 
@@ -193,7 +196,7 @@ class BatchNorm(Layer):
             inverse = 1 / xp.sqrt(p["variance"] + self.epsilon)
             return normalization.scale_channels(x, p["mean"], inverse * p["scale"], p["shift"]), None
         channels = x.shape[3]
-        sums = xp.empty(channels + 1, x.dtype)
+        sums = xp.empty(channels + 1, accumulated_in(x.dtype))
         sums[:channels] = normalization.channel_sums(x)
         sums[channels] = prod(x.shape[:3])
         sums = sh.all_reduce(sums, over=self.over)

@@ -9,6 +9,7 @@ from typing import Any
 
 from spmd_engine.axes import axes_text
 from spmd_engine.engine.parallel_config import composed_assignment, composed_layout
+from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.planning.dry_run.step_analysis import position_of
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.search.estimate import Estimate
@@ -217,7 +218,8 @@ class _Explainer:
         return lines, {name: int(size) for size, name, _ in largest}
 
     def _layer_bytes(self, cost: LayerCosts) -> float:
-        return cost.parameters * self.planner.itemsize * 4 + cost.saved + cost.above_backward
+        parameters, gradients, state = bytes_held(cost.parameters, cost.parameters, 0, self.planner.dtype)
+        return parameters + gradients + 2 * state + cost.saved + cost.above_backward
 
     def hybrid(self) -> Answer:
         if self.ranks < 4 or set(self.base.mesh) - {"data", "replicate", "shard"}:

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition, axes_text
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine.optimizers import OPTIMIZERS
@@ -64,7 +65,7 @@ class Request:
         if self.placement not in PLACEMENTS:
             raise UsageError(f"placement {self.placement!r}: choose {', '.join(PLACEMENTS)}")
         for node in self.machine.nodes:
-            self.machine.curve(node, str(np.dtype(self.dtype)))
+            self.machine.curve(node, str(dtype_of(self.dtype)))
         model, context = self.model.name, self.model.context
         if self.sequence is not None and 0 < context < self.sequence:
             raise UsageError(f"--sequence {self.sequence}: the context of {model} is {context}; give at most that")
@@ -229,7 +230,7 @@ class PlanResult:
             needs = plan.seconds, plan.sent, plan.memory
         return PlanFile(
             ranks=prod(composition.mesh.values()),
-            model=ModelConfig(name=model, dtype=str(np.dtype(request.dtype)), lora=lora),
+            model=ModelConfig(name=model, dtype=str(dtype_of(request.dtype)), lora=lora),
             batch_size=self.batch_size,
             micro_batches=self.micro_batches,
             composition=composition,

@@ -128,7 +128,7 @@ def vocabulary_of(engine: LayeredEngine) -> Vocabulary:
 
 BATCH = 32  #: sequences at a time
 #: Differences of logits within rounding, by bytes of a number.
-ROUNDING = {4: 1e-4, 8: 1e-12}
+ROUNDING = {2: 0.05, 4: 1e-4, 8: 1e-12}
 
 
 @dataclass(frozen=True)

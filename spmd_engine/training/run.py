@@ -506,6 +506,8 @@ class Run:
             if facts[name] != value:
                 raise UsageError(f"{self.folder} was trained with {name} {facts[name]!r}, but this run has {value!r}")
         self.trainer.steps_done = facts["step"]
+        if self.trainer.loss_scale and "loss_scale" in facts:
+            self.trainer.loss_scale.restore(facts["loss_scale"])
 
     def _warn_of_other_mesh(self) -> None:
         from spmd_engine.checkpoints.read import read_manifest
@@ -520,6 +522,7 @@ class Run:
         self.finish_saving(must)  # the previous save
         with self._maybe_unsaved(must), self._phase("saving, step", self.steps_done):
             self.write_config()
+            scale = self.trainer.loss_scale
             self._saving = Save(
                 self.folder,
                 self.engine,
@@ -527,7 +530,7 @@ class Run:
                 step=self.steps_done,
                 config=self.config,
                 keep=self._keep,
-                facts=self.facts,
+                facts=self.facts if scale is None else self.facts | {"loss_scale": scale.as_json()},
                 background=self._background and not must,
             )
 

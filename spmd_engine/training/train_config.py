@@ -234,6 +234,8 @@ def _changed(configuration: Configuration, values: Mapping[tuple[str, ...], Any]
 def _setting(name: str) -> ConfigField:
     settings = settings_of(TrainConfig)
     if name not in settings:
+        name = next((new for new, field in settings.items() if name in field.about.get("old_names", ())), name)
+    if name not in settings:
         raise UsageError(f"a job has no option {name!r}; {one_of(name, settings)}")
     return settings[name]
 

@@ -25,6 +25,7 @@ from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import NotFiniteError, ReplicasDifferError, UsageError
 from spmd_engine.layers.contract import described
 from spmd_engine.runtime.signals import StopFlag
+from spmd_engine.training.loss_scale import LossScale
 
 if TYPE_CHECKING:
     from spmd_engine.training.first_step_check import FirstStepCheck
@@ -50,6 +51,7 @@ class StepReport:
     private_bytes: list[int] | None = None  #: by rank: memory of its process, without pages that it shares with others
     side_outputs: dict[str, Any] | None = None  #: of layers, by name: auxiliary losses, counts
     predicted: dict[str, Any] | None = None  #: of the first step: the prediction of ``analyze``, and the measurement
+    loss_scale: float | None = None  #: with float16: the factor of the gradients in this step
     skipped: str | None = None  #: why nothing was updated: the value that is not finite, and its ranks
     validation_loss: float | None = None
     validation_metrics: Mapping[str, float] | None = None  #: by name, as ``Evaluation`` has them
@@ -70,8 +72,10 @@ class Trainer:
     whose global norm exceeds ``grad_clip`` are scaled down to it; 0: no limit. If the loss or norm is not finite, no
     rank updates anything, and the report gives the reason; after more than ``max_skipped`` such steps in a row,
     NotFiniteError is raised on every rank. If only some ranks find such values in gradients that should be equal,
-    ReplicasDifferError is raised. With ``step_metrics``, every report has the bytes and waiting times of all ranks,
-    which takes a small collective; it always has the auxiliary losses and counts that layers return.
+    ReplicasDifferError is raised. If the engine computes in float16, gradients are scaled (``LossScale``); a step
+    whose gradients overflow only because of the scale does not count as such a step. With ``step_metrics``, every
+    report has the bytes and waiting times of all ranks, which takes a small collective; it always has the auxiliary
+    losses and counts that layers return.
     ``first_step_check`` compares the first step with its dry run. ``run`` ends after a step at whose end any rank had a
     signal in its ``stop`` flag: all ranks' flags are then taken. ``has_request`` is called at the end of each step; if
     it returns True on any rank, ``requested`` is True on all of them until the next step: they agree without a call.
@@ -97,6 +101,7 @@ class Trainer:
         self.grad_clip, self.loss, self.steps_done, self.step_metrics = grad_clip, loss, first_step, step_metrics
         self.stop, self.max_skipped, self.first_step_check = stop, max_skipped, first_step_check
         self.skipped_in_a_row = 0
+        self.loss_scale = LossScale() if getattr(engine, "dtype", None) == np.float16 else None
         self.has_request: Callable[[], bool] = lambda: False
         self.requested = False
 
@@ -115,15 +120,16 @@ class Trainer:
             batch = replace(batch, count=engine.count(batch))
         if self.first_step_check:
             self.first_step_check.begin()
+        loss_scale = engine.loss_scale = self.loss_scale.value if self.loss_scale else 1.0
         with np.errstate(over="ignore", invalid="ignore"):  # values that are not finite are reported below, once
             loss = engine.step(batch, self.loss)
-            norm = engine.gradient_norm()
+            norm = engine.gradient_norm() / loss_scale
         rate, skips = self.rate(step), not (isfinite(loss) and isfinite(norm))
         if not hasattr(rate, "__float__"):
             raise UsageError(f"rate({step}) returned {rate!r}; return the learning rate of that step, a number")
         if not skips:
             scale = min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip else 1.0
-            self.optimizer.update(engine, engine.gradients, step=step + 1, rate=rate, scale=scale)
+            self.optimizer.update(engine, engine.gradients, step=step + 1, rate=rate, scale=scale / loss_scale)
             self.skipped_in_a_row = 0
         else:
             engine.update_skipped()
@@ -137,6 +143,9 @@ class Trainer:
             skips, self.stop.received if self.stop else None, requests
         )
         skipped = self._skip(loss, norm, batch) if skips else None
+        if self.loss_scale:
+            self.loss_scale.update(overflow=skips)
+            facts["loss_scale"] = loss_scale
         self.steps_done += 1
         if self.stop:
             self.stop.take(signal)
@@ -152,6 +161,8 @@ class Trainer:
 
     def _skip(self, loss: float, norm: float, batch: Batch) -> str:
         """Why this step updates nothing. Collective. Raises NotFiniteError after too many such steps in a row."""
+        if self.loss_scale and self.loss_scale.can_fall() and isfinite(loss):
+            return f"gradients overflow float16 at loss scale {self.loss_scale.value:g}"
         self.skipped_in_a_row += 1
         problem = f"the loss is {loss}" if not isfinite(loss) else f"the gradient's norm is {norm}"
         gradients = self.engine.named(self.engine.gradients).items()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd_engine.arrays import get_backend
+from spmd_engine.arrays.precision import HALVES, dtype_of
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
@@ -168,7 +169,7 @@ def _open_code(job: TrainConfig, mesh: Mesh, placed: bool) -> Workload:
         raise UsageError(f"{job.model.name} is an engine of your own: give --data FILE.npz, with arrays x and y")
     if make is not None:
         _check_undivided(job, f"{job.model.name}, which makes an engine,")
-        engine = make_engine(make, mesh, device=job.device, dtype=np.dtype(job.model.dtype))
+        engine = make_engine(make, mesh, device=job.device, dtype=dtype_of(job.model.dtype))
         check_mesh(job.model.name, engine, mesh, job.composition.mesh)
     else:
         engine = _build(job, mesh, placed)
@@ -224,7 +225,11 @@ def _open_page(job: TrainConfig, mesh: Mesh) -> Workload:
 
 
 def _check_undivided(job: TrainConfig, what: str) -> None:
-    """Raise UsageError for options of a composition: ``what`` has its own sharding."""
+    """Raise UsageError for options of a composition, since ``what`` has its own sharding, and for 16-bit floats, since
+    it keeps no parameters in another dtype than it computes in."""
+    if job.model.dtype in HALVES:
+        nearest = "return a Model, or choose float32 or float64"
+        raise UsageError(f"{what} keeps its own parameters, without float32 masters: for --precision {nearest}")
     chosen, usual = job.composition.as_json(), ParallelConfig().as_json()
     if options := [name for name in chosen if chosen[name] != usual[name] and name != "mesh"]:
         listed = ", ".join("--" + name.replace("_", "-") for name in options)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.precision import widened
 from spmd_engine.comm.group import Group
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.errors import UsageError
@@ -159,5 +160,5 @@ def _block(array: np.ndarray, index: Index) -> np.ndarray:
 
 
 def on_host(array: Array) -> np.ndarray:
-    """A copy or view of an array on the host."""
-    return np.asarray(backend_of(array).to_host(array))
+    """A copy or view of an array on the host; 16-bit floats in the dtype of their sums."""
+    return widened(np.asarray(backend_of(array).to_host(array)))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.agreement.rank_zero import on_rank_zero
+from spmd_engine.comm.agreement.rank_zero import gather_json, on_rank_zero
 from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.optimizers import AdamW, Optimizer
@@ -24,6 +24,9 @@ from spmd_engine.verification.report import Cause, Disagreement, Distances, Grad
 GRADIENT, LOSS, NORM = "gradient", "loss", "squared norm of the gradient"
 #: By dtype, relative to a tensor's scale: larger than rounding errors of a few steps, smaller than mistakes.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
+#: A mesh that rounds elsewhere makes at most twice as many roundings of a tensor's terms as one device, so that its own
+#: distance from exact values is at most about twice as large, and the distance between both three times.
+ROUNDINGS = 3.0
 
 
 def verify(
@@ -39,6 +42,7 @@ def verify(
     finite_differences: bool = True,
     on_gradients: Callable[[GradientCheck], None] = lambda check: None,
     on_step: Callable[[Distances], None] = lambda distances: None,
+    exact: ShardedEngine | None = None,
 ) -> Report:
     """Train ``engine`` on all ranks and ``reference`` on rank 0 alone, and compare everything they compute.
 
@@ -55,9 +59,14 @@ def verify(
     the order of computation (forwards layer by layer, then backwards) and its explanation. Both engines are trained.
     Collective; the report is the same on every rank.
 
+    Engines of 16-bit floats are to be made and verified inside ``emulated()``: sums are then float64, and tensors agree
+    as those of float64 do, unless the mesh rounds where one device does not: where ranks sum 16-bit floats. Then
+    ``exact``, which rank 0 needs, bounds the differences: it is the reference in float64, which is trained, too. A
+    tensor may differ from the reference by ``ROUNDINGS`` times as much as rounding takes the reference away from it.
+
     Raises NotFiniteError if the reference diverges, UsageError if the two cannot be compared.
     """
-    pair = Pair(engine, reference, batches, loss, tolerance)
+    pair = Pair(engine, reference, batches, loss, tolerance, exact)
     optimizers = optimizer(), optimizer()
     agreed: list[Distances] = []
     _, disagreement = pair.compare(pair.parameters(INITIAL), step=0)
@@ -79,7 +88,7 @@ def verify(
         if disagreement is None:
             agreed.append(_distances(step, pair.expected_loss, computed, updated))
             on_step(agreed[-1])
-    return Report(agreed, pair.tolerance, disagreement, check)
+    return Report(agreed, pair.tolerance, disagreement, check, pair.rounded_in(), tuple(pair.differing))
 
 
 def _distances(step: int, loss: float, computed: Sequence[Measured], updated: Sequence[Measured]) -> Distances:
@@ -98,6 +107,7 @@ class Pair:
         batches: Callable[[ShardedEngine, int], Batch],
         loss: Callable[[ShardedEngine], Loss | None] = lambda engine: None,
         tolerance: float | None = None,
+        exact: ShardedEngine | None = None,
     ) -> None:
         self.engine, self.batches, self.loss_of = engine, batches, loss
         self.reference: Any = reference  # an engine on rank 0; not used on other ranks
@@ -109,12 +119,22 @@ class Pair:
         self.probe, self.probe_alone = probe(engine), self._on_first(lambda: probe(self.reference))
         self.tolerance = tolerance or from_first(self.world, self._on_first(lambda: _tolerance(self.reference)))
         self.micro_batches = 1
+        #: on rank 0, the float64 engine compared with the reference
+        self.of_rounding: Pair | None = exact and Pair(exact, reference, batches, loss, self.tolerance)
+        self.exact_optimizer: Optimizer | None = None
+        self.differing: dict[str, None] = {}  #: tensors that differ, since the mesh rounds elsewhere, in order
         self.gradients_before: dict[str, Array] = {}
         self.parameters_before: dict[str, Array] = {}
 
     def _on_first(self, do: Callable[[], Any]) -> Any:
         """Return the result of ``do`` on rank 0, which has the reference; None on others. All raise its UsageError."""
         return on_rank_zero(self.world, do)
+
+    def rounded_in(self) -> tuple[str, ...]:
+        """The layers in which ranks have summed 16-bit floats, so that the mesh rounds elsewhere than one device.
+        Collective."""
+        ranks = gather_json(self.world, sorted({label for _, _, label in self.engine.ledger.rounded}), "verify")
+        return tuple(dict.fromkeys(label for labels in ranks for label in labels))
 
     # --- steps of both -----------------------------------------------------------------------------------
 
@@ -140,6 +160,8 @@ class Pair:
         self.expected_loss = from_first(self.world, self._on_first(step_reference))
         if not np.isfinite(self.expected_loss):
             raise NotFiniteError(f"step {step}: one device's loss is {self.expected_loss}; lower the learning rate")
+        if self.of_rounding:
+            self.of_rounding.forward_and_backward(step)
 
     def update(self, optimizer: Optimizer, optimizer_alone: Optimizer, step: int, rate: float) -> None:
         """Update both engines, and keep copies of the gradients and parameters before the update."""
@@ -147,6 +169,10 @@ class Pair:
         self.parameters_before = {name: parameter.copy() for name, parameter in self.engine.parameters.items()}
         optimizer.update(self.engine, self.engine.gradients, step=step, rate=rate)
         self._on_first(lambda: optimizer_alone.update(self.reference, self.reference.gradients, step=step, rate=rate))
+        if self.of_rounding:
+            exact = self.of_rounding.engine
+            self.exact_optimizer = self.exact_optimizer or type(optimizer)()
+            self.exact_optimizer.update(exact, exact.gradients, step=step, rate=rate)
 
     # --- comparing ---------------------------------------------------------------------------------------
 
@@ -157,13 +183,48 @@ class Pair:
         """
         at_once = [tensor for tensor in tensors if not _is_between_layers(tensor)]
         measured = measure(self.world, at_once)
-        if not any(measurement.is_off(self.tolerance) for measurement in measured):
+        off = [measurement for measurement in measured if measurement.is_off(self.tolerance)]
+        if not off:
+            return measured, None
+        limits: dict[str, float] = {}  # of tensors that may differ by more, since the mesh rounds elsewhere
+        if step and self.rounded_in():
+            limits = self._bounds(computed=tensors[0].kind != PARAMETER)
+            self.differing |= {_words(measurement.tensor): None for measurement in off}
+
+        def is_off(measurement: Measured) -> bool:
+            return measurement.is_off(max(self.tolerance, limits.get(_key(measurement.tensor), 0.0)))
+
+        if not any(map(is_off, measured)):
             return measured, None
         measured_by_id = dict(zip(map(id, at_once), measured, strict=True))
         one_by_one = (measured_by_id.get(id(tensor)) or measure(self.world, [tensor])[0] for tensor in tensors)
-        first = next(measurement for measurement in one_by_one if measurement.is_off(self.tolerance))
-        disagreement = examine(self.engine, first, self.tolerance, step=step, micro_batches=self.micro_batches)
-        return measured, self._explain(disagreement, [x for x in measured if x.is_off(self.tolerance)])
+        first = next(measurement for measurement in one_by_one if is_off(measurement))
+        limit = max(self.tolerance, limits.get(_key(first.tensor), 0.0))
+        disagreement = examine(self.engine, first, limit, step=step, micro_batches=self.micro_batches)
+        return measured, self._explain(disagreement, [x for x in measured if is_off(x)])
+
+    def _bounds(self, computed: bool) -> dict[str, float]:
+        """How far a tensor may be off, relative to its scale, if only roundings differ: by the reference's distance
+        from the exact values, of this tensor or of the median one of its kind. For the tensors that are ``computed``,
+        or for the parameters. Collective."""
+
+        def find() -> dict[str, float]:
+            assert self.of_rounding, "rank 0 has the exact engine"
+            tensors = self.of_rounding.computed() if computed else self.of_rounding.parameters(PARAMETER)
+            measured = measure(self.of_rounding.world, tensors)
+            if not computed:  # AdamW updates the smallest gradient, of either sign, as much as the largest
+                most = max(measurement.most for measurement in measured)
+                return {_key(each.tensor): ROUNDINGS * most / each.scale for each in measured}
+            by_kind: dict[bool, list[float]] = {}
+            for each in measured:
+                by_kind.setdefault(each.tensor.kind in (OUTPUT, LOSS), []).append(each.distance)
+            medians = {kind: float(np.median(distances)) for kind, distances in by_kind.items()}
+            return {
+                _key(each.tensor): ROUNDINGS * max(each.distance, medians[each.tensor.kind in (OUTPUT, LOSS)])
+                for each in measured
+            }
+
+        return from_first(self.world, self._on_first(find))
 
     def _explain(self, disagreement: Disagreement, wrong: Sequence[Measured]) -> Disagreement:
         """Find the line of a user's function that causes a disagreement in a step, unless a line is known."""
@@ -260,6 +321,10 @@ class Pair:
 def _number(kind: str, expected: Any, found: float, power: int = 1) -> ComparedTensor:
     """Return the tensor of a number that every rank should have."""
     return ComparedTensor(kind, lambda: np.array(expected**power), lambda shape: LocalPart(np.array(found**power), ()))
+
+
+def _words(tensor: ComparedTensor) -> str:
+    return f"{tensor.kind} of {tensor.name or tensor.layer}" if tensor.name or tensor.layer else tensor.kind
 
 
 def _key(tensor: ComparedTensor) -> str:

@@ -170,6 +170,8 @@ class Report:
     tolerance: float
     disagreement: Disagreement | None = None
     gradients: GradientCheck | None = None  #: None: skipped, or not reached
+    rounded_in: tuple[str, ...] = ()  #: layers in which ranks sum 16-bit floats: there the mesh rounds elsewhere
+    differing: tuple[str, ...] = ()  #: tensors that differ for this reason, within its bound
 
     @property
     def agrees(self) -> bool:
@@ -186,7 +188,15 @@ class Report:
         """``agrees to 3e-13``, or the disagreement, or the wrong gradients of one device."""
         if self.gradients and self.gradients.wrong:
             return str(self.gradients)
-        return str(self.disagreement) if self.disagreement else f"agrees to {self.distance:.0e}"
+        if self.disagreement:
+            return str(self.disagreement)
+        if not self.differing:
+            return f"agrees to {self.distance:.0e}"
+        most = max(max(step.of_loss, step.of_gradients) for step in self.steps)
+        return (
+            f"loss and gradients agree to {most:.0e}, within the bound of roundings that one device does not make: "
+            f"ranks sum 16-bit floats in {_listed(self.rounded_in)}\n  so these differ: {_listed(self.differing)}"
+        )
 
     def __str__(self) -> str:
         return "\n".join([HEADING, *map(str, self.steps), self.verdict])
@@ -196,3 +206,7 @@ class Report:
         caption = "Largest differences from one device, relative to the scales of tensors"
         table = html_table(caption, ["step", "loss", "of loss", "of gradients", "of parameters"], rows)
         return f"{table}<pre>{escape(self.verdict)}</pre>"
+
+
+def _listed(names: Sequence[str], most: int = 6) -> str:
+    return ", ".join([*names[:most], *([f"and {len(names) - most} more"] if len(names) > most else [])])

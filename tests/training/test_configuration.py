@@ -44,7 +44,10 @@ def test_what_json_leaves_out_has_its_default():
         ({"version": 1, "training": {"momentum": 1.5}}, "training: momentum is 1.5: it must be from 0 to 1"),
         ({"version": 1, "training": {"learning_rate": float("nan")}}, "learning_rate is nan: it must be finite"),
         ({"version": 1, "model": {"dropout": 1}}, "model: dropout is 1.0: it must be from 0 below 1"),
-        ({"version": 1, "model": {"dtype": "int8"}}, "model: dtype is 'int8'; there are: float32, float64"),
+        (
+            {"version": 1, "model": {"dtype": "int8"}},
+            "model: dtype is 'int8'; there are: float32, bfloat16, float16, float64",
+        ),
         ({"version": 1, "model": {"name": None}}, "model: name is None: it must be a text"),
         ({"version": 1, "composition": {"mesh": {"data": "two"}}}, "composition: mesh is .*: it must map names"),
         ({"version": 1, "composition": {"compress": "zip"}}, "composition: .*zip"),

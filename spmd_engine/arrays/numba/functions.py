@@ -59,6 +59,23 @@ class FastFunctions:
         self._loops.round_to_bfloat16(x.view(np.int32), y.view(np.int16))
         return y
 
+    def add_halves(self, x, y):
+        """x[... d] += y, of bfloat16, shaped as x or [d]; False if the loop does not take these arrays."""
+        return self._of_halves(self._loops.add_halves, x, y)
+
+    def multiply_halves(self, x, y):
+        """x[... d] *= y; see ``add_halves``."""
+        return self._of_halves(self._loops.multiply_halves, x, y)
+
+    def _of_halves(self, loop, x, y):
+        alike = x.dtype == y.dtype == bfloat16 and x.flags.c_contiguous and x.ndim
+        if not alike or y.shape not in (x.shape, x.shape[-1:]):
+            return False
+        if x.size:
+            rows = (z.view(np.int16).reshape(-1, x.shape[-1]) for z in (x, np.ascontiguousarray(y)))
+            loop(*rows)
+        return True
+
     # Activations
 
     def relu(self, z, want_slope=True):

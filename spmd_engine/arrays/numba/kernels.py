@@ -24,6 +24,7 @@ f32 = np.float32
 # What loops take: contiguous arrays of 1, 2, 3 and 4 dimensions, numbers, and tuples of four.
 Vector, Rows, Blocks, Images = (types.Array(types.float32, dimensions, "C") for dimensions in (1, 2, 3, 4))
 Flags, Indices = types.Array(types.boolean, 1, "C"), types.Array(types.int64, 1, "C")
+HalfRows = types.Array(types.int16, 2, "C")
 Bits, Halves = types.Array(types.int32, 1, "C"), types.Array(types.int16, 1, "C")  # of float32 and of bfloat16
 Number, Integer, Four = types.float32, types.int64, types.UniTuple(types.int64, 4)
 
@@ -76,6 +77,50 @@ def exponential(x):
 
 
 # --- bfloat16: the upper half of a float32
+
+
+@intrinsic
+def _as_bits(context, number):
+    """The bits of this float32."""
+
+    def generate(_, builder, __, arguments):
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.int32(types.float32), generate
+
+
+@njit(inline="always")
+def _widened(half):
+    return _as_float(int32(int32(half) << int32(16)))
+
+
+@njit(inline="always")
+def _rounded(x):
+    """The upper half of x, rounded to nearest even; NaN stays NaN."""
+    bits = _as_bits(x)
+    half = int32(bits >> int32(16))
+    even = int32(int32(bits + int32(0x7FFF)) + int32(half & int32(1))) >> int32(16)
+    return np.int16(half | int32(0x40)) if x != x else np.int16(even)
+
+
+@compiled
+def add_halves(x: HalfRows, y: HalfRows):
+    """x[n d] += y[n d], or y[1 d]."""
+    rows, width = x.shape
+    for i in range(rows):
+        row = i if y.shape[0] > 1 else 0
+        for j in range(width):
+            x[i, j] = _rounded(_widened(x[i, j]) + _widened(y[row, j]))
+
+
+@compiled
+def multiply_halves(x: HalfRows, y: HalfRows):
+    """x[n d] *= y[n d], or y[1 d]."""
+    rows, width = x.shape
+    for i in range(rows):
+        row = i if y.shape[0] > 1 else 0
+        for j in range(width):
+            x[i, j] = _rounded(_widened(x[i, j]) * _widened(y[row, j]))
 
 
 @compiled

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 
+from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.cli.options import Quantity, options_of, values_given
 from spmd_engine.cli.plan.compare import compare_run
 from spmd_engine.cli.plan.page import print_comparison, print_fixed, print_plan
@@ -80,7 +80,7 @@ _SIZE, _TIME = Quantity(BYTES), Quantity(SECONDS)
 )
 @options_of(
     TrainConfig,
-    ["model", "dtype", "optimizer", "length", "micro_batches", "lora", "composition"],
+    ["model", "precision", "optimizer", "length", "micro_batches", "lora", "composition"],
     without=["rebalance_every"],
     defaults=dict.fromkeys(("mesh", *SEARCHED), "searched"),
     help={"mesh": "Evaluate this mesh only; options that are not given are as in 'train'."},
@@ -170,7 +170,7 @@ def _request(options: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
         _fixed(values),
         axes=_axes(options["axes"]),
         sequence=job.data.length,
-        dtype=np.dtype(job.model.dtype),
+        dtype=dtype_of(job.model.dtype),
         optimizer=job.training.optimizer,
         base=base,
         seconds=options["seconds"],

@@ -8,8 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at, parse_json, read_text, reading
 from spmd_engine.planning.machine.files import default_machine
@@ -54,7 +53,7 @@ def compare_run(run: str, machine_name: str | None = None) -> TraceComparison:
         job.composition,
         job.data.batch_size,
         job.data.micro_batches,
-        dtype=np.dtype(job.model.dtype),
+        dtype=dtype_of(job.model.dtype),
         optimizer=optimizer_of(job.training),
     )
     return compare_trace(str(folder), trace, len(seconds), sum(seconds) / len(seconds), evaluation.prediction, machine)

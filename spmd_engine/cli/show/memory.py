@@ -9,14 +9,15 @@ from math import prod
 from pathlib import Path
 
 import click
-import numpy as np
 
+from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition, all_positions
 from spmd_engine.cli.options import axes_of, takes_job
 from spmd_engine.cli.show.picture import output_option, present
 from spmd_engine.engine.optimizers import OPTIMIZERS, AdamW, Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_assignment, composed_layout
 from spmd_engine.engine.state.assignment import PIPE
+from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.models import Model
 from spmd_engine.pictures import BLUE, GREEN, ORANGE, PURPLE, Cell, Picture, listed, table, text
 from spmd_engine.planning import analyze
@@ -35,7 +36,7 @@ Held = tuple[tuple[str, int], ...]  # classes with their bytes
 
 @click.command(short_help="Bytes per rank, by what they are for.")
 @takes_job(
-    *("model", "images", "mesh", "shares", "zero", "dtype", "optimizer"),
+    *("model", "images", "mesh", "shares", "zero", "precision", "optimizer"),
     described=True,
     help={"zero": "One ZeRO stage, rank by rank. Without it, all stages side by side."},
 )
@@ -143,19 +144,15 @@ def bytes_per_rank(
     """
     optimizer = optimizer or AdamW()
     frozen = any(buffer.frozen for _, (buffer, _) in model.buffers())
-    zero, itemsize = composition.storage.stage(axes), np.dtype(dtype).itemsize
+    zero, itemsize = composition.storage.stage(axes), dtype_of(dtype).itemsize
     counts = elements_per_rank(model, axes, composition, itemsize)
     unsharded_bytes = [0] * len(counts)
     if zero >= 2:
         unsharded_bytes = _peak_unsharded_bytes(model, axes, composition, dtype, cache)
     ranks = []
     for (whole, owned, of_frozen), unsharded in zip(counts, unsharded_bytes, strict=True):
-        held = (
-            (owned if zero >= 3 else whole) * itemsize,
-            (owned if zero >= 2 else whole) * itemsize,
-            len(optimizer.kinds) * (owned if zero >= 1 else whole) * itemsize,
-            unsharded,
-        )
+        parameters, gradients, state = bytes_held(whole, owned, zero, dtype_of(dtype))
+        held = parameters, gradients, len(optimizer.kinds) * state, unsharded
         of_frozen_weights = ((FROZEN, of_frozen * itemsize),) if frozen else ()
         ranks.append((*zip(CLASSES, held, strict=True), *of_frozen_weights))
     return ranks

@@ -61,7 +61,7 @@ MOST_PARTS = 64  # micro-batches
 
 @click.command(short_help="What a rank sends in a step, and when.")
 @takes_job(
-    *("model", "images", "dtype", "mixture", "composition", "batch_size", "micro_batches"),
+    *("model", "images", "precision", "mixture", "composition", "batch_size", "micro_batches"),
     described=True,
     defaults={"batch_size": 16},
 )

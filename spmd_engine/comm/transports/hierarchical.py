@@ -15,7 +15,8 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.blocks import accumulated_in, spans
+from spmd_engine.arrays.precision import accumulated_in
+from spmd_engine.comm.blocks import spans
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.shared_memory.slot_table import SlotTable
 from spmd_engine.comm.transports.messages import MessagePart

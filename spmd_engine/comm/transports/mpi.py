@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.blocks import accumulated_in
+from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.comm.communicators.communicator import CallOrder
 from spmd_engine.comm.dispatch import Tuning
 from spmd_engine.comm.pending import Condition, Steps

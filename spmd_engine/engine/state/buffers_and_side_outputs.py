@@ -9,6 +9,7 @@ from math import prod
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend, backend_of
+from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine.state.assignment import PIPE
@@ -54,7 +55,8 @@ class Buffers:
                 self._described[full_name] = buffer
                 self._axes[full_name] = shards.axes(buffer.summed, buffer.where)
                 self.index[full_name] = spec.block(shape, mesh)
-                self.arrays[full_name] = backend.xp.full(spec.local_shape(shape, mesh), buffer.initial, dtype)
+                kept_in = dtype if buffer.frozen else accumulated_in(dtype)  # running statistics are sums
+                self.arrays[full_name] = backend.xp.full(spec.local_shape(shape, mesh), buffer.initial, kept_in)
                 self._of_layer.setdefault(number, {})[local_name] = self.arrays[full_name]
 
     def of_layer(self, number: int) -> dict[str, Array]:

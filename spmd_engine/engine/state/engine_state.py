@@ -111,7 +111,7 @@ def place(
     reducer = Reducer(store.storages, assignment.uses, passes)
     shards = [Shards(mesh, layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
     stash = Stash(store.offload_file) if "activations" in storage.offload.kinds and store.offload_file else None
-    parts = model.layers, shards, unsharder, reducer, extras, stash
+    parts = model.layers, shards, unsharder, reducer, extras, stash, dtype
     chunks = {
         number: Chunk(segments(model, layers, Recompute(recompute)), *parts)
         for number, layers in zip(assignment.mine, passes, strict=True)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
+from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
@@ -55,7 +56,7 @@ class ParameterStore:
         self.offload_file = None
         if self.offload.kinds:
             self.offload_file = on_all_ranks(mesh.group(), lambda: self.offload.open(backend), OffloadError)
-        away = partial(self._away, dtype, backend) if "parameters" in self.offload.kinds else None
+        away = partial(self._away, accumulated_in(dtype), backend) if "parameters" in self.offload.kinds else None
         self.storages = [
             GroupStorage(group, mesh, zero, dtype, backend, storage.compress, away=away) for group in assignment.groups
         ]
@@ -131,6 +132,13 @@ class ParameterStore:
                     draw(name, part, self._index_of_rows(name, rows[name]))
 
         for pending in [storage.start_fill(partial(draw_part, storage.group)) for storage in self.storages]:
+            if pending:
+                pending.wait()
+        self.publish()
+
+    def publish(self) -> None:
+        """After a fill of ``parameters`` that are masters: give them to layers, on all ranks. Collective."""
+        for pending in [storage.start_refresh() for storage in self.storages if storage.has_masters]:
             if pending:
                 pending.wait()
 

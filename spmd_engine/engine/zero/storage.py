@@ -17,6 +17,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.arrays.memory import fresh_zeros
+from spmd_engine.arrays.precision import accumulated_in, is_half, rounded
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Deferred, Pending
 from spmd_engine.engine.zero.compression import compression
@@ -27,8 +28,10 @@ from spmd_engine.sharding.groups import ParameterGroup
 class GroupStorage:
     """A parameter group's flat arrays on this rank, and the collectives that move its parts.
 
-    ``own_...`` are what this rank updates; ``whole_...`` what layers use: the same memory, or temporary memory (None
-    while it is absent). A sharded group that is not ``trained`` has no gradients.
+    ``own_...`` are what this rank updates; ``whole_...`` what layers use: the same memory, temporary memory (None
+    while it is absent), or, for 16-bit floats, a copy. Then own parameters are masters in the dtype of sums, which
+    gradients have, too; ``publish`` rounds them to what layers use. A group that is not ``trained`` has neither masters
+    nor, if sharded, gradients.
     """
 
     def __init__(
@@ -48,6 +51,8 @@ class GroupStorage:
         if len(summed.stages) > 1:
             over, stages = ("pipe", *over), {"pipe": summed.stages}
         self.group, self.dtype = group, dtype
+        wide = accumulated_in(dtype) if trained else dtype
+        self.has_masters = wide != dtype  #: whether the own parameters are in another dtype than the layers use
         self.owners = mesh.group(summed.cut) if summed.cut else None  #: ranks that own its parts
         self.rest = mesh.group(over, among=stages) if over else None  #: ranks that own the same part, to sum over last
         self.zero = zero if self.owners else 0
@@ -75,27 +80,36 @@ class GroupStorage:
 
         #: arrays; None while they are absent
         self.whole_parameters: Any = None if self.is_released else zeros(group.size, dtype)
-        self.whole_gradients: Any = zeros(group.size, dtype, used=False) if self.zero < 2 else None
+        self.whole_gradients: Any = zeros(group.size, wide, used=False) if self.zero < 2 else None
         part = self.interval
+        #: this rank's part of what layers use, which is gathered; None while it is away
+        self.sent_parameters: Any = None
+        if not self.is_away:
+            self.sent_parameters = zeros(own_size, dtype) if self.zero == 3 else self.whole_parameters[part]
         if self.is_away and away is not None:
             self.own_parameters: Array = away(own_size)
         else:
-            self.own_parameters = zeros(own_size, dtype) if self.zero == 3 else self.whole_parameters[part]
+            self.own_parameters = zeros(own_size, wide) if self.has_masters else self.sent_parameters
         self.own_gradients: Array = (
-            zeros(own_size if trained else 0, dtype) if self.zero >= 2 else self.whole_gradients[part]
+            zeros(own_size if trained else 0, wide) if self.zero >= 2 else self.whole_gradients[part]
         )
         self._gathering: Pending | None = None
         self._views: dict[str, Array] | None = None
         self._gradient_views: dict[str, Array] | None = None
 
     @property
+    def is_apart(self) -> bool:
+        """Whether the own parameters have memory of their own, apart from the whole ones."""
+        return self.is_released or self.has_masters
+
+    @property
     def stored(self) -> slice:
-        """The interval of the parameters that this rank stores between uses."""
-        return self.interval if self.zero == 3 else self.group.whole
+        """The interval of the parameters that this rank stores between uses, and that checkpoints contain."""
+        return self.interval if self.is_apart else self.group.whole
 
     @property
     def stored_parameters(self) -> Array:
-        return self.own_parameters if self.is_released else self.whole_parameters
+        return self.own_parameters if self.is_apart else self.whole_parameters
 
     # --- parameters --------------------------------------------------------------------------------------
 
@@ -105,15 +119,15 @@ class GroupStorage:
         Ranks of one node that store the same parameters fill a part each, and begin to gather the other parts. Between
         nodes the transfer would take longer than the computation.
         """
-        replicas = None if self.is_released else self.owners or self.rest
+        replicas = None if self.is_released or self.has_masters and self.zero else self.owners or self.rest
         if replicas is None or len(set(replicas.comm.hosts)) > 1:
             fill(self.stored, self.stored_parameters)
             return None
         parts = self.group.intervals(replicas.size)
-        mine = self.whole_parameters[parts[replicas.rank]]
+        mine = self.stored_parameters[parts[replicas.rank]]
         fill(parts[replicas.rank], mine)
         sizes = [part.stop - part.start for part in parts]
-        return replicas.start_all_gather(mine, sizes=sizes, out=self.whole_parameters, label="parameters")
+        return replicas.start_all_gather(mine, sizes=sizes, out=self.stored_parameters, label="parameters")
 
     def start_gather(self) -> None:
         """Begin to gather the whole parameters, unless they are present or in flight."""
@@ -122,8 +136,8 @@ class GroupStorage:
             self._gathering = self._start_read() if self.is_away else self._start_all_gather()
 
     def _start_read(self) -> Pending:
-        into = self._empty(self.own_parameters.size, self.dtype) if self.owners else self.whole_parameters
-        return self.own_parameters.start_read(into)
+        own, is_whole = self.own_parameters, not self.owners and not self.has_masters
+        return own.start_read(self.whole_parameters if is_whole else self._empty(own.size, own.dtype))
 
     def finish_gather(self) -> None:
         """Wait until the whole parameters are present."""
@@ -131,7 +145,9 @@ class GroupStorage:
             own = self._gathering.wait()
             self._gathering = None
             if self.is_away and self.owners:
-                self._start_all_gather(own).wait()
+                self._start_all_gather(rounded(own, self.dtype)).wait()
+            elif self.is_away and self.has_masters:
+                rounded(own, self.dtype, self.whole_parameters)
 
     @property
     def parameters(self) -> dict[str, Array]:
@@ -150,12 +166,18 @@ class GroupStorage:
         """After an update of the own part: begin to send it to the ranks that hold the whole group."""
         if self.is_released:
             self.release()
+        self.publish()
         return self._start_all_gather() if self.zero in (1, 2) else None
+
+    def publish(self) -> None:
+        """Round masters to this rank's part of what layers use."""
+        if self.has_masters and not self.is_away:
+            rounded(self.own_parameters, self.dtype, self.sent_parameters)
 
     def _start_all_gather(self, own: Array | None = None) -> Pending:
         assert self.owners
         return self.owners.start_all_gather(
-            self.own_parameters if own is None else own,
+            self.sent_parameters if own is None else own,
             sizes=self._sizes,
             out=self.whole_parameters,
             label="parameters",
@@ -167,7 +189,7 @@ class GroupStorage:
     def gradients(self) -> dict[str, Array]:
         """The whole gradients by name, to be added to; from stage 2 on, in new memory (not zeroed) each time."""
         if self.whole_gradients is None:
-            self.whole_gradients = self._empty(self.group.size, self.dtype)
+            self.whole_gradients = self._empty(self.group.size, self.own_gradients.dtype)
         if self._gradient_views is None:
             self._gradient_views = self.group.views(self.whole_gradients)
         return self._gradient_views
@@ -198,3 +220,14 @@ class GroupStorage:
     @property
     def _shared_by_stages(self) -> bool:
         return len(self.group.summed.stages) > 1
+
+
+def bytes_held(whole: Any, owned: Any, zero: int, dtype: np.dtype) -> tuple[Any, Any, Any]:
+    """Bytes of parameters, of gradients and of each kind of optimizer state, between steps.
+
+    Of ``whole`` elements, numbers or arrays of them, ``owned`` are those of this rank, if the ZeRO stage shards them.
+    """
+    size, wide = dtype.itemsize, accumulated_in(dtype).itemsize
+    parameters, gradients, state = (owned if zero >= stage else whole for stage in (3, 2, 1))
+    masters = state * wide if is_half(dtype) else 0
+    return parameters * size + masters, gradients * wide, state * wide

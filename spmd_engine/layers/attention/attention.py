@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import reduce
 from math import ceil, log2, prod, sqrt
-from operator import iadd
+from typing import Any
 
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.elementwise import add_to
+from spmd_engine.arrays.precision import accumulated_in, rounded
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.context import ContextMethod, GatherKeys
 from spmd_engine.layers.attention.kv_cache import cached_attention
@@ -120,11 +122,11 @@ class Attention(Layer):
         else:
             mixed, attended = self.context.forward(sh, q, k, v, ctx, self.window, self.cap)
         if self.alibi is not None:
-            mixed = mixed[..., :-1]
+            mixed = rounded(mixed[..., :-1], x.dtype)
         y = einsum(f"bs{self.across}k,{self.across}kd->bsd", mixed, p["output"])
         y = sh.reduce_scatter(y, "b s d", over=self.across, onto="s")
         if "output_bias" in self.parameters:
-            y += p["output_bias"]
+            add_to(y, p["output_bias"])
         return y, (x, mixed, ready_saved, attended)
 
     def _project(self, p, name, x):
@@ -132,7 +134,7 @@ class Attention(Layer):
         heads = self.heads[name]
         y = einsum(f"bsd,d{heads}k->bs{heads}k", x, p[name])
         if f"{name}_bias" in self.parameters:
-            y += p[f"{name}_bias"]
+            add_to(y, p[f"{name}_bias"])
         return y
 
     def backward_input(self, sh, p, saved, dy):
@@ -143,10 +145,10 @@ class Attention(Layer):
             dmixed = self.alibi.with_zeros(dmixed)
         gradients: dict[str, Array] = dict(zip(PROJECTIONS, self.context.backward(sh, attended, dmixed), strict=True))
         if self.alibi is not None:
-            self.alibi.narrow(gradients)
+            self.alibi.narrow(gradients, x.dtype)
         scale_gradients = self.ready.backward(sh, p, ready_saved, gradients)
         parts = (einsum(f"bs{h}k,d{h}k->bsd", gradients[name], p[name]) for name, h in self.heads.items())
-        dx = reduce(iadd, parts)
+        dx = reduce(add_to, parts)
         dx = sh.start_reduce_scatter(dx, "b s d", over=self.across, onto="s")
         return dx, (x, gradients, scale_gradients, mixed, dy_whole, dy)
 
@@ -189,9 +191,11 @@ class Alibi:
     def widen(self, sh: Shards, q: Array, k: Array, v: Array, positions: Array) -> tuple[Array, Array, Array]:
         """q, k and v with one more number each; ``positions`` are [s], or [b s]."""
         xp, width = backend_of(q).xp, q.shape[-1]
-        slopes = xp.asarray(self.slopes, dtype=q.dtype).reshape([self.sizes[letter] for letter in self.heads])
+        slopes = xp.asarray(self.slopes, dtype=accumulated_in(q.dtype)).reshape(
+            [self.sizes[letter] for letter in self.heads]
+        )
         slopes = slopes[tuple(sh.span(letter, self.sizes[letter]) for letter in self.heads)]
-        key_positions = xp.asarray(positions, dtype=q.dtype)
+        key_positions = xp.asarray(positions, dtype=accumulated_in(q.dtype))
         key_positions = key_positions.reshape(*([1] * (2 - key_positions.ndim)), *key_positions.shape, 1)
         scale = sqrt(width + 1)  # the divisor of the scores
         return (
@@ -206,17 +210,18 @@ class Alibi:
         return _with_last(dmixed, 0)
 
     @staticmethod
-    def narrow(gradients: dict[str, Array]) -> None:
-        """Replace the gradients of widened queries, keys and values by those of the original ones."""
+    def narrow(gradients: dict[str, Array], dtype: Any) -> None:
+        """Replace the gradients of widened queries, keys and values by those of the original ones, in this dtype."""
         for name, gradient in gradients.items():
             width = gradient.shape[-1] - 1
             narrow = gradient[..., :-1]
-            gradients[name] = narrow * sqrt((width + 1) / width) if name == "query" else narrow.copy()
+            narrow = narrow * sqrt((width + 1) / width) if name == "query" else narrow.copy()
+            gradients[name] = rounded(narrow, dtype)
 
 
 def _with_last(x: Array, last: Array | int) -> Array:
-    """x[... k] with ``last`` appended to k."""
-    y = backend_of(x).xp.empty((*x.shape[:-1], x.shape[-1] + 1), x.dtype)
+    """x[... k] with ``last`` appended to k, in the dtype of sums: as a 16-bit float, a position would be rounded."""
+    y = backend_of(x).xp.empty((*x.shape[:-1], x.shape[-1] + 1), accumulated_in(x.dtype))
     y[..., :-1], y[..., -1] = x, last
     return y
 

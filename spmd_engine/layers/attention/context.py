@@ -9,6 +9,7 @@ from typing import Any
 
 from spmd_engine.arrays.attention import causal_attention, causal_attention_backward
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.precision import accumulated_in, rounded
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.layers.layer import Documents, ForwardContext
@@ -160,9 +161,11 @@ class GatherKeys(ContextMethod):
 
     def attend_backward(self, sequence, saved, dmixed):
         q, k, v, mixed, log_sums = saved
-        dq, dk, dv = causal_attention_backward(dmixed, q, k, v, mixed, log_sums, **sequence.visible(q))
+        wide = accumulated_in(q.dtype)  # as are the partial sums that are sent
+        dq, dk, dv = causal_attention_backward(dmixed, q, k, v, mixed, log_sums, **sequence.visible(q), dtype=wide)
         packed = sequence.by_rank(_pack(dk, dv), axis=0)
-        return dq, *_unpack(sequence.group.reduce_scatter(packed, sizes=sequence.lengths, label=sequence.label))
+        dk, dv = _unpack(sequence.group.reduce_scatter(packed, sizes=sequence.lengths, label=sequence.label))
+        return tuple(rounded(x, q.dtype) for x in (dq, dk, dv))
 
 
 def _pack(k: Array, v: Array) -> Array:
@@ -250,32 +253,37 @@ class RingAttention(ContextMethod):
     def attend(self, sequence, q, k, v):
         keys_values = backend_of(k).xp.stack((k, v))
         own_visible = sequence.visible(q, owner=sequence.group.rank)
-        mixed, log_sums = causal_attention(q, k, v, **own_visible)  # every query sees at least itself
+        wide = accumulated_in(q.dtype)  # merged before it is rounded
+        mixed, log_sums = causal_attention(q, k, v, **own_visible, dtype=wide)  # every query sees at least itself
         for owner, block in _ring_blocks(sequence, keys_values):
             rows = _rows_that_see(sequence, owner)
             if rows is not None and owner != sequence.group.rank:
-                part = causal_attention(q[:, rows], *block, **sequence.visible(q, rows, owner))
+                part = causal_attention(q[:, rows], *block, **sequence.visible(q, rows, owner), dtype=wide)
                 _merge(mixed[:, rows], log_sums[..., rows], *part)
+        mixed = rounded(mixed, q.dtype)
         return mixed, (q, keys_values, mixed, log_sums)
 
     def attend_backward(self, sequence, saved, dmixed):
         q, keys_values, mixed, log_sums = saved
-        dq = backend_of(q).xp.zeros(q.shape, q.dtype)
-        dblock = backend_of(q).xp.zeros(keys_values.shape, keys_values.dtype)
+        wide = accumulated_in(q.dtype)  # of 16-bit floats, sums travel wide: they would be rounded by every rank
+        dq = backend_of(q).xp.zeros(q.shape, wide)
+        dblock = backend_of(q).xp.zeros(keys_values.shape, wide)
         arriving: Any = None
         for owner, block in _ring_blocks(sequence, keys_values):
             rows, parts = _rows_that_see(sequence, owner), ()
             if rows is not None:
                 queries, output = (dmixed[:, rows], q[:, rows]), (mixed[:, rows], log_sums[..., rows])
                 visible = sequence.visible(q, rows, owner)
-                dq_part, *parts = causal_attention_backward(*queries, block[0], block[1], *output, **visible)
+                dq_part, *parts = causal_attention_backward(
+                    *queries, block[0], block[1], *output, **visible, dtype=wide
+                )
                 dq[:, rows] += dq_part
             if arriving:  # not for the rank's own block, which comes first
                 dblock = arriving()
             for total, part in zip(dblock, parts, strict=False):
                 total += part
             arriving = _pass_on(sequence, dblock)
-        return dq, *arriving()
+        return tuple(rounded(x, q.dtype) for x in (dq, *arriving()))
 
 
 def _ring_blocks(sequence: ShardedSequence, own_block: Array) -> Iterator[tuple[int, Array]]:

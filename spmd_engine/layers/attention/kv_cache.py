@@ -7,6 +7,7 @@ from typing import Any
 
 from spmd_engine.arrays.attention import HIDDEN, attend_to_all, attend_to_keys, causal_attention, merge_parts
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.precision import accumulated_in, rounded
 from spmd_engine.arrays.rotary import Turn
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.qk_norm_rope import Rotary
@@ -136,14 +137,15 @@ def cached_attention(
             return attend_to_all(q, keys[:, recent], values[:, recent], cap)
         return attend_to_keys(q, keys, values, positions, columns.places, window, cap)[0]
     sizes = group.all_gather(backend_of(q).xp.asarray([q.shape[1]]), label=sh.label).tolist()
-    q = group.all_gather(q, 1, sizes=sizes, label=sh.label)
+    dtype, q = q.dtype, group.all_gather(q, 1, sizes=sizes, label=sh.label)
     positions = group.all_gather(positions, 1, sizes=sizes, label=sh.label)
-    mixed, log_sums = attend_to_keys(q, keys, values, positions, columns.places, window, cap)
+    wide = accumulated_in(dtype)  # merged before it is rounded
+    mixed, log_sums = attend_to_keys(q, keys, values, positions, columns.places, window, cap, wide)
     top = group.all_reduce(log_sums, "max", label=sh.label)
     mixed = group.all_reduce(merge_parts(mixed, log_sums, top), label=sh.label)
     mixed[..., :-1] /= mixed[..., -1:]
     first = sum(sizes[: group.rank])
-    return backend_of(q).xp.ascontiguousarray(mixed[:, first : first + sizes[group.rank], ..., :-1])
+    return backend_of(q).xp.ascontiguousarray(rounded(mixed[:, first : first + sizes[group.rank], ..., :-1], dtype))
 
 
 # --- Columns of a cache: keys and values of the same positions, for all layers with the same window

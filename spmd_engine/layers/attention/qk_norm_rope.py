@@ -9,6 +9,7 @@ from typing import Any
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.normalization import rms_norm, rms_norm_backward, rms_norm_backward_scale
+from spmd_engine.arrays.precision import rounded, scaled, widened
 from spmd_engine.arrays.rotary import Turn, rotate, turn_at
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
@@ -165,7 +166,7 @@ class QueriesAndKeys:
                 x, normals[name] = norm.forward(sh, x, p[f"{name}_norm"])
             results[name] = self._rotated(x, turn, not self.turned_first)
         if self.factor != 1:
-            results["query"] = results["query"] * self.factor
+            results["query"] = scaled(results["query"], self.factor)
         return results["query"], results["key"], (turn, normals)
 
     def _rotated(self, x: Array, turn: Turn | None, now: bool, *, back: bool = False) -> Array:
@@ -179,7 +180,7 @@ class QueriesAndKeys:
         turn, normals = saved
         scale_gradients = {}
         if self.factor != 1:
-            gradients["query"] = gradients["query"] * self.factor
+            gradients["query"] = scaled(gradients["query"], self.factor)
         for name, norm in self.norms.items():
             dx = self._rotated(gradients[name], turn, not self.turned_first, back=True)
             if norm is not None:
@@ -226,23 +227,25 @@ class NormOfAllHeads:
 
     def forward(self, sh: Shards, x: Array, scale: Array) -> tuple[Array, Any]:
         """y, and what the backward needs."""
-        xp = backend_of(x).xp
+        xp, dtype, x = backend_of(x).xp, x.dtype, widened(x)
         squares = sh.all_reduce(_sum_over_heads(x * x), over=self.heads)
         inverse = _expand_to_heads(1.0 / xp.sqrt(squares / self.many + self.epsilon), x)
         normal = x * inverse
-        return normal * scale, (normal, inverse)
+        return rounded(normal * scale, dtype), (rounded(normal, dtype), inverse)
 
     def backward(self, sh: Shards, saved: Any, scale: Array, dy: Array) -> tuple[Array, Array]:
         """dx and dscale."""
         normal, inverse = saved
-        xp, weighted = backend_of(dy).xp, dy * normal
+        xp, dtype = backend_of(dy).xp, dy.dtype
+        dy, normal, scale = widened(dy), widened(normal), widened(scale)
+        weighted = dy * normal
         dscale = weighted.sum(axis=(0, 1))
         weighted *= scale
         along = sh.all_reduce(_sum_over_heads(weighted), over=self.heads)
         dx = dy * scale
         dx -= normal * _expand_to_heads(along / self.many, dy)
         dx *= inverse
-        return xp.ascontiguousarray(dx), dscale
+        return rounded(xp.ascontiguousarray(dx), dtype), dscale
 
 
 def _sum_over_heads(x: Array) -> Array:

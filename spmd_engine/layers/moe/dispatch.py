@@ -10,6 +10,7 @@ from typing import Any
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import CPU, Array, backend_of
 from spmd_engine.arrays.fused import chunks
+from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.arrays.scatter import count_each
 from spmd_engine.comm.pending import Deferred, then
 from spmd_engine.layers.moe.routing import Choices, RouterOptions, Tokens
@@ -200,10 +201,10 @@ class Dispatch:
     def gradients(self, dy: Array, rows: Array, weights: Array) -> tuple[Array, Array]:
         """drows[. d], in the order of ``tokens``, and dweights[t k] of y = ``gathered(rows, width, weights)``."""
         xp = backend_of(dy).xp
-        drows, along = xp.empty_like(rows), xp.empty(len(rows), dy.dtype)
+        drows, along = xp.empty_like(rows), xp.empty(len(rows), accumulated_in(dy.dtype))
         weights = weights.reshape(-1)[self.choices]
         for part in chunks(drows):
             token_gradients = dy[self.tokens[part]]
-            along[part] = einsum("td,td->t", token_gradients, rows[part])
-            xp.multiply(token_gradients, weights[part, None], out=drows[part])
+            along[part] = einsum("td,td->t", token_gradients, rows[part], dtype=along.dtype)
+            drows[part] = token_gradients * weights[part, None]
         return drows, self._spread(along)

@@ -8,6 +8,8 @@ from typing import Any
 
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.elementwise import add_to, multiply_by
+from spmd_engine.arrays.precision import accumulated_in, rounded, widened
 from spmd_engine.comm.pending import then, wait_for
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import GradientSums, Layer
@@ -57,7 +59,7 @@ class Perceptron:
         if isinstance(slopes, tuple):
             gradients = [dh * slope for slope in slopes]
         else:
-            dh *= slopes
+            multiply_by(dh, slopes)
             gradients = [dh]
         for p, rows in experts:
             for name, dz in zip(self.first, gradients, strict=True):
@@ -106,8 +108,9 @@ class SharedExperts:
             saved.append(expert_saved)
         if not self.weighted:
             return y, (saved, None)
-        weights = _sigmoid(einsum("td,d->t", x, p[_GATE]))
-        return y * weights[:, None], (saved, (x, y, weights))
+        assert y is not None, "a weight goes with a shared expert"
+        weights = _sigmoid(einsum("td,d->t", x, p[_GATE], dtype=accumulated_in(x.dtype)))
+        return rounded(y * weights[:, None], y.dtype), (saved, (x, y, weights))
 
     def backward_input(self, p: Mapping[str, Any], saved: Any, dy: Array) -> tuple[Array | None, Any]:
         """dx, and what ``backward_weight`` needs."""
@@ -115,9 +118,9 @@ class SharedExperts:
         dx, gate_rest = None, None
         if gate_saved is not None:
             x, y, weights = gate_saved
-            dlogits = (dy * y).sum(axis=1) * (weights * (1.0 - weights))
-            dx, gate_rest = dlogits[:, None] * p[_GATE], (x, dlogits)
-            dy = dy * weights[:, None]
+            dlogits = (widened(dy) * widened(y)).sum(axis=1) * (weights * (1.0 - weights))
+            dx, gate_rest = rounded(dlogits[:, None] * p[_GATE], dy.dtype), (x, dlogits)
+            dy = rounded(dy * weights[:, None], dy.dtype)
         rests = []
         for number, expert_saved in enumerate(saved):
             dx_i, rest = self.perceptron.backward_input([(p[f"shared{number}"], slice(0, len(dy)))], expert_saved, dy)
@@ -220,7 +223,7 @@ class MoE(Layer):
         drows = dispatch.start(drows)
         dx, shared_rest = self.shared.backward_input(p, shared_saved, dy)  # while gradients are sent
         dlogits = self.router.backward(sh, routed, dweights, *side or [{}])
-        dx = _sum(einsum("tE,dE->td", dlogits, p["router"]), dx)
+        dx = _sum(einsum("tE,dE->td", dlogits, p["router"], dtype=dy.dtype), dx)
         experts = [(p[f"expert{number}"], span) for number, span in zip(dispatch.here, dispatch.rows, strict=True)]
         drows, rest = self.perceptron.backward_input(experts, experts_saved, wait_for(drows))
 
@@ -247,5 +250,5 @@ class MoE(Layer):
 def _sum(x: Array, other: Array | None) -> Array:
     """Add ``other``, if there is one, to ``x`` in place, and return ``x``."""
     if other is not None:
-        x += other
+        add_to(x, other)
     return x

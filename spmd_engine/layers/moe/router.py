@@ -12,6 +12,7 @@ from typing import Any
 
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import Array, backend_of, number_of
+from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.arrays.random import key_of
 from spmd_engine.comm.pending import wait_for
 from spmd_engine.layers.declarations import Buffer, Parameter, SideOutput
@@ -98,7 +99,7 @@ class Router:
     def forward(self, sh: Shards, p: Any, x: Array, samples: int, ctx: ForwardContext) -> Routed:
         """The choices of the tokens x[t d] of a number of ``samples``. Collective over the axes that shard b and s."""
         xp = backend_of(x).xp
-        logits = einsum("td,dE->tE", x, p["router"])
+        logits = einsum("td,dE->tE", x, p["router"], dtype=accumulated_in(x.dtype))
         options = self._options(ctx)
         if ctx.decided is not None:
             chosen, *rest = ctx.decided

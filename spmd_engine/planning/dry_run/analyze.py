@@ -16,6 +16,7 @@ from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.backend import Shapes, on_shapes
 from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.arrays.numba.functions import loops_are_there
+from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.blocks import span
 from spmd_engine.engine.base import ShardedEngine
@@ -25,6 +26,7 @@ from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, composed_assignment, composed_layout
 from spmd_engine.engine.state.assignment import BATCH, PIPE
+from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models.layouts import layout_for
@@ -83,7 +85,7 @@ def analyze(
     """
     cache = cache if cache is not None else PassCache()
     built = model.build(composition or ParallelConfig()) if isinstance(model, ModelConfig) else model
-    dtype = np.dtype(dtype or (model.dtype if isinstance(model, ModelConfig) else np.float32))
+    dtype = dtype_of(dtype or (model.dtype if isinstance(model, ModelConfig) else np.float32))
     position = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
     if layout is None and composition is None and built is model:
         layout = layout_for(built, position)
@@ -342,6 +344,7 @@ def shards_of(engine: LayeredEngine, states: int) -> list[ParameterShard]:
             rows, summed = owned_rows[member.name], member.summed
             elements = (rows.stop - rows.start) * member.row if member.shape else int(rows.stop > rows.start)
             owned = elements * itemsize
+            parameters, gradient, state = bytes_held(prod(member.shape), elements, storage.zero, engine.dtype)
             records.append(
                 ParameterShard(
                     member.name,
@@ -350,13 +353,13 @@ def shards_of(engine: LayeredEngine, states: int) -> list[ParameterShard]:
                     engine.global_shape(member.name),
                     str(engine.dtype),
                     bytes=size,
-                    stored_bytes=owned if storage.zero == 3 else size,
+                    stored_bytes=int(parameters),
                     owned_bytes=owned,
                     group=storage.group.name,
                     layers=tuple(users.get(member.name, ())),
                     requires={
-                        "gradient": owned if storage.zero >= 2 else size,
-                        "optimizer_state": states * (owned if storage.zero else size),
+                        "gradient": int(gradient),
+                        "optimizer_state": states * int(state),
                         "gathered": size if storage.zero == 3 else 0,
                     },
                     depends_on=tuple(dict.fromkeys((*summed.over, *(("pipe",) if len(summed.stages) > 1 else ())))),

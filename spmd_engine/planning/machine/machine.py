@@ -15,6 +15,7 @@ from math import exp, log
 
 import numpy as np
 
+from spmd_engine.arrays.precision import HALVES
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
 from spmd_engine.units import BYTES
@@ -253,7 +254,13 @@ class Machine(Configuration):
         return self.curve(self.node(rank), dtype)(flops)
 
     def curve(self, node: NodeKind, dtype: str) -> Curve:
-        """FLOP/s of a node's products by their FLOPs; raises UsageError for a dtype without a speed."""
+        """FLOP/s of a node's products by their FLOPs; raises UsageError for a dtype without a speed.
+
+        16-bit floats are as fast as those of the other kind; a host without either multiplies float32 copies.
+        """
+        if dtype in HALVES:
+            others = (*HALVES, *(() if node.has_devices else ("float32",)))
+            dtype = next((name for name in (dtype, *others) if name in node.speeds), dtype)
         if dtype not in node.speeds:
             raise UsageError(f"machine {self.name} has no speed for {dtype}; it has: {', '.join(node.speeds)}")
         return node.speeds[dtype]

@@ -18,6 +18,7 @@ from threadpoolctl import threadpool_limits
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.arrays.images import conv2d, conv2d_weight_gradient
 from spmd_engine.arrays.meta.meter import CONVOLUTION, KERNELS
+from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.arrays.products import matmul
 from spmd_engine.arrays.windows import Window
 from spmd_engine.comm.mesh import Mesh
@@ -50,7 +51,7 @@ def measure_machine(mesh: Mesh, seconds: float = SECONDS, folder: str = ".") -> 
     """
     acts = {
         (dtype, 2.0 * width**3): partial(_rotating, matmul, (width, width), dtype, 3)
-        for dtype, width in product(("float32", "float64"), PRODUCTS)
+        for dtype, width in product(("float32", "bfloat16", "float64"), PRODUCTS)
     }
     if CPU.image_kernels is not None:
         for kernel, n in product(KERNELS, IMAGES):
@@ -114,8 +115,8 @@ def _time_turns(mesh: Mesh, act: Act, seconds: float) -> list[float]:
 
 def _rotating(operation: Callable[..., object], shape: tuple[int, ...], dtype: str, arrays: int) -> Act:
     """An operation on ``arrays`` arrays of a shape, which rotate through POOL bytes."""
-    size = np.dtype(dtype).itemsize * arrays * prod(shape)
-    pool = np.ones((max(2, POOL // size), arrays, *shape), dtype)
+    size = dtype_of(dtype).itemsize * arrays * prod(shape)
+    pool = np.ones((max(2, POOL // size), arrays, *shape), dtype_of(dtype))
     operands = cycle([list(row) for row in pool])
     return lambda: operation(*next(operands))
 

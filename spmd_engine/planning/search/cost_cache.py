@@ -174,7 +174,7 @@ class CostCache:
 
     model: Model
     machine: Machine
-    itemsize: int
+    dtype: np.dtype
     states: int  #: arrays of optimizer state per parameter
     overlap: bool = True  #: whether the reduction of gradients overlaps with the last backward
     _results: dict[tuple, Any] = field(default_factory=dict)
@@ -213,4 +213,4 @@ class CostCache:
     def zero_comm(self, layers: ShardedLayers, ranks: HashedOnce) -> ZeroCommTime:
         """The times of gathers and reductions of the layers' parameter groups over these ranks."""
         key = "zero comm", layers.groups, ranks
-        return self.once(key, lambda: ZeroCommTime.of(layers, self.collectives, ranks, self.itemsize))
+        return self.once(key, lambda: ZeroCommTime.of(layers, self.collectives, ranks, self.dtype))

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.engine.offload import PIECE, Offload
+from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.planning.search.cost_cache import CostCache, ShardedCosts, Slots
 from spmd_engine.planning.search.layer_costs import StageSums
 from spmd_engine.planning.search.search_space import Candidate
@@ -72,7 +74,8 @@ class Estimator:
         self.layers, self.costs, self.mesh = costs.layers, costs.layers.costs, costs.mesh
         self.times, self.by_copy = costs.times, costs.by_copy
         self.update, self.slowdowns = costs.update, costs.slowdowns
-        self.pipe, self.itemsize = costs.mesh.pipe, cache.itemsize
+        self.pipe, self.dtype, self.itemsize = costs.mesh.pipe, cache.dtype, cache.dtype.itemsize
+        self.wide = accumulated_in(self.dtype).itemsize  #: of a gradient
 
     # --- bounds
 
@@ -175,11 +178,11 @@ class Estimator:
     def _stored_bytes(self, elements: Any) -> dict[str, Any]:
         """Bytes that a rank stores between steps, by kind, for ``elements`` parameters: a number, or one a stage."""
         zero, n = self.candidate.zero, self.mesh.shards
-        size, part = elements * self.itemsize, elements * self.itemsize / n
+        parameters, gradients, state = bytes_held(elements, elements / n, zero, self.dtype)
         return {
-            "parameters": (part if zero >= 3 else size) * (not self._is_away("parameters")),
-            "gradients": part if zero >= 2 else size,
-            "optimizer state": self.cache.states * (part if zero >= 1 else size) * (not self._is_away("optimizer")),
+            "parameters": parameters * (not self._is_away("parameters")),
+            "gradients": gradients,
+            "optimizer state": self.cache.states * state * (not self._is_away("optimizer")),
         }
 
     def _held_bytes(self, division: StageSums, slots: Slots | None) -> dict[str, np.ndarray]:
@@ -190,7 +193,7 @@ class Estimator:
         if self.mesh.shards > 1 and self.candidate.zero >= 2:
             if self.candidate.zero >= 3:
                 held["gathered groups"] = division.gathered * self.itemsize
-            held["whole gradients"] = division.whole_gradients(self.m) * self.itemsize
+            held["whole gradients"] = division.whole_gradients(self.m) * self.wide
         # while a layer runs backward, the activations of later layers are already freed
         held["activations"] = self._in_flight(division, slots) + np.minimum(division.running, 0.0)
         held["temporaries"] = np.maximum(division.running, 0.0)
@@ -302,7 +305,7 @@ class Estimator:
 
     def _tied_seconds(self, division: StageSums) -> float:
         """Seconds in which stages that share parameters sum their gradients."""
-        size = float(division.apart.max()) * self.itemsize
+        size = float(division.apart.max()) * self.wide
         if not size:
             return 0.0
         ranks = 0, self.mesh.next_stage * (self.pipe - 1)
@@ -312,7 +315,7 @@ class Estimator:
         """Seconds in which the replicas of a ZeRO shard sum it."""
         if len(self.mesh.replicas) == 1 or not self.candidate.zero:
             return 0.0
-        parts = elements * self.itemsize / self.mesh.shards
+        parts = elements * self.wide / self.mesh.shards
         collectives, replicas = self.cache.collectives, self.mesh.replicas
         return np.array([collectives.of("all_reduce", replicas, part).seconds for part in parts.tolist()])
 
@@ -320,19 +323,19 @@ class Estimator:
         """Bytes of parameters and gradients that all ranks send."""
         mesh, zero, m = self.mesh, self.candidate.zero, self.m
         ranks = self.candidate.ranks / self.pipe
-        size = division.elements * self.itemsize
-        shared = 2.0 * self.itemsize * division.apart  # sent by both stages
+        size, gradients = division.elements * self.itemsize, division.elements * self.wide
+        shared = 2.0 * self.wide * division.apart  # sent by both stages
         if zero == 0:
             n = len(mesh.summed)
-            return float((2 * size * (n - 1) / n + shared).sum()) * ranks
+            return float((2 * gradients * (n - 1) / n + shared).sum()) * ranks
         n, replicas = mesh.shards, len(mesh.replicas)
         gathered = size
         if zero == 3:
             gathered = m * 2 * (size + division.tied * self.itemsize)
             last = (len(division.starts) - 1) % self.pipe  # the last layer is still gathered when its backward begins
             gathered[last] -= m * self.costs[-1].parameters * self.itemsize
-        reduced = size * (1 if zero == 1 else m)
-        sent = (gathered + reduced) * (n - 1) + 2 * size * (replicas - 1) / replicas + shared
+        reduced = gradients * (1 if zero == 1 else m)
+        sent = (gathered + reduced) * (n - 1) + 2 * gradients * (replicas - 1) / replicas + shared
         return float(sent.sum()) * ranks / n
 
     def _update_seconds(self, elements: float) -> float:

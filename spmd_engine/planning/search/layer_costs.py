@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.engine.pipeline import Recompute, segments
 from spmd_engine.engine.zero.reducer import IN_FLIGHT
 from spmd_engine.models import Model
@@ -176,12 +177,13 @@ class ZeroCommTime:
 
     @classmethod
     def of(
-        cls, layers: ShardedLayers, collectives: CollectiveTimes, ranks: Sequence[int], itemsize: int
+        cls, layers: ShardedLayers, collectives: CollectiveTimes, ranks: Sequence[int], dtype: np.dtype
     ) -> ZeroCommTime:
         """The times for layers whose parameters are sharded over these ranks."""
         distinct, indices = layers.different
 
         def seconds(operation: str, groups: Sequence[Sequence[int]]) -> np.ndarray:
+            itemsize = (accumulated_in(dtype) if operation == "reduce_scatter" else dtype).itemsize
             times = [sum(collectives.of(operation, ranks, size * itemsize).seconds for size in row) for row in groups]
             return np.array(times)[indices]
 

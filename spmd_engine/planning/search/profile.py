@@ -12,8 +12,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-import numpy as np
-
+from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
 from spmd_engine.engine.state.assignment import assign
@@ -235,14 +234,14 @@ class Profiles:
                 else:
                     shards = place.axis_size(layout.axes(letter, layer.outputs.where))
                     count *= -(-lengths.get(letter, 1) // shards)
-            costs[name]["output"] = int(count) * np.dtype(self.dtype).itemsize
+            costs[name]["output"] = int(count) * dtype_of(self.dtype).itemsize
 
     def _add_groups(self, costs: Mapping[str, dict[str, Any]], place: MeshPosition, layout: Layout) -> None:
         """Add elements of each layer's parameter groups in the order of their use: its own, and those of other layers.
 
         A group that several layers share belongs to the first of them.
         """
-        assignment = assign(self.small, place, layout, np.dtype(self.dtype).itemsize, storage=self.base.storage)
+        assignment = assign(self.small, place, layout, dtype_of(self.dtype).itemsize, storage=self.base.storage)
         group_of = {name: group for group in assignment.groups for name in group.spans}
         assigned = set()
         for number, (name, layer) in enumerate(self.small.layers):

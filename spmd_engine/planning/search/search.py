@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import axes_text
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine.optimizers import AdamW, Optimizer
@@ -227,10 +228,11 @@ class Planner:
         """``overlap``: whether the reduction of gradients overlaps with the last backward, as in the engine."""
         self.model, self.machine = model, machine
         optimizer = optimizer or AdamW()
-        self.itemsize = np.dtype(dtype).itemsize
+        self.dtype = dtype_of(dtype)
+        self.itemsize = self.dtype.itemsize
         self.profiles = Profiles(model, machine, dtype, sequence, optimizer, base)
         self._layers: dict[tuple[int, str], ShardedLayers] = {}
-        self._cache = CostCache(model, machine, self.itemsize, len(optimizer.kinds), overlap)
+        self._cache = CostCache(model, machine, self.dtype, len(optimizer.kinds), overlap)
         self._fixed_shares = base.work_shares
         self._costs: dict[tuple, ShardedCosts | None] = {}  # None: the model cannot be sharded by the candidate
         self._refusal: SpmdError | None = None  # why one of them cannot

@@ -20,7 +20,7 @@ TILES = (256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64
 #: second-level cache delivers 5,120 bytes to 108 processors ("NVIDIA A100 Tensor Core GPU Architecture", 2020).
 FETCH = 1024 / (5120 / 108 / 2)
 
-DTYPES = {2: "float16", 4: "float32", 8: "float64"}  #: by the item size of a product
+DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}  #: by the item size of a product
 FUSED = "fused16"  #: the speed of products in fused kernels, if a machine has one
 
 

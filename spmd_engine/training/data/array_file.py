@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero, share_array, text_from_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
@@ -55,7 +56,7 @@ class FileData(ArrayData):
 
     def __init__(self, arrays: LabelledArrays, dtype: Any, all_floats: bool, seed: int = 0) -> None:
         super().__init__(arrays.x, arrays.y, validation=arrays.held_out, seed=seed)
-        self.dtype, self.all_floats = np.dtype(dtype), all_floats
+        self.dtype, self.all_floats = dtype_of(dtype), all_floats
 
     def examples(self, numbers: np.ndarray, held_out: bool = False) -> tuple[np.ndarray, np.ndarray]:
         x, y = super().examples(numbers, held_out)

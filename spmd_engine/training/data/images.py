@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.arrays.random import integers, key_of
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero, share_array, text_from_rank_zero
 from spmd_engine.comm.group import Group
@@ -289,7 +290,7 @@ class ImageData(ArrayData):
 
     def __init__(self, images: Images, *, dtype: Any = np.float32, augment: str = "none", seed: int = 0) -> None:
         super().__init__(images.x, images.y, validation=images.held_out, seed=seed)
-        self.dtype, self.augment = np.dtype(dtype), augment
+        self.dtype, self.augment = dtype_of(dtype), augment
 
     def examples(self, numbers: np.ndarray, held_out: bool = False) -> tuple[np.ndarray, np.ndarray]:
         x, y = super().examples(numbers, held_out)
@@ -303,7 +304,7 @@ def as_floats(x: np.ndarray, dtype: Any) -> np.ndarray:
     Floats are not scaled. Raises UsageError for all other dtypes, whose value of white is unknown.
     """
     check_pixels("pixels", x.dtype)
-    dtype = np.dtype(dtype)
+    dtype = dtype_of(dtype)
     if x.dtype.kind == "f":
         return x.astype(dtype)
     return x.astype(dtype) / dtype.type(np.iinfo(x.dtype).max)

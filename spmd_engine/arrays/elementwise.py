@@ -1,0 +1,25 @@
+"""Sums and products in place, in one compiled pass for bfloat16, whose ufuncs are ten times slower."""
+
+from __future__ import annotations
+
+from spmd_engine.arrays.backend import CPU, Array
+from spmd_engine.arrays.precision import is_half
+
+
+def add_to(x: Array, y: Array) -> Array:
+    """x += y, for y shaped as x[... d] or [d]; returns x."""
+    if not (is_half(x.dtype) and type(x) is CPU.xp.ndarray and CPU.kernels and CPU.kernels.add_halves(x, y)):
+        x += y
+    return x
+
+
+def multiply_by(x: Array, y: Array) -> Array:
+    """x *= y, for y shaped as x[... d] or [d]; returns x."""
+    if not (is_half(x.dtype) and type(x) is CPU.xp.ndarray and CPU.kernels and CPU.kernels.multiply_halves(x, y)):
+        x *= y
+    return x
+
+
+def plus(x: Array, y: Array) -> Array:
+    """x + y, both of one shape."""
+    return add_to(x.copy(), y) if is_half(x.dtype) else x + y

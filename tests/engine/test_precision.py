@@ -1,0 +1,273 @@
+"""Steps in 16-bit floats: what is rounded, where, and what meshes and ranks then agree on."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+import tiny
+from spmd_engine import Mesh, run_threads
+from spmd_engine.arrays.precision import accumulated_in, dtype_of, emulated, rounded
+from spmd_engine.engine.parallel_config import ModelConfig
+from spmd_engine.engine.state.assignment import ZeroConfig
+from spmd_engine.planning.dry_run.analyze import analyze
+from spmd_engine.sharding.shards import Shards
+from spmd_engine.training import Trainer, loss_scale
+from spmd_engine.training.loss_scale import LossScale
+from spmd_engine.verification import mesh_of_one, verify
+from spmd_engine.verification.reference import batches_for_model
+
+BFLOAT16, FLOAT16 = map(dtype_of, ("bfloat16", "float16"))
+
+
+@cache
+def on_one_device(dtype):
+    return tiny.train({"data": 1}, dtype=dtype)[0]
+
+
+def with_context(method):
+    return {"model_options": [("context_method", method)]}
+
+
+SAME_ROUNDINGS = [
+    ({"data": 3}, {}),
+    ({"data": 2}, {"zero": 1}),
+    ({"data": 2}, {"zero": 2, "recompute": "block"}),
+    ({"data": 3}, {"zero": 3}),
+    ({"pipe": 2}, {"schedule": "zero-bubble"}),
+    ({"pipe": 2, "data": 2}, {"zero": 1}),
+    ({"context": 2}, with_context("ring")),
+    ({"context": 3}, with_context("gather") | {"zigzag": True}),
+    ({"context": 2}, with_context("ulysses")),
+]
+
+
+@pytest.mark.parametrize("axes, options", SAME_ROUNDINGS, ids=lambda value: "-".join(map(str, value)))
+def test_a_mesh_that_rounds_where_one_device_does_agrees_with_it(axes, options):
+    with emulated():
+        tiny.assert_same_training(tiny.train(axes, dtype=BFLOAT16, **options), on_one_device(BFLOAT16), tolerance=1e-12)
+
+
+def test_float16_agrees_too():
+    with emulated():
+        tiny.assert_same_training(
+            tiny.train({"data": 2}, zero=3, dtype=FLOAT16), on_one_device(FLOAT16), tolerance=1e-12
+        )
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_masters_are_in_the_optimizers_shard_and_layers_get_them_rounded(zero):
+    def program():
+        with Mesh(data=2) as mesh:
+            engine = tiny.make_engine(mesh, dtype=BFLOAT16, zero=zero)
+            trainer = Trainer(engine, tiny.AdamW(), lambda step: tiny.batch(engine, step), lambda step: 0.05)
+            trainer.step()
+            elements = 0
+            for storage in engine.storages:
+                assert storage.own_parameters.dtype == storage.own_gradients.dtype == np.float32
+                elements += storage.own_parameters.size
+                storage.start_gather()
+                storage.finish_gather()
+                used = storage.whole_parameters
+                assert used.dtype == BFLOAT16
+                np.testing.assert_array_equal(used[storage.interval], rounded(storage.own_parameters, BFLOAT16))
+            states = trainer.optimizer.state["mean"]
+            assert sum(array.size for array in states.values()) == elements
+            assert {array.dtype.name for array in states.values()} == {"float32"}
+            return elements
+
+    every = run_threads(program, 2)
+    whole = sum(np.prod(shape) for _, shape in dict(tiny.gpt(tiny.SIZE).parameters()).values())
+    assert sum(every) == whole * (1 if zero else 2)
+
+
+def test_a_reshard_moves_masters_and_gives_them_to_layers():
+    def program():
+        with Mesh(data=2) as mesh, Mesh(model=2) as other:
+            engine = tiny.make_engine(mesh, dtype=BFLOAT16, zero=1)
+            trainer = Trainer(engine, tiny.AdamW(), lambda step: tiny.batch(engine, step), lambda step: 0.05)
+            trainer.step()
+            before = {name: engine.gather(name) for name in engine.names}
+            engine.reshard(other, optimizer=trainer.optimizer, storage=ZeroConfig(0))
+            for storage in engine.storages:
+                np.testing.assert_array_equal(storage.whole_parameters, rounded(storage.own_parameters, BFLOAT16))
+            for name, array in before.items():
+                assert array.dtype == np.float32
+                np.testing.assert_array_equal(engine.gather(name), array)
+            return trainer.step().loss
+
+    assert np.isfinite(run_threads(program, 2)).all()
+
+
+def test_masters_begin_as_the_parameters_of_float32():
+    engines = [tiny.make_engine(mesh_of_one(), dtype=dtype) for dtype in (np.float32, BFLOAT16)]
+    for name, parameter in engines[0].parameters.items():
+        np.testing.assert_array_equal(parameter, engines[1].parameters[name])
+
+
+def bytes_sent(axes, dtype, **options):
+    def program():
+        with Mesh(**axes) as mesh:
+            engine = tiny.make_engine(mesh, dtype=dtype, layers=4, **options)
+            trainer = Trainer(engine, tiny.AdamW(), lambda step: tiny.batch(engine, step), lambda step: 0.05)
+            trainer.step()  # with what is sent once
+            mesh.ledger.clear()
+            trainer.step()
+            return mesh.ledger.entries
+
+    every = run_threads(program, tiny.ranks_of(axes))
+    labels = {"loss", "gradient norm", "metrics", "parameter shards"}
+    return sum(entry.sent for ledger in every for key, entry in ledger.items() if key[2] not in labels)
+
+
+@pytest.mark.parametrize(
+    "axes, options, expected",
+    [
+        ({"pipe": 2}, {"tied": False}, 0.5),
+        ({"data": 2}, {"zero": 3, "group_threshold": 1000}, 2 / 3),
+        ({"data": 2}, {"zero": 3, "compress": "bfloat16"}, 0.5),
+    ],
+    ids=["pipe", "zero-3", "zero-3-bfloat16-gradients"],
+)
+def test_bytes_on_the_wire(axes, options, expected):
+    of_float32 = options | ({"compress": "none"} if "compress" in options else {})
+    ratio = bytes_sent(axes, BFLOAT16, **options) / bytes_sent(axes, np.float32, **of_float32)
+    assert ratio == pytest.approx(expected, rel=0.03)
+
+
+def test_sums_of_tensor_parallelism_are_sent_in_half_the_bytes():
+    def reductions(dtype):
+        def program():
+            with Mesh(model=2) as mesh:
+                engine = tiny.make_engine(mesh, dtype=dtype)
+                engine.step(tiny.batch(engine, 0))
+                return sum(e.sent for key, e in mesh.ledger.entries.items() if key[2].endswith(("mlp", "attention")))
+
+        return run_threads(program, 2)[0]
+
+    assert 0 < 2 * reductions(BFLOAT16) == reductions(np.float32)
+
+
+# --- Meshes that round elsewhere
+
+
+def verified(axes, alter=lambda engine: None, **options):
+    def program():
+        with Mesh(**axes) as mesh:
+            engine = tiny.make_engine(mesh, dtype=BFLOAT16, **options)
+            alter(engine)
+            first = mesh.rank == 0
+            reference, exact = (
+                tiny.make_engine(mesh_of_one(), dtype=dtype) if first else None for dtype in (BFLOAT16, np.float64)
+            )
+            batches = batches_for_model(engine.model, 4, length=8)
+            return verify(engine, reference, batches, steps=2, finite_differences=False, exact=exact)
+
+    with emulated():
+        return run_threads(program, tiny.ranks_of(axes))[0]
+
+
+def test_verify_says_what_differs_since_the_mesh_rounds_elsewhere():
+    report = verified({"model": 2})
+    assert report.agrees and 1e-4 < max(step.of_gradients for step in report.steps) < 0.3
+    assert {"block0/attention", "block1/mlp"} <= set(report.rounded_in)
+    assert "gradient of block0/mlp/w0" in report.differing
+    assert "ranks sum 16-bit floats in " in report.verdict
+    assert verified({"data": 2}, zero=3).verdict.startswith("agrees to ")
+
+
+def test_verify_finds_mistakes_among_roundings():
+    def scale_weights(engine):
+        if engine.mesh.rank == 1:  # of one rank's block, as a missing factor would
+            engine.parameters["block1/mlp/w1"][...] *= 1.2
+            engine.filled()
+
+    report = verified({"model": 2}, alter=scale_weights)
+    assert not report.agrees and report.disagreement.name == "block1/mlp/w1"
+
+
+def test_verify_finds_a_missing_sum_among_roundings(monkeypatch):
+    plain = Shards.start_reduce_scatter
+    missing = "block1/mlp"
+
+    def reduce_scatter(sh, x, *args, **options):
+        return x if sh.label == missing and sh.mesh.size > 1 else plain(sh, x, *args, **options)
+
+    monkeypatch.setattr(Shards, "start_reduce_scatter", reduce_scatter)
+    report = verified({"model": 2})
+    assert not report.agrees and report.disagreement.layer.startswith("block")
+
+
+# --- Loss scaling
+
+
+def trainer_in_float16(mesh):
+    engine = tiny.make_engine(mesh, dtype=FLOAT16)
+    return Trainer(engine, tiny.AdamW(), lambda step: tiny.batch(engine, step), lambda step: 1e-3)
+
+
+def test_all_ranks_skip_a_step_that_overflows_and_then_lower_the_scale():
+    def program():
+        with Mesh(data=2) as mesh:
+            trainer = trainer_in_float16(mesh)
+            trainer.loss_scale.value = 2.0**24
+            before = trainer.engine.parameters["embedding/table"].copy()
+            first = trainer.step()
+            np.testing.assert_array_equal(trainer.engine.parameters["embedding/table"], before)
+            reports = [first, *trainer.run(8)]
+            return [(report.loss_scale, report.skipped) for report in reports], trainer.skipped_in_a_row
+
+    found, other = run_threads(program, 2)
+    assert found == other
+    steps, in_a_row = found
+    assert steps[0] == (2.0**24, "gradients overflow float16 at loss scale 1.67772e+07")
+    assert steps[1][0] == 2.0**23 and steps[-1][1] is None and in_a_row == 0  # max_skipped is 0, too
+
+
+def test_the_scale_grows_after_steps_without_overflow(monkeypatch):
+    monkeypatch.setattr(loss_scale, "GROW_AFTER", 2)
+    trainer = trainer_in_float16(mesh_of_one())
+    trainer.loss_scale.value = 64.0
+    assert [report.loss_scale for report in trainer.run(5)] == [64, 64, 128, 128, 256]
+
+
+def test_the_scale_changes_neither_loss_nor_norm_nor_update():
+    reports = []
+    for value in (1.0, 2.0**10):
+        trainer = trainer_in_float16(mesh_of_one())
+        trainer.loss_scale = LossScale(value)
+        reports.append(list(trainer.run(2))[-1])
+    assert reports[0].loss == pytest.approx(reports[1].loss, rel=1e-3)
+    assert reports[0].grad_norm == pytest.approx(reports[1].grad_norm, rel=0.02)
+
+
+def test_the_scale_stays_within_its_bounds_and_continues():
+    scale = LossScale(1.0)
+    assert not scale.can_fall()
+    scale.update(overflow=True)
+    assert scale.value == 1.0
+    other = LossScale()
+    other.restore(LossScale(8.0, 5).as_json())
+    assert (other.value, other.good_steps) == (8.0, 5)
+
+
+# --- Memory
+
+
+def peak(dtype):
+    step = analyze(ModelConfig(name="gpt-nano"), {"data": 1}, batch_size=16, sequence=64, dtype=dtype).of_rank(0)
+    return step.peak
+
+
+def test_the_dry_run_keeps_half_of_the_activations():
+    wide, half = (peak(dtype).bytes_by_kind for dtype in ("float32", "bfloat16"))
+    assert half["activations"] <= 0.52 * wide["activations"]
+    assert half["gradients"] == wide["gradients"] and half["optimizer state"] == wide["optimizer state"]
+    assert half["parameters"] == 1.5 * wide["parameters"]  # masters besides
+
+
+def test_sums_are_wide():
+    assert accumulated_in(BFLOAT16) == accumulated_in(FLOAT16) == np.float32
+    with emulated():
+        assert accumulated_in(BFLOAT16) == np.float64
+    assert accumulated_in(np.dtype(np.int16)) == np.int16
