@@ -53,6 +53,9 @@ def model_of(system: System, transformer: Transformer, recompute: str = "none") 
     return Model(system.name, tuple(layers), "b s", "b s d", "b s", _no_loss, **options)
 
 
+ROUNDING = 4 + 2  #: bytes per parameter that the engine moves after an update, from masters to 16-bit parameters
+
+
 class SystemUpdate(Optimizer):
     """An optimizer that moves as many bytes per parameter as the system's."""
 
@@ -62,7 +65,7 @@ class SystemUpdate(Optimizer):
 
     def _update(self, *arrays, step, rate, scale, decays):
         size = arrays[0].size
-        meter().elementwise(size, round(size * self._bytes), 0)
+        meter().elementwise(size, round(size * (self._bytes - ROUNDING)), 0)
 
 
 class _WorkLayer(Layer):

@@ -23,6 +23,7 @@ from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.candidates import Outlook, Proposal
 from spmd_engine.adaptive.monitor import crossings
 from spmd_engine.adaptive.reshape import Shape, ShapeRequest
+from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.engine.state.assignment import PIPE
@@ -38,7 +39,16 @@ from spmd_engine.runtime.mpi_job import clean_environment
 SECONDS = 5.0  #: processor time of a search
 MOST = 4  #: shapes of an answer
 ALIKE = 1.25  #: the factor by which a speed must change for another question
-FREE = ("mesh", "zero", "schedule", "chunks", "stages", "shares", "state_shares")  #: options that may change
+FREE = (
+    "mesh",
+    "zero",
+    "schedule",
+    "chunks",
+    "stages",
+    "shares",
+    "state_shares",
+    "rank_order",
+)  #: options that may change
 
 
 class PlannerProposals:
@@ -122,7 +132,7 @@ def answer(question: Mapping[str, Any]) -> list[dict[str, Any]]:
     present = ShapeRequest.from_json(question["shape"], "the question").shape
     config, composition, limits = ModelConfig.from_json(question["model"]), present.composition, question["limits"]
     model, machine = config.build(composition), machine_of(question["speeds"])
-    options = {"sequence": question["length"], "dtype": np.dtype(config.dtype)}
+    options = {"sequence": question["length"], "dtype": dtype_of(config.dtype)}
     sizes = question["batch_size"], question["micro_batches"]
     here = replace(machine, nodes=tuple(machine.nodes[rank] for rank in present.ranks), pairs={})
     optimizer = OPTIMIZERS[question["optimizer"]]()

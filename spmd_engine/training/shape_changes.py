@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmd_engine.adaptive.joining import JoinRequest, JoinRequests, facts_of
-from spmd_engine.adaptive.migration import LiveMigration
 from spmd_engine.adaptive.reshape import NAP, Reshaper, Shape, ShapeRequest
 from spmd_engine.axes import axes_text
-from spmd_engine.checkpoints import load_checkpoint
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
 from spmd_engine.comm.communicators.communicator import Communicator, Port
 from spmd_engine.engine.layered import LayeredEngine
@@ -25,6 +23,9 @@ from spmd_engine.runtime.activity import ranges
 from spmd_engine.training.expert_load import Rebalancer
 from spmd_engine.training.run import Run
 from spmd_engine.training.workload import Workload
+
+if TYPE_CHECKING:
+    from spmd_engine.adaptive.migration import LiveMigration
 
 
 class ShapeChanges:
@@ -282,6 +283,8 @@ class ShapeChanges:
         if request.protocol == "live":
             if shape.composition.offload or reshaper.shape.composition.offload:
                 raise UsageError("what is offloaded has no place in a live migration: use stop-and-copy")
+            from spmd_engine.adaptive.migration import LiveMigration  # which imports the dry run
+
             self._live = LiveMigration(reshaper, shape, self._step_seconds, request.within)
             self._notices, plan = notices, {"request": self._request_id, **self._live.plan.as_json()}
             run.notify(lambda observer: observer.migrating(run.steps_done, plan))
@@ -290,6 +293,8 @@ class ShapeChanges:
 
     def _checkpoint(self) -> Callable[[], Any]:
         """Save the run, and return a function that loads this checkpoint. Collective over the world."""
+        from spmd_engine.checkpoints import load_checkpoint  # which few runs need
+
         run, reshaper = self._run, self._reshaper
         assert reshaper
         on_all_ranks(reshaper.all_ranks, lambda: None if reshaper.is_idle else run.save())

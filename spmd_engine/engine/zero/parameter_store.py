@@ -291,9 +291,11 @@ class StoredEngine(ShardedEngine):
         return self.store.owned
 
     def new_state(self, like: Array) -> Array:
-        if "optimizer" not in self.store.offload.kinds:
+        if "optimizer" in self.store.offload.kinds:
+            return AwayArray(self.store.offload_file, like.shape, like.dtype, self.backend)
+        if isinstance(like, AwayArray):
             return self.backend.xp.zeros(like.shape, like.dtype)
-        return AwayArray(self.store.offload_file, like.shape, like.dtype, self.backend)
+        return super().new_state(like)
 
     def decays(self, key: str) -> bool:
         return key.endswith("/decayed")  # the name of a segment

@@ -45,7 +45,6 @@ class Reducer:
         self._untouched: set[str] = set()
         self._waiting: Counter = Counter()
         self._reducing: list[Pending | Deferred] = []
-        self._complete: list[GroupStorage] = []  # whose reductions have not begun
         self._in_flight: deque[tuple[GroupStorage, Pending | Deferred]] = deque()
         self._first: set[GroupStorage] = set()  # groups whose owners have received nothing in this step
 
@@ -55,7 +54,6 @@ class Reducer:
             with suppress(SpmdError):
                 pending.wait()
         self._reducing.clear()
-        self._complete.clear()
         self._in_flight.clear()
         self._waiting.clear()
         self._first = {storage for storage in self._storages if storage.zero >= 2}
@@ -67,7 +65,6 @@ class Reducer:
 
     def sums(self, layer: int) -> GradientSums:
         """The sums to which a layer adds its gradients in the backward that is about to begin."""
-        self._send_complete()
         if layer in self._sums:
             return self._sums[layer]
         names = self._uses[layer]
@@ -83,25 +80,11 @@ class Reducer:
         return sums
 
     def layer_done(self, layer: int) -> None:
-        """Record that one backward of a layer is complete; reduce the groups that it completes.
-
-        Under ZeRO-3 this begins with the next layer's weights, or in ``finish``: after the gathers of parameters that
-        are needed sooner.
-        """
+        """Record that one backward of a layer is complete; reduce the groups that it completes."""
         for storage in self._storages_of_layer[layer]:
             self._waiting[storage] -= 1
             if self._waiting[storage] == 0:
-                self._complete.append(storage)
-        if not all(storage.zero == 3 for storage in self._complete):
-            self._send_complete()
-        while self._in_flight and len(self._in_flight) + len(self._complete) > IN_FLIGHT:
-            self._accumulate_oldest()
-
-    def _send_complete(self) -> None:
-        """Start the reductions of complete groups."""
-        for storage in self._complete:
-            self._send(storage)
-        self._complete.clear()
+                self._send(storage)
 
     def _send(self, storage: GroupStorage) -> None:
         gradients = storage.gradients
@@ -128,7 +111,6 @@ class Reducer:
 
     def finish(self) -> None:
         """Wait until every owner has the sum over all ranks."""
-        self._send_complete()
         while self._in_flight:
             self._accumulate_oldest()
         for pending in self._reducing:
