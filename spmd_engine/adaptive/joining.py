@@ -35,7 +35,6 @@ from spmd_engine.comm.world import open_port
 from spmd_engine.errors import UsageError
 from spmd_engine.files import open_regular
 from spmd_engine.runtime.ending import end_job_from_thread
-from spmd_engine.runtime.environment import environment
 
 CONNECT = 10.0  #: seconds that the two ranks wait for each other at the port
 LOOK = 0.02  #: seconds between two looks for an answer
@@ -176,6 +175,8 @@ class JoinRequest:
 
 def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The facts that joining ranks must share with a job of this configuration (JSON)."""
+    from spmd_engine.runtime.environment import environment  # which imports much, on rank 0 alone
+
     facts = {name: config.get(name) for name in ("model", "data", "strategy", "device", "corpus")}
     return facts | {"spmd_engine": environment().get("spmd_engine", "")}
 

@@ -121,10 +121,18 @@ def refusal(folder, job, wait=60.0, ranks=2):
         why.append(str(error.value))
         done.set()
 
+    def hold(step):
+        """Go on after step 3 when there is a request, and after step 4, in which it is answered, when that is read."""
+        until = time.monotonic() + 60
+        while step in (3, 4) and not done.is_set() and time.monotonic() < until:
+            if step == 3 and (folder / JoinRequest.FILE).exists():
+                return
+            time.sleep(0.01)
+
     why, done = [], threading.Event()
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
-    run_threads(lambda: train(job, folder, propose=lambda step: step == 3 and done.wait(60) and None or None), 2)
+    run_threads(lambda: train(job, folder, propose=hold), 2)
     thread.join(60)
     assert len(losses_in(folder)) == job.training.steps and not list(folder.glob("join*"))
     return why[0]
@@ -141,7 +149,7 @@ def test_other_data_are_refused_by_the_ranks_themselves(tmp_path):
 def test_another_version_is_refused_by_the_job(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(joined_run, "facts_of", lambda config: {**facts_of(config), "spmd_engine": "0.1"})
-        why = refusal(tmp_path / "run", small_job(tmp_path, mesh={"data": 2}))
+        why = refusal(tmp_path / "run", small_job(tmp_path, mesh={"data": 2}, steps=8))
     assert 'refused: spmd_engine is "0.1", and "0.2.0" in the running job' in why
 
 
