@@ -19,9 +19,10 @@ from pathlib import Path
 STEPS, PATIENCE, TOLERANCE = 300, 120, 1e-9  # PATIENCE: seconds in which each change must come
 FOLDER = Path("runs/elastic")
 CHANGING, ALONE = FOLDER / "changing", FOLDER / "alone"
-JOB = f"--model gpt-nano --data docs --dtype float64 --batch-size 24 --length 32 --steps {STEPS}".split()
+JOB = f"--model gpt-nano --dtype float64 --batch-size 24 --length 32 --steps {STEPS} --data".split()
+JOB += [Path(__file__).parents[1] / "docs"]
 JOB += ["--eval-every", "0", "--save-every", "0", "--sample", "0"]
-ADAPT = ["--adapt", "--adapt-every", "10", "--adapt-least-gain", "0.2"]  # without changes for a few per cent
+ADAPT = ["--adapt", "--adapt-every", "10", "--adapt-least-gain", "0.1"]  # without changes for a few per cent
 
 
 def start(command, *options, ranks=1):
@@ -54,14 +55,15 @@ wait_for.seen = 0
 
 @contextmanager
 def slowed(process):
-    """While open, a process is stopped for half of the time."""
+    """While open, a process is stopped for four fifths of the time."""
     ends = threading.Event()
 
     def stop_and_go():
-        while not ends.wait(0.01):
+        while not ends.is_set():
             os.kill(process, signal.SIGSTOP)
-            time.sleep(0.01)
+            ends.wait(0.04)
             os.kill(process, signal.SIGCONT)
+            ends.wait(0.01)
 
     thread = threading.Thread(target=stop_and_go)
     thread.start()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from command_line import ONE_THREAD
+from mpi_harness.launch import mpiexec
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -55,6 +56,19 @@ def test_a_layer_of_one_s_own_by_the_commands_of_its_docstring(tmp_path):
         printed[words[words.index("spmd_engine") + 1]] = done.stdout
     assert len(printed) == 6 and "agrees to" in printed["verify"] and printed["generate"].startswith("import ")
     assert "block0/taps/w" in printed["show"] and "block0/taps" in printed["analyze"] and "plan: " in printed["plan"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(mpiexec() is None, reason="needs an MPI library and its mpiexec")
+def test_a_job_that_changes_its_shape_five_times_has_the_losses_of_a_quiet_rank(tmp_path):
+    scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": scripts, "PYTHONPATH": str(EXAMPLES.parent)}
+    command = [sys.executable, EXAMPLES / "elastic.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=570)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "300 steps: the largest difference of a loss is" in done.stdout
+    assert (tmp_path / "runs" / "elastic" / "report.html").is_file()
 
 
 def test_the_tour_runs_and_shows_its_pictures():
