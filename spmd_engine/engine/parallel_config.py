@@ -476,9 +476,8 @@ def build_engine(
     Unless ``placed``, this rank is outside the engine's mesh, and the given one may have any size.
     Raises UsageError if the composition cannot work there.
     """
-    engine_model = model.build(composition)
+    engine_model, backend = model.build(composition), get_backend(device, *mesh.process_on_node)
     if not placed:
-        backend = get_backend(device, mesh.local_rank)
         return LayeredEngine(engine_model, mesh, seed=model.seed, dtype=model.dtype, backend=backend, placed=False)
     return LayeredEngine(
         engine_model,
@@ -486,7 +485,7 @@ def build_engine(
         composed_layout(engine_model, mesh, composition),
         seed=model.seed,
         dtype=dtype_of(model.dtype),
-        backend=get_backend(device, *mesh.process_on_node),
+        backend=backend,
         drawn=drawn,
         **composition.how_on(mesh.axes),
     )
