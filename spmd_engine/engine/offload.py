@@ -87,15 +87,14 @@ class OffloadFile:
         """Raises OffloadError if the folder cannot hold such a file."""
         self.folder = folder
         if kind := _in_memory(folder):
-            raise OffloadError(
-                f"--offload-dir {folder}: it is in memory ({kind}), which is to be saved; name a folder on a disk"
-            )
+            raise OffloadError(f"--offload-dir {folder}: it is in memory ({kind}); name a folder on a disk")
         path = Path(folder, f".spmd-offload-{uuid4().hex}")
         try:
             self._descriptor, self._direct = _open(path)
             os.unlink(path)
         except OSError as error:
-            raise self._error("cannot be written", error) from error
+            reason = error.strerror or str(error)
+            raise OffloadError(f"--offload-dir {folder}: it cannot be written ({reason}); name another one") from error
         finalize(self, os.close, self._descriptor)
         self._begin()
 

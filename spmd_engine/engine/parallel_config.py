@@ -425,6 +425,9 @@ class ParallelConfig(Configuration):
             for option, value in in_parts.items()
             if value and not self.storage.stage(axes)
         ]
+        places = {"--offload-to": self.offload_to, "--offload-dir": self.offload_dir}
+        given = [f"{option} {place}" for option, place in places.items() if place and not self.storage.offload.kinds]
+        stored += [f"{option} has no effect without --offload" for option in given]
         return stored + [
             f"{option} has no effect with --mesh {mesh}: there is no axis {axis}"
             for option, (missing, axis) in needed.items()
