@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from ml_dtypes import bfloat16
 
 import saved
 import tiny
@@ -83,6 +84,8 @@ def train(axes, kinds, folder, *, optimizer=AdamW, after=None, run="", dtype=np.
         ({"pipe": 2, "model": 2}, "optimizer,parameters", {"schedule": "interleaved"}),
         ({"data": 2}, "optimizer,parameters", {"zero": 3, "after": {"data": 2}}),
         ({"data": 2}, "parameters", {"zero": 3, "after": 3, "run": True}),
+        ({"data": 2}, "optimizer,parameters,activations", {"zero": 3, "dtype": bfloat16}),
+        ({"data": 2}, "parameters", {"dtype": bfloat16, "after": {"model": 2}}),
         ({"data": 1}, "activations", {"recompute": "attention"}),
         ({"data": 2}, "activations", {"recompute": "block", "zero": 3}),
         ({"pipe": 2}, "activations", {"schedule": "zero-bubble"}),
