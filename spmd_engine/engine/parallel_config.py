@@ -357,8 +357,9 @@ class ParallelConfig(Configuration):
         if not compression(self.compress).in_parts and self.storage.stage(axes):
             refuse(f"--compress {self.compress}", "ZeRO needs parts of sums", "Choose float16 or bfloat16")
         for name, why in self._misfits(axes).items():
-            nearest = "Name each rank once" if name == "rank_order" else "Give a share for each rank of an axis"
-            refuse(f"{_flag(name)} {getattr(self, name)}", why, nearest)
+            nearest = {"rank_order": "Name each rank once", "stages": "Omit it"}
+            otherwise = "Give a share for each rank of an axis"
+            refuse(f"{_flag(name)} {getattr(self, name)}", why, nearest.get(name, otherwise))
         for axis in self.expert_axes or ():
             if axis not in axes:
                 refuse(f"--experts-over {self.experts_over}", f"there is no axis {axis!r}", "Name axes of the mesh")
@@ -373,12 +374,15 @@ class ParallelConfig(Configuration):
         return notices
 
     def _misfits(self, axes: Mapping[str, int]) -> dict[str, str]:
-        """The fields of shares, and the order of ranks, that do not fit a mesh, and why."""
+        """The fields of shares, the order of ranks, and the stages that do not fit a mesh, and why."""
         shares_by_field = {"shares": self.work_shares, "state_shares": self.storage.shares}
         misfits = {name: why for name, shares in shares_by_field.items() if (why := misfit(shares, axes))}
         ranks = prod(axes.values())
         if self.order is not None and sorted(self.order) != list(range(ranks)):
             misfits["rank_order"] = f"the ranks are 0 to {ranks - 1}"
+        division = self.division
+        if not isinstance(division, str) and axes.get("pipe", 1) == 1 and len(division) != (self.chunks or 1):
+            misfits["stages"] = "the mesh has no pipeline"
         return misfits
 
     def _about_images(self, axes: Mapping[str, int], model: Model) -> str | None:

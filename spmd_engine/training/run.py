@@ -250,6 +250,7 @@ class ActivityFile(Observer):
             call = f"{wait.call.operation} over {wait.call.axes}{label}" if wait.call.operation else wait.what
         return {
             "rank": state.rank,
+            "process": state.process,
             "phase": state.phase,
             "phase_seconds": round(state.phase_seconds, 1),
             "call": call or ("a message" if wait else ""),

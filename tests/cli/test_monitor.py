@@ -313,7 +313,15 @@ def test_a_run_tells_what_its_ranks_do(tmp_path):
 
     run_threads(program, 2)
     assert [rank["rank"] for rank in looking.content["ranks"]] == [0, 1]
-    assert set(looking.content["ranks"][1]) == {"rank", "phase", "phase_seconds", "call", "call_seconds", "condition"}
+    assert set(looking.content["ranks"][1]) == {
+        "rank",
+        "process",
+        "phase",
+        "phase_seconds",
+        "call",
+        "call_seconds",
+        "condition",
+    }
     assert not looking.path.exists()  # a run that has ended says nothing more
 
 

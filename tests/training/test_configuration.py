@@ -158,6 +158,10 @@ def test_what_a_new_mesh_cannot_have_is_left_out_and_named():
     saved = ParallelConfig(zero=3, stages="0,3,7")
     fitted, notices = saved.fitted({"pipe": 2, "data": 2}, model)
     assert fitted == ParallelConfig(zero=3) and "continues without --stages 0,3,7" in notices[0]
+    fitted, notices = saved.fitted({"data": 3}, model)
+    assert fitted == ParallelConfig(zero=3) and notices == [
+        "continues without --stages 0,3,7 (the mesh has no pipeline)"
+    ]
     assert saved.fitted({"pipe": 3}, model) == (saved, [])
     saved = ParallelConfig(zero=1, schedule="interleaved", chunks=5)
     fitted, notices = saved.fitted({"pipe": 5}, model)
