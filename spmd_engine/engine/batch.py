@@ -185,9 +185,11 @@ class Scores:
     @property
     def shares(self) -> np.ndarray:
         """The array to sum over ranks: the loss, then the metrics in their order."""
-        if backend_of(self._sums[0]).on_device:
-            return backend_of(self._sums[0]).to_host(backend_of(self._sums[0]).xp.stack(self._sums))
-        return np.array(self._sums)
+        backend = next((backend_of(x) for x in self._sums if backend_of(x).on_device), None)
+        if backend is None:
+            return np.array(self._sums)
+        xp = backend.xp
+        return backend.to_host(xp.stack([xp.asarray(x) for x in self._sums]))  # a user's may be floats
 
     def add(self, outputs: Array, micro: MicroBatch, count: float) -> Any:
         """Add the shares of a micro-batch of a batch with ``count`` targets. Returns the gradient of the loss."""

@@ -87,15 +87,14 @@ class OffloadFile:
         """Raises OffloadError if the folder cannot hold such a file."""
         self.folder = folder
         if kind := _in_memory(folder):
-            raise OffloadError(
-                f"--offload-dir {folder}: it is in memory ({kind}), which is to be saved; name a folder on a disk"
-            )
+            raise OffloadError(f"--offload-dir {folder}: it is in memory ({kind}); name a folder on a disk")
         path = Path(folder, f".spmd-offload-{uuid4().hex}")
         try:
             self._descriptor, self._direct = _open(path)
             os.unlink(path)
         except OSError as error:
-            raise self._error("cannot be written", error) from error
+            reason = error.strerror or str(error)
+            raise OffloadError(f"--offload-dir {folder}: it cannot be written ({reason}); name another one") from error
         finalize(self, os.close, self._descriptor)
         self._begin()
 
@@ -555,9 +554,10 @@ class _MemoryBlock:
 
     def start_write(self) -> None:
         if self._memory is not None and not self._written and self._writing is None:
-            self._place = self._file.reserve(self._size)
-            finalize(self, self._file.give_back, self._place, self._size)
-            self._writing = self._file.submit(self._file.write_all, self._place, _bytes_of(self._memory))
+            file, place, size = self._file, self._file.reserve(self._size), self._size
+            self._place, self._writing = place, file.submit(file.write_all, place, _bytes_of(self._memory))
+            # Not while it is being written: another block would be written to the same place at the same time.
+            finalize(self, self._writing.add_done_callback, lambda _: file.give_back(place, size))
 
     def finish_write(self) -> None:
         if self._writing is not None:

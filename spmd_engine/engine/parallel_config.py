@@ -429,6 +429,9 @@ class ParallelConfig(Configuration):
             for option, value in in_parts.items()
             if value and not self.storage.stage(axes)
         ]
+        places = {"--offload-to": self.offload_to, "--offload-dir": self.offload_dir}
+        given = [f"{option} {place}" for option, place in places.items() if place and not self.storage.offload.kinds]
+        stored += [f"{option} has no effect without --offload" for option in given]
         return stored + [
             f"{option} has no effect with --mesh {mesh}: there is no axis {axis}"
             for option, (missing, axis) in needed.items()
@@ -480,9 +483,8 @@ def build_engine(
     Unless ``placed``, this rank is outside the engine's mesh, and the given one may have any size.
     Raises UsageError if the composition cannot work there.
     """
-    engine_model = model.build(composition)
+    engine_model, backend = model.build(composition), get_backend(device, *mesh.process_on_node)
     if not placed:
-        backend = get_backend(device, mesh.local_rank)
         return LayeredEngine(engine_model, mesh, seed=model.seed, dtype=model.dtype, backend=backend, placed=False)
     return LayeredEngine(
         engine_model,
@@ -490,7 +492,7 @@ def build_engine(
         composed_layout(engine_model, mesh, composition),
         seed=model.seed,
         dtype=dtype_of(model.dtype),
-        backend=get_backend(device, *mesh.process_on_node),
+        backend=backend,
         drawn=drawn,
         **composition.how_on(mesh.axes),
     )

@@ -16,7 +16,7 @@ from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.layer_costs import LayerCosts
 from spmd_engine.planning.search.plan_evaluation import evaluate_plan
 from spmd_engine.planning.search.search import Planner
-from spmd_engine.planning.search.search_space import Candidate
+from spmd_engine.planning.search.search_space import Candidate, can_offload
 from spmd_engine.sharding.groups import ParameterGroup
 from spmd_engine.units import readable_bytes, readable_seconds
 
@@ -240,9 +240,11 @@ class _Explainer:
         return [f"{text} gradients"], sent
 
     def offload(self) -> Answer:
-        lines, data = self.vary("offload", (None, "optimizer", "parameters", "activations", "optimizer,activations"))
-        state = self.at_peak.bytes_by_kind.get("optimizer state", 0)
         node = self.request.machine.nodes[0]
+        kinds = (None, "optimizer", "parameters", "activations", "optimizer,activations")
+        possible = [each for each in kinds if can_offload(each, self.base.zero, of_devices=node.has_devices)]
+        lines, data = self.vary("offload", possible)
+        state = self.at_peak.bytes_by_kind.get("optimizer state", 0)
         disk = f"{node.disk_read / 1e9:.3g} GB/s read and {node.disk_write / 1e9:.3g} GB/s written on each node"
         return [f"optimizer state is {readable_bytes(state)} of the peak; the disk: {disk}", *lines], data
 

@@ -47,7 +47,14 @@ from spmd_engine.planning.search.search import (
     pareto,
     thinned,
 )
-from spmd_engine.planning.search.search_space import FIXABLE, Candidate, SearchSpace, axes_that_shard, candidates
+from spmd_engine.planning.search.search_space import (
+    FIXABLE,
+    Candidate,
+    SearchSpace,
+    axes_that_shard,
+    can_offload,
+    candidates,
+)
 from spmd_engine.planning.simulator.simulation import MOST_RANKS, simulate
 
 #: What may be offloaded.
@@ -287,9 +294,10 @@ def _excess(peaks: Sequence[float], limits: Sequence[float]) -> float:
     return max(0.0, *(peak / limit - 1 for peak, limit in zip(peaks, limits, strict=True)))
 
 
-def offloads_on(machine: Machine) -> tuple[str, ...]:
-    """What may be offloaded on a machine: from devices, only the optimizer state."""
-    return OFFLOADS[:1] if machine.nodes[0].has_devices else OFFLOADS
+def offloads_on(machine: Machine, zero: int = 0) -> list[str]:
+    """What may be offloaded on a machine."""
+    devices = machine.nodes[0].has_devices
+    return [offload for offload in OFFLOADS if can_offload(offload, zero, of_devices=devices)]
 
 
 class _PlanSearch:
@@ -507,7 +515,8 @@ def fixed_plan(request: Request) -> PlanResult:
     }
     limits = request.limits.with_memory_of(machine)
     broken = [name for name, need in needs.items() if (getattr(limits, name) or float("inf")) < need]
-    tried = offloads_on(machine) if "memory" in broken and not composition.offload else ()
+    is_tried = "memory" in broken and not composition.offload
+    tried = offloads_on(machine, composition.storage.stage(axes)) if is_tried else []
     steps = ((f"--offload {offload}", evaluated(composition.changed(offload=offload))) for offload in tried)
     helping = (what for what, step in steps if peak_memory(step.analysis, memory_limits) <= (limits.memory or 0))
     helps = next(helping, "")

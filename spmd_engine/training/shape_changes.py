@@ -282,7 +282,7 @@ class ShapeChanges:
         reshaper.check(shape, job.data.batch_size, job.data.micro_batches)
         if request.protocol == "live":
             if shape.composition.offload or reshaper.shape.composition.offload:
-                raise UsageError("what is offloaded has no place in a live migration: use stop-and-copy")
+                raise UsageError("a live migration cannot move what is offloaded: use --protocol stop-and-copy")
             from spmd_engine.adaptive.migration import LiveMigration  # which imports the dry run
 
             self._live = LiveMigration(reshaper, shape, self._step_seconds, request.within)

@@ -67,7 +67,7 @@ def verify(
     Raises NotFiniteError if the reference diverges, UsageError if the two cannot be compared.
     """
     pair = Pair(engine, reference, batches, loss, tolerance, exact)
-    optimizers = optimizer(), optimizer()
+    optimizers = optimizer(), optimizer(), optimizer()
     agreed: list[Distances] = []
     _, disagreement = pair.compare(pair.parameters(INITIAL), step=0)
     check = None
@@ -121,7 +121,6 @@ class Pair:
         self.micro_batches = 1
         #: on rank 0, the float64 engine compared with the reference
         self.of_rounding: Pair | None = exact and Pair(exact, reference, batches, loss, self.tolerance)
-        self.exact_optimizer: Optimizer | None = None
         self.differing: dict[str, None] = {}  #: tensors that differ, since the mesh rounds elsewhere, in order
         self.gradients_before: dict[str, Array] = {}
         self.parameters_before: dict[str, Array] = {}
@@ -163,16 +162,15 @@ class Pair:
         if self.of_rounding:
             self.of_rounding.forward_and_backward(step)
 
-    def update(self, optimizer: Optimizer, optimizer_alone: Optimizer, step: int, rate: float) -> None:
-        """Update both engines, and keep copies of the gradients and parameters before the update."""
+    def update(self, optimizer: Optimizer, alone: Optimizer, of_exact: Optimizer, step: int, rate: float) -> None:
+        """Update both engines, and the exact one if any; keep copies of gradients, and of parameters from before."""
         self.gradients_before = {name: g.copy() for name, g in self.engine.named(self.engine.gradients).items()}
         self.parameters_before = {name: parameter.copy() for name, parameter in self.engine.parameters.items()}
         optimizer.update(self.engine, self.engine.gradients, step=step, rate=rate)
-        self._on_first(lambda: optimizer_alone.update(self.reference, self.reference.gradients, step=step, rate=rate))
+        self._on_first(lambda: alone.update(self.reference, self.reference.gradients, step=step, rate=rate))
         if self.of_rounding:
             exact = self.of_rounding.engine
-            self.exact_optimizer = self.exact_optimizer or type(optimizer)()
-            self.exact_optimizer.update(exact, exact.gradients, step=step, rate=rate)
+            of_exact.update(exact, exact.gradients, step=step, rate=rate)
 
     # --- comparing ---------------------------------------------------------------------------------------
 

@@ -8,9 +8,10 @@ import pytest
 import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import SGD, LayeredEngine, ShardedEngine, as_distributed
-from spmd_engine.engine.batch import make_batch
+from spmd_engine.engine.batch import MicroBatch, make_batch
+from spmd_engine.engine.batch import Scores as ScoresOfBatch
 from spmd_engine.engine.schedules import named
-from spmd_engine.losses import cross_entropy, right_classes
+from spmd_engine.losses import cross_entropy, mean_squared_error, right_classes
 from spmd_engine.models import mlp
 from spmd_engine.training import Trainer
 
@@ -148,3 +149,13 @@ def test_an_engine_of_one_s_own_has_metrics_too():
 def test_an_engine_made_distributed_keeps_its_metrics():
     with Mesh(data=1) as mesh:
         assert as_distributed(Whole(mesh), mesh).metrics is Whole.metrics
+
+
+def test_losses_and_metrics_of_a_device_may_be_floats_or_arrays(cuda):
+    outputs = cuda.asarray(X)
+    micro = MicroBatch(outputs, cuda.asarray(X - 2.0))
+    in_floats = lambda y, t, **options: (4.0, y)
+    for loss, metric in ((mean_squared_error, lambda y, t: 3.0), (in_floats, lambda y, t: (y > t).sum())):
+        scores = ScoresOfBatch(loss, {"metric": metric})
+        scores.add(outputs, micro, X.size)
+        assert scores.shares.tolist() == pytest.approx([4.0, 3.0 if loss is mean_squared_error else X.size])

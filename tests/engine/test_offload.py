@@ -3,11 +3,13 @@
 import errno
 import os
 import weakref
+from threading import Event
 from time import sleep
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from ml_dtypes import bfloat16
 
 import saved
 import tiny
@@ -82,6 +84,8 @@ def train(axes, kinds, folder, *, optimizer=AdamW, after=None, run="", dtype=np.
         ({"pipe": 2, "model": 2}, "optimizer,parameters", {"schedule": "interleaved"}),
         ({"data": 2}, "optimizer,parameters", {"zero": 3, "after": {"data": 2}}),
         ({"data": 2}, "parameters", {"zero": 3, "after": 3, "run": True}),
+        ({"data": 2}, "optimizer,parameters,activations", {"zero": 3, "dtype": bfloat16}),
+        ({"data": 2}, "parameters", {"dtype": bfloat16, "after": {"model": 2}}),
         ({"data": 1}, "activations", {"recompute": "attention"}),
         ({"data": 2}, "activations", {"recompute": "block", "zero": 3}),
         ({"pipe": 2}, "activations", {"schedule": "zero-bubble"}),
@@ -158,6 +162,23 @@ def test_a_stash_holds_the_last_two_layers_and_one_copy_of_what_several_save(fol
     del a, b, rest
     freed = {size: len(places) for size, places in stash._file._free.items()}
     assert freed == {64 * 32 * 8 * 8: stash._file._end // (64 * 32 * 8 * 8)}
+
+
+def test_another_block_gets_the_place_of_a_freed_one_only_once_that_is_written(folder, monkeypatch):
+    write, disk_is_ready = OffloadFile._write, Event()
+    monkeypatch.setattr(
+        OffloadFile, "_write", lambda file, place, view: disk_is_ready.wait(60) and write(file, place, view)
+    )
+    file = OffloadFile(folder)
+    stash, size = Stash(file), 1 << 14
+    tree = stash.put(np.ones(size, np.uint8))
+    stash.put(np.ones(size, np.uint8))  # the first one is being written
+    del tree
+    assert not file._free
+    disk_is_ready.set()
+    while not file._free:
+        sleep(0.001)
+    assert file._free == {size: [0]}
 
 
 def test_no_file_stays_and_none_is_opened_in_memory(tmp_path, monkeypatch):

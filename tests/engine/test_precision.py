@@ -8,6 +8,7 @@ import pytest
 import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.precision import accumulated_in, dtype_of, emulated, rounded
+from spmd_engine.engine import SGD, AdamW
 from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.planning.dry_run.analyze import analyze
@@ -151,7 +152,7 @@ def test_sums_of_tensor_parallelism_are_sent_in_half_the_bytes():
 # --- Meshes that round elsewhere
 
 
-def verified(axes, alter=lambda engine: None, **options):
+def verified(axes, alter=lambda engine: None, optimizer=AdamW, **options):
     def program():
         with Mesh(**axes) as mesh:
             engine = tiny.make_engine(mesh, dtype=BFLOAT16, **options)
@@ -161,7 +162,8 @@ def verified(axes, alter=lambda engine: None, **options):
                 tiny.make_engine(mesh_of_one(), dtype=dtype) if first else None for dtype in (BFLOAT16, np.float64)
             )
             batches = batches_for_model(engine.model, 4, length=8)
-            return verify(engine, reference, batches, steps=2, finite_differences=False, exact=exact)
+            how = {"steps": 2, "finite_differences": False, "optimizer": optimizer}
+            return verify(engine, reference, batches, exact=exact, **how)
 
     with emulated():
         return run_threads(program, tiny.ranks_of(axes))[0]
@@ -174,6 +176,17 @@ def test_verify_says_what_differs_since_the_mesh_rounds_elsewhere():
     assert "gradient of block0/mlp/w0" in report.differing
     assert "ranks sum 16-bit floats in " in report.verdict
     assert verified({"data": 2}, zero=3).verdict.startswith("agrees to ")
+
+
+def test_verify_updates_the_exact_engine_as_the_others():
+    made = []
+
+    def optimizer():
+        made.append(SGD(momentum=0.5))
+        return made[-1]
+
+    assert verified({"model": 2}, optimizer=optimizer).agrees
+    assert sum(bool(each.state) for each in made) == 2 + 2  # of the ranks, of the reference and of the exact engine
 
 
 def test_verify_finds_mistakes_among_roundings():

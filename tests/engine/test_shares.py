@@ -165,8 +165,8 @@ def test_another_mesh_goes_on_without_shares_of_the_first():
         ParallelConfig(shares="data=3:1").fitted({"data": 4}, model, given={"shares"})
 
 
-def test_state_shares_without_state_in_parts_are_noted():
-    notices = ParallelConfig(state_shares="data=3:1", min_tensor_size=9).check({"data": 2})
+def test_options_of_storage_without_effect_are_noted():
+    notices = ParallelConfig(state_shares="data=3:1", min_tensor_size=9, offload_dir="/data").check({"data": 2})
     assert [notice.split(" has no effect")[0] for notice in notices] == [
-        "--state-shares data=3:1", "--min-tensor-size 9",
+        "--state-shares data=3:1", "--min-tensor-size 9", "--offload-dir /data",
     ]  # fmt: skip

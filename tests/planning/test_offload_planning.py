@@ -1,6 +1,7 @@
 """Offloading in dry runs, simulations and plans."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from test_simulation import analysis, machine, ms, work
@@ -15,6 +16,8 @@ from spmd_engine.planning import analyze, plan
 from spmd_engine.planning.dry_run.step_analysis import Computation, Phases
 from spmd_engine.planning.machine.files import parse_machine, read_machine, toml_of
 from spmd_engine.planning.machine.machine import Machine
+from spmd_engine.planning.search.search import Planner
+from spmd_engine.planning.search.search_space import Candidate
 from spmd_engine.training import Trainer
 
 SIZES = {"batch_size": tiny.BATCH, "micro_batches": 2}
@@ -122,6 +125,8 @@ def test_offloading_is_planned_where_nothing_else_fits(quick_disk):
     assert result.evaluation.analysis.peak_bytes <= 100 << 20
     given = plan("gpt-mini", mesh={"data": 2}, memory="260MiB", **options)
     assert re.search(r"mesh data=2 cannot be kept together; .* would suffice with --offload optimizer$", given.why_not)
+    refused = plan("gpt-mini", mesh={"data": 2}, base=ParallelConfig(zero=1), memory="20MiB", **options)
+    assert re.search(r"mesh data=2 cannot be kept together; it needs [\d.]+ MiB", refused.why_not)  # no parameters
 
 
 def test_offloading_is_planned_where_it_is_faster_than_recomputation(quick_disk):
@@ -129,3 +134,13 @@ def test_offloading_is_planned_where_it_is_faster_than_recomputation(quick_disk)
     result = plan("gpt-mini", ranks=2, machine=quick_disk, batch_size=8, **limits)
     assert result.plan.candidate.recompute == "none" and result.composition.offload
     assert result.reasons[0].startswith("zero")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_estimated_update_reads_and_writes_float32(dtype):
+    slow = {"disk_read": 1e6, "disk_write": 1e6}
+    machine = read_machine("cpu").with_ranks(1)
+    machine = replace(machine, nodes=(replace(machine.nodes[0], **slow),))
+    candidate = Candidate((("data", 1),), 8, micro_batches=1, offload="optimizer,parameters")
+    estimator = Planner(gpt(tiny.SIZE), machine, dtype=dtype).estimator(candidate)
+    assert estimator._update_seconds(1e6) == 3 * (4 + 4)

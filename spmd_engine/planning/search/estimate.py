@@ -75,7 +75,7 @@ class Estimator:
         self.times, self.by_copy = costs.times, costs.by_copy
         self.update, self.slowdowns = costs.update, costs.slowdowns
         self.pipe, self.dtype, self.itemsize = costs.mesh.pipe, cache.dtype, cache.dtype.itemsize
-        self.wide = accumulated_in(self.dtype).itemsize  #: of a gradient
+        self.wide = accumulated_in(self.dtype).itemsize  #: of a gradient, and of what the optimizer updates
 
     # --- bounds
 
@@ -234,7 +234,7 @@ class Estimator:
         if self._is_away("activations"):
             seconds = max(seconds, self._disk_seconds(self.m * float(division.kept.sum()) / self.pipe))
         if self._is_away("parameters"):  # they are read twice
-            seconds = max(seconds, self._disk_seconds(0.0, 2 * self.m * own * self.itemsize))
+            seconds = max(seconds, self._disk_seconds(0.0, 2 * self.m * own * self.wide))
         exposed = self._exposed_seconds(division, costs) + self._tied_seconds(division)
         update = self._update_seconds(float(division.elements.max()))
         total = seconds + exposed + update
@@ -342,7 +342,7 @@ class Estimator:
         parts = self.mesh.shards if self.candidate.zero else 1
         seconds = self._contended_seconds(elements / parts * self.update)
         arrays = self.cache.states * self._is_away("optimizer") + self._is_away("parameters")
-        return max(seconds, self._disk_seconds(elements / parts * arrays * self.itemsize))
+        return max(seconds, self._disk_seconds(elements / parts * arrays * self.wide))
 
 
 # --- The division of layers into pipeline stages whose slowest stage is fastest

@@ -25,6 +25,14 @@ LONG_CONTEXT = 8192  #: context length from which the sequence may be sharded, u
 HYBRID = ("replicate", "shard")  #: axes of hybrid sharding, instead of data
 
 
+def can_offload(kinds: str | None, zero: int, *, of_devices: bool = False) -> bool:
+    """Whether the engine offloads these: from devices only optimizer state, under ZeRO 1 and 2 no parameters, since
+    they are whole on every rank."""
+    if of_devices and kinds not in (None, "optimizer"):
+        return False
+    return zero not in (1, 2) or "parameters" not in (kinds or "")
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A mesh with options that distributes a step over ranks."""
@@ -278,7 +286,7 @@ def _candidates_on(space: SearchSpace, axes: Mapping[str, int], batch_size: int)
         ]
         choices = product(schedules, zeros, parallel, recompute, space.offload)
         for (schedule, chunks), zero, sequence, recomputed, offload in choices:
-            if "parameters" in (offload or "") and zero in (1, 2):  # they are whole on every rank
+            if not can_offload(offload, zero):
                 continue
             yield Candidate(
                 tuple(axes.items()),
