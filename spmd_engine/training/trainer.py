@@ -277,7 +277,8 @@ class StepMetrics:
         own = [_private_bytes(_now()), seconds, skips, signal or 0, requests]
         mine = np.concatenate([_state(self._mesh) - self._before, own])
         axes = list(self._mesh.axes)
-        ranks = self._mesh.all_gather(mine[None], label="metrics")
+        by_position = self._mesh.all_gather(mine[None], label="metrics")
+        ranks = by_position[np.argsort(self._mesh.ranks, axis=None)]
         memory, seconds, skipped, signals, requested = ranks[:, -5:].T
         _check_equal(skipped)
         idle = ranks[:, 0]
