@@ -17,6 +17,7 @@ from spmd_engine.adaptive import Reshaper, ShapeRequest
 from spmd_engine.adaptive.reshape import IdleRanks
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.errors import UsageError
+from spmd_engine.training import loss_scale
 
 CHANGES = 10  #: of a run, one after each step but the last two
 TEXT_MODEL, EXPERTS, IMAGES, ADAPTERS = 3, 8, 1, 2  #: seeds that draw jobs of these kinds
@@ -144,6 +145,15 @@ REFUSED = {
 def small_job(folder, **options):
     job = RandomJob(5, folder)  # an mlp
     return TrainConfig.of(**job.what | {"steps": 4, "batch_size": 12, "mesh": {"data": 4}, "timeout": 60.0, **options})
+
+
+def test_a_rank_that_was_idle_scales_the_loss_as_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(loss_scale, "GROW_AFTER", 2)
+    job = small_job(tmp_path, mesh={"data": 2}, steps=8, dtype="float16")
+    requests = {2: ShapeRequest({"mesh": {"data": 1}}), 6: ShapeRequest({"mesh": {"data": 2}})}
+    runs = run_threads(lambda: train(job, tmp_path / "run", propose=requests.get), 2)
+    (scale,) = {run.trainer.loss_scale.value for run in runs}
+    assert scale != loss_scale.LossScale().value
 
 
 @pytest.mark.parametrize("request_and_reason", REFUSED.values(), ids=REFUSED)
