@@ -170,7 +170,7 @@ class Reshaper:
         self._worlds = [
             *([before] if before else []),
             self.world,
-        ]  # from the first to the present, if ranks have joined
+        ]  # from the first to the present, as ranks have joined
         self.all_ranks = Group(self.world, "world", self._ledger, **self._mesh_options)  #: also the idle ranks
         self.idle = IdleRanks(self.world, timeout or TIMEOUT)
         self._subset: Communicator | None = None  # of the mesh, unless it covers the world

@@ -260,6 +260,7 @@ class ShapeChanges:
         change = {
             "ranks": joins,
             "nodes": [reshaper.world.hosts[rank] for rank in joins],
+            "memory": run.memory_limits,
             "notices": notices,
             "seconds": round(perf_counter() - self._began, 4),
         }
