@@ -167,10 +167,8 @@ class Reshaper:
         self._build, self._ledger = build, engine.mesh.ledger
         self._mesh_options = {"timeout": timeout, **mesh_options}
         self.world = engine.mesh.comm
-        self._worlds = [
-            *([before] if before else []),
-            self.world,
-        ]  # from the first to the present, as ranks have joined
+        #: from the first to the present, if ranks have joined
+        self._worlds = [*([before] if before else []), self.world]
         self.all_ranks = Group(self.world, "world", self._ledger, **self._mesh_options)  #: also the idle ranks
         self.idle = IdleRanks(self.world, timeout or TIMEOUT)
         self._subset: Communicator | None = None  # of the mesh, unless it covers the world

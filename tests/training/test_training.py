@@ -112,6 +112,9 @@ def test_metrics_are_by_rank_wherever_the_ranks_are_on_the_mesh(monkeypatch):
 
     def program():
         with Mesh(data=3, order=[2, 0, 1]) as mesh:
+            for brief in True, False:
+                with pytest.raises(ReplicasDifferError, match="rank 0 of 3 found"):
+                    training_loop.StepMetrics(mesh, brief).close(skips=mesh.rank == 0, signal=0)
             return training_loop.StepMetrics(mesh).close()[1]["private_bytes"]
 
     assert run_threads(program, 3) == [[0, 1, 2]] * 3
