@@ -237,12 +237,15 @@ class Reshaper:
         on_all_ranks(self.all_ranks, check)
 
     def _bytes(self, shape: Shape, assignment: Assignment) -> int:
-        """Bytes of a rank's parameters, gradients and optimizer state."""
-        zero, total = shape.composition.storage.stage(shape.axes), 0
+        """Bytes in memory of a rank's parameters, gradients and optimizer state."""
+        storage, total = shape.composition.storage, 0
+        zero, away = storage.stage(shape.axes), storage.offload.kinds
         for group in assignment.groups:
             part = -(-group.size // prod(shape.axes[axis] for axis in group.summed.cut))
             parameters, gradients, state = bytes_held(group.size, part, zero, self.engine.dtype)
-            total += parameters + gradients + len(self.optimizer.kinds) * state
+            total += gradients
+            total += 0 if "parameters" in away else parameters
+            total += 0 if "optimizer" in away else len(self.optimizer.kinds) * state
         return total
 
     def position_in(self, shape: Shape) -> MeshPosition | None:

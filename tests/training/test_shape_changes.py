@@ -181,6 +181,17 @@ def test_a_shape_without_memory_is_refused(tmp_path, monkeypatch):
     assert "in the old and the new shape are" in event["why"] and "which has 1.00 MiB of memory" in event["why"]
 
 
+@pytest.mark.parametrize("away, answer", [(None, "not reshaped"), ("optimizer", "reshaped")])
+def test_what_is_offloaded_needs_no_memory(tmp_path, monkeypatch, away, answer):
+    """Of AdamW in float64: 96 bytes a parameter on two replicas and two shards, and half of that in memory."""
+    monkeypatch.setattr("spmd_engine.engine.offload._in_memory", lambda folder: "")
+    job = small_job(tmp_path, mesh={"data": 2}, optimizer="adamw", offload=away, offload_dir=str(tmp_path))
+    limit = 70 * job.model.build(job.composition).parameter_count
+    monkeypatch.setattr("spmd_engine.adaptive.reshape.memory_here", lambda: limit)
+    run_threads(lambda: train(job, tmp_path / "run", propose={1: ShapeRequest({"mesh": {"model": 2}})}.get), 2)
+    assert [each["event"] for each in events(tmp_path / "run", "reshaped", "not reshaped")] == [answer]
+
+
 def test_a_page_of_strategies_is_refused(tmp_path):
     job = TrainConfig.of(strategy="data-parallel", model="mlp", data=small_job(tmp_path).data.path, steps=3, mesh=None)
     run_threads(lambda: train(job, tmp_path / "run", propose={1: ShapeRequest({"zero": 1})}.get), 2)
