@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spmd_engine.adaptive.adapt_config import AdaptConfig
-from spmd_engine.adaptive.candidates import Outlook, Proposal, Proposer, kind_of_change, parts
+from spmd_engine.adaptive.candidates import Outlook, Proposal, Proposer, kind_of_change, parts, ranks_at
 from spmd_engine.adaptive.decision_log import header, record
 from spmd_engine.adaptive.monitor import observe
 from spmd_engine.adaptive.policy import Policy, PolicyState, PredictedShape
@@ -94,7 +94,7 @@ class Advisor:
         """The observation of these lines, and the speeds of all ranks, measured or believed."""
         count = max(len(self.memory or ()), *(1 + rank for rank in (*self.shape.ranks, *self._home.ranks)))
         work = [0.0] * count
-        for rank, part in zip(self.shape.ranks, parts(self.shape), strict=True):
+        for rank, part in zip(ranks_at(self.shape), parts(self.shape), strict=True):
             work[rank] = part
         memory = self.memory if self.memory and len(self.memory) == count else None
         seen = observe(lines, self.steps, ranks=self.shape.ranks, work=work, memory=memory)

@@ -47,7 +47,7 @@ class Outlook:
         seen = self.observation
         longest = max(seen.computing)
         moving = seen.communicating[seen.computing.index(longest)]
-        busiest = max(part / self.speeds[rank] for rank, part in zip(shape.ranks, parts(shape), strict=True))
+        busiest = max(part / self.speeds[rank] for rank, part in zip(ranks_at(shape), parts(shape), strict=True))
         return moving + (seen.step_seconds - moving) * busiest / longest
 
 
@@ -68,8 +68,13 @@ def _along_tensors(shape: Shape) -> Mapping[str, Sequence[int]]:
     return {axis: numbers for axis, numbers in shape.composition.work_shares.items() if axis not in BATCH}
 
 
+def ranks_at(shape: Shape) -> list[int]:
+    """The rank at each position of the mesh of a shape, if the ranks of a node follow one another."""
+    return [shape.ranks[number] for number in shape.composition.order or range(len(shape.ranks))]
+
+
 def parts(shape: Shape, without: str = "") -> list[float]:
-    """The part of a step's work that each rank of a shape does, as if all of it were divided along each axis but
+    """The part of a step's work at each position of the mesh, as if all of it were divided along each axis but
     ``without``."""
     axes, given = {axis: size for axis, size in shape.axes.items() if axis != without}, shape.composition.work_shares
     along = {axis: given.get(axis, (1,) * size) for axis, size in axes.items()}
@@ -130,8 +135,8 @@ class SharesBySpeed:
         """The shape without the ranks of the slowest index of an axis; None if rank 0, which must stay, is of them."""
         along = _along(shape, axis, speeds)
         slowest, places = along.index(min(along)), all_positions(shape.axes)
-        left = [rank for rank, at in zip(shape.ranks, places, strict=True) if at.coordinates[axis] != slowest]
-        if left[0] != 0:
+        left = [rank for rank, at in zip(ranks_at(shape), places, strict=True) if at.coordinates[axis] != slowest]
+        if 0 not in left:
             return None
         others = {other: given for other, given in shape.composition.work_shares.items() if other != axis}
         options = {"mesh": {**shape.axes, axis: shape.axes[axis] - 1}, "shares": shares_text(others) or None}
@@ -141,7 +146,7 @@ class SharesBySpeed:
 def _along(shape: Shape, axis: str, speeds: Sequence[float]) -> list[float]:
     """The speed at each index of an axis: that of the slowest rank there, for its part along the other axes."""
     slowest = [float("inf")] * shape.axes[axis]
-    for position, rank, part in zip(all_positions(shape.axes), shape.ranks, parts(shape, axis), strict=True):
+    for position, rank, part in zip(all_positions(shape.axes), ranks_at(shape), parts(shape, axis), strict=True):
         index = position.coordinates[axis]
         slowest[index] = min(slowest[index], speeds[rank] / part)
     return slowest

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class LockedFile:
-    """A file with JSON that its writer holds locked until it ends. Without locks in the file system it seems to run."""
+    """A file with JSON that its writer holds locked until it ends. Without locks in the file system none is free."""
 
     def __init__(self, path: Path, handle: int, content: Any, is_mine: bool) -> None:
         self.path, self.content, self._handle, self._is_mine = path, content, handle, is_mine
@@ -96,7 +96,7 @@ class LockedFile:
         self.path = path
 
     def close(self) -> None:
-        """Stop to hold or to read it. Its writer removes it, unless the path is another file's by now."""
+        """Release the lock, or stop reading. The writer removes the file, unless another one has its path by now."""
         with suppress(FileNotFoundError):
             if self._is_mine and os.path.samestat(os.fstat(self._handle), os.stat(self.path)):
                 self.path.unlink()
@@ -122,13 +122,13 @@ def remove_unheld(path: Path) -> None:
         file.close()
 
 
-class Lifeline:
+class HolderWatch:
     """A thread that ends this job when the process that holds a file has ended, unless ``close`` is called before.
     Virtual ranks need none: a failure of one is one of all."""
 
     def __init__(self, file: LockedFile, message: str) -> None:
         self._file, self._message, self._closed = file, message, Event()
-        self._thread = Thread(target=self._run, name="spmd_engine lifeline", daemon=True)
+        self._thread = Thread(target=self._run, name="spmd_engine holder watch", daemon=True)
         if current_thread_communicator() is None:
             self._thread.start()
 
@@ -207,7 +207,7 @@ class JoinRequests:
         self._file: LockedFile | None = None  # of the request
         self._answer: LockedFile | None = None
         self._port: Port | None = None
-        self._joined: list[tuple[LockedFile, Lifeline | None]] = []  # answer and lifeline of each group that has
+        self._joined: list[tuple[LockedFile, HolderWatch | None]] = []  # answer and watch of each group that has
         for path in folder.glob("join-*.json"):
             remove_unheld(path)
 
@@ -233,8 +233,12 @@ class JoinRequests:
         remove_unheld(path)
         if (file := LockedFile.open(path)) is None:
             return
-        self.request = request = JoinRequest.from_json(file.content)
-        file.rename(self._folder / f"join-{request.id}.json")  # the next ranks can write theirs
+        try:
+            self.request = request = JoinRequest.from_json(file.content)
+            file.rename(self._folder / f"join-{request.id}.json")  # the next ranks can write theirs
+        except (UsageError, OSError):
+            file.close()
+            raise
         self._file, why = file, self._refuses or difference(request.facts, self._facts)
         try:
             if not why:
@@ -269,20 +273,20 @@ class JoinRequests:
                 return None
             time.sleep(LOOK / 20)
         message = f"the ranks that joined ({ranks}) have ended before the run; its last checkpoint is whole"
-        self._joined.append((self._answer, Lifeline(self._file, f"spmd_engine: {message}")))
+        self._joined.append((self._answer, HolderWatch(self._file, f"spmd_engine: {message}")))
         port, self.request, self._file, self._answer, self._port = self._port, None, None, None, None
         return port
 
     def close(self) -> None:
-        """The run ends: answer the ranks that still wait, and let those go that have joined."""
+        """The run ends: answer the ranks that still wait, and stop watching those that have joined."""
         if self._port is not None:
             with suppress(UsageError):
                 if self._port.is_connected():
                     self._port.send("")
             self._drop("the run ends")
-        for answer, lifeline in self._joined:
-            if lifeline is not None:
-                lifeline.close()
+        for answer, watch in self._joined:
+            if watch is not None:
+                watch.close()
             answer.close()
         self._joined.clear()
 
@@ -291,7 +295,7 @@ class JoinRequests:
 
 
 class Entrance:
-    """The way of joining ranks into a job, on their rank 0. Close it when the job has ended."""
+    """What ranks do to join a job, on their rank 0. Close it when the job has ended."""
 
     def __init__(self, world: Communicator, folder: Path, request: JoinRequest, wait: float) -> None:
         self._world = world
@@ -299,7 +303,7 @@ class Entrance:
         self._checked = 0.0
         self._file: LockedFile | None = None
         self._answer: LockedFile | None = None
-        self._lifeline: Lifeline | None = None
+        self._watch: HolderWatch | None = None
         self.port: Port | None = None
 
     def enter(self) -> Iterator[str]:
@@ -347,12 +351,12 @@ class Entrance:
         assert self._answer and self.port
         self.port.send("ready")
         message = f"spmd_engine: {self._folder}: the job that these ranks joined has ended without them"
-        self._lifeline, self._answer = Lifeline(self._answer, message), None
+        self._watch, self._answer = HolderWatch(self._answer, message), None
 
     def close(self) -> None:
         if self.port is not None:
             self.port.close()
-        for each in (self._lifeline, self._answer, self._file):
+        for each in (self._watch, self._answer, self._file):
             if each is not None:
                 each.close()
         path = self._folder / f"join-{self._request.id}.json"  # as the job has renamed the request

@@ -167,10 +167,8 @@ class Reshaper:
         self._build, self._ledger = build, engine.mesh.ledger
         self._mesh_options = {"timeout": timeout, **mesh_options}
         self.world = engine.mesh.comm
-        self._worlds = [
-            *([before] if before else []),
-            self.world,
-        ]  # from the first to the present, if ranks have joined
+        #: from the first to the present, if ranks have joined
+        self._worlds = [*([before] if before else []), self.world]
         self.all_ranks = Group(self.world, "world", self._ledger, **self._mesh_options)  #: also the idle ranks
         self.idle = IdleRanks(self.world, timeout or TIMEOUT)
         self._subset: Communicator | None = None  # of the mesh, unless it covers the world
@@ -239,12 +237,15 @@ class Reshaper:
         on_all_ranks(self.all_ranks, check)
 
     def _bytes(self, shape: Shape, assignment: Assignment) -> int:
-        """Bytes of a rank's parameters, gradients and optimizer state."""
-        zero, total = shape.composition.storage.stage(shape.axes), 0
+        """Bytes in memory of a rank's parameters, gradients and optimizer state."""
+        storage, total = shape.composition.storage, 0
+        zero, away = storage.stage(shape.axes), storage.offload.kinds
         for group in assignment.groups:
             part = -(-group.size // prod(shape.axes[axis] for axis in group.summed.cut))
             parameters, gradients, state = bytes_held(group.size, part, zero, self.engine.dtype)
-            total += parameters + gradients + len(self.optimizer.kinds) * state
+            total += gradients
+            total += 0 if "parameters" in away else parameters
+            total += 0 if "optimizer" in away else len(self.optimizer.kinds) * state
         return total
 
     def position_in(self, shape: Shape) -> MeshPosition | None:

@@ -23,6 +23,8 @@ from spmd_engine.axes import all_positions, parse_axes
 from spmd_engine.cli.progress import bar, clock_time
 from spmd_engine.cli.report.run_record import RunReader, RunRecord
 from spmd_engine.cli.show.memory import elements_per_rank
+from spmd_engine.comm.mesh import ranks_by_position
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import SpmdError
 from spmd_engine.foreign import reading
 from spmd_engine.runtime.launchers import launcher_rank
@@ -274,14 +276,18 @@ class Watched:
         """The part of all parameters that each rank stores, and its coordinates; found once for each mesh."""
         mesh, start = self._run.mesh, self._run.last("started").get("time")
         if self._shards[0] != (key := (start, mesh, ranks)):
-            parts, coordinates = ["-"] * ranks, ["-"] * ranks
+            parts, coordinates, order = ["-"] * ranks, ["-"] * ranks, range(ranks)
             with suppress(SpmdError, ValueError):  # a mesh that cannot be read; a model that is code
                 axes = parse_axes(mesh)
                 places = all_positions(axes)
                 if len(places) == ranks:
                     coordinates = [" ".join(f"{axis}={n}" for axis, n in each.coordinates.items()) for each in places]
+                    nodes = [self._run.nodes[rank] for rank in self._run.ranks_on_mesh]
+                    composition = ParallelConfig.from_json(self._run.config.get("composition") or {})
+                    order = ranks_by_position(nodes, composition.order)
                     parts = _parts_held(self._run, axes)
-            self._shards = key, list(zip(parts, coordinates, strict=True))
+            by_position = list(zip(parts, coordinates, strict=True))
+            self._shards = key, [by_position[position] for position in np.argsort(order)]
         return self._shards[1]
 
 

@@ -87,6 +87,8 @@ class Reporter(Observer):
         self._print(f"spmd_engine: after step {step} a change of shape is refused: {change['why']}")
 
     def joined(self, step: int, change: Mapping[str, Any]) -> None:
+        for notice in change["notices"]:
+            self._print(f"spmd_engine: note: {notice}")
         self._print(f"spmd_engine: after step {step} ranks {ranges(change['ranks'])} have joined")
 
     def _note_experts(self, report: StepReport) -> None:

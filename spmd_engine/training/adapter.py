@@ -65,7 +65,8 @@ class Adapter(Observer):
             self._home = self._shape
 
     def not_reshaped(self, step: int, change: Mapping[str, Any]) -> None:
-        if self._advisor and self._advisor.proposed:
+        is_own = not change["request"]  # those of 'migrate' and 'join' have a number
+        if self._advisor and self._advisor.proposed and is_own:
             self._advisor.refused()
 
     def joined(self, step: int, change: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ from spmd_engine.pictures import html_table
 from spmd_engine.runtime.activity import State
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.runtime.watchdog import condition_of
-from spmd_engine.training.trainer import StepReport, Trainer
+from spmd_engine.training.trainer import StepReport, Trainer, by_rank
 
 if TYPE_CHECKING:
     from spmd_engine.training.workload import Workload
@@ -155,7 +155,7 @@ class EventLog(Observer):
         self._handler = logging.Handler(logging.WARNING)
         self._handler.emit = self._warned
         logging.getLogger("spmd_engine").addHandler(self._handler)
-        where = {"mesh": str(mesh), "nodes": list(mesh.nodes_by_rank), "environment": environment()}
+        where = {"mesh": str(mesh), "nodes": mesh.nodes, "environment": environment()}
         where |= {"products": in_use(), "memory": run.memory_limits}
         self._write("started", step=run.steps_done, stop=stop, **where)
 
@@ -372,6 +372,7 @@ class Run:
         """Make steps until ``steps`` are done in all. Return the last validation loss. Collective."""
         self.engine.mesh.activity.folder = self.folder  # a watchdog writes the stacks of a hanging job to it
         self.gather_memory_limits(self.engine.group())
+        self.memory_limits = by_rank(self.engine.mesh, self.memory_limits)
         with self.locked(), self._observed(steps), StopFlag(to_save=False) as stop:
             self.trainer.stop = stop
             self._evaluate()

@@ -21,6 +21,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at
 from spmd_engine.runtime.activity import ranges
 from spmd_engine.training.expert_load import Rebalancer
+from spmd_engine.training.product_choice import choose_products
 from spmd_engine.training.run import Run
 from spmd_engine.training.workload import Workload
 
@@ -114,9 +115,8 @@ class ShapeChanges:
             return error
 
     def _order(self) -> str:
-        """The request to follow now, and the state of the training that a rank needs which has been idle, as JSON."""
-        trainer, request = self._run.trainer, self._proposed or self._request
-        training = {"step": trainer.steps_done, "skipped": trainer.skipped_in_a_row}
+        """The request to follow now, and the ``_training``, as JSON."""
+        request, training = self._proposed or self._request, self._training()
         self._request_id = ""
         if self._joining and self._joining.request and request is None:
             return self._order_to_join(self._joining, self._joining.request, training)
@@ -204,8 +204,7 @@ class ShapeChanges:
 
         def advance() -> dict[str, Any] | None:
             assert self._reshaper
-            training = {"step": trainer.steps_done, "skipped": trainer.skipped_in_a_row}
-            training = live.advance(training, self._step_seconds, "the run ends" if stops else "")
+            training = live.advance(self._training(), self._step_seconds, "the run ends" if stops else "")
             if training is None:
                 return None
             if not self._reshaper.is_idle:
@@ -248,26 +247,38 @@ class ShapeChanges:
     def _grow(self, joins: list[int], is_merged: bool) -> None:
         """Take in ranks that are connected, with these numbers, as idle ranks; ``is_merged`` on these. Collective over
         the new world."""
-        run, reshaper = self._run, self._reshaper
+        run, reshaper, job = self._run, self._reshaper, self._workload.job
         assert reshaper
         with self._workload.engine.mesh.activity.phase("taking in ranks, step", run.steps_done):
             if not is_merged:
                 reshaper.grow(self._port)
             run.gather_memory_limits(reshaper.all_ranks)
+            notices = choose_products(reshaper.all_ranks, job.products, dtype=job.model.dtype, device=job.device)
         if self._port is not None:
             self._port.close()
             self._port = None
         change = {
             "ranks": joins,
             "nodes": [reshaper.world.hosts[rank] for rank in joins],
+            "memory": run.memory_limits,
+            "notices": notices,
             "seconds": round(perf_counter() - self._began, 4),
         }
         run.notify(lambda observer: observer.joined(run.steps_done, change))
         self._began = perf_counter()
 
+    def _training(self) -> dict[str, Any]:
+        """The state of the training that a rank needs which has been idle, as JSON."""
+        trainer = self._run.trainer
+        scale = trainer.loss_scale.as_json() if trainer.loss_scale else None
+        return {"step": trainer.steps_done, "skipped": trainer.skipped_in_a_row, "loss_scale": scale}
+
     def _set_training(self, training: Mapping[str, Any]) -> None:
-        """Take what a rank needs that has been idle."""
-        self._run.trainer.steps_done, self._run.trainer.skipped_in_a_row = training["step"], training["skipped"]
+        """Take the ``_training`` of rank 0."""
+        trainer = self._run.trainer
+        trainer.steps_done, trainer.skipped_in_a_row = training["step"], training["skipped"]
+        if trainer.loss_scale:
+            trainer.loss_scale.restore(training["loss_scale"])
 
     def _follow(self, request: ShapeRequest) -> dict[str, Any] | None:
         """Change the shape, and return facts for the log; or begin a live migration. Raises UsageError on all ranks for

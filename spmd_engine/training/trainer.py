@@ -167,7 +167,7 @@ class Trainer:
         problem = f"the loss is {loss}" if not isfinite(loss) else f"the gradient's norm is {norm}"
         gradients = self.engine.named(self.engine.gradients).items()
         mine = [name for name, gradient in gradients if not isfinite(sum_of_squares(gradient.reshape(-1)))]
-        names_of_ranks = gather_json(self.engine.group(), mine, "not finite")
+        names_of_ranks = by_rank(self.engine.mesh, gather_json(self.engine.group(), mine, "not finite"))
         not_finite = [name for name in self.engine.names if any(name in names for names in names_of_ranks)]
         if not_finite:
             ranks = [str(rank) for rank, names in enumerate(names_of_ranks) if not_finite[0] in names]
@@ -188,7 +188,7 @@ class Trainer:
             for name in parts
             if not all(_all_finite(getattr(micro, name)) for batch in batches for micro in batch.micro_batches)
         ]
-        names_of_ranks = gather_json(self.engine.group(), mine, "not finite")
+        names_of_ranks = by_rank(self.engine.mesh, gather_json(self.engine.group(), mine, "not finite"))
         for name in parts:
             if ranks := [str(rank) for rank, names in enumerate(names_of_ranks) if name in names]:
                 return f"the {name} on rank {', '.join(ranks)} have values that are not finite: mend the data"
@@ -277,7 +277,7 @@ class StepMetrics:
         own = [_private_bytes(_now()), seconds, skips, signal or 0, requests]
         mine = np.concatenate([_state(self._mesh) - self._before, own])
         axes = list(self._mesh.axes)
-        ranks = self._mesh.all_gather(mine[None], label="metrics")
+        ranks = np.array(by_rank(self._mesh, self._mesh.all_gather(mine[None], label="metrics")))
         memory, seconds, skipped, signals, requested = ranks[:, -5:].T
         _check_equal(skipped)
         idle = ranks[:, 0]
@@ -299,9 +299,15 @@ class StepMetrics:
     def _largest_signal(self, skips: bool, signal: int | None, requests: bool) -> tuple[int, bool]:
         if signal is None or self._mesh.size == 1:
             return signal or 0, requests
-        by_rank = self._mesh.all_gather(np.array([[skips, signal, requests]]), label="metrics")
-        _check_equal(by_rank[:, 0])
-        return int(by_rank[:, 1].max()), bool(by_rank[:, 2].max())
+        by_position = self._mesh.all_gather(np.array([[skips, signal, requests]]), label="metrics")
+        ranks = np.array(by_rank(self._mesh, by_position))
+        _check_equal(ranks[:, 0])
+        return int(ranks[:, 1].max()), bool(ranks[:, 2].max())
+
+
+def by_rank(mesh: Mesh, by_position: Sequence[Any]) -> list[Any]:
+    """What the ranks at each position of the mesh have said, in the order of the ranks."""
+    return [by_position[position] for position in np.argsort(mesh.ranks, axis=None)]
 
 
 def _now() -> int:

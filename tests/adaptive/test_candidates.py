@@ -73,6 +73,13 @@ def test_shares_follow_a_rank_that_becomes_slower_and_recovers(axes, slow, begin
     assert 2 <= len(job.changes) <= 4  # two where an observation has steps of both kinds
 
 
+def test_speeds_are_those_of_the_ranks_at_each_position():
+    proposer, shape, speeds = SharesBySpeed(MODEL, 12), shape_on({"data": 3}, rank_order="0,2,1"), (1.0, 1.0, 0.5)
+    assert proposer.by_speed(shape, "data", speeds).composition.work_shares == {"data": (5, 2, 5)}
+    fewer = proposer._without_slowest(shape, "data", speeds)
+    assert fewer.ranks == (0, 1) and fewer.composition.order is None
+
+
 def test_ranks_of_equal_speed_keep_even_shares():
     job = Job({"data": 4}, 16, noise=0.05)
     job.run(500, (1, 1, 1, 1))

@@ -138,6 +138,19 @@ def test_ranks_that_have_joined_have_rows(folder):
     assert " ".join(lines[-1].split()) == "2 10 idle, outside the mesh - - - -"
 
 
+def test_the_place_of_a_rank_on_the_mesh_follows_the_rank_order(folder):
+    job = TrainConfig.read(folder / "config.json").with_options(rank_order="1,0")
+    (folder / "config.json").write_text(json.dumps(job.as_json()))
+    _, lines = frame(folder, 120)
+    assert "data=1" in lines[-2] and "data=0" in lines[-1]
+
+
+def test_ranks_that_have_joined_show_the_thresholds_that_they_cross(folder):
+    tell(folder, "joined", step=5, ranks=[2], nodes=["b"], memory=[40 << 20, 40 << 20, 5 << 20])
+    tell(folder, "reshaped", step=5, mesh="data=2", ranks=[0, 2])
+    assert "memory pressure 1.00" in frame(folder, 200)[1][-1]
+
+
 @pytest.mark.parametrize("width", [40, 60, 100, 200])
 @pytest.mark.parametrize("lines", [None, 14, 24, 50])
 def test_a_frame_fits(folder, width, lines):

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -103,3 +104,13 @@ def test_a_rank_that_keeps_the_others_waiting_is_left_out_and_comes_back(tmp_pat
     changes = trained(tmp_path, {"data": 3}, slow, monkeypatch, steps=60)
     assert [*changes.values()] == ["mesh data=2", "mesh data=3"]
     decided(tmp_path)
+
+
+def test_a_refused_request_of_a_user_is_not_that_of_the_proposal():
+    """A proposal may wait until a live migration ends, or ranks have joined."""
+    adapter, refused = Adapter(AdaptConfig()), []
+    adapter._advisor = SimpleNamespace(proposed="a shape", refused=lambda: refused.append(True))
+    adapter.not_reshaped(5, {"request": "0123456789abcdef"})
+    assert not refused
+    adapter.not_reshaped(5, {"request": ""})
+    assert refused

@@ -5,6 +5,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from test_shape_changes import (
@@ -24,8 +25,10 @@ from random_jobs import losses_in
 from spmd_engine import TrainConfig, run_threads, train
 from spmd_engine.adaptive import ShapeRequest
 from spmd_engine.adaptive.joining import JoinRequest, JoinRequests, LockedFile, facts_of, runs
+from spmd_engine.arrays.products import NUMPY, in_use
+from spmd_engine.comm.communicators.threads import current_thread_communicator
 from spmd_engine.errors import UsageError
-from spmd_engine.training import Trainer, join, joined_run, workload
+from spmd_engine.training import Trainer, join, joined_run, loss_scale, product_choice, workload
 
 
 @contextmanager
@@ -106,6 +109,33 @@ def test_random_changes_and_two_joins_change_no_result(tmp_path, joins_after, se
     assert len(reshaped) >= 4 and reshaped[-2]["ranks"] == [0, 1, 2, 3], reshaped
     assert_same(tmp_path / "run", tmp_path / "alone")
     assert not list((tmp_path / "run").glob("join*"))
+
+
+def test_a_library_of_products_that_joining_ranks_lack_is_used_by_none(tmp_path, joins_after, monkeypatch):
+    def load(name):
+        library = SimpleNamespace(name=name, version="1", rounds=False, multiply=lambda a, b, out: False)
+        return library if current_thread_communicator().size == 2 else None  # the job's ranks have it
+
+    monkeypatch.setattr(product_choice, "load", load)
+    joins_after(3)
+    used = {}
+    job = small_job(tmp_path, mesh={"data": 2}, steps=5, dtype="float32", products="onednn")
+    with joining_ranks(tmp_path / "run", (1, None)) as outcomes:
+        run_threads(lambda: train(job, tmp_path / "run", propose=lambda step: used.update({step: in_use()})), 2)
+    assert isinstance(outcomes[0], list), outcomes
+    assert (used[2]["float32"]["large"], used[4]["float32"]["large"]) == ("onednn", NUMPY)
+    (joined,) = events(tmp_path / "run", "joined")
+    assert len(joined["notices"]) == 1 and "--products onednn: it is not installed" in joined["notices"][0]
+
+
+def test_ranks_that_join_scale_the_loss_as_the_others(tmp_path, joins_after, monkeypatch):
+    monkeypatch.setattr(loss_scale, "GROW_AFTER", 2)
+    joins_after(3)
+    job = small_job(tmp_path, mesh={"data": 2}, steps=8, dtype="float16")
+    with joining_ranks(tmp_path / "run", (1, ShapeRequest({"mesh": {"data": 3}}))) as outcomes:
+        runs = run_threads(lambda: train(job, tmp_path / "run"), 2)
+    (scale,) = {run.trainer.loss_scale.value for run in runs + outcomes[0]}
+    assert scale != loss_scale.LossScale().value
 
 
 # --- ranks that cannot join, and jobs that end meanwhile

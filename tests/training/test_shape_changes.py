@@ -17,6 +17,7 @@ from spmd_engine.adaptive import Reshaper, ShapeRequest
 from spmd_engine.adaptive.reshape import IdleRanks
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.errors import UsageError
+from spmd_engine.training import loss_scale
 
 CHANGES = 10  #: of a run, one after each step but the last two
 TEXT_MODEL, EXPERTS, IMAGES, ADAPTERS = 3, 8, 1, 2  #: seeds that draw jobs of these kinds
@@ -146,6 +147,15 @@ def small_job(folder, **options):
     return TrainConfig.of(**job.what | {"steps": 4, "batch_size": 12, "mesh": {"data": 4}, "timeout": 60.0, **options})
 
 
+def test_a_rank_that_was_idle_scales_the_loss_as_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(loss_scale, "GROW_AFTER", 2)
+    job = small_job(tmp_path, mesh={"data": 2}, steps=8, dtype="float16")
+    requests = {2: ShapeRequest({"mesh": {"data": 1}}), 6: ShapeRequest({"mesh": {"data": 2}})}
+    runs = run_threads(lambda: train(job, tmp_path / "run", propose=requests.get), 2)
+    (scale,) = {run.trainer.loss_scale.value for run in runs}
+    assert scale != loss_scale.LossScale().value
+
+
 @pytest.mark.parametrize("request_and_reason", REFUSED.values(), ids=REFUSED)
 def test_what_does_not_fit_is_refused_and_the_run_continues(tmp_path, request_and_reason):
     request, reason = request_and_reason
@@ -169,6 +179,17 @@ def test_a_shape_without_memory_is_refused(tmp_path, monkeypatch):
     run_threads(lambda: train(job, tmp_path / "run", propose={1: ShapeRequest({"zero": 0})}.get), 4)
     (event,) = events(tmp_path / "run", "not reshaped")
     assert "in the old and the new shape are" in event["why"] and "which has 1.00 MiB of memory" in event["why"]
+
+
+@pytest.mark.parametrize("away, answer", [(None, "not reshaped"), ("optimizer", "reshaped")])
+def test_what_is_offloaded_needs_no_memory(tmp_path, monkeypatch, away, answer):
+    """Of AdamW in float64: 96 bytes a parameter on two replicas and two shards, and half of that in memory."""
+    monkeypatch.setattr("spmd_engine.engine.offload._in_memory", lambda folder: "")
+    job = small_job(tmp_path, mesh={"data": 2}, optimizer="adamw", offload=away, offload_dir=str(tmp_path))
+    limit = 70 * job.model.build(job.composition).parameter_count
+    monkeypatch.setattr("spmd_engine.adaptive.reshape.memory_here", lambda: limit)
+    run_threads(lambda: train(job, tmp_path / "run", propose={1: ShapeRequest({"mesh": {"model": 2}})}.get), 2)
+    assert [each["event"] for each in events(tmp_path / "run", "reshaped", "not reshaped")] == [answer]
 
 
 def test_a_page_of_strategies_is_refused(tmp_path):

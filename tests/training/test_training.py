@@ -8,7 +8,7 @@ import pytest
 
 import saved
 import tiny
-from spmd_engine import Mesh, run_threads
+from spmd_engine import Mesh, run_threads, world
 from spmd_engine.arrays.updates import sum_of_squares
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import SGD, AdamW
@@ -18,6 +18,7 @@ from spmd_engine.errors import NotFiniteError, ReplicasDifferError
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.strategies import DataParallel
 from spmd_engine.training import Trainer
+from spmd_engine.training import trainer as training_loop
 
 
 def make_trainer(mesh, optimizer=None, engine=MappingProxyType({}), **options):
@@ -104,6 +105,19 @@ def test_reports_hold_what_metrics_need():
     resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert all(0 < memory < resident for memory in (*one["private_bytes"], *alone["private_bytes"]))
     assert one["tokens"] == tiny.BATCH * tiny.SIZE.context
+
+
+def test_metrics_are_by_rank_wherever_the_ranks_are_on_the_mesh(monkeypatch):
+    monkeypatch.setattr(training_loop, "_private_bytes", lambda now: world().rank)
+
+    def program():
+        with Mesh(data=3, order=[2, 0, 1]) as mesh:
+            for brief in True, False:
+                with pytest.raises(ReplicasDifferError, match="rank 0 of 3 found"):
+                    training_loop.StepMetrics(mesh, brief).close(skips=mesh.rank == 0, signal=0)
+            return training_loop.StepMetrics(mesh).close()[1]["private_bytes"]
+
+    assert run_threads(program, 3) == [[0, 1, 2]] * 3
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update():

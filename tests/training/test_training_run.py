@@ -12,7 +12,7 @@ import pytest
 
 import saved
 import tiny
-from spmd_engine import ArrayData, Mesh, Run, TrainConfig, run_threads, train
+from spmd_engine import ArrayData, Mesh, Run, TrainConfig, run_threads, train, world
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder
 from spmd_engine.checkpoints.format.folder import RunLock, replace_file
 from spmd_engine.checkpoints.format.write import write_files
@@ -452,3 +452,15 @@ def test_a_job_made_for_other_data_is_refused(tmp_path):
     (tmp_path / "text").write_text("something else to read\n" * 200)
     with pytest.raises(UsageError, match=r"text: other files than the job was made for \(SHA-256 differs\)"):
         train(tmp_path / "run" / "config.json", tmp_path / "again")
+
+
+def test_memory_limits_are_by_rank_wherever_the_ranks_are_on_the_mesh(tmp_path, monkeypatch):
+    monkeypatch.setattr("spmd_engine.training.run.memory_here", lambda: 3 * world().rank)
+
+    def program():
+        with Mesh(data=3, order=[2, 0, 1]) as mesh:
+            run = make_run(tmp_path, mesh)
+            run.train(1)
+            return run.memory_limits
+
+    assert run_threads(program, 3) == [[0, 1, 2]] * 3

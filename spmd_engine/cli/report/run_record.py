@@ -84,12 +84,12 @@ class RunRecord:
     @property
     def crossings(self) -> list[Crossing]:
         """The thresholds that the last steps cross, with the run's own thresholds, or the usual ones."""
-        started, since = self.last("started"), self._shape.get("step", 0)
-        even = [1.0] * len(started.get("nodes") or [0])
+        world = next((each for each in reversed(self.events) if each.get("event") in ("started", "joined")), {})
+        since, even = self._shape.get("step", 0), [1.0] * len(self.nodes)
         lines = [line for line in self.recent if line["step"] > since and "shares" in line]
         with suppress(UsageError, TypeError, ValueError, KeyError, IndexError):  # damaged lines, or other versions'
             config = AdaptConfig.from_json(self.config.get("adapt") or {}, CONFIG)
-            seen = observe(lines, 0, ranks=self.ranks_on_mesh, work=even, memory=started.get("memory"))
+            seen = observe(lines, 0, ranks=self.ranks_on_mesh, work=even, memory=world.get("memory"))
             return crossings(seen, config)
         return []
 
