@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,14 @@ pytest_plugins = ["mpi_harness.plugin"]
 # Ranks with different examples would call different collectives; a busy machine must not cause failures.
 settings.register_profile("spmd", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("spmd")
+
+
+@pytest.fixture(autouse=True)
+def numpy_computes_products():
+    """Undo what a training run has chosen for this process: the libraries of products."""
+    yield
+    if products := sys.modules.get("spmd_engine.arrays.products"):
+        products.use({})
 
 
 @pytest.fixture

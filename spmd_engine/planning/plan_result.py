@@ -58,6 +58,7 @@ class Request:
     base: ParallelConfig = ParallelConfig()  #: options that are not searched
     seconds: float = 20.0
     placement: str = "auto"  #: one of PLACEMENTS
+    may_offload: bool = True  #: whether a plan may offload what ``base`` does not
 
     def __post_init__(self) -> None:
         if self.goal not in GOALS:

@@ -324,7 +324,9 @@ class _PlanSearch:
         """The best plan, or why there is none. Offloading is considered where the plan without it would recompute, or
         nothing fits."""
         result, request = self._run(), self.request
-        if request.base.offload or result.plan is not None and result.plan.candidate.recompute == "none":
+        if request.base.offload or not request.may_offload:
+            return result
+        if result.plan is not None and result.plan.candidate.recompute == "none":
             return result
         self.space = replace(self.space, offload=(None, *offloads_on(request.machine)))
         offloaded = self._run()
