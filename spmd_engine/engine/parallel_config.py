@@ -356,10 +356,10 @@ class ParallelConfig(Configuration):
             refuse("axis 'replicate'", "it says that state is in parts over another axis", "Name it data, or add shard")
         if not compression(self.compress).in_parts and self.storage.stage(axes):
             refuse(f"--compress {self.compress}", "ZeRO needs parts of sums", "Choose float16 or bfloat16")
+        advice = {"rank_order": "Name each rank once", "stages": "Omit it"}
         for name, why in self._misfits(axes).items():
-            nearest = {"rank_order": "Name each rank once", "stages": "Omit it"}
-            otherwise = "Give a share for each rank of an axis"
-            refuse(f"{_flag(name)} {getattr(self, name)}", why, nearest.get(name, otherwise))
+            remedy = advice.get(name, "Give a share for each rank of an axis")
+            refuse(f"{_flag(name)} {getattr(self, name)}", why, remedy)
         for axis in self.expert_axes or ():
             if axis not in axes:
                 refuse(f"--experts-over {self.experts_over}", f"there is no axis {axis!r}", "Name axes of the mesh")
