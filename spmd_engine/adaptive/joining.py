@@ -215,7 +215,7 @@ class JoinRequests:
         """Whether ranks are connected and wait to be taken into this world. Call this after each step."""
         path = self._folder / JoinRequest.FILE
         try:
-            if self._port is None and os.path.lexists(path):
+            if self._port is None and path.is_file():
                 self._answer_request(path, world)
             if self._port is None or not self._port.is_connected():
                 return False

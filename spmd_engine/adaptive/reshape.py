@@ -42,7 +42,7 @@ NAP = 0.1  #: seconds between two looks of an idle rank for a message
 #: How the arrays move: between two steps, in memory or by a checkpoint, or while steps go on (see ``migration``).
 PROTOCOLS = ("stop-and-copy", "checkpoint-based", "live")
 _TAG = 32765  # of messages to and from idle ranks: no other message on the world's communicator has it
-_ROOM = 4096  # bytes of such a message
+_ROOM = 1 << 20  # bytes of a message to an idle rank, which may list the parts of all experts
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,8 @@ class ShapeRequest:
     @property
     def shape(self) -> Shape:
         """The shape of a request that has all options and the ranks."""
-        return Shape(ParallelConfig.from_json(self.composition, "the shape"), tuple(self.ranks or ()))
+        experts = {layer: tuple(parts) for layer, parts in (self.experts or {}).items()}
+        return Shape(ParallelConfig.from_json(self.composition, "the shape"), tuple(self.ranks or ()), experts)
 
 
 class Reshaper:
@@ -358,17 +359,20 @@ class IdleRanks:
         """These ranks are idle from now on."""
         self.ranks = list(ranks)
         for rank in ranks if self._world.rank == 0 else ():
-            message = np.zeros(_ROOM, np.uint8)
-            self._answers[rank] = message, self._world.start_receive(message, rank, _TAG)
+            answer = np.zeros(1, np.int64)
+            self._answers[rank] = answer, self._world.start_receive(answer, rank, _TAG)
 
     def signal(self) -> int:
         """The number of a signal that an idle rank has received, on rank 0; 0 for none."""
-        arrived = (message for message, requests in self._answers.values() if self._world.done(requests))
-        return max((_unpacked(message)["signal"] for message in arrived), default=0)
+        return max(
+            (int(answer[0]) for answer, requests in self._answers.values() if self._world.done(requests)), default=0
+        )
 
     def wake(self, content: Mapping[str, Any]) -> None:
         """Send the idle ranks, from rank 0, this content (JSON), and wait until all are awake; none is idle then."""
-        message = _packed(content)
+        message = np.zeros(_ROOM, np.uint8)
+        data = np.frombuffer(json.dumps(content).encode(), np.uint8)
+        message[: len(data)] = data
         sends = [request for rank in self._answers for request in self._world.start_send(message, rank, _TAG)]
         self._wait(lambda: self._world.done(sends) and all(self._world.done(r) for _, r in self._answers.values()))
         self._answers.clear()
@@ -393,25 +397,13 @@ class IdleRanks:
         incoming, answer, sends = world.start_receive(message, 0, _TAG), None, []
         while not world.done(incoming):
             if answer is None and (signal := received()):
-                answer = _packed({"signal": signal})
+                answer = np.array([signal])
                 sends = world.start_send(answer, 0, _TAG)
             sleep(self.nap)
             world.prepare_to_pause(0)
             world.pause(0)  # raises RankAborted if another virtual rank has failed
         if answer is None:
-            answer = _packed({"signal": 0})
+            answer = np.zeros(1, np.int64)
             sends = world.start_send(answer, 0, _TAG)
         self._wait(lambda: world.done(sends))
-        return _unpacked(message)
-
-
-def _packed(content: Mapping[str, Any]) -> np.ndarray:
-    """JSON, padded with zeros to ``_ROOM`` bytes."""
-    message = np.zeros(_ROOM, np.uint8)
-    data = np.frombuffer(json.dumps(content).encode()[:_ROOM], np.uint8)
-    message[: len(data)] = data
-    return message
-
-
-def _unpacked(message: np.ndarray) -> dict[str, Any]:
-    return json.loads(message.tobytes().rstrip(b"\0"))
+        return json.loads(message.tobytes().rstrip(b"\0"))

@@ -204,6 +204,13 @@ def test_a_job_that_does_not_answer_in_time_is_left(tmp_path, monkeypatch):
     assert "no answer in time" in refusal(tmp_path / "run", small_job(tmp_path, mesh={"data": 2}, steps=8), wait=0.1)
 
 
+def test_a_folder_with_the_name_of_a_request_is_none(tmp_path):
+    folder, job = tmp_path / "run", small_job(tmp_path, mesh={"data": 2}, steps=2)
+    (folder / JoinRequest.FILE).mkdir(parents=True)
+    run_threads(lambda: train(job, folder), 2)
+    assert (folder / JoinRequest.FILE).is_dir()
+
+
 def test_an_impossible_shape_leaves_the_ranks_that_joined_idle(tmp_path, joins_after):
     joins_after(2)
     folder, job = tmp_path / "run", small_job(tmp_path, mesh={"data": 2}, steps=5)

@@ -268,6 +268,21 @@ def test_an_idle_rank_holds_nothing_and_is_taken_back(tmp_path):
     assert [each["ranks"] for each in events(tmp_path / "run", "reshaped")] == [[0, 3], [0, 1, 2, 3]]
 
 
+def test_an_order_for_idle_ranks_may_be_long():
+    """As one with the parts of all experts of a large model is."""
+    order = {"experts": {f"block{layer}": list(range(256)) for layer in range(64)}}
+
+    def program():
+        idle = IdleRanks(world(), 60.0)
+        idle.set([1])
+        if world().rank:
+            return idle.sleep(lambda: 0)
+        idle.wake(order)
+        return order
+
+    assert run_threads(program, 2) == [order, order]
+
+
 def test_an_error_of_the_others_ends_an_idle_rank(tmp_path):
     """A loss that is not finite ends the run: the idle ranks raise the same error, so that all end with one line."""
     requests = {1: ShapeRequest({"mesh": {"data": 2}})}
