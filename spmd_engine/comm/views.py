@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.axes import MeshPosition, all_positions
+from spmd_engine.axes import MeshPosition, all_positions, count_ranks, rank_grid
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.notation import Spec
 from spmd_engine.errors import NotationError, UsageError
@@ -32,13 +32,14 @@ def draw_mesh(axes: Mapping[str, int], ranks: np.ndarray | None = None, nodes: S
     ``ranks`` by their coordinates, if they are not in order, and the ``nodes`` of ranks 0, 1, ..., if they are known.
     """
     if ranks is None:
-        ranks = np.arange(len(all_positions(axes))).reshape(tuple(axes.values()))
+        all_positions(axes)  # raises if there are too many
+        ranks = rank_grid(axes)
     if ranks.size > MOST_RANKS:
         raise UsageError(f"mesh {MeshPosition(axes, {})} has {ranks.size} ranks; at most {MOST_RANKS} can be drawn")
     cells = _boxes(list(axes), np.arange(ranks.size).reshape(ranks.shape), ranks)
     rows = [("axis", "size", "groups: the ranks that a collective over this axis joins")]
     rows += [(axis, str(size), _groups(ranks, dim)) for dim, (axis, size) in enumerate(axes.items())]
-    title = f"mesh {MeshPosition(axes, {})}: {prod(axes.values())} ranks"
+    title = f"mesh {MeshPosition(axes, {})}: {count_ranks(axes)} ranks"
     names = dict.fromkeys(nodes)
     on_nodes = [f"node {name}: ranks {listed([r for r, node in enumerate(nodes) if node == name])}" for name in names]
     return Picture(title, cells, table(rows, "lrl"), on_nodes if len(names) > 1 else ())
@@ -52,7 +53,7 @@ def _boxes(axes: list[str], places: np.ndarray, ranks: np.ndarray) -> list[Cell]
         row_names = [f"{axes[0]} {row}" for row in range(len(rows))] if len(axes) == 2 else [""]
         column_names = [f"{axes[-1]} {column}" for column in range(fastest)]
         fills = [[COLOURS[place // fastest % len(COLOURS)] for place in row] for row in rows]
-        return grid(row_names, column_names, [[str(ranks.flat[place]) for place in row] for row in rows], fills)
+        return grid(row_names, column_names, [[str(ranks.flat[place]) if ranks.flat[place] >= 0 else "" for place in row] for row in rows], fills)
     cells: list[Cell] = []
     x = y = 0
     for place, part in enumerate(places):
@@ -72,7 +73,9 @@ def _groups(ranks: np.ndarray, dim: int) -> str:
     groups = np.moveaxis(ranks, dim, -1).reshape(-1, ranks.shape[dim])
     shown = ""
     for count, group in enumerate(groups):
-        group_text = "{" + listed(group.tolist()) + "} "
+        if not (members := group[group >= 0]).size:
+            continue
+        group_text = "{" + listed(members.tolist()) + "} "
         if len(shown) + len(group_text) > WIDEST - 30:
             return f"{shown}... {len(groups) - count} more"
         shown += group_text
@@ -221,7 +224,7 @@ class ArraySharding:
 def describe(mesh: Mesh, x: Array | Sequence[int], sharding: str | Spec) -> ArraySharding:
     """See ``Mesh.describe``."""
     spec = Spec.parse(sharding) if isinstance(sharding, str) else sharding
-    places, ranks = mesh.peers(None), mesh.ranks.reshape(-1).tolist()
+    places, ranks = mesh.peers(None), mesh.ranks_in_order
     if isinstance(x, Sequence):
         return ArraySharding.of(spec, x, places, ranks=ranks, devices=mesh.nodes, rank=mesh.rank)
     backend = backend_of(x)
