@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
@@ -274,6 +274,10 @@ class Mesh(Collectives, MeshPosition):
     def nodes_by_rank(self) -> list[str]:
         """The node of each rank of ``group()``."""
         return [self.nodes[rank] for rank in self.ranks_in_order]
+
+    def nodes_at(self, places: Iterable[MeshPosition]) -> list[str]:
+        """The node of the rank at each of these places of the mesh."""
+        return [self.nodes[self.ranks[tuple(place.coordinates.values())]] for place in places]
 
     @property
     def ranks_in_order(self) -> list[int]:

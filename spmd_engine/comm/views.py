@@ -53,7 +53,8 @@ def _boxes(axes: list[str], places: np.ndarray, ranks: np.ndarray) -> list[Cell]
         row_names = [f"{axes[0]} {row}" for row in range(len(rows))] if len(axes) == 2 else [""]
         column_names = [f"{axes[-1]} {column}" for column in range(fastest)]
         fills = [[COLOURS[place // fastest % len(COLOURS)] for place in row] for row in rows]
-        return grid(row_names, column_names, [[str(ranks.flat[place]) if ranks.flat[place] >= 0 else "" for place in row] for row in rows], fills)
+        texts = [[str(ranks.flat[place]) if ranks.flat[place] >= 0 else "" for place in row] for row in rows]
+        return grid(row_names, column_names, texts, fills)
     cells: list[Cell] = []
     x = y = 0
     for place, part in enumerate(places):

@@ -45,7 +45,8 @@ class UnevenNeighbours(PipelineNeighbours):
         over = PIPE, *self._axes
         super().__init__(mesh.group(over), len(chunks), backend)
         self.stages, self.stage = mesh.axes[PIPE], mesh.coordinates[PIPE]
-        self._places, self._nodes = mesh.peers(over), list(self._pipe.comm.hosts)
+        self._places = mesh.peers(over)
+        self._nodes = mesh.nodes_at(self._places)
         self._splits = [self._split(*model.layers[layers[-1]], layout) for layers in chunks]
         self._links: dict[tuple[int, int, int | None], list[Link]] = {}
 
@@ -57,7 +58,7 @@ class UnevenNeighbours(PipelineNeighbours):
                 return dim, None if letter == "s" else layer.sizes[letter]
         return None
 
-    def start_send(self, x: Array, m: int, chunk: int, to: int, ctx: ForwardContext) -> Any:
+    def start_send(self, x: Array, m: int, chunk: int, to: int, ctx: ForwardContext | None = None) -> Any:
         dim, links = self._transfer(chunk, to, ctx)
         channel, label = self._channel(m, chunk, to), "input" if to > chunk else "gradient"
         return _Several(
@@ -66,7 +67,7 @@ class UnevenNeighbours(PipelineNeighbours):
             if link.sender == self._pipe.rank
         )
 
-    def start_receive(self, m: int, chunk: int, source: int, ctx: ForwardContext) -> Any:
+    def start_receive(self, m: int, chunk: int, source: int, ctx: ForwardContext | None = None) -> Any:
         dim, links = self._transfer(source, chunk, ctx)
         channel, label = self._channel(m, source, chunk), "input" if chunk > source else "gradient"
         pieces = _Several(
@@ -76,11 +77,11 @@ class UnevenNeighbours(PipelineNeighbours):
         )
         return Deferred(pieces, partial(_joined, dim))
 
-    def _transfer(self, source: int, to: int, ctx: ForwardContext) -> tuple[int, list[Link]]:
+    def _transfer(self, source: int, to: int, ctx: ForwardContext | None) -> tuple[int, list[Link]]:
         """The dim that is split, and the messages, in the order of their parts, from chunk ``source`` to ``to``."""
         split = self._splits[min(source, to)]  # a gradient is sharded as what it is the gradient of
         dim, length = split or (0, None)
-        if split and length is None:
+        if split and length is None and ctx is not None:
             length = ctx.positions.shape[-1]
         stages = source % self.stages, to % self.stages
         if (*stages, length) not in self._links:
@@ -100,12 +101,11 @@ class UnevenNeighbours(PipelineNeighbours):
             ((_, part),), (first,) = route.parts, held.held[route.sender][0].start
             whole = slice(part.start[0] - first, part.stop[0] - first) if length is not None else slice(None)
             links += [(part.start, Link(route.sender, receiver, whole)) for receiver in route.receivers]
-        links.sort(key=itemgetter(0))
-        reached = {link.receiver for _, link in links}
-        sender = next(rank for rank, blocks in enumerate(held.held) if blocks)
+        links = [link for _, link in sorted(links, key=itemgetter(0))]
         # A rank without positions gets an array of no elements, for its shape and dtype.
-        empty = [Link(sender, rank, slice(0, 0)) for rank, blocks in enumerate(wanted.held) if blocks and rank not in reached]
-        return [*(link for _, link in links), *empty]
+        lacking = {rank for rank, blocks in enumerate(wanted.held) if blocks} - {link.receiver for link in links}
+        sender = next(rank for rank, blocks in enumerate(held.held) if blocks)
+        return links + [Link(sender, rank, slice(0, 0)) for rank in sorted(lacking)]
 
 
 class _Several:

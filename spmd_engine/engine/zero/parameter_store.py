@@ -10,8 +10,8 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.arrays.precision import accumulated_in
-from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks
 from spmd_engine.axes import MeshPosition, uneven_axes
+from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
 from spmd_engine.comm.shared_memory.arena import memory_here

@@ -260,7 +260,7 @@ class SumOverStages:
             held = {str(term): [(part,) if has(stage, term) else () for stage, part in parts] for term in stages}
             return Placement({term: ArrayPlacement.of_rectangles(shape, dtype, on) for term, on in held.items()})
 
-        self._plan = plan_transfer(placement(eq), placement(ne), nodes=list(self._group.comm.hosts))
+        self._plan = plan_transfer(placement(eq), placement(ne), nodes=mesh.nodes_at(places))
 
     def start(self, gradient: Array) -> Deferred:
         """Begin to sum ``gradient``, this rank's part as a flat array, in place."""
