@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.axes import MeshPosition, all_positions, count_ranks, rank_grid
+from spmd_engine.axes import PIPE, MeshPosition, all_positions, count_ranks, rank_grid, uneven_axes
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.notation import Spec
 from spmd_engine.errors import NotationError, UsageError
@@ -38,7 +38,7 @@ def draw_mesh(axes: Mapping[str, int], ranks: np.ndarray | None = None, nodes: S
         raise UsageError(f"mesh {MeshPosition(axes, {})} has {ranks.size} ranks; at most {MOST_RANKS} can be drawn")
     cells = _boxes(list(axes), np.arange(ranks.size).reshape(ranks.shape), ranks)
     rows = [("axis", "size", "groups: the ranks that a collective over this axis joins")]
-    rows += [(axis, str(size), _groups(ranks, dim)) for dim, (axis, size) in enumerate(axes.items())]
+    rows += [(axis, str(size), _groups(ranks, _dims_of_groups(axes, axis))) for axis, size in axes.items()]
     title = f"mesh {MeshPosition(axes, {})}: {count_ranks(axes)} ranks"
     names = dict.fromkeys(nodes)
     on_nodes = [f"node {name}: ranks {listed([r for r, node in enumerate(nodes) if node == name])}" for name in names]
@@ -69,9 +69,16 @@ def _boxes(axes: list[str], places: np.ndarray, ranks: np.ndarray) -> list[Cell]
     return cells
 
 
-def _groups(ranks: np.ndarray, dim: int) -> str:
+def _dims_of_groups(axes: Mapping[str, int], axis: str) -> list[int]:
+    """The dims along which the ranks of a group over this axis differ."""
+    names = list(axes)
+    return [names.index(name) for name in (axis, *(uneven_axes(axes) if axis == PIPE else ()))]
+
+
+def _groups(ranks: np.ndarray, dims: Sequence[int]) -> str:
     """``{0,1} {2,3}``: as many as a line has room for."""
-    groups = np.moveaxis(ranks, dim, -1).reshape(-1, ranks.shape[dim])
+    moved = np.moveaxis(ranks, dims, range(-len(dims), 0))
+    groups = moved.reshape(-1, prod(ranks.shape[dim] for dim in dims))
     shown = ""
     for count, group in enumerate(groups):
         if not (members := group[group >= 0]).size:
