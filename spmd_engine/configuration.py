@@ -15,7 +15,6 @@ from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, Self, Union, get_args, get_origin
 
-from spmd_engine.axes import StageSizes
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.units import BYTES, SECONDS, bytes_of, exact_bytes, seconds_of
 
@@ -210,9 +209,7 @@ def _read(name: str, value: Any, about: Mapping[str, Any]) -> Any:
 def _to_json(value: Any) -> Any:
     if isinstance(value, Configuration):
         return value.as_json()
-    if isinstance(value, Mapping):
-        return {key: list(item.by_stage) if isinstance(item, StageSizes) else item for key, item in value.items()}
-    return value
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _convert(name: str, value: Any, kind: Any) -> Any:
@@ -223,7 +220,9 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     if get_origin(kind) is not None and get_args(kind) != (str, int):
         return value  # the function that reads it checks its items
     if get_origin(kind) is not None:
-        if not isinstance(value, Mapping) or any(type(size) not in (int, StageSizes) for size in value.values()):
+        if not isinstance(value, Mapping) or any(
+            not isinstance(size, int) or isinstance(size, bool) for size in value.values()
+        ):
             raise UsageError(f"{name} is {value!r}: it must map names to whole numbers")
         return dict(value)
     if kind is float and type(value) is int:

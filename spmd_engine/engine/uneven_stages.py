@@ -26,7 +26,7 @@ from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.transfer import plan_transfer
 
 
-class Link(NamedTuple):
+class StageMessage(NamedTuple):
     """A message of a transfer between two stages."""
 
     sender: int  #: its rank in the group of both stages
@@ -48,7 +48,7 @@ class UnevenNeighbours(PipelineNeighbours):
         self._places = mesh.peers(over)
         self._nodes = mesh.nodes_at(self._places)
         self._splits = [self._split(*model.layers[layers[-1]], layout) for layers in chunks]
-        self._links: dict[tuple[int, int, int | None], list[Link]] = {}
+        self._links: dict[tuple[int, int, int | None], list[StageMessage]] = {}
 
     def _split(self, _: str, layer: Layer, layout: Layout) -> tuple[int, int | None] | None:
         """The dim of a layer's output that the uneven axes shard, and its length, None for positions; None if none."""
@@ -77,7 +77,7 @@ class UnevenNeighbours(PipelineNeighbours):
         )
         return Deferred(pieces, partial(_joined, dim))
 
-    def _transfer(self, source: int, to: int, ctx: ForwardContext | None) -> tuple[int, list[Link]]:
+    def _transfer(self, source: int, to: int, ctx: ForwardContext | None) -> tuple[int, list[StageMessage]]:
         """The dim that is split, and the messages, in the order of their parts, from chunk ``source`` to ``to``."""
         split = self._splits[min(source, to)]  # a gradient is sharded as what it is the gradient of
         dim, length = split or (0, None)
@@ -88,7 +88,7 @@ class UnevenNeighbours(PipelineNeighbours):
             self._links[*stages, length] = self._plan(*stages, length)
         return dim, self._links[*stages, length]
 
-    def _plan(self, source: int, to: int, length: int | None) -> list[Link]:
+    def _plan(self, source: int, to: int, length: int | None) -> list[StageMessage]:
         """The messages for a dim of this ``length``; None: every rank of the stages has the whole."""
         spec, shape = Spec((("x", self._axes if length is not None else ()),)), (1 if length is None else length,)
         held, wanted = (
@@ -100,12 +100,12 @@ class UnevenNeighbours(PipelineNeighbours):
         for route in (route for routes in plan.routes.values() for route in routes):
             ((_, part),), (first,) = route.parts, held.held[route.sender][0].start
             whole = slice(part.start[0] - first, part.stop[0] - first) if length is not None else slice(None)
-            links += [(part.start, Link(route.sender, receiver, whole)) for receiver in route.receivers]
+            links += [(part.start, StageMessage(route.sender, receiver, whole)) for receiver in route.receivers]
         links = [link for _, link in sorted(links, key=itemgetter(0))]
         # A rank without positions gets an array of no elements, for its shape and dtype.
         lacking = {rank for rank, blocks in enumerate(wanted.held) if blocks} - {link.receiver for link in links}
         sender = next(rank for rank, blocks in enumerate(held.held) if blocks)
-        return links + [Link(sender, rank, slice(0, 0)) for rank in sorted(lacking)]
+        return links + [StageMessage(sender, rank, slice(0, 0)) for rank in sorted(lacking)]
 
 
 class _Several:

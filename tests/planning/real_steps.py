@@ -1,6 +1,5 @@
 """A real step on virtual ranks, whose ledgers are compared with predictions."""
 
-
 import numpy as np
 
 import tiny
