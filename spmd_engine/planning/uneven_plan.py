@@ -19,6 +19,7 @@ from spmd_engine.planning.search.estimate import Estimate, best_division
 from spmd_engine.planning.search.plan_evaluation import PlanEvaluation
 from spmd_engine.planning.search.search import SHOWN_PLANS, Certificate, Constraints, SearchResult, objective, pareto
 from spmd_engine.planning.search.search_space import Candidate, SearchSpace, candidates
+from spmd_engine.planning.simulator.simulation import MOST_RANKS
 from spmd_engine.units import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def _what_lacks_memory(evaluator: PlanEvaluator, nearest: PlanEvaluation) -> str
 def _candidates(evaluator: PlanEvaluator, space: SearchSpace) -> Iterator[list[Candidate]]:
     """The candidates of each mesh and division of layers, those that need least memory first."""
     base = evaluator.request.base
-    for ranks in sorted(set(space.ranks)):
+    for ranks in sorted(ranks for ranks in set(space.ranks) if ranks <= MOST_RANKS):
         machine = evaluator.request.machine.with_ranks(ranks).placed(space.order)
         nodes = [len(list(group)) for _, group in groupby(machine.node_numbers)]
         uneven = replace(space, ranks=[ranks], nodes=nodes, offload=(base.offload,))

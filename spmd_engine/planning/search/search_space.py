@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import product
 from math import gcd, prod
 
-from spmd_engine.axes import MeshPosition, axes_text, checked_axes, count_ranks, uneven_axes
+from spmd_engine.axes import MeshPosition, axes_text, checked_axes, count_ranks
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import BATCH, PIPE, Shares, misfit
 from spmd_engine.errors import SpmdError
@@ -178,13 +178,13 @@ def _with_uneven_stages(space: SearchSpace) -> Iterator[dict[str, int]]:
     for numbers in product(*map(_divisors, sizes)):
         parts = dict(zip(sizes, numbers, strict=True))
         stages = [size // parts[size] for size in space.nodes for _ in range(parts[size])]
-        for data in _divisors(gcd(*stages)):
+        for data in _divisors(gcd(*stages)) if len(set(stages)) > 1 else ():
             along_model = tuple(stage // data for stage in stages)
             axes = {PIPE: len(stages), "data": data, "model": along_model}
             axes = checked_axes({axis: size for axis, size in axes.items() if size != 1})
             named = space.axes is None or set(axes) <= set(space.axes)
             fits = len(stages) <= len(space.model.layers) and max(along_model) <= most
-            if uneven_axes(axes) and named and fits and _can_shard(space.model, axes):
+            if named and fits and _can_shard(space.model, axes):
                 yield axes
 
 
