@@ -148,6 +148,11 @@ class ArraySharding:
         ``ranks`` are their numbers, if these are not in order; ``devices`` are by rank; ``data`` is this rank's block.
         Raises NotationError for another number of dims, MeshError for an axis that the mesh does not have.
         """
+        if differing := {*uneven_axes(places[0].all_axes)} & {*spec.axes}:
+            if len({place.axes[axis] for place in places for axis in differing}) > 1:
+                raise UsageError(
+                    f'sharding "{spec}" on mesh {places[0]}: stages have other blocks; give the sizes of one stage'
+                )
         replicas: dict[int, int] = defaultdict(int)
         blocks = []
         for number, place in enumerate(places):
@@ -204,7 +209,7 @@ class ArraySharding:
         remarks = [self._sizes(), *map(self._not_drawn, others), *notes]
         reach = {axis: len({block.coordinates[axis] for block in self.global_shards}) for axis in self.axes}
         if replicated_axes := [axis for axis, count in reach.items() if count > 1 and axis not in spec.axes]:
-            copies = prod(reach[axis] for axis in replicated_axes)
+            copies = 1 + max(block.replica_id for block in self.global_shards)
             remarks.append(f"Each block is on {copies} ranks, which differ along {' and '.join(replicated_axes)}.")
         return Picture(title, cells, notes=remarks)
 
