@@ -146,13 +146,14 @@ class ArraySharding:
         """The blocks of an array of the whole ``shape`` at these ``places`` of a mesh, which need not have ranks.
 
         ``ranks`` are their numbers, if these are not in order; ``devices`` are by rank; ``data`` is this rank's block.
-        Raises NotationError for another number of dims, MeshError for an axis that the mesh does not have.
+        Raises NotationError for another number of dims, MeshError for an axis that the mesh does not have, UsageError
+        if uneven stages have other blocks.
         """
-        if differing := {*uneven_axes(places[0].all_axes)} & {*spec.axes}:
-            if len({place.axes[axis] for place in places for axis in differing}) > 1:
-                raise UsageError(
-                    f'sharding "{spec}" on mesh {places[0]}: stages have other blocks; give the sizes of one stage'
-                )
+        differing = {*uneven_axes(places[0].all_axes)} & {*spec.axes}
+        if any(len({place.axes[axis] for place in places}) > 1 for axis in differing):
+            raise UsageError(
+                f'sharding "{spec}" on mesh {places[0]}: stages have other blocks; give the sizes of one stage'
+            )
         replicas: dict[int, int] = defaultdict(int)
         blocks = []
         for number, place in enumerate(places):

@@ -379,7 +379,8 @@ class ParallelConfig(Configuration):
             divide(model, axes[PIPE] * chunks, self.division, chunks)
         notices = self._without_effect(axes, mesh)
         if model is not None:
-            shared_keys = note_of_shared_keys(model, axes) if "model" not in self.work_shares else None
+            sized = "model" in self.work_shares or uneven_axes(axes)
+            shared_keys = None if sized else note_of_shared_keys(model, axes)
             more = self._about_images(axes, model), shared_keys
             notices += [*self._about_experts(axes, model), *filter(None, more)]
         return notices
