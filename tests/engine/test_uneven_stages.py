@@ -8,6 +8,7 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
+import combinations
 import routed
 import tiny
 from spmd_engine import Mesh, run_threads
@@ -42,6 +43,16 @@ def test_uneven_stages_train_as_one_device_does(mesh):
     if "schedule" in options:
         options["schedule"] = schedules.named(options["schedule"])
     tiny.assert_same_training(tiny.train(parse_axes(mesh), **options), expected)
+
+
+@pytest.mark.mpi(ranks=3)
+def test_mpi_ranks_train_as_one_device_does():
+    options, one = {"dropout": 0.1}, combinations.one_device(dropout=0.1)
+    for mesh, parallel in (("pipe=2,model=1|2", False), ("pipe=2,model=2|1", True)):
+        found = combinations.train_gpt(
+            parse_axes(mesh), launch=lambda program, ranks: [program()], sequence_parallel=parallel, **options
+        )
+        combinations.assert_same(found, one)
 
 
 def test_experts_too():
