@@ -192,6 +192,11 @@ def axes_text(axes: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in axes.items())
 
 
+def axes_as_json(axes: Mapping[str, int]) -> dict[str, int | list[int]]:
+    """Axes as JSON that ``checked_axes`` reads."""
+    return {axis: list(size.by_stage) if isinstance(size, StageSizes) else size for axis, size in axes.items()}
+
+
 def parse_axes(text: str) -> dict[str, int]:
     """``"data=4,model=2"`` as {"data": 4, "model": 2}; ``"pipe=2,model=1|2"`` has stages of one and of two ranks.
 

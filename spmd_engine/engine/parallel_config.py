@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from spmd_engine.arrays.backend import get_backend
 from spmd_engine.arrays.precision import FLOATS, dtype_of
-from spmd_engine.axes import MeshPosition, StageSizes, axes_text, checked_axes, count_ranks, parse_axes, uneven_axes
+from spmd_engine.axes import MeshPosition, axes_as_json, axes_text, checked_axes, count_ranks, parse_axes, uneven_axes
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import schedules
@@ -294,11 +294,7 @@ class ParallelConfig(Configuration):
         _ = self.work_shares, self.storage, self.order
 
     def as_json(self) -> dict[str, Any]:
-        content = super().as_json()
-        for axis, size in (self.mesh or {}).items():
-            if isinstance(size, StageSizes):
-                content["mesh"][axis] = list(size.by_stage)
-        return content
+        return super().as_json() | {"mesh": axes_as_json(self.mesh) if self.mesh is not None else None}
 
     @property
     def work_shares(self) -> Shares:

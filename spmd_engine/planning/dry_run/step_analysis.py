@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from spmd_engine.axes import MeshPosition, all_positions, count_ranks, uneven_axes
+from spmd_engine.axes import MeshPosition, all_positions, axes_as_json, count_ranks, uneven_axes
 
 
 class HashedOnce(tuple):
@@ -317,7 +317,7 @@ class StepAnalysis:
 
     def as_json(self) -> dict[str, Any]:
         """The analysis as JSON."""
-        plain = asdict(self)
+        plain: dict[str, Any] = asdict(self) | {"axes": axes_as_json(self.axes)}
         for entry, rank_class in zip(plain["classes"], self.classes, strict=True):
             entry["ranks"] = list(rank_class.ranks)
         totals = [
