@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.axes import MeshPosition, axes_text, count_ranks
+from spmd_engine.axes import MeshPosition, axes_text, checked_axes, count_ranks
 from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
 from spmd_engine.errors import UsageError
@@ -108,6 +108,7 @@ def plan(
 
     Raises UsageError for an unknown model or machine, and for options that contradict each other.
     """
+    mesh = checked_axes(mesh) if mesh else None
     if ranks is None:
         if mesh is None:
             raise UsageError("plan needs ranks, or a mesh")
@@ -333,26 +334,26 @@ class _PlanSearch:
         tries = {"split": self._with_uneven_stages, "offload": self._with_offload}
         if result.plan is not None:
             recomputes = result.plan.candidate.recompute != "none"
-            offloaded = self._with_offload(result) if recomputes and "offload" in (request.fallback or ()) else None
-            return offloaded or result
-        found = [plan for name in request.fallback or () if (plan := tries[name](result))]
-        if found:
+            other = self._with_offload(result) if recomputes and "offload" in (request.fallback or ()) else None
+            return other if other is not None and other.plan is not None else result
+        others = [other for name in request.fallback or () if (other := tries[name](result)) is not None]
+        if found := [other for other in others if other.plan is not None]:
             return min(found, key=lambda plan: objective(request.goal, plan.search.best[0]))
-        others = [name for name in FALLBACKS if request.fallback is not None and name not in request.fallback]
-        helps = next((f"--fallback {name}" for name in others if tries[name](result)), "")
+        result = next(iter(others), result)
+        forbidden = [name for name in FALLBACKS if request.fallback is not None and name not in request.fallback]
+        helping = (name for name in forbidden if (other := tries[name](result)) is not None and other.plan is not None)
+        helps = next((f"--fallback {name}" for name in helping), "")
         assert result.conflict is not None
         return replace(result, conflict=replace(result.conflict, helps=helps))
 
     def _with_offload(self, without: PlanResult) -> PlanResult | None:
-        """The best plan that may offload; None if there is none, or the base says what is offloaded."""
+        """The result if a plan may offload; None if the base says what is offloaded."""
         if self.request.base.offload:
             return None
         space = self.space
         self.space = replace(space, offload=(None, *offloads_on(self.request.machine)))
         offloaded, self.space = self._run(), space
-        if offloaded.plan is None:
-            return None
-        offload = offloaded.plan.candidate.offload
+        offload = offloaded.plan.candidate.offload if offloaded.plan is not None else None
         because = [f"offload {offload}: nothing fits without"] if offload and without.plan is None else []
         return replace(offloaded, reasons=[*because, *offloaded.reasons])
 

@@ -8,7 +8,7 @@ from spmd_engine.axes import count_ranks, parse_axes
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import GPTSize, gpt
-from spmd_engine.planning import analyze
+from spmd_engine.planning import analyze, plan
 from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.planner import find_plan
@@ -56,6 +56,12 @@ def test_a_conflict_names_the_fallback_that_would_help():
     assert result.plan is None and result.why_not.endswith("Its memory would suffice with --fallback split")
     with pytest.raises(UsageError, match="fallback 'spilt': choose split, offload, or none"):
         request_for(8, fallback=["spilt"])
+
+
+def test_a_given_mesh_may_be_uneven():
+    options = {"machine": machine(("big", 1, 40 * MIB), ("small", 2, 8 * MIB)), "batch_size": 8}
+    result = plan(MODEL, mesh={"pipe": 2, "model": (1, 2)}, **options)
+    assert result.composition.mesh == parse_axes("pipe=2,model=1|2") and result.evaluation.analysis.ranks == 3
 
 
 def test_where_an_even_mesh_fits_stages_are_even():

@@ -17,7 +17,7 @@ from spmd_engine.arrays.meta.backend import Shapes, on_shapes
 from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.arrays.numba.functions import loops_are_there
 from spmd_engine.arrays.precision import dtype_of
-from spmd_engine.axes import MeshPosition, count_ranks, uneven_axes
+from spmd_engine.axes import MeshPosition, checked_axes, count_ranks, uneven_axes
 from spmd_engine.comm.blocks import span
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
@@ -83,7 +83,7 @@ def analyze(
 
     Raises UsageError for an invalid composition, and for a step that depends on values.
     """
-    cache = cache if cache is not None else PassCache()
+    cache, axes = cache if cache is not None else PassCache(), checked_axes(axes)
     built = model.build(composition or ParallelConfig()) if isinstance(model, ModelConfig) else model
     dtype = dtype_of(dtype or (model.dtype if isinstance(model, ModelConfig) else np.float32))
     position = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
