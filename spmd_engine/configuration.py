@@ -220,7 +220,9 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     if get_origin(kind) is not None and get_args(kind) != (str, int):
         return value  # the function that reads it checks its items
     if get_origin(kind) is not None:
-        if not isinstance(value, Mapping) or any(type(size) is not int for size in value.values()):
+        if not isinstance(value, Mapping) or any(
+            not isinstance(size, int) or isinstance(size, bool) for size in value.values()
+        ):
             raise UsageError(f"{name} is {value!r}: it must map names to whole numbers")
         return dict(value)
     if kind is float and type(value) is int:

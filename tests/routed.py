@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import cache
-from math import prod
 
 import numpy as np
 
@@ -76,7 +75,7 @@ def train(axes, *, steps=2, micro_batches=2, between=lambda engine, optimizer: N
             mesh.barrier()
             return side
 
-    return run_threads(program, prod(axes.values()))
+    return run_threads(program, tiny.ranks_of(axes))
 
 
 @cache

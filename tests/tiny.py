@@ -6,6 +6,7 @@ import numpy as np
 
 import parts
 from spmd_engine import Mesh, run_threads
+from spmd_engine.axes import checked_axes, count_ranks
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import make_batch
 from spmd_engine.engine.state.assignment import WORK, ZeroConfig
@@ -46,7 +47,7 @@ def drawn_shares(axes, rng, samples=True):
 
 
 def ranks_of(axes):
-    return int(np.prod(list(axes.values())))
+    return count_ranks(checked_axes(axes))
 
 
 def tokens(step):

@@ -13,7 +13,7 @@ from math import gcd, prod
 
 from spmd_engine.adaptive.monitor import Observation
 from spmd_engine.adaptive.reshape import Shape, ShapeRequest
-from spmd_engine.axes import all_positions
+from spmd_engine.axes import MeshPosition, all_positions, uneven_axes
 from spmd_engine.comm.notation import weighted_lengths
 from spmd_engine.engine.state.assignment import BATCH, shares_text
 from spmd_engine.errors import UsageError
@@ -76,10 +76,13 @@ def ranks_at(shape: Shape) -> list[int]:
 def parts(shape: Shape, without: str = "") -> list[float]:
     """The part of a step's work at each position of the mesh, as if all of it were divided along each axis but
     ``without``."""
-    axes, given = {axis: size for axis, size in shape.axes.items() if axis != without}, shape.composition.work_shares
-    along = {axis: given.get(axis, (1,) * size) for axis, size in axes.items()}
-    places = (position.coordinates for position in all_positions(shape.axes))
-    return [prod(numbers[place[axis]] / sum(numbers) for axis, numbers in along.items()) for place in places]
+    given = shape.composition.work_shares
+
+    def part(place: MeshPosition) -> float:
+        along = {axis: given.get(axis, (1,) * size) for axis, size in place.axes.items() if axis != without}
+        return prod(numbers[place.coordinates[axis]] / sum(numbers) for axis, numbers in along.items())
+
+    return [part(place) for place in all_positions(shape.axes)]
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ class SharesBySpeed:
 
     def axes(self, shape: Shape) -> list[str]:
         """The axes of several ranks along which work may be shared by speed."""
-        return [axis for axis, size in shape.axes.items() if size > 1 and (axis in BATCH or axis == MODEL)]
+        alike = {axis: size for axis, size in shape.axes.items() if axis not in uneven_axes(shape.axes)}
+        return [axis for axis, size in alike.items() if size > 1 and (axis in BATCH or axis == MODEL)]
 
     def by_speed(self, shape: Shape, axis: str, speeds: Sequence[float]) -> Shape:
         """The shape with shares along an axis by which the last rank is done soonest. The slowest rank at each index

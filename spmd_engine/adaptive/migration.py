@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -25,6 +25,7 @@ from spmd_engine.adaptive.reshape import Reshaper, Shape
 from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.meta.backend import on_shapes
 from spmd_engine.arrays.meta.meter import Meter, metered
+from spmd_engine.axes import count_ranks
 from spmd_engine.comm.agreement.rank_zero import failure_text, gather_json
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.layered import LayeredEngine
@@ -156,7 +157,7 @@ class LiveMigration:
         old, new = describe_parts(engine if engine.is_placed else None), describe_parts(None)
         if (position := reshaper.position_in(shape)) is not None:
             axes, model = shape.axes, reshaper.model_in(shape.composition)
-            ranks = DryRunRanks(axes, separate_classes(axes), Mailbox(), ["here"] * prod(axes.values()))
+            ranks = DryRunRanks(axes, separate_classes(axes), Mailbox(), ["here"] * count_ranks(axes))
             recorder = Recorder(Meter())
             with on_shapes() as backend, metered(recorder.meter):
                 mesh = ShapedMesh(ranks, position.coordinates, recorder)

@@ -154,7 +154,7 @@ def answer(question: Mapping[str, Any]) -> list[dict[str, Any]]:
         optimizer=question["optimizer"],
         base=base,
         seconds=SECONDS,
-        may_offload=False,  # the user has given no disk for it
+        fallback=None,  # the user has given no disk for it
         **options,
     )
     result = find_plan(request)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from spmd_engine.arrays.memory import return_freed_memory
-from spmd_engine.axes import MeshPosition, all_positions, axes_text
+from spmd_engine.axes import MeshPosition, all_positions, axes_text, count_ranks
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.communicators.communicator import Communicator, Port
 from spmd_engine.comm.group import Group
@@ -71,7 +71,7 @@ class Shape:
         axes = dict(composition.mesh or self.axes)
         composition, notices = composition.changed(mesh=axes).fitted(axes, model, options)
         if ranks is None:
-            size = prod(axes.values())
+            size = count_ranks(axes)
             ranks = self.ranks if len(self.ranks) == size else range(size)
         experts = self.experts if (axes, composition.expert_axes) == (self.axes, self.composition.expert_axes) else {}
         if request.experts is not None:
@@ -188,9 +188,9 @@ class Reshaper:
         world, axes, composition = range(self.world.size), shape.axes, shape.composition
         if not shape.ranks or shape.ranks[0] != 0 or len(set(shape.ranks)) < len(shape.ranks):
             raise UsageError(f"ranks {_listed(shape.ranks)}: name each once, and rank 0, which writes the run's files")
-        if not set(shape.ranks) <= set(world) or prod(axes.values()) != len(shape.ranks):
+        if not set(shape.ranks) <= set(world) or count_ranks(axes) != len(shape.ranks):
             raise UsageError(
-                f"mesh {axes_text(axes)} needs {prod(axes.values())} ranks; the job has {len(world)}"
+                f"mesh {axes_text(axes)} needs {count_ranks(axes)} ranks; the job has {len(world)}"
                 + (f", and {len(shape.ranks)} are named" if set(shape.ranks) <= set(world) else "")
             )
         if shape == self.shape:

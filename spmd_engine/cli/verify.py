@@ -154,8 +154,8 @@ def _flag(name: str) -> str:
 
 
 def _composition(job: TrainConfig, mesh: Mesh) -> ParallelConfig:
-    composition = job.composition.changed(mesh=mesh.axes)
-    print_notices(composition.check(mesh.axes))
+    composition = job.composition.changed(mesh=mesh.all_axes)
+    print_notices(composition.check(mesh.all_axes))
     return composition
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from math import prod
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend
-from spmd_engine.axes import MeshPosition, Over
+from spmd_engine.axes import MeshPosition, Over, StageSizes, checked_axes, count_ranks, rank_grid
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.group import Group, Out, Sizes
 from spmd_engine.comm.ledger import Ledger
@@ -164,7 +163,9 @@ class Mesh(Collectives, MeshPosition):
     ``deterministic``: use rank order also for sums that the MPI library would make, of small arrays over more than 32
     ranks on several nodes. (All sums are in a fixed order in either case.)
     ``order``: which rank is at each position, for unequal ranks: see ``ranks_by_position``.
-    Raises MeshError if the product of the sizes is not the number of ranks, or the order names other ranks.
+    ``Mesh(pipe=2, model=(1, 2))``: stages may have different sizes along an axis. A group over ``pipe`` then includes
+    that axis, and ``axes`` are those of this rank's stage.
+    Raises MeshError if the sizes do not give the number of ranks, or the order names other ranks.
     """
 
     def __init__(
@@ -177,29 +178,31 @@ class Mesh(Collectives, MeshPosition):
         ledger: Ledger | None = None,
         deterministic: bool = False,
         order: Sequence[int] | None = None,
-        **axes: int,
+        **axes: int | Sequence[int],
     ) -> None:
         self.comm = comm if comm is not None else world()
-        self.axes = axes or {"data": self.comm.size}
+        self.axes = self.all_axes = checked_axes(axes or {"data": self.comm.size})
         self.ledger = ledger if ledger is not None else Ledger()
         self._options = {"check": check, "timeout": timeout, "deterministic": deterministic}
         self._groups: dict[tuple, Group] = {}
         self._owned: list[Communicator] = []
         self._validate()
         self.nodes = list(self.comm.hosts)
-        #: ranks of the communicator by coordinates: an array with one dimension for each axis
-        self.ranks = np.array(ranks_by_position(self.nodes, order)).reshape(tuple(self.axes.values()))
+        #: ranks of the communicator by coordinates: an array with one dimension for each axis; -1 where a stage of
+        #: an uneven mesh has no rank
+        self.ranks = rank_grid(self.all_axes, ranks_by_position(self.nodes, order))
         self.rank, self.size = self.comm.rank, self.comm.size
         coordinates = np.argwhere(self.ranks == self.rank)[0]
-        self.coordinates = dict(zip(self.axes, map(int, coordinates), strict=True))
+        MeshPosition.__init__(self, self.all_axes, dict(zip(self.axes, map(int, coordinates), strict=True)))
 
     def _validate(self) -> None:
-        for axis, size in self.axes.items():
-            if not isinstance(size, int) or size < 1:
+        for axis, size in self.all_axes.items():
+            smallest = min(size.by_stage) if isinstance(size, StageSizes) else size
+            if not isinstance(smallest, int) or smallest < 1:
                 raise MeshError(f"mesh axis {axis!r} has size {size!r}; sizes are whole numbers from 1")
-        product = prod(self.axes.values())
-        if product != self.comm.size:
-            raise WrongNumberOfRanks(str(self), product, self.comm.size)
+        ranks = count_ranks(self.all_axes)
+        if ranks != self.comm.size:
+            raise WrongNumberOfRanks(str(self), ranks, self.comm.size)
 
     def group(self, over: Over = None, *, among: Mapping[str, Sequence[int]] | None = None) -> Group:
         """The ranks that differ from this one only along ``over``, as a Group; created on first use.
@@ -227,13 +230,15 @@ class Mesh(Collectives, MeshPosition):
         return self._groups[names, places]
 
     def _members(self, names: tuple[str, ...], among: Mapping[str, Sequence[int]]) -> list[int]:
+        sizes = self.all_axes if self._joins_stages(names, alone=True) else self.axes
+
         def places(axis: str) -> Sequence[int]:
             if axis not in names:
                 return [self.coordinates[axis]]
-            all_positions = range(self.axes[axis])
-            chosen = among.get(axis, all_positions)
-            if len(set(chosen)) < len(chosen) or not set(chosen) <= set(all_positions):
-                last = all_positions[-1]
+            all_places = range(sizes[axis])
+            chosen = among.get(axis, all_places)
+            if len(set(chosen)) < len(chosen) or not set(chosen) <= set(all_places):
+                last = all_places[-1]
                 raise MeshError(f"places {list(chosen)} of axis {axis!r}: use each of 0 to {last} at most once")
             if self.coordinates[axis] not in chosen:
                 raise MeshError(f"rank {self.rank} is not among the places {list(chosen)} of axis {axis!r}")
@@ -242,7 +247,8 @@ class Mesh(Collectives, MeshPosition):
         axes = list(self.axes)
         others = [axis for axis in axes if axis not in names]
         part = self.ranks[np.ix_(*(places(axis) for axis in axes))]
-        return part.transpose([axes.index(axis) for axis in (*others, *names)]).reshape(-1).tolist()
+        members = part.transpose([axes.index(axis) for axis in (*others, *names)]).reshape(-1)
+        return members[members >= 0].tolist()
 
     @property
     def checks(self) -> bool:
@@ -267,7 +273,16 @@ class Mesh(Collectives, MeshPosition):
     @property
     def nodes_by_rank(self) -> list[str]:
         """The node of each rank of ``group()``."""
-        return [self.nodes[rank] for rank in self.ranks.reshape(-1)]
+        return [self.nodes[rank] for rank in self.ranks_in_order]
+
+    def nodes_at(self, places: Iterable[MeshPosition]) -> list[str]:
+        """The node of the rank at each of these places of the mesh."""
+        return [self.nodes[self.ranks[tuple(place.coordinates.values())]] for place in places]
+
+    @property
+    def ranks_in_order(self) -> list[int]:
+        """The ranks of ``group()``, by their number there."""
+        return self.ranks[self.ranks >= 0].tolist()
 
     @property
     def node_count(self) -> int:
@@ -304,4 +319,4 @@ class Mesh(Collectives, MeshPosition):
     def _repr_html_(self) -> str:
         from spmd_engine.comm.views import draw_mesh
 
-        return draw_mesh(self.axes, self.ranks, self.nodes)._repr_html_()
+        return draw_mesh(self.all_axes, self.ranks, self.nodes)._repr_html_()

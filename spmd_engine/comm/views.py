@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.axes import MeshPosition, all_positions
+from spmd_engine.axes import PIPE, MeshPosition, all_positions, count_ranks, rank_grid, uneven_axes
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.notation import Spec
 from spmd_engine.errors import NotationError, UsageError
@@ -32,13 +32,14 @@ def draw_mesh(axes: Mapping[str, int], ranks: np.ndarray | None = None, nodes: S
     ``ranks`` by their coordinates, if they are not in order, and the ``nodes`` of ranks 0, 1, ..., if they are known.
     """
     if ranks is None:
-        ranks = np.arange(len(all_positions(axes))).reshape(tuple(axes.values()))
+        all_positions(axes)  # raises if there are too many
+        ranks = rank_grid(axes)
     if ranks.size > MOST_RANKS:
         raise UsageError(f"mesh {MeshPosition(axes, {})} has {ranks.size} ranks; at most {MOST_RANKS} can be drawn")
     cells = _boxes(list(axes), np.arange(ranks.size).reshape(ranks.shape), ranks)
     rows = [("axis", "size", "groups: the ranks that a collective over this axis joins")]
-    rows += [(axis, str(size), _groups(ranks, dim)) for dim, (axis, size) in enumerate(axes.items())]
-    title = f"mesh {MeshPosition(axes, {})}: {prod(axes.values())} ranks"
+    rows += [(axis, str(size), _groups(ranks, _dims_of_groups(axes, axis))) for axis, size in axes.items()]
+    title = f"mesh {MeshPosition(axes, {})}: {count_ranks(axes)} ranks"
     names = dict.fromkeys(nodes)
     on_nodes = [f"node {name}: ranks {listed([r for r, node in enumerate(nodes) if node == name])}" for name in names]
     return Picture(title, cells, table(rows, "lrl"), on_nodes if len(names) > 1 else ())
@@ -52,7 +53,8 @@ def _boxes(axes: list[str], places: np.ndarray, ranks: np.ndarray) -> list[Cell]
         row_names = [f"{axes[0]} {row}" for row in range(len(rows))] if len(axes) == 2 else [""]
         column_names = [f"{axes[-1]} {column}" for column in range(fastest)]
         fills = [[COLOURS[place // fastest % len(COLOURS)] for place in row] for row in rows]
-        return grid(row_names, column_names, [[str(ranks.flat[place]) for place in row] for row in rows], fills)
+        texts = [[str(ranks.flat[place]) if ranks.flat[place] >= 0 else "" for place in row] for row in rows]
+        return grid(row_names, column_names, texts, fills)
     cells: list[Cell] = []
     x = y = 0
     for place, part in enumerate(places):
@@ -67,12 +69,21 @@ def _boxes(axes: list[str], places: np.ndarray, ranks: np.ndarray) -> list[Cell]
     return cells
 
 
-def _groups(ranks: np.ndarray, dim: int) -> str:
+def _dims_of_groups(axes: Mapping[str, int], axis: str) -> list[int]:
+    """The dims along which the ranks of a group over this axis differ."""
+    names = list(axes)
+    return [names.index(name) for name in (axis, *(uneven_axes(axes) if axis == PIPE else ()))]
+
+
+def _groups(ranks: np.ndarray, dims: Sequence[int]) -> str:
     """``{0,1} {2,3}``: as many as a line has room for."""
-    groups = np.moveaxis(ranks, dim, -1).reshape(-1, ranks.shape[dim])
+    moved = np.moveaxis(ranks, dims, range(-len(dims), 0))
+    groups = moved.reshape(-1, prod(ranks.shape[dim] for dim in dims))
     shown = ""
     for count, group in enumerate(groups):
-        group_text = "{" + listed(group.tolist()) + "} "
+        if not (members := group[group >= 0]).size:
+            continue
+        group_text = "{" + listed(members.tolist()) + "} "
         if len(shown) + len(group_text) > WIDEST - 30:
             return f"{shown}... {len(groups) - count} more"
         shown += group_text
@@ -135,8 +146,14 @@ class ArraySharding:
         """The blocks of an array of the whole ``shape`` at these ``places`` of a mesh, which need not have ranks.
 
         ``ranks`` are their numbers, if these are not in order; ``devices`` are by rank; ``data`` is this rank's block.
-        Raises NotationError for another number of dims, MeshError for an axis that the mesh does not have.
+        Raises NotationError for another number of dims, MeshError for an axis that the mesh does not have, UsageError
+        if uneven stages have other blocks.
         """
+        differing = {*uneven_axes(places[0].all_axes)} & {*spec.axes}
+        if any(len({place.axes[axis] for place in places}) > 1 for axis in differing):
+            raise UsageError(
+                f'sharding "{spec}" on mesh {places[0]}: stages have other blocks; give the sizes of one stage'
+            )
         replicas: dict[int, int] = defaultdict(int)
         blocks = []
         for number, place in enumerate(places):
@@ -193,7 +210,7 @@ class ArraySharding:
         remarks = [self._sizes(), *map(self._not_drawn, others), *notes]
         reach = {axis: len({block.coordinates[axis] for block in self.global_shards}) for axis in self.axes}
         if replicated_axes := [axis for axis, count in reach.items() if count > 1 and axis not in spec.axes]:
-            copies = prod(reach[axis] for axis in replicated_axes)
+            copies = 1 + max(block.replica_id for block in self.global_shards)
             remarks.append(f"Each block is on {copies} ranks, which differ along {' and '.join(replicated_axes)}.")
         return Picture(title, cells, notes=remarks)
 
@@ -221,7 +238,7 @@ class ArraySharding:
 def describe(mesh: Mesh, x: Array | Sequence[int], sharding: str | Spec) -> ArraySharding:
     """See ``Mesh.describe``."""
     spec = Spec.parse(sharding) if isinstance(sharding, str) else sharding
-    places, ranks = mesh.peers(None), mesh.ranks.reshape(-1).tolist()
+    places, ranks = mesh.peers(None), mesh.ranks_in_order
     if isinstance(x, Sequence):
         return ArraySharding.of(spec, x, places, ranks=ranks, devices=mesh.nodes, rank=mesh.rank)
     backend = backend_of(x)

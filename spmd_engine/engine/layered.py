@@ -405,7 +405,8 @@ class LayeredEngine(StoredEngine):
         over = tuple(axis for axis in self.mesh.axes if axis in (*self.batch_axes, PIPE))
         if not over:
             return Pending.completed(shares)
-        return self.mesh.group(over).start_all_reduce(shares, label="loss")
+        over, counted = self.mesh.summed_over(over)
+        return self.mesh.group(over).start_all_reduce(shares if counted else np.zeros_like(shares), label="loss")
 
     def loss(self, outputs: Array, targets: Array, **options: Any) -> tuple[float, Array]:
         """The model's loss on this rank's blocks."""

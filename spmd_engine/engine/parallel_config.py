@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from inspect import signature
-from math import prod
 from typing import Any, Self
 
 from spmd_engine.arrays.backend import get_backend
 from spmd_engine.arrays.precision import FLOATS, dtype_of
-from spmd_engine.axes import MeshPosition, axes_text, parse_axes
+from spmd_engine.axes import MeshPosition, axes_as_json, axes_text, checked_axes, count_ranks, parse_axes, uneven_axes
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import schedules
@@ -287,10 +286,15 @@ class ParallelConfig(Configuration):
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.mesh, Mapping):
+            object.__setattr__(self, "mesh", checked_axes(self.mesh))
         super().__post_init__()
         compression(self.compress)
         parse_division(self.stages or "even")
         _ = self.work_shares, self.storage, self.order
+
+    def as_json(self) -> dict[str, Any]:
+        return super().as_json() | {"mesh": axes_as_json(self.mesh) if self.mesh is not None else None}
 
     @property
     def work_shares(self) -> Shares:
@@ -350,6 +354,9 @@ class ParallelConfig(Configuration):
         def refuse(option: str, why: str, nearest: str) -> None:
             raise UsageError(f"{option} with --mesh {mesh}: {why}. {nearest}")
 
+        if (uneven := set(uneven_axes(axes))) and (uneven != {"model"} or "queries" in axes):
+            why = "only axis model can have other sizes on other stages, on a mesh without queries"
+            refuse("uneven stages", why, "Give the other axes one size")
         if (self.chunks or 1) > 1 and self.schedule != "interleaved":
             refuse(f"--chunks {self.chunks}", "several chunks a stage are interleaved", "Add --schedule interleaved")
         if "replicate" in axes and "shard" not in axes and not self.zero:
@@ -368,7 +375,8 @@ class ParallelConfig(Configuration):
             divide(model, axes[PIPE] * chunks, self.division, chunks)
         notices = self._without_effect(axes, mesh)
         if model is not None:
-            shared_keys = note_of_shared_keys(model, axes) if "model" not in self.work_shares else None
+            sized = "model" in self.work_shares or uneven_axes(axes)
+            shared_keys = None if sized else note_of_shared_keys(model, axes)
             more = self._about_images(axes, model), shared_keys
             notices += [*self._about_experts(axes, model), *filter(None, more)]
         return notices
@@ -377,7 +385,7 @@ class ParallelConfig(Configuration):
         """The fields of shares, the order of ranks, and the stages that do not fit a mesh, and why."""
         shares_by_field = {"shares": self.work_shares, "state_shares": self.storage.shares}
         misfits = {name: why for name, shares in shares_by_field.items() if (why := misfit(shares, axes))}
-        ranks = prod(axes.values())
+        ranks = count_ranks(axes)
         if self.order is not None and sorted(self.order) != list(range(ranks)):
             misfits["rank_order"] = f"the ranks are 0 to {ranks - 1}"
         division = self.division
@@ -501,7 +509,7 @@ def build_engine(
 def composed_layout(model: Model, place: MeshPosition, composition: ParallelConfig) -> Layout:
     """The letters of a model that each mesh axis shards in this composition; raises UsageError if the composition
     cannot work there."""
-    composition.check(place.axes, model)
+    composition.check(place.all_axes, model)
     return layout_for(
         model,
         place,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.arrays.precision import is_half, rounded
 from spmd_engine.comm.group import Group
-from spmd_engine.comm.pending import Pending, then, wait_for
+from spmd_engine.comm.pending import then, wait_for
 from spmd_engine.engine.schedules import schedule as schedules
 from spmd_engine.engine.state.buffers_and_side_outputs import Extras
 from spmd_engine.engine.zero.reducer import Reducer
@@ -274,13 +274,14 @@ class PipelineNeighbours:
         """Whether a chunk lives on this rank."""
         return chunk % self.stages == self.stage
 
-    def start_send(self, x: Array, m: int, chunk: int, to: int) -> Pending:
-        """Begin to send the result of ``chunk`` for micro-batch ``m`` to the rank of chunk ``to``."""
+    def start_send(self, x: Array, m: int, chunk: int, to: int, ctx: ForwardContext | None = None) -> Any:
+        """Begin to send the result of ``chunk`` for micro-batch ``m``, described by ``ctx``, to the rank of chunk
+        ``to``."""
         return self._pipe.start_send(
             to % self.stages, x, channel=self._channel(m, chunk, to), label="input" if to > chunk else "gradient"
         )
 
-    def start_receive(self, m: int, chunk: int, source: int) -> Pending:
+    def start_receive(self, m: int, chunk: int, source: int, ctx: ForwardContext | None = None) -> Any:
         """Begin to receive the result of chunk ``source`` for micro-batch ``m``, which ``chunk`` needs."""
         label = "input" if chunk > source else "gradient"
         channel = self._channel(m, source, chunk)
@@ -314,7 +315,7 @@ class Execution:
         self.output_gradients: dict[Key, Array] = {}
         self.input_gradients: dict[Key, Any] = {}  # until they are sent; those of the first chunk stay
         self._rests: dict[Key, Any] = {}
-        self._under_way: dict[schedules.Instruction, Pending] = {}
+        self._under_way: dict[schedules.Instruction, Any] = {}
 
     def run(self, program: Iterable[schedules.Instruction | schedules.Wait]) -> None:
         """Execute all instructions. Raises UsageError for an unknown one."""
@@ -342,11 +343,13 @@ class Execution:
                 case schedules.BackwardWeight():
                     self._chunks[c].backward_weight(self._rests.pop(key))
                 case schedules.StartReceiveInput():
-                    self._under_way[instruction] = self._neighbours.start_receive(m, c, c - 1)
+                    self._under_way[instruction] = self._neighbours.start_receive(m, c, c - 1, self._contexts[m])
                 case schedules.StartReceiveGradient():
-                    self._under_way[instruction] = self._neighbours.start_receive(m, c, c + 1)
+                    self._under_way[instruction] = self._neighbours.start_receive(m, c, c + 1, self._contexts[m])
                 case schedules.StartSendOutput():
-                    self._under_way[instruction] = self._neighbours.start_send(self.outputs.pop(key), m, c, c + 1)
+                    y = self.outputs.pop(key)
+                    self._under_way[instruction] = self._neighbours.start_send(y, m, c, c + 1, self._contexts[m])
+                    del y
                 case schedules.StartSendGradient():
                     self._start_send_gradient(instruction)
                 case _:
@@ -376,7 +379,7 @@ class Execution:
         if instruction not in self._under_way:  # otherwise it was sent before the weights' gradients
             m, c = instruction.m, instruction.chunk
             dx = self.input_gradients.pop((m, c))
-            self._under_way[instruction] = self._neighbours.start_send(dx, m, c, c - 1)
+            self._under_way[instruction] = self._neighbours.start_send(dx, m, c, c - 1, self._contexts[m])
 
     def _finish(self, started: schedules.Instruction) -> None:
         result = self._under_way.pop(started).wait()

@@ -64,7 +64,7 @@ def layout_for(
             f"mesh {mesh}: axis 'queries' shards query heads that share a key head, but {model.name} has none; "
             "give its ranks to 'model'"
         )
-    along_model = shares.get("model") or (1,) * mesh.axes.get("model", 1)
+    along_model = shares.get("model") or (1,) * mesh.all_axes.get("model", 1)  # one layout for all stages
     queries_cut = "queries" not in mesh.axes and _queries_divide_better(attentions, along_model)
     layout = Layout.for_mesh(
         mesh,

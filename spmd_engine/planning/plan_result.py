@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from math import prod
 from pathlib import Path
+from shlex import quote
 from typing import Any, Self
 
 import numpy as np
 
 from spmd_engine.arrays.precision import dtype_of
-from spmd_engine.axes import MeshPosition, axes_text
+from spmd_engine.axes import MeshPosition, axes_text, count_ranks
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
@@ -40,6 +40,9 @@ COMPOSITION_OPTIONS = (
 )
 
 
+FALLBACKS = ("split", "offload")  #: uneven stages, and offloading
+
+
 @dataclass(frozen=True)
 class Request:
     """The input of ``plan``."""
@@ -58,11 +61,15 @@ class Request:
     base: ParallelConfig = ParallelConfig()  #: options that are not searched
     seconds: float = 20.0
     placement: str = "auto"  #: one of PLACEMENTS
-    may_offload: bool = True  #: whether a plan may offload what ``base`` does not
+    #: what a plan may do where nothing else fits, of FALLBACKS; None: nothing, which no conflict mentions either
+    fallback: Collection[str] | None = FALLBACKS
 
     def __post_init__(self) -> None:
         if self.goal not in GOALS:
             raise UsageError(f"goal {self.goal!r}: choose {', '.join(GOALS)}")
+        for name in self.fallback or ():
+            if name not in FALLBACKS:
+                raise UsageError(f"fallback {name!r}: choose {', '.join(FALLBACKS)}, or none")
         if self.placement not in PLACEMENTS:
             raise UsageError(f"placement {self.placement!r}: choose {', '.join(PLACEMENTS)}")
         for node in self.machine.nodes:
@@ -161,7 +168,7 @@ class PlanResult:
         candidate = self.plan.candidate
         composition = candidate.composition(self.request.base)
         words = [f"mpiexec -n {candidate.ranks} python -m spmd_engine train --model {self.request.model.name}"]
-        words.append("--mesh " + axes_text(candidate.mesh))
+        words.append("--mesh " + quote(axes_text(candidate.mesh)))  # "|" is the shell's
         words.append(f"--batch-size {candidate.batch_size}")
         words += [f"--micro-batches {candidate.micro_batches}"] * (candidate.micro_batches > 1)
         for name in COMPOSITION_OPTIONS:
@@ -230,7 +237,7 @@ class PlanResult:
             assert plan is not None
             needs = plan.seconds, plan.sent, plan.memory
         return PlanFile(
-            ranks=prod(composition.mesh.values()),
+            ranks=count_ranks(composition.mesh),
             model=ModelConfig(name=model, dtype=str(dtype_of(request.dtype)), lora=lora),
             batch_size=self.batch_size,
             micro_batches=self.micro_batches,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
 
-from spmd_engine.axes import MeshPosition, axes_text
+from spmd_engine.axes import MeshPosition, axes_text, checked_axes, count_ranks
 from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
 from spmd_engine.errors import UsageError
@@ -22,7 +21,7 @@ from spmd_engine.planning.dry_run.step_analysis import StepAnalysis
 from spmd_engine.planning.machine.files import default_machine
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.model_file import planned_model
-from spmd_engine.planning.plan_result import PlanResult, Request
+from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.plan_evaluation import (
     PlanEvaluation,
@@ -56,6 +55,7 @@ from spmd_engine.planning.search.search_space import (
     candidates,
 )
 from spmd_engine.planning.simulator.simulation import MOST_RANKS, simulate
+from spmd_engine.planning.uneven_plan import plan_with_uneven_stages
 
 #: What may be offloaded.
 OFFLOADS = ("optimizer", "activations", "optimizer,activations", "optimizer,parameters,activations")
@@ -88,6 +88,7 @@ def plan(
     base: ParallelConfig = ParallelConfig(),  # noqa: B008 (immutable)
     seconds: float = 20.0,
     placement: str = "auto",
+    fallback: Collection[str] = FALLBACKS,
 ) -> PlanResult:
     """The best way to train a model on a machine, as the command ``plan`` finds it; or why nothing fits.
 
@@ -102,14 +103,16 @@ def plan(
     tokens of a sample (None: the model's context), ``base`` the options that are not searched, and ``seconds`` the
     processor time of the search. ``placement`` says how ranks of unequal nodes are placed on the mesh: "order" as the
     machine lists them, "greedy", "assign", "anneal" or "genetic" by the costs of single ranks, "auto" by simulations.
+    ``fallback`` has what a plan may do where nothing else fits: "split", stages of different sizes, and "offload".
     In the result ``plan`` is None if nothing fits; then ``why_not`` gives the reason.
 
     Raises UsageError for an unknown model or machine, and for options that contradict each other.
     """
+    mesh = checked_axes(mesh) if mesh else None
     if ranks is None:
         if mesh is None:
             raise UsageError("plan needs ranks, or a mesh")
-        ranks = prod(mesh.values())
+        ranks = count_ranks(mesh)
     request = Request(
         planned_model(model, base=base) if isinstance(model, str) else model,
         machine if isinstance(machine, Machine) else default_machine(machine),
@@ -125,6 +128,7 @@ def plan(
         base,
         seconds,
         placement,
+        fallback,
     )
     return fixed_plan(request) if mesh else find_plan(request)
 
@@ -321,21 +325,41 @@ class _PlanSearch:
         self.evaluator = PlanEvaluator(request, self.planner)
 
     def run(self) -> PlanResult:
-        """The best plan, or why there is none. Offloading is considered where the plan without it would recompute, or
-        nothing fits."""
+        """The best plan, or why there is none.
+
+        Offloading is considered where the plan without it would recompute, or nothing fits; uneven stages only if
+        nothing fits. If neither is allowed, the conflict names what would help.
+        """
         result, request = self._run(), self.request
-        if request.base.offload or not request.may_offload:
-            return result
-        if result.plan is not None and result.plan.candidate.recompute == "none":
-            return result
-        self.space = replace(self.space, offload=(None, *offloads_on(request.machine)))
-        offloaded = self._run()
-        if offloaded.plan is None:
-            return result if result.plan is not None else offloaded
-        candidate = offloaded.plan.candidate
-        unless = f"offload {candidate.offload}: nothing fits without" if candidate.offload else ""
-        reasons = [unless, *offloaded.reasons] if unless and result.plan is None else offloaded.reasons
-        return replace(offloaded, reasons=reasons)
+        tries = {"split": self._with_uneven_stages, "offload": self._with_offload}
+        if result.plan is not None:
+            recomputes = result.plan.candidate.recompute != "none"
+            other = self._with_offload(result) if recomputes and "offload" in (request.fallback or ()) else None
+            return other if other is not None and other.plan is not None else result
+        others = [other for name in request.fallback or () if (other := tries[name](result)) is not None]
+        if found := [other for other in others if other.plan is not None]:
+            return min(found, key=lambda plan: objective(request.goal, plan.search.best[0]))
+        result = next(iter(others), result)
+        forbidden = [name for name in FALLBACKS if request.fallback is not None and name not in request.fallback]
+        helping = (name for name in forbidden if (other := tries[name](result)) is not None and other.plan is not None)
+        helps = next((f"--fallback {name}" for name in helping), "")
+        assert result.conflict is not None
+        return replace(result, conflict=replace(result.conflict, helps=helps))
+
+    def _with_offload(self, without: PlanResult) -> PlanResult | None:
+        """The result if a plan may offload; None if the base says what is offloaded."""
+        if self.request.base.offload:
+            return None
+        space = self.space
+        self.space = replace(space, offload=(None, *offloads_on(self.request.machine)))
+        offloaded, self.space = self._run(), space
+        offload = offloaded.plan.candidate.offload if offloaded.plan is not None else None
+        because = [f"offload {offload}: nothing fits without"] if offload and without.plan is None else []
+        return replace(offloaded, reasons=[*because, *offloaded.reasons])
+
+    def _with_uneven_stages(self, without: PlanResult) -> PlanResult | None:
+        plan = plan_with_uneven_stages(self.evaluator, self.space, without)
+        return replace(plan, took=perf_counter() - self.began) if plan else None
 
     def _run(self) -> PlanResult:
         """The best plan of the space, or why there is none."""

@@ -81,7 +81,7 @@ class Adapter(Observer):
 
     def _composition(self) -> ParallelConfig:
         composition = ParallelConfig.from_json((self._run.config or {})["composition"])
-        return composition.changed(mesh=dict(self._run.engine.mesh.axes))
+        return composition.changed(mesh=dict(self._run.engine.mesh.all_axes))
 
     def _new_advisor(self, report: StepReport) -> Advisor | None:
         """An advisor, after the first step; None for an engine that shards itself."""

@@ -109,7 +109,7 @@ def first_step_check(workload: Workload, enforced: bool) -> FirstStepCheck | Non
 
         analysis = analyze(
             engine.model,
-            engine.mesh.axes,
+            engine.mesh.all_axes,
             job.composition,
             batch_size=job.data.batch_size,
             micro_batches=job.data.micro_batches,

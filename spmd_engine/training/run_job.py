@@ -121,8 +121,8 @@ def _fit_to_mesh(job: TrainConfig, mesh: Mesh, resume: bool, given: Collection[s
     composition, left_out = job.composition, []
     model = job.model.build(composition)
     if resume:
-        composition, left_out = composition.fitted(mesh.axes, model, given)
-    composition.check(mesh.axes, model)  # before data are read
+        composition, left_out = composition.fitted(mesh.all_axes, model, given)
+    composition.check(mesh.all_axes, model)  # before data are read
     return job.changed(composition=composition), left_out
 
 
@@ -134,7 +134,7 @@ def _notices_without_effect(workload: Workload) -> list[str]:
         notices = [f"the model is code: {job.model.name}, SHA-256 {job.model.code[:12]}... of its file"]
     if job.strategy or job.model.engine is not None:
         return notices
-    return notices + job.composition.check(mesh.axes, job.model.build(job.composition))
+    return notices + job.composition.check(mesh.all_axes, job.model.build(job.composition))
 
 
 def _begin(run: Run, workload: Workload, resume: bool) -> list[str]:

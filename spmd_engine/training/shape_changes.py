@@ -53,7 +53,7 @@ class ShapeChanges:
         self._proposed: ShapeRequest | None = None
         job, engine, self._reshaper = workload.job, workload.engine, None
         if isinstance(engine, LayeredEngine):
-            shape = Shape(job.composition.changed(mesh=dict(engine.mesh.axes)), tuple(range(engine.mesh.size)))
+            shape = Shape(job.composition.changed(mesh=dict(engine.mesh.all_axes)), tuple(range(engine.mesh.size)))
             if joined:
                 experts = {layer: tuple(parts) for layer, parts in joined["experts"].items()}
                 shape = Shape(job.composition, tuple(joined["ranks"]), experts)

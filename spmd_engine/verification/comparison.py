@@ -110,7 +110,7 @@ def examine(
             measured.distance,
             tuple(block.rank for block in blocks if (block.difference > limit).any()),
             *first_and_largest(blocks, limit),
-            diagnose(blocks, mesh.axes, limit, kind=tensor.kind, micro_batches=summed),
+            diagnose(blocks, mesh.all_axes, limit, kind=tensor.kind, micro_batches=summed),
         )
     return from_first(world, disagreement)
 

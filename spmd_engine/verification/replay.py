@@ -140,7 +140,7 @@ def _candidate_repairs(
     unexplained difference, which may be right if a rank computes them from its part alone.
     """
     smallest = SMALLEST_SCALE * max((_scale(x) for runs in expected.arrays.values() for x, _ in runs), default=0.0)
-    axes = {axis: n for axis, n in engine.mesh.axes.items() if n > 1}
+    axes = {axis: n for axis, n in engine.mesh.all_axes.items() if n > 1}
     terms, unexplained, right = [], [], []
     for name in {name: None for record in recorded.values() for name in record.arrays}:
         records = {rank: record for rank, record in recorded.items() if name in record.arrays}

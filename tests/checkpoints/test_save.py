@@ -49,6 +49,7 @@ def reference(tmp_path_factory):
 
 PLACES = [({"data": 3}, {"zero": 1}), ({"data": 2, "model": 2}, {}), ({"pipe": 2, "shard": 2}, {}), ({"model": 8}, {})]
 PLACES.append(({"data": 2, "model": 3}, {"zero": 3, "shares": {"model": (0, 5, 2)}}))
+PLACES.append(({"data": 2, "pipe": 2, "model": (2, 1)}, {"zero": 1}))
 
 
 @pytest.mark.parametrize(("axes", "options"), PLACES, ids=str)

@@ -146,6 +146,35 @@ def test_two_meshes_at_once_do_not_mix_their_messages():
     run_threads(program, 4)
 
 
+# --- uneven stages
+
+
+def test_a_group_over_uneven_stages_has_all_ranks_of_each():
+    def program():
+        with Mesh(data=2, pipe=2, model=(1, 2)) as mesh:
+            over = "pipe", "model"
+            counted, sums = mesh.summed_over(("data", "pipe")), mesh.group(over).all_gather(np.array([mesh.rank]))
+            places = [list(place.coordinates.values()) for place in mesh.peers(None)]
+            assert places[mesh.index(None)] == list(mesh.coordinates.values())
+            assert mesh.axis_size(over) == 3 and mesh.axis_size("pipe") == 2 and mesh.axis_size(None) == 6
+            return mesh.axes["model"], mesh.index(over), sums.tolist(), counted, places
+
+    found = run_threads(program, 6)
+    assert [size for size, *_ in found] == [1, 2, 2] * 2
+    assert [index for _, index, *_ in found] == [0, 1, 2] * 2
+    assert [ranks for _, _, ranks, *_ in found] == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
+    assert [counted for *_, counted, _ in found] == [(("data", "pipe", "model"), at) for at in (1, 1, 0) * 2]
+    assert found[0][-1] == [[0, 0, 0], [0, 1, 0], [0, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]]
+
+
+def test_a_group_over_uneven_stages_alone_is_refused():
+    text = "mesh pipe=2,model=2|1: along pipe alone its stages are uneven; add model to pipe"
+    raises(MeshError, text, lambda: Mesh(pipe=2, model=(2, 1)).group("pipe"), 3)
+    raises(MeshError, "model=1|2|1 has 3 sizes: one for each stage", lambda: Mesh(pipe=2, model=(1, 2, 1)), 4)
+    raises(MeshError, "model=1|2 has 2 sizes: one for each stage", lambda: Mesh(data=2, model=(1, 2)), 2)
+    assert parse_axes("pipe=2,model=2|2") == {"pipe": 2, "model": 2}
+
+
 # --- mistakes
 
 

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from spmd_engine import LayeredEngine, Mesh, run_threads
+from spmd_engine.axes import all_positions, parse_axes
+from spmd_engine.comm.notation import Spec
+from spmd_engine.comm.views import ArraySharding, draw_mesh
 from spmd_engine.engine import schedules
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
-from spmd_engine.errors import MeshError, NotationError
+from spmd_engine.errors import MeshError, NotationError, UsageError
 from spmd_engine.models import GPTSize, gpt
 from spmd_engine.pictures import Picture, html_table, text
 from spmd_engine.planning import plan
@@ -114,6 +117,18 @@ def test_blocks_that_are_not_those_of_the_sharding():
 def described(html):
     """The text of a piece of HTML, which must be well formed."""
     return " ".join(ElementTree.fromstring(f"<div>{html}</div>").itertext())
+
+
+def test_uneven_stages_are_drawn_with_their_own_ranks():
+    axes = parse_axes("pipe=2,model=2|1")
+    drawn = str(draw_mesh(axes))
+    assert "mesh pipe=2,model=2|1: 3 ranks" in drawn and "│    2    │         │" in drawn
+    groups = {tuple(line.split()) for line in drawn.splitlines()}
+    assert {("pipe", "2", "{0,1,2}"), ("model", "2|1", "{0,1}", "{2}")} <= groups
+    places = all_positions(axes)
+    assert "on 3 ranks, which differ along pipe and model" in str(ArraySharding.of(Spec.parse("b f"), (8, 6), places))
+    with pytest.raises(UsageError, match="stages have other blocks; give the sizes of one stage"):
+        ArraySharding.of(Spec.parse("b f/model"), (8, 6), places)
 
 
 def test_objects_show_themselves_in_a_notebook():

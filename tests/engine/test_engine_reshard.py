@@ -31,6 +31,8 @@ WAYS = [
     ({"replicate": 2, "shard": 2}, {}, {"pipe": 2, "data": 2}, {"schedule": "interleaved", "zero": 1}),
     ({"data": 3}, {"zero": 2}, {"model": 3}, {}),
 ]
+UNEVEN = {"pipe": 2, "model": (1, 2)}
+WAYS[:0] = [({"data": 3}, {"zero": 1}, UNEVEN, {}), (UNEVEN, {}, {"data": 3}, {"zero": 3})]
 
 
 def options(mesh, zero=None, schedule=None, shares=(), **others):

@@ -39,12 +39,12 @@ class Bystander:
     def here(self, chunk):
         return chunk in self._here
 
-    def start_send(self, x, m, chunk, to):
+    def start_send(self, x, m, chunk, to, ctx):
         self.stand.log.append(f"send {m} from {chunk} to {to}")
         self.sent[m, chunk, to] = x
         return Pending.completed(None)
 
-    def start_receive(self, m, chunk, source):
+    def start_receive(self, m, chunk, source, ctx):
         self.stand.log.append(f"receive {m} for {chunk} from {source}")
         return Pending.completed(self.coming[m, chunk, source])
 

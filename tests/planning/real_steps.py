@@ -1,9 +1,8 @@
 """A real step on virtual ranks, whose ledgers are compared with predictions."""
 
-from math import prod
-
 import numpy as np
 
+import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import make_batch
@@ -44,4 +43,4 @@ def ledgers(model, axes, composition, *, batch_size, micro_batches, dtype):
             trainer.step()
             return {where: (e.calls, e.payload, e.sent) for where, e in mesh.ledger.entries.items() if e.calls}
 
-    return run_threads(program, prod(axes.values()))
+    return run_threads(program, tiny.ranks_of(axes))

@@ -43,6 +43,8 @@ CASES = [
     (GPT, "pipe=2,data=2,model=2", {"shares": "model=1:5", "zero": 2}),  # which shards are uneven depends on model
     (GPT, "context=2", {"zero": 3}),
     (GPT, "pipe=2,data=2", {"schedule": "interleaved", "zero": 3}),
+    (GPT, "data=2,pipe=2,model=1|2", {"zero": 3, "sequence_parallel": True}),
+    (GPT, "pipe=3,model=2|1|2", {"schedule": "zero-bubble"}),
     (ADAPTED, "data=2,model=2", {"zero": 3, "group_threshold": 1500}),
     (MLP, "row=2,col=2", {}),
     (DEEP, "pipe=2,model=2", {}),

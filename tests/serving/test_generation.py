@@ -23,6 +23,7 @@ MESHES = (
     {"context": 4},
     {"context": 2, "data": 2},
     {"shard": 2},
+    {"pipe": 2, "model": (1, 2)},
     {"pipe": 4},  # the last stage has no attention
 )
 

@@ -89,6 +89,10 @@ CASES = {
         MLP, 4, {"mesh": {"data": 4}, "zero": 3}, {"composition": {"mesh": {"model": 2, "data": 2}, "zero": 2}},
         nodes="abab",
     ),
+    "to uneven stages": Case(
+        TEXT_MODEL, 3, {"mesh": {"data": 3}, "zero": 1},
+        {"composition": {"mesh": {"pipe": 2, "model": [1, 2]}, "zero": None}},
+    ),
     "a rank leaves": Case(MLP, 3, {"mesh": {"data": 3}, "zero": 1}, {"composition": {"mesh": {"data": 2}}}),
 }  # fmt: skip
 LONG = ("a rank leaves", "frozen weights under adapters", "a boundary of stages of replicas, ZeRO-1")

@@ -34,6 +34,7 @@ GPT = [
     ({"context": 2, "model": 2}, {"zigzag": True, "model_options": (("context_method", "ring"),)}),
     ({"pipe": 2, "data": 2}, {"zero": 3, "recompute": Recompute.BLOCK, "schedule": schedules.named("gpipe")}),
     ({"pipe": 2}, {"schedule": schedules.named("zero-bubble")}),
+    ({"pipe": 2, "model": (1, 2)}, {"sequence_parallel": True, "dropout": 0.1}),
     ({"pipe": 2, "model": 2}, {"schedule": schedules.named("interleaved"), "tied": False}),
 ]
 WHAT = ("dropout", "tied")  # options that say what is computed

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import click
 
 from spmd_engine.arrays.precision import dtype_of
+from spmd_engine.axes import count_ranks
 from spmd_engine.cli.options import Quantity, options_of, values_given
 from spmd_engine.cli.plan.compare import compare_run
 from spmd_engine.cli.plan.page import print_comparison, print_fixed, print_plan
@@ -24,7 +24,7 @@ from spmd_engine.models.names import IMAGES
 from spmd_engine.planning.machine.files import default_machine
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.model_file import planned_model
-from spmd_engine.planning.plan_result import Request
+from spmd_engine.planning.plan_result import FALLBACKS, Request
 from spmd_engine.planning.planner import NOTHING_FITS, find_plan, fixed_plan
 from spmd_engine.planning.search.rank_order import PLACEMENTS
 from spmd_engine.planning.search.search import GOALS, Limits
@@ -65,6 +65,14 @@ _SIZE, _TIME = Quantity(BYTES), Quantity(SECONDS)
     default="auto",
     show_default=True,
     help="How ranks of unequal nodes are placed on the mesh: by simulations, as listed, or by costs of single ranks.",
+)
+@click.option(
+    "--fallback",
+    metavar="split,offload|none",
+    default=",".join(FALLBACKS),
+    show_default=True,
+    help="What a plan may do where nothing else fits: split the layers of a pipeline stage over more ranks than those "
+    "of others, offload, or both.",
 )
 @click.option("--axes", metavar="AXIS,...", help="Mesh axes to consider. [default: all that suit the model]")
 @click.option(
@@ -175,6 +183,7 @@ def _request(options: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
         base=base,
         seconds=options["seconds"],
         placement=options["placement"],
+        fallback=[name.strip() for name in options["fallback"].split(",") if name.strip() != "none"],
     )
 
 
@@ -185,9 +194,9 @@ def _axes(text: str | None) -> list[str] | None:
 def _ranks(options: Mapping[str, Any], axes: Mapping[str, int] | None, machine: Machine) -> int:
     ranks = options["ranks"]
     if axes is not None:
-        if ranks is not None and prod(axes.values()) != ranks:
-            raise UsageError(f"--mesh {options['mesh']} has {prod(axes.values())} ranks, and --ranks is {ranks}")
-        ranks = prod(axes.values())
+        if ranks is not None and count_ranks(axes) != ranks:
+            raise UsageError(f"--mesh {options['mesh']} has {count_ranks(axes)} ranks, and --ranks is {ranks}")
+        ranks = count_ranks(axes)
     if ranks is None:
         ranks = round(machine.nodes[0].cores or machine.nodes[0].ranks)
     if ranks < 1:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from spmd_engine.arrays.precision import dtype_of
+from spmd_engine.axes import count_ranks
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at, parse_json, read_text, reading
 from spmd_engine.planning.machine.files import default_machine
@@ -41,8 +41,8 @@ def compare_run(run: str, machine_name: str | None = None) -> TraceComparison:
     with reading(f"{trace_file} is no trace of a run"):
         ranks = 1 + max(event["pid"] for event in trace["traceEvents"])
     axes = dict(job.composition.mesh or {"data": ranks})
-    if prod(axes.values()) != ranks:
-        raise UsageError(f"{trace_file} has {ranks} ranks, and the run's mesh {axes} has {prod(axes.values())}")
+    if count_ranks(axes) != ranks:
+        raise UsageError(f"{trace_file} has {ranks} ranks, and the run's mesh {axes} has {count_ranks(axes)}")
     trace = steps_of(trace)
     seconds = _seconds(metrics_file, trace, job.data.micro_batches)
     machine = default_machine(machine_name).with_ranks(ranks)

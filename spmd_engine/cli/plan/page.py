@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from spmd_engine.axes import all_positions, axes_text
+from spmd_engine.axes import all_positions, axes_text, uneven_axes
 from spmd_engine.cli.show.picture import print_picture
 from spmd_engine.planning.explain import Explanation
 from spmd_engine.planning.machine.machine import Machine
@@ -73,6 +73,8 @@ def print_plan(result: PlanResult) -> None:
 
 def _print_nodes(console: Console, candidate: Candidate, machine: Machine) -> None:
     """Print what is on which node, or, of ranks that fill nodes in order, which axes stay inside one."""
+    if uneven_axes(candidate.mesh):
+        return  # a stage is a node, or a part of one
     if candidate.order:
         by_node: dict[tuple[int, str], list[str]] = defaultdict(list)
         for rank, place in zip(candidate.order, all_positions(candidate.mesh), strict=True):
@@ -163,6 +165,12 @@ def _print_matrix(console: Console, title: str, plans: Sequence[Estimate], const
 
 def _print_certificate(console: Console, result: PlanResult) -> None:
     certificate = result.search.certificate
+    if result.plan is not None and uneven_axes(result.plan.candidate.mesh):
+        console.print(
+            f"\nof {certificate.candidates:,} candidates with uneven stages {certificate.estimated:,} were simulated; "
+            f"others may be better. Planned in {readable_seconds(result.took)}."
+        )
+        return
     text = (
         f"certificate: of {certificate.candidates:,} candidates, each with its best division into stages, "
         f"{certificate.excluded:,} break a constraint by their bounds and {certificate.estimated:,} were estimated; "

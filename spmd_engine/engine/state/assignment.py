@@ -12,7 +12,7 @@ from functools import cache
 from itertools import product
 from math import prod
 
-from spmd_engine.axes import MeshPosition
+from spmd_engine.axes import PIPE, MeshPosition
 from spmd_engine.comm.blocks import span
 from spmd_engine.engine.offload import Offload
 from spmd_engine.errors import UsageError
@@ -20,6 +20,7 @@ from spmd_engine.layers.declarations import Buffer, Parameter
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.groups import CAP, THRESHOLD, Home, Member, ParameterGroup, Sum, make_groups
 from spmd_engine.sharding.layout import TENSOR, Layout
+from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.sharding.shards import Shards
 
 Index = tuple[slice, ...]  #: a rectangle of a whole array
@@ -158,9 +159,6 @@ def shares_text(shares: Shares) -> str:
 # --- The assignment: chunks of layers, their parameters, and the groups in which these are stored and reduced
 
 
-PIPE = "pipe"
-
-
 @dataclass(frozen=True)
 class ZeroConfig:
     """How parameters, gradients and optimizer state are stored.
@@ -241,19 +239,12 @@ def assign(
     holders = {name: tuple(sorted({chunk % count for chunk in users})) for name, users in chunks_of.items()}
     mine = [number for number in range(len(chunks)) if number % count == stage]
     homes = homes_of(model, layout, place)
-    shards = Shards(place, layout)  # pyright: ignore[reportArgumentType]  # no collective is called, only axes are read
 
     @cache  # layers of one kind have the same result
     def placed(
         array: Parameter | Buffer, shape: tuple[int, ...], holding_stages: tuple[int, ...]
     ) -> tuple[tuple[int, ...], Sum, int]:
-        """An array's block, how its gradient is summed, and the size of the largest block of any rank."""
-        spec = layout.spec(array.dims)
-        element_axes = layout.axes(array.element[0]) if array.element else ()
-        over = tuple(axis for axis in shards.axes(array.summed, array.where) if axis not in element_axes)
-        largest = prod(spec.largest_shape(shape, place))
-        summed = storage.sum_of(largest * itemsize, over, holding_stages, place.axes)
-        return spec.local_shape(shape, place), summed, largest
+        return _placed(array, shape, place, layout, itemsize, storage, holding_stages)
 
     def member(
         name: str, array: Parameter | Buffer, shape: tuple[int, ...], chunk: int, holding_stages: tuple[int, ...] = ()
@@ -296,6 +287,42 @@ def assign(
         for layer in layers
     }
     return Assignment(chunks, mine, uses, holders, local_groups, homes, frozen_groups, frozen_uses)
+
+
+def _placed(
+    array: Parameter | Buffer,
+    shape: tuple[int, ...],
+    place: MeshPosition,
+    layout: Layout,
+    itemsize: int,
+    storage: ZeroConfig,
+    holding_stages: tuple[int, ...],
+) -> tuple[tuple[int, ...], Sum, int]:
+    """An array's block, how its gradient is summed, and the size of the largest block of any rank of the stage."""
+    spec = layout.spec(array.dims)
+    element_axes = layout.axes(array.element[0]) if array.element else ()
+    shards = Shards(place, layout)  # pyright: ignore[reportArgumentType]  # no collective is called, only axes are read
+    over = tuple(axis for axis in shards.axes(array.summed, array.where) if axis not in element_axes)
+    largest = prod(spec.largest_shape(shape, place))
+    return spec.local_shape(shape, place), storage.sum_of(largest * itemsize, over, holding_stages, place.axes), largest
+
+
+def owned_rectangle(
+    parameter: Parameter,
+    shape: tuple[int, ...],
+    place: MeshPosition,
+    layout: Layout,
+    itemsize: int,
+    storage: ZeroConfig,
+    holding_stages: tuple[int, ...],
+) -> Rectangle:
+    """The part of a parameter, in a group of its own, that the rank at ``place`` updates."""
+    block, summed, largest = _placed(parameter, shape, place, layout, itemsize, storage, holding_stages)
+    group = ParameterGroup(0, [Member("", block, parameter.decay, summed, largest)])
+    interval = group.intervals(place.axis_size(summed.cut))[place.index(summed.cut)]
+    first, *others = layout.spec(parameter.dims).block(shape, place)
+    rows = group.rows(interval)[""]
+    return Rectangle.of((slice(first.start + rows.start, first.start + rows.stop), *others))
 
 
 def homes_of(model: Model, layout: Layout, mesh: MeshPosition) -> dict[str, Home]:

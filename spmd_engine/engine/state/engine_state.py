@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
-from spmd_engine.axes import MeshPosition
+from spmd_engine.axes import MeshPosition, uneven_axes
 from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
@@ -22,6 +22,7 @@ from spmd_engine.engine.schedules.orders import chosen
 from spmd_engine.engine.schedules.schedule import Program
 from spmd_engine.engine.state.assignment import PIPE, Assignment, Division, ZeroConfig, assign, parse_division
 from spmd_engine.engine.state.buffers_and_side_outputs import Buffers, Extras, SideOutputs
+from spmd_engine.engine.uneven_stages import UnevenNeighbours
 from spmd_engine.engine.zero.parameter_store import (
     FrozenStore,
     ParameterStore,
@@ -95,8 +96,11 @@ def place(
         stages=stages,
         recompute=recompute,
     )
-    pipe = mesh.group(PIPE) if mesh.axes.get(PIPE, 1) > 1 else None
-    neighbours = PipelineNeighbours(pipe, len(assignment.chunks), backend)
+    if uneven_axes(mesh.all_axes):
+        neighbours: PipelineNeighbours = UnevenNeighbours(mesh, assignment.chunks, backend, model, layout)
+    else:
+        pipe = mesh.group(PIPE) if mesh.axes.get(PIPE, 1) > 1 else None
+        neighbours = PipelineNeighbours(pipe, len(assignment.chunks), backend)
     program = lru_cache(partial(schedule.program, neighbours.stages, stage=neighbours.stage))
     store = ParameterStore(dict(model.parameters()), assignment, mesh, layout, storage, dtype, backend)
     frozen = FrozenStore(model, assignment, mesh, layout, dtype, backend)

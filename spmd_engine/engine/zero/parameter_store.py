@@ -10,21 +10,23 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.arrays.precision import accumulated_in
+from spmd_engine.axes import MeshPosition, uneven_axes
 from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.offload import AwayArray, OffloadError
-from spmd_engine.engine.state.assignment import PIPE, Assignment, Index, ZeroConfig
+from spmd_engine.engine.state.assignment import PIPE, Assignment, Index, ZeroConfig, owned_rectangle
 from spmd_engine.engine.zero.compression import compression
-from spmd_engine.engine.zero.storage import GroupStorage
+from spmd_engine.engine.zero.storage import GroupStorage, SumOverStages
 from spmd_engine.errors import UnknownParameter, UsageError
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.groups import Member, ParameterGroup, Place, joined
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.placement import Placement, describe_held, placement_of_all
+from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.units import readable_bytes
 
 
@@ -58,7 +60,17 @@ class ParameterStore:
             self.offload_file = on_all_ranks(mesh.group(), lambda: self.offload.open(backend), OffloadError)
         away = partial(self._away, accumulated_in(dtype), backend) if "parameters" in self.offload.kinds else None
         self.storages = [
-            GroupStorage(group, mesh, zero, dtype, backend, storage.compress, away=away) for group in assignment.groups
+            GroupStorage(
+                group,
+                mesh,
+                zero,
+                dtype,
+                backend,
+                storage.compress,
+                away=away,
+                uneven=self._sum_over_uneven_stages(group, storage, dtype),
+            )
+            for group in assignment.groups
         ]
         if away and zero in (1, 2) and any(not storage.is_away for storage in self.storages):
             raise UsageError(f"--offload parameters with --zero {zero}: every rank holds them whole; choose --zero 3")
@@ -83,6 +95,19 @@ class ParameterStore:
 
     def _away(self, dtype: np.dtype, backend: Backend, size: int) -> AwayArray:
         return AwayArray(self.offload_file, (size,), dtype, backend)
+
+    def _sum_over_uneven_stages(
+        self, group: ParameterGroup, storage: ZeroConfig, dtype: np.dtype
+    ) -> SumOverStages | None:
+        stages = group.summed.stages
+        if len(stages) < 2 or not uneven_axes(self._mesh.all_axes):
+            return None
+        parameter, shape = self.described[group.members[0].name]  # the only one: see ``make_groups``
+
+        def owned(place: MeshPosition) -> Rectangle:
+            return owned_rectangle(parameter, shape, place, self._layout, dtype.itemsize, storage, stages)
+
+        return SumOverStages(self._mesh, stages, shape, accumulated_in(dtype), owned)
 
     def sharding(self, name: str) -> Spec:
         """The sharding of a parameter while layers use it; if fully sharded, this rank has rows of it: ``index``."""

@@ -11,6 +11,7 @@ array for each of the ranks that would otherwise hold replicas:
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import eq, ne
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,17 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.arrays.memory import fresh_zeros
 from spmd_engine.arrays.precision import accumulated_in, is_half, rounded
+from spmd_engine.axes import PIPE, MeshPosition
+from spmd_engine.comm.blocks import reduce_into
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Deferred, Pending
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.groups import ParameterGroup
+from spmd_engine.sharding.placement import ArrayPlacement, Placement
+from spmd_engine.sharding.rectangles import Rectangle
+from spmd_engine.sharding.routes import Blocks
+from spmd_engine.sharding.transfer import plan_transfer
 
 
 class GroupStorage:
@@ -44,12 +51,15 @@ class GroupStorage:
         compress: str = "none",
         trained: bool = True,
         away: Callable[[int], Array] | None = None,
+        uneven: SumOverStages | None = None,
     ) -> None:
-        """``away`` makes an array of a size for parameters that are offloaded, unless others hold parts of them."""
+        """``away`` makes an array of a size for parameters that are offloaded, unless others hold parts of them.
+        ``uneven`` sums over the stages that hold other blocks of them."""
         summed = group.summed
         over, stages = tuple(axis for axis in summed.over if axis not in summed.cut), None
-        if len(summed.stages) > 1:
-            over, stages = ("pipe", *over), {"pipe": summed.stages}
+        self._uneven = uneven
+        if len(summed.stages) > 1 and uneven is None:
+            over, stages = (PIPE, *over), {PIPE: summed.stages}
         self.group, self.dtype = group, dtype
         wide = accumulated_in(dtype) if trained else dtype
         self.has_masters = wide != dtype  #: whether the own parameters are in another dtype than the layers use
@@ -212,7 +222,12 @@ class GroupStorage:
 
         This comes last, and in the order of groups: stages complete their shared groups in different orders.
         """
-        return self._start_all_reduce() if self.owners or self._shared_by_stages else None
+        pending = self._start_all_reduce() if self.owners or self._shared_by_stages else None
+        if self._uneven is None:
+            return pending
+        if pending:
+            pending.wait()
+        return self._uneven.start(self.own_gradients)
 
     def _start_all_reduce(self) -> Pending | Deferred | None:
         return self.compression.start_all_reduce(self.own_gradients, self.rest) if self.rest else None
@@ -220,6 +235,43 @@ class GroupStorage:
     @property
     def _shared_by_stages(self) -> bool:
         return len(self.group.summed.stages) > 1
+
+
+class SumOverStages:
+    """Sums the gradient of a tied parameter over uneven stages, whose ranks update other parts of it.
+
+    A rank receives from each other stage the elements that it updates, once, and adds in the order of the stages, so
+    that copies stay equal. ``owned`` is the part of the parameter, of this whole ``shape``, that a rank updates.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        stages: tuple[int, ...],
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        owned: Callable[[MeshPosition], Rectangle],
+    ) -> None:
+        self._group, self._stages, self._stage = mesh.group(among={PIPE: stages}), stages, mesh.coordinates[PIPE]
+        places = [place for place in mesh.peers(None) if place.coordinates[PIPE] in stages]
+        parts, self._shape = [(place.coordinates[PIPE], owned(place)) for place in places], owned(mesh).shape
+
+        def placement(has: Callable[[int, int], bool]) -> Placement:
+            held = {str(term): [(part,) if has(stage, term) else () for stage, part in parts] for term in stages}
+            return Placement({term: ArrayPlacement.of_rectangles(shape, dtype, on) for term, on in held.items()})
+
+        self._plan = plan_transfer(placement(eq), placement(ne), nodes=mesh.nodes_at(places))
+
+    def start(self, gradient: Array) -> Deferred:
+        """Begin to sum ``gradient``, this rank's part as a flat array, in place."""
+        own = gradient.reshape(self._shape)
+        terms = self._plan.start(self._group, {str(self._stage): [own]}, label="gradients")
+
+        def add(received: Blocks) -> None:
+            parts = [own if stage == self._stage else received[str(stage)][0] for stage in self._stages]
+            reduce_into(own, parts, "sum")
+
+        return Deferred(terms, add)
 
 
 def bytes_held(whole: Any, owned: Any, zero: int, dtype: np.dtype) -> tuple[Any, Any, Any]:

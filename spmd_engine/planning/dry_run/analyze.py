@@ -17,7 +17,7 @@ from spmd_engine.arrays.meta.backend import Shapes, on_shapes
 from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.arrays.numba.functions import loops_are_there
 from spmd_engine.arrays.precision import dtype_of
-from spmd_engine.axes import MeshPosition
+from spmd_engine.axes import MeshPosition, checked_axes, count_ranks, uneven_axes
 from spmd_engine.comm.blocks import span
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
@@ -83,7 +83,7 @@ def analyze(
 
     Raises UsageError for an invalid composition, and for a step that depends on values.
     """
-    cache = cache if cache is not None else PassCache()
+    cache, axes = cache if cache is not None else PassCache(), checked_axes(axes)
     built = model.build(composition or ParallelConfig()) if isinstance(model, ModelConfig) else model
     dtype = dtype_of(dtype or (model.dtype if isinstance(model, ModelConfig) else np.float32))
     position = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
@@ -93,12 +93,13 @@ def analyze(
     layout = layout if layout is not None else composed_layout(built, position, composition)
     parts = [span(batch_size, micro_batches, m) for m in range(micro_batches)]
     samples = [part.stop - part.start for part in parts]
+    every = every or bool(uneven_axes(axes))  # their classes are not found
     uneven = [] if every else _uneven_summed_parts(built, layout, composition, axes, dtype.itemsize)
     uneven += [((axis,), shares) for axis, shares in composition.storage.shares.items()]
     classes = (
         separate_classes(axes) if every else find_rank_classes(built, layout, axes, set(samples), uneven, sequence)
     )
-    ranks = DryRunRanks(axes, classes, Mailbox(), nodes or ["here"] * prod(axes.values()))
+    ranks = DryRunRanks(axes, classes, Mailbox(), nodes or ["here"] * count_ranks(axes))
     members = ranks_by_class(classes)
     uniform = not every and _layers_are_uniform(built, layout, axes, set(samples), sequence, len(members))
     scope = cache.number((choose, loops_are_there(), _sharding_key(layout, axes)))
@@ -400,7 +401,7 @@ def analyze_engine(
     Raises UsageError if the engine reads values, which shapes do not have.
     """
     mailbox = Mailbox()
-    ranks = DryRunRanks(axes, separate_classes(axes), mailbox, ["here"] * prod(axes.values()))
+    ranks = DryRunRanks(axes, separate_classes(axes), mailbox, ["here"] * count_ranks(axes))
     sizes: dict[str, int] = {}
     notes: dict[str, None] = {}
 
@@ -431,7 +432,7 @@ def analyze_engine(
             return replace(recorded, shards=_shards_of_engine(engine, shapes, len(prepared.kinds)))
 
     with on_shapes():
-        steps = mailbox.run([partial(step, rank) for rank in range(prod(axes.values()))])
+        steps = mailbox.run([partial(step, rank) for rank in range(count_ranks(axes))])
     classes = [RankClass(step, [rank]) for rank, step in enumerate(steps)]
     return StepAnalysis(name_of(make), dict(axes), classes, samples.micro_batches, sum(sizes.values()), {}, list(notes))
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from spmd_engine.engine.state.assignment import PIPE
+from spmd_engine.axes import PIPE, uneven_axes
 from spmd_engine.planning.dry_run.step_analysis import (
     Communication,
     ParameterShard,
@@ -67,7 +67,8 @@ class _ShardTable:
             for chunk, layers in self._chunks[rank].items():
                 parameters = tuple(each for each in step.shards if not layers or set(each.layers) & set(layers))
                 states = (each.requires["gradient"] + each.requires["optimizer_state"] for each in parameters)
-                before = [other for other in self._members(rank, (PIPE,)) if chunk - 1 in self._chunks[other]]
+                others = self._members(rank, (PIPE, *uneven_axes(self._axes)))
+                before = [other for other in others if chunk - 1 in self._chunks[other]]
                 yield ModelShard(
                     self._id(rank, chunk),
                     self._kind(parameters),

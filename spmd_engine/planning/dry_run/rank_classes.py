@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.axes import PIPE, MeshPosition, all_positions, rank_grid
 from spmd_engine.comm.notation import Weights, nested_span
 from spmd_engine.comm.shared_memory.node import MOST_RANKS
 from spmd_engine.comm.shared_memory.slot_table import size_of_table
@@ -84,8 +85,8 @@ def _layers_in(value: Any) -> Iterator[Layer]:
 
 
 def separate_classes(axes: Mapping[str, int]) -> np.ndarray:
-    """A class for every rank: int[axes]."""
-    return np.arange(prod(axes.values())).reshape(tuple(axes.values()))
+    """A class for every rank: int[axes], -1 where an uneven stage has no rank."""
+    return rank_grid(axes)
 
 
 def _lengths_along(
@@ -128,7 +129,7 @@ def _uneven_along(
 
 def ranks_by_class(classes: np.ndarray) -> dict[int, list[int]]:
     """The ranks of each class, by the number of the class."""
-    flat = classes.reshape(-1)
+    flat = classes[classes >= 0]
     order = np.argsort(flat, kind="stable")
     numbers, starts = np.unique(flat[order], return_index=True)
     return dict(zip(numbers.tolist(), (part.tolist() for part in np.split(order, starts[1:])), strict=True))
@@ -144,13 +145,13 @@ Along = tuple[tuple[int, Coordinates], ...]  #: the axes along which a group's r
 
 def slot_table_bytes(analysis: StepAnalysis, nodes: Sequence[str]) -> list[int]:
     """Bytes of the slot tables that each rank holds. ``nodes`` names each rank's host; a host of one rank has none."""
-    coordinates = list(product(*map(range, analysis.axes.values())))
+    coordinates = [tuple(place.coordinates.values()) for place in all_positions(analysis.axes)]
     on_node: dict[str, list[Coordinates]] = defaultdict(list)
     for position, node in zip(coordinates, nodes, strict=True):
         on_node[node].append(position)
     sizes = [0] * analysis.ranks
     for rank_class in analysis:
-        groups = _distinct_groups(analysis.axes, rank_class.step.groups)
+        groups = _distinct_groups(analysis.axes, rank_class.step.groups, rank_class.step.coordinates)
         for rank in rank_class.ranks:
             near = on_node[nodes[rank]]
             if 1 < len(near) <= MOST_RANKS:
@@ -158,11 +159,12 @@ def slot_table_bytes(analysis: StepAnalysis, nodes: Sequence[str]) -> list[int]:
     return sizes
 
 
-def _distinct_groups(axes: Mapping[str, int], keys: Sequence[GroupKey]) -> set[Along]:
+def _distinct_groups(axes: Mapping[str, int], keys: Sequence[GroupKey], at: Mapping[str, int]) -> set[Along]:
     """The groups that a rank is in, including the world; keys with the same members are one group."""
     groups = set()
     for names, places in [(tuple(axes), ()), *keys]:
-        indices = {axis: dict(places).get(axis, tuple(range(axes[axis]))) for axis in names}
+        sizes = axes if PIPE in names else MeshPosition(axes, at).axes
+        indices = {axis: dict(places).get(axis, tuple(range(sizes[axis]))) for axis in names}
         groups.add(tuple((list(axes).index(axis), tuple(row)) for axis, row in indices.items() if len(row) > 1))
     return groups
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.arrays.meta.array import ShapedArray
-from spmd_engine.axes import MeshPosition, Over
+from spmd_engine.axes import MeshPosition, Over, count_ranks, rank_grid
 from spmd_engine.comm.blocks import joined, reduce_into
 from spmd_engine.comm.calls import PreparedCall
 from spmd_engine.comm.dispatch import Tuning
@@ -67,8 +67,7 @@ class ShapedMesh(Mesh):
         self.all, self.recorder = ranks, recorder
         recorder.own_class = int(ranks.classes[tuple(coordinates.values())])
         MeshPosition.__init__(self, dict(ranks.axes), dict(coordinates))
-        self.size = prod(self.axes.values())
-        self.ranks = np.arange(self.size).reshape(tuple(self.axes.values()))
+        self.size, self.ranks = count_ranks(ranks.axes), rank_grid(ranks.axes)
         self.rank = self.index(None)
         self.nodes = list(ranks.nodes)
         self.comm = _NoCommunicator(self.rank, self.size, self.nodes[self.rank])
@@ -81,25 +80,11 @@ class ShapedMesh(Mesh):
         names = self._names(over)
         places = tuple((name, tuple(among[name])) for name in names if name in among) if among else ()
         if (names, places) not in self._groups:
-            classes = self._classes(names, dict(places))
-            sizes = [len(dict(places).get(name, range(self.axes[name]))) for name in names]
-            rank = 0
-            for name, size in zip(names, sizes, strict=True):
-                rank = rank * size + list(dict(places).get(name, range(self.axes[name]))).index(self.coordinates[name])
-            comm = _NoCommunicator(rank, prod(sizes), self.comm.node)
+            members = self._members(names, dict(places))
+            comm = _NoCommunicator(members.index(self.rank), len(members), self.comm.node)
+            classes = self.all.classes[self.all.classes >= 0][members].tolist()  # by rank
             self._groups[names, places] = ShapedGroup(comm, names, places, classes, self)
         return self._groups[names, places]
-
-    def _classes(self, names: tuple[str, ...], places: Mapping[str, Sequence[int]]) -> list[int]:
-        """The class of each rank of a group, in the group's order."""
-        axes = list(self.axes)
-        index = [
-            list(places.get(axis, range(self.axes[axis]))) if axis in names else [self.coordinates[axis]]
-            for axis in axes
-        ]
-        part = self.all.classes[np.ix_(*index)]
-        others = [axis for axis in axes if axis not in names]
-        return part.transpose([axes.index(axis) for axis in (*others, *names)]).reshape(-1).tolist()
 
     def group_keys(self, communications: Sequence[Communication]) -> list[GroupKey]:
         """The groups that were used, and those of cached passes."""

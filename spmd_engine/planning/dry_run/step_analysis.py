@@ -10,10 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from math import prod
 from typing import Any
 
-from spmd_engine.axes import MeshPosition
+from spmd_engine.axes import MeshPosition, all_positions, axes_as_json, count_ranks, uneven_axes
 
 
 class HashedOnce(tuple):
@@ -270,7 +269,7 @@ class StepAnalysis:
 
     @property
     def ranks(self) -> int:
-        return prod(self.axes.values())
+        return count_ranks(self.axes)
 
     @property
     def bytes_sent(self) -> int:
@@ -318,7 +317,7 @@ class StepAnalysis:
 
     def as_json(self) -> dict[str, Any]:
         """The analysis as JSON."""
-        plain = asdict(self)
+        plain: dict[str, Any] = asdict(self) | {"axes": axes_as_json(self.axes)}
         for entry, rank_class in zip(plain["classes"], self.classes, strict=True):
             entry["ranks"] = list(rank_class.ranks)
         totals = [
@@ -333,6 +332,8 @@ class StepAnalysis:
 
 def position_of(rank: int, axes: Mapping[str, int]) -> MeshPosition:
     """The position of a rank on the axes, in row-major order."""
+    if uneven_axes(axes):
+        return all_positions(axes)[rank]
     coordinates = {}
     for axis in list(axes)[::-1]:
         rank, coordinates[axis] = divmod(rank, axes[axis])

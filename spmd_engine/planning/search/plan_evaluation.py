@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import gcd, inf, prod
+from math import gcd, inf
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from spmd_engine.axes import count_ranks
 from spmd_engine.comm.notation import weighted_lengths
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import BATCH, STATE, WORK, Shares, shares_text
@@ -109,7 +110,7 @@ def evaluate_step(
 ) -> PlanEvaluation:
     """Analyze and simulate one step, with the machine's ranks in the composition's order; ``options`` go to
     ``analyze``."""
-    machine = machine.with_ranks(prod(axes.values())).placed(composition.order)
+    machine = machine.with_ranks(count_ranks(axes)).placed(composition.order)
     stages = axes.get("pipe", 1)
     few = 2 * stages
 

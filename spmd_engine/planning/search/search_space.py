@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from math import prod
+from math import gcd, prod
 
-from spmd_engine.axes import MeshPosition, axes_text
+from spmd_engine.axes import MeshPosition, axes_text, checked_axes, count_ranks
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import BATCH, PIPE, Shares, misfit
 from spmd_engine.errors import SpmdError
@@ -58,7 +58,7 @@ class Candidate:
 
     @cached_property
     def ranks(self) -> int:
-        return prod(size for _, size in self.axes)
+        return count_ranks(self.mesh)
 
     @cached_property
     def pipe(self) -> int:
@@ -126,6 +126,7 @@ class SearchSpace:
     offload: Sequence[str | None] = (None,)  #: what may be offloaded
     shares: Shares = field(default_factory=dict)  #: given ones, by axis, for which a mesh has as many ranks
     order: tuple[int, ...] | None = None  #: a given order of ranks
+    nodes: Sequence[int] = ()  #: the ranks of each node, if the stages are to have uneven sizes
 
     def without(self, *names: str) -> SearchSpace:
         """The search space without these fixed choices."""
@@ -149,6 +150,9 @@ def meshes(space: SearchSpace) -> Iterator[dict[str, int]]:
     if space.mesh is not None:
         yield dict(space.mesh)
         return
+    if space.nodes:
+        yield from _with_uneven_stages(space)
+        return
     model = space.model
     limits = _limits(model, space.axes or ())
     names = [axis for axis in limits if space.axes is None or axis in space.axes]
@@ -165,6 +169,23 @@ def meshes(space: SearchSpace) -> Iterator[dict[str, int]]:
                 if _can_shard(model, ordered):
                     yield ordered
                     yield from _hybrid(space, ordered)
+
+
+def _with_uneven_stages(space: SearchSpace) -> Iterator[dict[str, int]]:
+    """Meshes whose stages are nodes, or equal parts of a node, as many of nodes of one size; the ranks of a stage are
+    along ``model`` and, as many in each, ``data``."""
+    most, sizes = _limits(space.model).get("model", 1), list(dict.fromkeys(space.nodes))
+    for numbers in product(*map(_divisors, sizes)):
+        parts = dict(zip(sizes, numbers, strict=True))
+        stages = [size // parts[size] for size in space.nodes for _ in range(parts[size])]
+        for data in _divisors(gcd(*stages)) if len(set(stages)) > 1 else ():
+            along_model = tuple(stage // data for stage in stages)
+            axes = {PIPE: len(stages), "data": data, "model": along_model}
+            axes = checked_axes({axis: size for axis, size in axes.items() if size != 1})
+            named = space.axes is None or set(axes) <= set(space.axes)
+            fits = len(stages) <= len(space.model.layers) and max(along_model) <= most
+            if named and fits and _can_shard(space.model, axes):
+                yield axes
 
 
 def _hybrid(space: SearchSpace, axes: Mapping[str, int]) -> Iterator[dict[str, int]]:

@@ -1,0 +1,122 @@
+"""Transfers between pipeline stages with different numbers of ranks: ``--mesh pipe=2,model=1|2``.
+
+Inside a stage nothing differs from a mesh with its sizes. Activations and their gradients cross a boundary by planned
+transfers: every rank receives, once, the part that it needs, the whole or, under sequence parallelism, its positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Array, Backend, backend_of
+from spmd_engine.axes import PIPE, uneven_axes
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.notation import Spec
+from spmd_engine.comm.pending import Deferred, Pending
+from spmd_engine.engine.pipeline import PipelineNeighbours
+from spmd_engine.layers.layer import ForwardContext, Layer
+from spmd_engine.models.model import Model
+from spmd_engine.sharding.layout import Layout
+from spmd_engine.sharding.placement import ArrayPlacement, Placement
+from spmd_engine.sharding.transfer import plan_transfer
+
+
+class StageMessage(NamedTuple):
+    """A message of a transfer between two stages."""
+
+    sender: int  #: its rank in the group of both stages
+    receiver: int
+    part: slice  #: of the dim that is split, in what the sender has; the whole if none is
+
+
+class UnevenNeighbours(PipelineNeighbours):
+    """Stages with different sizes along some axes: a result goes from all ranks of a stage to all of another.
+
+    Ranks of the two differ along ``pipe`` and the uneven axes; on other axes their coordinates are equal.
+    """
+
+    def __init__(self, mesh: Mesh, chunks: Sequence[range], backend: Backend, model: Model, layout: Layout) -> None:
+        self._axes = uneven_axes(mesh.all_axes)
+        over = PIPE, *self._axes
+        super().__init__(mesh.group(over), len(chunks), backend)
+        self.stages, self.stage = mesh.axes[PIPE], mesh.coordinates[PIPE]
+        self._places = mesh.peers(over)
+        self._nodes = mesh.nodes_at(self._places)
+        self._splits = [self._split(*model.layers[layers[-1]], layout) for layers in chunks]
+        self._links: dict[tuple[int, int, int | None], list[StageMessage]] = {}
+
+    def _split(self, _: str, layer: Layer, layout: Layout) -> tuple[int, int | None] | None:
+        """The dim of a layer's output that the uneven axes shard, and its length, None for positions; None if none."""
+        outputs = layer.outputs
+        for dim, (letter, axes) in enumerate(layout.spec(outputs.dims, outputs.where)):
+            if letter not in outputs.whole and set(axes) & set(self._axes):
+                return dim, None if letter == "s" else layer.sizes[letter]
+        return None
+
+    def start_send(self, x: Array, m: int, chunk: int, to: int, ctx: ForwardContext | None = None) -> Any:
+        dim, links = self._transfer(chunk, to, ctx)
+        channel, label = self._channel(m, chunk, to), "input" if to > chunk else "gradient"
+        return _Several(
+            self._pipe.start_send(link.receiver, x[(slice(None),) * dim + (link.part,)], channel=channel, label=label)
+            for link in links
+            if link.sender == self._pipe.rank
+        )
+
+    def start_receive(self, m: int, chunk: int, source: int, ctx: ForwardContext | None = None) -> Any:
+        dim, links = self._transfer(source, chunk, ctx)
+        channel, label = self._channel(m, source, chunk), "input" if chunk > source else "gradient"
+        pieces = _Several(
+            self._pipe.start_receive(link.sender, like=self._backend, channel=channel, label=label)
+            for link in links
+            if link.receiver == self._pipe.rank
+        )
+        return Deferred(pieces, partial(_joined, dim))
+
+    def _transfer(self, source: int, to: int, ctx: ForwardContext | None) -> tuple[int, list[StageMessage]]:
+        """The dim that is split, and the messages, in the order of their parts, from chunk ``source`` to ``to``."""
+        split = self._splits[min(source, to)]  # a gradient is sharded as what it is the gradient of
+        dim, length = split or (0, None)
+        if split and length is None and ctx is not None:
+            length = ctx.positions.shape[-1]
+        stages = source % self.stages, to % self.stages
+        if (*stages, length) not in self._links:
+            self._links[*stages, length] = self._plan(*stages, length)
+        return dim, self._links[*stages, length]
+
+    def _plan(self, source: int, to: int, length: int | None) -> list[StageMessage]:
+        """The messages for a dim of this ``length``; None: every rank of the stages has the whole."""
+        spec, shape = Spec((("x", self._axes if length is not None else ()),)), (1 if length is None else length,)
+        held, wanted = (
+            ArrayPlacement.of_spec(spec, shape, np.dtype(np.int8), self._places, among={PIPE: (stage,)})
+            for stage in (source, to)
+        )
+        plan = plan_transfer(Placement({"x": held}), Placement({"x": wanted}), nodes=self._nodes)
+        links = []
+        for route in (route for routes in plan.routes.values() for route in routes):
+            ((_, part),), (first,) = route.parts, held.held[route.sender][0].start
+            whole = slice(part.start[0] - first, part.stop[0] - first) if length is not None else slice(None)
+            links += [(part.start, StageMessage(route.sender, receiver, whole)) for receiver in route.receivers]
+        links = [link for _, link in sorted(links, key=itemgetter(0))]
+        # A rank without positions gets an array of no elements, for its shape and dtype.
+        lacking = {rank for rank, blocks in enumerate(wanted.held) if blocks} - {link.receiver for link in links}
+        sender = next(rank for rank, blocks in enumerate(held.held) if blocks)
+        return links + [StageMessage(sender, rank, slice(0, 0)) for rank in sorted(lacking)]
+
+
+class _Several:
+    """Messages under way; ``wait()`` returns what is received."""
+
+    def __init__(self, messages: Iterable[Pending]) -> None:
+        self._messages = list(messages)
+
+    def wait(self) -> list[Any]:
+        return [message.wait() for message in self._messages]
+
+
+def _joined(dim: int, pieces: Sequence[Array]) -> Array:
+    return pieces[0] if len(pieces) == 1 else backend_of(pieces[0]).xp.concatenate(pieces, axis=dim)

@@ -1,0 +1,88 @@
+"""Plans with uneven stages, where a node is too small for its part of any even mesh."""
+
+import re
+
+import pytest
+
+from spmd_engine.axes import count_ranks, parse_axes
+from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.errors import UsageError
+from spmd_engine.models import GPTSize, gpt
+from spmd_engine.planning import analyze, plan
+from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
+from spmd_engine.planning.plan_result import Request
+from spmd_engine.planning.planner import find_plan
+from spmd_engine.planning.search.search_space import SearchSpace, meshes
+
+MIB = 1 << 20
+#: Its two tables are 8 MiB each with their state, and two heads cannot be on three ranks.
+MODEL = gpt(GPTSize(layers=1, width=32, heads=2, context=16, vocabulary=16000, tied=False))
+
+
+def machine(*nodes):
+    """Nodes by (name, ranks, bytes of a rank)."""
+    curve, inside = Curve.flat(4e10), Link(1e-5, 5e9)
+    kinds = [
+        NodeKind(name, 1, ranks, {"float32": curve}, memory * ranks, Curve.flat(1e10), inside, cores=float(ranks))
+        for name, ranks, memory in nodes
+    ]
+    return Machine("unequal", tuple(kinds), Link(5e-5, 2e9))
+
+
+def request_for(small, **changes):
+    nodes = machine(("big", 1, 40 * MIB), ("small", 2, small * MIB))
+    return Request(MODEL, nodes, [3], [8], **{"seconds": 0.3, "axes": ["pipe", "data", "model"], **changes})
+
+
+def test_a_stage_is_split_further_for_the_node_that_is_too_small():
+    result = find_plan(request_for(8, fallback=["split"]))
+    mesh = parse_axes("pipe=2,model=1|2")
+    assert result.plan.candidate.mesh == mesh == result.composition.mesh
+    peaks = result.evaluation.analysis.peak_bytes_by_rank()
+    assert all(peak <= limit * MIB for peak, limit in zip(peaks, (40, 8, 8), strict=True))
+    assert "--mesh 'pipe=2,model=1|2'" in result.command and "mpiexec -n 3 " in result.command
+    forced, cost = result.reasons
+    assert re.match(
+        r"uneven stages: nothing fits without; rank \d, on node 1 \(small\), has 8.00 MiB and would", forced
+    )
+    assert re.match(r"without limits of memory .* would take [\d.]+ ms: the split costs [\d.]+ ms of a step", cost)
+    again = analyze(MODEL, mesh, result.composition, batch_size=8, micro_batches=result.micro_batches)
+    assert again.bytes_sent == result.evaluation.bytes_sent
+    assert result.plan_file("gpt-nano").ranks == 3
+
+
+def test_a_conflict_names_the_fallback_that_would_help():
+    result = find_plan(request_for(8, fallback=[]))
+    assert result.plan is None and result.why_not.endswith("Its memory would suffice with --fallback split")
+    with pytest.raises(UsageError, match="fallback 'spilt': choose split, offload, or none"):
+        request_for(8, fallback=["spilt"])
+
+
+def test_a_given_mesh_may_be_uneven():
+    options = {"machine": machine(("big", 1, 40 * MIB), ("small", 2, 8 * MIB)), "batch_size": 8}
+    result = plan(MODEL, mesh={"pipe": 2, "model": (1, 2)}, **options)
+    assert result.composition.mesh == parse_axes("pipe=2,model=1|2") and result.evaluation.analysis.ranks == 3
+
+
+def test_where_an_even_mesh_fits_stages_are_even():
+    assert set(find_plan(request_for(40)).plan.candidate.mesh.values()) == {3}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ((1, 2), {"pipe=2,model=1|2"}),
+        ((2, 1), {"pipe=2,model=2|1"}),
+        ((2, 4), {"pipe=2,model=2|4", "pipe=2,data=2,model=1|2", "pipe=3,model=1|1|4", "pipe=5,model=2|1|1|1|1",
+                  "pipe=4,model=1|1|2|2"}),
+        ((2, 2), set()),  # parts of equal nodes are equal
+    ],
+)  # fmt: skip
+def test_stages_are_nodes_or_equal_parts_of_them(nodes, expected):
+    model = gpt(GPTSize(layers=4, width=16, heads=4, context=16, vocabulary=13))
+    space = SearchSpace(model, [sum(nodes)], [8], max(nodes), nodes=nodes)
+    found = list(meshes(space))
+    assert {
+        ParallelConfig(mesh=axes).mesh == axes and ",".join(f"{a}={n}" for a, n in axes.items()) for axes in found
+    } == expected
+    assert all(count_ranks(axes) == sum(nodes) for axes in found)
