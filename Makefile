@@ -17,11 +17,11 @@ export PYTHONNOUSERSITE := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint lines bench soak clean distclean
+.PHONY: help train test lint lines bench soak cuda-compile clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo '  ARGS="..." goes through to the program: make train RANKS=4 ARGS="--mesh data=2,model=2 --steps 100"'
 
 train: $(VENV)/installed-mpich  ## train a language model on 8 ranks, or RANKS=n
@@ -32,6 +32,9 @@ test: $(VENV)/installed-mpich-test  ## run the tests, serial and MPI, 4 jobs at 
 
 soak: $(VENV)/installed-mpich-test  ## run the tests that take minutes
 	$(BIN)/python -m pytest $(HARNESS) -m soak --durations=25 $(ARGS)
+
+cuda-compile: $(VENV)/installed-mpich-test-nvrtc  ## compile the CUDA kernels for three architectures, without a GPU
+	$(BIN)/python -m pytest $(HARNESS) -m cuda_compile tests/arrays --durations=5 $(ARGS)
 
 lint: $(VENV)/installed-mpich-test-lint  ## check rules and format (ruff) and types (basedpyright)
 	$(BIN)/python -m ruff check .

@@ -47,8 +47,9 @@ def source():
         c_types = C_TYPES | {"T": C_TYPES[dtype]}
         kernels += [elementwise(f"{name}_{dtype}", text, c_types) for name, text in ELEMENTWISE.items()]
         kernels += [reduction(f"{name}_{dtype}", text, c_types) for name, text in REDUCTIONS.items()]
-    head = ["#include <cmath>", "#include <cstddef>", "#include <cstdint>", "#include <vector>", "using namespace std;"]
-    return "\n".join([*head, "#define __device__", *kernels])
+    head = ["#include <cmath>", "#include <cstddef>", "#include <cstdint>", "using namespace std;"]
+    defined = ["#define __device__", '#define KERNEL extern "C"', "#define EACH(i, n) (ptrdiff_t i = 0; i < n; ++i)"]
+    return "\n".join([*head, *defined, *kernels])
 
 
 def element(parameter, c_types, number, index, const=""):
@@ -72,9 +73,9 @@ def elementwise(name, text, c_types):
     return f"""
         namespace {name}_ {{
             typedef {c_types["T"]} T;
-            extern "C" void {name}(ptrdiff_t size, char **memory, const ptrdiff_t *strides) {{
+            KERNEL void {name}(ptrdiff_t size, char **memory, const ptrdiff_t *strides) {{
                 {" ".join(raw)}
-                for (ptrdiff_t i = 0; i < size; ++i) {{
+                for EACH(i, size) {{
                     {" ".join(each)}
                     {text.operation};
                 }}
@@ -93,11 +94,11 @@ def reduction(name, text, c_types):
             typedef {c_types["T"]} T;
             {text.preamble}
             typedef {text.reduce_type} Sum;
-            inline Sum join(const Sum &a, const Sum &b) {{ return {text.reduce_expr}; }}
-            extern "C" void {name}(ptrdiff_t rows, ptrdiff_t length, char **memory, const ptrdiff_t *strides) {{
+            __device__ inline Sum join(const Sum &a, const Sum &b) {{ return {text.reduce_expr}; }}
+            KERNEL void {name}(ptrdiff_t rows, ptrdiff_t length, char **memory, const ptrdiff_t *strides) {{
                 {" ".join(numbers)}
-                for (ptrdiff_t row = 0; row < rows; ++row) {{
-                    std::vector<Sum> lanes({LANES}, Sum({text.identity}));
+                for EACH(row, rows) {{
+                    Sum lanes[] = {{ {", ".join([f"Sum({text.identity})"] * LANES)} }};
                     for (ptrdiff_t j = row * length; j < (row + 1) * length; ++j) {{
                         {" ".join(arrays)}
                         lanes[j % {LANES}] = join(lanes[j % {LANES}], static_cast<Sum>({text.map_expr}));

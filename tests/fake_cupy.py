@@ -26,6 +26,7 @@ import numpy as np
 from cuda_on_host import ELEMENTWISE, REDUCTIONS, HostKernel
 from spmd_engine.arrays import backend as backends
 from spmd_engine.arrays.backend import Backend
+from threads_on_host import ThreadedKernel
 
 TABLE = json.loads((Path(__file__).parent / "cupy_14.json").read_text())
 #: Functions whose results are on the host, and which launch nothing.
@@ -505,6 +506,26 @@ def _reduction(*, name, **text):
     return _Kernel(name)
 
 
+class _RawKernel:
+    """Arrays that the text declares const are read, all others are written. Numbers have 8 bytes, as CuPy's."""
+
+    def __init__(self, code: str, name: str, options: tuple = ()) -> None:
+        assert not options
+        self.name = name
+        self.kernel = ThreadedKernel(code, name, Path(cupy.library._name).parent)
+        parameters = code[code.index(f" {name}(") + len(name) + 2 :].partition(") {")[0]
+        self.read_only = [each.split()[0] == "const" for each in parameters.split(",")]
+
+    def __call__(self, grid, block, args, *, shared_mem=0) -> None:
+        assert len(args) == len(self.read_only) and not shared_mem, self.name
+        _use(args)
+        self.kernel(grid, block, [_of_device(x) for x in args])
+        record("launch", self.name)
+        for x, read_only in zip(args, self.read_only):
+            if isinstance(x, ndarray) and not read_only:
+                x._owner.use(write=True)
+
+
 # --- the modules
 
 
@@ -524,7 +545,7 @@ def _build() -> ModuleType:
     module.asarray, module.array = _asarray, _array
     module.asnumpy = lambda a, stream=None, order="C", out=None, *, blocking=True: a.get(stream, order, out)
     module.ascontiguousarray = lambda a, dtype=None: a if a.flags.c_contiguous else a.copy()
-    module.ElementwiseKernel, module.ReductionKernel = _elementwise, _reduction
+    module.ElementwiseKernel, module.ReductionKernel, module.RawKernel = _elementwise, _reduction, _RawKernel
     module.library = None  # the compiled kernels
     runtime = SimpleNamespace(CUDARuntimeError=CUDARuntimeError, getDeviceCount=lambda: module.devices)
     module.get_default_memory_pool = lambda: SimpleNamespace(set_limit=_set_limit)

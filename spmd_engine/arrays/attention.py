@@ -47,12 +47,11 @@ def causal_attention(
     [b s h r k] and log_sums [b h r s]. With a ``cap``, it is the softmax of cap · tanh(scores / cap). ``dtype`` is that
     of y, by default that of q. 16-bit floats are widened, a block at a time, so that scores and log_sums are wide.
     """
+    dtype = q.dtype if dtype is None else dtype
     if backend_of(q).on_device:
-        inputs: Any = (*map(widened, (q, k, v)), positions, key_positions, apart, window, cap)
-        y, log_sums = device_attention.attention(*inputs)
-        return rounded(y, q.dtype if dtype is None else dtype), log_sums
+        return device_attention.attention(q, k, v, positions, key_positions, apart, window, cap, dtype)
     xp, wide = backend_of(q).xp, accumulated_in(q.dtype)
-    y = xp.empty(q.shape, q.dtype if dtype is None else dtype)
+    y = xp.empty(q.shape, dtype)
     log_sums = xp.empty((q.shape[0], *q.shape[2:-1], q.shape[1]), wide)
     may_see_none = apart is not None or window is not None
     if may_see_none:
@@ -87,11 +86,10 @@ def causal_attention_backward(
     ``dtype`` is that of the results, by default that of q. If y and log_sums are over more keys than k has, these are
     the contributions of k to the gradients.
     """
-    if backend_of(q).on_device:
-        inputs: Any = (*map(widened, (dy, q, k, v, y)), log_sums, positions, key_positions, apart, window, cap)
-        gradients = device_attention.attention_backward(*inputs)
-        return tuple(rounded(each, q.dtype if dtype is None else dtype) for each in gradients)
     xp, dtype = backend_of(q).xp, q.dtype if dtype is None else dtype
+    if backend_of(q).on_device:
+        seen = positions, key_positions, apart, window, cap
+        return device_attention.attention_backward(dy, q, k, v, y, log_sums, *seen, dtype)
     dq = (xp.empty if apart is None and window is None else xp.zeros)(q.shape, dtype)
     dk, dv = xp.zeros(k.shape, accumulated_in(k.dtype)), xp.zeros(v.shape, accumulated_in(v.dtype))
     scale = q.shape[-1] ** -0.5

@@ -7,11 +7,13 @@ number. An output that an operation reads is updated in place. Literals are inte
 make the arithmetic of floats double. The text needs neither CuPy nor a GPU: any C++ compiler can check it.
 """
 
+import os
 from math import pi
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 from spmd_engine.arrays.factors import GELU_A, GELU_C, adamw_factors, halves, over_heads
+from spmd_engine.arrays.flash_attention import FlashAttention
 
 
 class Elementwise(NamedTuple):
@@ -238,6 +240,8 @@ class CudaFunctions:
         kernels = {name: xp.ElementwiseKernel(*text, name=name) for name, text in ELEMENTWISE.items()}
         kernels |= {name: xp.ReductionKernel(**text._asdict(), name=name) for name, text in REDUCTIONS.items()}
         self._launch = SimpleNamespace(**kernels)
+        #: None, by the variable, for a comparison with products of the library
+        self.flash_attention = None if os.environ.get("SPMD_FLASH_ATTENTION") == "0" else FlashAttention(xp)
 
     def takes(self, x):
         return x.dtype.char in "fd"

@@ -1,8 +1,9 @@
-"""Causal attention on a device: few launches, each of all samples and heads that the device's memory permits.
+"""Causal attention on a device: by fused kernels, or by few products of all samples and heads.
 
-``attention.py`` documents the functions. Which keys a query sees is computed on the device, from positions there: the
-host reads nothing. Scores of one part at a time are stored, and computed again in the backward; they include those of
-hidden keys, which the softmax makes 0.
+``attention.py`` documents the functions. ``flash_attention.py`` has the kernels; operands for which they have no tiles
+take the products of the device's library. Which keys a query sees is computed on the device, from positions there: the
+host reads nothing. Of the products, scores of one part at a time are stored, as many as fit the device's memory, and
+computed again in the backward; they include those of hidden keys, which the softmax makes 0.
 """
 
 from __future__ import annotations
@@ -13,22 +14,27 @@ from math import prod
 from spmd_engine.arrays.activations import exponentiate, soft_cap, soft_cap_slope, softmax_backward
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.factors import unseen
+from spmd_engine.arrays.flash_attention import FlashAttention
+from spmd_engine.arrays.precision import accumulated_in, rounded, widened
 
 
-def attention(q, k, v, positions, key_positions, apart=None, window=None, cap=None):
+def attention(q, k, v, positions, key_positions, apart, window, cap, dtype):
     """See ``attention.causal_attention``."""
-    xp = backend_of(q).xp
+    xp, seen = backend_of(q).xp, (positions, key_positions, apart, window, cap)
+    if flash := _flash(q, k):
+        return flash.forward(q, k, v, *seen, dtype, accumulated_in(q.dtype))
+    q, k, v = map(widened, (q, k, v))
     y = xp.empty(q.shape, q.dtype)
     log_sums = xp.empty((q.shape[0], *q.shape[2:-1], q.shape[1]), q.dtype)
     if not q.size or not k.shape[1]:
         y[...], log_sums[...] = 0, -xp.inf
-        return y, log_sums
+        return rounded(y, dtype), log_sums
     for samples, rows in _parts(q, k):
         queries, shape = _by_head(q[samples, rows], q.shape[-1] ** -0.5)
         scores = xp.matmul(queries, k[samples].transpose(0, 2, 3, 1))
         if cap is not None:
             soft_cap(scores, cap)
-        _hide(scores, shape, samples, rows, positions, key_positions, apart, window)
+        _hide(scores, shape, samples, rows, *seen[:4])
         top = scores.max(axis=-1, keepdims=True)
         xp.maximum(top, xp.finfo(q.dtype).min, out=top)  # of queries without keys
         exponentiate(scores, top)
@@ -38,15 +44,18 @@ def attention(q, k, v, positions, key_positions, apart=None, window=None, cap=No
         _write(y[samples, rows], mixed, shape)
         top += xp.log(sums)
         log_sums[samples, ..., rows] = top.reshape(log_sums[samples, ..., rows].shape)
-    return y, log_sums
+    return rounded(y, dtype), log_sums
 
 
-def attention_backward(dy, q, k, v, y, log_sums, positions, key_positions, apart=None, window=None, cap=None):
+def attention_backward(dy, q, k, v, y, log_sums, positions, key_positions, apart, window, cap, dtype):
     """See ``attention.causal_attention_backward``."""
-    xp = backend_of(q).xp
+    xp, seen = backend_of(q).xp, (positions, key_positions, apart, window, cap)
+    if flash := _flash(q, k):
+        return flash.backward(dy, q, k, v, y, log_sums, *seen, dtype)
+    dy, q, k, v, y = map(widened, (dy, q, k, v, y))
     dq, dk, dv = (xp.zeros(x.shape, x.dtype) for x in (q, k, v))
     if not q.size or not k.shape[1]:
-        return dq, dk, dv
+        return tuple(rounded(x, dtype) for x in (dq, dk, dv))
     scale, projection = q.shape[-1] ** -0.5, (dy * y).sum(axis=-1)
     for samples, rows in _parts(q, k):
         queries, shape = _by_head(q[samples, rows], scale)
@@ -56,7 +65,7 @@ def attention_backward(dy, q, k, v, y, log_sums, positions, key_positions, apart
         if cap is not None:
             soft_cap(p, cap)
             slope = soft_cap_slope(p, cap)
-        _hide(p, shape, samples, rows, positions, key_positions, apart, window)
+        _hide(p, shape, samples, rows, *seen[:4])
         shift = xp.maximum(log_sums[samples, ..., rows], xp.finfo(q.dtype).min)
         exponentiate(p, shift.reshape(*p.shape[:3], 1))
         _add(dv[samples], xp.matmul(p.transpose(0, 1, 3, 2), gradients))
@@ -69,7 +78,13 @@ def attention_backward(dy, q, k, v, y, log_sums, positions, key_positions, apart
         of_queries = xp.matmul(ds, k[samples].transpose(0, 2, 1, 3))
         of_queries *= scale
         _write(dq[samples, rows], of_queries, shape)
-    return dq, dk, dv
+    return tuple(rounded(x, dtype) for x in (dq, dk, dv))
+
+
+def _flash(q: Array, k: Array) -> FlashAttention | None:
+    """The fused kernels of the device, if it has any and they take these operands."""
+    flash = getattr(backend_of(q).kernels, "flash_attention", None)
+    return flash if flash and q.size and k.shape[1] and flash.takes(q, accumulated_in(q.dtype)) else None
 
 
 def _parts(q: Array, k: Array) -> Iterator[tuple[slice, slice]]:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 PACKAGES = ("spmd_engine", "numpy", "mpi4py", "numba", "cupy", "safetensors")
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
-VARIABLES = (*THREADS, "SPMD_FAST", "SPMD_CUDA_AWARE", "SPMD_ARENA_MIB")  #: that change how fast a run is
+#: Those that change how fast a run is.
+VARIABLES = (*THREADS, "SPMD_FAST", "SPMD_FLASH_ATTENTION", "SPMD_CUDA_AWARE", "SPMD_ARENA_MIB")
 
 
 def environment() -> dict[str, str]:

@@ -106,7 +106,7 @@ def test_virtual_ranks_work_on_one_device(library):
             backend = get_backend("cuda", world().rank)
             return (backend.asarray(np.ones(3)) * 2).device.id
 
-        assert run_threads(program, 3) == [0, 0, 0]
+        assert len(set(run_threads(program, 3))) == 1  # that of the rank which comes first
 
 
 def test_synchronize_waits_for_the_stream_of_the_work(library):
