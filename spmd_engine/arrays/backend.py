@@ -120,6 +120,7 @@ class CudaBackend(Backend):
         except ImportError as error:
             raise UsageError(f"device 'cuda' needs CuPy: {_INSTALL}") from error
         from spmd_engine.arrays.cuda import CudaFunctions
+        from spmd_engine.arrays.cuda_images import CudaImages
 
         try:
             devices = cupy.cuda.runtime.getDeviceCount()
@@ -131,6 +132,7 @@ class CudaBackend(Backend):
         self._device.use()
         self._stream = cupy.cuda.get_current_stream()
         self.kernels = CudaFunctions(cupy)
+        self.image_kernels = CudaImages(self)
         self._constants: dict[tuple, Array] = {}
         self.workspace = self._device.mem_info[1] // 64
         self.sharing = len(range(self._device.id, processes, devices))

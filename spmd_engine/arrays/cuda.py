@@ -189,7 +189,7 @@ ELEMENTWISE = {
 }
 
 
-def _sums(in_params: str, out_params: str, pair: str, post_map_expr: str) -> Reduction:
+def pair_of_sums(in_params: str, out_params: str, pair: str, post_map_expr: str) -> Reduction:
     """Two sums at once, ``a.first`` and ``a.second``, of the ``pair`` of each element."""
     return Reduction(in_params, out_params, f"Pair({pair})", "a + b", post_map_expr, "0, 0", "Pair", _PAIR)
 
@@ -208,16 +208,16 @@ REDUCTIONS = {
     "sum_of_squares": Reduction(
         "T x", "float64 total", "double(x) * double(x)", "a + b", "total = a", "0", "double", ""
     ),
-    "root_mean_square": _sums(
+    "root_mean_square": pair_of_sums(
         "T x, T epsilon", "T inverse", "x * x, 1", "inverse = 1 / sqrt(a.first / a.second + epsilon)"
     ),
-    "row_sums": _sums(
+    "row_sums": pair_of_sums(
         "T dy, T scale, T normal",
         "T total, T projection",
         "dy * scale, dy * scale * normal",
         "total = a.first, projection = a.second",
     ),
-    "column_sums": _sums(
+    "column_sums": pair_of_sums(
         "T dy, T normal", "T dscale, T dshift", "dy * normal, dy", "dscale = a.first, dshift = a.second"
     ),
 }
@@ -226,8 +226,7 @@ REDUCTIONS = {
 # --- The functions marked ``@fused`` as launches of CUDA kernels: every chain of elementwise steps is one launch
 #
 # Each has the name, signature and result of its NumPy version, which is documented. Single library calls have no
-# kernels: matrix products, sums and maxima of rows. Nor have functions of
-# images, ``@fused_of_images``, which are a few large matrix products and additions of slices.
+# kernels: matrix products, sums and maxima of rows. ``cuda_images`` has those of images.
 
 
 class CudaFunctions:

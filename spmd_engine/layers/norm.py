@@ -200,10 +200,10 @@ class BatchNorm(Layer):
         sums[:channels] = normalization.channel_sums(x)
         sums[channels] = prod(x.shape[:3])
         sums = sh.all_reduce(sums, over=self.over)
-        count = number_of(sums[channels])
-        mean = sums[:channels] / _at_least_one(count)
+        count = _at_least_one(number_of(sums[channels]))
+        mean = sums[:channels] / count
         squares = sh.all_reduce(normalization.channel_squares(x, mean), over=self.over)
-        inverse = 1 / xp.sqrt(squares / _at_least_one(count) + self.epsilon)
+        inverse = 1 / xp.sqrt(squares / count + self.epsilon)
         y = normalization.scale_channels(x, mean, inverse * p["scale"], p["shift"])
         extra = Extra({"mean": mean, "variance": squares / _at_least_one(count - 1)})
         return y, (x, mean, inverse, count), extra
@@ -211,7 +211,7 @@ class BatchNorm(Layer):
     def backward_input(self, sh, p, saved, dy):
         x, mean, inverse, count = saved
         sums = backend_of(dy).xp.stack(normalization.channel_gradients(dy, x, mean, inverse))
-        means = sh.all_reduce(sums.copy(), over=self.over) / _at_least_one(count)
+        means = sh.all_reduce(sums.copy(), over=self.over) / count
         dx = normalization.normalized_gradient(dy, x, mean, inverse, p["scale"], means[0], means[1])
         return dx, sums
 

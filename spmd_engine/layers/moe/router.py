@@ -63,7 +63,7 @@ class Routed:
     @property
     def decided(self) -> tuple:
         """Choices that a recomputation uses again."""
-        return self.choices.decided, self.kept, self.own_counts, self.sums, self.sequence_counts
+        return self.choices.decided, self.kept, self.own_counts, self.sums, self.sequence_counts, self._tokens
 
 
 class Router:
@@ -109,12 +109,13 @@ class Router:
         choices = choose(logits, p.get("bias"), options, tokens=tokens, key=key)
         counts = expert_counts(choices)
         sums = sequence_counts = None
+        count = None if sh.axes("bs") else len(x)
         if ctx.training or options.capacity_factor is not None:
             sums = xp.concatenate((xp.full(1, len(x)), counts[0]))
             sums = sh.start_all_reduce(sums, over="bs")
         if ctx.training and "sequence_balance" in self.losses:
             sequence_counts = sh.all_reduce(expert_counts(choices, samples), over="s")
-        routed = Routed(logits, choices, choices.used, counts, sums, sequence_counts)
+        routed = Routed(logits, choices, choices.used, counts, sums, sequence_counts, count)
         if options.capacity_factor is not None:
             per_rank = options.scope == "shard"
             capacity = capacity_of(options, len(x) if per_rank else routed.tokens, self.experts)
