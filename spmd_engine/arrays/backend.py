@@ -109,7 +109,8 @@ class CudaBackend(Backend):
     on_device = True
 
     def __init__(self, index: int = 0, processes: int = 1, memory: float | None = None) -> None:
-        """``index``: of this process among the ``processes`` of its node, which take the node's devices in turn.
+        """``index``: of this process among the ``processes`` of its node, which take the node's devices in turn;
+        ~index, which is negative: from the last on, as ranks that join a job do, since its ranks have the first.
         ``memory``: the fraction of the device's memory that CuPy may use; by default all, or an equal part if
         processes share a device.
 
@@ -135,11 +136,11 @@ class CudaBackend(Backend):
         self.image_kernels = CudaImages(self)
         self._constants: dict[tuple, Array] = {}
         self.workspace = self._device.mem_info[1] // 64
-        self.sharing = len(range(self._device.id, processes, devices))
+        self.sharing = len(range(max(index, ~index) % devices, processes, devices))
         if memory is not None or self.sharing > 1:
             memory = 0.95 / self.sharing if memory is None else memory
             cupy.get_default_memory_pool().set_limit(fraction=memory)
-        if self.sharing > 1 and index == 0:
+        if self.sharing > 1 and index in (0, ~0):
             logger.warning(
                 "%d ranks share a GPU, and each may use %.0f%% of its memory (--device-memory): start one rank for "
                 "each of the %d GPUs, or NVIDIA's MPS",

@@ -208,6 +208,9 @@ REDUCTIONS = {
     "sum_of_squares": Reduction(
         "T x", "float64 total", "double(x) * double(x)", "a + b", "total = a", "0", "double", ""
     ),
+    "count_each": Reduction(
+        "int64 index, int64 number", "int64 count", "index == number", "a + b", "count = a", "0", "long long", ""
+    ),
     "root_mean_square": pair_of_sums(
         "T x, T epsilon", "T inverse", "x * x, 1", "inverse = 1 / sqrt(a.first / a.second + epsilon)"
     ),
@@ -345,6 +348,11 @@ class CudaFunctions:
         order = self._xp.argsort(indices, kind="stable")
         rows, ordered = self._xp.ascontiguousarray(rows), indices[order].astype(self._xp.int64, copy=False)
         self._launch.add_runs(order, ordered, rows, rows.shape[1], len(order), table, size=rows.size)
+
+    def count_each(self, indices, size):
+        """int64[size]; no array of all pairs is written."""
+        numbers = self._xp.arange(size)
+        return self._launch.count_each(indices.astype(self._xp.int64, copy=False)[:, None], numbers, axis=0)
 
     # Softmax
 

@@ -19,7 +19,7 @@ from spmd_engine.arrays.normalization import (
 )
 from spmd_engine.arrays.random import bernoulli, normal, uniform
 from spmd_engine.arrays.rotary import rotate
-from spmd_engine.arrays.scatter import add_rows
+from spmd_engine.arrays.scatter import add_rows, count_each
 from spmd_engine.arrays.updates import adamw, momentum_sgd, sum_of_squares, total_of_squares
 from spmd_engine.losses import cross_entropy
 
@@ -252,6 +252,14 @@ def test_rows_added_to_a_table(indices, dtype, device):
     indices = np.array(indices, np.int64)
     compare(device, add_rows, normals(5, 7, dtype=dtype), indices, normals(len(indices), 7, seed=1, dtype=dtype))
     compare(device, add_rows, normals(5, 7, dtype=dtype), indices, normals(7, len(indices), seed=1, dtype=dtype).T)
+
+
+@pytest.mark.parametrize("indices", [[], [4], [3, 1, 3, 0, 3, 1]])
+def test_numbers_of_equal_indices(indices, device):
+    indices = np.array(indices, np.int64)
+    counts = device.to_host(count_each(device.asarray(indices), 6))
+    np.testing.assert_array_equal(counts, np.bincount(indices, minlength=6))
+    assert counts.dtype == np.int64
 
 
 @both_dtypes

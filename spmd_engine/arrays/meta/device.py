@@ -214,6 +214,12 @@ def _is_for_blas(x: Any) -> bool:
     return x.ndim < 2 or x.itemsize in x.strides[-2:] or min(x.shape) < 2
 
 
+class _Kernels(CudaFunctions):
+    def count_each(self, indices, size):
+        numbers = self._xp.arange(size)
+        return _launched(np.bincount(_plain(indices), minlength=len(numbers)), 1)
+
+
 class DeviceShapes(Shapes):
     """The backend of a device with 80 GiB of memory, of meta arrays."""
 
@@ -222,7 +228,7 @@ class DeviceShapes(Shapes):
 
     def __init__(self) -> None:
         self.xp = DeviceModule()
-        self.kernels = CudaFunctions(self.xp)
+        self.kernels = _Kernels(self.xp)
 
     @cached_property
     def image_kernels(self) -> CudaImages:  # type: ignore[override]
