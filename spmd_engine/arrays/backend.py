@@ -35,6 +35,7 @@ class Backend:
 
     name = "cpu"
     on_device = False
+    memory = 0  #: bytes of a device
     workspace = 1 << 30  #: bytes of a device's memory for temporary arrays of one operation, such as attention's scores
     xp: ModuleType = np
     kernels: Any = None  # functions that replace those marked ``@fused``; ``takes`` selects the arrays
@@ -135,7 +136,8 @@ class CudaBackend(Backend):
         self.kernels = CudaFunctions(cupy)
         self.image_kernels = CudaImages(self)
         self._constants: dict[tuple, Array] = {}
-        self.workspace = self._device.mem_info[1] // 64
+        self.memory = self._device.mem_info[1]
+        self.workspace = self.memory // 64
         self.sharing = len(range(max(index, ~index) % devices, processes, devices))
         if memory is not None or self.sharing > 1:
             memory = 0.95 / self.sharing if memory is None else memory

@@ -1,0 +1,3 @@
+#!/bin/sh
+# The first minutes on a machine with a GPU: tests, verify, speed, memory. Options: see scripts/gpu_check.py --help.
+cd "$(dirname "$0")/.." && exec "${PYTHON:-python3}" scripts/gpu_check.py "$@"
