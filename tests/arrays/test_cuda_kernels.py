@@ -43,11 +43,12 @@ def a_gpu_is_here():
         return False
 
 
-@pytest.fixture(params=["cuda", "gpu"] if a_gpu_is_here() else ["cuda"])
+@pytest.fixture(params=["cuda", pytest.param("gpu", marks=pytest.mark.gpu)] if a_gpu_is_here() else ["cuda"])
 def device(request):
     return request.getfixturevalue(request.param)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not a_gpu_is_here(), reason="no CuPy with a GPU: the kernels' text is run on the host alone")
 def test_cuda_brings_these_kernels(gpu):
     assert isinstance(backend_of(gpu.xp.ones(3)).kernels, CudaFunctions)
