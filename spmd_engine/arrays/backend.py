@@ -245,6 +245,11 @@ def backend_of(x: Array) -> Backend:
     return CPU
 
 
+def at_least_one(x: Any) -> Any:
+    """max(x, 1) of a number; one on a device stays there."""
+    return max(x, 1) if isinstance(x, (int, float)) else backend_of(x).xp.maximum(x, 1)
+
+
 def number_of(x: Array) -> Any:
     """``x``, of no dims, as a float; on a device it stays an array, for which the host need not wait."""
     return x if backend_of(x).on_device else float(x)

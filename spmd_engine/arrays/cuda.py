@@ -174,7 +174,7 @@ ELEMENTWISE = {
         "raw T table",
         """
         const long long n = i / width, column = i % width;
-        if (n == 0 || sorted[n] != sorted[n - 1]) {
+        if (sorted[n] >= 0 && (n == 0 || sorted[n] != sorted[n - 1])) {
             T sum = 0;
             for (long long m = n; m < count && sorted[m] == sorted[n]; ++m) sum += rows[order[m] * width + column];
             table[sorted[n] * width + column] += sum;

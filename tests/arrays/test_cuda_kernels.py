@@ -255,6 +255,14 @@ def test_rows_added_to_a_table(indices, dtype, device):
     compare(device, add_rows, normals(5, 7, dtype=dtype), indices, normals(7, len(indices), seed=1, dtype=dtype).T)
 
 
+def test_rows_without_a_place_are_left_out(device):
+    table, rows = device.asarray(normals(3, 2)), device.asarray(normals(4, 2, seed=1))
+    expected = device.to_host(table).copy()
+    expected[1] += device.to_host(rows)[1] + device.to_host(rows)[3]
+    add_rows(table, device.asarray(np.array([-1, 1, -1, 1])), rows)
+    close(device.to_host(table), expected, 1e-12)
+
+
 @pytest.mark.parametrize("indices", [[], [4], [3, 1, 3, 0, 3, 1]])
 def test_numbers_of_equal_indices(indices, device):
     indices = np.array(indices, np.int64)

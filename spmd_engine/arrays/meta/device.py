@@ -103,7 +103,7 @@ def _computed(name: str, function: Callable, args: Any, options: dict[str, Any])
     if options.get("out") is not None:
         _launched(result, 1)
         return options["out"]
-    if not isinstance(parts[0], (np.ndarray, np.generic)):
+    if not parts or not isinstance(parts[0], (np.ndarray, np.generic)):
         return result
     shares = [isinstance(x, np.ndarray) and np.may_share_memory(x, part) for x in plain for part in parts]
     launches = 0 if any(shares) else LAUNCHES.get(name, 1)
@@ -145,8 +145,20 @@ class _Kernel:
         return outputs[0] if len(outputs) == 1 else outputs
 
 
+def _raw_kernel(code: str, name: str) -> Callable:
+    """A kernel in CUDA: one launch, which reads or writes each of its arrays."""
+
+    def launch(grid: Any, block: Any, args: Any, **_: Any) -> None:
+        arrays = [x for x in args if hasattr(x, "dtype")]
+        count(max((x.size for x in arrays), default=0), arrays, ())
+
+    return launch
+
+
 class DeviceModule(ShapedModule):
     """CuPy on arrays without memory."""
+
+    RawKernel = staticmethod(_raw_kernel)
 
     ElementwiseKernel = _Kernel
 
