@@ -48,7 +48,7 @@ def main(output, dry_run, peer_python, work):
         return
     began, device = perf_counter(), "cpu" if dry_run else "cuda"
     rows = [("machine", machine(dry_run))]
-    shape = TRAINING | (TINY | {"warmup": 1, "steps": 2} if dry_run else GPT2) | {"device": device}
+    shape = TRAINING | (TINY | {"warmup": 1, "steps": 2, "threads": 1} if dry_run else GPT2) | {"device": device}
     costs = part({"part": "launches", "device": device})
     rows.append(("launch and wait", costs))
     tests = ["tests/arrays/test_cuda_launches.py"] if dry_run else ["-m", "gpu", "tests"]
