@@ -52,14 +52,14 @@ def step_count(config):
     return (config["warmup"] + config["steps"]) * config["block"]
 
 
-def time_steps(config, step, barrier=lambda: None, clock=perf_counter):
+def time_steps(config, step, barrier=lambda: None, clock=perf_counter, memory=None):
     """Call `step(index)`, which returns the loss, for every step; returns this rank's row for `print_result`."""
     barrier()
     marks, losses = [clock()], []
     for index in range(step_count(config)):
         losses.append(step(index))
         marks.append(clock())
-    return np.array([losses[0], losses[-1], peak_memory(), *marks], np.float64)
+    return np.array([losses[0], losses[-1], (memory or peak_memory)(), *marks], np.float64)
 
 
 def print_result(config, rows, version):

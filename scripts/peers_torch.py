@@ -47,25 +47,32 @@ def make_optimizer(model, config):
 
 def train(config, model):
     """Train and print the result; with a process group, each rank has its shard of the batch."""
+    device, precision = config.get("device", "cpu"), config.get("precision", "float32")
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    model.to(device)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     optimizer = make_optimizer(model, config)
     rows = config["batch_size"] // ranks
     batches = [
-        [torch.from_numpy(part[rank * rows : (rank + 1) * rows]) for part in batch] for batch in make_batches(config)
+        [torch.from_numpy(part[rank * rows : (rank + 1) * rows]).to(device) for part in batch]
+        for batch in make_batches(config)
     ]
 
     def step(index):
         inputs, targets = batches[index % len(batches)]
         optimizer.zero_grad(set_to_none=True)
-        outputs = model(inputs)
-        loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+        with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
+            outputs = model(inputs)
+            loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
         loss.backward()
         if config["clip_norm"]:
             nn.utils.clip_grad_norm_(model.parameters(), config["clip_norm"])
         optimizer.step()
         return loss.item()
 
-    results = [torch.from_numpy(time_steps(config, step, dist.barrier if ranks > 1 else lambda: None))]
+    memory = torch.cuda.max_memory_allocated if device == "cuda" else None
+    barrier = dist.barrier if ranks > 1 else lambda: None
+    results = [torch.from_numpy(time_steps(config, step, barrier, memory=memory))]
     if ranks > 1:
         mine, results = results[0], [torch.empty_like(results[0]) for _ in range(ranks)]
         dist.all_gather(results, mine)

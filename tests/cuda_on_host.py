@@ -12,10 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd_engine.arrays.cuda import ELEMENTWISE, REDUCTIONS
+from spmd_engine.arrays import cuda, cuda_images
+
+ELEMENTWISE = cuda.ELEMENTWISE | cuda_images.ELEMENTWISE
+REDUCTIONS = cuda.REDUCTIONS | cuda_images.REDUCTIONS
 
 C_TYPES = {"float32": "float", "float64": "double", "int64": "int64_t", "bool": "bool"}
-C_TYPES |= {"uint32": "uint32_t", "uint64": "uint64_t"}
+C_TYPES |= {"uint8": "uint8_t", "int32": "int32_t", "uint32": "uint32_t", "uint64": "uint64_t"}
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 #: C++ allows an implicit conversion from float to double, which would be slow on a GPU.
 FLAGS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wdouble-promotion", "-Werror"]

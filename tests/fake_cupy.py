@@ -26,14 +26,12 @@ import numpy as np
 from cuda_on_host import ELEMENTWISE, REDUCTIONS, HostKernel
 from spmd_engine.arrays import backend as backends
 from spmd_engine.arrays.backend import Backend
+from spmd_engine.arrays.meta.device import LAUNCHES
 from threads_on_host import ThreadedKernel
 
 TABLE = json.loads((Path(__file__).parent / "cupy_14.json").read_text())
 #: Functions whose results are on the host, and which launch nothing.
 OF_DTYPES = "can_cast promote_types result_type issubdtype common_type may_share_memory shape size ndim min_scalar_type"
-#: Launches of functions that take more than one, about.
-LAUNCHES = {"argsort": 4, "sort": 3, "lexsort": 6, "cumsum": 3, "einsum": 3, "nonzero": 3, "flatnonzero": 3}
-LAUNCHES |= {"bincount": 3, "unique": 6, "qr": 8, "argpartition": 4, "partition": 3}
 #: Functions that wait for the device, since the shape of the result, or a check, depends on values.
 WAIT = {"nonzero", "flatnonzero", "argwhere", "bincount", "unique", "repeat"}
 
@@ -182,10 +180,10 @@ class ndarray:
         if masks:
             record("wait", "a boolean index")
         taken = self.memory[index]
-        if isinstance(taken, np.ndarray) and (taken.base is self.memory or taken.base is self.memory.base):
-            return ndarray(taken, self._owner)
         if not _is_basic(index):
             return _launched("take", taken, [self], 1 + 3 * masks)
+        if isinstance(taken, np.ndarray):
+            return ndarray(taken, self._owner)
         return ndarray(self.memory[index if isinstance(index, tuple) else (index,)][...], self._owner)
 
     def __setitem__(self, index: object, value: object) -> None:

@@ -302,7 +302,7 @@ def test_classes_are_no_heaps():
             assert len(public - given) <= 25, f"{name} has {len(public - given)} public methods"
 
 
-BUILTINS = {"builtins", "abc", "enum", "typing", "collections.abc", "collections", "weakref", "threading"}
+BUILTINS = {"builtins", "abc", "enum", "typing", "collections.abc", "collections", "weakref", "threading", "numpy"}
 
 
 def test_no_test_leaves_a_folder_on_the_path():

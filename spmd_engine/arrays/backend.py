@@ -35,6 +35,7 @@ class Backend:
 
     name = "cpu"
     on_device = False
+    memory = 0  #: bytes of a device
     workspace = 1 << 30  #: bytes of a device's memory for temporary arrays of one operation, such as attention's scores
     xp: ModuleType = np
     kernels: Any = None  # functions that replace those marked ``@fused``; ``takes`` selects the arrays
@@ -109,7 +110,8 @@ class CudaBackend(Backend):
     on_device = True
 
     def __init__(self, index: int = 0, processes: int = 1, memory: float | None = None) -> None:
-        """``index``: of this process among the ``processes`` of its node, which take the node's devices in turn.
+        """``index``: of this process among the ``processes`` of its node, which take the node's devices in turn;
+        ~index, which is negative: from the last on, as ranks that join a job do, since its ranks have the first.
         ``memory``: the fraction of the device's memory that CuPy may use; by default all, or an equal part if
         processes share a device.
 
@@ -120,6 +122,7 @@ class CudaBackend(Backend):
         except ImportError as error:
             raise UsageError(f"device 'cuda' needs CuPy: {_INSTALL}") from error
         from spmd_engine.arrays.cuda import CudaFunctions
+        from spmd_engine.arrays.cuda_images import CudaImages
 
         try:
             devices = cupy.cuda.runtime.getDeviceCount()
@@ -131,13 +134,15 @@ class CudaBackend(Backend):
         self._device.use()
         self._stream = cupy.cuda.get_current_stream()
         self.kernels = CudaFunctions(cupy)
+        self.image_kernels = CudaImages(self)
         self._constants: dict[tuple, Array] = {}
-        self.workspace = self._device.mem_info[1] // 64
-        self.sharing = len(range(self._device.id, processes, devices))
+        self.memory = self._device.mem_info[1]
+        self.workspace = self.memory // 64
+        self.sharing = len(range(max(index, ~index) % devices, processes, devices))
         if memory is not None or self.sharing > 1:
             memory = 0.95 / self.sharing if memory is None else memory
             cupy.get_default_memory_pool().set_limit(fraction=memory)
-        if self.sharing > 1 and index == 0:
+        if self.sharing > 1 and index in (0, ~0):
             logger.warning(
                 "%d ranks share a GPU, and each may use %.0f%% of its memory (--device-memory): start one rank for "
                 "each of the %d GPUs, or NVIDIA's MPS",
@@ -238,6 +243,11 @@ def backend_of(x: Array) -> Backend:
     if not isinstance(x, np.ndarray) and hasattr(x, "__cuda_array_interface__"):
         return get_backend("cuda")
     return CPU
+
+
+def at_least_one(x: Any) -> Any:
+    """max(x, 1) of a number; one on a device stays there."""
+    return max(x, 1) if isinstance(x, (int, float)) else backend_of(x).xp.maximum(x, 1)
 
 
 def number_of(x: Array) -> Any:

@@ -176,7 +176,7 @@ ELEMENTWISE = {
         "raw T table",
         """
         const long long n = i / width, column = i % width;
-        if (n == 0 || sorted[n] != sorted[n - 1]) {
+        if (sorted[n] >= 0 && (n == 0 || sorted[n] != sorted[n - 1])) {
             T sum = 0;
             for (long long m = n; m < count && sorted[m] == sorted[n]; ++m) sum += rows[order[m] * width + column];
             table[sorted[n] * width + column] += sum;
@@ -191,7 +191,7 @@ ELEMENTWISE = {
 }
 
 
-def _sums(in_params: str, out_params: str, pair: str, post_map_expr: str) -> Reduction:
+def pair_of_sums(in_params: str, out_params: str, pair: str, post_map_expr: str) -> Reduction:
     """Two sums at once, ``a.first`` and ``a.second``, of the ``pair`` of each element."""
     return Reduction(in_params, out_params, f"Pair({pair})", "a + b", post_map_expr, "0, 0", "Pair", _PAIR)
 
@@ -210,16 +210,19 @@ REDUCTIONS = {
     "sum_of_squares": Reduction(
         "T x", "float64 total", "double(x) * double(x)", "a + b", "total = a", "0", "double", ""
     ),
-    "root_mean_square": _sums(
+    "count_each": Reduction(
+        "int64 index, int64 number", "int64 count", "index == number", "a + b", "count = a", "0", "long long", ""
+    ),
+    "root_mean_square": pair_of_sums(
         "T x, T epsilon", "T inverse", "x * x, 1", "inverse = 1 / sqrt(a.first / a.second + epsilon)"
     ),
-    "row_sums": _sums(
+    "row_sums": pair_of_sums(
         "T dy, T scale, T normal",
         "T total, T projection",
         "dy * scale, dy * scale * normal",
         "total = a.first, projection = a.second",
     ),
-    "column_sums": _sums(
+    "column_sums": pair_of_sums(
         "T dy, T normal", "T dscale, T dshift", "dy * normal, dy", "dscale = a.first, dshift = a.second"
     ),
 }
@@ -228,8 +231,7 @@ REDUCTIONS = {
 # --- The functions marked ``@fused`` as launches of CUDA kernels: every chain of elementwise steps is one launch
 #
 # Each has the name, signature and result of its NumPy version, which is documented. Single library calls have no
-# kernels: matrix products, sums and maxima of rows. Nor have functions of
-# images, ``@fused_of_images``, which are a few large matrix products and additions of slices.
+# kernels: matrix products, sums and maxima of rows. ``cuda_images`` has those of images.
 
 
 class CudaFunctions:
@@ -350,6 +352,11 @@ class CudaFunctions:
         order = self._xp.argsort(indices, kind="stable")
         rows, ordered = self._xp.ascontiguousarray(rows), indices[order].astype(self._xp.int64, copy=False)
         self._launch.add_runs(order, ordered, rows, rows.shape[1], len(order), table, size=rows.size)
+
+    def count_each(self, indices, size):
+        """int64[size]; no array of all pairs is written."""
+        numbers = self._xp.arange(size)
+        return self._launch.count_each(indices.astype(self._xp.int64, copy=False)[:, None], numbers, axis=0)
 
     # Softmax
 

@@ -76,7 +76,6 @@ def _pixels(x: Array) -> Array:
 
 
 PANEL_ELEMENTS = 1 << 18  # 1 MiB of float32: fits a core's L2 cache
-DEVICE_PANEL_ELEMENTS = 1 << 26  # a device wants few and large launches
 
 
 @by_product(pointwise_conv2d)
@@ -178,8 +177,7 @@ class _Panel:
 def _panels(x: Array, y: tuple[int, ...], rows: Window, columns: Window, groups: int) -> Iterator[_Panel]:
     """All outputs y[b p q f] of x[b h w c], a panel of bounded size at a time: several samples, or rows of one."""
     patch = rows.size, columns.size, x.shape[3] // groups
-    limit = DEVICE_PANEL_ELEMENTS if backend_of(x).on_device else PANEL_ELEMENTS
-    lines = max(1, limit // max(1, y[2] * prod(patch) * groups))  # rows of outputs
+    lines = max(1, PANEL_ELEMENTS // max(1, y[2] * prod(patch) * groups))  # rows of outputs
     samples, height = max(1, lines // max(1, y[1])), max(1, min(lines, y[1]))
     for b in range(0, y[0], samples):
         some_samples = slice(b, min(b + samples, y[0]))

@@ -6,7 +6,8 @@ from spmd_engine.arrays.precision import widened
 
 
 def add_rows(table: Array, indices: Array, rows: Array) -> None:
-    """``table[indices[n]] += rows[n d]``, in an order that depends on the indices alone.
+    """``table[indices[n]] += rows[n d]``, in an order that depends on the indices alone; on a device, indices of -1 are
+    left out.
 
     Sorting first makes each table row one sum, which is far faster than ``numpy.add.at`` and, unlike atomic
     additions on a device, the same every time. (Of floats without kernels, a device adds atomically.)
@@ -15,8 +16,10 @@ def add_rows(table: Array, indices: Array, rows: Array) -> None:
         return
     xp = backend_of(table).xp
     if backend_of(table).on_device:
-        kernels = kernels_for(table)
-        (xp.add.at if kernels is None else kernels.add_rows)(table, indices, rows)
+        if kernels := kernels_for(table):
+            kernels.add_rows(table, indices, rows)
+        else:
+            xp.add.at(table, indices, xp.where(indices[:, None] < 0, rows.dtype.type(0), rows))
         return
     order = xp.argsort(indices, kind="stable")
     ordered = indices[order]
@@ -29,5 +32,5 @@ def count_each(indices: Array, size: int) -> Array:
     """int64[size]: how often each number below ``size`` is among indices[n]."""
     xp = backend_of(indices).xp
     if backend_of(indices).on_device:  # CuPy's bincount waits for the device
-        return (indices[:, None] == xp.arange(size)).sum(axis=0)
+        return backend_of(indices).kernels.count_each(indices, size)
     return xp.bincount(indices, minlength=size)

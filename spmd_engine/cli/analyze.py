@@ -36,10 +36,13 @@ WIDTH = 240  # columns of tables, so that no number is truncated on narrow termi
 @click.command(short_help="Compute, bytes and memory of a step, rank by rank, before one is started.")
 @takes_job(
     *("model", "images", "precision", "mixture", "lora", "composition"),
-    *("batch_size", "micro_batches", "length", "optimizer", "data"),
+    *("batch_size", "micro_batches", "length", "optimizer", "device", "data"),
     described=True,
     defaults={"batch_size": 16},
-    help={"data": "For an engine of your own: an .npz file, from whose arrays x and y the shapes of samples are read."},
+    help={
+        "device": "Whose code is analyzed: cuda (CuPy) counts launches, waits and copies too, without a GPU.",
+        "data": "For an engine of your own: an .npz file, from whose arrays x and y the shapes of samples are read.",
+    },
 )
 @click.option("--rank", type=click.IntRange(0), help="The rank to describe. [default: the one that holds most]")
 @click.option("--shards", is_flag=True, help="List instead what each rank computes, holds and sends for its layers.")
@@ -69,6 +72,8 @@ def analyze(
         raise UsageError(f"--machine {machine}: add --shards, which are placed on its nodes")
     optimizer = OPTIMIZERS[job.training.optimizer]()
     if (make := job.model.engine) is not None:
+        if job.device != "cpu":
+            raise UsageError(f"--device {job.device}: {job.model.name} is an engine of your own; analyze it on cpu")
         analysis = analyze_engine(make, axes, _samples(job), optimizer=optimizer)
     else:
         model, composition = model_on(axes, job)
@@ -81,6 +86,7 @@ def analyze(
             sequence=job.data.length,
             dtype=job.model.dtype,
             optimizer=optimizer,
+            device=job.device,
         )
     if shards:
         nodes = read_machine(machine).with_ranks(ranks).capabilities(job.model.dtype) if machine is not None else []
@@ -179,6 +185,11 @@ def describe(analysis: StepAnalysis, rank: int, console: Console) -> None:
         f"a step of all ranks: {analysis.flops / 1e9:,.2f} GFLOP in matrix products, {analysis.calls:,} calls, "
         f"{analysis.bytes_sent:,} bytes sent"
     )
+    if step.launches:
+        console.print(
+            f"rank {rank} launches {step.launches:,} kernels, waits {step.waits:,} times for its device, besides "
+            f"communication, and copies {step.copies:,} arrays to it"
+        )
     console.print(f"largest peak {analysis.peak_bytes:,} bytes; below: rank {rank} (as the rank at {where})\n")
     console.print(_layers(step))
     console.print(_totals(analysis))

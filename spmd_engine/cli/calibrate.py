@@ -12,6 +12,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from spmd_engine import units
+from spmd_engine.arrays.backend import get_backend
 from spmd_engine.cli.bench.measuring import start_ranks
 from spmd_engine.cli.options import Quantity, print_notices
 from spmd_engine.comm.mesh import Mesh
@@ -47,16 +48,18 @@ from spmd_engine.training.workload import make_trainer, open_workload
     help="Time to measure matrix products and memory, from 1s to 10min.",
 )
 @click.option("--offload-dir", metavar="FOLDER", default=".", help="Folder of --offload, whose disk is measured.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="What is measured. [default: cpu]")
 @click.option("--fit/--no-fit", default=True, show_default=True, help="Fit the cost of an operation to a few steps.")
-def calibrate(output: Path | None, seconds: float, offload_dir: str, fit: bool) -> None:
+def calibrate(output: Path | None, seconds: float, offload_dir: str, device: str, fit: bool) -> None:
     """Measure matrix products by library, size and dtype, memory, links, and the disk of --offload, in under a minute.
 
     Under mpiexec, all ranks measure at the same time, and each pair of them measures its link. Without mpiexec, two
-    ranks are started.
+    ranks are started. With --device cuda, the GPUs of the ranks are measured, with the cost of a launch and of a wait.
 
     \b
       python -m spmd_engine calibrate
       mpiexec -n 8 python -m spmd_engine calibrate --output cluster.toml
+      python -m spmd_engine calibrate --device cuda --output gpu.toml
     """
     if output is not None:
         check_ending("--output", output, ".toml")
@@ -65,18 +68,19 @@ def calibrate(output: Path | None, seconds: float, offload_dir: str, fit: bool) 
     file = output or calibrated_file()
     if launcher_rank() == 0:
         click.echo("measuring products, memory, links and a few steps ...", err=True)
-    machine = (
-        _measure_on_two_ranks(seconds, fit, offload_dir) if world().size == 1 else _measure(seconds, fit, offload_dir)
-    )
+    if world().size == 1 and device == "cpu":
+        machine = _measure_on_two_ranks(seconds, fit, offload_dir)
+    else:
+        machine = _measure(seconds, fit and device == "cpu", offload_dir, device)
     if machine is not None:
         _write(file, machine)
 
 
-def _measure(seconds: float, fit: bool, folder: str) -> Machine | None:
+def _measure(seconds: float, fit: bool, folder: str, device: str = "cpu") -> Machine | None:
     """Measure on all ranks at the same time, as they compute in a job; return None except on rank 0."""
     with Mesh(world()) as mesh:
         print_notices(choose_products(mesh.group(), again=True))
-        machine = measure_machine(mesh, seconds, folder)
+        machine = measure_machine(mesh, seconds, folder, get_backend(device, *mesh.process_on_node))
         steps = step_seconds(mesh) if fit else None
     return machine if machine is None or steps is None else fitted(machine, steps)
 

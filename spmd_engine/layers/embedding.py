@@ -39,7 +39,11 @@ class Embedding(Layer):
             rows = x.astype(xp.int64) - part.start  # small unsigned tokens would wrap
             in_shard = (rows >= 0) & (rows < table.shape[0])
             y = xp.zeros((*x.shape, table.shape[1]), table.dtype)
-            y[in_shard] = table[rows[in_shard]]
+            if backend_of(table).on_device and table.size:  # an index of truth values would wait for the device
+                rows = xp.where(in_shard, rows, -1)
+                y = xp.where(in_shard[..., None], table[rows], y[:1, :1])
+            else:
+                y[in_shard] = table[rows[in_shard]]
         if self.scale != 1:
             y = scaled(y, self.scale)
         return sh.reduce_scatter(y, "b s d", over="v", onto="s"), (rows, in_shard)
@@ -50,7 +54,7 @@ class Embedding(Layer):
 
     def backward_weight(self, sh, rest, g):
         rows, in_shard, dy = rest
-        if in_shard is None:
+        if in_shard is None or (backend_of(dy).on_device and g.open("table").size):
             add_rows(g.open("table"), rows.reshape(-1), dy.reshape(-1, dy.shape[-1]))
         else:
             add_rows(g.open("table"), rows[in_shard], dy[in_shard])

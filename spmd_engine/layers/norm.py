@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 from math import prod
-from typing import Any
 
 from spmd_engine.arrays import normalization
-from spmd_engine.arrays.backend import Array, backend_of, number_of
+from spmd_engine.arrays.backend import Array, at_least_one, backend_of, number_of
 from spmd_engine.arrays.precision import accumulated_in, rounded, widened
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.declarations import Activation, Buffer, Parameter
@@ -200,28 +199,24 @@ class BatchNorm(Layer):
         sums[:channels] = normalization.channel_sums(x)
         sums[channels] = prod(x.shape[:3])
         sums = sh.all_reduce(sums, over=self.over)
-        count = number_of(sums[channels])
-        mean = sums[:channels] / _at_least_one(count)
+        count = at_least_one(number_of(sums[channels]))
+        mean = sums[:channels] / count
         squares = sh.all_reduce(normalization.channel_squares(x, mean), over=self.over)
-        inverse = 1 / xp.sqrt(squares / _at_least_one(count) + self.epsilon)
+        inverse = 1 / xp.sqrt(squares / count + self.epsilon)
         y = normalization.scale_channels(x, mean, inverse * p["scale"], p["shift"])
-        extra = Extra({"mean": mean, "variance": squares / _at_least_one(count - 1)})
+        extra = Extra({"mean": mean, "variance": squares / at_least_one(count - 1)})
         return y, (x, mean, inverse, count), extra
 
     def backward_input(self, sh, p, saved, dy):
         x, mean, inverse, count = saved
         sums = backend_of(dy).xp.stack(normalization.channel_gradients(dy, x, mean, inverse))
-        means = sh.all_reduce(sums.copy(), over=self.over) / _at_least_one(count)
+        means = sh.all_reduce(sums.copy(), over=self.over) / count
         dx = normalization.normalized_gradient(dy, x, mean, inverse, p["scale"], means[0], means[1])
         return dx, sums
 
     def backward_weight(self, sh, rest, g):
         g.add("scale", rest[0])
         g.add("shift", rest[1])
-
-
-def _at_least_one(count: Any) -> Any:
-    return max(count, 1.0) if isinstance(count, float) else backend_of(count).xp.maximum(count, 1.0)
 
 
 def _running(momentum: float, old: Array, new: Array) -> Array:

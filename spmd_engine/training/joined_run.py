@@ -12,6 +12,7 @@ from typing import Any
 
 from spmd_engine.adaptive.joining import Entrance, JoinRequest, facts_of, runs
 from spmd_engine.adaptive.reshape import ShapeRequest
+from spmd_engine.arrays.backend import get_backend
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero, text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import merged
@@ -46,6 +47,8 @@ def join(
     with Mesh() as mesh:
         on_rank_zero(mesh.group(), lambda: _check_runs(folder))
         job = with_shape_of_weights(read_run(run), mesh)
+        index, processes = mesh.process_on_node
+        get_backend(job.device, ~index, processes, job.device_memory)  # the job's ranks have the first devices
         workload = open_workload(job, mesh, placed=False)
         facts = facts_of(with_corpus(workload).as_json())
         entrance = Entrance(mesh.comm, folder, JoinRequest(mesh.size, facts, request, os.urandom(8).hex()), wait)

@@ -74,8 +74,13 @@ def test_ranks_that_share_a_device_share_its_memory(start, caplog):
     assert fake_cupy.cupy.memory_limit == pytest.approx(0.95 / 3)
     assert "3 ranks share a GPU, and each may use 32% of its memory (--device-memory)" in caplog.text
     assert start(2, index=1, processes=5).sharing == 2
+    assert start(2, index=~1, processes=5).sharing == 2 and start(4, index=~0, processes=2).sharing == 1
     start(2, memory=0.5)
     assert fake_cupy.cupy.memory_limit == 0.5
+
+
+def test_ranks_that_join_take_devices_from_the_last_on(start):
+    assert [start(4, index=~index, processes=2)._device.id for index in (0, 1)] == [3, 2]
 
 
 def in_a_thread(work):
@@ -106,7 +111,7 @@ def test_virtual_ranks_work_on_one_device(library):
             backend = get_backend("cuda", world().rank)
             return (backend.asarray(np.ones(3)) * 2).device.id
 
-        assert len(set(run_threads(program, 3))) == 1  # that of the rank which comes first
+        assert len(set(run_threads(program, 3))) == 1  # that of the first to open it
 
 
 def test_synchronize_waits_for_the_stream_of_the_work(library):

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 import cuda_on_host
-from spmd_engine.arrays.cuda import ELEMENTWISE, REDUCTIONS
+from spmd_engine.arrays import cuda, cuda_images
 from spmd_engine.arrays.flash_attention import KERNELS, SHARED, Variant, source
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 SPILLS = 32  # bytes of a thread
 REGISTERS = 168  # of a thread: three blocks of 128 threads have 65,536
+ELEMENTWISE, REDUCTIONS = (getattr(cuda, kind) | getattr(cuda_images, kind) for kind in ("ELEMENTWISE", "REDUCTIONS"))
 VARIANTS = [
     Variant("float", "float", "float", 32),
     Variant("float", "float", "float", 64),
@@ -89,4 +90,4 @@ def test_elementwise_kernels_and_reductions(architecture, dtype):
     kernels += [cuda_on_host.reduction(name, text, types) for name, text in REDUCTIONS.items()]
     log = compiled("\n".join([HEAD, *kernels]), architecture)
     assert len(used(log, "registers")) == len(ELEMENTWISE | REDUCTIONS)
-    assert max(used(log, "registers")) <= 80 and not max(used(log, "bytes spill stores"))
+    assert max(used(log, "registers")) <= 96 and not max(used(log, "bytes spill stores"))

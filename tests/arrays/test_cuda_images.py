@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from numerics import normals
-from spmd_engine.arrays import images, normalization
+from spmd_engine.arrays import normalization
 from spmd_engine.arrays.images import (
     average_pool,
     average_pool_gradient,
@@ -24,7 +24,7 @@ ROWS, COLUMNS = Window(3, 2, 1, 1, 2), Window(2, 1, 2, 0, 1)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("batch", [3, 0])
 def test_convolution(device, monkeypatch, dtype, groups, batch):  # noqa: F811
-    monkeypatch.setattr(images, "DEVICE_PANEL_ELEMENTS", 200)  # several panels
+    monkeypatch.setattr(device, "workspace", 2000)  # of one sample, or two
     x, w = normals(batch, 7, 6, 4, dtype=dtype), normals(3, 2, 4 // groups, 8, dtype=dtype, seed=1)
     y = compare(device, conv2d, x, w, ROWS, COLUMNS, groups)
     dy = normals(*y.shape, dtype=dtype, seed=2)

@@ -19,7 +19,7 @@ from spmd_engine.arrays.normalization import (
 )
 from spmd_engine.arrays.random import bernoulli, normal, uniform
 from spmd_engine.arrays.rotary import rotate
-from spmd_engine.arrays.scatter import add_rows
+from spmd_engine.arrays.scatter import add_rows, count_each
 from spmd_engine.arrays.updates import adamw, momentum_sgd, sum_of_squares, total_of_squares
 from spmd_engine.losses import cross_entropy
 
@@ -43,11 +43,12 @@ def a_gpu_is_here():
         return False
 
 
-@pytest.fixture(params=["cuda", "gpu"] if a_gpu_is_here() else ["cuda"])
+@pytest.fixture(params=["cuda", pytest.param("gpu", marks=pytest.mark.gpu)] if a_gpu_is_here() else ["cuda"])
 def device(request):
     return request.getfixturevalue(request.param)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not a_gpu_is_here(), reason="no CuPy with a GPU: the kernels' text is run on the host alone")
 def test_cuda_brings_these_kernels(gpu):
     assert isinstance(backend_of(gpu.xp.ones(3)).kernels, CudaFunctions)
@@ -252,6 +253,22 @@ def test_rows_added_to_a_table(indices, dtype, device):
     indices = np.array(indices, np.int64)
     compare(device, add_rows, normals(5, 7, dtype=dtype), indices, normals(len(indices), 7, seed=1, dtype=dtype))
     compare(device, add_rows, normals(5, 7, dtype=dtype), indices, normals(7, len(indices), seed=1, dtype=dtype).T)
+
+
+def test_rows_without_a_place_are_left_out(device):
+    table, rows = device.asarray(normals(3, 2)), device.asarray(normals(4, 2, seed=1))
+    expected = device.to_host(table).copy()
+    expected[1] += device.to_host(rows)[1] + device.to_host(rows)[3]
+    add_rows(table, device.asarray(np.array([-1, 1, -1, 1])), rows)
+    close(device.to_host(table), expected, 1e-12)
+
+
+@pytest.mark.parametrize("indices", [[], [4], [3, 1, 3, 0, 3, 1]])
+def test_numbers_of_equal_indices(indices, device):
+    indices = np.array(indices, np.int64)
+    counts = device.to_host(count_each(device.asarray(indices), 6))
+    np.testing.assert_array_equal(counts, np.bincount(indices, minlength=6))
+    assert counts.dtype == np.int64
 
 
 @both_dtypes

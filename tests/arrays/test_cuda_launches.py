@@ -9,9 +9,10 @@ import pytest
 
 from fake_cupy import events
 from numerics import normals
-from spmd_engine.arrays import activations, normalization, rotary, updates
+from spmd_engine.arrays import activations, cuda, cuda_images, normalization, rotary, updates
 from spmd_engine.arrays.activations import gelu, relu
-from spmd_engine.arrays.cuda import ELEMENTWISE, REDUCTIONS, CudaFunctions
+from spmd_engine.arrays.cuda import CudaFunctions
+from spmd_engine.arrays.cuda_images import CudaImages
 from spmd_engine.arrays.normalization import layer_norm, layer_norm_backward, layer_norm_backward_parameters
 from spmd_engine.arrays.numba.images import FastImages
 from spmd_engine.arrays.updates import adamw, momentum_sgd
@@ -59,7 +60,7 @@ def test_what_attention_hides_is_hidden_as_it_is_exponentiated(cuda):
 # --- the house
 
 #: What other code calls on a device alone.
-UNMARKED = {"takes", "sum_of_squares", "add_rows", "bernoulli", "uniform", "normal"}
+UNMARKED = {"takes", "sum_of_squares", "add_rows", "count_each", "bernoulli", "uniform", "normal"}
 
 
 def fused_functions():
@@ -85,9 +86,17 @@ def test_signatures_agree(name):
     assert [(p.name, p.kind, p.default) for p in list(others)[1:]] == described
 
 
-def test_every_kernel_is_launched_somewhere():
-    text = inspect.getsource(CudaFunctions)
-    assert all(f"_launch.{name}(" in text for name in ELEMENTWISE | REDUCTIONS)
+@pytest.mark.parametrize("module", [cuda, cuda_images], ids=lambda module: module.__name__)
+def test_every_kernel_is_launched_somewhere(module):
+    text = inspect.getsource(module)
+    assert all(f"_launch.{name}(" in text for name in module.ELEMENTWISE | module.REDUCTIONS)
+
+
+def test_a_device_has_the_same_functions_of_images_as_the_host():
+    own, others = ({k: v for k, v in vars(each).items() if k[0] != "_"} for each in (CudaImages, FastImages))
+    assert own.keys() == others.keys()
+    for name, function in own.items():
+        assert list(inspect.signature(function).parameters) == list(inspect.signature(others[name]).parameters)
 
 
 def test_a_host_array_among_the_device_s_is_refused(cuda):

@@ -9,12 +9,13 @@ from script_module import script
 from spmd_engine import run_threads
 from spmd_engine.arrays.meta.meter import CONVOLUTION, CONVOLUTION_WEIGHTS
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.parallel_config import ModelConfig
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.step_analysis import Computation, Phases, Product, Products
 from spmd_engine.planning.machine import measure
 from spmd_engine.planning.machine.files import parse_machine, read_machine, toml_of
 from spmd_engine.planning.machine.machine import Curve, Fitted
+from spmd_engine.planning.search.plan_evaluation import evaluate_step
 from spmd_engine.planning.simulator.compute_time import ComputeTimes, bytes_of
 
 
@@ -75,6 +76,28 @@ def test_two_ranks_measure_at_once(monkeypatch):
     assert {"float32", "float64"} <= node.speeds.keys()
     assert all(speed > 0 for curve in (*node.speeds.values(), node.memory_bandwidth) for _, speed in curve.points)
     assert parse_machine(toml_of(machine)).nodes[0].speeds.keys() == node.speeds.keys()
+
+
+def test_a_device_is_measured_with_its_launches(cuda, monkeypatch):
+    small = {"DEVICE_PRODUCTS": (8, 32), "ARRAYS": (1 << 10, 1 << 12), "DEVICE_POOL": 1 << 16, "LAUNCHES": 3}
+    for name, value in small.items():
+        monkeypatch.setattr(measure, name, value)
+    with Mesh() as mesh:
+        machine = parse_machine(toml_of(measure.measure_machine(mesh, 0.01, backend=cuda)))
+    (node,) = machine.nodes
+    assert (machine.device, node.has_devices, node.ranks) == ("cuda", True, 1)
+    assert node.memory == pytest.approx(80 << 30, rel=1e-5)
+    assert node.launch_seconds > 0 and node.sync_seconds > 0 and {"float32", "float64"} <= node.speeds.keys()
+
+
+def test_a_plan_for_gpus_counts_launches_unless_passes_are_fitted():
+    model, machine = ModelConfig("gpt-nano").build(ParallelConfig()), read_machine("h100").with_ranks(1)
+    plain, fitted = ParallelConfig(), machine.with_fitted(pass_seconds=1e-9)
+    found = evaluate_step(model, machine, {"data": 1}, plain, 4, 1)
+    launches = found.analysis.classes[0].step.launches
+    assert launches > 500 and found.seconds > launches * machine.nodes[0].launch_seconds
+    other = evaluate_step(model, fitted, {"data": 1}, plain, 4, 1)
+    assert other.analysis.classes[0].step.launches == 0 and other.seconds < found.seconds
 
 
 def test_recorded_steps_are_predicted(capsys, monkeypatch):

@@ -225,6 +225,6 @@ def test_fourteen_questions_are_answered(name):
     assert all(each.lines for each in answers)
     json.dumps([each.as_json() for each in answers])
     by_question = {each.question: each.data for each in answers}
-    analysis = analyze(ModelConfig(name), {"data": 4}, batch_size=16)
+    analysis = analyze(ModelConfig(name), {"data": 4}, batch_size=16, device="cuda")
     peak = replace(analysis, tables=()).peak_bytes  # ranks with devices of their own hold no slot tables
     assert by_question["What is the peak memory now, where and when?"] == {"bytes": peak}

@@ -1,5 +1,7 @@
 """The event simulation, on steps that can be worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from spmd_engine.errors import UsageError
@@ -131,6 +133,22 @@ def test_a_device_works_while_its_host_launches_the_next_work():
     assert passing(None, *long) == 5
     assert passing(None, *short) == 4 * 3
     assert passing(None, *long, *short) == 5 * 3
+
+
+def test_a_step_is_bound_by_its_launches_or_by_its_work_and_a_wait_drains_the_device():
+    text = TEXT.format(cores="launch_seconds = 1e-3\nsync_seconds = 2e-3", copy="false")
+
+    def took(*launches_works_waits):
+        computations = [
+            replace(work(f"a{n}", milliseconds), launches=launches, waits=waits)
+            for n, (launches, milliseconds, waits) in enumerate(launches_works_waits)
+        ]
+        return ms(simulate(analysis((computations, [])), parse_machine(text)))
+
+    assert took((3, 1, 0), (3, 1, 0)) == 6  # the host launches no faster
+    assert took((1, 5, 0), (4, 1, 0)) == 6  # the host launches the second while the device does the first
+    assert took((1, 5, 1), (4, 1, 0)) == 5 + 4  # after a wait it cannot
+    assert took((1, 1, 1), (4, 1, 0)) == 1 + 2 + 4
 
 
 def test_a_pass_that_communicates_is_launched_once():

@@ -168,6 +168,8 @@ class ShapedArray(NDArrayOperatorsMixin):
     def __float__(self) -> float:
         if self.size != 1:
             raise TypeError("only an array of one element is a number")
+        if metering.meter().on_device:
+            metering.meter().wait()
         return 1.0
 
     def item(self) -> float:

@@ -148,9 +148,9 @@ def _counted(*args: Any) -> None:
 
 
 @contextmanager
-def on_shapes() -> Iterator[Shapes]:
-    """Inside the context, ``backend_of`` recognises meta arrays."""
-    backend = Shapes()
+def on_shapes(backend: Shapes | None = None) -> Iterator[Shapes]:
+    """Inside the context, ``backend_of`` recognises meta arrays, as those of the host or of another ``backend``."""
+    backend = backend or Shapes()
     register_backend(backend)
     try:
         yield backend

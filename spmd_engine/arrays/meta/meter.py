@@ -50,6 +50,8 @@ class Work:
     written: int = 0  #: bytes
     loaded: int = 0  #: bytes that come back from where they were offloaded
     stored: int = 0  #: bytes that are offloaded
+    waits: int = 0  #: how often the host waits for a device
+    copies: int = 0  #: arrays that are copied to a device
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,11 @@ class Held:
 class Meter:
     """Counts for one rank. ``choose``: the outcome of choices that depend on data, "balanced" or "worst".
 
-    ``lenient``: meta arrays that code writes into its own arrays count as zeros.
+    ``lenient``: meta arrays that code writes into its own arrays count as zeros. ``on_device``: calls are launches.
     """
 
-    def __init__(self, choose: str = "balanced", *, lenient: bool = False) -> None:
-        self.choose, self.lenient = choose, lenient
+    def __init__(self, choose: str = "balanced", *, lenient: bool = False, on_device: bool = False) -> None:
+        self.choose, self.lenient, self.on_device = choose, lenient, on_device
         self.kind, self.what = TEMPORARIES, ""  #: of memory that is allocated now
         self.held: Counter = Counter()
         self.total = 0
@@ -162,6 +164,14 @@ class Meter:
         work.calls += times
         work.read += times * read
         work.written += times * written
+
+    def wait(self, times: int = 1) -> None:
+        """Count how often the host waits for a device."""
+        self.work.waits += self.times * times
+
+    def copy(self) -> None:
+        """Count an array that is copied to a device."""
+        self.work.copies += self.times
 
     def transfer(self, loaded: int, stored: int) -> None:
         """Count bytes that come back from where they were offloaded, and that are offloaded."""

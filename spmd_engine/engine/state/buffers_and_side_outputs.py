@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from functools import reduce
+from itertools import groupby
 from math import prod
 
 import numpy as np
@@ -76,8 +77,9 @@ class Buffers:
         """Fold the updates of all micro-batches into the buffers. Collective over the axes that shard some of them."""
         waiting: dict[tuple[str, ...], dict[str, Array]] = {}
         for name, by_micro_batch in self._updates.items():
-            xp = backend_of(self.arrays[name]).xp
-            stacked = xp.stack([by_micro_batch[m] for m in sorted(by_micro_batch)]).astype(self.arrays[name].dtype)
+            dtype, parts = self.arrays[name].dtype, [by_micro_batch[m] for m in sorted(by_micro_batch)]
+            stacked = parts[0][None] if len(parts) == 1 else backend_of(parts[0]).xp.stack(parts)
+            stacked = stacked.astype(dtype, copy=False)
             if self._described[name].per_step:
                 stacked = stacked.sum(axis=0, keepdims=True)
             waiting.setdefault(self._axes[name], {})[name] = stacked
@@ -157,12 +159,17 @@ class SideOutputs:
             return
         waiting, self._on_device = self._on_device, []
         backend = backend_of(waiting[0][2])
-        flat = [value.reshape(-1).astype(backend.xp.float64) * weight for _, weight, value in waiting]
-        values, end = backend.to_host(backend.xp.concatenate(flat)), 0
-        for name, _, value in waiting:
+        xp = backend.xp
+        waiting.sort(key=lambda entry: entry[2].dtype.str)
+        alike = [
+            [value.reshape(-1) for *_, value in part] for _, part in groupby(waiting, lambda entry: entry[2].dtype)
+        ]
+        flat = [xp.concatenate(part).astype(xp.float64) for part in alike]  # of each dtype at once
+        values, end = backend.to_host(xp.concatenate(flat)), 0
+        for name, weight, value in waiting:
             place, shape, block = self._places[name]
             begin, end = end, end + value.size
-            self._sums[place].reshape(shape)[(..., *block)] += values[begin:end].reshape(value.shape)
+            self._sums[place].reshape(shape)[(..., *block)] += weight * values[begin:end].reshape(value.shape)
 
     def by_name(self, sums: np.ndarray) -> dict[str, np.ndarray]:
         """Each side output, whole: the mean of a loss over the micro-batches, the sum of others."""

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from spmd_engine.arrays import einsum
-from spmd_engine.arrays.backend import Array, backend_of, number_of
+from spmd_engine.arrays.backend import Array, at_least_one, backend_of, number_of
 from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.arrays.random import key_of
 from spmd_engine.comm.pending import wait_for
@@ -40,7 +40,7 @@ class Routed:
     own_counts: Array  #: int64[1 E]: pairs of this rank by expert
     _sums: Any  #: [1 + E], or under way: the micro-batch's tokens, then its pairs by expert; None: not needed
     sequence_counts: Array | None  #: int64[b E], if there is a loss for each sequence
-    _tokens: int | None = None
+    _tokens: Any = None
 
     @property
     def sums(self) -> Array:
@@ -49,10 +49,10 @@ class Routed:
         return self._sums
 
     @property
-    def tokens(self) -> int:
-        """Number of tokens of the global micro-batch."""
+    def tokens(self) -> Any:
+        """Number of tokens of the global micro-batch; on a device if it is summed there."""
         if self._tokens is None:  # a cached_property would lock it for all virtual ranks
-            self._tokens = int(self.sums[0])
+            self._tokens = self.sums[0] if backend_of(self.sums).on_device else int(self.sums[0])
         return self._tokens
 
     @property
@@ -63,7 +63,7 @@ class Routed:
     @property
     def decided(self) -> tuple:
         """Choices that a recomputation uses again."""
-        return self.choices.decided, self.kept, self.own_counts, self.sums, self.sequence_counts
+        return self.choices.decided, self.kept, self.own_counts, self.sums, self.sequence_counts, self._tokens
 
 
 class Router:
@@ -109,15 +109,16 @@ class Router:
         choices = choose(logits, p.get("bias"), options, tokens=tokens, key=key)
         counts = expert_counts(choices)
         sums = sequence_counts = None
+        count = None if sh.axes("bs") else len(x)
         if ctx.training or options.capacity_factor is not None:
             sums = xp.concatenate((xp.full(1, len(x)), counts[0]))
             sums = sh.start_all_reduce(sums, over="bs")
         if ctx.training and "sequence_balance" in self.losses:
             sequence_counts = sh.all_reduce(expert_counts(choices, samples), over="s")
-        routed = Routed(logits, choices, choices.used, counts, sums, sequence_counts)
+        routed = Routed(logits, choices, choices.used, counts, sums, sequence_counts, count)
         if options.capacity_factor is not None:
             per_rank = options.scope == "shard"
-            capacity = capacity_of(options, len(x) if per_rank else routed.tokens, self.experts)
+            capacity = capacity_of(options, len(x) if per_rank else int(routed.tokens), self.experts)
             gather = (lambda rows: [rows]) if per_rank else (lambda rows: [sh.gather_rows(rows, over="bs")])
             routed.kept = keep(choices, capacity, tokens, gather)
         return routed
@@ -187,7 +188,7 @@ class Router:
 # tokens, gradients are those of the rank's own tokens, with no further factor.
 
 
-def balance_loss(choices: Choices, counts: Array, tokens: int, coefficient: float) -> float:
+def balance_loss(choices: Choices, counts: Array, tokens: Any, coefficient: float) -> float:
     """This rank's share of coefficient · E · Σ_i f_i P_i, the loss of Switch and GShard.
 
     f_i is the fraction of all pairs (token, choice) with expert i, from counts[1 E] (``expert_counts``, summed
@@ -205,7 +206,7 @@ def balance_loss(choices: Choices, counts: Array, tokens: int, coefficient: floa
     return number_of((shares.sum(axis=1) * share_gradient).sum())
 
 
-def balance_gradient(choices: Choices, counts: Array, tokens: int, coefficient: float) -> Array:
+def balance_gradient(choices: Choices, counts: Array, tokens: Any, coefficient: float) -> Array:
     """dlogits[t E] of ``balance_loss``. Counts are constants: only the scores carry a gradient."""
     rows, width = choices.shares.shape
     share_gradient = _share_gradient(choices, counts, tokens, coefficient)
@@ -217,25 +218,25 @@ def balance_gradient(choices: Choices, counts: Array, tokens: int, coefficient: 
     return dlogits
 
 
-def z_loss(logits: Array, tokens: int, coefficient: float) -> float:
+def z_loss(logits: Array, tokens: Any, coefficient: float) -> float:
     """This rank's share of coefficient · mean over T ``tokens`` of logsumexp(logits[t E])^2 (ST-MoE, eq. 5)."""
-    return number_of((_log_sum(logits)[0] ** 2).sum()) * coefficient / max(tokens, 1)
+    return number_of((_log_sum(logits)[0] ** 2).sum()) * coefficient / at_least_one(tokens)
 
 
-def z_gradient(logits: Array, tokens: int, coefficient: float) -> Array:
+def z_gradient(logits: Array, tokens: Any, coefficient: float) -> Array:
     """dlogits[t E] of ``z_loss``."""
     log_sum, softmax = _log_sum(logits)
-    return softmax * (log_sum * logits.dtype.type(2 * coefficient / max(tokens, 1)))[:, None]
+    return softmax * (log_sum * _per_token(2 * coefficient, tokens, logits.dtype))[:, None]
 
 
-def entropy(choices: Choices, tokens: int) -> float:
+def entropy(choices: Choices, tokens: Any) -> float:
     """This rank's share of the mean over T ``tokens`` of -Σ q log q, in nats, with q a token's shares of scores.
 
     log E if all scores are equal, 0 if one expert has all of the score.
     """
     xp = backend_of(choices.shares).xp
     logs = xp.log(xp.maximum(choices.shares, xp.finfo(choices.shares.dtype).tiny))
-    return -number_of((choices.shares * logs).sum()) / max(tokens, 1)
+    return -number_of((choices.shares * logs).sum()) / at_least_one(tokens)
 
 
 def bias_fold(bias: Array, counts: Array, rate: float) -> Array:
@@ -250,11 +251,17 @@ def bias_fold(bias: Array, counts: Array, rate: float) -> Array:
     return bias + (change - change.mean()) * bias.dtype.type(rate)
 
 
-def _share_gradient(choices: Choices, counts: Array, tokens: int, coefficient: float) -> Array:
+def _share_gradient(choices: Choices, counts: Array, tokens: Any, coefficient: float) -> Array:
     """[n E]: the gradient of the loss by a token's share of each expert."""
     counts = counts.astype(choices.shares.dtype)
     f = counts / counts.sum(axis=1, keepdims=True).clip(1)
-    return f * f.dtype.type(coefficient * counts.shape[1] / max(tokens, 1))
+    return f * _per_token(coefficient * counts.shape[1], tokens, f.dtype)
+
+
+def _per_token(factor: float, tokens: Any, dtype: Any) -> Any:
+    """factor / T as a number of this dtype, or an array on the device."""
+    share = factor / at_least_one(tokens)
+    return share.astype(dtype) if hasattr(share, "astype") else dtype.type(share)
 
 
 def _log_sum(logits: Array) -> tuple[Array, Array]:

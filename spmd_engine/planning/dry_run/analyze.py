@@ -14,6 +14,7 @@ import numpy as np
 from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.backend import Shapes, on_shapes
+from spmd_engine.arrays.meta.device import BATCH_MEMORY, DeviceShapes
 from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.arrays.numba.functions import loops_are_there
 from spmd_engine.arrays.precision import dtype_of
@@ -69,6 +70,7 @@ def analyze(
     every: bool = False,
     cache: PassCache | None = None,
     layout: Layout | None = None,
+    device: str = "cpu",
 ) -> StepAnalysis:
     """The dry run of one step of the model, on a mesh with these ``axes``.
 
@@ -78,8 +80,8 @@ def analyze(
     ``batch_size`` is global. ``sequence`` is the length of samples (None: the model's context). ``optimizer`` is AdamW
     by default. ``choose`` decides choices that depend on values: "balanced" or "worst". ``nodes`` names the host
     of each rank (None: one host). ``every``: run every rank, not one of each class of equal ranks. ``layout`` overrides
-    the layout of the composition, for example after experts have moved. A ``cache`` of layer passes speeds up further
-    analyses of the same layers.
+    the layout of the composition, for example after experts have moved. On the ``device`` "cuda", launches are counted,
+    waits and copies. A ``cache`` of layer passes speeds up further analyses of the same layers.
 
     Raises UsageError for an invalid composition, and for a step that depends on values.
     """
@@ -102,9 +104,9 @@ def analyze(
     ranks = DryRunRanks(axes, classes, Mailbox(), nodes or ["here"] * count_ranks(axes))
     members = ranks_by_class(classes)
     uniform = not every and _layers_are_uniform(built, layout, axes, set(samples), sequence, len(members))
-    scope = cache.number((choose, loops_are_there(), _sharding_key(layout, axes)))
+    scope = cache.number((choose, device, loops_are_there(), _sharding_key(layout, axes)))
     kinds = {name: (cache.kind(layer), _mesh_key(layer, axes)) for name, layer in built.layers}
-    with on_shapes() as backend:
+    with on_shapes(DeviceShapes() if device == "cuda" else None) as backend:
         sizes = batch_size, micro_batches, sequence
         dry_run = DryRun(built, ranks, composition, layout, dtype, backend, choose, optimizer or AdamW(), sizes)
         if uniform:
@@ -173,7 +175,7 @@ class DryRun:
 
         ``samples`` are the samples of each micro-batch, or () if passes through layers are the same on all ranks.
         """
-        recorder, axes = Recorder(Meter(self.choose)), self.ranks.axes
+        recorder, axes = Recorder(Meter(self.choose, on_device=self.backend.on_device)), self.ranks.axes
         with metered(recorder.meter):
             mesh = ShapedMesh(self.ranks, position_of(number, axes).coordinates, recorder)
             with recorder.meter.taking("parameters"):
@@ -198,8 +200,9 @@ class DryRun:
                     engine.step(batch, loss)
 
             optimizer = _prepare_optimizer(self.optimizer, engine, recorder)
-            with recorder.meter.taking("activations", "the batch"):
+            with recorder.meter.taking("activations", BATCH_MEMORY):
                 batch = synthetic_batch(self.model, engine, *self.sizes, engine.dtype)
+            engine._placed.positions(("s" in self.model.inputs and batch.micro_batches[0].length) or 1)  # are kept
             step = _record_step(engine, optimizer, recorder, compute)
             shards = shards_of(engine, len(optimizer.kinds))
             return replace(step, shards=shards, groups=mesh.group_keys(step.communications)), list(recorder.meter.notes)
@@ -423,7 +426,7 @@ def analyze_engine(
                     engine.step(batch)
 
             prepared = _prepare_optimizer(optimizer or AdamW(), engine, recorder)
-            with recorder.meter.taking("activations", "the batch"):
+            with recorder.meter.taking("activations", BATCH_MEMORY):
                 vocabulary = engine.model.vocabulary if isinstance(engine, LayeredEngine) else 0
                 integers = replace(samples, classes=samples.classes or vocabulary, tokens=samples.tokens or vocabulary)
                 batch = _make_batch(engine, integers, ShapedArray.new)

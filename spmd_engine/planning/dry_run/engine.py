@@ -96,7 +96,8 @@ class IsolatedLayer:
     """Executes one layer's calls outside the step, one after the other."""
 
     def __init__(self, call: LayerCall, choose: str) -> None:
-        self._call, self._recorder = call, Recorder(Meter(choose))
+        self._call = call
+        self._recorder = Recorder(Meter(choose, on_device=call.sh.mesh.recorder.meter.on_device))
         self._recorder.own_class = call.sh.mesh.recorder.own_class
         self._mark: tuple[int, int, int] = (0, 0, 0)
         self.done: tuple[str, ...] = ()  #: the calls executed so far

@@ -96,16 +96,16 @@ class Recorder:
     def flush(self) -> None:
         """Record what was computed since the last record as one computation."""
         work = self.meter.work
-        if not (work.calls or work.loaded or work.stored):
+        if not any((work.calls, work.loaded, work.stored, work.waits, work.copies)):
             return
         work = self.meter.take_work()
         products = Products(
             Product(m, n, k, batch, size, calls, fused, kernel)
             for (batch, m, n, k, size, fused, kernel), calls in work.products.items()
         )
-        self._append(
-            self._computation(products, work.elements, work.calls, work.read, work.written, work.loaded, work.stored)
-        )
+        launches = work.calls if self.meter.on_device else 0
+        moved = work.read, work.written, work.loaded, work.stored
+        self._append(self._computation(products, work.elements, work.calls, *moved, launches, work.waits, work.copies))
 
     def _computation(self, *work: Any) -> Computation:
         """A computation of the current phase; ``work`` are its fields from products on."""
@@ -134,7 +134,8 @@ class Recorder:
         self.meter.constants.update(layer_pass.constants)
         for cached, top in zip(layer_pass.computations, layer_pass.tops, strict=True):
             work = cached.products, cached.elements, cached.calls, cached.bytes_read, cached.bytes_written
-            self._append(self._computation(*work), top)
+            asked = cached.launches, cached.waits, cached.copies
+            self._append(self._computation(*work, 0, 0, *asked), top)
         for index, ends, received in layer_pass.ended:
             under_way[index].end(first + ends, received)
         calls = [_RecordedCall.repeat(cached, first, now.layer, self.own_class) for cached in layer_pass.communications]

@@ -99,6 +99,9 @@ class Computation:
     bytes_written: int = 0
     loaded: int = 0  #: bytes that come back from where they were offloaded
     stored: int = 0  #: bytes that are offloaded
+    launches: int = 0  #: of a device; 0 on a host
+    waits: int = 0  #: how often the host waits for the device
+    copies: int = 0  #: arrays that are copied to the device
 
     @property
     def flops(self) -> int:
@@ -240,6 +243,21 @@ class RankStep:
             calls, payload, sent = lines.get(communication.where, (0, 0, 0))
             lines[communication.where] = calls + 1, payload + communication.payload, sent + communication.sent
         return lines
+
+    @property
+    def launches(self) -> int:
+        """Kernels that the rank's host launches on its device; 0 on a host."""
+        return sum(computation.launches for computation in self.computations)
+
+    @property
+    def waits(self) -> int:
+        """How often the host waits for the device, besides communication."""
+        return sum(computation.waits for computation in self.computations)
+
+    @property
+    def copies(self) -> int:
+        """Arrays that the host copies to the device."""
+        return sum(computation.copies for computation in self.computations)
 
 
 @dataclass(frozen=True)

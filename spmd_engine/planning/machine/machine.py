@@ -87,6 +87,9 @@ class NodeKind(Configuration):
         0, least=0
     )  #: processors of a device; each computes one tile of a product at a time; 0: any number
 
+    #: seconds in which the host launches a kernel, and in which it waits for an idle device; 0: no device, or unknown
+    launch_seconds: float = setting(0.0, least=0)
+    sync_seconds: float = setting(0.0, least=0)
     disk_read: float = setting(5e8, least=1)  #: bytes a second that the node reads from the disk of offloaded arrays
     disk_write: float = setting(2.5e8, least=1)  #: bytes a second that the node writes to it
 
@@ -203,6 +206,12 @@ class Machine(Configuration):
                 bandwidth = lanes * self.between.bandwidth
                 found.append(NodeCapabilities(number, node.name, node.kind, node.ranks, compute, memory, bandwidth))
         return found
+
+    @property
+    def device(self) -> str:
+        """The device whose code dry runs record: "cuda" if its launches have a cost. Fitted passes include theirs."""
+        launches = all(node.has_devices and node.launch_seconds for node in self.nodes)
+        return "cuda" if launches and not self.fitted.pass_seconds else "cpu"
 
     @cached_property
     def heterogeneous(self) -> bool:

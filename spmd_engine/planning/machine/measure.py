@@ -15,7 +15,7 @@ from time import perf_counter, process_time
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from spmd_engine.arrays.backend import CPU
+from spmd_engine.arrays.backend import CPU, Backend
 from spmd_engine.arrays.images import conv2d, conv2d_weight_gradient
 from spmd_engine.arrays.meta.meter import CONVOLUTION, KERNELS
 from spmd_engine.arrays.precision import dtype_of
@@ -27,11 +27,14 @@ from spmd_engine.engine.offload import PIECE, OffloadError, OffloadFile
 from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
 
 PRODUCTS = (8, 16, 32, 64, 128, 256, 512, 1024)  #: widths of square matrices
+DEVICE_PRODUCTS = (128, 512, 2048, 4096)
 ARRAYS = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)  #: elements
 IMAGES = (1, 8, 64)  #: images of a 3x3 convolution, with 16 rows, 16 columns and 32 channels
 #: Bytes through which operands rotate, so that they leave the cache as in a step. Measured products were as fast as
 #: those in steps; products of cached operands are up to twice as fast, of operands in memory 0.8 times.
 POOL = 1 << 24
+DEVICE_POOL = 1 << 28
+LAUNCHES = 500  #: of a tiny kernel, which measure what one costs; fewer than CUDA queues
 SMALL, LARGE = 8, 1 << 20  #: bytes of messages that measure latency and bandwidth
 DISK = 128 << 20  #: bytes that each rank writes and reads to measure the disk
 SECONDS = 6.0  #: about how long products, convolutions and memory are measured
@@ -41,24 +44,32 @@ OVERSUBSCRIBED = 8  #: ranks per core of the machine file
 OUTLIER = 1.5  #: a pair of ranks gets its own link if its bandwidth differs from the median by this factor
 
 
-def measure_machine(mesh: Mesh, seconds: float = SECONDS, folder: str = ".") -> Machine | None:
+def measure_machine(mesh: Mesh, seconds: float = SECONDS, folder: str = ".", backend: Backend = CPU) -> Machine | None:
     """The machine of these ranks; None on all ranks but rank 0. Collective.
 
     ``seconds`` is about how long products, convolutions and memory are measured, under the conditions of a step: all
     ranks compute at the same time, on operands that are not cached. Speeds are by processor time, so other programs
-    have little effect. The slowest rank of a node counts in each turn, and the median over turns. The
-    disk is that of offloaded arrays in this ``folder``.
+    have little effect; those of the devices of ``backend`` by the clock, with the cost of a launch and of a wait. The
+    slowest rank of a node counts in each turn, and the median over turns. The disk is that of offloaded arrays in this
+    ``folder``.
     """
     acts = {
-        (dtype, 2.0 * width**3): partial(_rotating, matmul, (width, width), dtype, 3)
-        for dtype, width in product(("float32", "bfloat16", "float64"), PRODUCTS)
+        (dtype, 2.0 * width**3): partial(_rotating, matmul, (width, width), dtype, 3, backend)
+        for dtype, width in product(
+            ("float32", "bfloat16", "float64"), DEVICE_PRODUCTS if backend.on_device else PRODUCTS
+        )
+        if not backend.on_device or _computes(backend, dtype)
     }
-    if CPU.image_kernels is not None:
+    if not backend.on_device and CPU.image_kernels is not None:
         for kernel, n in product(KERNELS, IMAGES):
             acts[kernel, _convolution_flops(n)] = partial(_convolution, kernel, n)
-    acts |= {("memory", 12.0 * elements): partial(_rotating, np.add, (elements,), "float32", 3) for elements in ARRAYS}
+    acts |= {
+        ("memory", 12.0 * elements): partial(_rotating, backend.xp.add, (elements,), "float32", 3, backend)
+        for elements in ARRAYS
+    }
     with threadpool_limits(1, "blas"):
-        took = np.array([_time_turns(mesh, make(), seconds / len(acts)) for make in acts.values()])
+        took = np.array([_time_turns(mesh, make(), seconds / len(acts), backend) for make in acts.values()])
+    costs = mesh.all_reduce(np.array(launch_and_wait(backend)), "max").tolist()
     ranks = mesh.all_gather(took[None], label="calibrate") if mesh.size > 1 else took[None]
     inside, between, pairs = _measure_links(mesh)
     disk = mesh.all_gather(np.array([_measure_disk(mesh, folder)]), label="calibrate")
@@ -68,6 +79,9 @@ def measure_machine(mesh: Mesh, seconds: float = SECONDS, folder: str = ".") -> 
     for node in dict.fromkeys(mesh.nodes_by_rank):
         members = [r for r, other in enumerate(mesh.nodes_by_rank) if other == node]
         kind = _node_kind(node, members, ranks, list(acts), inside)
+        if backend.on_device:
+            memory, many = float(backend.memory), len(members)
+            kind = replace(kind, cores=None, ranks=many, memory=memory, launch_seconds=costs[0], sync_seconds=costs[1])
         read, write = disk[members].sum(axis=0).tolist()
         nodes.append(replace(kind, disk_read=read, disk_write=write) if read and write else kind)
     return Machine("here", tuple(nodes), between or inside, pairs, source="measured by calibrate")
@@ -97,26 +111,64 @@ def _node_kind(
 Act = Callable[[], object]
 
 
-def _time_turns(mesh: Mesh, act: Act, seconds: float) -> list[float]:
-    """Processor seconds of one ``act`` while all ranks execute it, for each of several turns. Collective."""
-    act()
-    began = process_time()
-    act()
-    many = max(1, min(1 << 16, round(seconds / REPEATS / max(process_time() - began, 1e-6))))
+def _time_turns(mesh: Mesh, act: Act, seconds: float, backend: Backend) -> list[float]:
+    """Processor seconds of one ``act``, or those of a device, while all ranks execute it, for each of several turns.
+    Collective."""
+    clock = perf_counter if backend.on_device else process_time
+
+    def took(times: int) -> float:
+        backend.synchronize()
+        began = clock()
+        for _ in range(times):
+            act()
+        backend.synchronize()
+        return clock() - began
+
+    took(1)
+    many = max(1, min(1 << 16, round(seconds / REPEATS / max(took(1), 1e-6))))
     turns = []
     for _ in range(REPEATS):
         mesh.barrier()
-        began = process_time()
-        for _ in range(many):
-            act()
-        turns.append(max((process_time() - began) / many, 1e-9))
+        turns.append(max(took(many) / many, 1e-9))
     return turns
 
 
-def _rotating(operation: Callable[..., object], shape: tuple[int, ...], dtype: str, arrays: int) -> Act:
+def launch_and_wait(backend: Backend) -> tuple[float, float]:
+    """Seconds in which the host launches a tiny kernel, and in which it reads a number of an idle device; 0 on a
+    host."""
+    if not backend.on_device:
+        return 0.0, 0.0
+    x, turns = backend.asarray(np.ones(1)), []
+    for _ in range(REPEATS):
+        backend.synchronize()
+        marks = [perf_counter()]
+        for _ in range(LAUNCHES):
+            backend.xp.add(x, x, out=x)
+        marks.append(perf_counter())
+        backend.synchronize()
+        marks.append(perf_counter())
+        backend.to_host(x)
+        turns.append(((marks[1] - marks[0]) / LAUNCHES, perf_counter() - marks[2]))
+    launch, wait = np.median(turns, axis=0).tolist()
+    return launch, wait
+
+
+def _computes(backend: Backend, dtype: str) -> bool:
+    """Whether the device's library multiplies matrices of this dtype."""
+    try:
+        matmul(*[backend.asarray(np.ones((2, 2), dtype_of(dtype)))] * 2)
+    except Exception:  # errors are CuPy's or cuBLAS's
+        return False
+    return True
+
+
+def _rotating(
+    operation: Callable[..., object], shape: tuple[int, ...], dtype: str, arrays: int, backend: Backend = CPU
+) -> Act:
     """An operation on ``arrays`` arrays of a shape, which rotate through POOL bytes."""
     size = dtype_of(dtype).itemsize * arrays * prod(shape)
-    pool = np.ones((max(2, POOL // size), arrays, *shape), dtype_of(dtype))
+    pool = np.ones((max(2, (DEVICE_POOL if backend.on_device else POOL) // size), arrays, *shape), dtype_of(dtype))
+    pool = backend.asarray(pool)
     operands = cycle([list(row) for row in pool])
     return lambda: operation(*next(operands))
 

@@ -115,7 +115,7 @@ def evaluate_step(
     few = 2 * stages
 
     def analyzed(**sizes: int) -> StepAnalysis:
-        return with_slot_tables(analyze(model, axes, composition, **sizes, **options), machine)
+        return with_slot_tables(analyze(model, axes, composition, device=machine.device, **sizes, **options), machine)
 
     slots = len(model.layers) * micro_batches
     if slots <= MOST_SLOTS or micro_batches <= few + stages:

@@ -166,6 +166,7 @@ class Profiles:
                 dtype=self.dtype,
                 optimizer=self.optimizer,
                 cache=self.cache,
+                device=self.machine.device,
             )
         return self.analyses[key]
 
@@ -183,7 +184,9 @@ class Profiles:
                 continue
             costs[layer][_SECONDS[phase]] += self._seconds(computation, parts)
             if computation.phase != Phases.LOSS:
-                launched[layer, phase] = self.compute.of(0, computation).host
+                time = self.compute.of(0, computation)
+                before = launched.get((layer, phase), time.host)
+                launched[layer, phase] = before + (time.launches if parts == 1 else 0.0)  # a shard may have fewer
         for (layer, phase), seconds in launched.items():
             field = "host_forward" if phase == Phases.FORWARD else "host_backward"
             costs[layer][field] = costs[layer].get(field, 0.0) + seconds

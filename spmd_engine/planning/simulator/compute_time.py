@@ -1,7 +1,8 @@
 """Times of computations: matrix products by their sizes, other work by the bytes that it moves.
 
 Ranks that share cores execute everything one after the other. A device computes while its host launches the next work,
-so a pass through a layer takes as long as the slower of the two.
+so a pass through a layer takes as long as the slower of the two. Where the host waits for the device, it cannot launch
+ahead.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ FUSED = "fused16"  #: the speed of products in fused kernels, if a machine has o
 class ComputeTime:
     """Seconds of work of a rank, with one core where cores are shared: in matrix products, and in other work.
 
-    ``host``: seconds in which a device's host launches the pass that the computation belongs to.
+    ``host``: seconds in which a device's host launches the pass that the computation belongs to, besides ``launches``,
+    those in which it launches the kernels of the computation, and in which it waits.
     """
 
     products: float
     rest: float
     host: float = 0.0
+    launches: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -61,6 +64,8 @@ class ComputeTimes:
             computation.products,
             computation.calls,
             computation.bytes_read + computation.bytes_written,
+            computation.launches,
+            computation.waits,
         )
         if key not in self._times:
             self._times[key] = self._compute(rank, computation)
@@ -91,7 +96,8 @@ class ComputeTimes:
         if key not in self._steps:  # keeps the computations so that their id is not reused
             times, passes = [self.of(rank, work) for work in computations], [_pass_key(work) for work in computations]
             following = pairwise((*passes, None))
-            hosts = [time.host * (before != after) for time, (before, after) in zip(times, following, strict=True)]
+            pairs = zip(times, following, strict=True)
+            hosts = [time.host * (before != after) + time.launches for time, (before, after) in pairs]
             self._steps[key] = computations, ([time.seconds for time in times], hosts)
         return self._steps[key][1]
 
@@ -108,7 +114,8 @@ class ComputeTimes:
         bandwidth = node.memory_bandwidth(max(moved, 1) / max(calls, 1)) * fitted.memory_share
         rest = max(moved, 0) / bandwidth + of_vectors
         if node.has_devices:
-            return ComputeTime(of_matrices, rest, fitted.pass_seconds)
+            launches = node.launch_seconds * computation.launches + node.sync_seconds * computation.waits
+            return ComputeTime(of_matrices, rest, fitted.pass_seconds, launches)
         return ComputeTime(of_matrices, rest + fitted.pass_seconds)
 
     def _product_seconds(self, rank: int, product: Product) -> float:

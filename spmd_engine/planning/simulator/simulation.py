@@ -278,6 +278,8 @@ class _Simulation:
                 began = self.clock
                 launched += hosts[number]
                 yield "work", max(works[number], launched - began)
+                if computation.waits:  # the host has waited for the device
+                    launched = self.clock
                 yield "at", ready
                 self.working[rank] += works[number]
                 self.spans.append(Span(rank, computation.name, COMPUTE, began, self.clock))
