@@ -179,8 +179,9 @@ def test_a_started_sum_waits_for_what_it_reads_and_no_computation_for_it(device,
     assert run_threads(program, 1 + 1) == [5, 5]
 
 
+@pytest.mark.parametrize("by", ["nccl", "staged"])
 @pytest.mark.parametrize("missing", ["the sum does not wait for x", "computations do not wait for the sum"])
-def test_a_missing_event_is_found(missing, device, nccl, monkeypatch):
+def test_a_missing_event_is_found(missing, by, device, nccl, monkeypatch):
     from fake_cupy import Stream
 
     def wait_event(self, event):
@@ -192,6 +193,7 @@ def test_a_missing_event_is_found(missing, device, nccl, monkeypatch):
 
     def program():
         with mesh_by_nccl(device) as mesh:
+            mesh.comm.set_transport(False, device if by == "nccl" else None)
             return mesh.all_reduce(device.asarray(np.ones(5)) * 2) + 1
 
     assert "another stream may still" in error_of(program, 2)
