@@ -4,7 +4,9 @@ Arrays are opaque: whatever would turn one into an array of the host raises, and
 those of the device. Names, keywords and the dtypes of results are CuPy's (``cupy_14.json``, written by
 scripts/cupy_signatures.py). NumPy computes the values, and ``cuda_on_host`` the kernels. Launches, copies and waits
 are recorded for each thread. Each thread has a current device and stream, as in CUDA: memory of another device, or
-memory that another stream may still write, raises.
+memory that another stream may still write, raises; so does a write of what another stream may still read, and memory
+that is freed, and so used again, while a stream may still use it (``Hazards``). Work is done at once, but for
+transfers that wait for other ranks (fake_nccl.py): memory that they write makes a thread wait as a kernel would.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import count
 from math import prod
 from pathlib import Path
+from time import monotonic
 from types import ModuleType, SimpleNamespace
 
 import ml_dtypes
@@ -27,6 +31,7 @@ from cuda_on_host import ELEMENTWISE, REDUCTIONS, HostKernel
 from spmd_engine.arrays import backend as backends
 from spmd_engine.arrays.backend import Backend
 from spmd_engine.arrays.meta.device import LAUNCHES
+from spmd_engine.comm.communicators.threads import current_thread_communicator
 from threads_on_host import ThreadedKernel
 
 TABLE = json.loads((Path(__file__).parent / "cupy_14.json").read_text())
@@ -40,7 +45,8 @@ WAIT = {"nonzero", "flatnonzero", "argwhere", "bincount", "unique", "repeat"}
 
 
 class Recorded(list):
-    """Events of one thread, in order: (kind, name); kinds are launch, synchronize, wait, to_host, from_host, start."""
+    """Events of one thread, in order: (kind, name); kinds are launch, synchronize, wait, to_host, from_host, start, and
+    start_to_host, a copy for which the host does not wait, and is_done, an event that the host finds done."""
 
     def count(self, *kinds: str) -> int:
         return sum(kind in kinds for kind, _ in self)
@@ -97,6 +103,10 @@ class Device:
         return isinstance(other, Device) and other.id == self.id
 
     @property
+    def pci_bus_id(self) -> str:
+        return f"0000:{self.id:02x}:00.0"
+
+    @property
     def compute_capability(self) -> str:
         return "90"
 
@@ -105,19 +115,98 @@ class Device:
         return 60 << 30, 80 << 30
 
 
+_clock = count(1)  # of all work, in the order of the host
+_streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()  # by what they have for a pointer
+_host: dict[int, int] = {}  # by stream: the time up to which the host has found its work complete
+
+
 class Stream:
-    """``waits``: how often the host has waited for it; what was written since may not be complete."""
+    """``after``: by stream, the time up to which that one's work is complete before the next work here."""
 
     def __init__(self, null: bool = False, non_blocking: bool = False, device: int | None = None) -> None:
-        self.device_id, self.waits = _thread.device if device is None else device, 0
+        self.device_id, self.after = _thread.device if device is None else device, {}
+        self.ptr, self.unfinished = next(_clock), []  # transfers that wait for other ranks: see fake_nccl
+        self._before: list[Stream | None] = []
+        _streams[self.ptr] = self
 
     def use(self) -> Stream:
         _thread.streams[self.device_id] = self
         return self
 
+    def __enter__(self) -> Stream:
+        if self.device_id != _thread.device:
+            raise RuntimeError("the stream is of another device than the current one")
+        self._before.append(_thread.streams.get(self.device_id))
+        return self.use()
+
+    def __exit__(self, *_: object) -> None:
+        _thread.streams[self.device_id] = self._before.pop()
+
+    def wait_event(self, event: Event) -> None:
+        _merge(self.after, event.complete)
+        self.unfinished.extend(event._unfinished)
+
+    def record(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.record().synchronize()
+
+    def of_this_rank(self) -> list:
+        """Its transfers that are not complete, of this thread's rank: virtual ranks share a stream of computations."""
+        here = threading.get_ident()
+        return [work for work in list(self.unfinished) if work.thread == here and not work.is_set()]
+
+
+class Event:
+    def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
+        self.complete: dict[int, int] = {}  # by stream: the time up to which its work is complete when this is done
+        self._unfinished: list = []
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or get_current_stream()
+        with _merging:
+            self.complete = stream.after | {stream.ptr: next(_clock)}
+        self._unfinished = stream.of_this_rank()
+
+    @property
+    def done(self) -> bool:
+        if not all(work.is_set() for work in self._unfinished):
+            return False
+        record("is_done")
+        _merge(_host, self.complete)
+        return True
+
     def synchronize(self) -> None:
         record("synchronize")
-        self.waits += 1
+        for work in self._unfinished:
+            finish(work)
+        _merge(_host, self.complete)
+
+
+_merging = threading.Lock()
+
+
+def _merge(known: dict[int, int], more: dict[int, int]) -> None:
+    with _merging:
+        known.update({stream: max(time, known.get(stream, 0)) for stream, time in more.items()})
+
+
+def finish(work: threading.Event) -> None:
+    """Wait as a device does; ranks that never come are an error of the test, not a hang.
+
+    Meanwhile the host would go on, to its next wait, in which this rank's other calls advance.
+    """
+    until = monotonic() + 20
+    while not work.wait(2e-3):
+        rank = current_thread_communicator()
+        for operation in tuple(rank.progress._pending) if rank is not None else ():
+            if not operation._steps.gi_running:
+                rank.progress._advance(operation)
+        if monotonic() > until:
+            raise TimeoutError("a device waits for a transfer that does not end")
 
 
 def _set_limit(size: int | None = None, fraction: float | None = None) -> None:
@@ -135,23 +224,65 @@ def get_current_stream() -> Stream:
 # --- arrays
 
 
+#: Uses of memory by streams that nothing orders, found where no exception can be raised.
+hazards: list[str] = []
+
+
 class _Memory:
-    """What arrays that share memory have in common: the stream that wrote it last, and its ``waits`` then."""
+    """What arrays that share memory have in common: where it is, its pool, and when which stream last used it."""
 
-    __slots__ = ("device", "written")
+    __slots__ = ("device", "pool", "values", "begin", "end", "transfers", "_written", "_read", "__weakref__")
 
-    def __init__(self) -> None:
-        self.device, self.written = _thread.device, (get_current_stream(), -1)
+    def __init__(self, values: np.ndarray) -> None:
+        self.device, self.pool, self.values = _thread.device, get_current_stream(), values
+        #: What still reads or writes it: see fake_nccl.
+        self.transfers: list[threading.Event] = []
+        self._written: tuple[Stream, int] = self.pool, next(_clock)
+        self._read: dict[Stream, int] = {}
+        self.begin, self.end = np.lib.array_utils.byte_bounds(values)
+        _memories[id(self)] = self
 
-    def use(self, write: bool = False) -> None:
+    def use(self, write: bool = False, stream: Stream | None = None, queued: bool = False) -> None:
+        """Order a use after the earlier ones. ``queued``: it is itself a transfer, after others on its stream."""
         if self.device != _thread.device:
             raise TypeError(f"memory of device {self.device} is used while device {_thread.device} is current")
-        stream, waits = self.written
-        current = get_current_stream()
-        if stream is not current and stream.waits == waits:
+        stream = stream or get_current_stream()
+        if not queued:
+            self.finish()
+        if not _is_before(*self._written, stream):
             raise TypeError("memory is used that another stream may still write")
-        if write:
-            self.written = current, current.waits
+        if not write:
+            self._read[stream] = next(_clock)
+            return
+        if not all(_is_before(*read, stream) for read in self._read.items()):
+            raise TypeError("memory is written that another stream may still read")
+        self._written, self._read = (stream, next(_clock)), {}
+
+    def finish(self) -> None:
+        """Wait as a kernel does that uses it after these transfers."""
+        for work in self.transfers:
+            finish(work)
+
+    def __del__(self) -> None:
+        uses = [*self._read.items(), self._written]
+        if self.end > self.begin and not all(_is_before(*use, self.pool) for use in uses):
+            hazards.append("memory is freed, and so used again, that another stream may still use")
+
+
+_memories: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()
+
+
+def memory_at(pointer: int, size: int) -> _Memory:
+    """The memory with ``size`` bytes at this address."""
+    for memory in [reference() for reference in _memories.valuerefs()]:
+        if memory is not None and memory.begin <= pointer and pointer + size <= memory.end:
+            return memory
+    raise ValueError(f"{size} bytes at {pointer:#x} are not in an array of the device")
+
+
+def _is_before(first: Stream, time: int, stream: Stream) -> bool:
+    """Whether work of ``first`` at this time is complete before work of ``stream`` that begins now."""
+    return first is stream or max(stream.after.get(first.ptr, 0), _host.get(first.ptr, 0)) >= time
 
 
 class ndarray:
@@ -162,7 +293,7 @@ class ndarray:
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, memory: np.ndarray, owner: _Memory | None = None) -> None:
-        self.memory, self._owner = memory, owner or _Memory()
+        self.memory, self._owner = memory, owner or _Memory(memory)
 
     def __array__(self, *args: object, **options: object) -> np.ndarray:
         raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`")
@@ -172,6 +303,10 @@ class ndarray:
         return Device(self._owner.device)
 
     @property
+    def data(self) -> SimpleNamespace:
+        return SimpleNamespace(ptr=self.memory.ctypes.data)
+
+    @property
     def T(self) -> ndarray:
         return ndarray(self.memory.T, self._owner)
 
@@ -179,17 +314,16 @@ class ndarray:
         index, masks = _index(index)
         if masks:
             record("wait", "a boolean index")
-        taken = self.memory[index]
         if not _is_basic(index):
-            return _launched("take", taken, [self], 1 + 3 * masks)
-        if isinstance(taken, np.ndarray):
-            return ndarray(taken, self._owner)
-        return ndarray(self.memory[index if isinstance(index, tuple) else (index,)][...], self._owner)
+            return _launched("take", _of_device(self)[index], [self], 1 + 3 * masks)
+        parts = index if isinstance(index, tuple) else (index,)
+        return ndarray(self.memory[parts if any(part is ... for part in parts) else (*parts, ...)], self._owner)
 
     def __setitem__(self, index: object, value: object) -> None:
         index, masks = _index(index)
         if masks and isinstance(value, ndarray) and value.memory.ndim:
             record("wait", "a boolean index")
+        self._owner.finish()
         self.memory[index] = _of_device(value)
         _use([value])
         self._owner.use(write=True)
@@ -203,10 +337,18 @@ class ndarray:
 
     # To the host: each waits for the device.
 
-    def get(self, stream: object = None, order: str = "C", out: np.ndarray | None = None, blocking: bool = True):
-        _use([self])
-        record("to_host")
-        get_current_stream().waits += 1
+    def get(self, stream: Stream | None = None, order: str = "C", out: np.ndarray | None = None, blocking: bool = True):
+        stream = stream or get_current_stream()
+        self._owner.use(stream=stream)
+        if blocking:
+            record("to_host")
+            for work in stream.of_this_rank():
+                finish(work)
+            _merge(_host, stream.after | {stream.ptr: next(_clock)})
+        else:
+            record("start_to_host")
+            if out is None or not self.memory.flags.c_contiguous:
+                raise TypeError("an array is copied without a wait, to memory or by a kernel of which nothing is known")
         if out is None:
             return self.memory.copy(order=order)  # type: ignore[arg-type]
         if not any(each() is out for each in _pinned):
@@ -231,17 +373,17 @@ class ndarray:
     def __bool__(self) -> bool:
         return bool(self.get())
 
-    def set(self, arr: np.ndarray, stream: object = None) -> None:
+    def set(self, arr: np.ndarray, stream: Stream | None = None) -> None:
         if not isinstance(arr, np.ndarray) or arr.dtype != self.memory.dtype or arr.shape != self.memory.shape:
             raise TypeError("set() takes an array of the host of the same shape and dtype")
-        self._owner.use(write=True)
+        self._owner.use(write=True, stream=stream)
         record("from_host")
         self.memory[...] = arr
 
     def astype(self, dtype, order="K", casting=None, subok=None, copy=True) -> ndarray:
         if not copy and self.memory.dtype == dtype:
             return self
-        return _launched("astype", self.memory.astype(dtype, order), [self])
+        return _launched("astype", _of_device(self).astype(dtype, order), [self])
 
     def view(self, dtype=None, type=None) -> ndarray:
         return ndarray(self.memory.view(self.memory.dtype if dtype is None else dtype), self._owner)
@@ -271,6 +413,7 @@ def _is_basic(index: object) -> bool:
 def _of_device(x: object) -> object:
     """The values of ``x``; numbers stay as they are, and arrays of the host raise."""
     if isinstance(x, ndarray):
+        x._owner.finish()
         return x.memory
     if isinstance(x, np.ndarray):
         raise TypeError("an array of the host was taken for one of the device: unsupported type numpy.ndarray")
@@ -547,7 +690,8 @@ def _build() -> ModuleType:
     module.library = None  # the compiled kernels
     runtime = SimpleNamespace(CUDARuntimeError=CUDARuntimeError, getDeviceCount=lambda: module.devices)
     module.get_default_memory_pool = lambda: SimpleNamespace(set_limit=_set_limit)
-    module.cuda = SimpleNamespace(Device=Device, Stream=Stream, get_current_stream=get_current_stream, runtime=runtime)
+    module.cuda = SimpleNamespace(Device=Device, Stream=Stream, Event=Event, runtime=runtime)
+    module.cuda.get_current_stream, module.cuda.nccl = get_current_stream, SimpleNamespace(available=False)
     return module
 
 
@@ -587,7 +731,9 @@ def installed(library, devices: int = 1, *, index: int | None = None, stream: bo
             with Device(index):
                 Stream(non_blocking=True).use()
         yield backends.get_backend("cuda", index or 0) if index is not None or devices == 1 else None
+        assert not hazards, hazards[0]
     finally:
+        hazards.clear()
         for backend in [each for each in backends._device_backends if each.name == "cuda"]:
             backends.unregister_backend(backend)
         for name, module in before.items():
@@ -616,6 +762,6 @@ def watch(comm, *, aware):
 
         return start_on_memory
 
-    comm.device_aware = aware
+    comm.device_aware = comm.library_is_device_aware = aware
     comm.start_send, comm.start_receive = watched(comm.start_send), watched(comm.start_receive)
     return comm

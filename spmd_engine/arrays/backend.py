@@ -2,8 +2,8 @@
 
 Every other file writes ``xp = backend_of(x).xp`` and then NumPy's names, so that the same code runs on
 NumPy and on CuPy; for functions marked ``@fused`` a backend may have kernels of the same names instead. A
-backend can also wait for its device and stage an array through pinned host memory; communication needs both,
-since MPI does neither.
+device computes on one stream, and copies on another; events say when an array is complete, so that neither the host
+nor a stream waits for more than it reads.
 """
 
 from __future__ import annotations
@@ -68,9 +68,6 @@ class Backend:
         """``asarray`` of a small array, or a list, that nothing changes: a device keeps it."""
         return self.asarray(x)
 
-    def copy_to_host(self, x: Array, host: np.ndarray) -> None:
-        np.copyto(host, x)
-
     def pinned_empty(self, shape, dtype) -> np.ndarray:
         """Host memory from which this backend's device copies fastest."""
         return np.empty(shape, dtype)
@@ -132,7 +129,11 @@ class CudaBackend(Backend):
             raise UsageError("device 'cuda': this process sees no GPU; is CUDA_VISIBLE_DEVICES right?")
         self.xp, self._device = cupy, cupy.cuda.Device(index % devices)
         self._device.use()
-        self._stream = cupy.cuda.get_current_stream()
+        self._stream, self._copies = cupy.cuda.get_current_stream(), cupy.cuda.Stream(non_blocking=True)
+        self._copied: list[tuple[Any, Array]] = []  # host memory from which a copy reads until the event
+        self._copying = Lock()  # held while the list changes
+        #: Waits until an event is done, in place of the device's own wait, which nothing can interrupt.
+        self.await_event: Callable[[Any], None] | None = None
         self.kernels = CudaFunctions(cupy)
         self.image_kernels = CudaImages(self)
         self._constants: dict[tuple, Array] = {}
@@ -160,13 +161,37 @@ class CudaBackend(Backend):
         remedy = f"NVRTC or CUDA's headers are missing, or the GPU is too old. {_INSTALL}"
         _tried("compiling a kernel", remedy, lambda: self.to_host(self.kernels.relu(x, False)[0]))
 
+    @property
+    def address(self) -> str:
+        """Of the device on the host's bus: that of no other device of the host."""
+        return self._device.pci_bus_id
+
+    @property
+    def lacks_nccl(self) -> str:
+        """Why this process has no NCCL, as text; empty: it has."""
+        if self.xp.cuda.nccl.available:
+            return ""
+        return "CuPy finds no NCCL: pip install nvidia-nccl-cu13, or nvidia-nccl-cu12"
+
     def enter(self) -> None:
         self._device.use()
         self._stream.use()
 
     def synchronize(self) -> None:
         with self._device:  # the default stream is that of the current device
+            if self.await_event is not None:
+                self.await_event(self.record())
             self._stream.synchronize()
+
+    def record(self, stream: Any = None) -> Any:
+        """An event: the work queued so far, on the stream of computations or on another one. Its ``done`` is a test."""
+        event = self.xp.cuda.Event(disable_timing=True)
+        event.record(stream or self._stream)
+        return event
+
+    def follow(self, event: Any) -> None:
+        """Let the computations queued from now on wait for an event; the host does not."""
+        self._stream.wait_event(event)
 
     def owns(self, x: Array) -> bool:
         return isinstance(x, self.xp.ndarray)
@@ -187,14 +212,31 @@ class CudaBackend(Backend):
         return self._constants[key]
 
     def to_host(self, x: Array) -> np.ndarray:
+        if self.await_event is not None:
+            self.await_event(self.record())
         return self.xp.asnumpy(x)
 
-    def copy_to_host(self, x: Array, host: np.ndarray) -> None:
-        x.get(out=host)
+    def start_to_host(self, x: Array) -> tuple[np.ndarray, Any]:
+        """A copy of contiguous ``x`` in pinned memory, beside computations; it is complete when the event is done."""
+        host = self.pinned_empty(x.shape, x.dtype)
+        self._copies.wait_event(self.record())
+        x.get(stream=self._copies, out=host, blocking=False)
+        return host, self.record(self._copies)
+
+    def start_from_host(self, host: np.ndarray, out: Array | None = None) -> tuple[Array, Any]:
+        """A copy of ``host`` on the device, or in contiguous ``out``, beside computations, and its event."""
+        result = self.empty(host.shape, host.dtype) if out is None else out
+        self._copies.wait_event(self.record())  # what used this memory before
+        result.set(host, stream=self._copies)
+        event = self.record(self._copies)
+        with self._copying:
+            self._copied = [(before, memory) for before, memory in self._copied if not before.done] + [(event, host)]
+        return result, event
 
     def pinned_empty(self, shape, dtype) -> np.ndarray:
         import cupyx  # pyright: ignore[reportMissingImports]  # a part of CuPy
 
+        # CuPy keeps freed pinned memory in a pool.
         return cupyx.empty_pinned(shape, dtype)
 
 

@@ -62,7 +62,10 @@ def total_of_squares(arrays: Iterable[Array]) -> float:
             on_device.append(kernels.sum_of_squares(x))
         else:
             total += sum_of_squares(x)
-    return total + float(backend_of(on_device[0]).xp.stack(on_device).sum()) if on_device else total
+    if on_device:
+        backend = backend_of(on_device[0])
+        total += float(backend.to_host(backend.xp.stack(on_device).sum()))
+    return total
 
 
 def sum_of_squares(x: Array) -> float:

@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from spmd_engine.arrays.backend import get_backend
+from spmd_engine.comm.device_transport import choose_transport
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.configuration import ConfigField, Configuration, settings_of
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
@@ -227,13 +229,15 @@ def model_on(axes: Mapping[str, int], job: TrainConfig) -> tuple[Model, Parallel
 
 
 def open_mesh(job: TrainConfig, axes: Mapping[str, int] | None = None) -> Mesh:
-    """The mesh of a job, over all ranks, with the libraries of products that it names; ``axes`` if the job has no mesh.
+    """The mesh of a job, over all ranks, with its libraries of products and its transport; ``axes`` if it has no mesh.
 
-    Prints a notice of a library that cannot be used.
+    Prints notices of a library that cannot be used, and of how arrays on devices travel.
     """
     named = job.composition.mesh or axes or {}
     mesh = Mesh(check=job.check, **named)  # pyright: ignore[reportArgumentType]  (no axis is called "ledger")
     print_notices(choose_products(mesh.group(), job.products, dtype=job.model.dtype, device=job.device))
+    backend = get_backend(job.device, *mesh.process_on_node, memory=job.device_memory)
+    print_notices(choose_transport(mesh.group(), backend, job.transport))
     return mesh
 
 

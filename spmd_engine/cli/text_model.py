@@ -39,7 +39,7 @@ class TextModel:
 
 
 #: Options of the job that choose weights and the mesh.
-SERVED = ("model", "adapter", "precision", "mesh", "shares", "device", "check")
+SERVED = ("model", "adapter", "precision", "mesh", "shares", "device", "transport", "check")
 HELP = {
     "model": "Instead of --run, weights: a folder in Hugging Face's format, a GGUF file, or org/name in the hub's "
     "local cache; or code of your own, with --checkpoint.",

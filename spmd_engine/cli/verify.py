@@ -45,7 +45,7 @@ POSITIVE = click.IntRange(min=1)
 MOST_PARTS = 4096  #: micro-batches
 LENGTH = 32  #: positions of a sample, by default
 #: Options of the job that do not go with a page of strategies/ or an engine of the user.
-OF_MODELS = ("model", "images", "dropout", "precision", "device", "mixture", "lora", "composition")
+OF_MODELS = ("model", "images", "dropout", "precision", "device", "transport", "mixture", "lora", "composition")
 OF_OWN = ("input_shape", "tokens", "classes")  # for an engine of the user only
 WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 

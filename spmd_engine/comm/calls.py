@@ -8,18 +8,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.backend import Array, CudaBackend, backend_of
 from spmd_engine.arrays.precision import is_half
 from spmd_engine.comm.agreement.call_agreement import Agreed, Signature, Signatures
 from spmd_engine.comm.dispatch import Routing
 from spmd_engine.comm.ledger import Ledger
-from spmd_engine.comm.pending import Steps
+from spmd_engine.comm.pending import Queued, Steps
 from spmd_engine.comm.shared_memory.slot_table import Entries, SlotTable
+from spmd_engine.comm.transports.nccl import NcclTransport
 from spmd_engine.comm.transports.shared_memory import SharedMemory, readable
 from spmd_engine.comm.transports.transport import Transport
 from spmd_engine.errors import UsageError
@@ -87,7 +89,7 @@ class PreparedCall:
         """
         if self.inline and routing.one_node:  # as in the last call, which had the same signatures
             return None
-        transport = routing.transport(self.signature, number, agreed, size)
+        transport = routing.transport(self.signature, number, agreed, size, self.where)
         self.inline = transport is None
         one_exchange = self.inline or (self.one_phase and isinstance(transport, SharedMemory))
         self.fast = one_exchange and self.spins
@@ -166,18 +168,26 @@ class Collective(PreparedCall, ABC):
 
     def steps(self, routing: Routing, number: int, x: Array, out: Array | None) -> Steps:
         """Offer arrays, agree, exchange unknown lengths, choose a route, and move the data."""
-        local, to_device = routing.ready(x)
-        target = out if out is not None and routing.is_reachable(out) else None
+        home, event, ready = backend_of(x), None, None  # the event: when the result is complete, on a device
+        local = yield from routing.ready(x)
+        target = self._target(routing, x, local, out)
         offer = self.offer(routing, local, target)
+        if (nccl := routing.nccl_of(local)) is not None:
+            nccl.check()
+            target = target if target is not None else home.empty(self.shape, x.dtype)
+            ready = nccl.backend.record()  # from now on these arrays may be read and written
         agreed = yield from routing.agreement.reach(self.signature, self.expected, number, *offer)
         self.expect(agreed.entries)
         lengths = yield from self.lengths(routing, number, agreed)
         shape = self.shape_of(lengths)
-        if out is not None and out.shape != shape:  # this rank must still send the others their parts
+        if target is not None and target.shape != shape:  # this rank must still send the others their parts
             target = None
         result_bytes = prod(shape) * local.itemsize
         size = agreed.most if self.signature.operation == "all_to_all" else max(self.payload, result_bytes)
         transport = self.transport(routing, number, agreed, size)
+        is_read = isinstance(transport, NcclTransport) or routing.is_for_messages(local)
+        if not is_read:  # as other ranks have theirs on the host
+            offer, target = Offer((yield from routing.staged(local))), None
         if transport is None or (self.one_phase and transport.blocks):
             blocks = agreed.blocks if transport is None else transport.blocks
             result = self.finish(agreed.signatures, blocks, target)
@@ -185,14 +195,30 @@ class Collective(PreparedCall, ABC):
         else:
             result = offer.result
             if result is None or result.shape != shape:
-                result = target if target is not None else backend_of(local).empty(shape, local.dtype)
-            yield from self.move(transport, offer.data, result, lengths)
+                result = target if target is not None else backend_of(offer.data).empty(shape, local.dtype)
+                ready = ready if target is not None else None
+            if isinstance(transport, NcclTransport):
+                event = yield from transport.queue(partial(self.move, transport, offer.data, result, lengths), ready)
+            else:
+                yield from self.move(transport, offer.data, result, lengths)
         if transport is not None:
             yield from transport.end()
         if out is not None and out.shape != shape:
             raise UsageError(f"{self.signature.operation}: out has shape {out.shape}, the result {shape}")
-        result = to_device(result) if out is None else copied(to_device(result), out)
-        return (result, lengths or list(self.even)) if self.returns_lengths else result
+        if isinstance(home, CudaBackend) and isinstance(result, np.ndarray):  # it was staged
+            result, event = home.start_from_host(result, out)
+        elif out is not None:
+            result = copied(result, out)
+        result = (result, lengths or list(self.even)) if self.returns_lengths else result
+        return Queued(result, home, event, (x, offer)) if event is not None else result
+
+    def _target(self, routing: Routing, x: Array, local: Array, out: Array | None) -> Array | None:
+        """``out``, if the transport can write to it; or pinned memory for the result of a staged array."""
+        home = backend_of(x)
+        if not home.on_device or home.owns(local):
+            return out if out is not None and routing.is_reachable(out) else None
+        pinned = home.pinned_empty(self.shape, x.dtype)
+        return pinned if routing.others_can_read(pinned) else None
 
     def packed(self, x: Array) -> Array:
         """The parts of ``x`` in flat memory at ``places``, each contiguous, as transports need them."""

@@ -5,19 +5,21 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
+from spmd_engine.arrays.backend import CPU, Array, Backend, CudaBackend, backend_of
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.agreement.call_agreement import Agreed, Signature, Signatures, number_of
 from spmd_engine.comm.blocks import Reducer, joined, reducible, span, spans
 from spmd_engine.comm.calls import Collective, Offer, PreparedCall, Shape, copied
 from spmd_engine.comm.dispatch import Routing
-from spmd_engine.comm.pending import Steps
+from spmd_engine.comm.pending import Queued, Steps
 from spmd_engine.comm.shared_memory.cross_memory import flat
+from spmd_engine.comm.transports.nccl import NcclTransport
 from spmd_engine.comm.transports.shared_memory import keeps_apart, readable_with_result, reduce_in_pieces
 from spmd_engine.comm.transports.transport import Transport
 from spmd_engine.errors import UsageError
@@ -27,8 +29,11 @@ class BroadcastCall(PreparedCall):
     """``Group.broadcast``. ``out``: the backend of the result; None: the host's."""
 
     @classmethod
-    def of(cls, group: Routing, root_array: Array | None, root: int, label: str) -> BroadcastCall:
-        """``root_array``: None on the other ranks. Raises UsageError for a wrong root, or if the root has no array."""
+    def of(cls, group: Routing, root_array: Array | None, root: int, on_device: bool, label: str) -> BroadcastCall:
+        """``root_array``: None on the other ranks; ``on_device``: whether this rank's result will be.
+
+        Raises UsageError for a wrong root, or if the root has no array.
+        """
         if not 0 <= root < group.size:
             raise UsageError(f"broadcast over {group.axes!r}: root {root} is not one of {group.size} ranks")
         if group.rank == root and root_array is None:
@@ -39,7 +44,11 @@ class BroadcastCall(PreparedCall):
             part = (mine.stop - mine.start) * result.itemsize
             return result.nbytes - part + part * (group.size - 1) if group.rank == root else part * (group.size - 2)
 
-        signature, where = group.signature("broadcast", root_array, root=int(root)), ("broadcast", group.axes, label)
+        fields = {} if group.rank == root else {"host": not on_device}
+        signature, where = (
+            group.signature("broadcast", root_array, root=root, **fields),
+            ("broadcast", group.axes, label),
+        )
         payload, dtype = (root_array.nbytes, root_array.dtype) if root_array is not None else (0, None)
         return cls(signature, where, payload=payload, sent=sent, dtype=dtype)
 
@@ -49,12 +58,19 @@ class BroadcastCall(PreparedCall):
     def steps(self, routing: Routing, number: int, root_array: Array | None, home: Backend | None) -> Steps:
         """The agreement carries the description of the root's array, and the array itself if it is small."""
         home, comm = home or CPU, routing.comm
-        root_array = routing.ready(root_array)[0] if root_array is not None else None
+        if root_array is not None:
+            root_array = yield from routing.ready(root_array)
         offered = self.readable(routing, root_array) if routing.one_node and root_array is not None else None
         agreed = yield from routing.agreement.reach(self.signature, self.expected, number, root_array, offered)
         self.expect(agreed.entries)
         shape, dtype = agreed.root.array_type
         transport = self.transport(routing, number, agreed, prod(shape) * dtype.itemsize)
+        if isinstance(transport, NcclTransport):
+            data = root_array.copy() if root_array is not None else home.empty(shape, dtype)
+            move = partial(transport.broadcast, data.reshape(-1), self.signature.root)
+            return Queued(data, home, (yield from transport.queue(move)))
+        if root_array is not None and not routing.is_for_messages(root_array):  # others want the result on the host
+            root_array = yield from routing.staged(root_array)
         if transport is None or transport.blocks:
             data = self.finish(None, agreed.blocks if transport is None else transport.blocks, None)
         else:
@@ -63,6 +79,9 @@ class BroadcastCall(PreparedCall):
             yield from transport.broadcast(data.reshape(-1), self.signature.root)
         if transport is not None:
             yield from transport.end()
+        if isinstance(home, CudaBackend) and isinstance(data, np.ndarray):
+            data, event = home.start_from_host(data)
+            return Queued(data, home, event)
         return home.asarray(data)
 
 

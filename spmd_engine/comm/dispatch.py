@@ -7,7 +7,7 @@ facts, and creates the transport of the route.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,11 +16,12 @@ import numpy as np
 
 from spmd_engine.arrays import dtypes
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.agreement.call_agreement import MAX_DIMS, Agreed, Agreement, Signature
+from spmd_engine.comm.agreement.call_agreement import MAX_DIMS, Agreed, Agreement, NumberedCall, Signature
 from spmd_engine.comm.blocks import Reducer, reducer, spans
-from spmd_engine.comm.pending import Steps
+from spmd_engine.comm.pending import TIMEOUT, Condition, Steps
 from spmd_engine.comm.transports.hierarchical import Hierarchical
 from spmd_engine.comm.transports.messages import Messages, Ranks
+from spmd_engine.comm.transports.nccl import NcclTransport, QueuedCall
 from spmd_engine.comm.transports.shared_memory import SharedMemory
 from spmd_engine.comm.transports.transport import Transport
 from spmd_engine.errors import UsageError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from spmd_engine.comm.communicators.communicator import Communicator
     from spmd_engine.comm.shared_memory.slot_table import SlotTable
     from spmd_engine.comm.transports.mpi import NonblockingCollectives
+    from spmd_engine.comm.transports.nccl import NcclRanks
 
 
 class Route(Enum):
@@ -38,6 +40,7 @@ class Route(Enum):
     SHARED_MEMORY = "shared memory"
     HIERARCHICAL = "hierarchical: within nodes, then between them"
     MPI = "the MPI library's nonblocking collective"
+    NCCL = "NCCL"  # between devices
     MESSAGES = "messages"
 
 
@@ -81,6 +84,7 @@ class Facts(NamedTuple):
     inline: bool = False  #: whether the data of all ranks travelled with the agreement
     readable: bool = False  #: whether the ranks of a node can read one another's data
     host: bool = True  #: whether all data are in host memory
+    nccl: bool = False  #: whether all data are on devices that NCCL connects
     tuning: Tuning = Tuning()
 
 
@@ -88,6 +92,8 @@ def choose(call: Signature, facts: Facts) -> Route:
     """The route of a call's data."""
     if facts.inline and facts.host:
         return Route.INLINE
+    if facts.nccl:
+        return Route.NCCL
     if facts.one_node:
         return Route.SHARED_MEMORY if facts.readable else Route.MESSAGES
     tuning, size = facts.tuning, facts.size
@@ -115,12 +121,15 @@ def inline_limit(operation: str, ranks: int, room: int, readable: bool, tuning: 
 class Routing:
     """Agreement on the calls of one group, and the routes of their data."""
 
-    def __init__(self, comm: Communicator, axes: str, check: bool, deterministic: bool) -> None:
+    def __init__(
+        self, comm: Communicator, axes: str, check: bool, deterministic: bool, timeout: float | None = TIMEOUT
+    ) -> None:
         self.comm, self.axes, self.rank, self.size = comm, axes, comm.rank, comm.size
         self.one_node = comm.table is not None
         self.spins = self.one_node and comm.spin_tests > 0 and comm.size > 1  #: whether blocking calls spin
         self._room = comm.table.room if comm.table is not None else comm.tuning.with_agreement // comm.size
         self.agreement, self._deterministic = Agreement(comm, axes, check), deterministic
+        self._timeout = timeout
 
     def signature(self, operation: str, x: Array | None, **fields: Any) -> Signature:
         """The signature of a call of ``x``. Raises UsageError if ``x`` has too many dimensions."""
@@ -152,8 +161,13 @@ class Routing:
         received[self.rank] = sent[self.rank]
         return received.tolist()
 
-    def transport(self, signature: Signature, number: int, agreed: Agreed, size: int) -> Transport | None:
-        """The transport of an agreed call with ``size`` bytes of all ranks or of each; None if its data were inline."""
+    def transport(
+        self, signature: Signature, number: int, agreed: Agreed, size: int, where: tuple[str, str, str]
+    ) -> Transport | None:
+        """The transport of an agreed call with ``size`` bytes of all ranks or of each; None if its data were inline.
+
+        ``where``: operation, axes and label.
+        """
         comm, table, entries = self.comm, self.comm.node_table, agreed.entries
         facts = Facts(
             size,
@@ -165,11 +179,16 @@ class Routing:
             inline=bool(agreed.blocks),
             readable=entries is not None and entries.readable,
             host=agreed.host,
+            nccl=comm.nccl is not None and agreed.device,
             tuning=comm.tuning,
         )
         route = choose(signature, facts)
         if route is Route.INLINE:
             return None
+        if route is Route.NCCL and comm.nccl is not None:
+            what = f"{NumberedCall(number, signature)} over {self.axes!r}{f' ({where[2]})' if where[2] else ''}"
+            call, text = f"{what}, group rank {self.rank} of {self.size}", comm.progress.activity.called(*where)
+            return NcclTransport(comm.nccl, QueuedCall(number, call, text, self._timeout), self._deterministic)
         memory = SharedMemory(table, number, entries) if table is not None and entries is not None else None
         return self._on_route(route, signature, number, facts, memory, comm, comm.collectives)
 
@@ -219,23 +238,32 @@ class Routing:
 
     def is_reachable(self, x: Array) -> bool:
         """Whether the transport can access the memory of ``x``."""
+        return self.is_for_messages(x) or self.nccl_of(x) is not None
+
+    def is_for_messages(self, x: Array) -> bool:
+        """Whether messages can carry ``x``."""
         return isinstance(x, np.ndarray) or self.comm.device_aware
 
-    def ready(self, x: Array) -> tuple[Array, Callable[[Array], Array]]:
-        """``x``, contiguous in memory that the transport can read, and a function that moves a result to its device."""
-        if isinstance(x, np.ndarray):
-            return x if x.flags.c_contiguous else np.ascontiguousarray(x).reshape(x.shape), _identity
+    def nccl_of(self, x: Array) -> NcclRanks | None:
+        """What moves ``x`` by NCCL, if the arrays of the other ranks are on devices, too; None: nothing does."""
+        return None if isinstance(x, np.ndarray) else self.comm.nccl
+
+    def ready(self, x: Array, messages: bool = False) -> Steps:
+        """``x``, contiguous in memory that the transport can read; ``messages``: whether messages carry it."""
         backend = backend_of(x)
-        if self.comm.device_aware:
-            return backend.xp.ascontiguousarray(x).reshape(x.shape), _identity  # ascontiguousarray makes scalars 1-D
-        staged, table = backend.pinned_empty(x.shape, x.dtype), self.comm.node_table
-        backend.synchronize()
-        if table is None or table.neighbours.can_read(staged):
-            backend.copy_to_host(x, staged)
-        else:
-            staged = backend.to_host(x)
-        return staged, backend.asarray
+        if not (backend.owns(x) and x.flags.c_contiguous):
+            x = backend.xp.ascontiguousarray(x).reshape(x.shape)  # it makes scalars 1-D
+        reachable = self.is_for_messages(x) if messages else self.is_reachable(x)
+        return x if reachable else (yield from self.staged(x))
 
+    def staged(self, x: Array) -> Steps:
+        """Contiguous ``x`` in pinned host memory, or in memory that others can read, if the driver hides that one."""
+        backend: Any = backend_of(x)  # a CudaBackend
+        host, copied = backend.start_to_host(x)
+        yield Condition(lambda: copied.done, lambda rank: True, messages=True)
+        return host if self.others_can_read(host) else host.copy()
 
-def _identity(result: Array) -> Array:
-    return result
+    def others_can_read(self, pinned: np.ndarray) -> bool:
+        """Whether the node's other ranks can read such memory, if they do."""
+        table = self.comm.node_table
+        return table is None or table.neighbours.can_read(pinned)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
+from spmd_engine.arrays.backend import CPU, Array, Backend, CudaBackend, backend_of
 from spmd_engine.comm.agreement.call_agreement import (
     INLINE,
     NumberedCall,
@@ -29,9 +29,9 @@ from spmd_engine.comm.collectives import PREPARE
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.dispatch import Routing
 from spmd_engine.comm.ledger import Ledger
-from spmd_engine.comm.pending import TIMEOUT, Operation, Pending, Requests, Steps
+from spmd_engine.comm.pending import TIMEOUT, Operation, Pending, Queued, Requests, Steps
 from spmd_engine.comm.shared_memory.slot_table import RELEASED, SlotTable
-from spmd_engine.comm.transports.messages import COLLECTIVE_TAGS
+from spmd_engine.comm.transports.messages import COLLECTIVE_TAGS, settled
 from spmd_engine.errors import UsageError
 from spmd_engine.runtime.activity import Line
 
@@ -69,7 +69,7 @@ class Group:
         self.rank, self.size = comm.rank, comm.size
         self.lowest = 0  #: the rank that is lowest in the mesh's communicator: rank 0 of the job, in a group of all
         self._table = comm.table
-        self._routing = Routing(comm, axes, check, deterministic)
+        self._routing = Routing(comm, axes, check, deterministic, timeout)
         self._prepared: dict[tuple, PreparedCall] = {}
 
     def _run(self, operation: str, x: Array | None, arguments: tuple = (), out: Any = None, label: str = "") -> Any:
@@ -148,16 +148,14 @@ class Group:
         began = perf_counter()
         number = number or self.comm.next_call(call.text)
         steps = call.steps(self._routing, number, x, out)
-        if self._table is None:
-            self.comm.call_order.enter(number)
+        self.comm.call_order.enter(number)
         operation = self.comm.progress.begin(GroupOperation(self, call, number, steps), spin_tests)
         operation.on_wait(perf_counter() - began)
         return operation
 
     def _end(self, number: int) -> None:
         """Release the slot of call ``number`` and its place in the call order."""
-        if self._table is None:
-            self.comm.call_order.finish(number)
+        self.comm.call_order.finish(number)
         if self.comm.node_table is not None:
             self.comm.node_table.set_phase(number, RELEASED)
 
@@ -215,13 +213,11 @@ class Group:
         """Start ``broadcast``."""
         return self._begin("broadcast", *self._broadcast(x, root), label)
 
-    def _broadcast(self, x: Array | None, root: int) -> tuple[Array | None, tuple[int], Backend | None]:
-        """The root's array in memory that the transport can read, the arguments, and the backend of the result."""
-        root_array, backend = x if self.rank == root else None, None
-        if x is not None and type(x) is not np.ndarray:
-            backend = backend_of(x)
-            root_array = self._routing.ready(root_array)[0] if root_array is not None and self.size > 1 else root_array
-        return root_array, (root,), backend
+    def _broadcast(self, x: Array | None, root: int) -> tuple[Array | None, tuple[int, bool], Backend | None]:
+        """The root's array, the arguments, and the backend of the result."""
+        backend = backend_of(x) if x is not None and type(x) is not np.ndarray else None
+        on_device = backend is not None and self._routing.nccl_of(x) is not None
+        return x if self.rank == root else None, (int(root), on_device), backend
 
     def all_gather(self, x: Array, axis: int = 0, *, sizes: Sizes = None, out: Out = None, label: str = "") -> Array:
         """The ``x`` of all ranks joined along ``axis`` in rank order. Shards may differ along ``axis`` and be empty.
@@ -314,20 +310,19 @@ class Group:
     def start_send(self, to: int, x: Array, *, channel: int | None = None, label: str = "") -> Pending:
         """Start ``send``."""
         self._check_peer("send", to)
-        local, _ = self._routing.ready(x)
         tag = self._tag("to", to, channel)
-        key = "send", local.dtype, local.shape, label
+        key = "send", x.dtype, x.shape, label
         call = self._prepared.get(key)
         if call is None:
             where = "send", self.axes, label
             try:
-                signature = self._routing.signature("send", local, inline=0)
+                signature = self._routing.signature("send", x, inline=0)
             except UsageError as error:
                 text = bytes_of(str(error))
                 call = PreparedCall(Signature("refuse", inline=text.size), where)
                 return self._begin_message(call, self._send_refusal(call, text, to, tag))
-            call = self._keep(key, PreparedCall(signature, where, payload=local.nbytes, sent=local.nbytes))
-        return self._begin_message(call, self._send(call, local, to, tag))
+            call = self._keep(key, PreparedCall(signature, where, payload=x.nbytes, sent=x.nbytes))
+        return self._begin_message(call, self._send(call, x, to, tag))
 
     def receive(self, source: int, *, like: Backend = CPU, channel: int | None = None, label: str = "") -> Array:
         """The next array that rank ``source`` sends, with its shape and dtype. ``like``: backend of the result."""
@@ -357,9 +352,10 @@ class Group:
     def _begin_message(self, call: PreparedCall, steps: Steps) -> Pending:
         return self.comm.progress.begin(GroupOperation(self, call, 0, steps))
 
-    def _send(self, call: PreparedCall, local: Array, to: int, tag: int) -> Steps:
+    def _send(self, call: PreparedCall, x: Array, to: int, tag: int) -> Steps:
         header = np.frombuffer(call.signature.packed, np.uint8)
-        backend_of(local).synchronize()
+        local = yield from self._routing.ready(x, messages=True)
+        yield from settled(local)
         requests = Requests(self.comm).add(to, self.comm.start_send(header, to, tag))
         yield requests.add(to, self.comm.start_send(local, to, tag + 1) if local.size else [])
 
@@ -377,12 +373,15 @@ class Group:
             begin = len(signature.packed)
             text = text_of(header[begin : begin + signature.inline])
             raise refused({text: [source]}, self.axes, self.comm.size)
-        backend = like if self.comm.device_aware else CPU
-        data = backend.empty(*signature.array_type)
+        staged = like.on_device and not self.comm.device_aware
+        data = (like.pinned_empty if staged else like.empty)(*signature.array_type)
         if data.size:
-            backend.synchronize()
+            yield from settled(data)
             yield Requests(self.comm).add(source, self.comm.start_receive(data, source, tag + 1))
-        return like.asarray(data)
+        if not isinstance(like, CudaBackend) or not staged:
+            return data
+        data, event = like.start_from_host(data)
+        return Queued(data, like, event)
 
     def _tag(self, direction: str, rank: int, channel: int | None) -> int:
         """The first of two tags, for signature and data. MPI allows tags up to at least 32,767; the communicator uses
@@ -416,7 +415,8 @@ class GroupOperation(Operation):
         if self._number:
             self._group._end(self._number)  # first, because other ranks may wait for the slot
         if self.error is None:
-            self._call.record(self._group.ledger, self.result)
+            result = self.result.result if isinstance(self.result, Queued) else self.result
+            self._call.record(self._group.ledger, result)
 
     def on_wait(self, seconds: float) -> None:
         self._group.ledger.record_wait(*self._call.where, seconds)

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from spmd_engine.arrays.backend import enter_device
-from spmd_engine.errors import CommunicationTimeout, MismatchError, SpmdError
+from spmd_engine.errors import CommunicationTimeout, MismatchError, RankAborted, SpmdError
 from spmd_engine.runtime.activity import Activity, Line
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ APART_AFTER = 10.0  #: seconds without progress after which ranks that end in di
 MESSAGES_AFTER = 2.0  #: CHECK_AFTER for messages, which a rank may have sent before it ended
 PERIOD = 1e-3  #: seconds between two polls of the progress thread: 125 kB at 1 Gbit/s
 
-_PACKAGE = str(Path(__file__).parent) + os.sep
+_PACKAGES = tuple(str(Path(__file__).parents[1] / name) + os.sep for name in ("arrays", "comm"))
 
 
 class Condition:
@@ -70,6 +70,22 @@ class Requests(Condition):
 
 
 Steps = Generator[Condition, None, Any]  #: yields conditions to wait for, returns the operation's result
+
+
+class Queued:
+    """The result of an operation that other streams of a device write: complete at ``event``. ``held``: what they read.
+
+    ``use()`` lets the computations queued from now on wait for the event, not the host, and returns the result.
+    """
+
+    __slots__ = ("result", "_backend", "_event", "_held")
+
+    def __init__(self, result: Any, backend: Any, event: Any, held: Any = None) -> None:
+        self.result, self._backend, self._event, self._held = result, backend, event, held
+
+    def use(self) -> Any:
+        self._backend.follow(self._event)
+        return self.result
 
 
 class RanksEnded(Exception):
@@ -181,6 +197,8 @@ class Operation(Pending):
             except SpmdError as error:
                 raise error.with_traceback(None) from None  # report the caller's line, not this one
             self.on_wait(perf_counter() - began)
+        if isinstance(self.result, Queued):
+            self.result = self.result.use()
         return self.result
 
 
@@ -193,6 +211,7 @@ class Progress:
         self.idle_seconds = 0.0  #: spent waiting for other ranks, not for data to move
         self.lock = RLock()  #: held while operations start or advance, and while shared memory is allocated
         self.on_begin: Callable[[], None] | None = None  #: wakes the progress thread
+        self.aborts: list[Callable[[SpmdError], None]] = []  #: end the work of devices that waits for other ranks
 
     def begin(self, pending: Operation, spin_tests: int = 0) -> Operation:
         """Start an operation and send its first messages. Spin for ``spin_tests`` tests, then return."""
@@ -253,11 +272,20 @@ class Progress:
         end = self.activity.goes_on
         try:
             self._advance_until(wanted, timeout)
-        except CommunicationTimeout:
+        except CommunicationTimeout as error:
             end = self.activity.gives_up
+            self.abort(error)
+            raise
+        except RankAborted as error:
+            self.abort(error)
             raise
         finally:
             end()
+
+    def abort(self, cause: SpmdError) -> None:
+        """End the work of devices that waits for other ranks, since these do not arrive."""
+        for abort in self.aborts:
+            abort(cause)
 
     def _advance_until(self, wanted: Operation, timeout: float | None) -> None:
         communicator = wanted.communicator
@@ -341,9 +369,9 @@ class ProgressThread:
 
 
 def _calling_line() -> str:
-    """The innermost line of this thread outside the package ``comm``."""
+    """The innermost line of this thread outside the packages ``comm`` and ``arrays``."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
 

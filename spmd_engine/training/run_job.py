@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spmd_engine.adaptive.reshape import ShapeRequest
+from spmd_engine.arrays.backend import get_backend
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.checkpoints.format.folder import find_checkpoint, make_folder, replace_file
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
+from spmd_engine.comm.device_transport import choose_transport
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.layered import LayeredEngine
@@ -67,6 +69,8 @@ def train(
             raise UsageError(f"adapters need trained weights, and {job.model.name} has none: give --model PATH")
         job, notices = _fit_to_mesh(job, mesh, resume, given)
         notices += choose_products(mesh.group(), job.products, dtype=job.model.dtype, device=job.device)
+        backend = get_backend(job.device, *mesh.process_on_node, memory=job.device_memory)
+        notices += choose_transport(mesh.group(), backend, job.transport)
         workload = open_workload(job, mesh)
         notices += _notices_without_effect(workload)
         folder = Path(text_from_rank_zero(mesh.group(), lambda: _open_folder(job, run, resume)))

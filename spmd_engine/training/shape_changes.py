@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from spmd_engine.adaptive.joining import JoinRequest, JoinRequests, facts_of
 from spmd_engine.adaptive.reshape import NAP, Reshaper, Shape, ShapeRequest
+from spmd_engine.arrays.backend import get_backend
 from spmd_engine.axes import axes_text
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
 from spmd_engine.comm.communicators.communicator import Communicator, Port
+from spmd_engine.comm.device_transport import choose_transport
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at
@@ -254,6 +256,7 @@ class ShapeChanges:
                 reshaper.grow(self._port)
             run.gather_memory_limits(reshaper.all_ranks)
             notices = choose_products(reshaper.all_ranks, job.products, dtype=job.model.dtype, device=job.device)
+            notices += choose_transport(reshaper.all_ranks, get_backend(job.device), job.transport)
         if self._port is not None:
             self._port.close()
             self._port = None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from spmd_engine.adaptive.adapt_config import AdaptConfig
+from spmd_engine.comm.device_transport import TRANSPORTS
 from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.configuration import ConfigField, Configuration, section_of, setting, settings_of
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
@@ -131,6 +132,12 @@ class TrainConfig(Configuration):
         most=1.0,
         unset="all, or if ranks share a GPU, an equal part of 95%",
         help="Fraction of a GPU's memory that each rank may use.",
+    )
+    transport: str = setting(
+        "auto",
+        choices=TRANSPORTS,
+        help="How arrays on GPUs travel: by NCCL, by MPI (if it reads their memory), or staged in host memory; auto "
+        "takes the first of these that all ranks have.",
     )
     products: str = setting(
         "auto",

@@ -61,9 +61,10 @@ MISSING = {
 @pytest.mark.parametrize("what", MISSING)
 def test_one_line_says_what_is_missing(what, library, monkeypatch):
     lack, message = MISSING[what]
-    with pytest.raises(UsageError, match=message) as error, fake_cupy.installed(library) as backend:
+    raises = pytest.raises(UsageError, match=message)
+    with raises as error, fake_cupy.installed(library) as backend, monkeypatch.context() as patch:
         fake_cupy.backends.unregister_backend(backend)
-        lack(monkeypatch)
+        lack(patch)
         get_backend("cuda")
     assert "\n" not in str(error.value)
 

@@ -235,9 +235,9 @@ FAULTS = {
     "a wrong sum of GPUs": (
         lambda ranks, together: (
             [facts.update(gpus=["H100"]) for facts in ranks],
-            [rank.update(gpu={"right": False, "seconds": 1e-3, "aware": True}) for rank in together["ranks"]],
+            [rank.update(gpu={"right": False, "seconds": 1e-3, "path": ""}) for rank in together["ranks"]],
         ),
-        (ERROR, "GPUs", "a sum of their arrays is wrong", "SPMD_CUDA_AWARE=0"),
+        (ERROR, "GPUs", "a sum of their arrays is wrong", "--transport staged"),
     ),
     "what cannot be examined": (
         lambda ranks, _: ranks[2].update(blas="error: no such file"),
@@ -382,7 +382,7 @@ def test_sums_of_devices(device):
 
     for aware in (True, False):
         for found in run_threads(program, 2, args=[aware]):
-            assert found["right"] and found["aware"] is aware
+            assert found["right"] and ("MPI, which reads" if aware else "pinned host memory, as") in found["path"]
 
 
 def test_virtual_ranks(virtual):

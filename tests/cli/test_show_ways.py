@@ -16,6 +16,7 @@ def test_routes_on_a_mesh_by_axis():
         "  up to 64.00 KiB inline with the agreement; else shared memory",
         "over data,model (8 ranks on 2 nodes):",
         f"  up to 2.00 KiB inline with the agreement; below 8.00 KiB {library}",
+        "on GPUs: NCCL, if each rank has its own; else see --transport of train",
     ]
 
 

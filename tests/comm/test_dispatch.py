@@ -63,6 +63,14 @@ def test_the_library_never_gets_what_it_cannot_take():
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
+def test_nccl_takes_all_calls_whose_arrays_are_on_devices(operation):
+    for size, one_node, even_nodes in product((0, KIB, 1 << 40), (False, True), (False, True)):
+        nodes = {"one_node": one_node, "even_nodes": even_nodes}
+        assert chosen(operation, size, 4, host=False, nccl=True, **nodes) is Route.NCCL
+        assert chosen(operation, size, 4, host=False, **nodes) is not Route.NCCL
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize(
     "offered, expected",
     [

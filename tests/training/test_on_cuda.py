@@ -2,10 +2,13 @@
 
 import json
 from math import prod
+from threading import get_ident
 
 import numpy as np
 import pytest
 
+import fake_cupy
+import fake_nccl
 import pages
 from fake_cupy import events
 from linear_engine import Linear
@@ -14,6 +17,7 @@ from spmd_engine import Mesh, TrainConfig, batch_of, run_threads, train
 from spmd_engine.adaptive import ShapeRequest
 from spmd_engine.arrays.backend import get_backend
 from spmd_engine.arrays.meta.device import DeviceShapes
+from spmd_engine.comm.device_transport import choose_transport
 from spmd_engine.engine import SGD, AdamW, LayeredEngine, making_on
 from spmd_engine.engine.distributed import make_engine
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
@@ -97,6 +101,19 @@ def test_a_job(name, data, tmp_path, cuda):
     (what, mesh), (here, there) = JOBS[name], (tmp_path / "cpu", tmp_path / "cuda")
     expected = run(what, mesh, here, "cpu", data)
     np.testing.assert_allclose(run(what, mesh, there, "cuda", data), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("transport", ["nccl", "staged"])
+@pytest.mark.parametrize("name", ["zero 3", "hybrid sharded", "tensor and sequence", "ulysses", "experts", "four axes"])
+def test_a_job_by_another_transport(name, transport, data, tmp_path, cuda, monkeypatch):
+    """By default virtual ranks copy: here each has a device of its own, in the same memory."""
+    monkeypatch.setattr(fake_cupy.Device, "pci_bus_id", property(lambda _: f"{get_ident()}"))
+    (what, mesh), (here, there) = JOBS[name], (tmp_path / "cpu", tmp_path / "cuda")
+    expected = run(what, mesh, here, "cpu", data)
+    with fake_nccl.installed() as communicators:
+        found = run({**what, "transport": transport}, mesh, there, "cuda", data)
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+    assert bool(communicators.created) == (transport == "nccl")
 
 
 # --- launches of a step, and how often the host waits, of models whose numbers of layers are those of the names
@@ -229,3 +246,26 @@ def test_an_engine_with_parameters_on_the_host_is_refused(cuda):
 
     with pytest.raises(UsageError, match="OnHost: w is not on device 'cuda'; make parameters by self.xp"):
         run_threads(lambda: make_engine(OnHost, Mesh(), device="cuda"), 1)
+
+
+def test_the_host_of_a_rank_waits_as_often_with_others_by_nccl(cuda, monkeypatch):
+    """Twice in a step, for the norm of the gradient and the loss: never for a collective."""
+    monkeypatch.setattr(fake_cupy.Device, "pci_bus_id", property(lambda _: f"{get_ident()}"))
+
+    def program():
+        with Mesh(data=3) as mesh:
+            assert "NCCL" in choose_transport(mesh.group(), cuda)[0]
+            model = ModelConfig(name=FAMILY["gpt2"], dtype="float64")
+            engine = build_engine(model, mesh, ParallelConfig(zero=3), device="cuda")
+            x = np.random.default_rng(0).integers(0, 10, (9, 12))
+            batches = lambda step: batch_of(x, x, engine, 1, step)
+            trainer = Trainer(engine, AdamW(), batches, lambda step: 1e-3, grad_clip=1.0)
+            trainer.step()
+            before = mesh.ledger.total().calls
+            events().clear()
+            trainer.step()
+            assert events().syncs <= 2 and not events().count("start_to_host")
+            return mesh.ledger.total().calls - before
+
+    with fake_nccl.installed():
+        assert min(run_threads(program, 3)) > 3

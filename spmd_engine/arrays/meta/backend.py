@@ -98,9 +98,6 @@ class Shapes(Backend):
         """Zeros without memory for the values of a meta array, such as an auxiliary loss, on which no step depends."""
         return np.broadcast_to(np.zeros((), x.dtype), x.shape) if self.owns(x) else x
 
-    def copy_to_host(self, x: Array, host: Array) -> None:
-        host[...] = x
-
     def pinned_empty(self, shape: Any, dtype: Any) -> ShapedArray:
         return ShapedArray.new(shape, dtype)
 

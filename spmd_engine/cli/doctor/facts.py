@@ -27,6 +27,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from spmd_engine.arrays.backend import Array, Backend, get_backend
 from spmd_engine.arrays.numba.functions import compiled_loops, loops_are_there
 from spmd_engine.comm.agreement.rank_zero import gather_json, text_from_rank_zero
+from spmd_engine.comm.device_transport import choose_transport
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.comm.shared_memory.cores import quota_here
@@ -224,9 +225,9 @@ def facts_of_ranks(mesh: Mesh, folder: Path, gpus: bool) -> dict[str, Any]:
 
 
 def _gpu_sum(mesh: Mesh, backend: Backend) -> dict[str, Any]:
-    """An all_reduce of arrays on the ranks' GPUs: whether it is right, its seconds, and whether MPI reads their memory.
-    Collective."""
+    """An all_reduce of arrays on the ranks' GPUs: whether it is right, its seconds, and how they travel. Collective."""
     group, x = mesh.group(), backend.asarray(np.ones(TIMED[-1] // 4, np.float32))
+    notices = choose_transport(group, backend)
 
     def call() -> Array:
         total = group.all_reduce(x)
@@ -234,7 +235,7 @@ def _gpu_sum(mesh: Mesh, backend: Backend) -> dict[str, Any]:
         return total
 
     right = bool((backend.to_host(call()) == mesh.size).all())
-    return {"right": right, "seconds": _seconds(group.barrier, call), "aware": mesh.comm.device_aware}
+    return {"right": right, "seconds": _seconds(group.barrier, call), "path": "; ".join(notices)}
 
 
 def _sees(mesh: Mesh, folder: Path) -> bool:

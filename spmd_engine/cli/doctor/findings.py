@@ -451,10 +451,9 @@ def _gpus(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> It
         remedy = "give every node GPUs, install cupy and the driver there, and look at CUDA_VISIBLE_DEVICES"
         yield CheckResult("GPUs", ERROR, f"{text}; none that CuPy can use on {_ranks(without)}", remedy)
     elif not all(found["right"] for found in sums):
-        yield CheckResult("GPUs", ERROR, f"{text}; a sum of their arrays is wrong", "set SPMD_CUDA_AWARE=0")
+        yield CheckResult("GPUs", ERROR, f"{text}; a sum of their arrays is wrong", "train --transport staged")
     elif sums:
-        path = "read by MPI" if sums[0]["aware"] else "copied through the host, as this MPI is not CUDA-aware"
         seconds = max(found["seconds"] for found in sums)
-        yield CheckResult("GPUs", GOOD, f"{text}; all_reduce of 1 MiB {1e3 * seconds:.2f} ms, {path}")
+        yield CheckResult("GPUs", GOOD, f"{text}; all_reduce of 1 MiB {1e3 * seconds:.2f} ms; {sums[0]['path']}")
     else:
         yield CheckResult("GPUs", GOOD, text)

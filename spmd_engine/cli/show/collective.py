@@ -166,7 +166,8 @@ LARGEST = 34  # largest size, as a power of two of bytes; sizes are powers of tw
 def routes_on_mesh(operation: str, axes: Mapping[str, int], nodes: int) -> list[str]:
     """Routes by size of an array, for each mesh axis and for all axes together, in rank 0's groups.
 
-    Ranks fill ``nodes`` one after the other; arrays are in ordinary memory and equally long on all ranks.
+    Ranks fill ``nodes`` one after the other; arrays are equally long on all ranks, and in ordinary memory but for the
+    last line.
     """
     places = all_positions(axes)
     hosts = [rank * nodes // len(places) for rank in range(len(places))]
@@ -176,7 +177,8 @@ def routes_on_mesh(operation: str, axes: Mapping[str, int], nodes: int) -> list[
         count = len(set(group))
         lines.append(f"over {','.join(names)} ({len(group)} ranks on {count} node{'s' if count > 1 else ''}):")
         lines.append(f"  {'; '.join(routes_by_size(operation, group, Tuning()))}")
-    return lines
+    on_devices = choose(Signature(operation), Facts(1, len(places), host=False, nccl=True)).value
+    return [*lines, f"on GPUs: {on_devices}, if each rank has its own; else see --transport of train"]
 
 
 def routes_by_size(operation: str, hosts: Sequence[int], tuning: Tuning) -> list[str]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 INLINE = 4096  #: bytes of a text that travels with a signature
 MAX_DIMS = 16
 #: Indices in ``Signature.words``. Each of the first three is followed by its negative.
-SAME, ALIKE, KNOWN, HOST, MOST, ENDED = 0, 2, 4, 6, 7, 8
+SAME, ALIKE, KNOWN, HOST, DEVICE, MOST, ENDED = 0, 2, 4, 6, 7, 8, 9
 _FORMAT = 2  # of marshal: equal values give equal bytes, and ``loads`` ignores bytes after them
 _DIGITS = 15  # most bytes of a marshalled number
 _NUMBER = struct.Struct("<q")
@@ -60,7 +60,7 @@ class Signature:
     root: int = 0
     sizes: tuple[int, ...] = ()  # of the parts of reduce_scatter and all_to_all, if the caller passed them
     inline: int = 0  # bytes of data that travel with the signature
-    host: bool = True  # whether the array is in host memory
+    host: bool = True  # whether the array, or in a broadcast the result, is in host memory
     known: int = -1  # a number for the lengths of all ranks, if the caller passed them; otherwise -1
 
     @cached_property
@@ -92,7 +92,7 @@ class Signature:
             variable = number_of((self.shape, self.sizes))
         size = 0 if self.shape is None else prod(self.shape) * self.array_type[1].itemsize
         both = (sign * word for word in (agreed, variable, self.known) for sign in (1, -1))
-        return np.array([*both, -self.host, size, 0], np.int64)
+        return np.array([*both, -self.host, self.host, size, 0], np.int64)
 
     @cached_property
     def array_type(self) -> tuple[tuple[int, ...], np.dtype]:
@@ -168,13 +168,14 @@ class NumberedCall(NamedTuple):
 class Signatures:
     """The signatures of all ranks in a call. A group keeps them: digests alone identify a repeated call."""
 
-    __slots__ = ("by_rank", "digests", "same", "inline_all", "inline")
+    __slots__ = ("by_rank", "digests", "same", "inline_all", "inline", "device")
 
     def __init__(self, by_rank: Sequence[Signature]) -> None:
         self.by_rank, self.digests = list(by_rank), [signature.digest for signature in by_rank]
         self.same = len(set(self.digests)) == 1  #: whether all ranks have the same signature
         #: whether all data travel with the signatures
         self.inline_all = all(signature.inline or signature.shape is None for signature in by_rank)
+        self.device = not any(signature.host for signature in by_rank)  #: whether all arrays are on devices
         self.inline: dict[int, list[Any]] = {}  #: by slot: views of all ranks' data, None: no data
 
 
@@ -245,6 +246,7 @@ class Agreed(NamedTuple):
     root: Signature  #: of the root's call in a broadcast; otherwise of this rank's call
     entries: Entries | None = None  #: of this node's ranks in their slot table, if there is one
     signatures: Signatures | None = None  #: of all ranks, if they are on one node
+    device: bool = False  #: whether all arrays are on devices
 
 
 class Agreement:
@@ -292,8 +294,8 @@ class Agreement:
         root = signatures.by_rank[signature.root] if broadcasts else signature
         inline = root.inline > 0 if broadcasts else signatures.inline_all
         most = 0 if x is None else x.nbytes
-        host = inline or entries.readable
-        return Agreed(signatures.same, True, host, most, entries.blocks if inline else (), root, entries, signatures)
+        host, blocks = inline or entries.readable, entries.blocks if inline else ()
+        return Agreed(signatures.same, True, host, most, blocks, root, entries, signatures, signatures.device)
 
     def _between_nodes(
         self, signature: Signature, number: int, x: Array | None, entries: Entries | None, ended: RanksEnded | None
@@ -325,7 +327,7 @@ class Agreement:
             rows = None
         shape, dtype = root.array_type
         blocks = [np.frombuffer(row, dtype, prod(shape)).reshape(shape) for row in rows or ()]
-        return Agreed(alike, sizes_known, host, most, blocks, root, entries)
+        return Agreed(alike, sizes_known, host, most, blocks, root, entries, device=bool(words[DEVICE] == 0))
 
     def _explain(self, signature: Signature, number: int, x: Array | None) -> Steps:
         """Raise the same error on all ranks if their calls differ or a rank cannot make its call: each rank sends its

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 
@@ -18,9 +18,11 @@ from spmd_engine.comm.dispatch import Tuning
 from spmd_engine.comm.pending import TIMEOUT, Condition, Progress
 from spmd_engine.comm.shared_memory.arena import Neighbours
 from spmd_engine.comm.shared_memory.slot_table import SlotTable
+from spmd_engine.comm.transports.nccl import NcclRanks
 from spmd_engine.runtime.activity import Line
 
 if TYPE_CHECKING:
+    from spmd_engine.arrays.backend import CudaBackend
     from spmd_engine.comm.transports.hierarchical import Lanes
     from spmd_engine.comm.transports.mpi import NonblockingCollectives
 
@@ -78,17 +80,19 @@ class Communicator(ABC):
     hosts: Sequence[str]  #: names of all ranks' hosts
     progress: Progress  #: this rank's operations, shared by all sub-communicators
     tuning: Tuning = Tuning()
-    call_order: CallOrder  #: of calls that may use ``collectives`` or ``lane_collectives``
+    call_order: CallOrder  #: of calls that may use ``collectives``, ``lane_collectives`` or ``nccl``
     line: Line  #: where this rank's calls are published
     calls = 0  #: collectives started so far; equal on all ranks, also if several meshes share this communicator
     in_one_process = False  #: whether all ranks are threads of this process
-    device_aware = False  #: whether it accepts device arrays
+    library_is_device_aware = False  #: whether messages can be arrays on devices
+    device_aware = False  #: whether they are: see ``set_transport``
     spin_tests = 0  #: tests of a condition before the rank yields the processor; 0: ranks outnumber cores
     neighbours: Neighbours | None = None  #: memory shared with the ranks of this node, if available
     table: SlotTable | None = None  #: of this communicator's ranks, if all share one node's memory
     lanes: Lanes | None = None  #: ranks by nodes, if there are several nodes with equally many ranks
     collectives: NonblockingCollectives | None = None  #: the MPI library's, between nodes
     lane_collectives: NonblockingCollectives | None = None  #: the same for this rank's lane
+    nccl: NcclRanks | None = None  #: NCCL between the devices of the ranks; None: their arrays take other routes
 
     def __init__(self) -> None:
         self.call_order = CallOrder()
@@ -118,6 +122,28 @@ class Communicator(ABC):
             with self.progress.lock:
                 x = self.neighbours.own.empty(shape, dtype)
         return x if x is not None else np.empty(shape, dtype)
+
+    def set_transport(self, device_aware: bool, backend: CudaBackend | None) -> None:
+        """Decide how device arrays travel: by NCCL from ``backend``'s device, if given; else by messages, directly if
+        ``device_aware``. Collective; later subsets take this over."""
+        self.device_aware = device_aware
+        if backend is None or self.nccl is None or self.nccl.backend is not backend:
+            self.close_nccl()
+            self.nccl = NcclRanks(self, backend) if backend is not None and self.size > 1 else None
+
+    def start_progress_thread(self) -> None:
+        """Let calls advance while this rank computes, where a thread can do that."""
+
+    def close_nccl(self) -> None:
+        """End the use of NCCL. Collective."""
+        if self.nccl is not None:
+            self.nccl.close()
+            self.nccl = None
+
+    def inherit_transport(self, parent: Communicator) -> Self:
+        """Send device arrays as ``parent`` does."""
+        self.set_transport(parent.device_aware, parent.nccl.backend if parent.nccl is not None else None)
+        return self
 
     def outer(self, rank: int) -> int:
         """``rank`` itself; ``transports.messages.MessagePart`` maps its ranks to the communicator's."""

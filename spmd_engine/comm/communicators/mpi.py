@@ -77,7 +77,7 @@ class MPICommunicator(Communicator):
         self.node = node if node is not None else MPI.Get_processor_name()
         self.progress = progress if progress is not None else Progress()
         self.line = self.progress.activity.line(self._members)
-        self.device_aware = is_device_aware()
+        self.device_aware = self.library_is_device_aware = is_device_aware()
 
     def open_node(self, hosts: Sequence[str], cores: int, gather_texts: Callable[[str], list[str]]) -> None:
         """Share memory with this node's ranks; once, for the world.
@@ -94,14 +94,19 @@ class MPICommunicator(Communicator):
                         "this MPI library does not permit calls from threads: data between nodes move only while ranks "
                         "wait"
                     )
-            elif self.progress.on_begin is None:  # else it has such a thread from an earlier world
-                thread = ProgressThread(self.progress)
-                self.progress.on_begin = thread.wake
-                atexit.register(thread.stop)
+            else:
+                self.start_progress_thread()
             nodes = nodes if "no" not in gather_texts("yes" if node is not None else "no") else None
         table = table_on(node, ranks, ranks.index(self.rank)) if node is not None and nodes is not None else None
         self.calls = 0  # earlier calls were made without the table
         self._set_up_routes(node, len(ranks) > cores, nodes or (), table)
+
+    def start_progress_thread(self) -> None:
+        """See ``Communicator``: if MPI permits it, and there is no such thread from an earlier world."""
+        if self.progress.on_begin is None and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            thread = ProgressThread(self.progress)
+            self.progress.on_begin = thread.wake
+            atexit.register(thread.stop)
 
     def _set_up_routes(
         self, node: Node | None, oversubscribed: bool, nodes: Sequence[Sequence[int]], table: SlotTable | None
@@ -146,7 +151,7 @@ class MPICommunicator(Communicator):
         communicator._users += 1
         communicators.pop(members, None)
         communicators[members] = communicator
-        return communicator
+        return communicator.inherit_transport(self)
 
     def _create_subset(
         self, ranks: Sequence[int], members: Sequence[int], offset: int, nodes: list[list[int]] | None
@@ -205,6 +210,7 @@ class MPICommunicator(Communicator):
 
     def close(self) -> None:
         """Release all resources of this communicator."""
+        self.close_nccl()
         self.progress.activity.close(self.line)
         if (table := self.node_table) is not None:
             with self.progress.lock:

@@ -209,7 +209,7 @@ class ThreadCommunicator(Communicator):
     """Messages by copy through mailboxes. ``members`` are ranks of the fabric, in this communicator's order."""
 
     in_one_process = True
-    device_aware = True  # in one address space the arrays' library copies device arrays
+    device_aware = library_is_device_aware = True  # in one address space the arrays' library copies device arrays
 
     def __init__(
         self,
@@ -255,9 +255,11 @@ class ThreadCommunicator(Communicator):
         self._subsets[members] += 1  # two communicators of the same ranks must not share messages
         name = (*self._name, members, self._subsets[members])
         rank = members.index(self._me)
-        return ThreadCommunicator(self._fabric, members, rank, self.progress, self.neighbours, name)
+        subset = ThreadCommunicator(self._fabric, members, rank, self.progress, self.neighbours, name)
+        return subset.inherit_transport(self)
 
     def free(self) -> None:
+        self.close_nccl()
         self.progress.activity.close(self.line)
         if (table := self.node_table) is not None:
             table.neighbours.retire(table)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Union
 
-from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.pending import Requests, Steps
+from spmd_engine.arrays.backend import Array, CudaBackend, backend_of
+from spmd_engine.comm.pending import Condition, Requests, Steps
 from spmd_engine.comm.transports.transport import Parts, Transport
 
 if TYPE_CHECKING:
@@ -51,9 +51,7 @@ Ranks = Union["Communicator", MessagePart]  #: ranks that can exchange messages
 
 def exchange(ranks: Ranks, outgoing: Sequence[Array | None], incoming: Sequence[Array | None], tag: int) -> Steps:
     """Send ``outgoing[r]`` to each other rank r and fill ``incoming[r]`` from it; None or empty: no message."""
-    backends = {id(backend): backend for backend in (backend_of(x) for x in (*outgoing, *incoming) if x is not None)}
-    for backend in backends.values():
-        backend.synchronize()  # MPI accesses device memory without waiting for its stream
+    yield from settled(*outgoing, *incoming)
     requests = Requests(ranks)
     for step in range(1, ranks.size):  # rank r begins with rank r + 1, so that first targets differ
         source = (ranks.rank - step) % ranks.size
@@ -64,6 +62,13 @@ def exchange(ranks: Ranks, outgoing: Sequence[Array | None], incoming: Sequence[
         if (x := outgoing[to]) is not None and x.size:
             requests.add(to, ranks.start_send(x, to, tag))
     yield requests
+
+
+def settled(*arrays: Array | None) -> Steps:
+    """Wait for what devices compute of these arrays: MPI accesses device memory without waiting for its stream."""
+    backends = [backend_of(x) for x in arrays if x is not None]
+    for event in [backend.record() for backend in dict.fromkeys(backends) if isinstance(backend, CudaBackend)]:
+        yield Condition(lambda event=event: event.done, lambda rank: True, messages=True)
 
 
 class Messages(Transport):

@@ -1,0 +1,269 @@
+"""Transport by NCCL, of arrays on devices: the host queues the transfers of a call on a stream, and does not wait.
+
+A communicator of NCCL has its own stream, which waits for the event at which a call's arrays are complete; the stream
+of computations waits for the call's event when its result is used. So the host runs ahead of the devices, and waits for
+them only where it reads values. There it looks for errors of NCCL, and if ranks do not arrive, or have ended or failed,
+it aborts all communicators: their kernels end, and so can the process.
+
+NCCL sums in an order of its own, which depends on its version and on the links between devices, in the dtype of the
+arrays. Sums of 16-bit floats, sums in rank order, and reductions that NCCL lacks are therefore exchanges of parts, and
+sums of these on the device, as in ``Transport``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Thread, get_ident
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from spmd_engine.arrays.backend import Array, CudaBackend
+from spmd_engine.comm.agreement.call_agreement import Signature, disseminate
+from spmd_engine.comm.pending import Condition, Operation, Steps
+from spmd_engine.comm.transports.messages import EXPLANATION, tag
+from spmd_engine.comm.transports.transport import Parts, Transport
+from spmd_engine.errors import SpmdError
+
+if TYPE_CHECKING:
+    from spmd_engine.comm.communicators.communicator import Communicator
+    from spmd_engine.runtime.activity import Line
+
+#: Names of the dtypes that NCCL reduces; a complex number is two floats, which it can only add.
+_NAMES = {"i1": "INT8", "u1": "UINT8", "i4": "INT32", "u4": "UINT32", "i8": "INT64", "u8": "UINT64"}
+_NAMES |= {"b1": "UINT8", "f4": "FLOAT32", "f8": "FLOAT64", "c8": "FLOAT32", "c16": "FLOAT64"}
+_REDUCTIONS = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN", "prod": "PROD"}
+_FLOATS = {"c": 2}  # in an element, by the kind of its dtype
+
+_open: list[NcclRanks] = []  # of this process
+
+
+class QueuedCall(NamedTuple):
+    """A call whose transfers are queued."""
+
+    number: int
+    what: str  #: the call, as text
+    text: int  #: number of its description, see ``Activity.called``
+    timeout: float | None
+    event: Any = None  #: done when they are complete
+
+
+class NcclRanks:
+    """The ranks of a communicator, which NCCL connects in their first call. ``backend``: of this rank's device.
+
+    Where the thread that creates it waits for the device, it watches these ranks.
+    """
+
+    def __init__(self, comm: Communicator, backend: CudaBackend) -> None:
+        self.comm, self.backend, self.library = comm, backend, backend.xp.cuda.nccl
+        self.communicator: Any = None  #: NCCL's
+        self.stream: Any = None
+        self.thread, self._works, self._error = get_ident(), deque[QueuedCall](), None
+        comm.progress.aborts.append(self.abort)
+        backend.await_event = _await_event
+        _open.append(self)
+
+    def close(self) -> None:
+        """End its use, when its work is complete or aborted."""
+        self.comm.progress.aborts.remove(self.abort)
+        _open.remove(self)
+        if self.communicator is not None:
+            self.communicator.destroy()
+
+    def abort(self, cause: SpmdError) -> None:
+        """End the kernels of its work; its later calls raise ``cause``."""
+        if self._error is None and self.communicator is not None:
+            self._error = cause
+            self.communicator.abort()
+
+    def first_work(self) -> QueuedCall | None:
+        """The first work that is not complete."""
+        while self._works and self._works[0].event.done:
+            self._works.popleft()
+        return self._works[0] if self._works else None
+
+    def check(self) -> None:
+        """Raise SpmdError if it was aborted, or if NCCL has found an error, such as a lost connection."""
+        if self._error is None and self.communicator is not None:
+            try:
+                self.communicator.check_async_error()
+            except self.library.NcclError as error:
+                self.comm.progress.abort(self._failure(error))
+        if self._error is not None:
+            raise self._error
+
+    def connect(self, number: int) -> Steps:
+        """Create NCCL's communicator and its stream, in call ``number``. Collective.
+
+        NCCL waits inside for all ranks: in a thread of its own, so that this rank can report for whom it waits.
+        """
+        rank_zero = self.comm.rank == 0
+        row = bytes(number & 255 for number in self.library.get_unique_id()) if rank_zero else b""
+        words, phase = Signature("barrier").words, tag(number, EXPLANATION)  # free, as the ranks have agreed
+        _, (row,) = yield from disseminate(self.comm, words, row, phase, copies=True)
+        key = tuple(byte - 256 * (byte > 127) for byte in row)  # signed, as CuPy's
+        made: list[Any] = []
+
+        def create() -> None:
+            self.backend.enter()
+            try:
+                made.append(self.library.NcclCommunicator(self.comm.size, key, self.comm.rank))
+            except self.library.NcclError as error:
+                made.append(self._failure(error))
+
+        Thread(target=create, name="spmd_engine NCCL", daemon=True).start()
+        yield Condition(lambda: bool(made), lambda rank: False, messages=True)
+        if isinstance(made[0], SpmdError):
+            raise made[0]
+        self.communicator, self.stream = made[0], self.backend.xp.cuda.Stream(non_blocking=True)
+
+    def queue(self, work: QueuedCall, move: Callable[[], Steps], ready: Any = None) -> Steps:
+        """Queue the transfers of a call, ``move()``, after the event ``ready`` or, without one, after all computations
+        so far; returns the event of their end."""
+        yield from self.comm.call_order.wait(work.number)
+        if self.communicator is None:
+            yield from self.connect(work.number)
+        self.check()
+        self.stream.wait_event(ready or self.backend.record())
+        with self.stream:
+            for _ in move():
+                raise AssertionError("a transfer by NCCL does not wait on the host")
+        event = self.backend.record(self.stream)
+        self.first_work()  # forgets those that are complete
+        self._works.append(work._replace(event=event))
+        self.comm.call_order.finish(work.number)
+        return event
+
+    def _failure(self, error: Exception) -> SpmdError:
+        ranks = ", ".join(map(str, self.comm.line.members))
+        return SpmdError(f"NCCL between ranks {ranks}: {error}; set NCCL_DEBUG=WARN, or use --transport staged")
+
+
+class NcclTransport(Transport):
+    """See ``Transport``. ``queue`` runs its methods; they never wait.
+
+    ``in_rank_order``: whether all reductions are in rank order.
+    """
+
+    def __init__(self, ranks: NcclRanks, work: QueuedCall, in_rank_order: bool) -> None:
+        self.rank, self.size, self.tuning = ranks.comm.rank, ranks.comm.size, ranks.comm.tuning
+        self._ranks, self._work, self._in_rank_order = ranks, work, in_rank_order
+
+    def queue(self, move: Callable[[], Steps], ready: Any = None) -> Steps:
+        """See ``NcclRanks``."""
+        return self._ranks.queue(self._work, move, ready)
+
+    def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
+        mine = x[parts[self.rank]]
+        with self._group() as (comm, dtype, stream):
+            if _are_even(parts):
+                comm.allGather(mine.data.ptr, x.data.ptr, mine.nbytes, dtype("UINT8"), stream)
+            for root, part in enumerate([] if _are_even(parts) else parts):
+                if (block := x[part]).size:
+                    comm.broadcast(block.data.ptr, block.data.ptr, block.nbytes, dtype("UINT8"), root, stream)
+        yield from ()
+
+    def all_to_all(self, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True) -> Steps:
+        with self._group() as (comm, dtype, stream):
+            for step in range(1, self.size):
+                to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+                if (block := x[parts[to]]).size:
+                    comm.send(block.data.ptr, block.nbytes, dtype("UINT8"), to, stream)
+                if (block := out[out_parts[source]]).size:
+                    comm.recv(block.data.ptr, block.nbytes, dtype("UINT8"), source, stream)
+        yield from ()
+
+    def broadcast(self, x: Array, root: int) -> Steps:
+        with self._group() as (comm, dtype, stream):
+            if x.size:
+                comm.broadcast(x.data.ptr, x.data.ptr, x.nbytes, dtype("UINT8"), root, stream)
+        yield from ()
+
+    def all_reduce(self, x: Array, out: Array, reduction: str) -> Steps:
+        kind = self._kind(x, reduction)
+        if kind is None:
+            yield from super().all_reduce(x, out, reduction)
+        elif x.size:
+            with self._group() as (comm, constant, stream):
+                how = constant(kind), constant(_REDUCTIONS[reduction]), stream
+                comm.allReduce(x.data.ptr, out.data.ptr, x.size * _FLOATS.get(x.dtype.kind, 1), *how)
+            self._divide(out, reduction)
+
+    def reduce_scatter(self, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True) -> Steps:
+        kind = self._kind(x, reduction)
+        if kind is None:
+            yield from super().reduce_scatter(x, parts, out, reduction, last=last)
+            return
+        floats = _FLOATS.get(x.dtype.kind, 1)
+        with self._group() as (comm, constant, stream):
+            how = constant(kind), constant(_REDUCTIONS[reduction])
+            if _are_even(parts):
+                comm.reduceScatter(x.data.ptr, out.data.ptr, out.size * floats, *how, stream)
+            for root, part in enumerate([] if _are_even(parts) else parts):
+                if (block := x[part]).size:
+                    target = out if root == self.rank else block
+                    comm.reduce(block.data.ptr, target.data.ptr, block.size * floats, *how, root, stream)
+        self._divide(out, reduction)
+
+    def _kind(self, x: Array, reduction: str) -> str | None:
+        """NCCL's name of the dtype; None if the parts are exchanged instead, and reduced in rank order."""
+        kind = x.dtype.kind
+        lacks = kind == "c" and reduction not in ("sum", "mean")
+        return None if self._in_rank_order or lacks else _NAMES.get(f"{kind}{x.itemsize}")
+
+    def _divide(self, out: Array, reduction: str) -> None:
+        if reduction == "mean" and out.size:
+            out /= out.dtype.type(self.size)
+
+    @contextmanager
+    def _group(self) -> Iterator[tuple[Any, Callable[[str], int], int]]:
+        """NCCL's communicator, its constants, and the stream; the calls inside start together."""
+        ranks = self._ranks
+        ranks.library.groupStart()
+        try:
+            yield ranks.communicator, lambda name: int(getattr(ranks.library, f"NCCL_{name}")), ranks.stream.ptr
+        finally:
+            ranks.library.groupEnd()
+
+
+def _are_even(parts: Parts) -> bool:
+    """Whether all parts have the same length, not 0."""
+    lengths = {part.stop - part.start for part in parts}
+    return len(lengths) == 1 and 0 not in lengths
+
+
+class _DeviceWait(Operation):
+    """The host's wait for an event of the device, which waits for ``work`` with other ranks."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, ranks: NcclRanks, work: QueuedCall, steps: Steps) -> None:
+        super().__init__(ranks.comm, steps, work.timeout, work.what)
+        self._work = work
+
+    def call(self) -> tuple[Line | None, int, int]:
+        return self.communicator.line, self._work.number, self._work.text
+
+
+def _await_event(event: Any) -> None:
+    """Wait until an event of the device is done; an error if that needs ranks that do not arrive, or that fail."""
+    mine = [ranks for ranks in _open if ranks.thread == get_ident()]
+    busy = [(ranks, work) for ranks in mine if (work := ranks.first_work()) is not None]
+
+    def is_done() -> bool:
+        for ranks in mine:
+            ranks.check()
+        return event.done
+
+    def steps() -> Steps:
+        yield Condition(is_done, lambda rank: False, messages=True)
+
+    if not busy:
+        return
+    ranks, work = busy[0]
+    progress = ranks.comm.progress
+    try:
+        progress.begin(_DeviceWait(ranks, work, steps())).wait()
+    except SpmdError as error:
+        progress.abort(error)
+        raise
