@@ -57,8 +57,9 @@ def train(config, model):
     def step(index):
         inputs, targets = batches[index % len(batches)]
         optimizer.zero_grad(set_to_none=True)
-        outputs = model(inputs)
-        loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+        with torch.autocast("cpu", torch.bfloat16, enabled=config.get("precision") == "bfloat16"):
+            outputs = model(inputs)
+            loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
         loss.backward()
         if config["clip_norm"]:
             nn.utils.clip_grad_norm_(model.parameters(), config["clip_norm"])

@@ -242,6 +242,9 @@ class CudaFunctions:
     def takes(self, x):
         return x.dtype.char in "fd"
 
+    def takes_halves(self, name, x):
+        return False
+
     # Activations
 
     def relu(self, z, want_slope=True):

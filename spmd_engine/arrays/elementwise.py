@@ -7,14 +7,14 @@ from spmd_engine.arrays.precision import is_half
 
 
 def add_to(x: Array, y: Array) -> Array:
-    """x += y, for y shaped as x[... d] or [d]; returns x."""
+    """x += y, for y shaped as x or its last dims; returns x."""
     if not (is_half(x.dtype) and type(x) is CPU.xp.ndarray and CPU.kernels and CPU.kernels.add_halves(x, y)):
         x += y
     return x
 
 
 def multiply_by(x: Array, y: Array) -> Array:
-    """x *= y, for y shaped as x[... d] or [d]; returns x."""
+    """x *= y, for y shaped as x or its last dims; returns x."""
     if not (is_half(x.dtype) and type(x) is CPU.xp.ndarray and CPU.kernels and CPU.kernels.multiply_halves(x, y)):
         x *= y
     return x

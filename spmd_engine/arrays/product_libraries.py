@@ -100,8 +100,6 @@ class OneDNN:
 
     def multiply(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> bool:
         """As Library.multiply."""
-        if not (_is_plain(a) and _is_plain(b) and _is_plain(out)) or not a.ndim == b.ndim == out.ndim <= 12:
-            return False
         try:
             products, stream = self._local.products, self._local.stream
         except AttributeError:
@@ -109,6 +107,9 @@ class OneDNN:
         key = a.shape, a.strides, b.shape, b.strides, out.strides, a.dtype, out.dtype
         product = products.get(key)
         if product is None:
+            plain = _is_plain(a) and _is_plain(b) and _is_plain(out)
+            if not plain or not a.ndim == b.ndim == out.ndim <= 12:
+                return False
             if len(products) >= _KEPT:
                 del products[next(iter(products))]
             product = products[key] = _Product(self, a, b, out)

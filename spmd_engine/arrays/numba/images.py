@@ -28,6 +28,9 @@ class FastImages:
         """Only float32, as ``FastFunctions``."""
         return x.dtype == np.float32
 
+    def takes_halves(self, name, x):
+        return False
+
     # Convolution
 
     def conv2d(self, x, w, rows, columns, groups=1):
