@@ -89,7 +89,7 @@ def _capped(scores: Array, scale: float, cap: float | None) -> float:
 
 
 def _softmax_over_keys(scores: Array, scale: float, dtype: Any) -> tuple[Array, Array, Array]:
-    """p[h t s] = exp(scale · scores - top), in this dtype, top[h s], and the sums[h s] of p over t before it is rounded.
+    """p[h t s] = exp(scale · scores - top) in this dtype, top[h s], and the sums[h s] of p over t before it is rounded.
 
     ``top`` is the first multiple of log(2) from the maximum on: with another ``top``, as on a rank with other keys,
     rounded p are the same, up to a power of 2. ``scores`` are overwritten.

@@ -25,7 +25,7 @@ _OF_BFLOAT16 = {
     "rms_norm",
     "rms_norm_backward",
 }
-_OF_BFLOAT16 |= {"layer_norm_backward_parameters", "rms_norm_backward_scale", "products_of_rows"}
+_OF_BFLOAT16 |= {"layer_norm_backward_parameters", "rms_norm_backward_scale", "products_of_rows", "kept_where"}
 _SUMMED = 1024  # rows that are added one by one: a million would lose two more digits
 
 logger = logging.getLogger(__name__)
@@ -70,15 +70,11 @@ class FastFunctions:
         return name in _OF_BFLOAT16 and x.dtype == bfloat16
 
     def _loop(self, name: str, x: np.ndarray) -> Callable[..., None]:
-        """The loop for arrays such as ``x``."""
-        if x.dtype != bfloat16:
-            return getattr(self._loops, name)
-        loop = getattr(self._loops, f"{name}_bfloat16")
-        return lambda *arguments: loop(*(y.view(np.int16) if _is_bfloat16(y) else y for y in arguments))
+        return loop_for(self._loops, name, x)
 
     def round_to_bfloat16(self, x, out=None):
         """``x`` as bfloat16, in contiguous ``out`` if given."""
-        x = _contiguous(x)
+        x = contiguous(x)
         y = np.empty_like(x, bfloat16) if out is None else out
         self._loops.round_to_bfloat16(x, y.view(np.int16))
         return y
@@ -99,6 +95,13 @@ class FastFunctions:
             loop(*(z.view(np.int16).reshape(-1, prod(y.shape)) for z in (x, np.ascontiguousarray(y))))
         return True
 
+    def kept_where(self, x, flags):
+        """x · flags, in the dtype of ``x``."""
+        x = contiguous(x)
+        y = np.empty_like(x)
+        self._loop("kept_where", x)(x, np.ascontiguousarray(np.broadcast_to(flags, x.shape)), y)
+        return y
+
     # Activations
 
     def relu(self, z, want_slope=True):
@@ -108,7 +111,7 @@ class FastFunctions:
         return self._activation("gelu", z, z.dtype if want_slope else None)
 
     def _activation(self, name, z, slope_dtype):
-        z = _contiguous(z)
+        z = contiguous(z)
         y = np.empty_like(z)
         if slope_dtype is None:
             self._loop(f"{name}_value", z)(z, y)
@@ -118,7 +121,7 @@ class FastFunctions:
         return y, slope
 
     def silu_gate(self, z, u, want_slopes=True):
-        z, u = _contiguous(z), _spread(u, z.shape, z.dtype)
+        z, u = contiguous(z), _spread(u, z.shape, z.dtype)
         h = np.empty_like(z)
         if not want_slopes:
             self._loop("silu_gate_value", z)(z, u, h)
@@ -134,7 +137,7 @@ class FastFunctions:
         rows, pairs = x.shape[:2], cosine.shape[-1]
         cosine = _spread(cosine, (*rows, pairs))
         sine = _spread(-sine if back else sine, (*rows, pairs))
-        flat = _contiguous(x).reshape(prod(rows), prod(x.shape[2:-1]), x.shape[-1])
+        flat = contiguous(x).reshape(prod(rows), prod(x.shape[2:-1]), x.shape[-1])
         y = np.empty_like(flat)
         self._loop("rotate_neighbours" if neighbours else "rotate_halves", flat)(flat, cosine, sine, y)
         return y.reshape(x.shape)
@@ -180,13 +183,13 @@ class FastFunctions:
         if scores.ndim == 2:
             _in_place(self._loops.exponentiate_rows, scores, _spread(shift, (len(scores), 1)))
         else:
-            changed = _contiguous(scores)
+            changed = contiguous(scores)
             self.exponentiate_keys(changed, 1.0, shift, changed.dtype)
             if changed is not scores:
                 scores[...] = changed
 
     def softmax_backward(self, ds, p, projection):
-        ds[...] = self.softmax_gradient(_contiguous(ds), _spread(p, ds.shape), projection, 1.0, ds.dtype)
+        ds[...] = self.softmax_gradient(contiguous(ds), _spread(p, ds.shape), projection, 1.0, ds.dtype)
 
     # Softmax over the keys of a block's scores[h t s], contiguous float32 (``attention``)
 
@@ -197,7 +200,7 @@ class FastFunctions:
         return p, top, sums
 
     def products_of_rows(self, x, y):
-        x, y = _contiguous(x), _contiguous(y)
+        x, y = contiguous(x), contiguous(y)
         sums = np.empty(x.shape[:-1], np.float32)
         self._loop("products_of_rows", x)(x, y, sums)
         return sums
@@ -215,7 +218,7 @@ class FastFunctions:
     def scores_of_targets(self, scores, targets, top):
         result = np.empty_like(scores, shape=len(targets))
         rows = scores.shape[:1]
-        self._loops.scores_of_targets(_contiguous(scores), _indices(targets, rows), _spread(top, rows), result)
+        self._loops.scores_of_targets(contiguous(scores), _indices(targets, rows), _spread(top, rows), result)
         return result
 
     def cross_entropy_gradient(self, p, sums, weights, targets):
@@ -224,11 +227,19 @@ class FastFunctions:
         _in_place(self._loops.cross_entropy_gradient, p, *others)
 
 
+def loop_for(loops: Any, name: str, x: np.ndarray) -> Callable[..., None]:
+    """The loop of this name for arrays such as ``x``: bfloat16 or float32."""
+    if x.dtype != bfloat16:
+        return getattr(loops, name)
+    loop = getattr(loops, f"{name}_bfloat16")
+    return lambda *arguments: loop(*(y.view(np.int16) if _is_bfloat16(y) else y for y in arguments))
+
+
 def _is_bfloat16(x: Any) -> bool:
     return isinstance(x, np.ndarray) and x.dtype == bfloat16
 
 
-def _contiguous(x: np.ndarray, dtype: Any = None) -> np.ndarray:
+def contiguous(x: np.ndarray, dtype: Any = None) -> np.ndarray:
     """``x`` contiguous, as the loops take it, which check no strides: as bfloat16 if it is, else as float32."""
     if dtype is None:
         dtype = x.dtype if x.dtype == bfloat16 else np.float32
@@ -239,7 +250,7 @@ def _contiguous(x: np.ndarray, dtype: Any = None) -> np.ndarray:
 
 def _spread(x: np.ndarray, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
     """Contiguous ``x``, broadcast to this shape; ValueError if it cannot be. The loops check no bounds."""
-    return _contiguous(x if x.shape == shape else np.broadcast_to(x, shape), dtype)
+    return contiguous(x if x.shape == shape else np.broadcast_to(x, shape), dtype)
 
 
 def _indices(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -252,14 +263,14 @@ def _of_columns(x: np.ndarray, scores: np.ndarray) -> np.ndarray:
 
 
 def _norm(loop, x: np.ndarray, epsilon: float, *parameters: np.ndarray) -> tuple[np.ndarray, ...]:
-    x = _contiguous(x)
+    x = contiguous(x)
     results = np.empty_like(x), np.empty_like(x), np.empty(x.shape[:-1], np.float32)
     loop(x, *(_spread(parameter, x.shape[-1:]) for parameter in parameters), epsilon, *results)
     return results
 
 
 def _norm_backward(loop, dy: np.ndarray, normal: np.ndarray, inverse: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    dy = _contiguous(dy)
+    dy = contiguous(dy)
     dx = np.empty_like(dy)
     loop(dy, _spread(normal, dy.shape, dy.dtype), _spread(inverse, dy.shape[:-1]), _spread(scale, dy.shape[-1:]), dx)
     return dx
@@ -267,7 +278,7 @@ def _norm_backward(loop, dy: np.ndarray, normal: np.ndarray, inverse: np.ndarray
 
 def _sums_over_rows(loop, count: int, dy: np.ndarray, normal: np.ndarray) -> np.ndarray:
     """[count d]: ``count`` sums over rows; the loop adds those of some rows at a time."""
-    rows, normal_rows = (x.reshape(-1, dy.shape[-1]) for x in (_contiguous(dy), _spread(normal, dy.shape, dy.dtype)))
+    rows, normal_rows = (x.reshape(-1, dy.shape[-1]) for x in (contiguous(dy), _spread(normal, dy.shape, dy.dtype)))
     sums = np.zeros((count, dy.shape[-1]), np.float32)
     for start in range(0, len(rows), _SUMMED):
         part, part_sums = slice(start, start + _SUMMED), np.zeros_like(sums)
@@ -278,7 +289,7 @@ def _sums_over_rows(loop, count: int, dy: np.ndarray, normal: np.ndarray) -> np.
 
 def _in_place(loop, x: np.ndarray, *others: np.ndarray) -> None:
     """Run a loop that changes ``x`` in place, even if ``x`` is not contiguous."""
-    changed = _contiguous(x)
+    changed = contiguous(x)
     loop(changed, *others)
     if changed is not x:
         x[...] = changed

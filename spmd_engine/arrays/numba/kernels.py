@@ -18,7 +18,7 @@ import numpy as np
 from llvmlite import ir
 from numba import int32, njit
 from numba.core import types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
 from spmd_engine.arrays.factors import GELU_A, GELU_C
 
@@ -95,37 +95,34 @@ def exponential(x):
 
 
 @intrinsic
-def _rounded(context, number):
-    """The upper half of a float32, rounded to nearest even; NaN stays NaN."""
+def wide(context, number):
+    """A number of an array, float32 or bfloat16, as float32."""
 
     def generate(_, builder, __, arguments):
-        word = ir.IntType(32)
-        bits = builder.bitcast(arguments[0], word)
+        if number != types.int16:
+            return arguments[0]
+        bits = builder.shl(builder.zext(arguments[0], ir.IntType(32)), ir.IntType(32)(16))
+        return builder.bitcast(bits, ir.FloatType())
+
+    return types.float32(number), generate
+
+
+@intrinsic
+def stored(context, number, array):
+    """A float32 as a number of this array: as bfloat16 rounded to nearest even; NaN stays NaN."""
+
+    def generate(_, builder, __, arguments):
+        word, (x, _) = ir.IntType(32), arguments
+        if array.dtype != types.int16:
+            return x
+        bits = builder.bitcast(x, word)
         half = builder.lshr(bits, word(16))
-        added = builder.add(builder.and_(half, word(1)), word(0x7FFF))
-        even = builder.lshr(builder.add(bits, added), word(16))
-        nan = builder.fcmp_unordered("uno", arguments[0], arguments[0])
-        return builder.trunc(builder.select(nan, builder.or_(half, word(0x40)), even), ir.IntType(16))
+        odd = builder.and_(half, word(1))
+        even = builder.lshr(builder.add(bits, builder.add(odd, word(0x7FFF))), word(16))
+        kept = builder.select(builder.fcmp_unordered("uno", x, x), builder.or_(half, word(0x40)), even)
+        return builder.trunc(kept, ir.IntType(16))
 
-    return types.int16(types.float32), generate
-
-
-def wide(x):
-    """The number ``x`` of an array as float32."""
-
-
-@overload(wide, inline="always")
-def _wide(x):
-    return (lambda x: _as_float(int32(int32(x) << int32(16)))) if x == types.int16 else (lambda x: x)
-
-
-def stored(x, array):
-    """The float32 ``x`` as a number of this array."""
-
-
-@overload(stored, inline="always")
-def _stored(x, array):
-    return (lambda x, array: _rounded(x)) if array.dtype == types.int16 else (lambda x, array: x)
+    return array.dtype(types.float32, array), generate
 
 
 @compiled
@@ -135,7 +132,7 @@ def add_halves(x: HalfRows, y: HalfRows):
     for i in range(rows):
         row = i if y.shape[0] > 1 else 0
         for j in range(width):
-            x[i, j] = _rounded(wide(x[i, j]) + wide(y[row, j]))
+            x[i, j] = stored(wide(x[i, j]) + wide(y[row, j]), x)
 
 
 @compiled
@@ -145,14 +142,21 @@ def multiply_halves(x: HalfRows, y: HalfRows):
     for i in range(rows):
         row = i if y.shape[0] > 1 else 0
         for j in range(width):
-            x[i, j] = _rounded(wide(x[i, j]) * wide(y[row, j]))
+            x[i, j] = stored(wide(x[i, j]) * wide(y[row, j]), x)
+
+
+@compiled
+def kept_where(x: AnyVector, flags: Flags, y: AnyVector):
+    """y[n] = x[n] where flags[n], else 0."""
+    for i in range(x.size):
+        y[i] = stored(wide(x[i]) if flags[i] else f32(0), y)
 
 
 @compiled
 def round_to_bfloat16(x: Vector, y: Halves):
     """y[n] is x[n] rounded to nearest even; NaN stays NaN."""
     for i in range(x.size):
-        y[i] = _rounded(x[i])
+        y[i] = stored(x[i], y)
 
 
 # --- activations of flat z[n]
