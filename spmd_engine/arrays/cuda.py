@@ -239,11 +239,8 @@ class CudaFunctions:
         kernels |= {name: xp.ReductionKernel(**text._asdict(), name=name) for name, text in REDUCTIONS.items()}
         self._launch = SimpleNamespace(**kernels)
 
-    def takes(self, x):
+    def takes(self, x, name=""):
         return x.dtype.char in "fd"
-
-    def takes_halves(self, name, x):
-        return False
 
     # Activations
 

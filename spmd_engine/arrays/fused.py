@@ -18,11 +18,8 @@ def kernels_for(x: Array, kind: str = "kernels", name: str = "") -> Any:
     They take 16-bit floats for the functions, by ``name``, that widen and round them in one pass with the computation.
     """
     kernels = getattr(backend_of(x), kind)
-    if kernels is None:
-        return None
-    if is_half(x.dtype):
-        return kernels if accumulated_in(x.dtype).itemsize == 4 and kernels.takes_halves(name, x) else None
-    return kernels if kernels.takes(x) else None
+    emulated = is_half(x.dtype) and accumulated_in(x.dtype).itemsize > 4
+    return None if kernels is None or emulated or not kernels.takes(x, name) else kernels
 
 
 def fused(function: Callable) -> Callable:
@@ -32,8 +29,8 @@ def fused(function: Callable) -> Callable:
     same signatures; one may return NotImplemented for arguments that it does not take.
 
     With 16-bit floats as the first argument, it is computed in the dtype of their sums; results shaped as this argument
-    are rounded, others, such as statistics, are not. A kernel that ``takes_halves`` does it in one pass, others and
-    ``function`` a piece of rows at a time.
+    are rounded, others, such as statistics, are not. A kernel that takes them does it in one pass, others
+    and ``function`` a piece of rows at a time.
     """
     return _fused(function, "kernels")
 

@@ -9,7 +9,7 @@ from math import prod
 
 from spmd_engine.arrays.backend import CPU, Array, backend_of
 from spmd_engine.arrays.fused import fused_of_images
-from spmd_engine.arrays.precision import accumulated_in, rounded
+from spmd_engine.arrays.precision import accumulated_in, is_half, rounded
 from spmd_engine.arrays.products import BFLOAT16, FLOAT32, convolve, matmul
 from spmd_engine.arrays.windows import Window, check_convolution, check_gradient, outputs_of
 
@@ -32,7 +32,7 @@ def by_product(product: Callable, kind: str) -> Callable:
                 if result is not None:
                     return result
             result = function(a, b, rows, columns, groups, *others)
-            return result if kind == "w" else rounded(result, a.dtype)
+            return rounded(result, a.dtype) if is_half(a.dtype) and kind != "w" else result
 
         return run
 

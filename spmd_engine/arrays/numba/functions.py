@@ -61,13 +61,10 @@ class FastFunctions:
     def __init__(self, loops) -> None:
         self._loops = loops
 
-    def takes(self, x: np.ndarray) -> bool:
-        """Only float32, the dtype of fast training; NumPy computes float64."""
-        return x.dtype == np.float32
-
-    def takes_halves(self, name: str, x: np.ndarray) -> bool:
-        """Whether the function of this name also takes ``x``, of 16-bit floats, as it is, and rounds its results."""
-        return name in _OF_BFLOAT16 and x.dtype == bfloat16
+    def takes(self, x: np.ndarray, name: str = "") -> bool:
+        """Float32, the dtype of fast training, and bfloat16 for the functions that round their results; NumPy computes
+        float64."""
+        return x.dtype == np.float32 or (x.dtype == bfloat16 and name in _OF_BFLOAT16)
 
     def _loop(self, name: str, x: np.ndarray) -> Callable[..., None]:
         return loop_for(self._loops, name, x)
@@ -194,24 +191,24 @@ class FastFunctions:
     # Softmax over the keys of a block's scores[h t s], contiguous float32 (``attention``)
 
     def softmax_over_keys(self, scores, scale, dtype):
-        p, (heads, _, width) = np.empty(scores.shape, dtype), scores.shape
-        top, sums = np.empty((2, heads, width), np.float32)
+        p, shape = np.empty_like(scores, dtype), (len(scores), scores.shape[2])
+        top, sums = np.empty_like(scores, shape=shape), np.empty_like(scores, shape=shape)
         self._loop("softmax_over_keys", p)(scores, scale, p, top, sums)
         return p, top, sums
 
     def products_of_rows(self, x, y):
         x, y = contiguous(x), contiguous(y)
-        sums = np.empty(x.shape[:-1], np.float32)
+        sums = np.empty_like(x, np.float32, shape=x.shape[:-1])
         self._loop("products_of_rows", x)(x, y, sums)
         return sums
 
     def exponentiate_keys(self, scores, scale, shift, dtype):
-        p = np.empty(scores.shape, dtype)
+        p = np.empty_like(scores, dtype)
         self._loop("exponentiate_columns", p)(scores, scale, _of_columns(shift, scores), p)
         return p
 
     def softmax_gradient(self, ds, p, projection, scale, dtype):
-        y = np.empty(ds.shape, dtype)
+        y = np.empty_like(ds, dtype)
         self._loop("softmax_backward", y)(ds, p, _of_columns(projection, ds), scale, y)
         return y
 
@@ -264,7 +261,7 @@ def _of_columns(x: np.ndarray, scores: np.ndarray) -> np.ndarray:
 
 def _norm(loop, x: np.ndarray, epsilon: float, *parameters: np.ndarray) -> tuple[np.ndarray, ...]:
     x = contiguous(x)
-    results = np.empty_like(x), np.empty_like(x), np.empty(x.shape[:-1], np.float32)
+    results = np.empty_like(x), np.empty_like(x), np.empty_like(x, np.float32, shape=x.shape[:-1])
     loop(x, *(_spread(parameter, x.shape[-1:]) for parameter in parameters), epsilon, *results)
     return results
 
@@ -279,7 +276,7 @@ def _norm_backward(loop, dy: np.ndarray, normal: np.ndarray, inverse: np.ndarray
 def _sums_over_rows(loop, count: int, dy: np.ndarray, normal: np.ndarray) -> np.ndarray:
     """[count d]: ``count`` sums over rows; the loop adds those of some rows at a time."""
     rows, normal_rows = (x.reshape(-1, dy.shape[-1]) for x in (contiguous(dy), _spread(normal, dy.shape, dy.dtype)))
-    sums = np.zeros((count, dy.shape[-1]), np.float32)
+    sums = np.zeros_like(dy, np.float32, shape=(count, dy.shape[-1]))
     for start in range(0, len(rows), _SUMMED):
         part, part_sums = slice(start, start + _SUMMED), np.zeros_like(sums)
         loop(rows[part], normal_rows[part], *part_sums)

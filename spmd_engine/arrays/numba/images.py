@@ -27,13 +27,9 @@ class FastImages:
         """``places`` is the module of this name, which is imported only if loops are available."""
         self._loops, self._places = loops, places
 
-    def takes(self, x: np.ndarray) -> bool:
-        """Only float32, as ``FastFunctions``."""
-        return x.dtype == np.float32
-
-    def takes_halves(self, name: str, x: np.ndarray) -> bool:
-        """Only channels, as ``FastFunctions``."""
-        return name in _OF_BFLOAT16 and x.dtype == bfloat16
+    def takes(self, x: np.ndarray, name: str = "") -> bool:
+        """Float32, and bfloat16 for functions of channels, as ``FastFunctions``."""
+        return x.dtype == np.float32 or (x.dtype == bfloat16 and name in _OF_BFLOAT16)
 
     # Convolution
 
@@ -176,29 +172,29 @@ class FastImages:
     # Channels
 
     def channel_sums(self, x):
-        sums = np.zeros(x.shape[-1], np.float32)
+        sums = np.zeros_like(x, np.float32, shape=x.shape[-1])
         loop_for(self._loops, "channel_sums", x)(_rows(x), np.empty_like(sums), sums)
         return sums
 
     def channel_squares(self, x, mean):
-        squares = np.zeros(x.shape[-1], np.float32)
+        squares = np.zeros_like(x, np.float32, shape=x.shape[-1])
         loop_for(self._loops, "channel_squares", x)(_rows(x), *_of_channels(x, mean), np.empty_like(squares), squares)
         return squares
 
     def scale_channels(self, x, mean, factor, shift):
-        y = np.empty(x.shape, x.dtype if x.dtype == bfloat16 else np.float32)
+        y = np.empty_like(x, order="C")
         loop_for(self._loops, "scale_channels", x)(_rows(x), *_of_channels(x, mean, factor, shift), _rows(y))
         return y
 
     def channel_gradients(self, dy, x, mean, inverse):
-        sums = np.zeros((2, x.shape[-1]), np.float32)
+        sums = np.zeros_like(x, np.float32, shape=(2, x.shape[-1]))
         loop_for(self._loops, "channel_gradients", x)(
             _rows(dy, x.shape), _rows(x), *_of_channels(x, mean), np.empty_like(sums), sums
         )
         return sums[0] * inverse, sums[1]
 
     def normalized_gradient(self, dy, x, mean, inverse, scale, mean_dscale, mean_dshift):
-        dx = np.empty(x.shape, x.dtype if x.dtype == bfloat16 else np.float32)
+        dx = np.empty_like(x, order="C")
         factors = _of_channels(x, mean, inverse * mean_dscale, mean_dshift, inverse * scale)
         loop_for(self._loops, "normalized_gradient", x)(_rows(dy, x.shape), _rows(x), *factors, _rows(dx))
         return dx
