@@ -361,7 +361,7 @@ class MKL:
             function(_BY_ROWS, a_order, b_order, m, n, k, 1.0, *data)
         return True
 
-    def convolve(self, *arguments: Any) -> bool:
+    def convolve(self, kind: str, x: Any, w: Any, y: Any, rows: Window, columns: Window) -> bool:
         """As Library.convolve: MKL has no convolution."""
         return False
 
