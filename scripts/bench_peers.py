@@ -3,10 +3,14 @@ processes.
 
     python scripts/bench_peers.py --peer-python PATH/TO/python --json peers.json
     python scripts/bench_peers.py --only "data parallel" --rounds 3
+    python scripts/bench_peers.py --only bfloat16 --compile --processor-time
 
 In every round of a comparison each side runs once, in its own processes. The order is reversed from round to round, so
 that changes of the machine's speed affect all sides equally. Ratios are taken within a round. All sides are pinned to
 the same cores, one per rank and at most two, with one thread per rank.
+
+With "bfloat16", we compute with `--precision bfloat16` and PyTorch with `torch.autocast`. "again" is the same as the
+first side: its ratio shows what a difference may be by chance.
 
 Of several settings of a peer the fastest counts; it is marked with *. `peers_protocol.py` defines the models, the
 batches and the timing of a step; `peers_convolution.py` does so for convolutions, and `peers_images.py` for a ResNet.
@@ -173,16 +177,22 @@ def comparisons(model, batch_size, compiled):
         Side("PyTorch, channels last", "peers_torch_convolution", {"channels_last": True}),
     ]
     images = [Side(side.name, side.worker.replace("convolution", "images"), side.options) for side in convolution]
+    twice = [images[0], Side("ours, again", images[0].worker)]
+    images_float32 = Side("ours, float32", images[0].worker, {"precision": "float32"})
+    half, again, float32 = {"precision": "bfloat16"}, ours("ours, again"), ours("ours, float32", precision="float32")
     return [
-        Comparison(f"{model}, 1 rank", 1, gpt, [ours(), eager, *compile_too]),
+        Comparison(f"{model}, 1 rank", 1, gpt, [ours(), again, eager, *compile_too]),
+        Comparison(f"{model}, 1 rank, bfloat16", 1, gpt | half, [ours(), again, float32, eager, *compile_too]),
         Comparison(f"{model}, 2 ranks, data parallel", 2, gpt, [ours(), *ddp, *jax]),
+        Comparison(f"{model}, 2 ranks, bfloat16", 2, gpt | half, [ours(), *ddp]),
         Comparison(f"{model}, 2 ranks, sharded", 2, gpt, [ours("ours, zero 3", zero=3), fsdp]),
         Comparison(f"{model}, 2 ranks, strategies", 2, gpt, strategies),
         Comparison("mlp, 1 rank", 1, MLP, [ours(), eager]),
         Comparison("mlp, 2 ranks, data parallel", 2, MLP, [ours(), ddp[0]]),
         Comparison("mlp, 4 ranks, data parallel", 4, MLP, [ours(), ddp[0]]),
         *(Comparison(f"convolution, {name}", 1, {"convolution": of}, convolution) for name, of in CONVOLUTIONS.items()),
-        Comparison("resnet18, 1 rank, images of 64x64", 1, RESNET, images),
+        Comparison("resnet18, 1 rank, images of 64x64", 1, RESNET, [*twice, *images[1:]]),
+        Comparison("resnet18, 1 rank, bfloat16", 1, RESNET | half, [*twice, images_float32, *images[1:]]),
     ]
 
 
@@ -307,6 +317,16 @@ def show(summaries):
         click.echo("  ".join(cells).rstrip())
 
 
+def processor():
+    """The name of this CPU, and its fastest instructions for bfloat16."""
+    cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    fields = dict(line.split(":", 1) for line in cpu.splitlines() if ":" in line)
+    fields = {name.strip(): value.split() for name, value in fields.items()}
+    unit = next((unit for unit in ("amx_bf16", "avx512_bf16") if unit in fields.get("flags", ())), "none for bfloat16")
+    family = f"family {' '.join(fields.get('cpu family', '?'))}, model {' '.join(fields.get('model', '?'))}"
+    return f"{' '.join(fields.get('model name', ['CPU']))} ({family}; {unit})"
+
+
 def available(chosen, peer_python):
     """The comparisons with the sides that can run; prints once what is left out."""
     packages = {side.package for comparison in chosen for side in comparison.sides if side.package}
@@ -334,6 +354,8 @@ POSITIVE = click.IntRange(min=1)
 @click.option("--model", type=click.Choice(list(MODELS)), default="gpt-mini")
 @click.option("--batch-size", type=click.IntRange(min=8), default=8, help="Sequences per step, over all ranks.")
 @click.option("--compile", "compiled", is_flag=True, help="Also compare with torch.compile.")
+@click.option("--processor-time", is_flag=True, help="Time steps of one rank so: for a machine with other load.")
+@click.option("--products", default="auto", help="What computes our matrix products, as in train.")
 @click.option("--steps", type=POSITIVE, default=5, help=f"Timed, of every worker; mlp: blocks of {MLP['block']} steps.")
 @click.option("--warmup", type=click.IntRange(min=0), default=2, help="Steps (mlp: blocks) before the timed ones.")
 @click.option("--rounds", type=POSITIVE, default=5, help="Rounds in which all sides run.")
@@ -368,6 +390,7 @@ def main(peer_python, only, model, batch_size, compiled, rounds, json_path, **op
         if json_path:
             json_path.write_text(json.dumps(reports, indent=1) + "\n")
     if summaries:
+        click.echo(processor())
         show(summaries)
     sys.exit(int(failed or not summaries))
 

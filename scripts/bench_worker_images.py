@@ -10,6 +10,7 @@ from spmd_engine.arrays.memory import keep_freed_memory
 from spmd_engine.engine import SGD, LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.models import ImageShape, build_model
+from spmd_engine.training.product_choice import choose_products
 from spmd_engine.training.trainer import Trainer
 
 
@@ -18,7 +19,9 @@ def main() -> None:
     of = config["images"]
     keep_freed_memory()  # as `train` does
     shape = ImageShape(of["length"], of["length"], of["channels"], of["classes"])
-    engine = LayeredEngine(build_model("resnet18", sample=shape), seed=config["seed"])
+    precision = config.get("precision", "float32")
+    engine = LayeredEngine(build_model("resnet18", sample=shape), seed=config["seed"], dtype=precision)
+    choose_products(engine.mesh.group(), config.get("products", "auto"), dtype=precision)
     batch = batch_of(*make_images(config), engine)
     trainer = Trainer(
         engine,

@@ -9,20 +9,26 @@ from peers_protocol import make_batches, print_result, read_config, time_steps
 
 from spmd_engine import Mesh
 from spmd_engine.arrays.backend import CPU
+from spmd_engine.arrays.memory import keep_freed_memory
 from spmd_engine.engine import SGD, AdamW, LayeredEngine, schedules
 from spmd_engine.engine.batch import make_batch
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.models import GPTSize, gpt
 from spmd_engine.models.mlp import mlp
+from spmd_engine.training.product_choice import choose_products
 from spmd_engine.training.trainer import Trainer
 
 
 def main() -> None:
     config = read_config()
+    precision = config.get("precision", "float32")
+    keep_freed_memory()  # as `train` does
     with Mesh(**config.get("mesh", {})) as mesh:
+        choose_products(mesh.group(), config.get("products", "auto"), dtype=precision)
         engine = LayeredEngine(
             build_model(config),
             mesh,
+            dtype=precision,
             storage=ZeroConfig(config.get("zero")),
             schedule=schedules.named(config["schedule"]) if "schedule" in config else None,
             stages=config.get("stages", "even"),

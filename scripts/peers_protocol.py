@@ -11,7 +11,10 @@ A worker is `WORKER.py CONFIG`, on every rank, where CONFIG is a JSON object:
                               one per step, tokens [:, :-1] and targets [:, 1:]
     sizes                     instead of these: the widths of an MLP with relu, cross-entropy and plain SGD
 
-All is float32, unless a worker's options change it. Random tokens cannot be learned: losses stay near ln(vocabulary).
+    precision, products       as in `train`; PyTorch's workers take autocast for bfloat16
+
+All is float32, unless `precision` or a worker's options change it. Random tokens cannot be learned: losses stay near
+ln(vocabulary).
 
 There is no barrier between steps. A step lasts from the end of the previous one on *all* ranks to its own end on all
 ranks, when every rank has its loss as a Python float and its updated parameters. So it includes zeroing gradients.
@@ -24,7 +27,7 @@ import json
 import resource
 import sys
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
 import numpy as np
 
@@ -53,7 +56,11 @@ def step_count(config):
 
 
 def time_steps(config, step, barrier=lambda: None, clock=perf_counter, memory=None):
-    """Call `step(index)`, which returns the loss, for every step; returns this rank's row for `print_result`."""
+    """Call `step(index)`, which returns the loss, for every step; returns this rank's row for `print_result`.
+
+    With `processor_time` in the configuration, steps of one rank are timed by its processor time."""
+    if config.get("processor_time") and config["ranks"] == 1:
+        clock = process_time
     barrier()
     marks, losses = [clock()], []
     for index in range(step_count(config)):

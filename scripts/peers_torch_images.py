@@ -49,7 +49,8 @@ def main():
 
     def step(_):
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), targets)
+        with torch.autocast("cpu", torch.bfloat16, enabled=config.get("precision") == "bfloat16"):
+            loss = nn.functional.cross_entropy(model(x), targets)
         loss.backward()
         optimizer.step()
         return loss.item()

@@ -8,17 +8,18 @@ is that of Dao et al., "FlashAttention" (2022), with rows as blocks since a row 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
+from math import log, prod
 from typing import Any, NamedTuple
 
 from spmd_engine.arrays import device_attention
 from spmd_engine.arrays.activations import exponentiate, soft_cap, soft_cap_slope, softmax_backward
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.factors import hide, unseen
-from spmd_engine.arrays.fused import alike
+from spmd_engine.arrays.fused import alike, kernels_for
 from spmd_engine.arrays.precision import accumulated_in, rounded, widened
-from spmd_engine.arrays.products import matmul
+from spmd_engine.arrays.products import BFLOAT16, matmul
 
+LOG_2 = log(2)
 ROWS = 64  # queries of a block: fewer make thin matrix products, more compute scores that the mask hides
 BLOCK_ELEMENTS = 1 << 17  # scores held at a time, of as many heads as fit: 512 KiB of float32
 
@@ -57,25 +58,78 @@ def causal_attention(
     if may_see_none:
         y[...], log_sums[...] = 0, -xp.inf
     scale = q.shape[-1] ** -0.5
-    ones = xp.ones(key_positions.shape[0], wide)
     for b, heads, rows, keys, mask, (scores,) in _blocks(q, positions, key_positions, apart, window, 1):
-        k_block, v_block = (widened(x[b, keys, heads]).transpose(1, 0, 2) for x in (k, v))
-        matmul(k_block, (_by_head(widened(q[b, rows, heads])) * scale).transpose(0, 2, 1), out=scores)
-        if cap is not None:
-            soft_cap(scores, cap)
+        k_block, v_block = (_operand(x[b, keys, heads]).transpose(1, 0, 2) for x in (k, v))
+        matmul(k_block, _by_head(_operand(q[b, rows, heads])).transpose(0, 2, 1), out=scores)
+        factor = _capped(scores, scale, cap)
         hide(scores, mask)
-        top = scores.max(axis=1)
-        if may_see_none:
-            xp.maximum(top, xp.finfo(wide).min, out=top)  # of rows without keys
-        exponentiate(scores, top[:, None])
-        sums = xp.matmul(ones[: scores.shape[1]], scores)  # BLAS sums over keys in a quarter of the time of ``sum``
-        block = matmul(scores.transpose(0, 2, 1), v_block)
-        block /= (xp.maximum(sums, xp.finfo(wide).tiny) if may_see_none else sums)[:, :, None]
-        y[b, rows, heads] = _by_row(block, y[b, rows, heads].shape)
+        p, top, sums = _softmax_over_keys(scores, factor, v_block.dtype)
+        block = matmul(p.transpose(0, 2, 1), v_block, dtype=wide)
+        block /= xp.maximum(sums, xp.finfo(wide).tiny)[:, :, None]
+        y[b, rows, heads] = _by_row(rounded(block, y.dtype), y[b, rows, heads].shape)
         with backend_of(q).errstate(divide="ignore"):  # the logarithm of 0 is then -inf
             top += xp.log(sums, out=sums)
         log_sums[b, heads, ..., rows] = top.reshape(log_sums[b, heads, ..., rows].shape)
     return y, log_sums
+
+
+def _operand(x: Array) -> Array:
+    """``x`` as an operand of a product: bfloat16 as it is, float16, which no library multiplies, widened."""
+    return x if x.dtype == BFLOAT16 else widened(x)
+
+
+def _capped(scores: Array, scale: float, cap: float | None) -> float:
+    """Cap scores, in place, and return the factor that they still lack."""
+    if cap is None:
+        return scale
+    scores *= scale
+    soft_cap(scores, cap)
+    return 1.0
+
+
+def _softmax_over_keys(scores: Array, scale: float, dtype: Any) -> tuple[Array, Array, Array]:
+    """p[h t s] = exp(scale · scores - top) in this dtype, top[h s], and the sums[h s] of p over t before it is rounded.
+
+    ``top`` is the first multiple of log(2) from the maximum on: with another ``top``, as on a rank with other keys,
+    rounded p are the same, up to a power of 2. ``scores`` are overwritten.
+    """
+    if (kernels := kernels_for(scores)) is not None:
+        return kernels.softmax_over_keys(scores, scale, dtype)
+    xp = backend_of(scores).xp
+    scores *= scale
+    top = scores.max(axis=1)
+    top /= LOG_2
+    xp.ceil(top, out=top)
+    top *= LOG_2
+    xp.maximum(top, xp.finfo(top.dtype).min, out=top)  # of rows without keys
+    exponentiate(scores, top[:, None])
+    # BLAS sums over keys in a quarter of the time of ``sum``.
+    return rounded(scores, dtype), top, xp.matmul(xp.ones(scores.shape[1], scores.dtype), scores)
+
+
+def _exponentiated(scores: Array, scale: float, shift: Array, dtype: Any) -> Array:
+    """exp(scale · scores - shift), in place and in this dtype."""
+    if (kernels := kernels_for(scores)) is not None:
+        return kernels.exponentiate_keys(scores, scale, shift, dtype)
+    scores *= scale
+    exponentiate(scores, shift)
+    return rounded(scores, dtype)
+
+
+def _products_of_rows(x: Array, y: Array) -> Array:
+    """The sums of x[... k] · y[... k] over k, wide."""
+    if x.dtype == y.dtype and (kernels := kernels_for(x, name="products_of_rows")) is not None:
+        return kernels.products_of_rows(x, y)
+    return backend_of(x).xp.einsum("...k,...k->...", widened(x), widened(y))
+
+
+def _softmax_gradient(ds: Array, p: Array, projection: Array, scale: float, dtype: Any) -> Array:
+    """(ds - projection) * p * scale in this dtype; ``ds`` is overwritten."""
+    if (kernels := kernels_for(ds)) is not None:
+        return kernels.softmax_gradient(ds, p, projection, scale, dtype)
+    softmax_backward(ds, p, projection)
+    ds *= scale
+    return rounded(ds, dtype)
 
 
 def causal_attention_backward(
@@ -86,31 +140,31 @@ def causal_attention_backward(
     ``dtype`` is that of the results, by default that of q. If y and log_sums are over more keys than k has, these are
     the contributions of k to the gradients.
     """
-    xp, dtype = backend_of(q).xp, q.dtype if dtype is None else dtype
+    xp, dtype, wide = backend_of(q).xp, q.dtype if dtype is None else dtype, accumulated_in(q.dtype)
     if backend_of(q).on_device:
         seen = positions, key_positions, apart, window, cap
         return device_attention.attention_backward(dy, q, k, v, y, log_sums, *seen, dtype)
     dq = (xp.empty if apart is None and window is None else xp.zeros)(q.shape, dtype)
-    dk, dv = xp.zeros(k.shape, accumulated_in(k.dtype)), xp.zeros(v.shape, accumulated_in(v.dtype))
+    dk, dv = xp.zeros(k.shape, wide), xp.zeros(v.shape, wide)
     scale = q.shape[-1] ** -0.5
-    projection = xp.einsum("bs...k,bs...k->b...s", widened(dy), widened(y))
+    projection = xp.moveaxis(_products_of_rows(dy, y), 1, -1)
     for b, heads, rows, keys, mask, (p, ds) in _blocks(q, positions, key_positions, apart, window, 2):
-        k_block, v_block = (widened(x[b, keys, heads]).transpose(1, 0, 2) for x in (k, v))
-        dy_block, q_block = _by_head(widened(dy[b, rows, heads])), _by_head(widened(q[b, rows, heads])) * scale
+        k_block, v_block = (_operand(x[b, keys, heads]).transpose(1, 0, 2) for x in (k, v))
+        dy_block, q_block = (_by_head(_operand(x[b, rows, heads])) for x in (dy, q))
         matmul(k_block, q_block.transpose(0, 2, 1), out=p)
-        slope = None
-        if cap is not None:
-            soft_cap(p, cap)
-            slope = soft_cap_slope(p, cap)
-        exponentiate(p, log_sums[b, heads, ..., rows].reshape(len(p), 1, -1), mask)
-        dv[b, keys, heads] += matmul(p, dy_block).transpose(1, 0, 2)
+        factor = _capped(p, scale, cap)
+        slope = None if cap is None else soft_cap_slope(p, cap)
+        hide(p, mask)
+        shift = log_sums[b, heads, ..., rows].reshape(len(p), 1, -1)
+        weights = _exponentiated(p, factor, shift, dy_block.dtype)
+        dv[b, keys, heads] += matmul(weights, dy_block, dtype=wide).transpose(1, 0, 2)
         matmul(v_block, dy_block.transpose(0, 2, 1), out=ds)
-        softmax_backward(ds, p, projection[b, heads, ..., rows].reshape(len(p), 1, -1))
         if slope is not None:
-            ds *= slope
-        dk[b, keys, heads] += matmul(ds, q_block).transpose(1, 0, 2)
-        dq_block = matmul(ds.transpose(0, 2, 1), k_block)
-        dq_block *= scale
+            p *= slope
+        along = projection[b, heads, ..., rows].reshape(len(p), 1, -1)
+        ds_operand = _softmax_gradient(ds, p, along, scale, q_block.dtype)
+        dk[b, keys, heads] += matmul(ds_operand, q_block, dtype=wide).transpose(1, 0, 2)
+        dq_block = matmul(ds_operand.transpose(0, 2, 1), k_block, dtype=dtype)
         dq[b, rows, heads] = _by_row(dq_block, dq[b, rows, heads].shape)
     return dq, rounded(dk, dtype), rounded(dv, dtype)
 

@@ -245,7 +245,7 @@ class CudaFunctions:
         #: None, by the variable, for a comparison with products of the library
         self.flash_attention = None if os.environ.get("SPMD_FLASH_ATTENTION") == "0" else FlashAttention(xp)
 
-    def takes(self, x):
+    def takes(self, x, name=""):
         return x.dtype.char in "fd"
 
     # Activations

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from spmd_engine.arrays.backend import CPU, Array
+from spmd_engine.arrays.backend import CPU, Array, backend_of
+from spmd_engine.arrays.fused import kernels_for
 from spmd_engine.arrays.precision import is_half
 
 
 def add_to(x: Array, y: Array) -> Array:
-    """x += y, for y shaped as x[... d] or [d]; returns x."""
+    """x += y, for y shaped as x or its last dims; returns x."""
     if not (is_half(x.dtype) and type(x) is CPU.xp.ndarray and CPU.kernels and CPU.kernels.add_halves(x, y)):
         x += y
     return x
 
 
 def multiply_by(x: Array, y: Array) -> Array:
-    """x *= y, for y shaped as x[... d] or [d]; returns x."""
+    """x *= y, for y shaped as x or its last dims; returns x."""
     if not (is_half(x.dtype) and type(x) is CPU.xp.ndarray and CPU.kernels and CPU.kernels.multiply_halves(x, y)):
         x *= y
     return x
@@ -23,3 +24,9 @@ def multiply_by(x: Array, y: Array) -> Array:
 def plus(x: Array, y: Array) -> Array:
     """x + y, both of one shape."""
     return add_to(x.copy(), y) if is_half(x.dtype) else x + y
+
+
+def kept_where(x: Array, flags: Array) -> Array:
+    """x · flags, for ``flags`` shaped as x."""
+    kernels = kernels_for(x, name="kept_where")
+    return x * flags if kernels is None or backend_of(x).on_device else kernels.kept_where(x, flags)

@@ -9,23 +9,52 @@ from math import prod
 
 from spmd_engine.arrays.backend import CPU, Array, backend_of
 from spmd_engine.arrays.fused import fused_of_images
-from spmd_engine.arrays.products import matmul
+from spmd_engine.arrays.precision import accumulated_in, is_half, rounded
+from spmd_engine.arrays.products import BFLOAT16, FLOAT32, convolve, matmul
 from spmd_engine.arrays.windows import Window, check_convolution, check_gradient, outputs_of
 
 
-def by_product(product: Callable) -> Callable:
+def by_product(product: Callable, kind: str) -> Callable:
     """Replace the decorated function of (array, array, rows, columns, groups, ...) by ``product`` if it has windows of
-    one tap without padding, and one group."""
+    one tap without padding, and one group; or, of bfloat16, by a library's convolution, if there is one.
+
+    ``kind`` is that of ``products.convolve``. Results are rounded to the dtype of the first array, but not a gradient
+    of weights.
+    """
 
     def decorate(function: Callable) -> Callable:
         @wraps(function)
         def run(a: Array, b: Array, rows: Window, columns: Window, groups: int = 1, *others) -> Array:
-            plain = groups == 1 and _is_plain(rows) and _is_plain(columns)
-            return (product if plain else function)(a, b, rows, columns, groups, *others)
+            if groups == 1 and _is_plain(rows) and _is_plain(columns):
+                return product(a, b, rows, columns, groups, *others)
+            if groups == 1 and a.dtype == b.dtype == BFLOAT16 and isinstance(a, CPU.xp.ndarray) and a.size and b.size:
+                result = _by_library(kind, a, b, rows, columns, *others)
+                if result is not None:
+                    return result
+            result = function(a, b, rows, columns, groups, *others)
+            return rounded(result, a.dtype) if is_half(a.dtype) and kind != "w" else result
 
         return run
 
     return decorate
+
+
+def _by_library(
+    kind: str, a: Array, b: Array, rows: Window, columns: Window, lengths: tuple[int, int] | None = None
+) -> Array | None:
+    """The convolution of bfloat16 by the library for large products, which sums in float32; None without one."""
+    if accumulated_in(a.dtype) != FLOAT32:
+        return None
+    xp = backend_of(a).xp
+    if kind == "y":
+        x, w, y = a, b, xp.empty(outputs_of(a.shape, rows, columns, b.shape[3]), a.dtype)
+    elif kind == "x":
+        x, w, y = xp.empty((len(a), *(lengths or ()), b.shape[2]), a.dtype), b, a
+    else:
+        x, w, y = a, xp.empty((rows.size, columns.size, a.shape[3], b.shape[3]), FLOAT32), b
+    check_convolution(x.shape, w.shape, rows, columns, 1)
+    check_gradient(y.shape, x.shape, rows, columns, w.shape[3])
+    return {"x": x, "w": w, "y": y}[kind] if y.size and convolve(kind, x, w, y, rows, columns) else None
 
 
 def pointwise_conv2d(x: Array, w: Array, rows: Window, columns: Window, groups: int) -> Array:
@@ -51,7 +80,8 @@ def input_gradient(dy: Array, w: Array, rows: Window, columns: Window, groups: i
 def weight_gradient(x: Array, dy: Array, rows: Window, columns: Window, groups: int) -> Array:
     """dw[1 1 c f] for dy[b p q f]."""
     check_gradient(dy.shape, x.shape, rows, columns, dy.shape[3])
-    return matmul(_pixels(x[_read(rows, columns)]).T, _pixels(dy))[None, None]
+    read = _pixels(x[_read(rows, columns)])
+    return matmul(read.T, _pixels(dy), dtype=accumulated_in(x.dtype))[None, None]
 
 
 def _is_plain(window: Window) -> bool:
@@ -78,7 +108,7 @@ def _pixels(x: Array) -> Array:
 PANEL_ELEMENTS = 1 << 18  # 1 MiB of float32: fits a core's L2 cache
 
 
-@by_product(pointwise_conv2d)
+@by_product(pointwise_conv2d, "y")
 @fused_of_images
 def conv2d(x: Array, w: Array, rows: Window, columns: Window, groups: int = 1) -> Array:
     """y[b p q f] = sum over k, l, i of x[b h w c] * w[k l i f], where output p, q reads its windows of h and w.
@@ -96,7 +126,7 @@ def conv2d(x: Array, w: Array, rows: Window, columns: Window, groups: int = 1) -
     return y
 
 
-@by_product(input_gradient)
+@by_product(input_gradient, "x")
 @fused_of_images
 def conv2d_input_gradient(
     dy: Array, w: Array, rows: Window, columns: Window, groups: int, lengths: tuple[int, int]
@@ -112,7 +142,7 @@ def conv2d_input_gradient(
     return dx
 
 
-@by_product(weight_gradient)
+@by_product(weight_gradient, "w")
 @fused_of_images
 def conv2d_weight_gradient(x: Array, dy: Array, rows: Window, columns: Window, groups: int) -> Array:
     """dw[k l i f] of ``conv2d`` for dy[b p q f]."""

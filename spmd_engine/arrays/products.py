@@ -17,6 +17,7 @@ from ml_dtypes import bfloat16
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.precision import accumulated_in, is_half, rounded, widened
+from spmd_engine.arrays.windows import Window
 
 BFLOAT16, FLOAT32 = np.dtype(bfloat16), np.dtype(np.float32)
 
@@ -44,6 +45,14 @@ class Library(Protocol):
         """Write a[... m k] · b[... k n] to out[... m n]; False if these operands do not fit, and nothing is written.
 
         The operands have one dtype, float32 or bfloat16; ``out`` is float32, or bfloat16 as they are if it ``rounds``.
+        """
+        ...
+
+    def convolve(self, kind: str, x: np.ndarray, w: np.ndarray, y: np.ndarray, rows: Window, columns: Window) -> bool:
+        """Write y[b p q f], the convolution of x[b h w c] with w[k l c f], or the gradient of one of these.
+
+        ``kind`` names the array that is written: "y", or "x" or "w" for its gradient, if ``y`` is that of y. Arrays are
+        contiguous bfloat16, a gradient of w float32. False if it cannot be, and nothing is written.
         """
         ...
 
@@ -83,6 +92,12 @@ def matmul(a: Array, b: Array, out: Array | None = None, dtype: Any = None) -> A
     if _chosen and a.dtype == b.dtype and a.ndim > 1 and b.ndim > 1 and accumulated_in(a.dtype) == FLOAT32:
         library = _chosen.get((a.dtype, size_class(a.shape[-2], a.shape[-1], b.shape[-1])))
     return product_by(library, a, b, out, dtype)
+
+
+def convolve(kind: str, x: np.ndarray, w: np.ndarray, y: np.ndarray, rows: Window, columns: Window) -> bool:
+    """As Library.convolve, by the library for large products of bfloat16; False without one."""
+    library = _chosen.get((BFLOAT16, "large"))
+    return library is not None and library.convolve(kind, *map(np.ascontiguousarray, (x, w, y)), rows, columns)
 
 
 def product_by(

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from spmd_engine.arrays.activations import relu
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.elementwise import add_to, plus
+from spmd_engine.arrays.elementwise import add_to, kept_where, plus
 from spmd_engine.arrays.precision import scaled
 from spmd_engine.arrays.random import bernoulli, key_of
 from spmd_engine.comm.pending import UNDER_WAY, Deferred, then, wait_for
@@ -309,25 +310,25 @@ class ResidualBlock(Layer):
             y, saved[name], *extra = path.forward(sh, p[name], x, ctx)
             if extra:
                 extras[name] = extra[0]
-            total = y if total is None else total + y
-        positive = total > 0 if ctx.training and ctx.saving else None
-        return backend_of(total).xp.maximum(total, 0), (saved, positive), _joined_extra(extras)
+            total = y if total is None else plus(total, y)
+        y, positive = relu(total, want_slope=ctx.training and ctx.saving)
+        return y, (saved, positive), _joined_extra(extras)
 
     def backward_input(self, sh, p, saved, dy):
         saved, positive = saved
-        dy, rests, gradients = dy * positive, {}, []
+        dy, rests, gradients = kept_where(dy, positive), {}, []
         for name, path in self.ways.items():
             dx, rests[name] = path.backward_input(sh, p[name], saved[name], dy)
             gradients.append(dx)
 
         def reduced(dx):
             for gradient in gradients[1:]:
-                dx = dx + wait_for(gradient)
+                dx = plus(dx, wait_for(gradient))
             return sh.start_all_reduce(dx, over=self.over)
 
         dx = then(gradients[0], reduced)
         if "shortcut" not in self.ways:
-            dx = then(dx, lambda dx: dx + dy)
+            dx = then(dx, lambda dx: plus(dx, dy))
         return dx, (rests, dx if isinstance(dx, Deferred) else None)
 
     def backward_weight(self, sh, rest, g):

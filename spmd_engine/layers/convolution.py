@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod, sqrt
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.elementwise import add_to
 from spmd_engine.arrays.images import conv2d, conv2d_input_gradient, conv2d_weight_gradient
 from spmd_engine.arrays.windows import Window
 from spmd_engine.comm.pending import then, wait_for
@@ -121,7 +122,7 @@ class Conv2d(Layer):
         if i != o:
             y = sh.all_reduce(y, over=i)
         if "bias" in p:
-            y += p["bias"]
+            add_to(y, p["bias"])
         return y, wide
 
     def _can_overlap(self, x, w):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import sqrt
 
 from spmd_engine.arrays import einsum
-from spmd_engine.arrays.backend import backend_of
+from spmd_engine.arrays.activations import relu
+from spmd_engine.arrays.elementwise import kept_where
 from spmd_engine.comm.pending import then
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.layers.declarations import Activation, Parameter
@@ -124,7 +125,7 @@ class ReLU(Layer):
         self.may_cut = letters
 
     def forward(self, sh, p, x, ctx):
-        return backend_of(x).xp.maximum(x, 0), x > 0 if ctx.training and ctx.saving else None
+        return relu(x, want_slope=ctx.training and ctx.saving)
 
     def backward_input(self, sh, p, positive, dy):
-        return dy * positive, None
+        return kept_where(dy, positive), None

@@ -11,8 +11,10 @@ from ml_dtypes import bfloat16
 
 from numerics import normals
 from spmd_engine.arrays import product_libraries, products
+from spmd_engine.arrays.images import conv2d, conv2d_input_gradient, conv2d_weight_gradient
 from spmd_engine.arrays.product_libraries import LIBRARIES, load
 from spmd_engine.arrays.products import DTYPES, SIZES, matmul, rounded, size_class
+from spmd_engine.arrays.windows import Window
 
 FLOAT32_AND_BFLOAT16 = [np.dtype(dtype) for dtype in DTYPES.values()]
 
@@ -42,6 +44,9 @@ class Doubling:
 
     def __init__(self, takes=True):
         self.takes, self.calls = takes, 0
+
+    def convolve(self, kind, x, w, y, rows, columns):
+        return False
 
     def multiply(self, a, b, out):
         self.calls += 1
@@ -196,3 +201,38 @@ def test_threads_are_those_of_numpy_not_of_a_blas_loaded_later(monkeypatch):
     ]
     monkeypatch.setattr(product_libraries, "threadpool_info", lambda: pools)
     assert product_libraries.blas_threads() == 1
+
+
+# --- convolutions of bfloat16
+
+
+@pytest.mark.parametrize("library", ["numpy", "onednn"])
+@pytest.mark.parametrize(
+    "window",
+    [Window(3, 1, 1, 1, 1), Window(3, 2, 1, 1, 1), Window(2, 1, 2), Window(7, 2, 1, 3, 3), Window(3, 1, 1, -1, 0)],
+)
+def test_convolutions_of_bfloat16_are_rounded_once(window, library, use):
+    found: Any = None
+    if library != "numpy":
+        if (found := load(library)) is None:
+            pytest.skip(f"{library} is not installed")
+        use(found)
+    columns, lengths = Window(3, 1, 1, 1, 1), (12, 9)
+    x, w = matrices(2, *lengths, 16, dtype=bfloat16), matrices(window.size, 3, 16, 24, dtype=bfloat16, seed=1)
+    shape = 2, window.outputs(12), columns.outputs(9), 24
+    dy = matrices(*shape, dtype=bfloat16, seed=2)
+
+    def results(x, w, dy):
+        return (
+            conv2d(x, w, window, columns),
+            conv2d_input_gradient(dy, w, window, columns, 1, lengths),
+            conv2d_weight_gradient(x, dy, window, columns),
+        )
+
+    exact = results(*(each.astype(np.float64) for each in (x, w, dy)))
+    for y, expected, dtype in zip(results(x, w, dy), exact, (bfloat16, bfloat16, np.float32), strict=True):
+        assert y.dtype == dtype
+        rounding = 2.0**-8 if dtype == bfloat16 else 0
+        np.testing.assert_allclose(y.astype(float), expected, rtol=rounding, atol=1e-5 * abs(expected).max())
+    if library != "numpy" and window.before >= 0:
+        assert sum(isinstance(key[0], str) for key in found._local.products) >= 3

@@ -18,7 +18,7 @@ from numba.core.cpu_options import FastMathOptions
 from numba.core.registry import cpu_target
 from numba.np.arrayobj import populate_array
 
-from spmd_engine.arrays.numba.kernels import Loop
+from spmd_engine.arrays.numba.kernels import Either, Loop
 
 # Offsets of the data pointer, and of the fields behind it, in an array object, PyArrayObject_fields of NumPy's
 # ndarraytypes.h; and of the type's number in a PyArray_Descr.
@@ -39,14 +39,16 @@ def compile_loops(module: str) -> tuple[list[str], bytes]:
     names, programs = [], []
     for name, loop in vars(import_module(f"spmd_engine.arrays.numba.{module}")).items():
         if isinstance(loop, Loop):
-            result = _compile(loop)
-            names.append(name)
-            programs += [result.library.get_llvm_str(), str(_entry(name, result))]
+            kinds = loop.function.__annotations__.values()
+            for half in (False, True) if any(isinstance(kind, Either) for kind in kinds) else (False,):
+                result = _compile(loop, [kind.of(half) if isinstance(kind, Either) else kind for kind in kinds])
+                names.append(f"{name}_bfloat16" if half else name)
+                programs += [result.library.get_llvm_str(), str(_entry(names[-1], result))]
     return names, _object_code(programs)
 
 
-def _compile(loop: Loop) -> compiler.CompileResult:
-    """Compile ``loop`` for the types of its annotations, without Numba's wrappers that Python calls."""
+def _compile(loop: Loop, arguments: list[Any]) -> compiler.CompileResult:
+    """Compile ``loop`` for arguments of these types, without Numba's wrappers that Python calls."""
     flags: Any = compiler.Flags()
     flags.error_model = "numpy"
     flags.fastmath = FastMathOptions(set(loop.fastmath))
@@ -54,9 +56,8 @@ def _compile(loop: Loop) -> compiler.CompileResult:
     target: Any = cpu_target
     target.typing_context.refresh()
     target.target_context.refresh()
-    arguments = tuple(loop.function.__annotations__.values())
     return compiler.compile_extra(
-        target.typing_context, target.target_context, loop.function, arguments, types.none, flags, {}
+        target.typing_context, target.target_context, loop.function, tuple(arguments), types.none, flags, {}
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
 from math import prod
 from typing import Any
@@ -13,6 +14,18 @@ from ml_dtypes import bfloat16
 
 from spmd_engine.arrays.factors import adamw_factors, hide
 
+#: Functions whose arrays, other than statistics and parameters, may be bfloat16.
+_OF_BFLOAT16 = {
+    "relu",
+    "gelu",
+    "silu_gate",
+    "rotate",
+    "layer_norm",
+    "layer_norm_backward",
+    "rms_norm",
+    "rms_norm_backward",
+}
+_OF_BFLOAT16 |= {"layer_norm_backward_parameters", "rms_norm_backward_scale", "products_of_rows", "kept_where"}
 _SUMMED = 1024  # rows that are added one by one: a million would lose two more digits
 
 logger = logging.getLogger(__name__)
@@ -48,33 +61,43 @@ class FastFunctions:
     def __init__(self, loops) -> None:
         self._loops = loops
 
-    def takes(self, x: np.ndarray) -> bool:
-        """Only float32, the dtype of fast training; NumPy computes float64."""
-        return x.dtype == np.float32
+    def takes(self, x: np.ndarray, name: str = "") -> bool:
+        """Float32, the dtype of fast training, and bfloat16 for the functions that round their results; NumPy computes
+        float64."""
+        return x.dtype == np.float32 or (x.dtype == bfloat16 and name in _OF_BFLOAT16)
+
+    def _loop(self, name: str, x: np.ndarray) -> Callable[..., None]:
+        return loop_for(self._loops, name, x)
 
     def round_to_bfloat16(self, x, out=None):
         """``x`` as bfloat16, in contiguous ``out`` if given."""
-        x = _contiguous(x)
+        x = contiguous(x)
         y = np.empty_like(x, bfloat16) if out is None else out
-        self._loops.round_to_bfloat16(x.view(np.int32), y.view(np.int16))
+        self._loops.round_to_bfloat16(x, y.view(np.int16))
         return y
 
     def add_halves(self, x, y):
-        """x[... d] += y, of bfloat16, shaped as x or [d]; False if the loop does not take these arrays."""
+        """x += y, of bfloat16, shaped as x or its last dims; False if the loop does not take these arrays."""
         return self._of_halves(self._loops.add_halves, x, y)
 
     def multiply_halves(self, x, y):
-        """x[... d] *= y; see ``add_halves``."""
+        """x *= y; see ``add_halves``."""
         return self._of_halves(self._loops.multiply_halves, x, y)
 
     def _of_halves(self, loop, x, y):
-        alike = x.dtype == y.dtype == bfloat16 and x.flags.c_contiguous and x.ndim
-        if not alike or y.shape not in (x.shape, x.shape[-1:]):
+        alike = x.dtype == y.dtype == bfloat16 and x.flags.c_contiguous and y.ndim
+        if not alike or y.shape != x.shape[x.ndim - y.ndim :]:
             return False
         if x.size:
-            rows = (z.view(np.int16).reshape(-1, x.shape[-1]) for z in (x, np.ascontiguousarray(y)))
-            loop(*rows)
+            loop(*(z.view(np.int16).reshape(-1, prod(y.shape)) for z in (x, np.ascontiguousarray(y))))
         return True
+
+    def kept_where(self, x, flags):
+        """x · flags, in the dtype of ``x``."""
+        x = contiguous(x)
+        y = np.empty_like(x)
+        self._loop("kept_where", x)(x, np.ascontiguousarray(np.broadcast_to(flags, x.shape)), y)
+        return y
 
     # Activations
 
@@ -82,26 +105,26 @@ class FastFunctions:
         return self._activation("relu", z, np.bool_ if want_slope else None)
 
     def gelu(self, z, want_slope=True):
-        return self._activation("gelu", z, np.float32 if want_slope else None)
+        return self._activation("gelu", z, z.dtype if want_slope else None)
 
     def _activation(self, name, z, slope_dtype):
-        z = _contiguous(z)
+        z = contiguous(z)
         y = np.empty_like(z)
         if slope_dtype is None:
-            getattr(self._loops, f"{name}_value")(z, y)
+            self._loop(f"{name}_value", z)(z, y)
             return y, None
         slope = np.empty_like(z, slope_dtype)
-        getattr(self._loops, name)(z, y, slope)
+        self._loop(name, z)(z, y, slope)
         return y, slope
 
     def silu_gate(self, z, u, want_slopes=True):
-        z, u = _contiguous(z), _spread(u, z.shape)
+        z, u = contiguous(z), _spread(u, z.shape, z.dtype)
         h = np.empty_like(z)
         if not want_slopes:
-            self._loops.silu_gate_value(z, u, h)
+            self._loop("silu_gate_value", z)(z, u, h)
             return h, None
         slopes = np.empty_like(z), np.empty_like(z)
-        self._loops.silu_gate(z, u, h, *slopes)
+        self._loop("silu_gate", z)(z, u, h, *slopes)
         return h, slopes
 
     # Rotary positions
@@ -111,32 +134,31 @@ class FastFunctions:
         rows, pairs = x.shape[:2], cosine.shape[-1]
         cosine = _spread(cosine, (*rows, pairs))
         sine = _spread(-sine if back else sine, (*rows, pairs))
-        flat = _contiguous(x).reshape(prod(rows), prod(x.shape[2:-1]), x.shape[-1])
+        flat = contiguous(x).reshape(prod(rows), prod(x.shape[2:-1]), x.shape[-1])
         y = np.empty_like(flat)
-        loop = self._loops.rotate_neighbours if neighbours else self._loops.rotate_halves
-        loop(flat, cosine, sine, y)
+        self._loop("rotate_neighbours" if neighbours else "rotate_halves", flat)(flat, cosine, sine, y)
         return y.reshape(x.shape)
 
     # Norms
 
     def layer_norm(self, x, scale, shift, epsilon):
-        return _norm(self._loops.layer_norm, x, epsilon, scale, shift)
+        return _norm(self._loop("layer_norm", x), x, epsilon, scale, shift)
 
     def layer_norm_backward(self, dy, normal, inverse, scale):
-        return _norm_backward(self._loops.layer_norm_backward, dy, normal, inverse, scale)
+        return _norm_backward(self._loop("layer_norm_backward", dy), dy, normal, inverse, scale)
 
     def layer_norm_backward_parameters(self, dy, normal):
-        sums = _sums_over_rows(self._loops.layer_norm_backward_parameters, 2, dy, normal)
+        sums = _sums_over_rows(self._loop("layer_norm_backward_parameters", dy), 2, dy, normal)
         return sums[0], sums[1]
 
     def rms_norm(self, x, scale, epsilon):
-        return _norm(self._loops.rms_norm, x, epsilon, scale)
+        return _norm(self._loop("rms_norm", x), x, epsilon, scale)
 
     def rms_norm_backward(self, dy, normal, inverse, scale):
-        return _norm_backward(self._loops.rms_norm_backward, dy, normal, inverse, scale)
+        return _norm_backward(self._loop("rms_norm_backward", dy), dy, normal, inverse, scale)
 
     def rms_norm_backward_scale(self, dy, normal):
-        return _sums_over_rows(self._loops.rms_norm_backward_scale, 1, dy, normal)[0]
+        return _sums_over_rows(self._loop("rms_norm_backward_scale", dy), 1, dy, normal)[0]
 
     # Optimizers
 
@@ -158,15 +180,42 @@ class FastFunctions:
         if scores.ndim == 2:
             _in_place(self._loops.exponentiate_rows, scores, _spread(shift, (len(scores), 1)))
         else:
-            _in_place(self._loops.exponentiate_columns, scores, _of_columns(shift, scores))
+            changed = contiguous(scores)
+            self.exponentiate_keys(changed, 1.0, shift, changed.dtype)
+            if changed is not scores:
+                scores[...] = changed
 
     def softmax_backward(self, ds, p, projection):
-        _in_place(self._loops.softmax_backward, ds, _spread(p, ds.shape), _of_columns(projection, ds))
+        ds[...] = self.softmax_gradient(contiguous(ds), _spread(p, ds.shape), projection, 1.0, ds.dtype)
+
+    # Softmax over the keys of a block's scores[h t s], contiguous float32 (``attention``)
+
+    def softmax_over_keys(self, scores, scale, dtype):
+        p, shape = np.empty_like(scores, dtype), (len(scores), scores.shape[2])
+        top, sums = np.empty_like(scores, shape=shape), np.empty_like(scores, shape=shape)
+        self._loop("softmax_over_keys", p)(scores, scale, p, top, sums)
+        return p, top, sums
+
+    def products_of_rows(self, x, y):
+        x, y = contiguous(x), contiguous(y)
+        sums = np.empty_like(x, np.float32, shape=x.shape[:-1])
+        self._loop("products_of_rows", x)(x, y, sums)
+        return sums
+
+    def exponentiate_keys(self, scores, scale, shift, dtype):
+        p = np.empty_like(scores, dtype)
+        self._loop("exponentiate_columns", p)(scores, scale, _of_columns(shift, scores), p)
+        return p
+
+    def softmax_gradient(self, ds, p, projection, scale, dtype):
+        y = np.empty_like(ds, dtype)
+        self._loop("softmax_backward", y)(ds, p, _of_columns(projection, ds), scale, y)
+        return y
 
     def scores_of_targets(self, scores, targets, top):
         result = np.empty_like(scores, shape=len(targets))
         rows = scores.shape[:1]
-        self._loops.scores_of_targets(_contiguous(scores), _indices(targets, rows), _spread(top, rows), result)
+        self._loops.scores_of_targets(contiguous(scores), _indices(targets, rows), _spread(top, rows), result)
         return result
 
     def cross_entropy_gradient(self, p, sums, weights, targets):
@@ -175,16 +224,30 @@ class FastFunctions:
         _in_place(self._loops.cross_entropy_gradient, p, *others)
 
 
-def _contiguous(x: np.ndarray) -> np.ndarray:
-    """``x`` as contiguous float32, which the loops take: they check no strides."""
-    if x.dtype != np.float32:
-        x = x.astype(np.float32)
+def loop_for(loops: Any, name: str, x: np.ndarray) -> Callable[..., None]:
+    """The loop of this name for arrays such as ``x``: bfloat16 or float32."""
+    if x.dtype != bfloat16:
+        return getattr(loops, name)
+    loop = getattr(loops, f"{name}_bfloat16")
+    return lambda *arguments: loop(*(y.view(np.int16) if _is_bfloat16(y) else y for y in arguments))
+
+
+def _is_bfloat16(x: Any) -> bool:
+    return isinstance(x, np.ndarray) and x.dtype == bfloat16
+
+
+def contiguous(x: np.ndarray, dtype: Any = None) -> np.ndarray:
+    """``x`` contiguous, as the loops take it, which check no strides: as bfloat16 if it is, else as float32."""
+    if dtype is None:
+        dtype = x.dtype if x.dtype == bfloat16 else np.float32
+    if x.dtype != dtype:
+        x = x.astype(dtype)
     return x if x.flags.c_contiguous else x.copy()
 
 
-def _spread(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _spread(x: np.ndarray, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
     """Contiguous ``x``, broadcast to this shape; ValueError if it cannot be. The loops check no bounds."""
-    return _contiguous(x if x.shape == shape else np.broadcast_to(x, shape))
+    return contiguous(x if x.shape == shape else np.broadcast_to(x, shape), dtype)
 
 
 def _indices(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -197,23 +260,23 @@ def _of_columns(x: np.ndarray, scores: np.ndarray) -> np.ndarray:
 
 
 def _norm(loop, x: np.ndarray, epsilon: float, *parameters: np.ndarray) -> tuple[np.ndarray, ...]:
-    x = _contiguous(x)
-    results = np.empty_like(x), np.empty_like(x), np.empty_like(x, shape=x.shape[:-1])
+    x = contiguous(x)
+    results = np.empty_like(x), np.empty_like(x), np.empty_like(x, np.float32, shape=x.shape[:-1])
     loop(x, *(_spread(parameter, x.shape[-1:]) for parameter in parameters), epsilon, *results)
     return results
 
 
 def _norm_backward(loop, dy: np.ndarray, normal: np.ndarray, inverse: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    dy = _contiguous(dy)
+    dy = contiguous(dy)
     dx = np.empty_like(dy)
-    loop(dy, _spread(normal, dy.shape), _spread(inverse, dy.shape[:-1]), _spread(scale, dy.shape[-1:]), dx)
+    loop(dy, _spread(normal, dy.shape, dy.dtype), _spread(inverse, dy.shape[:-1]), _spread(scale, dy.shape[-1:]), dx)
     return dx
 
 
 def _sums_over_rows(loop, count: int, dy: np.ndarray, normal: np.ndarray) -> np.ndarray:
     """[count d]: ``count`` sums over rows; the loop adds those of some rows at a time."""
-    rows, normal_rows = (x.reshape(-1, dy.shape[-1]) for x in (_contiguous(dy), _spread(normal, dy.shape)))
-    sums = np.zeros_like(dy, shape=(count, dy.shape[-1]))
+    rows, normal_rows = (x.reshape(-1, dy.shape[-1]) for x in (contiguous(dy), _spread(normal, dy.shape, dy.dtype)))
+    sums = np.zeros_like(dy, np.float32, shape=(count, dy.shape[-1]))
     for start in range(0, len(rows), _SUMMED):
         part, part_sums = slice(start, start + _SUMMED), np.zeros_like(sums)
         loop(rows[part], normal_rows[part], *part_sums)
@@ -223,7 +286,7 @@ def _sums_over_rows(loop, count: int, dy: np.ndarray, normal: np.ndarray) -> np.
 
 def _in_place(loop, x: np.ndarray, *others: np.ndarray) -> None:
     """Run a loop that changes ``x`` in place, even if ``x`` is not contiguous."""
-    changed = _contiguous(x)
+    changed = contiguous(x)
     loop(changed, *others)
     if changed is not x:
         x[...] = changed

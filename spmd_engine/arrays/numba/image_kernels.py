@@ -9,7 +9,20 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
-from spmd_engine.arrays.numba.kernels import Blocks, Four, Images, Indices, Integer, Rows, Vector, compiled, f32
+from spmd_engine.arrays.numba.kernels import (
+    AnyRows,
+    Blocks,
+    Four,
+    Images,
+    Indices,
+    Integer,
+    Rows,
+    Vector,
+    compiled,
+    f32,
+    stored,
+    wide,
+)  # fmt: skip
 from spmd_engine.arrays.numba.places import LANES, ROWS, WIDE
 
 
@@ -238,41 +251,41 @@ SUMMED = 1024
 
 
 @compiled
-def channel_sums(x: Rows, some: Vector, sums: Vector):
+def channel_sums(x: AnyRows, some: Vector, sums: Vector):
     """Add the sums of x[n c] over n to sums[c]."""
     for first in range(0, len(x), SUMMED):
         for c in range(sums.size):
             some[c] = f32(0)
         for n in range(first, min(first + SUMMED, len(x))):
             for c in range(sums.size):
-                some[c] += x[n, c]
+                some[c] += wide(x[n, c])
         for c in range(sums.size):
             sums[c] += some[c]
 
 
 @compiled
-def channel_squares(x: Rows, mean: Vector, some: Vector, squares: Vector):
+def channel_squares(x: AnyRows, mean: Vector, some: Vector, squares: Vector):
     """Add the sums of (x[n c] - mean[c])^2 over n to squares[c]."""
     for first in range(0, len(x), SUMMED):
         for c in range(squares.size):
             some[c] = f32(0)
         for n in range(first, min(first + SUMMED, len(x))):
             for c in range(squares.size):
-                some[c] += (x[n, c] - mean[c]) * (x[n, c] - mean[c])
+                some[c] += (wide(x[n, c]) - mean[c]) * (wide(x[n, c]) - mean[c])
         for c in range(squares.size):
             squares[c] += some[c]
 
 
 @compiled
-def scale_channels(x: Rows, mean: Vector, factor: Vector, shift: Vector, y: Rows):
+def scale_channels(x: AnyRows, mean: Vector, factor: Vector, shift: Vector, y: AnyRows):
     """y[n c] = (x[n c] - mean[c]) * factor[c] + shift[c]."""
     for n in range(len(x)):
         for c in range(mean.size):
-            y[n, c] = (x[n, c] - mean[c]) * factor[c] + shift[c]
+            y[n, c] = stored((wide(x[n, c]) - mean[c]) * factor[c] + shift[c], y)
 
 
 @compiled
-def channel_gradients(dy: Rows, x: Rows, mean: Vector, some: Rows, sums: Rows):
+def channel_gradients(dy: AnyRows, x: AnyRows, mean: Vector, some: Rows, sums: Rows):
     """Add the sums over n of dy[n c] * (x[n c] - mean[c]) to sums[0, c], and those of dy to sums[1, c]."""
     for first in range(0, len(x), SUMMED):
         for c in range(mean.size):
@@ -280,19 +293,21 @@ def channel_gradients(dy: Rows, x: Rows, mean: Vector, some: Rows, sums: Rows):
             some[1, c] = f32(0)
         for n in range(first, min(first + SUMMED, len(x))):
             for c in range(mean.size):
-                some[0, c] += dy[n, c] * (x[n, c] - mean[c])
-                some[1, c] += dy[n, c]
+                some[0, c] += wide(dy[n, c]) * (wide(x[n, c]) - mean[c])
+                some[1, c] += wide(dy[n, c])
         for c in range(mean.size):
             sums[0, c] += some[0, c]
             sums[1, c] += some[1, c]
 
 
 @compiled
-def normalized_gradient(dy: Rows, x: Rows, mean: Vector, along: Vector, shift: Vector, factor: Vector, dx: Rows):
+def normalized_gradient(
+    dy: AnyRows, x: AnyRows, mean: Vector, along: Vector, shift: Vector, factor: Vector, dx: AnyRows
+):
     """dx[n c] = (dy[n c] - shift[c] - (x[n c] - mean[c]) * along[c]) * factor[c]."""
     for n in range(len(x)):
         for c in range(mean.size):
-            dx[n, c] = (dy[n, c] - shift[c] - (x[n, c] - mean[c]) * along[c]) * factor[c]
+            dx[n, c] = stored((wide(dy[n, c]) - shift[c] - (wide(x[n, c]) - mean[c]) * along[c]) * factor[c], dx)
 
 
 # --- Loops of pooling and depthwise convolutions over float32 images that Numba compiles: channels do not mix

@@ -6,9 +6,12 @@ from importlib import import_module
 from math import gcd, prod
 
 import numpy as np
+from ml_dtypes import bfloat16
 
-from spmd_engine.arrays.numba.functions import compiled_loops
+from spmd_engine.arrays.numba.functions import compiled_loops, contiguous, loop_for
 from spmd_engine.arrays.windows import Window, check_convolution, check_gradient, outputs_of
+
+_OF_BFLOAT16 = {"channel_sums", "channel_squares", "scale_channels", "channel_gradients", "normalized_gradient"}
 
 
 def fast_images() -> FastImages | None:
@@ -24,9 +27,9 @@ class FastImages:
         """``places`` is the module of this name, which is imported only if loops are available."""
         self._loops, self._places = loops, places
 
-    def takes(self, x: np.ndarray) -> bool:
-        """Only float32, as ``FastFunctions``."""
-        return x.dtype == np.float32
+    def takes(self, x: np.ndarray, name: str = "") -> bool:
+        """Float32, and bfloat16 for functions of channels, as ``FastFunctions``."""
+        return x.dtype == np.float32 or (x.dtype == bfloat16 and name in _OF_BFLOAT16)
 
     # Convolution
 
@@ -170,28 +173,30 @@ class FastImages:
 
     def channel_sums(self, x):
         sums = np.zeros_like(x, np.float32, shape=x.shape[-1])
-        self._loops.channel_sums(_rows(x), np.empty_like(sums), sums)
+        loop_for(self._loops, "channel_sums", x)(_rows(x), np.empty_like(sums), sums)
         return sums
 
     def channel_squares(self, x, mean):
         squares = np.zeros_like(x, np.float32, shape=x.shape[-1])
-        self._loops.channel_squares(_rows(x), *_of_channels(x, mean), np.empty_like(squares), squares)
+        loop_for(self._loops, "channel_squares", x)(_rows(x), *_of_channels(x, mean), np.empty_like(squares), squares)
         return squares
 
     def scale_channels(self, x, mean, factor, shift):
-        y = np.empty_like(x, np.float32, order="C")
-        self._loops.scale_channels(_rows(x), *_of_channels(x, mean, factor, shift), _rows(y))
+        y = np.empty_like(x, order="C")
+        loop_for(self._loops, "scale_channels", x)(_rows(x), *_of_channels(x, mean, factor, shift), _rows(y))
         return y
 
     def channel_gradients(self, dy, x, mean, inverse):
         sums = np.zeros_like(x, np.float32, shape=(2, x.shape[-1]))
-        self._loops.channel_gradients(_rows(dy, x.shape), _rows(x), *_of_channels(x, mean), np.empty_like(sums), sums)
+        loop_for(self._loops, "channel_gradients", x)(
+            _rows(dy, x.shape), _rows(x), *_of_channels(x, mean), np.empty_like(sums), sums
+        )
         return sums[0] * inverse, sums[1]
 
     def normalized_gradient(self, dy, x, mean, inverse, scale, mean_dscale, mean_dshift):
-        dx = np.empty_like(x, np.float32, order="C")
+        dx = np.empty_like(x, order="C")
         factors = _of_channels(x, mean, inverse * mean_dscale, mean_dshift, inverse * scale)
-        self._loops.normalized_gradient(_rows(dy, x.shape), _rows(x), *factors, _rows(dx))
+        loop_for(self._loops, "normalized_gradient", x)(_rows(dy, x.shape), _rows(x), *factors, _rows(dx))
         return dx
 
 
@@ -201,7 +206,7 @@ def _contiguous(x: np.ndarray) -> np.ndarray:
 
 def _rows(x: np.ndarray, shape: tuple[int, ...] | None = None) -> np.ndarray:
     """x[... c] as [n c], broadcast to this shape; ValueError if it cannot be. The loops check no bounds."""
-    x = _contiguous(x if shape in (None, x.shape) else np.broadcast_to(x, shape))
+    x = contiguous(x if shape in (None, x.shape) else np.broadcast_to(x, shape))
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 

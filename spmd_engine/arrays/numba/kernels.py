@@ -1,5 +1,8 @@
 """Loops over float32 arrays that Numba compiles: every chain of elementwise steps is one pass over memory.
 
+A loop with ``Either`` arrays is compiled twice: for float32 and, as NAME_bfloat16, for bfloat16. It reads them by
+``wide`` and writes them by ``stored``, which rounds; the numbers between are float32.
+
 Imported only where they are compiled (``compile``). A loop is compiled once, for the types of its annotations; it
 writes to its arguments and allocates nothing. NaNs propagate. Numbers of Python count as float64 in a loop, hence
 ``f32`` around each.
@@ -24,9 +27,21 @@ f32 = np.float32
 # What loops take: contiguous arrays of 1, 2, 3 and 4 dimensions, numbers, and tuples of four.
 Vector, Rows, Blocks, Images = (types.Array(types.float32, dimensions, "C") for dimensions in (1, 2, 3, 4))
 Flags, Indices = types.Array(types.boolean, 1, "C"), types.Array(types.int64, 1, "C")
-HalfRows = types.Array(types.int16, 2, "C")
-Bits, Halves = types.Array(types.int32, 1, "C"), types.Array(types.int16, 1, "C")  # of float32 and of bfloat16
+Halves, HalfRows = (types.Array(types.int16, dimensions, "C") for dimensions in (1, 2))  # the bits of bfloat16
 Number, Integer, Four = types.float32, types.int64, types.UniTuple(types.int64, 4)
+
+
+@dataclass(frozen=True)
+class Either:
+    """Contiguous arrays of float32, or of the bits of bfloat16."""
+
+    dimensions: int
+
+    def of(self, half: bool) -> types.Array:
+        return types.Array(types.int16 if half else types.float32, self.dimensions, "C")
+
+
+AnyVector, AnyRows, AnyBlocks = Either(1), Either(2), Either(3)
 
 _LOWEST, _HIGHEST = -87.33, 89.0  # exp is 0 below, where float32 has no normal numbers, and infinite from 88.4 on
 
@@ -80,27 +95,34 @@ def exponential(x):
 
 
 @intrinsic
-def _as_bits(context, number):
-    """The bits of this float32."""
+def wide(context, number):
+    """A number of an array, float32 or bfloat16, as float32."""
 
     def generate(_, builder, __, arguments):
-        return builder.bitcast(arguments[0], ir.IntType(32))
+        if number != types.int16:
+            return arguments[0]
+        bits = builder.shl(builder.zext(arguments[0], ir.IntType(32)), ir.IntType(32)(16))
+        return builder.bitcast(bits, ir.FloatType())
 
-    return types.int32(types.float32), generate
-
-
-@njit(inline="always")
-def _widened(half):
-    return _as_float(int32(int32(half) << int32(16)))
+    return types.float32(number), generate
 
 
-@njit(inline="always")
-def _rounded(x):
-    """The upper half of x, rounded to nearest even; NaN stays NaN."""
-    bits = _as_bits(x)
-    half = int32(bits >> int32(16))
-    even = int32(int32(bits + int32(0x7FFF)) + int32(half & int32(1))) >> int32(16)
-    return np.int16(half | int32(0x40)) if x != x else np.int16(even)
+@intrinsic
+def stored(context, number, array):
+    """A float32 as a number of this array: as bfloat16 rounded to nearest even; NaN stays NaN."""
+
+    def generate(_, builder, __, arguments):
+        word, (x, _) = ir.IntType(32), arguments
+        if array.dtype != types.int16:
+            return x
+        bits = builder.bitcast(x, word)
+        half = builder.lshr(bits, word(16))
+        odd = builder.and_(half, word(1))
+        even = builder.lshr(builder.add(bits, builder.add(odd, word(0x7FFF))), word(16))
+        kept = builder.select(builder.fcmp_unordered("uno", x, x), builder.or_(half, word(0x40)), even)
+        return builder.trunc(kept, ir.IntType(16))
+
+    return array.dtype(types.float32, array), generate
 
 
 @compiled
@@ -110,7 +132,7 @@ def add_halves(x: HalfRows, y: HalfRows):
     for i in range(rows):
         row = i if y.shape[0] > 1 else 0
         for j in range(width):
-            x[i, j] = _rounded(_widened(x[i, j]) + _widened(y[row, j]))
+            x[i, j] = stored(wide(x[i, j]) + wide(y[row, j]), x)
 
 
 @compiled
@@ -120,105 +142,112 @@ def multiply_halves(x: HalfRows, y: HalfRows):
     for i in range(rows):
         row = i if y.shape[0] > 1 else 0
         for j in range(width):
-            x[i, j] = _rounded(_widened(x[i, j]) * _widened(y[row, j]))
+            x[i, j] = stored(wide(x[i, j]) * wide(y[row, j]), x)
 
 
 @compiled
-def round_to_bfloat16(x: Bits, y: Halves):
-    """y[n] is x[n] rounded to nearest even; NaN stays NaN."""
-    sign_less, infinity, quiet = int32(0x7FFFFFFF), int32(0x7F800000), int32(0x40)
+def kept_where(x: AnyVector, flags: Flags, y: AnyVector):
+    """y[n] = x[n] where flags[n], else 0."""
     for i in range(x.size):
-        half = int32(x[i] >> int32(16))
-        even = int32(int32(x[i] + int32(0x7FFF)) + int32(half & int32(1))) >> int32(16)
-        y[i] = np.int16(half | quiet) if int32(x[i] & sign_less) > infinity else np.int16(even)
+        y[i] = stored(wide(x[i]) if flags[i] else f32(0), y)
+
+
+@compiled
+def round_to_bfloat16(x: Vector, y: Halves):
+    """y[n] is x[n] rounded to nearest even; NaN stays NaN."""
+    for i in range(x.size):
+        y[i] = stored(x[i], y)
 
 
 # --- activations of flat z[n]
 
 
 @compiled
-def relu(z: Vector, y: Vector, slope: Flags):
+def relu(z: AnyVector, y: AnyVector, slope: Flags):
     """y[n] and slope[n] of z[n]."""
     for i in range(z.size):
-        y[i] = f32(0) if z[i] <= f32(0) else z[i]
-        slope[i] = z[i] > f32(0)
+        x = wide(z[i])
+        y[i] = stored(f32(0) if x <= f32(0) else x, y)
+        slope[i] = x > f32(0)
 
 
 @compiled
-def relu_value(z: Vector, y: Vector):
+def relu_value(z: AnyVector, y: AnyVector):
     """y[n] of z[n]."""
     for i in range(z.size):
-        y[i] = f32(0) if z[i] <= f32(0) else z[i]
+        x = wide(z[i])
+        y[i] = stored(f32(0) if x <= f32(0) else x, y)
 
 
 @compiled
-def gelu(z: Vector, y: Vector, slope: Vector):
+def gelu(z: AnyVector, y: AnyVector, slope: AnyVector):
     """y[n] and slope[n] of z[n]."""
     for i in range(z.size):
-        x = z[i]
+        x = wide(z[i])
         square = x * x
         gate = f32(1) / (f32(1) + exponential(-x * (f32(2 * GELU_C) + f32(2 * GELU_C * GELU_A) * square)))
         value = x * gate
-        y[i] = value
-        slope[i] = gate + value * (f32(1) - gate) * (f32(2 * GELU_C) + f32(6 * GELU_C * GELU_A) * square)
+        y[i] = stored(value, y)
+        rise = gate + value * (f32(1) - gate) * (f32(2 * GELU_C) + f32(6 * GELU_C * GELU_A) * square)
+        slope[i] = stored(rise, slope)
 
 
 @compiled
-def gelu_value(z: Vector, y: Vector):
+def gelu_value(z: AnyVector, y: AnyVector):
     """y[n] of z[n]."""
     for i in range(z.size):
-        x = z[i]
-        y[i] = x / (f32(1) + exponential(-x * (f32(2 * GELU_C) + f32(2 * GELU_C * GELU_A) * x * x)))
+        x = wide(z[i])
+        y[i] = stored(x / (f32(1) + exponential(-x * (f32(2 * GELU_C) + f32(2 * GELU_C * GELU_A) * x * x))), y)
 
 
 # --- layer norm of rows[n d]
 
 
 @compiled_sums
-def layer_norm(x: Rows, scale: Vector, shift: Vector, epsilon: Number, y: Rows, normal: Rows, inverse: Vector):
+def layer_norm(x: AnyRows, scale: Vector, shift: Vector, epsilon: Number, y: AnyRows, normal: AnyRows, inverse: Vector):
     """y[n d], normal[n d] and inverse[n] of x[n d]."""
     rows, width = x.shape
     share = f32(1) / f32(width)
     for i in range(rows):
         total = f32(0)
         for j in range(width):
-            total += x[i, j]
+            total += wide(x[i, j])
         mean = total * share
         squares = f32(0)
         for j in range(width):
-            squares += (x[i, j] - mean) * (x[i, j] - mean)
+            squares += (wide(x[i, j]) - mean) * (wide(x[i, j]) - mean)
         factor = f32(1) / np.sqrt(squares * share + epsilon)
         inverse[i] = factor
         for j in range(width):
-            n = (x[i, j] - mean) * factor
-            normal[i, j] = n
-            y[i, j] = n * scale[j] + shift[j]
+            n = (wide(x[i, j]) - mean) * factor
+            normal[i, j] = stored(n, normal)
+            y[i, j] = stored(n * scale[j] + shift[j], y)
 
 
 @compiled_sums
-def layer_norm_backward(dy: Rows, normal: Rows, inverse: Vector, scale: Vector, dx: Rows):
+def layer_norm_backward(dy: AnyRows, normal: AnyRows, inverse: Vector, scale: Vector, dx: AnyRows):
     """dx[n d] of dy[n d]."""
     rows, width = dy.shape
     share = f32(1) / f32(width)
     for i in range(rows):
         total = projection = f32(0)
         for j in range(width):
-            g = dy[i, j] * scale[j]
+            g = wide(dy[i, j]) * scale[j]
             total += g
-            projection += g * normal[i, j]
+            projection += g * wide(normal[i, j])
         mean, along, factor = total * share, projection * share, inverse[i]
         for j in range(width):
-            dx[i, j] = (dy[i, j] * scale[j] - mean - normal[i, j] * along) * factor
+            dx[i, j] = stored((wide(dy[i, j]) * scale[j] - mean - wide(normal[i, j]) * along) * factor, dx)
 
 
 @compiled
-def layer_norm_backward_parameters(dy: Rows, normal: Rows, dscale: Vector, dshift: Vector):
+def layer_norm_backward_parameters(dy: AnyRows, normal: AnyRows, dscale: Vector, dshift: Vector):
     """Add the gradients of dy[n d] to dscale[d] and dshift[d]."""
     rows, width = dy.shape
     for i in range(rows):
         for j in range(width):
-            dscale[j] += dy[i, j] * normal[i, j]
-            dshift[j] += dy[i, j]
+            dscale[j] += wide(dy[i, j]) * wide(normal[i, j])
+            dshift[j] += wide(dy[i, j])
 
 
 # --- optimizers of flat p[n]
@@ -277,23 +306,60 @@ def exponentiate_rows(scores: Rows, shift: Vector):
 
 
 @compiled
-def exponentiate_columns(scores: Blocks, shift: Rows):
-    """scores[h t s] become exp(scores - shift[h s])."""
+def softmax_over_keys(scores: Blocks, scale: Number, p: AnyBlocks, top: Rows, sums: Rows):
+    """p[h t s] are exp(scale · scores - top[h s]), with the sums of these over t before they are rounded; ``top`` is a
+    multiple of log(2)."""
+    heads, keys, width = scores.shape
+    to_powers, log_2 = scale * f32(1.44269504088896341), f32(0.693147180559945309)
+    for h in range(heads):
+        for j in range(width):
+            top[h, j] = f32(-np.inf)
+            sums[h, j] = f32(0)
+        for t in range(keys):
+            for j in range(width):
+                x = scores[h, t, j]
+                top[h, j] = x if x > top[h, j] or x != x else top[h, j]
+        for j in range(width):
+            above = np.ceil(top[h, j] * to_powers) * log_2
+            top[h, j] = f32(-3.4028234663852886e38) if above == f32(-np.inf) else above
+        for t in range(keys):
+            for j in range(width):
+                x = exponential(scores[h, t, j] * scale - top[h, j])
+                p[h, t, j] = stored(x, p)
+                sums[h, j] += x
+
+
+@compiled
+def exponentiate_columns(scores: Blocks, scale: Number, shift: Rows, p: AnyBlocks):
+    """scores[h t s] become exp(scale · scores - shift[h s]), and ``p`` too."""
     heads, keys, width = scores.shape
     for h in range(heads):
         for t in range(keys):
             for j in range(width):
-                scores[h, t, j] = exponential(scores[h, t, j] - shift[h, j])
+                x = exponential(scores[h, t, j] * scale - shift[h, j])
+                scores[h, t, j] = x
+                p[h, t, j] = stored(x, p)
 
 
 @compiled
-def softmax_backward(ds: Blocks, p: Blocks, projection: Rows):
-    """ds[h t s] become (ds - projection[h s]) * p[h t s]."""
+def softmax_backward(ds: Blocks, p: Blocks, projection: Rows, scale: Number, y: AnyBlocks):
+    """y[h t s] = (ds - projection[h s]) * p[h t s] * scale."""
     heads, keys, width = ds.shape
     for h in range(heads):
         for t in range(keys):
             for j in range(width):
-                ds[h, t, j] = (ds[h, t, j] - projection[h, j]) * p[h, t, j]
+                y[h, t, j] = stored((ds[h, t, j] - projection[h, j]) * (p[h, t, j] * scale), y)
+
+
+@compiled_sums
+def products_of_rows(x: AnyRows, y: AnyRows, sums: Vector):
+    """sums[n] of x[n d] * y[n d] over d."""
+    rows, width = x.shape
+    for i in range(rows):
+        total = f32(0)
+        for j in range(width):
+            total += wide(x[i, j]) * wide(y[i, j])
+        sums[i] = total
 
 
 @compiled
@@ -323,95 +389,96 @@ def cross_entropy_gradient(p: Rows, sums: Vector, weights: Vector, targets: Indi
 
 
 @compiled_sums
-def rms_norm(x: Rows, scale: Vector, epsilon: Number, y: Rows, normal: Rows, inverse: Vector):
+def rms_norm(x: AnyRows, scale: Vector, epsilon: Number, y: AnyRows, normal: AnyRows, inverse: Vector):
     """y[n d], normal[n d] and inverse[n] of x[n d]."""
     rows, width = x.shape
     share = f32(1) / f32(width)
     for i in range(rows):
         squares = f32(0)
         for j in range(width):
-            squares += x[i, j] * x[i, j]
+            squares += wide(x[i, j]) * wide(x[i, j])
         factor = f32(1) / np.sqrt(squares * share + epsilon)
         inverse[i] = factor
         for j in range(width):
-            n = x[i, j] * factor
-            normal[i, j] = n
-            y[i, j] = n * scale[j]
+            n = wide(x[i, j]) * factor
+            normal[i, j] = stored(n, normal)
+            y[i, j] = stored(n * scale[j], y)
 
 
 @compiled_sums
-def rms_norm_backward(dy: Rows, normal: Rows, inverse: Vector, scale: Vector, dx: Rows):
+def rms_norm_backward(dy: AnyRows, normal: AnyRows, inverse: Vector, scale: Vector, dx: AnyRows):
     """dx[n d] of dy[n d]."""
     rows, width = dy.shape
     share = f32(1) / f32(width)
     for i in range(rows):
         projection = f32(0)
         for j in range(width):
-            projection += dy[i, j] * scale[j] * normal[i, j]
+            projection += wide(dy[i, j]) * scale[j] * wide(normal[i, j])
         along, factor = projection * share, inverse[i]
         for j in range(width):
-            dx[i, j] = (dy[i, j] * scale[j] - normal[i, j] * along) * factor
+            dx[i, j] = stored((wide(dy[i, j]) * scale[j] - wide(normal[i, j]) * along) * factor, dx)
 
 
 @compiled
-def rms_norm_backward_scale(dy: Rows, normal: Rows, dscale: Vector):
+def rms_norm_backward_scale(dy: AnyRows, normal: AnyRows, dscale: Vector):
     """Add the gradient of dy[n d] to dscale[d]."""
     rows, width = dy.shape
     for i in range(rows):
         for j in range(width):
-            dscale[j] += dy[i, j] * normal[i, j]
+            dscale[j] += wide(dy[i, j]) * wide(normal[i, j])
 
 
 # --- gates of flat z[n] and u[n]
 
 
 @compiled
-def silu_gate(z: Vector, u: Vector, h: Vector, of_gate: Vector, of_value: Vector):
+def silu_gate(z: AnyVector, u: AnyVector, h: AnyVector, of_gate: AnyVector, of_value: AnyVector):
     """h[n], and its slopes by z and by u."""
     for i in range(z.size):
-        x = z[i]
+        x = wide(z[i])
         sigmoid = f32(1) / (f32(1) + exponential(-x))
         silu = x * sigmoid
-        h[i] = silu * u[i]
-        of_gate[i] = (sigmoid + silu * (f32(1) - sigmoid)) * u[i]
-        of_value[i] = silu
+        h[i] = stored(silu * wide(u[i]), h)
+        of_gate[i] = stored((sigmoid + silu * (f32(1) - sigmoid)) * wide(u[i]), of_gate)
+        of_value[i] = stored(silu, of_value)
 
 
 @compiled
-def silu_gate_value(z: Vector, u: Vector, h: Vector):
+def silu_gate_value(z: AnyVector, u: AnyVector, h: AnyVector):
     """h[n]."""
     for i in range(z.size):
-        h[i] = z[i] / (f32(1) + exponential(-z[i])) * u[i]
+        x = wide(z[i])
+        h[i] = stored(x / (f32(1) + exponential(-x)) * wide(u[i]), h)
 
 
 # --- rotary positions of x[n h k] at n positions, with cosines and sines [n p] of p pairs
 
 
 @compiled
-def rotate_halves(x: Blocks, cosine: Rows, sine: Rows, y: Blocks):
+def rotate_halves(x: AnyBlocks, cosine: Rows, sine: Rows, y: AnyBlocks):
     """y[n h k]: pairs are (i, i + p), and what is beyond 2p stays."""
     rows, heads, width = x.shape
     pairs = cosine.shape[1]
     for i in range(rows):
         for h in range(heads):
             for j in range(pairs):
-                first, second = x[i, h, j], x[i, h, j + pairs]
-                y[i, h, j] = first * cosine[i, j] - second * sine[i, j]
-                y[i, h, j + pairs] = second * cosine[i, j] + first * sine[i, j]
+                first, second = wide(x[i, h, j]), wide(x[i, h, j + pairs])
+                y[i, h, j] = stored(first * cosine[i, j] - second * sine[i, j], y)
+                y[i, h, j + pairs] = stored(second * cosine[i, j] + first * sine[i, j], y)
             for j in range(2 * pairs, width):
                 y[i, h, j] = x[i, h, j]
 
 
 @compiled
-def rotate_neighbours(x: Blocks, cosine: Rows, sine: Rows, y: Blocks):
+def rotate_neighbours(x: AnyBlocks, cosine: Rows, sine: Rows, y: AnyBlocks):
     """y[n h k]: pairs are (2i, 2i + 1), and what is beyond 2p stays."""
     rows, heads, width = x.shape
     pairs = cosine.shape[1]
     for i in range(rows):
         for h in range(heads):
             for j in range(pairs):
-                first, second = x[i, h, 2 * j], x[i, h, 2 * j + 1]
-                y[i, h, 2 * j] = first * cosine[i, j] - second * sine[i, j]
-                y[i, h, 2 * j + 1] = second * cosine[i, j] + first * sine[i, j]
+                first, second = wide(x[i, h, 2 * j]), wide(x[i, h, 2 * j + 1])
+                y[i, h, 2 * j] = stored(first * cosine[i, j] - second * sine[i, j], y)
+                y[i, h, 2 * j + 1] = stored(second * cosine[i, j] + first * sine[i, j], y)
             for j in range(2 * pairs, width):
                 y[i, h, j] = x[i, h, j]
