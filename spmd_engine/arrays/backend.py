@@ -43,6 +43,14 @@ class Backend:
     def enter(self) -> None:
         """Make this thread work on the backend's device and stream, which CUDA has for each thread."""
 
+    def allow_tf32(self, allowed: bool) -> None:
+        """Whether float32 products of this thread may round their operands to TF32, which has 11 bits.
+
+        Raises UsageError where it is allowed and no device has it.
+        """
+        if allowed:
+            raise UsageError("--tf32: a CPU has no products of TF32; give --device cuda, or leave it out")
+
     def synchronize(self) -> None:
         """Return once all work queued for arrays of this backend has finished."""
 
@@ -158,6 +166,11 @@ class CudaBackend(Backend):
     def enter(self) -> None:
         self._device.use()
         self._stream.use()
+
+    def allow_tf32(self, allowed: bool) -> None:
+        from spmd_engine.arrays.cublas import allow_tf32
+
+        allow_tf32(self.xp, allowed)
 
     def synchronize(self) -> None:
         with self._device:  # the default stream is that of the current device

@@ -24,8 +24,9 @@ def fused(function: Callable) -> Callable:
     ``function`` defines what is computed. A backend's ``kernels`` have all functions with this decorator, with the
     same signatures; one may return NotImplemented for arguments that it does not take.
 
-    With 16-bit floats as the first argument, it is computed in the dtype of their sums, a piece of rows at a time;
-    results shaped as this argument are rounded, others, such as statistics, are not.
+    With 16-bit floats as the first argument, it is computed by a kernel that takes them (``of_halves``), else in the
+    dtype of their sums, a piece of rows at a time; results shaped as this argument are rounded, others, such as
+    statistics, are not.
     """
     return _fused(function, "kernels")
 
@@ -61,7 +62,7 @@ def _fused(function: Callable, kind: str, sums: bool = False) -> Callable:
 
     @wraps(function)
     def run(x: Array, *others, **options):
-        if is_half(x.dtype):
+        if is_half(x.dtype) and name not in getattr(kernels_for(x), "of_halves", ()):
             return _of_halves(compute, by_row, sums, [x, *others], options)
         return compute(x, *others, **options)
 

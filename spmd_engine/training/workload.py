@@ -72,7 +72,9 @@ def open_workload(job: TrainConfig, mesh: Mesh, placed: bool = True) -> Workload
     Raises UsageError for options that contradict each other, for data other than ``job.corpus``, and for batches with
     fewer samples than ranks.
     """
-    get_backend(job.device, *mesh.process_on_node, memory=job.device_memory)
+    if job.tf32 and job.model.dtype != "float32":
+        raise UsageError(f"--tf32 with --precision {job.model.dtype}: it is for float32; leave one of them out")
+    get_backend(job.device, *mesh.process_on_node, memory=job.device_memory).allow_tf32(job.tf32)
     for option, value in ("documents", job.data.documents), ("length", job.data.length):
         if value is not None and (job.model.name in IMAGES or job.strategy):
             name = job.strategy or job.model.name

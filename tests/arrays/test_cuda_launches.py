@@ -59,7 +59,7 @@ def test_what_attention_hides_is_hidden_as_it_is_exponentiated(cuda):
 # --- the house
 
 #: What other code calls on a device alone.
-UNMARKED = {"takes", "sum_of_squares", "add_rows", "bernoulli", "uniform", "normal"}
+UNMARKED = {"takes", "of_halves", "sum_of_squares", "add_rows", "bernoulli", "uniform", "normal"}
 
 
 def fused_functions():
@@ -96,5 +96,5 @@ def test_a_host_array_among_the_device_s_is_refused(cuda):
 
 
 def test_arrays_of_different_dtypes_are_refused(cuda):
-    with pytest.raises(AssertionError, match="normalize: T is"):
+    with pytest.raises(AssertionError, match="normalize: S is"):
         layer_norm(cuda.asarray(X), cuda.asarray(ROWS.astype(np.float32)), cuda.asarray(ROWS), 1e-5)
