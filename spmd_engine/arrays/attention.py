@@ -95,6 +95,8 @@ def causal_attention_backward(
     dq = (xp.empty if apart is None and window is None else xp.zeros)(q.shape, dtype)
     dk, dv = xp.zeros(k.shape, accumulated_in(k.dtype)), xp.zeros(v.shape, accumulated_in(v.dtype))
     scale = q.shape[-1] ** -0.5
+    if apart is not None or window is not None:
+        log_sums = xp.maximum(log_sums, xp.finfo(log_sums.dtype).min)  # of queries without keys
     projection = xp.einsum("bs...k,bs...k->b...s", widened(dy), widened(y))
     for b, heads, rows, keys, mask, (p, ds) in _blocks(q, positions, key_positions, apart, window, 2):
         k_block, v_block = (widened(x[b, keys, heads]).transpose(1, 0, 2) for x in (k, v))

@@ -168,9 +168,8 @@ class CudaBackend(Backend):
         self._stream.use()
 
     def allow_tf32(self, allowed: bool) -> None:
-        from spmd_engine.arrays.cublas import allow_tf32
-
-        allow_tf32(self.xp, allowed)
+        tf32, default = 3, 0  # CUBLAS_TF32_TENSOR_OP_MATH, CUBLAS_DEFAULT_MATH
+        self.xp.cuda.cublas.setMathMode(self.xp.cuda.get_cublas_handle(), tf32 if allowed else default)
 
     def synchronize(self) -> None:
         with self._device:  # the default stream is that of the current device

@@ -7,33 +7,27 @@ neither their rows nor their columns are contiguous, or batches are not equally 
 
 from __future__ import annotations
 
+from ctypes import addressof, c_float
 from math import prod
 from typing import Any
 
-import numpy as np
-
-from spmd_engine.arrays.backend import Array
+from spmd_engine.arrays.backend import CPU, Array
 
 _TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType
 _AS_IS, _TRANSPOSED = 0, 1  # cublasOperation_t
 _FLOAT32_SUMS, _ANY_ALGORITHM = 68, -1  # CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT
-_DEFAULT, _TF32 = 0, 3  # CUBLAS_DEFAULT_MATH, CUBLAS_TF32_TENSOR_OP_MATH
-_ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
-
-
-def allow_tf32(cupy: Any, allowed: bool) -> None:
-    """Whether cuBLAS may round operands of float32 products to TF32, in this thread on the current device."""
-    cupy.cuda.cublas.setMathMode(cupy.cuda.get_cublas_handle(), _TF32 if allowed else _DEFAULT)
+_ONE, _ZERO = c_float(1.0), c_float(0.0)
 
 
 def multiply(cupy: Any, a: Array, b: Array, out: Array | None, dtype: Any) -> Array:
     """a[... m k] · b[... k n], both bfloat16 or both float16, in ``out`` if given; ``dtype`` is float32 or theirs."""
-    batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    batch = CPU.xp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     shape = *batch, a.shape[-2], b.shape[-1]
     if a.shape[-1] != b.shape[-2]:
         raise ValueError(f"shapes {a.shape} and {b.shape} do not fit in a matrix product")
-    direct = out is not None and out.dtype == dtype and out.shape == shape and out.flags.c_contiguous
-    y = out if direct else cupy.empty(shape, dtype)
+    y = out
+    if y is None or y.dtype != dtype or y.shape != shape or not y.flags.c_contiguous:
+        y = cupy.empty(shape, dtype)
     if not a.size or not b.size:
         y[...] = 0
     elif y.size:
@@ -42,13 +36,13 @@ def multiply(cupy: Any, a: Array, b: Array, out: Array | None, dtype: Any) -> Ar
         operands = [(x.data.ptr, _TYPES[x.dtype.name], lead, stride) for x, (_, lead, stride) in ((b, of_b), (a, of_a))]
         # cuBLAS counts by columns: it computes yᵀ = bᵀ · aᵀ.
         cupy.cuda.cublas.gemmStridedBatchedEx(
-            cupy.cuda.get_cublas_handle(), of_b[0], of_a[0], n, m, k, _ONE.ctypes.data, *operands[0], *operands[1],
-            _ZERO.ctypes.data, y.data.ptr, _TYPES[y.dtype.name], n, m * n, prod(batch), _FLOAT32_SUMS, _ANY_ALGORITHM,
+            cupy.cuda.get_cublas_handle(), of_b[0], of_a[0], n, m, k, addressof(_ONE), *operands[0], *operands[1],
+            addressof(_ZERO), y.data.ptr, _TYPES[y.dtype.name], n, m * n, prod(batch), _FLOAT32_SUMS, _ANY_ALGORITHM,
         )  # fmt: skip
-    if out is None or direct:
-        return y
-    out[...] = y
-    return out
+    if out is not None and y is not out:
+        out[...] = y
+        return out
+    return y
 
 
 def _matrices(cupy: Any, x: Array, batch: tuple[int, ...]) -> tuple[Array, int, int, int]:

@@ -13,7 +13,6 @@ from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 from spmd_engine.arrays.factors import GELU_A, GELU_C, adamw_factors, halves, over_heads
-from spmd_engine.arrays.precision import accumulated_in, widened
 
 
 class Elementwise(NamedTuple):
@@ -238,6 +237,14 @@ REDUCTIONS = {
 # images, ``@fused_of_images``, which are a few large matrix products and additions of slices.
 
 
+#: Functions that take 16-bit floats: activations, rotary positions and norms.
+_OF_HALVES = {
+    *("relu", "gelu", "silu_gate", "rotate"),
+    *(f"layer_norm{part}" for part in ("", "_backward", "_backward_parameters")),
+    *(f"rms_norm{part}" for part in ("", "_backward", "_backward_scale")),
+}
+
+
 class CudaFunctions:
     """Kernels for ``xp``, CuPy. CuPy compiles each for dtypes and a device when it is first launched."""
 
@@ -247,17 +254,15 @@ class CudaFunctions:
         kernels |= {name: xp.ReductionKernel(**text._asdict(), name=name) for name, text in REDUCTIONS.items()}
         self._launch = SimpleNamespace(**kernels)
 
-    #: Functions that take 16-bit floats, of activations, rotary positions and norms.
-    of_halves = frozenset(
-        (
-            *("relu", "gelu", "silu_gate", "rotate"),
-            *(f"layer_norm{part}" for part in ("", "_backward", "_backward_parameters")),
-            *(f"rms_norm{part}" for part in ("", "_backward", "_backward_scale")),
-        )
-    )
-
     def takes(self, x):
-        return x.dtype.char in "fd" or accumulated_in(x.dtype) == self._xp.float32
+        return x.dtype.char in "fd"
+
+    def takes_halves(self, name, x):
+        return name in _OF_HALVES
+
+    def _sum_of(self, x):
+        """The dtype of sums of ``x``, of which those of 16-bit floats are float32 here."""
+        return self._xp.dtype(self._xp.float32) if x.dtype.itemsize == 2 else x.dtype
 
     # Activations
 
@@ -286,7 +291,7 @@ class CudaFunctions:
 
     def layer_norm(self, x, scale, shift, epsilon):
         rows = x.reshape(-1, x.shape[-1])
-        mean, inverse = self._empty_pair(rows.shape[0], accumulated_in(x.dtype))
+        mean, inverse = self._empty_pair(rows.shape[0], self._sum_of(x))
         self._launch.moments(rows, epsilon, mean, inverse, axis=1)
         y, normal = self._launch.normalize(rows, mean[:, None], inverse[:, None], scale, shift)
         return y.reshape(x.shape), normal.reshape(x.shape), inverse.reshape(x.shape[:-1])
@@ -297,13 +302,13 @@ class CudaFunctions:
 
     def layer_norm_backward_parameters(self, dy, normal):
         width = dy.shape[-1]
-        dscale, dshift = self._empty_pair(width, accumulated_in(dy.dtype))
+        dscale, dshift = self._empty_pair(width, self._sum_of(dy))
         self._launch.column_sums(dy.reshape(-1, width), normal.reshape(-1, width), dscale, dshift, axis=0)
         return dscale, dshift
 
     def rms_norm(self, x, scale, epsilon):
         rows = x.reshape(-1, x.shape[-1])
-        inverse = self._xp.empty(rows.shape[0], accumulated_in(x.dtype))
+        inverse = self._xp.empty(rows.shape[0], self._sum_of(x))
         self._launch.root_mean_square(rows, epsilon, inverse, axis=1)
         y, normal = self._launch.normalize(rows, 0, inverse[:, None], scale, 0)
         return y.reshape(x.shape), normal.reshape(x.shape), inverse.reshape(x.shape[:-1])
@@ -361,7 +366,9 @@ class CudaFunctions:
 
     def add_rows(self, table, indices, rows):
         order = self._xp.argsort(indices, kind="stable")
-        rows = self._xp.ascontiguousarray(rows if self.takes(rows) else widened(rows))
+        if self._sum_of(rows) != table.dtype:
+            rows = rows.astype(table.dtype)
+        rows = self._xp.ascontiguousarray(rows)
         ordered = indices[order].astype(self._xp.int64, copy=False)
         self._launch.add_runs(order, ordered, rows, rows.shape[1], len(order), table, size=rows.size)
 

@@ -9,13 +9,21 @@ from typing import Any
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.meter import meter
-from spmd_engine.arrays.precision import is_half, rounded, widened
+from spmd_engine.arrays.precision import accumulated_in, is_half, rounded, widened
 
 
-def kernels_for(x: Array, kind: str = "kernels") -> Any:
-    """The kernels of the backend of ``x``, if there are any and they take ``x``; else None."""
+def kernels_for(x: Array, kind: str = "kernels", name: str = "") -> Any:
+    """The kernels of the backend of ``x``, if there are any and they take ``x``; else None.
+
+    They take 16-bit floats for the functions, by ``name``, that widen and round them in one pass with the computation.
+    """
     kernels = getattr(backend_of(x), kind)
-    return kernels if kernels is not None and kernels.takes(x) else None
+    if kernels is None:
+        return None
+    if is_half(x.dtype):
+        takes = getattr(kernels, "takes_halves", None)
+        return kernels if takes and accumulated_in(x.dtype).itemsize == 4 and takes(name, x) else None
+    return kernels if kernels.takes(x) else None
 
 
 def fused(function: Callable) -> Callable:
@@ -24,9 +32,9 @@ def fused(function: Callable) -> Callable:
     ``function`` defines what is computed. A backend's ``kernels`` have all functions with this decorator, with the
     same signatures; one may return NotImplemented for arguments that it does not take.
 
-    With 16-bit floats as the first argument, it is computed by a kernel that takes them (``of_halves``), else in the
-    dtype of their sums, a piece of rows at a time; results shaped as this argument are rounded, others, such as
-    statistics, are not.
+    With 16-bit floats as the first argument, it is computed in the dtype of their sums; results shaped as this argument
+    are rounded, others, such as statistics, are not. A kernel that ``takes_halves`` does it in one pass, others and
+    ``function`` a piece of rows at a time.
     """
     return _fused(function, "kernels")
 
@@ -62,9 +70,13 @@ def _fused(function: Callable, kind: str, sums: bool = False) -> Callable:
 
     @wraps(function)
     def run(x: Array, *others, **options):
-        if is_half(x.dtype) and name not in getattr(kernels_for(x), "of_halves", ()):
-            return _of_halves(compute, by_row, sums, [x, *others], options)
-        return compute(x, *others, **options)
+        if not is_half(x.dtype):
+            return compute(x, *others, **options)
+        if kind and (kernels := kernels_for(x, kind, name)) is not None:
+            pairs = zip((x, *others), names, strict=False)
+            if all(y.dtype == x.dtype for y, argument in pairs if argument in BY_ROW - {"inverse"}):
+                return getattr(kernels, name)(x, *others, **options)
+        return _of_halves(compute, by_row, sums, [x, *others], options)
 
     return run
 
