@@ -20,6 +20,32 @@ REDUCTIONS = cuda.REDUCTIONS | cuda_images.REDUCTIONS
 C_TYPES = {"float32": "float", "float64": "double", "int64": "int64_t", "bool": "bool"}
 C_TYPES |= {"uint8": "uint8_t", "int32": "int32_t", "uint32": "uint32_t", "uint64": "uint64_t"}
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+#: The dtypes of S, each with that of T.
+VARIANTS = {"float32": "float32", "float64": "float64", "bfloat16": "float32", "float16": "float32"}
+#: CuPy's classes: they convert to float by themselves, and round a float that they are made of.
+BFLOAT16 = """
+    struct bfloat16 {
+        uint16_t bits;
+        __device__ bfloat16() {}
+        __device__ bfloat16(float x) {
+            uint32_t wide;
+            memcpy(&wide, &x, 4);
+            bits = x != x ? (wide >> 16) | 64 : (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16;
+        }
+        __device__ operator float() const {
+            const uint32_t wide = uint32_t(bits) << 16;
+            float x;
+            memcpy(&x, &wide, 4);
+            return x;
+        }
+    };"""
+FLOAT16 = """
+    struct float16 {
+        _Float16 value;
+        float16() {}
+        float16(float x) : value(_Float16(x)) {}
+        operator float() const { return float(value); }
+    };"""
 #: C++ allows an implicit conversion from float to double, which would be slow on a GPU.
 FLAGS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wdouble-promotion", "-Werror"]
 LANES = 8  # partial results of a reduction; a power of 2, like a GPU's threads; some get no element
@@ -44,15 +70,30 @@ def parameters(text):
 
 
 def source():
-    """C++ source of all kernels in float32 and float64: functions NAME_DTYPE of pointers and strides in bytes."""
+    """C++ source of all kernels with each S that they have: functions NAME_DTYPE of pointers and strides in bytes."""
     kernels = []
-    for dtype in "float32", "float64":
-        c_types = C_TYPES | {"T": C_TYPES[dtype]}
-        kernels += [elementwise(f"{name}_{dtype}", text, c_types) for name, text in ELEMENTWISE.items()]
-        kernels += [reduction(f"{name}_{dtype}", text, c_types) for name, text in REDUCTIONS.items()]
-    head = ["#include <cmath>", "#include <cstddef>", "#include <cstdint>", "using namespace std;"]
-    defined = ["#define __device__", '#define KERNEL extern "C"', "#define EACH(i, n) (ptrdiff_t i = 0; i < n; ++i)"]
-    return "\n".join([*head, *defined, *kernels])
+    for dtype, wide in VARIANTS.items():
+        c_types = C_TYPES | {"T": C_TYPES[wide], "S": C_TYPES.get(dtype, dtype)}
+        for name, text in (ELEMENTWISE | REDUCTIONS).items():
+            if dtype in C_TYPES or "S" in kinds_of(text):
+                kernels.append(kernel(f"{name}_{dtype}", text, c_types))
+    head = [f"#include <{name}>" for name in ("cmath", "cstddef", "cstdint", "cstring")]
+    head += ["using namespace std;", "#define __device__", '#define KERNEL extern "C"']
+    head += ["#define EACH(i, n) (ptrdiff_t i = 0; i < n; ++i)", BFLOAT16, FLOAT16]
+    return "\n".join([*head, *kernels])
+
+
+def kinds_of(text):
+    return {parameter.kind for parameter in parameters(text.in_params) + parameters(text.out_params)}
+
+
+def declared(text, c_types):
+    """What CuPy declares of the types of parameters; ``T`` must not be declared where none has it."""
+    return " ".join(f"typedef {c_types[kind]} {kind};" for kind in ("S", "T") if kind in kinds_of(text))
+
+
+def kernel(name, text, c_types):
+    return (reduction if hasattr(text, "reduce_expr") else elementwise)(name, text, c_types)
 
 
 def element(parameter, c_types, number, index, const=""):
@@ -75,7 +116,7 @@ def elementwise(name, text, c_types):
             each.append(element(p, c_types, k, "i"))
     return f"""
         namespace {name}_ {{
-            typedef {c_types["T"]} T;
+            {declared(text, c_types)}
             KERNEL void {name}(ptrdiff_t size, char **memory, const ptrdiff_t *strides) {{
                 {" ".join(raw)}
                 for EACH(i, size) {{
@@ -94,7 +135,7 @@ def reduction(name, text, c_types):
     results = [element(p, c_types, len(inputs) + k, "row") for k, p in enumerate(outputs)]
     return f"""
         namespace {name}_ {{
-            typedef {c_types["T"]} T;
+            {declared(text, c_types)}
             {text.preamble}
             typedef {text.reduce_type} Sum;
             __device__ inline Sum join(const Sum &a, const Sum &b) {{ return {text.reduce_expr}; }}
@@ -153,26 +194,33 @@ class HostKernel:
             self.run(inputs, outputs, dtype, size, [])
             return outputs
         result_shape = shape if axis is None else shape[:axis] + shape[axis + 1 :]
-        kinds = [dtype if p.kind == "T" else np.dtype(p.kind) for p in self.outputs]
+        kinds = [self.kind(p, dtype) for p in self.outputs]
         outputs = outputs or [np.empty(result_shape, kind) for kind in kinds]
         assert all(x.shape == result_shape and x.dtype == kind for x, kind in zip(outputs, kinds)), self.name
         if 0 not in result_shape:
             self.run(inputs, outputs, dtype, outputs[0].size, [] if axis is None else [shape[axis]])
         return outputs
 
+    def kind(self, parameter, dtype):
+        """The dtype of a parameter, where S is ``dtype``."""
+        if parameter.kind == "S":
+            return dtype
+        return np.dtype(VARIANTS[dtype.name] if parameter.kind == "T" else parameter.kind)
+
     def dtype_of(self, args):
-        """The dtype T: equal for all arrays whose type is T; all other arrays have their declared type."""
-        kinds = set()
-        for x, p in zip(args, self.inputs + self.outputs):
-            if isinstance(x, np.ndarray):
-                assert p.kind == "T" or x.dtype == p.kind, f"{self.name}: {p.name} is {x.dtype}"
-                kinds |= {x.dtype} if p.kind == "T" else set()
-        assert len(kinds) == any(p.kind == "T" for p in self.inputs + self.outputs), f"{self.name}: T is {kinds}"
-        return kinds.pop() if kinds else np.dtype(np.float32)  # without T, both are the same
+        """The dtype S, or T without S: equal for all arrays of this type; all others have what follows from it."""
+        pairs = [pair for pair in zip(args, self.inputs + self.outputs) if isinstance(pair[0], np.ndarray)]
+        letter = next((each for each in "ST" if any(p.kind == each for p in self.inputs + self.outputs)), None)
+        kinds = {x.dtype for x, p in pairs if p.kind == letter}
+        assert len(kinds) == (letter is not None), f"{self.name}: {letter} is {kinds}"
+        dtype = kinds.pop() if kinds else np.dtype(np.float32)  # without S and T, all are the same
+        for x, p in pairs:
+            assert x.dtype == self.kind(p, dtype), f"{self.name}: {p.name} is {x.dtype}"
+        return dtype
 
     def spread(self, x, parameter, shape, dtype, axis):
         if not isinstance(x, np.ndarray):
-            return np.array(x, dtype if parameter.kind == "T" else parameter.kind)
+            return np.array(x, self.kind(parameter, dtype))
         assert axis is None or parameter.name not in NUMBERS
         if not parameter.raw:
             x = np.broadcast_to(x, shape)

@@ -11,6 +11,7 @@ transfers that wait for other ranks (fake_nccl.py): memory that they write makes
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 import threading
@@ -63,7 +64,7 @@ class Recorded(list):
 
 class _Thread(threading.local):
     def __init__(self):
-        self.events, self.device, self.streams = Recorded(), 0, {}
+        self.events, self.device, self.streams, self.math_mode = Recorded(), 0, {}, 0
 
 
 _thread = _Thread()
@@ -72,6 +73,11 @@ _thread = _Thread()
 def events() -> Recorded:
     """Of this thread, and so of this rank."""
     return _thread.events
+
+
+def math_mode() -> int:
+    """Of cuBLAS in this thread."""
+    return _thread.math_mode
 
 
 def record(kind: str, name: str = "", times: int = 1) -> None:
@@ -473,6 +479,8 @@ def _function(name: str, parameters: str, of_numpy, *, method: bool = False):
         plain = {key: _of_device(value) for key, value in options.items()}
         if name == "matmul":
             _check_out(plain)
+            if any(x.dtype == ml_dtypes.bfloat16 and x.ndim > 2 for x in _arrays(args)):
+                raise TypeError("CuPy cannot multiply batches of bfloat16")
         result = of_numpy(*[_of_device(arg) for arg in args], **plain)
         given = (*args, *options.values())
         if on_host:
@@ -667,6 +675,42 @@ class _RawKernel:
                 x._owner.use(write=True)
 
 
+# --- cuBLAS
+
+
+class Cublas:
+    """The functions of cuBLAS that the package calls, on addresses; matrices are stored by columns."""
+
+    _types = {0: np.dtype(np.float32), 2: np.dtype(np.float16), 14: np.dtype(ml_dtypes.bfloat16)}
+
+    def setMathMode(self, handle: int, mode: int) -> None:
+        _thread.math_mode = mode
+
+    def gemmStridedBatchedEx(
+        self, handle, transa, transb, m, n, k, alpha, A, Atype, lda, strideA, B, Btype, ldb, strideB, beta, C, Ctype,
+        ldc, strideC, batchCount, computeType, algo,
+    ) -> None:  # fmt: skip
+        if computeType != 68 or algo != -1 or Atype != Btype or Ctype not in (0, Atype):
+            raise CUDARuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+        a = self._matrices(A, Atype, (k, m) if transa else (m, k), lda, strideA, batchCount)
+        b = self._matrices(B, Btype, (n, k) if transb else (k, n), ldb, strideB, batchCount)
+        c = self._matrices(C, Ctype, (m, n), ldc, strideC, batchCount)
+        for x, address in ((a, A), (b, B), (c, C)):
+            memory_at(address, x.itemsize).use(write=x is c)
+        a, b = (x.transpose(0, 2, 1) if turned else x for x, turned in ((a, transa), (b, transb)))
+        c[...] = a.astype(np.float32) @ b.astype(np.float32)
+        record("launch", "gemm")
+
+    def _matrices(self, address: int, kind: int, shape: tuple, lead: int, stride: int, count: int) -> np.ndarray:
+        if lead < max(1, shape[0]):
+            raise CUDARuntimeError("CUBLAS_STATUS_INVALID_VALUE: a leading dimension is too small")
+        dtype = self._types[kind]
+        size = (stride * (count - 1) + lead * (shape[1] - 1) + shape[0]) * dtype.itemsize
+        memory = np.frombuffer((ctypes.c_char * size).from_address(address), dtype)
+        steps = [each * dtype.itemsize for each in (stride, 1, lead)]
+        return np.lib.stride_tricks.as_strided(memory, (count, *shape), steps)
+
+
 # --- the modules
 
 
@@ -692,6 +736,7 @@ def _build() -> ModuleType:
     module.get_default_memory_pool = lambda: SimpleNamespace(set_limit=_set_limit)
     module.cuda = SimpleNamespace(Device=Device, Stream=Stream, Event=Event, runtime=runtime)
     module.cuda.get_current_stream, module.cuda.nccl = get_current_stream, SimpleNamespace(available=False)
+    module.cuda.cublas, module.cuda.get_cublas_handle = Cublas(), lambda: 1
     return module
 
 

@@ -147,6 +147,8 @@ def causal_attention_backward(
     dq = (xp.empty if apart is None and window is None else xp.zeros)(q.shape, dtype)
     dk, dv = xp.zeros(k.shape, wide), xp.zeros(v.shape, wide)
     scale = q.shape[-1] ** -0.5
+    if apart is not None or window is not None:
+        log_sums = xp.maximum(log_sums, xp.finfo(log_sums.dtype).min)  # of queries without keys
     projection = xp.moveaxis(_products_of_rows(dy, y), 1, -1)
     for b, heads, rows, keys, mask, (p, ds) in _blocks(q, positions, key_positions, apart, window, 2):
         k_block, v_block = (_operand(x[b, keys, heads]).transpose(1, 0, 2) for x in (k, v))

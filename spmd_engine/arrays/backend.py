@@ -44,6 +44,14 @@ class Backend:
     def enter(self) -> None:
         """Make this thread work on the backend's device and stream, which CUDA has for each thread."""
 
+    def allow_tf32(self, allowed: bool) -> None:
+        """Whether float32 products of this thread may round their operands to TF32, which has 11 bits.
+
+        Raises UsageError where it is allowed and no device has it.
+        """
+        if allowed:
+            raise UsageError("--tf32: a CPU has no products of TF32; give --device cuda, or leave it out")
+
     def synchronize(self) -> None:
         """Return once all work queued for arrays of this backend has finished."""
 
@@ -176,6 +184,10 @@ class CudaBackend(Backend):
     def enter(self) -> None:
         self._device.use()
         self._stream.use()
+
+    def allow_tf32(self, allowed: bool) -> None:
+        tf32, default = 3, 0  # CUBLAS_TF32_TENSOR_OP_MATH, CUBLAS_DEFAULT_MATH
+        self.xp.cuda.cublas.setMathMode(self.xp.cuda.get_cublas_handle(), tf32 if allowed else default)
 
     def synchronize(self) -> None:
         with self._device:  # the default stream is that of the current device

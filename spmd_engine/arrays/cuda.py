@@ -2,7 +2,8 @@
 
 First the kernels as text: parameters and operation, as cupy.ElementwiseKernel and cupy.ReductionKernel take them.
 
-T is float or double, the same for all of a kernel's T. An input may be an array, broadcast with the others, or a
+T is float or double, the same for all of a kernel's T. S is T, or 16-bit floats if T is float: an S is read as T and
+rounded when it is written. An input may be an array, broadcast with the others, or a
 number. An output that an operation reads is updated in place. Literals are integers or in T(...): a bare 0.5 would
 make the arithmetic of floats double. The text needs neither CuPy nor a GPU: any C++ compiler can check it.
 """
@@ -12,8 +13,10 @@ from math import pi
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
+from spmd_engine.arrays import cublas
 from spmd_engine.arrays.factors import GELU_A, GELU_C, adamw_factors, halves, over_heads
 from spmd_engine.arrays.flash_attention import FlashAttention
+from spmd_engine.arrays.precision import is_half
 
 
 class Elementwise(NamedTuple):
@@ -39,7 +42,12 @@ class Reduction(NamedTuple):
 
 # --- activations
 
+_WIDE = "typedef decltype(z + 0.0f) T;"  # where no parameter has the type T
+
+_RELU = _WIDE + "y = z <= 0 ? T(0) : T(z);"  # a NaN stays one
+
 _GELU = f"""
+    {_WIDE}
     const T square = z * z;
     const T gate = 1 / (1 + exp(z * (square * T({-2.0 * GELU_C * GELU_A!r}) - T({2.0 * GELU_C!r}))));
     const T value = z * gate;
@@ -49,7 +57,8 @@ _GELU_SLOPE = f"""
     slope = gate + (1 - gate) * value * (square * T({6.0 * GELU_C * GELU_A!r}) + T({2.0 * GELU_C!r}));
 """
 
-_SILU = """
+_SILU = f"""
+    {_WIDE}
     const T sigmoid = 1 / (1 + exp(-z));
     const T silu = z * sigmoid;
     h = silu * u;
@@ -121,25 +130,25 @@ ELEMENTWISE = {
         y = T(radius * cos(unit(bits(row + column, angle_seed, angle_key)) * {2.0 * pi!r}));
         """,
     ),
-    "relu": Elementwise("T z", "T y, bool slope", "y = z <= 0 ? T(0) : z; slope = z > 0"),  # a NaN stays one
-    "relu_value": Elementwise("T z", "T y", "y = z <= 0 ? T(0) : z"),
-    "gelu": Elementwise("T z", "T y, T slope", _GELU + _GELU_SLOPE),
-    "gelu_value": Elementwise("T z", "T y", _GELU),
+    "relu": Elementwise("S z", "S y, bool slope", _RELU + "slope = z > 0"),
+    "relu_value": Elementwise("S z", "S y", _RELU),
+    "gelu": Elementwise("S z", "S y, S slope", _GELU + _GELU_SLOPE),
+    "gelu_value": Elementwise("S z", "S y", _GELU),
     "normalize": Elementwise(
-        "T x, T mean, T inverse, T scale, T shift",
-        "T y, T normal",
+        "S x, T mean, T inverse, S scale, S shift",
+        "S y, S normal",
         "const T n = (x - mean) * inverse; normal = n; y = n * scale + shift",
     ),
     "normalize_backward": Elementwise(
-        "T dy, T normal, T inverse, T scale, T total, T projection, T share",
-        "T dx",
+        "S dy, S normal, T inverse, S scale, T total, T projection, T share",
+        "S dx",
         "dx = (dy * scale - share * total - normal * (share * projection)) * inverse",
     ),
-    "silu_gate": Elementwise("T z, T u", "T h, T of_gate, T of_value", _SILU + _SILU_SLOPES),
-    "silu_gate_value": Elementwise("T z, T u", "T h", _SILU),
+    "silu_gate": Elementwise("S z, S u", "S h, S of_gate, S of_value", _SILU + _SILU_SLOPES),
+    "silu_gate_value": Elementwise("S z, S u", "S h", _SILU),
     "rotate": Elementwise(
-        "T first, T second, T cosine, T sine, T way",
-        "T turned_first, T turned_second",
+        "S first, S second, T cosine, T sine, T way",
+        "S turned_first, S turned_second",
         """
         turned_first = first * cosine - second * (way * sine);
         turned_second = second * cosine + first * (way * sine);
@@ -172,7 +181,7 @@ ELEMENTWISE = {
         "score = 0 <= target && target < width ? scores[i * width + target] - top : T(0)",
     ),
     "add_runs": Elementwise(  # of the rows of equal indices, by the thread of the first
-        "raw int64 order, raw int64 sorted, raw T rows, int64 width, int64 count",
+        "raw int64 order, raw int64 sorted, raw S rows, int64 width, int64 count",
         "raw T table",
         """
         const long long n = i / width, column = i % width;
@@ -198,7 +207,7 @@ def pair_of_sums(in_params: str, out_params: str, pair: str, post_map_expr: str)
 
 REDUCTIONS = {
     "moments": Reduction(  # Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm" (1979)
-        in_params="T x, T epsilon",
+        in_params="S x, T epsilon",
         out_params="T mean, T inverse",
         map_expr="Moments(1, x, 0)",
         reduce_expr="together(a, b)",
@@ -214,16 +223,16 @@ REDUCTIONS = {
         "int64 index, int64 number", "int64 count", "index == number", "a + b", "count = a", "0", "long long", ""
     ),
     "root_mean_square": pair_of_sums(
-        "T x, T epsilon", "T inverse", "x * x, 1", "inverse = 1 / sqrt(a.first / a.second + epsilon)"
+        "S x, T epsilon", "T inverse", "x * x, 1", "inverse = 1 / sqrt(a.first / a.second + epsilon)"
     ),
     "row_sums": pair_of_sums(
-        "T dy, T scale, T normal",
+        "S dy, S scale, S normal",
         "T total, T projection",
         "dy * scale, dy * scale * normal",
         "total = a.first, projection = a.second",
     ),
     "column_sums": pair_of_sums(
-        "T dy, T normal", "T dscale, T dshift", "dy * normal, dy", "dscale = a.first, dshift = a.second"
+        "S dy, S normal", "T dscale, T dshift", "dy * normal, dy", "dscale = a.first, dshift = a.second"
     ),
 }
 
@@ -232,6 +241,14 @@ REDUCTIONS = {
 #
 # Each has the name, signature and result of its NumPy version, which is documented. Single library calls have no
 # kernels: matrix products, sums and maxima of rows. ``cuda_images`` has those of images.
+
+
+#: Functions that take 16-bit floats: activations, rotary positions and norms.
+_OF_HALVES = {
+    *("relu", "gelu", "silu_gate", "rotate"),
+    *(f"layer_norm{part}" for part in ("", "_backward", "_backward_parameters")),
+    *(f"rms_norm{part}" for part in ("", "_backward", "_backward_scale")),
+}
 
 
 class CudaFunctions:
@@ -246,7 +263,16 @@ class CudaFunctions:
         self.flash_attention = None if os.environ.get("SPMD_FLASH_ATTENTION") == "0" else FlashAttention(xp)
 
     def takes(self, x, name=""):
-        return x.dtype.char in "fd"
+        return x.dtype.char in "fd" or (name in _OF_HALVES and is_half(x.dtype))
+
+    def _sum_of(self, x):
+        """The dtype of sums of ``x``, of which those of 16-bit floats are float32 here."""
+        return self._xp.dtype(self._xp.float32) if x.dtype.itemsize == 2 else x.dtype
+
+    # Products
+
+    def multiply_halves(self, a, b, out, dtype):
+        return cublas.multiply(self._xp, a, b, out, dtype)
 
     # Activations
 
@@ -275,7 +301,7 @@ class CudaFunctions:
 
     def layer_norm(self, x, scale, shift, epsilon):
         rows = x.reshape(-1, x.shape[-1])
-        mean, inverse = self._empty_pair(rows.shape[0], rows.dtype)
+        mean, inverse = self._empty_pair(rows.shape[0], self._sum_of(x))
         self._launch.moments(rows, epsilon, mean, inverse, axis=1)
         y, normal = self._launch.normalize(rows, mean[:, None], inverse[:, None], scale, shift)
         return y.reshape(x.shape), normal.reshape(x.shape), inverse.reshape(x.shape[:-1])
@@ -286,13 +312,13 @@ class CudaFunctions:
 
     def layer_norm_backward_parameters(self, dy, normal):
         width = dy.shape[-1]
-        dscale, dshift = self._empty_pair(width, dy.dtype)
+        dscale, dshift = self._empty_pair(width, self._sum_of(dy))
         self._launch.column_sums(dy.reshape(-1, width), normal.reshape(-1, width), dscale, dshift, axis=0)
         return dscale, dshift
 
     def rms_norm(self, x, scale, epsilon):
         rows = x.reshape(-1, x.shape[-1])
-        inverse = self._xp.empty(rows.shape[0], rows.dtype)
+        inverse = self._xp.empty(rows.shape[0], self._sum_of(x))
         self._launch.root_mean_square(rows, epsilon, inverse, axis=1)
         y, normal = self._launch.normalize(rows, 0, inverse[:, None], scale, 0)
         return y.reshape(x.shape), normal.reshape(x.shape), inverse.reshape(x.shape[:-1])
@@ -308,7 +334,7 @@ class CudaFunctions:
         """dy, normal and inverse as rows; of each row the sums of g = dy · scale and of g · normal; and 1/d."""
         width = dy.shape[-1]
         rows, normal_rows, inverse_rows = dy.reshape(-1, width), normal.reshape(-1, width), inverse.reshape(-1, 1)
-        total, projection = self._empty_pair(rows.shape[0], rows.dtype)
+        total, projection = self._empty_pair(rows.shape[0], inverse.dtype)
         self._launch.row_sums(rows, scale, normal_rows, total, projection, axis=1)
         share = 1.0 / width if width else 0.0
         return (rows, normal_rows, inverse_rows), total[:, None], projection[:, None], share
@@ -350,7 +376,10 @@ class CudaFunctions:
 
     def add_rows(self, table, indices, rows):
         order = self._xp.argsort(indices, kind="stable")
-        rows, ordered = self._xp.ascontiguousarray(rows), indices[order].astype(self._xp.int64, copy=False)
+        if self._sum_of(rows) != table.dtype:
+            rows = rows.astype(table.dtype)
+        rows = self._xp.ascontiguousarray(rows)
+        ordered = indices[order].astype(self._xp.int64, copy=False)
         self._launch.add_runs(order, ordered, rows, rows.shape[1], len(order), table, size=rows.size)
 
     def count_each(self, indices, size):

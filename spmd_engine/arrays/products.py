@@ -145,7 +145,13 @@ def _is_free(out: np.ndarray, a: np.ndarray, b: np.ndarray) -> bool:
 
 def _of_backend(a: Array, b: Array, out: Array | None, dtype: Any) -> Array:
     """The product as a device or a dry run computes it."""
-    xp = backend_of(a).xp
+    backend = backend_of(a)
+    xp = backend.xp
+    if backend.on_device and (is_half(a.dtype) or is_half(b.dtype)):
+        dtype = out.dtype if out is not None else np.result_type(a.dtype, b.dtype) if dtype is None else dtype
+        if a.dtype == b.dtype and accumulated_in(a.dtype) == FLOAT32 and a.ndim > 1 and b.ndim > 1:
+            return backend.kernels.multiply_halves(a, b, out, dtype)
+        return rounded(xp.matmul(widened(a), widened(b)), dtype, out)
     if out is None:
         y = xp.matmul(a, b)
         return y if dtype is None or y.dtype == dtype else y.astype(dtype)

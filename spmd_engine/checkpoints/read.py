@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from spmd_engine.checkpoints.load_in_place import LARGEST, Headers, PartOfBlock,
 from spmd_engine.checkpoints.save import BLOCK, mesh_name, pieces_of
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.optimizers import Optimizer
+from spmd_engine.engine.optimizers import MASTER, Optimizer
 from spmd_engine.engine.zero.parameter_store import check_shapes
 from spmd_engine.errors import CheckpointError
 from spmd_engine.foreign import parse_json, reading
@@ -229,14 +230,18 @@ def _fill(checkpoint: Checkpoint, engine: ShardedEngine, optimizer: Optimizer | 
 
 def _slice(checkpoint: Checkpoint, engine: ShardedEngine, optimizer: Optimizer | None) -> None:
     """Load by the engine's own ``load_checkpoint``: each rank reads only what it slices."""
-    engine.load_checkpoint(checkpoint)
+    state = dict(checkpoint.section(OPTIMIZER)) if checkpoint.manifest else {}
+    masters = {key.removeprefix(MASTER + "/"): array for key, array in state.items() if key.startswith(MASTER + "/")}
+    parameters = ChainMap(masters, checkpoint) if masters else checkpoint  # type: ignore[arg-type]
+    engine.load_checkpoint(parameters)
     engine.after_update()
     if optimizer is None:
         return
-    state = checkpoint.section(OPTIMIZER) if checkpoint.manifest else {}
     optimizer.prepare(engine)
     for kind, arrays in optimizer.state.items():
         for name, array in engine.named(arrays).items():
+            if kind == MASTER:  # a run in float32 has none
+                state[f"{kind}/{name}"] = parameters[name]
             if f"{kind}/{name}" not in state:
                 raise _other_optimizer(checkpoint, f"{kind}/{name}")
             if engine.owned_index(name) is not None:  # a scalar may be owned by other ranks alone

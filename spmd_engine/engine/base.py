@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.arrays.meta.array import ShapedArray
+from spmd_engine.arrays.precision import accumulated_in, is_half, rounded
 from spmd_engine.arrays.updates import total_of_squares
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
@@ -53,13 +54,13 @@ class Shard:
     data: Array
 
 
-_making: ContextVar[Backend | None] = ContextVar("making", default=None)
+_making: ContextVar[dict[str, Any]] = ContextVar("making", default={})  # noqa: B039 (nothing changes it)
 
 
 @contextmanager
-def making_on(backend: Backend) -> Iterator[None]:
-    """Engines that are made in this context have this backend before their ``__init__`` begins."""
-    token = _making.set(backend)
+def making_on(backend: Backend, dtype: Any = None) -> Iterator[None]:
+    """Engines that are made in this context have this backend, and ``dtype``, before their ``__init__`` begins."""
+    token = _making.set({"backend": backend} | ({} if dtype is None else {"dtype": dtype}))
     try:
         yield
     finally:
@@ -106,6 +107,7 @@ class ShardedEngine(Collectives, ABC):
     #: Auxiliary losses and counts of the last step, whole, on every rank; see ``layers.SideOutput``.
     side_outputs: Mapping[str, np.ndarray] = MappingProxyType({})
     backend: Backend = CPU  #: of its arrays; ``xp`` is its array module
+    dtype: Any = None  #: that it computes in, if a job has said so: ``block`` makes parameters of it
     _known_shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # global shapes, while a placement is computed
     input_sharding: str = ""
     output_sharding: str = ""
@@ -123,8 +125,7 @@ class ShardedEngine(Collectives, ABC):
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         engine = super().__new__(cls)
-        if (backend := _making.get()) is not None:
-            engine.backend = backend
+        vars(engine).update(_making.get())
         return engine
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -206,8 +207,9 @@ class ShardedEngine(Collectives, ABC):
         return self.parameters
 
     def new_state(self, like: Array) -> Array:
-        """Zeros like an array of ``owned``, for the optimizer's state: in memory, or offloaded."""
-        return backend_of(like).xp.zeros_like(like)
+        """Zeros like an array of ``owned``, in float32 if that has 16 bits, for the optimizer's state: in memory, or
+        offloaded."""
+        return backend_of(like).xp.zeros(like.shape, accumulated_in(like.dtype))
 
     def named(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
         """Arrays like ``owned`` (gradients, optimizer state) as arrays by parameter name."""
@@ -268,11 +270,17 @@ class ShardedEngine(Collectives, ABC):
     def block(self, name: str, array: Any, owned: bool = False) -> Array:
         """This rank's part (if ``owned``, the part that it updates) of a whole array, which is read only by slices.
 
-        The result is a contiguous copy, since it will be updated in place. An array with an attribute
-        ``slices_are_copies``, such as those of a ``Checkpoint``, is not copied twice.
+        The result is a contiguous copy, since it will be updated in place, and rounded if ``dtype`` has 16 bits. An
+        array with an attribute ``slices_are_copies``, such as those of a ``Checkpoint``, is not copied twice.
         """
         part = array[self._index_in(name, array, owned)]
-        return _copy_to_backend(part, self.backend, fresh=getattr(array, "slices_are_copies", False))
+        block = _copy_to_backend(part, self.backend, fresh=getattr(array, "slices_are_copies", False))
+        return block if owned else self._rounded(block)
+
+    def _rounded(self, x: Array) -> Array:
+        """``x``, rounded if it has floats and this engine computes in 16 bits."""
+        half = self.dtype is not None and is_half(np.dtype(self.dtype))
+        return rounded(x, self.dtype) if half and (x.dtype.kind == "f" or is_half(x.dtype)) else x
 
     def _index_in(self, name: str, array: Any, owned: bool) -> Any:
         """The index of this rank's part in a whole array."""
@@ -443,14 +451,14 @@ class ShardedEngine(Collectives, ABC):
         count, scores = self.count(batch), Scores(loss or self.loss, self.metrics)
         gradients: dict[str, Array] = {}
         for index, micro in enumerate(batch.micro_batches):
-            micro = micro.on(self.backend)
+            micro = self._placed_here(micro)
             with self.micro_batch(index):
                 on_tape = len(self.tape)
                 check_dims(self, "input_sharding", micro.inputs)
                 outputs = self.forward(micro.inputs)
                 gradient = None
                 if outputs is not None:
-                    gradient = scores.add(outputs, micro, count)
+                    gradient = self._gradient_of_loss(scores, outputs, micro, count)
                 add_gradients(self, gradients, backward_of(self, gradient))
                 check_tape(self, on_tape)
         if self.mesh.checks and self.checks_replicas:
@@ -461,11 +469,17 @@ class ShardedEngine(Collectives, ABC):
         self.gradients = gradients
         return self._take_scores(scores, count)
 
+    def _gradient_of_loss(self, scores: Scores, outputs: Array, micro: MicroBatch, count: float) -> Array:
+        """The gradient of this micro-batch's share of the loss, times ``loss_scale``, in the dtype of the outputs."""
+        dtype = outputs.dtype  # of outputs that the loss may write over
+        gradient = scores.add(outputs, micro, count / self.loss_scale)
+        return rounded(gradient, dtype) if is_half(dtype) else gradient
+
     def _take_scores(self, scores: Scores, count: float) -> float:
         """The global mean loss of a step with ``count`` targets; sets ``training_metrics``."""
         sums = self._sum_shares(scores.shares)
         self.training_metrics = fractions_of(self.metrics, sums, count)
-        return float(sums[0])
+        return float(sums[0]) / self.loss_scale
 
     def evaluate(self, batch: Batch, loss: Loss | None = None) -> float:
         """The global mean loss, without a backward and without a tape."""
@@ -491,7 +505,8 @@ class ShardedEngine(Collectives, ABC):
 
     def _placed_here(self, micro: MicroBatch) -> MicroBatch:
         """A micro-batch where ``outputs_of`` and the loss want it: on the engine's backend."""
-        return micro.on(self.backend)
+        micro = micro.on(self.backend)
+        return replace(micro, inputs=self._rounded(micro.inputs))
 
     def outputs_of(self, micro: MicroBatch) -> Array | None:
         """The outputs of one micro-batch, for an evaluation."""

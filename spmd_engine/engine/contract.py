@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.arrays.precision import widened
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.notation import Spec
 from spmd_engine.engine.batch import Batch, MicroBatch
@@ -193,7 +194,7 @@ def add_gradients(engine: ShardedEngine, sums: MutableMapping[str, Array], more:
     """Add a micro-batch's gradients to ``sums``. Raises UsageError if both are in the same memory."""
     for name, array in more.items():
         if name not in sums:
-            sums[name] = array
+            sums[name] = widened(array)
             continue
         if array.size and _share_memory(array, sums[name]):
             raise UsageError(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, get_backend
-from spmd_engine.arrays.precision import FLOATS, dtype_of
+from spmd_engine.arrays.precision import FLOATS, dtype_of, is_half
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import Loss, ShardedEngine, making_on
 from spmd_engine.engine.batch import Batch, Scores
@@ -161,20 +161,25 @@ class DistributedEngine(StoredEngine):
         assignment = Assignment([range(1)], [0], uses, dict.fromkeys(arrays, (0,)), groups)
         self.store = ParameterStore(described, assignment, self.mesh, self.layout, storage, dtype, self.backend)
         self._reducer = Reducer(self.storages, uses, [range(1)])
-        self._copy_parameters()
+        self._take(arrays)
 
     def load_checkpoint(self, params: Mapping[str, Any]) -> None:
         self.engine.load_checkpoint(params)
-        self._copy_parameters()
+        halves = any(storage.has_masters for storage in self.storages)
+        self._take(params if halves else self.engine.parameters)  # of 16-bit floats, masters before they are rounded
 
-    def _copy_parameters(self) -> None:
-        for name, array in self.engine.parameters.items():
-            self.parameters[name][...] = array
+    def _take(self, arrays: Mapping[str, Any]) -> None:
+        for name, part in self.parameters.items():
+            index = self.index(name)
+            if index is not None:
+                part[...] = self.backend.asarray(arrays[name][index])
+        self.store.publish()
 
     def after_update(self) -> None:
         super().after_update()
-        for name, array in self.engine.parameters.items():
-            array[...] = self.parameters[name]
+        for storage in self.storages:
+            for name, array in storage.parameters.items():
+                self.engine.parameters[name][...] = array
         self.engine.after_update()
 
     def forward(self, x: Array) -> Array | None:
@@ -204,7 +209,10 @@ class DistributedEngine(StoredEngine):
                 tape_length = len(self.engine.tape)
                 micro = micro.on(self.engine.backend)
                 outputs = self.engine.forward(micro.inputs)
-                self._backward(None if outputs is None else scores.add(outputs, micro, count))
+                gradient = None
+                if outputs is not None:
+                    gradient = self._gradient_of_loss(scores, outputs, micro, count)
+                self._backward(gradient)
                 check_tape(self.engine, tape_length)
         self._reducer.finish()
         self.gradients = self.store.gradients
@@ -238,7 +246,8 @@ def make_engine(make: Callable[..., Any], mesh: Mesh, *, device: str = "cpu", **
     others, returns no ShardedEngine, or one with parameters that are not on the ``device``.
     """
     backend = get_backend(device, *mesh.process_on_node)
-    with making_on(backend):
+    dtype = offered.get("dtype")
+    with making_on(backend, dtype):
         engine = call(make, "the engine", mesh=mesh, **offered)
     if isinstance(engine, Model):
         engine = LayeredEngine(engine, mesh, dtype=offered.get("dtype", np.float32), backend=backend)
@@ -254,6 +263,13 @@ def make_engine(make: Callable[..., Any], mesh: Mesh, *, device: str = "cpu", **
             f"{name_of(make)}: {elsewhere[0]} is not on device {device!r}; make parameters by self.xp or self.block, "
             "and compute by self.xp instead of numpy"
         )
+    if dtype is not None and is_half(np.dtype(dtype)) and not isinstance(engine, StoredEngine):
+        for name, array in engine.parameters.items():
+            if array.dtype != dtype:
+                raise UsageError(
+                    f"{name_of(make)}: {name} is {array.dtype}, not {np.dtype(dtype)}: make parameters by self.block, "
+                    "or take the dtype, def __init__(self, dtype)"
+                )
     return engine
 
 

@@ -9,16 +9,20 @@ from math import cos, pi
 from typing import Any
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.precision import is_half, rounded, widened
 from spmd_engine.arrays.updates import adamw, momentum_sgd
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.offload import AwayArray, present
 from spmd_engine.errors import UsageError
 
 State = dict[str, dict[str, Array]]  # kind ("mean") -> key of ``owned`` -> array
+MASTER = "master"  #: the kind of state that an optimizer keeps of 16-bit parameters: what it updates in their place
 
 
 class Optimizer:
     """Updates ``engine.owned`` in place from gradients like it. ``state`` holds arrays like it, by kind.
+
+    Of 16-bit floats it updates masters (``MASTER``), and rounds them to ``engine.owned``.
 
     ``last`` are the numbers of the last update, with which ``repeat`` makes it again on a copy.
     """
@@ -36,6 +40,9 @@ class Optimizer:
             for key, array in engine.owned.items():
                 if key not in arrays:
                     arrays[key] = engine.new_state(array)
+        for key, array in engine.owned.items():
+            if is_half(array.dtype) and key not in self.state.setdefault(MASTER, {}):
+                self.state[MASTER][key] = widened(array)
 
     def update(
         self, engine: ShardedEngine, gradients: Mapping[str, Array], *, step: int, rate: float, scale: float = 1.0
@@ -46,15 +53,17 @@ class Optimizer:
         if set(gradients) != set(engine.owned):
             differ = ", ".join(sorted(set(gradients) ^ set(engine.owned)))
             raise UsageError(f"gradients and parameters differ in names: {differ}; backward must return all of them")
-        keys, flat, sets = list(engine.owned), [], []
+        keys, flat, sets, masters = list(engine.owned), [], [], self.state.get(MASTER, {})
         for key, parameter in engine.owned.items():
             if gradients[key].shape != parameter.shape:
                 raise UsageError(f"{key}: gradient of shape {gradients[key].shape}, parameter of {parameter.shape}")
-            flat.append(backend_of(gradients[key]).xp.ascontiguousarray(gradients[key]).reshape(-1))
-            sets.append([_flat(parameter), *(_flat(self.state[kind][key]) for kind in self.kinds)])
+            flat.append(widened(backend_of(gradients[key]).xp.ascontiguousarray(gradients[key])).reshape(-1))
+            sets.append([_flat(masters.get(key, parameter)), *(_flat(self.state[kind][key]) for kind in self.kinds)])
         for number, part, (parameter, *state) in present(sets):
             arrays = parameter, flat[number][part], *state
             self._update(*arrays, **self.last, decays=engine.decays(keys[number]))
+        for key, master in masters.items():
+            rounded(master, engine.owned[key].dtype, engine.owned[key])
         engine.after_update()
 
     def repeat(self, numbers: Mapping[str, Any], *arrays: Array, decays: bool) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from math import inf
 from pathlib import Path
 from shlex import quote
 from typing import Any, Self
@@ -162,6 +163,28 @@ class PlanResult:
         return Constraints(self.limits, self.request.fixed).shown(name)
 
     @property
+    def precision(self) -> str:
+        return str(dtype_of(self.request.dtype))
+
+    @property
+    def needs(self) -> tuple[float, float, float]:
+        """Seconds of a step, bytes that all ranks send in it, and bytes of the rank that holds most, of what fits."""
+        evaluation, plan = self.evaluation, self.plan
+        if evaluation is not None:
+            return evaluation.seconds, evaluation.bytes_sent, evaluation.analysis.peak_bytes
+        assert plan is not None
+        return plan.seconds, plan.sent, plan.memory
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """The smaller, the better it fulfils the goal of its request, compared with other precisions."""
+        if self.conflict is not None:
+            return (inf,)
+        seconds, sent, memory = self.needs
+        of_goal = {"memory": (memory, seconds), "communication": (sent, seconds)}
+        return of_goal.get(self.request.goal, (seconds / (self.batch_size or 1), memory))
+
+    @property
     def command(self) -> str:
         """The command line that trains with the plan."""
         assert self.plan is not None
@@ -170,6 +193,7 @@ class PlanResult:
         words = [f"mpiexec -n {candidate.ranks} python -m spmd_engine train --model {self.request.model.name}"]
         words.append("--mesh " + quote(axes_text(candidate.mesh)))  # "|" is the shell's
         words.append(f"--batch-size {candidate.batch_size}")
+        words += [f"--precision {self.precision}"] * (self.precision != "float32")
         words += [f"--micro-batches {candidate.micro_batches}"] * (candidate.micro_batches > 1)
         for name in COMPOSITION_OPTIONS:
             value = getattr(composition, name)
@@ -229,16 +253,11 @@ class PlanResult:
         """
         if model not in MODELS and not has_weights(model) and not is_code(model):
             raise UsageError(f"--output: {model} cannot be trained by name, so a plan file for it could not be used")
-        request, evaluation, plan, composition = self.request, self.evaluation, self.plan, self.composition
+        request, composition, needs = self.request, self.composition, self.needs
         assert composition is not None and composition.mesh is not None
-        if evaluation is not None:
-            needs = evaluation.seconds, evaluation.bytes_sent, evaluation.analysis.peak_bytes
-        else:
-            assert plan is not None
-            needs = plan.seconds, plan.sent, plan.memory
         return PlanFile(
             ranks=count_ranks(composition.mesh),
-            model=ModelConfig(name=model, dtype=str(dtype_of(request.dtype)), lora=lora),
+            model=ModelConfig(name=model, dtype=self.precision, lora=lora),
             batch_size=self.batch_size,
             micro_batches=self.micro_batches,
             composition=composition,

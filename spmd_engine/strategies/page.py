@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd_engine.arrays.backend import CPU, Array, Backend
+from spmd_engine.arrays.precision import accumulated_in, dtype_of
 from spmd_engine.arrays.random import key_of, normal
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
@@ -45,9 +46,10 @@ class Page(ShardedEngine):
     def _store(self, weights: Mapping[str, Weight], mesh: Mesh | None, dtype: Any) -> None:
         if mesh is not None:
             self.mesh = mesh
+        self.dtype = dtype_of(dtype)
         self.weights = weights
         self.parameters = {
-            name: self.xp.zeros(self.sharding(name).local_shape(weight.shape, self.mesh), dtype)
+            name: self.xp.zeros(self.sharding(name).local_shape(weight.shape, self.mesh), self.dtype)
             for name, weight in weights.items()
         }
 
@@ -57,7 +59,8 @@ class Page(ShardedEngine):
     def initialize(self, seed: int = 0) -> None:
         """Fill this rank's parts with initial values; no rank creates an unsharded weight."""
         for name, parameter in self.parameters.items():
-            parameter[...] = self.weights[name].initial(seed, name, parameter.dtype, self.index(name), self.backend)
+            wide = accumulated_in(parameter.dtype)
+            parameter[...] = self.weights[name].initial(seed, name, wide, self.index(name), self.backend)
         self.after_update()
 
     def load_checkpoint(self, params: Mapping[str, Any]) -> None:

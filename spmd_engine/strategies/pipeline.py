@@ -1,8 +1,7 @@
 """Pipeline: each rank has some consecutive layers, and sends micro-batches to the next rank."""
 
-import numpy as np
-
 from spmd_engine.arrays import einsum
+from spmd_engine.engine.batch import Scores
 from spmd_engine.strategies.layer_stack import LayerStack
 from spmd_engine.strategies.two_layers import relu
 
@@ -76,24 +75,23 @@ class Pipeline(LayerStack):
         return {"layers/w0": dw0, "layers/w1": dw1}
 
     def step(self, batch, loss=None):
-        loss, count, micro_batches = loss or self.loss, self.count(batch), len(batch.micro_batches)
+        scores, count, micro_batches = Scores(loss or self.loss, {}), self.count(batch), len(batch.micro_batches)
         ahead = min(self.last_stage - self.stage, micro_batches)  # forwards before the first backward
-        total, gradients = 0.0, {name: self.xp.zeros_like(weights) for name, weights in self.parameters.items()}
+        gradients = {name: self.new_state(weights) for name, weights in self.parameters.items()}
         for turn in range(micro_batches + ahead):
             dy = None  # except on the last stage, where a forward and its backward are in one turn
             if turn < micro_batches:
-                micro = batch.micro_batches[turn].on(self.backend)
+                micro = self._placed_here(batch.micro_batches[turn])
                 with self.micro_batch(turn):
                     y = self.forward(micro.inputs)
                 if y is not None:
-                    value, dy = loss(y, micro.targets, **micro.loss_options(count))
-                    total += value
+                    dy = self._gradient_of_loss(scores, y, micro, count)
             if turn >= ahead:
                 with self.micro_batch(turn - ahead):
                     for name, gradient in self.backward(dy).items():
                         gradients[name] += gradient
         self.gradients = gradients
-        return float(self._sum_shares(np.array(float(total))))
+        return self._take_scores(scores, count)
 
     def _begin_to_send(self, stage, x, label):
         unfinished = [sending for sending in self.sending if not sending.done]

@@ -8,6 +8,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.images import conv2d, conv2d_input_gradient, conv2d_weight_gradient
+from spmd_engine.arrays.precision import rounded
 from spmd_engine.arrays.windows import Window
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.strategies.page import Page, Weight
@@ -35,12 +36,12 @@ def conv(x: Array, w: Array, rows: Window | None = None) -> Array:
 
     ``rows``: another window of rows, for a shard of them.
     """
-    return conv2d(x, w, rows or same(), same())
+    return rounded(conv2d(x, w, rows or same(), same()), x.dtype)
 
 
 def conv_input(dy: Array, w: Array, height: int, rows: Window | None = None) -> Array:
     """dx[b h w c] of ``conv``; ``height`` is the size of h."""
-    return conv2d_input_gradient(dy, w, rows or same(), same(), 1, (height, dy.shape[2]))
+    return rounded(conv2d_input_gradient(dy, w, rows or same(), same(), 1, (height, dy.shape[2])), dy.dtype)
 
 
 def conv_weight(x: Array, dy: Array, rows: Window | None = None) -> Array:

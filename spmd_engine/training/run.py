@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
-from spmd_engine.arrays.products import in_use
+from spmd_engine.arrays.products import in_use, unfit
 from spmd_engine.checkpoints import CheckpointFolder, Save
 from spmd_engine.checkpoints.format.folder import RunLock, make_folder, replace_file
 from spmd_engine.checkpoints.save import KEEP, mesh_name
@@ -103,6 +103,7 @@ class MetricsFile(Observer):
         lines = "".join(line + "\n" for line in lines_up_to(self._path, self._steps))
         replace_file(self._path, lines)
         self._file: TextIO = self._open()
+        self._of_start: dict[str, Any] = {"products": in_use()}  # for the first line of a start
 
     def stepped(self, report: StepReport) -> None:
         if not self._is_current():
@@ -112,7 +113,8 @@ class MetricsFile(Observer):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._open()
         self._steps = report.step
-        self._file.write(json.dumps(report.as_dict()) + "\n")
+        self._file.write(json.dumps(report.as_dict() | self._of_start) + "\n")
+        self._of_start = {}
         self._file.flush()
 
     def closed(self) -> None:
@@ -196,7 +198,7 @@ class EventLog(Observer):
     def closed(self) -> None:
         logging.getLogger("spmd_engine").removeHandler(self._handler)
         with suppress(OSError):
-            self._write("closed", step=self._run.steps_done)
+            self._write("closed", step=self._run.steps_done, unfit=dict(unfit))
 
     def _write(self, event: str, **facts: Any) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed

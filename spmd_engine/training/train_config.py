@@ -139,6 +139,10 @@ class TrainConfig(Configuration):
         help="How arrays on GPUs travel: by NCCL, by MPI (if it reads their memory), or staged in host memory; auto "
         "takes the first of these that all ranks have.",
     )
+    tf32: bool = setting(
+        False,
+        help="On a GPU, let float32 products round their operands to 11 bits (TF32), which is several times faster.",
+    )
     products: str = setting(
         "auto",
         choices=("auto", "numpy", "onednn", "mkl"),
@@ -207,8 +211,8 @@ class TrainConfig(Configuration):
         return getattr(value, field)
 
     def resumed(self, where: str = "the run", **options: Any) -> Self:
-        """The job of a resumed run, with other values of some options; mesh, device, check and products become their
-        defaults.
+        """The job of a resumed run, with other values of some options; mesh, device, tf32, check and products become
+        their defaults.
 
         Raises UsageError for another value of an option that determines the results (``FIXED``).
         """
@@ -218,7 +222,9 @@ class TrainConfig(Configuration):
                     f"{where} was begun with {name} {self.option(name)}: {name} {options[name]} cannot go on with it. "
                     f"Leave it out, or begin another run ({', '.join(FIXED)} stay as they are)"
                 )
-        return self.with_options(**{"mesh": None, "device": "cpu", "check": True, "products": "auto"} | options)
+        return self.with_options(
+            **{"mesh": None, "device": "cpu", "tf32": False, "check": True, "products": "auto"} | options
+        )
 
 
 #: Options that determine the results of a run: a resumed run keeps its values.

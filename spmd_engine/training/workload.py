@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd_engine.arrays import get_backend
-from spmd_engine.arrays.precision import HALVES, dtype_of
+from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
@@ -72,7 +72,9 @@ def open_workload(job: TrainConfig, mesh: Mesh, placed: bool = True) -> Workload
     Raises UsageError for options that contradict each other, for data other than ``job.corpus``, and for batches with
     fewer samples than ranks.
     """
-    get_backend(job.device, *mesh.process_on_node, memory=job.device_memory)
+    if job.tf32 and job.model.dtype != "float32":
+        raise UsageError(f"--tf32 with --precision {job.model.dtype}: it is for float32; leave one of them out")
+    get_backend(job.device, *mesh.process_on_node, memory=job.device_memory).allow_tf32(job.tf32)
     for option, value in ("documents", job.data.documents), ("length", job.data.length):
         if value is not None and (job.model.name in IMAGES or job.strategy):
             name = job.strategy or job.model.name
@@ -225,11 +227,7 @@ def _open_page(job: TrainConfig, mesh: Mesh) -> Workload:
 
 
 def _check_undivided(job: TrainConfig, what: str) -> None:
-    """Raise UsageError for options of a composition, since ``what`` has its own sharding, and for 16-bit floats, since
-    it keeps no parameters in another dtype than it computes in."""
-    if job.model.dtype in HALVES:
-        nearest = "return a Model, or choose float32 or float64"
-        raise UsageError(f"{what} keeps its own parameters, without float32 masters: for --precision {nearest}")
+    """Raise UsageError for options of a composition, since ``what`` has its own sharding."""
     chosen, usual = job.composition.as_json(), ParallelConfig().as_json()
     if options := [name for name in chosen if chosen[name] != usual[name] and name != "mesh"]:
         listed = ", ".join("--" + name.replace("_", "-") for name in options)

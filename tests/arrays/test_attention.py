@@ -41,6 +41,21 @@ def check_attention(q, k, v, positions, key_positions, tolerance=1e-12):
         np.testing.assert_allclose(array, right, atol=tolerance)
 
 
+@pytest.mark.parametrize("documents", [False, True])
+def test_queries_without_keys_beside_others_have_no_gradient(documents):
+    """As on a rank whose keys begin later: queries 0 to 3 see none, and are in one block with the others."""
+    positions, key_positions = np.arange(10), np.arange(4, 10)
+    q, k, v = queries_keys_values(10, 6, 2)
+    apart = (np.zeros((2, 10), int), np.zeros((2, 6), int)) if documents else None
+    seen, dy = (positions, key_positions, apart, None if documents else 20), normals(*q.shape, seed=3)
+    y, log_sums = causal_attention(q, k, v, *seen)
+    gradients = causal_attention_backward(dy, q, k, v, y, log_sums, *seen)
+    expected, p = plain_attention(q, k, v, positions, key_positions)
+    for array, right in zip((y, *gradients), (expected, *plain_attention_backward(dy, q, k, v, p))):
+        np.testing.assert_allclose(array, right, atol=1e-12)
+    assert np.all(gradients[0][:, :4] == 0)
+
+
 @pytest.mark.parametrize("length", [1, 5, 127, 128, 129, 300])
 @pytest.mark.parametrize("heads", [1, 3])
 def test_attention_of_a_whole_sequence(length, heads):

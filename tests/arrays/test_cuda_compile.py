@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 import cuda_on_host
-from spmd_engine.arrays import cuda, cuda_images
 from spmd_engine.arrays.flash_attention import KERNELS, SHARED, Variant, source
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 SPILLS = 32  # bytes of a thread
 REGISTERS = 168  # of a thread: three blocks of 128 threads have 65,536
-ELEMENTWISE, REDUCTIONS = (getattr(cuda, kind) | getattr(cuda_images, kind) for kind in ("ELEMENTWISE", "REDUCTIONS"))
+KERNEL_TEXTS = cuda_on_host.ELEMENTWISE | cuda_on_host.REDUCTIONS
 VARIANTS = [
     Variant("float", "float", "float", 32),
     Variant("float", "float", "float", 64),
@@ -30,6 +29,9 @@ VARIANTS = [
 
 HEAD = """
     typedef long long int64_t;
+    typedef unsigned char uint8_t;
+    typedef unsigned short uint16_t;
+    typedef int int32_t;
     typedef unsigned int uint32_t;
     typedef unsigned long long uint64_t;
     #define KERNEL extern "C" __global__
@@ -81,13 +83,12 @@ def test_fused_attention(architecture, name, variant):
     assert 0 < max(used(log, "bytes smem")) <= SHARED
 
 
-@pytest.mark.parametrize("dtype", ["float", "double"])
+@pytest.mark.parametrize("dtype", ["float", "double", "bfloat16"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_elementwise_kernels_and_reductions(architecture, dtype):
     """In one program, in loops of ``cuda_on_host`` instead of those that CuPy puts around them."""
-    types = cuda_on_host.C_TYPES | {"T": dtype}
-    kernels = [cuda_on_host.elementwise(name, text, types) for name, text in ELEMENTWISE.items()]
-    kernels += [cuda_on_host.reduction(name, text, types) for name, text in REDUCTIONS.items()]
-    log = compiled("\n".join([HEAD, *kernels]), architecture)
-    assert len(used(log, "registers")) == len(ELEMENTWISE | REDUCTIONS)
+    types = cuda_on_host.C_TYPES | {"S": dtype, "T": "float" if dtype == "bfloat16" else dtype}
+    kernels = [cuda_on_host.kernel(name, text, types) for name, text in KERNEL_TEXTS.items()]
+    log = compiled("\n".join([HEAD, cuda_on_host.BFLOAT16, *kernels]), architecture)
+    assert len(used(log, "registers")) == len(KERNEL_TEXTS)
     assert max(used(log, "registers")) <= 96 and not max(used(log, "bytes spill stores"))

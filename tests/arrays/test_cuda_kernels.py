@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from fake_cupy import events
 from numerics import normals
 from spmd_engine.arrays import get_backend
 from spmd_engine.arrays.activations import gelu, relu, silu_gate
@@ -17,11 +18,21 @@ from spmd_engine.arrays.normalization import (
     rms_norm_backward,
     rms_norm_backward_scale,
 )
+from spmd_engine.arrays.precision import HALVES, dtype_of
+from spmd_engine.arrays.products import matmul
 from spmd_engine.arrays.random import bernoulli, normal, uniform
 from spmd_engine.arrays.rotary import rotate
 from spmd_engine.arrays.scatter import add_rows, count_each
 from spmd_engine.arrays.updates import adamw, momentum_sgd, sum_of_squares, total_of_squares
 from spmd_engine.losses import cross_entropy
+
+
+class WIDE(np.ndarray):
+    """float32 among 16-bit floats."""
+
+    def __new__(cls, x):
+        return x.astype(np.float32).view(cls)
+
 
 TOLERANCE = {"float32": 2e-6, "float64": 1e-12}  # of the largest number, or of 1
 both_dtypes = pytest.mark.parametrize("dtype", TOLERANCE)
@@ -366,3 +377,93 @@ def test_cross_entropy_of_targets_that_are_another_rank_s(device):
     """One of three parts of the vocabulary: 4 to 8 of 12."""
     logits, targets = normals(7, 4), np.array([0, 3, 4, 5, 7, 8, 11])
     compare(device, cross_entropy, logits, targets, start=4)
+
+
+# --- 16-bit floats
+
+
+HALF_ROWS = normals(7, 6)
+OF_HALVES = {
+    "relu": (relu, [HALF_ROWS]),
+    "gelu": (gelu, [HALF_ROWS]),
+    "gelu without slope": (gelu, [HALF_ROWS, False]),
+    "silu_gate": (silu_gate, [HALF_ROWS, normals(7, 6, seed=1)]),
+    "layer_norm": (layer_norm, [HALF_ROWS, normals(6, seed=1), normals(6, seed=2), 1e-5]),
+    "layer_norm_backward": (layer_norm_backward, [HALF_ROWS, HALF_ROWS, WIDE(normals(7) ** 2), normals(6)]),
+    "layer_norm_backward_parameters": (layer_norm_backward_parameters, [HALF_ROWS, HALF_ROWS]),
+    "rms_norm": (rms_norm, [HALF_ROWS, normals(6, seed=1), 1e-5]),
+    "rms_norm_backward": (rms_norm_backward, [HALF_ROWS, HALF_ROWS, WIDE(normals(7) ** 2), normals(6)]),
+    "rotate": (rotate, [normals(2, 3, 4, 6), (WIDE(normals(3, 3)), WIDE(normals(3, 3, seed=1))), True]),
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("case", OF_HALVES)
+def test_kernels_round_once_what_float32_gives(case, half, device):
+    """They read and write 16-bit floats, in as many launches as float32."""
+    function, arguments = OF_HALVES[case]
+    dtype = dtype_of(half)
+
+    def placed(x, wide):
+        if isinstance(x, tuple):
+            return tuple(placed(each, wide) for each in x)
+        if not isinstance(x, np.ndarray):
+            return x
+        x = x if isinstance(x, WIDE) else x.astype(dtype).astype(np.float32 if wide else dtype)
+        return device.asarray(x.view(np.ndarray))
+
+    results = []
+    for wide in (True, False):
+        given = [placed(x, wide) for x in arguments]
+        events().clear()
+        result = function(*given)
+        results.append((result if isinstance(result, tuple) else (result,), events().launches))
+    (expected, launches), (found, launches_of_halves) = results
+    assert launches_of_halves == launches
+    for x, right in zip(found, expected):
+        if right is not None and not isinstance(right, tuple):
+            right = device.to_host(right)
+            np.testing.assert_array_equal(device.to_host(x), right.astype(x.dtype))
+
+
+def test_rows_of_halves_are_added_to_a_wide_table(device):
+    table, indices, rows = np.zeros((4, 3), np.float32), np.array([1, 3, 1]), normals(3, 3).astype(dtype_of("bfloat16"))
+    there = device.asarray(table)
+    add_rows(there, device.asarray(indices), device.asarray(rows))
+    add_rows(table, indices, rows)
+    close(device.to_host(there), table, 1e-6)
+
+
+# --- products of 16-bit floats
+
+OPERANDS = {
+    "rows": ((5, 4), (4, 3)),
+    "one row": ((1, 4), (4, 3)),
+    "one column": ((5, 4), (4, 1)),
+    "no terms": ((5, 0), (0, 3)),
+    "no rows": ((0, 4), (4, 3)),
+    "batches": ((2, 3, 5, 4), (2, 3, 4, 6)),
+    "a matrix for all": ((2, 3, 5, 4), (4, 6)),
+    "a batch for some": ((2, 1, 5, 4), (1, 3, 4, 6)),
+}
+VIEWS = {
+    "as is": lambda x, xp: x,
+    "transposed": lambda x, xp: xp.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2),
+    "some columns": lambda x, xp: xp.concatenate([x, x], axis=-1)[..., : x.shape[-1]],
+    "every other column": lambda x, xp: xp.repeat(x, 2, axis=-1)[..., ::2],
+    "heads": lambda x, xp: xp.ascontiguousarray(xp.moveaxis(x, 0, -2)).transpose(-2, *range(x.ndim - 2), -1),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("shapes", OPERANDS)
+def test_products_sum_in_float32(shapes, half, view, device):
+    a, b = (normals(*shape, seed=seed).astype(dtype_of(half)) for seed, shape in enumerate(OPERANDS[shapes]))
+    expected = a.astype(np.float64) @ b.astype(np.float64)
+    there = [VIEWS[view](device.asarray(x), device.xp) for x in (a, b)]
+    for out, dtype in ((None, None), (None, np.float32), (device.empty(expected.shape, np.float32), None)):
+        y = matmul(*there, out=out, dtype=dtype)
+        assert y.dtype == (a.dtype if out is None and dtype is None else np.float32)
+        assert out is None or y is out
+        close(device.to_host(y), expected, 1e-6 if y.dtype == np.float32 else 2.0**-8)

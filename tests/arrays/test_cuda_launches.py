@@ -105,5 +105,5 @@ def test_a_host_array_among_the_device_s_is_refused(cuda):
 
 
 def test_arrays_of_different_dtypes_are_refused(cuda):
-    with pytest.raises(AssertionError, match="normalize: T is"):
+    with pytest.raises(AssertionError, match="normalize: S is"):
         layer_norm(cuda.asarray(X), cuda.asarray(ROWS.astype(np.float32)), cuda.asarray(ROWS), 1e-5)

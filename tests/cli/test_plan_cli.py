@@ -98,3 +98,30 @@ def test_a_plan_for_other_ranks_or_another_model_is_refused(capsys, tmp_path):
             main(["train", "--plan", str(file), *options])
         assert end.value.code == 2
         assert said in capsys.readouterr().err
+
+
+def test_precisions_are_compared(capsys, tmp_path):
+    """The faster one is chosen, and is in the plan file and the command."""
+    searched = ["plan", "--machine", "a100", "--ranks", "2", "--model", "gpt-mini", "--axes", "data", "--zero", "0"]
+    main([*searched, "--precision", "float32,bfloat16", "--json", "--output", str(tmp_path / "plan.json")])
+    found = json.loads(capsys.readouterr().out)
+    wide, half = found["compared"]
+    assert (wide["precision"], half["precision"], found["precision"]) == ("float32", "bfloat16", "bfloat16")
+    assert all(half[need] < wide[need] for need in ("seconds", "peak_bytes"))
+    assert PlanFile.read(tmp_path / "plan.json").model.dtype == "bfloat16"
+    main([*searched, "--precision", "bfloat16, float32"])
+    page = capsys.readouterr().out
+    assert page.index("bfloat16 (chosen)") < page.index(" float32 ") and "--precision bfloat16" in page
+    main([*FIXED, "--dtype", "float32,float64", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["precision"] == "float32" and found["compared"][0]["bytes_sent"] == found["bytes_sent"]
+    assert found["compared"][1]["bytes_sent"] == pytest.approx(2 * found["bytes_sent"], rel=0.001)
+
+
+@pytest.mark.parametrize("words, error", [
+    (["--precision", "float32,bfloat17"], "did you mean 'bfloat16'?"),
+    (["explain", "--precision", "float32,bfloat16"], "it explains one plan; give one"),
+])  # fmt: skip
+def test_precisions_that_cannot_be_planned(words, error, here):
+    code, _, text = here("plan", "--ranks", "2", *words)
+    assert code == 2 and error in text and text.count("\n") == 1

@@ -55,9 +55,18 @@ def test_the_loss_scale_is_saved_and_restored(here, tmp_path, monkeypatch):
     assert [line["loss_scale"] for line in metrics(run)] == [2**16, 2**17, 2**18]
 
 
-def test_a_page_of_strategies_has_no_masters(here):
-    code, _, error = here("train", "--strategy", "data-parallel", "--precision", "bfloat16", "--steps", "1")
-    assert code == 2 and "without float32 masters" in error and error.count("\n") == 1
+def test_tf32_is_refused_on_a_cpu(here):
+    code, _, error = here(*SMALL, "--tf32", "--steps", "1")
+    assert code == 2 and "--tf32: a CPU has no products of TF32" in error and error.count("\n") == 1
+
+
+def test_the_first_line_after_a_start_names_the_libraries_of_products(here, tmp_path):
+    run = tmp_path / "run"
+    here(*SMALL, "--products", "numpy", "--steps", "3", "--stop-at", "2", "--run", str(run))
+    here("train", "--resume", "--run", str(run), "--products", "numpy")
+    assert ["products" in line for line in metrics(run)] == [True, False, True]
+    by_dtype = metrics(run)[0]["products"]
+    assert by_dtype.keys() == {"float32", "bfloat16"} and set(by_dtype["float32"].values()) == {"numpy"}
 
 
 def test_infer_writes_float32(here, tmp_path):

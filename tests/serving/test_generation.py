@@ -5,10 +5,13 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run_threads
+from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.errors import NotFiniteError, UsageError
+from spmd_engine.layers.attention.kv_cache import Columns
 from spmd_engine.models import DecoderConfig
 from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
+from spmd_engine.serving.scoring import score
 from spmd_engine.tokens import ByteTokenizer
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [1, 2, 3], [12]]
@@ -201,3 +204,23 @@ def test_ties_within_rounding_are_counted_in_float32():
         among_the_best = sum(token in (7, 9) for token in text.tokens)
         assert 7 in text.tokens and 9 not in text.tokens, "of equal scores the lower token's is taken"
         assert text.near_ties >= among_the_best > 0
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("axes", [{"data": 1}, {"model": 2}, {"context": 2}, {"pipe": 2}], ids=str)
+def test_cached_keys_of_16_bits_write_what_a_forward_of_the_whole_text_gives(axes, precision, monkeypatch):
+    """The cache holds 16 bits; the logits that choose tokens are float32."""
+    kept = set()
+    append = Columns.append
+    monkeypatch.setattr(Columns, "append", lambda *args: kept.update(x.dtype for x in args[2:]) or append(*args))
+
+    def program():
+        with Mesh(**axes) as mesh:
+            engine = tiny.make_engine(mesh, dtype=dtype_of(precision))
+            (text,) = generate(engine, [[3, 1, 4]], stopping=StoppingCriteria(7), log_probs=True)
+            assert kept == {dtype_of(precision)}
+            (exact,) = score(tiny.make_engine(mesh), [[3, 1, 4, *text.tokens]])
+        return text.log_probs, exact.log_probs[-7:]
+
+    for found, exact in run_threads(program, tiny.ranks_of(axes)):
+        np.testing.assert_allclose(found, exact, atol=0.02)

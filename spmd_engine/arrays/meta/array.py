@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -52,6 +53,7 @@ class ShapedArray(NDArrayOperatorsMixin):
     nbytes = property(lambda self: self._like.nbytes)
     itemsize = property(lambda self: self._like.itemsize)
     flags = property(lambda self: self._like.flags)
+    data = SimpleNamespace(ptr=0)  # for cuBLAS, which takes addresses
     strides = property(lambda self: self._like.strides)
 
     def __len__(self) -> int:

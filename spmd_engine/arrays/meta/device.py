@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from spmd_engine.arrays.flash_attention import FlashAttention
 from spmd_engine.arrays.meta.array import ShapedArray, count
 from spmd_engine.arrays.meta.backend import ShapedModule, Shapes
 from spmd_engine.arrays.meta.meter import meter
+from spmd_engine.arrays.precision import accumulated_in
 
 #: Launches of CuPy's functions that take more than one, about.
 LAUNCHES = {"argsort": 4, "sort": 3, "lexsort": 6, "cumsum": 3, "einsum": 3, "nonzero": 3, "flatnonzero": 3}
@@ -143,9 +145,11 @@ class _Kernel:
             shape = list(np.broadcast_shapes(*(np.shape(x) for x, text in pairs if text.split()[0] != "raw")))
             if axis is not None:
                 del shape[axis]
-            of_text = next((x.dtype for x, text in zip(inputs, self._inputs) if text.split()[-2] == "T"), None)
+            types = {text.split()[-2]: x.dtype for x, text in zip(inputs, self._inputs) if hasattr(x, "dtype")}
+            if "S" in types:
+                types.setdefault("T", accumulated_in(types["S"]))
             kinds = (text.split()[-2] for text in self._outputs)
-            outputs = tuple(ShapedArray.new(shape, of_text if kind == "T" else kind) for kind in kinds)
+            outputs = tuple(ShapedArray.new(shape, types.get(kind, kind)) for kind in kinds)
         if outputs[0].size:
             count(size or max(x.size for x in (*arrays, *outputs)), arrays, outputs)
         return outputs[0] if len(outputs) == 1 else outputs
@@ -161,8 +165,15 @@ def _raw_kernel(code: str, name: str) -> Callable:
     return launch
 
 
+def _multiply(_handle, _transb, _transa, n, m, k, *rest) -> None:
+    """``gemmStridedBatchedEx`` of 16-bit floats, as ``arrays.cublas`` calls it."""
+    meter().product(rest[-3], m, n, k, 2)
+
+
 class DeviceModule(ShapedModule):
     """CuPy on arrays without memory."""
+
+    cuda = SimpleNamespace(cublas=SimpleNamespace(gemmStridedBatchedEx=_multiply), get_cublas_handle=lambda: 0)
 
     RawKernel = staticmethod(_raw_kernel)
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import click
 
-from spmd_engine.arrays.precision import dtype_of
+from spmd_engine.arrays.precision import FLOATS, dtype_of
 from spmd_engine.axes import count_ranks
 from spmd_engine.cli.options import Quantity, options_of, values_given
 from spmd_engine.cli.plan.compare import compare_run
-from spmd_engine.cli.plan.page import print_comparison, print_fixed, print_plan
+from spmd_engine.cli.plan.page import print_comparison, print_fixed, print_plan, print_precisions
 from spmd_engine.cli.train import LORA, unplanned
 from spmd_engine.engine.state.assignment import parse_division
 from spmd_engine.errors import UsageError
@@ -24,7 +24,7 @@ from spmd_engine.models.names import IMAGES
 from spmd_engine.planning.machine.files import default_machine
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.model_file import planned_model
-from spmd_engine.planning.plan_result import FALLBACKS, Request
+from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
 from spmd_engine.planning.planner import NOTHING_FITS, find_plan, fixed_plan
 from spmd_engine.planning.search.rank_order import PLACEMENTS
 from spmd_engine.planning.search.search import GOALS, Limits
@@ -86,9 +86,17 @@ _SIZE, _TIME = Quantity(BYTES), Quantity(SECONDS)
     metavar="FILE",
     help="Write the predicted step to FILE, in the format of --trace.",
 )
+@click.option(
+    "--precision",
+    "--dtype",
+    metavar="NAME[,NAME...]",
+    default="float32",
+    show_default=True,
+    help=f"Of {', '.join(FLOATS)}; several are planned each, and compared.",
+)
 @options_of(
     TrainConfig,
-    ["model", "precision", "optimizer", "length", "micro_batches", "lora", "composition"],
+    ["model", "optimizer", "length", "micro_batches", "lora", "composition"],
     without=["rebalance_every"],
     defaults=dict.fromkeys(("mesh", *SEARCHED), "searched"),
     help={"mesh": "Evaluate this mesh only; options that are not given are as in 'train'."},
@@ -116,12 +124,17 @@ def plan(what: str | None, **options: Any) -> None:
     for option in ("output", "timeline"):
         if options[option]:
             check_ending(f"--{option}", options[option], ".json")
-    values = values_given({name: value for name, value in options.items() if name != "batch_size"})
-    request = _request(options, values)
+    values = values_given({name: value for name, value in options.items() if name not in ("batch_size", "precision")})
+    precisions = dict.fromkeys(name.strip() for name in options["precision"].split(","))
+    requests = [_request(options, {**values, "precision": precision}) for precision in precisions]
     if what == "explain":
-        _explain(request, options["as_json"])
+        if len(requests) > 1:
+            raise UsageError(f"plan explain --precision {options['precision']}: it explains one plan; give one")
+        _explain(requests[0], options["as_json"])
         return
-    result = fixed_plan(request) if "mesh" in request.fixed else find_plan(request)
+    results = [fixed_plan(request) if "mesh" in request.fixed else find_plan(request) for request in requests]
+    result = min(results, key=lambda each: each.rank)
+    request = result.request
     if options["output"]:
         if result.conflict is not None:
             click.echo("spmd_engine: note: nothing fits, so no plan was written", err=True)
@@ -133,14 +146,22 @@ def plan(what: str | None, **options: Any) -> None:
         with output_file(options["timeline"], "--timeline") as file:
             file.write(trace_json(result.evaluation.prediction, result.evaluation.analysis.axes).encode())
     if options["as_json"]:
-        click.echo(json.dumps(result.as_json()))
-    elif "mesh" in request.fixed:
-        print_fixed(result)
+        compared = {"precision": result.precision, "compared": list(map(_needs, results))} if results[1:] else {}
+        click.echo(json.dumps(result.as_json() | compared))
     else:
-        print_plan(result)
+        if results[1:]:
+            print_precisions(results, result)
+        (print_fixed if "mesh" in request.fixed else print_plan)(result)
     if result.conflict is not None:
         click.echo(f"spmd_engine: {result.why_not}", err=True)
         sys.exit(NOTHING_FITS)
+
+
+def _needs(result: PlanResult) -> dict[str, Any]:
+    if result.conflict is not None:
+        return {"precision": result.precision, "reason": result.why_not}
+    seconds, sent, memory = result.needs
+    return {"precision": result.precision, "seconds": seconds, "bytes_sent": sent, "peak_bytes": memory}
 
 
 def _explain(request: Any, as_json: bool) -> None:

@@ -71,6 +71,24 @@ def print_plan(result: PlanResult) -> None:
     _print_certificate(console, result)
 
 
+def print_precisions(results: Sequence[PlanResult], chosen: PlanResult) -> None:
+    """Print what each precision needs, by its own best plan, and which is best for the goal."""
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table("precision", "step", "sent", "memory of a rank", "plan", box=None, header_style="bold")
+    for result in results:
+        cells = ["", "", "", result.why_not] if result.conflict is not None else _needs_of(result)
+        table.add_row(result.precision + (" (chosen)" if result is chosen else ""), *cells)
+    console.print(table)
+    console.print()
+
+
+def _needs_of(result: PlanResult) -> list[str]:
+    seconds, sent, memory = result.needs
+    mesh = result.composition.mesh if result.composition else None
+    plan = str(result.plan.candidate) if result.plan else axes_text(mesh or {})
+    return [readable_seconds(seconds), readable_bytes(sent), readable_bytes(memory), plan]
+
+
 def _print_nodes(console: Console, candidate: Candidate, machine: Machine) -> None:
     """Print what is on which node, or, of ranks that fill nodes in order, which axes stay inside one."""
     if uneven_axes(candidate.mesh):
