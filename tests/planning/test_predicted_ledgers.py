@@ -43,6 +43,9 @@ CASES = [
     (GPT, "pipe=2,data=2,model=2", {"shares": "model=1:5", "zero": 2}),  # which shards are uneven depends on model
     (GPT, "context=2", {"zero": 3}),
     (GPT, "pipe=2,data=2", {"schedule": "interleaved", "zero": 3}),
+    (GPT, "pipe=3", {"overlap_layers": "2", "group_threshold": 500}),
+    (GPT, "pipe=2,data=3", {"overlap_layers": "1", "zero": 3}),
+    (CONVNET, "pipe=2,data=2", {"overlap_layers": "2", "zero": 1}),
     (ADAPTED, "data=2,model=2", {"zero": 3, "group_threshold": 1500}),
     (MLP, "row=2,col=2", {}),
     (DEEP, "pipe=2,model=2", {}),

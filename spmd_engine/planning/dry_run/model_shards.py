@@ -65,7 +65,9 @@ class _ShardTable:
         for rank, step in enumerate(self._steps):
             calls = _calls_by_chunk(step)
             for chunk, layers in self._chunks[rank].items():
-                parameters = tuple(each for each in step.shards if not layers or set(each.layers) & set(layers))
+                parameters = tuple(
+                    each for each in step.shards if not layers or set(each.layers) & set(layers) or not each.layers
+                )  # a stage may hold layers that it does not compute
                 states = (each.requires["gradient"] + each.requires["optimizer_state"] for each in parameters)
                 before = [other for other in self._members(rank, (PIPE,)) if chunk - 1 in self._chunks[other]]
                 yield ModelShard(
