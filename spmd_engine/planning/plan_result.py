@@ -36,7 +36,7 @@ from spmd_engine.units import readable_bytes, readable_seconds
 
 COMPOSITION_OPTIONS = (
     *("zero", "sequence_parallel", "schedule", "chunks", "stages", "recompute", "shares", "state_shares"),
-    *("min_tensor_size", "rank_order", "offload", "offload_to", "offload_dir"),
+    *("min_tensor_size", "rank_order", "overlap_layers", "offload", "offload_to", "offload_dir"),
 )
 
 

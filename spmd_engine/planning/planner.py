@@ -306,6 +306,8 @@ class _PlanSearch:
     def __init__(self, request: Request) -> None:
         self.request, self.began = request, perf_counter()
         self.limits = request.limits.with_memory_of(request.machine.with_ranks(max(request.ranks)))
+        if not isinstance(overlap := request.base.storage.overlap, int):
+            raise UsageError(f"--overlap-layers {request.base.overlap_layers} has ranges: give --mesh, or a number")
         self.space = SearchSpace(
             request.model,
             request.ranks,
@@ -315,6 +317,7 @@ class _PlanSearch:
             shares={**request.base.work_shares, **request.base.storage.shares},
             order=request.base.order,
             offload=(request.base.offload,),
+            overlap=overlap,
             **request.fixed,
         )
         self.planner = request.planner()

@@ -164,7 +164,9 @@ class Estimator:
     def _fits(self, limit: float) -> Callable[[int], np.ndarray]:
         elements = np.array([0.0, *np.cumsum(self.layers.elements)])
         kept_before = np.array([0.0, *np.cumsum(self.layers.kept)])
-        stored = self._element_bytes() * (elements[None, :] - elements[:, None])
+        first = np.maximum(np.arange(len(elements)) - self.candidate.overlap, 0)
+        end = np.minimum(np.arange(len(elements)) + self.candidate.overlap, len(elements) - 1)
+        stored = self._element_bytes() * (elements[end][None, :] - elements[first][:, None])
         in_flight = (kept_before[None, :] - kept_before[:, None]) * (not self._is_away("activations"))
 
         def fits(k: int) -> np.ndarray:
@@ -187,7 +189,7 @@ class Estimator:
 
     def _held_bytes(self, division: StageSums, slots: Slots | None) -> dict[str, np.ndarray]:
         """Peak bytes of a rank of each stage, by kind."""
-        held = self._stored_bytes(division.elements)
+        held = self._stored_bytes(division.elements + division.only_held)
         if self._is_away("parameters"):
             held["gathered groups"] = division.gathered * self.itemsize
         if self.mesh.shards > 1 and self.candidate.zero >= 2:
@@ -221,7 +223,7 @@ class Estimator:
         starts = self.divide(limit)
         if starts is None:
             return None
-        division = StageSums(self.layers, starts, self.pipe)
+        division = StageSums(self.layers, starts, self.pipe, self.candidate.overlap)
         costs = np.diff(self.times.before[:, division.edges], axis=1)
         if self.slowdowns is not None:
             costs = costs * np.tile(self.slowdowns, self.candidate.chunks)
@@ -236,7 +238,8 @@ class Estimator:
         if self._is_away("parameters"):  # they are read twice
             seconds = max(seconds, self._disk_seconds(0.0, 2 * self.m * own * self.wide))
         exposed = self._exposed_seconds(division, costs) + self._tied_seconds(division)
-        update = self._update_seconds(float(division.elements.max()))
+        exposed += self._overlap_seconds(division)
+        update = self._update_seconds(float((division.elements + division.only_held).max()))
         total = seconds + exposed + update
         held = self._held_bytes(division, slots)
         stage = int(np.argmax(sum(held.values())))
@@ -311,6 +314,11 @@ class Estimator:
         ranks = 0, self.mesh.next_stage * (self.pipe - 1)
         return self.cache.collectives.of("all_reduce", ranks, size).seconds
 
+    def _overlap_seconds(self, division: StageSums) -> float:
+        """Seconds in which stages send gradients of layers that others only hold."""
+        elements = float(division.sent_gradients.max()) / (self.mesh.shards if self.candidate.zero else 1)
+        return self._message_time(elements * self.wide).seconds if elements else 0.0
+
     def _replica_seconds(self, elements: np.ndarray) -> np.ndarray | float:
         """Seconds in which the replicas of a ZeRO shard sum it."""
         if len(self.mesh.replicas) == 1 or not self.candidate.zero:
@@ -324,12 +332,12 @@ class Estimator:
         mesh, zero, m = self.mesh, self.candidate.zero, self.m
         ranks = self.candidate.ranks / self.pipe
         size, gradients = division.elements * self.itemsize, division.elements * self.wide
-        shared = 2.0 * self.wide * division.apart  # sent by both stages
+        shared = self.wide * (2.0 * division.apart + division.sent_gradients)  # tied ones are sent by both stages
         if zero == 0:
             n = len(mesh.summed)
             return float((2 * gradients * (n - 1) / n + shared).sum()) * ranks
         n, replicas = mesh.shards, len(mesh.replicas)
-        gathered = size
+        gathered = size + division.only_held * self.itemsize
         if zero == 3:
             gathered = m * 2 * (size + division.tied * self.itemsize)
             last = (len(division.starts) - 1) % self.pipe  # the last layer is still gathered when its backward begins

@@ -51,6 +51,7 @@ class Candidate:
     state_shares: str | None = None  #: shares of ZeRO's state, by rank; None: even, or those of the base
     order: tuple[int, ...] | None = None  #: the rank at each position of the mesh; None: as the machine has them
     offload: str | None = None  #: what is offloaded, as ``--offload``
+    overlap: int = 0  #: layers on each side of a boundary that both stages hold
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -85,6 +86,7 @@ class Candidate:
             schedule=self.schedule if pipeline else None,
             chunks=self.chunks if pipeline and self.chunks > 1 else None,
             stages=",".join(map(str, self.stages)) if pipeline and self.stages else None,
+            overlap_layers=base.overlap_layers if pipeline else None,
             recompute=self.recompute,
             shares=self.shares or base.shares,
             state_shares=self.state_shares or base.state_shares,
@@ -126,6 +128,7 @@ class SearchSpace:
     offload: Sequence[str | None] = (None,)  #: what may be offloaded
     shares: Shares = field(default_factory=dict)  #: given ones, by axis, for which a mesh has as many ranks
     order: tuple[int, ...] | None = None  #: a given order of ranks
+    overlap: int = 0  #: given layers on each side of a boundary that both stages hold
 
     def without(self, *names: str) -> SearchSpace:
         """The search space without these fixed choices."""
@@ -282,7 +285,8 @@ def _candidates_on(space: SearchSpace, axes: Mapping[str, int], batch_size: int)
         schedules = [
             (schedule, chunks)
             for schedule, chunks in _schedules(space, pipe, m, len(model.layers))
-            if space.stages is None or len(space.stages) == pipe * chunks  # they are the first layers of all chunks
+            if (space.stages is None or len(space.stages) == pipe * chunks)  # they are the first layers of all chunks
+            and (not space.overlap or chunks == 1)
         ]
         choices = product(schedules, zeros, parallel, recompute, space.offload)
         for (schedule, chunks), zero, sequence, recomputed, offload in choices:
@@ -300,6 +304,7 @@ def _candidates_on(space: SearchSpace, axes: Mapping[str, int], batch_size: int)
                 stages=space.stages,
                 order=space.order,
                 offload=offload,
+                overlap=space.overlap if pipe > 1 else 0,
             )
 
 
