@@ -63,6 +63,7 @@ NOTHING_FITS = 1  #: the exit code
 MOST_TO_SIMULATE = 20_000  #: layers times micro-batches that fill the pipeline; larger steps are only estimated
 EVALUATION_SHARE = 0.25  #: share of the search's seconds for simulating more than one plan
 ORDER_SHARE = 0.25  #: share of the search's seconds for trying orders of unequal ranks
+OFFLOAD_SHARE = 0.5  #: share of the search's seconds for a second search, with offloading
 LEAST_GAIN = 0.002  #: share of a step that another order of ranks must save
 MOST_ROUNDS = 4  #: rounds at most in which a plan is chosen and its alternatives are simulated
 MOST_SEARCHES = 4  #: searches at most; each corrects the limits by the errors of the estimates before
@@ -325,13 +326,16 @@ class _PlanSearch:
 
     def run(self) -> PlanResult:
         """The best plan, or why there is none. Offloading is considered where the plan without it would recompute, or
-        nothing fits."""
-        result, request = self._run(), self.request
-        if request.base.offload or not request.may_offload:
+        nothing fits. Both searches together take the seconds of the request."""
+        request, may_offload = self.request, self.request.may_offload and not self.request.base.offload
+        self._seconds_left = request.seconds * (1 - OFFLOAD_SHARE * may_offload)
+        result = self._run()
+        if not may_offload:
             return result
         if result.plan is not None and result.plan.candidate.recompute == "none":
             return result
         self.space = replace(self.space, offload=(None, *offloads_on(request.machine)))
+        self._seconds_left += request.seconds * OFFLOAD_SHARE
         offloaded = self._run()
         if offloaded.plan is None:
             return result if result.plan is not None else offloaded
@@ -345,7 +349,9 @@ class _PlanSearch:
         request, tightened = self.request, self.limits
         for _ in range(MOST_SEARCHES):
             constraints = Constraints(tightened, request.fixed)
-            search = self.planner.search(self.space, constraints, request.goal, seconds=request.seconds)
+            began = process_time()
+            search = self.planner.search(self.space, constraints, request.goal, seconds=self._seconds_left)
+            self._seconds_left = max(0.0, self._seconds_left - (process_time() - began))
             if not search.best:
                 self._check_space(search)
                 break

@@ -333,13 +333,17 @@ def _spread(shape: tuple[int, ...], below: int) -> np.ndarray:
 
 
 def shards_of(engine: LayeredEngine, states: int) -> list[ParameterShard]:
-    """A record for each parameter of this rank; the optimizer keeps ``states`` arrays for each."""
+    """A record for each parameter of this rank; the optimizer keeps ``states`` arrays for each.
+
+    Bytes are those in memory, without what is offloaded.
+    """
     names = [name for name, _ in engine.model.layers]
     users: dict[str, list[str]] = {}
     for layer, uses in engine.assignment.uses.items():
         for full in uses.values():
             users.setdefault(full, []).append(names[layer])
     records, itemsize = [], engine.dtype.itemsize
+    states = 0 if "optimizer" in engine.store.offload.kinds else states
     for storage in engine.storages:
         owned_rows = storage.group.rows(storage.interval)
         for member in storage.group.members:
@@ -356,14 +360,14 @@ def shards_of(engine: LayeredEngine, states: int) -> list[ParameterShard]:
                     engine.global_shape(member.name),
                     str(engine.dtype),
                     bytes=size,
-                    stored_bytes=int(parameters),
+                    stored_bytes=0 if storage.is_away else int(parameters),
                     owned_bytes=owned,
                     group=storage.group.name,
                     layers=tuple(users.get(member.name, ())),
                     requires={
                         "gradient": int(gradient),
                         "optimizer_state": states * int(state),
-                        "gathered": size if storage.zero == 3 else 0,
+                        "gathered": size if storage.is_released and member.name in users else 0,
                     },
                     depends_on=tuple(dict.fromkeys((*summed.over, *(("pipe",) if len(summed.stages) > 1 else ())))),
                 )

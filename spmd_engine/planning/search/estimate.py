@@ -110,6 +110,10 @@ class Estimator:
         node = self.cache.machine.nodes[0]
         return min(self.mesh.ranks, node.ranks) * node.disk_seconds(size + loaded, size)
 
+    def _copy_seconds(self, size: float) -> float:
+        node = self.cache.machine.nodes[0]
+        return node.copy_seconds(min(self.mesh.ranks, node.ranks), size)
+
     def _contended_seconds(self, work: float) -> float:
         """The least seconds if each rank works for ``work`` seconds, where ranks share cores."""
         node = self.cache.machine.nodes[0]
@@ -234,9 +238,11 @@ class Estimator:
         seconds = max(seconds, self._contended_seconds(mean))
         own = float(division.elements.max()) / (self.mesh.shards if self.candidate.zero >= 3 else 1)
         if self._is_away("activations"):
-            seconds = max(seconds, self._disk_seconds(self.m * float(division.kept.sum()) / self.pipe))
+            moved = self.m * float(division.kept.sum()) / self.pipe
+            seconds = max(seconds + self._copy_seconds(2 * moved), self._disk_seconds(moved))
         if self._is_away("parameters"):  # they are read twice
-            seconds = max(seconds, self._disk_seconds(0.0, 2 * self.m * own * self.wide))
+            moved = 2 * self.m * own * self.wide
+            seconds = max(seconds + self._copy_seconds(moved), self._disk_seconds(0.0, moved))
         exposed = self._exposed_seconds(division, costs) + self._tied_seconds(division)
         exposed += self._overlap_seconds(division)
         update = self._update_seconds(float((division.elements + division.only_held).max()))

@@ -13,9 +13,10 @@ from itertools import product
 from math import prod
 
 from spmd_engine.axes import MeshPosition, axes_text
+from spmd_engine.engine.offload import Offload
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import BATCH, PIPE, Shares, misfit
-from spmd_engine.errors import SpmdError
+from spmd_engine.errors import SpmdError, UsageError
 from spmd_engine.models import Model, layout_for
 from spmd_engine.models.layouts import with_queries_apart
 from spmd_engine.planning.dry_run.step_analysis import HashedOnce
@@ -28,7 +29,9 @@ HYBRID = ("replicate", "shard")  #: axes of hybrid sharding, instead of data
 def can_offload(kinds: str | None, zero: int, *, of_devices: bool = False) -> bool:
     """Whether the engine offloads these: from devices only optimizer state, under ZeRO 1 and 2 no parameters, since
     they are whole on every rank."""
-    if of_devices and kinds not in (None, "optimizer"):
+    try:
+        Offload.parse(kinds).check(on_device=of_devices)
+    except UsageError:
         return False
     return zero not in (1, 2) or "parameters" not in (kinds or "")
 
