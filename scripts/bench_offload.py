@@ -138,9 +138,11 @@ def work(case: dict[str, Any]) -> None:
     from spmd_engine.engine.batch import make_batch
     from spmd_engine.engine.parallel_config import ParallelConfig
     from spmd_engine.training import Trainer
+    from spmd_engine.training.product_choice import choose_products
 
     report: dict[str, Any] = {"rank": rank, "seconds": [], "losses": []}
     with Mesh(data=RANKS) as mesh:
+        choose_products(mesh.group())  # as the machine file and a job do
         composition = ParallelConfig.from_json(case["composition"])
         engine = LayeredEngine(model_of(**case.get("size", {})), mesh, **composition.how_on(mesh.axes))
 

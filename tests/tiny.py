@@ -74,12 +74,13 @@ def make_engine(
     compress="none",
     model_options=(),
     shares=(),
+    overlap=0,
     **options,
 ):
     size = GPTSize(**{**SIZE.__dict__, "tied": tied, "layers": layers})
     layout = Layout.for_mesh(mesh, sequence_parallel=sequence_parallel, zigzag=zigzag)
     layout = replace(layout, shares=dict(shares))
-    storage = ZeroConfig(zero, threshold=group_threshold, compress=compress)
+    storage = ZeroConfig(zero, threshold=group_threshold, compress=compress, overlap=overlap)
     model = gpt(size, dropout=dropout, **dict(model_options))
     return LayeredEngine(model, mesh, layout, dtype=dtype, seed=5, storage=storage, **options)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from spmd_engine.adaptive.adapt_config import AdaptConfig
@@ -12,6 +13,7 @@ from spmd_engine.adaptive.decision_log import header, record
 from spmd_engine.adaptive.monitor import observe
 from spmd_engine.adaptive.policy import Policy, PolicyState, PredictedShape
 from spmd_engine.adaptive.reshape import Shape
+from spmd_engine.models import Model
 
 MOST_LINES = 100  #: of an observation; older steps tell less of the present
 BELIEVED = 200  #: steps for which a rank without work is taken to be as slow as it was; only work shows its speed
@@ -23,8 +25,9 @@ class Advisor:
     Candidates are the present shape, the one that the job began with (``home``), and those of ``proposers``. One with a
     factor, whose prediction is less sure, must beat the others by ``least_gain``, unless memory is short. ``costs``
     are the seconds of changes by kind, as far as they are measured; other kinds are taken to cost the most of them.
-    ``memory`` is the bytes that each rank of the job may use; None: not known. ``write`` gets the lines of the log, its
-    header first. ``state`` is that of the policy in a job that resumes.
+    ``memory`` is the bytes that each rank of the job may use; None: not known. ``model`` says how stages divide
+    the work. ``write`` gets the lines of the log, its header first. ``state`` is that of the policy in a job that
+    resumes.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Advisor:
         costs: Mapping[str, float],
         *,
         memory: Sequence[float] | None = None,
+        model: Model | None = None,
         write: Callable[[dict[str, Any]], None] = lambda line: None,
         home: Shape | None = None,
         state: PolicyState = PolicyState(),  # noqa: B008 (immutable)
@@ -43,6 +47,7 @@ class Advisor:
     ) -> None:
         self.shape, self.steps, self.proposers, self.memory = shape, steps, proposers, memory
         self._config, self._policy, self._state, self._home = config, Policy(config), state, home or shape
+        self._model = model
         self._lines: deque[Mapping[str, Any]] = deque(maxlen=MOST_LINES)
         self._costs, self._write, self._since, self._seconds = dict(costs), write, 0, 0.0
         self._seen: dict[int, tuple[int, float]] = {}  # by rank: the step at which it last showed a speed, and that
@@ -94,7 +99,7 @@ class Advisor:
         """The observation of these lines, and the speeds of all ranks, measured or believed."""
         count = max(len(self.memory or ()), *(1 + rank for rank in (*self.shape.ranks, *self._home.ranks)))
         work = [0.0] * count
-        for rank, part in zip(ranks_at(self.shape), parts(self.shape), strict=True):
+        for rank, part in zip(ranks_at(self.shape), parts(self.shape, model=self._model), strict=True):
             work[rank] = part
         memory = self.memory if self.memory and len(self.memory) == count else None
         seen = observe(lines, self.steps, ranks=self.shape.ranks, work=work, memory=memory)
@@ -107,7 +112,7 @@ class Advisor:
             else:
                 step, relative = self._seen.get(rank, (-BELIEVED, 1.0))
                 measured[rank] = quickest * (relative if seen.step - step < BELIEVED else 1.0)
-        return Outlook(seen, self.shape, measured, memory)
+        return Outlook(seen, self.shape, measured, memory, self._model)
 
     def _cost(self, shape: Shape) -> float:
         if shape == self.shape:
@@ -116,9 +121,15 @@ class Advisor:
 
     def changed(self, shape: Shape, seconds: float, step: int) -> None:
         """The job has this shape from the next step on; the change took so many seconds. If it was not proposed here,
-        it is the job's new home, and the policy begins anew."""
-        self._costs[kind_of_change(self.shape, shape)] = seconds
-        if shape not in (self.proposed, self._home):
+        it is the job's new home, and the policy begins anew; but not if only the layers of an overlap have changed."""
+        overlap = self.shape.composition.overlap_layers
+        present, proposed, home, after = (
+            replace(each, composition=each.composition.changed(overlap_layers=overlap))
+            for each in (self.shape, self.proposed or self.shape, self._home, shape)
+        )
+        if after != present:
+            self._costs[kind_of_change(present, after)] = seconds
+        if after not in (present, proposed, home):
             self._home, self._state = shape, PolicyState()
         self.shape, self.proposed = shape, None
         self._lines.clear()

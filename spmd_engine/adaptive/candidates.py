@@ -11,13 +11,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import gcd, prod
 
+import numpy as np
+
 from spmd_engine.adaptive.monitor import Observation
 from spmd_engine.adaptive.reshape import Shape, ShapeRequest
 from spmd_engine.axes import MeshPosition, all_positions, uneven_axes
 from spmd_engine.comm.notation import weighted_lengths
-from spmd_engine.engine.state.assignment import BATCH, shares_text
+from spmd_engine.engine.state.assignment import BATCH, PIPE, divide, overlaps, shares_text
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Model
+from spmd_engine.planning.search.estimate import best_division
 from spmd_engine.planning.search.placement import shares
 from spmd_engine.planning.search.plan_evaluation import fewest_along_model
 
@@ -41,13 +44,18 @@ class Outlook:
     shape: Shape  #: the present one
     speeds: Sequence[float]  #: of each rank of the job, in parts of the whole work a second
     limits: Sequence[float] | None = None  #: bytes that each rank of the job may use; None: not known
+    model: Model | None = (
+        None  #: whose layers divide the work of a pipeline; None: all stages are taken to have as much
+    )
 
     def step_seconds(self, shape: Shape) -> float:
         """Seconds of a step in a shape: all but the communication of the busiest rank grows with its computation."""
         seen = self.observation
         longest = max(seen.computing)
         moving = seen.communicating[seen.computing.index(longest)]
-        busiest = max(part / self.speeds[rank] for rank, part in zip(ranks_at(shape), parts(shape), strict=True))
+        busiest = max(
+            part / self.speeds[rank] for rank, part in zip(ranks_at(shape), parts(shape, model=self.model), strict=True)
+        )
         return moving + (seen.step_seconds - moving) * busiest / longest
 
 
@@ -55,11 +63,14 @@ Proposer = Callable[[Outlook], Iterable[Proposal]]
 
 
 def kind_of_change(before: Shape, after: Shape) -> str:
-    """What a change moves, which decides its cost: ``ranks``, ``mesh``, ``tensors`` or ``samples``."""
+    """What a change moves, which decides its cost: ``ranks``, ``mesh``, ``stages`` (boundaries that overlap),
+    ``tensors`` or ``samples``."""
     if before.ranks != after.ranks:
         return "ranks"
     if before.composition.changed(shares=None) != after.composition.changed(shares=None):
-        return "mesh"
+        boundaries = {"shares": after.composition.shares, "stages": after.composition.stages}
+        is_overlap = before.composition.overlap_layers and before.composition.changed(**boundaries) == after.composition
+        return "stages" if is_overlap else "mesh"
     old, new = (_along_tensors(shape) for shape in (before, after))
     return "tensors" if old != new else "samples"
 
@@ -73,16 +84,58 @@ def ranks_at(shape: Shape) -> list[int]:
     return [shape.ranks[number] for number in shape.composition.order or range(len(shape.ranks))]
 
 
-def parts(shape: Shape, without: str = "") -> list[float]:
+def parts(shape: Shape, without: str = "", model: Model | None = None) -> list[float]:
     """The part of a step's work at each position of the mesh, as if all of it were divided along each axis but
-    ``without``."""
-    given = shape.composition.work_shares
+    ``without``; stages have that of their layers, if the model is given."""
+    given, of_stages = shape.composition.work_shares, list[float]()
+    if model and without != PIPE and (stages := shape.axes.get(PIPE, 1)) > 1:
+        costs, chunks = _costs(model), divided(shape, model)
+        of_stages = [sum(costs[layer] for part in chunks[stage::stages] for layer in part) for stage in range(stages)]
 
     def part(place: MeshPosition) -> float:
-        along = {axis: given.get(axis, (1,) * size) for axis, size in place.axes.items() if axis != without}
-        return prod(numbers[place.coordinates[axis]] / sum(numbers) for axis, numbers in along.items())
+        along: dict[str, Sequence[float]] = {axis: given.get(axis, (1,) * size) for axis, size in place.axes.items()}
+        along |= {PIPE: of_stages} if of_stages else {}
+        return prod(
+            numbers[place.coordinates[axis]] / sum(numbers) for axis, numbers in along.items() if axis != without
+        )
 
     return [part(place) for place in all_positions(shape.axes)]
+
+
+def divided(shape: Shape, model: Model) -> list[range]:
+    """The layers of each chunk of a pipeline."""
+    per_stage = shape.composition.schedule_on(shape.axes).chunks
+    return divide(model, shape.axes[PIPE] * per_stage, shape.composition.division, per_stage)
+
+
+def _costs(model: Model) -> list[float]:
+    return [layer.cost(model.context) for _, layer in model.layers]
+
+
+@dataclass(frozen=True)
+class BoundariesBySpeed:
+    """Proposes the boundaries between stages by which the slowest stage is fastest, within the layers that both
+    neighbours hold (``--overlap-layers``): no weights move."""
+
+    model: Model
+
+    def __call__(self, outlook: Outlook) -> Iterator[Proposal]:
+        shape, overlap = outlook.shape, outlook.shape.composition.storage.overlap
+        if shape.axes.get(PIPE, 1) == 1 or not overlap or not isinstance(overlap, int):  # else it is being moved
+            return
+        chunks, costs = divided(shape, self.model), _costs(self.model)
+        held = [(0, 0), *overlaps(chunks, overlap), (len(costs), len(costs))]
+        slowdowns = [1 / speed for speed in _along(shape, PIPE, outlook.speeds)]
+
+        def within(stage: int) -> np.ndarray:
+            (first, last), (begin, end) = held[stage : stage + 2]
+            number = np.arange(len(costs) + 1)
+            return ((first <= number) & (number <= last))[:, None] & ((begin <= number) & (number <= end))[None, :]
+
+        starts = best_division(costs, len(chunks), fits=within, slowdowns=slowdowns)
+        if starts and list(starts) != [chunk.start for chunk in chunks]:
+            stages = ",".join(map(str, starts))
+            yield Proposal(Shape(shape.composition.changed(stages=stages), shape.ranks, shape.experts))
 
 
 @dataclass(frozen=True)

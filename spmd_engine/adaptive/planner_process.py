@@ -45,6 +45,7 @@ FREE = (
     "schedule",
     "chunks",
     "stages",
+    "overlap_layers",
     "shares",
     "state_shares",
     "rank_order",
@@ -54,7 +55,7 @@ FREE = (
 class PlannerProposals:
     """Proposes the shapes that the planner finds, on all ranks of the job, with its predictions of time and memory.
 
-    Pipelines are left out: the parts of their stages do not follow from the mesh, so speeds could not be told there.
+    Pipelines are left out.
 
     ``job`` has the objects ``model``, ``data`` and ``training`` of a TrainConfig. Predictions are used relative to
     those for the shape in which the job was when the planner was asked.

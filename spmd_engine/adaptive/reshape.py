@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from math import prod
 from time import monotonic, sleep
@@ -29,7 +30,7 @@ from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
-from spmd_engine.engine.state.assignment import Assignment, shares_text
+from spmd_engine.engine.state.assignment import PIPE, Assignment, divide, overlaps, shares_text
 from spmd_engine.engine.state.engine_state import Copies, assigned
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.engine.zero.storage import bytes_held
@@ -269,6 +270,27 @@ class Reshaper:
         present = self.shape.composition
         layers = [(each.context_method, each.reshard_after) for each in (composition, present)]
         return self.engine.model if layers[0] == layers[1] else self._build(composition)
+
+    def within_overlap(self, shape: Shape) -> Shape:
+        """The shape with the layers that stages hold now, if it only moves boundaries between them within these, which
+        moves no parameters or state; else the shape itself."""
+        moved, before, same = shape.composition, self.shape.composition, {"stages": None, "overlap_layers": None}
+        others_differ = (moved.changed(**same), shape.ranks, shape.experts) != (
+            before.changed(**same),
+            self.shape.ranks,
+            self.shape.experts,
+        )
+        if others_differ or not (moved.overlap_layers and before.overlap_layers and (pipe := shape.axes.get(PIPE))):
+            return shape
+        held, wanted = (
+            overlaps(divide(self.engine.model, pipe, each.division), each.storage.overlap) for each in (before, moved)
+        )
+        if held != wanted:
+            with suppress(UsageError):  # the new boundaries are outside
+                composition = moved.changed(overlap_layers=",".join(f"{first}:{end}" for first, end in held))
+                composition.check(shape.axes, self.engine.model)
+                return replace(shape, composition=composition)
+        return shape
 
     def move(self, shape: Shape, copies: Copies | None = None, fill: Callable[[], Any] | None = None) -> None:
         """Continue in another shape. Collective over the world, with the idle ranks.

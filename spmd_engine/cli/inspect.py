@@ -79,8 +79,10 @@ def inspect(job: TrainConfig) -> None:
         console.print(placement_text(built, places, layout).lstrip() + "\n", soft_wrap=True)
     for stage, assignment in enumerate(assignments):
         where = f"stage {stage}: " if len(assignments) > 1 else ""
+        others = len(assignment.held) - len(assignment.uses)
         counts = _counted(len(assignment.uses), "layer"), _counted(len(list(assignment.members)), "parameter")
-        console.print(f"{where}{counts[0]} with {counts[1]} -> {_counted(len(assignment.groups), 'group')}")
+        layers = counts[0] + (f", and {others} that another stage computes," if others else "")
+        console.print(f"{where}{layers} with {counts[1]} -> {_counted(len(assignment.groups), 'group')}")
         if assignment.frozen:
             console.print(f"{where}frozen weights in parts -> {_counted(len(assignment.frozen), 'group')}")
     console.print()
@@ -125,9 +127,9 @@ def _arrays(
 def _stages_of(model: Model, assignments: Sequence[Assignment]) -> dict[str, tuple[int, ...]]:
     """The stages that have each parameter or buffer, by the ``assignments`` of all stages."""
     of_buffers = {
-        f"{model.layers[number][0]}/{buffer}": (stage,)
-        for stage, assignment in enumerate(assignments)
-        for number in assignment.uses
+        f"{model.layers[number][0]}/{buffer}": tuple(sorted(stages))
+        for assignment in assignments
+        for number, stages in assignment.held.items()
         for buffer in model.layers[number][1].buffers
     }
     return {**assignments[0].holders, **of_buffers}

@@ -62,13 +62,15 @@ class Offload:
         """
         if not self.kinds or isinstance(backend.empty(0, np.uint8), ShapedArray):
             return None
-        if backend.on_device and (others := [kind for kind in self.kinds if kind != "optimizer"]):
+        self.check(on_device=backend.on_device)
+        return OffloadFile(self.folder) if self.to == "disk" else HostMemory(backend)
+
+    def check(self, *, on_device: bool) -> None:
+        """Raise UsageError if this cannot be offloaded from where arrays are."""
+        if on_device and (others := [kind for kind in self.kinds if kind != "optimizer"]):
             raise UsageError(f"--offload {others[0]}: those of a device stay there; choose --offload optimizer")
-        if self.to == "disk":
-            return OffloadFile(self.folder)
-        if not backend.on_device:
+        if self.kinds and self.to == "host" and not on_device:
             raise UsageError("--offload-to host: without a device everything is on the host; choose --offload-to disk")
-        return HostMemory(backend)
 
     @classmethod
     def parse(cls, text: str | None, folder: str | None = None, to: str | None = None) -> Offload:

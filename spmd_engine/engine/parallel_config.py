@@ -28,7 +28,9 @@ from spmd_engine.engine.state.assignment import (
     assign,
     divide,
     misfit,
+    overlaps,
     parse_division,
+    parse_overlap,
     parse_shares,
 )
 from spmd_engine.engine.zero.compression import compression
@@ -232,6 +234,14 @@ class ParallelConfig(Configuration):
         unset="even",
         help="How layers are divided into stages: evenly, by cost, or by the number of each chunk's first layer.",
     )
+    overlap_layers: str | None = setting(
+        None,
+        metavar="N|FIRST:END,...",
+        unset="none",
+        help="Layers on each side of a boundary between stages that both stages hold: one computes, both update them, "
+        "and the boundary can move within them without sending weights. Or, for each boundary, the first of them and "
+        "the layer after the last.",
+    )
     recompute: str = setting(
         "none", choices=RECOMPUTE, help="What the backward recomputes instead of keeping its activations."
     )
@@ -316,7 +326,8 @@ class ParallelConfig(Configuration):
         shares = parse_shares(self.state_shares, "--state-shares", STATE)
         offload = Offload.parse(self.offload, self.offload_dir, self.offload_to)
         sizes = self.group_threshold, self.group_cap
-        return ZeroConfig(self.zero, *sizes, self.compress, shares, self.min_tensor_size, offload)
+        overlap = parse_overlap(self.overlap_layers)
+        return ZeroConfig(self.zero, *sizes, self.compress, shares, self.min_tensor_size, offload, overlap)
 
     @property
     def expert_axes(self) -> tuple[str, ...] | None:
@@ -372,7 +383,10 @@ class ParallelConfig(Configuration):
                 refuse(f"--experts-over {self.experts_over}", f"there is no axis {axis!r}", "Name axes of the mesh")
         if model is not None and axes.get(PIPE, 1) > 1:
             chunks = self.schedule_on(axes).chunks
-            divide(model, axes[PIPE] * chunks, self.division, chunks)
+            divided = divide(model, axes[PIPE] * chunks, self.division, chunks)
+            if self.overlap_layers and chunks > 1:
+                refuse(f"--overlap-layers {self.overlap_layers}", "several chunks a stage", "Omit it, or --chunks")
+            overlaps(divided, self.storage.overlap)
         notices = self._without_effect(axes, mesh)
         if model is not None:
             sized = "model" in self.work_shares or uneven_axes(axes)
@@ -427,6 +441,7 @@ class ParallelConfig(Configuration):
             f"--schedule {self.schedule}": (self.schedule and not pipeline, "pipe of 2 or more"),
             f"--chunks {self.chunks}": (self.chunks and not pipeline, "pipe of 2 or more"),
             f"--stages {self.stages}": (self.stages and not pipeline, "pipe of 2 or more"),
+            f"--overlap-layers {self.overlap_layers}": (self.overlap_layers and not pipeline, "pipe of 2 or more"),
         }
         in_parts = {
             f"--state-shares {self.state_shares}": self.state_shares,
@@ -460,14 +475,20 @@ class ParallelConfig(Configuration):
         try:
             self.check(axes, model)
         except UsageError as error:
-            for names in (("stages",), ("chunks",), ("schedule", "chunks"), ("schedule", "chunks", "stages")):
+            for names in (
+                ("overlap_layers",),
+                ("stages",),
+                ("chunks",),
+                ("schedule", "chunks"),
+                ("schedule", "chunks", "stages"),
+            ):
                 left_out = [name for name in names if getattr(self, name) is not None and name not in given]
                 fitting = self.changed(**dict.fromkeys(left_out))
                 try:
                     fitting.check(axes, model)
                 except UsageError:
                     continue
-                listed = ", ".join(f"--{name} {getattr(self, name)}" for name in left_out)
+                listed = ", ".join(f"{_flag(name)} {getattr(self, name)}" for name in left_out)
                 return fitting, [f"continues without {listed} ({error})"]
             raise
         return self, []

@@ -37,7 +37,7 @@ from spmd_engine.units import readable_bytes, readable_seconds
 
 COMPOSITION_OPTIONS = (
     *("zero", "sequence_parallel", "schedule", "chunks", "stages", "recompute", "shares", "state_shares"),
-    *("min_tensor_size", "rank_order", "offload", "offload_to", "offload_dir"),
+    *("min_tensor_size", "rank_order", "overlap_layers", "offload", "offload_to", "offload_dir"),
 )
 
 
@@ -75,6 +75,7 @@ class Request:
             raise UsageError(f"placement {self.placement!r}: choose {', '.join(PLACEMENTS)}")
         for node in self.machine.nodes:
             self.machine.curve(node, str(dtype_of(self.dtype)))
+            self.base.storage.offload.check(on_device=node.has_devices)
         model, context = self.model.name, self.model.context
         if self.sequence is not None and 0 < context < self.sequence:
             raise UsageError(f"--sequence {self.sequence}: the context of {model} is {context}; give at most that")

@@ -63,6 +63,7 @@ NOTHING_FITS = 1  #: the exit code
 MOST_TO_SIMULATE = 20_000  #: layers times micro-batches that fill the pipeline; larger steps are only estimated
 EVALUATION_SHARE = 0.25  #: share of the search's seconds for simulating more than one plan
 ORDER_SHARE = 0.25  #: share of the search's seconds for trying orders of unequal ranks
+OFFLOAD_SHARE = 0.5  #: share of the search's seconds for a second search, with offloading
 LEAST_GAIN = 0.002  #: share of a step that another order of ranks must save
 MOST_ROUNDS = 4  #: rounds at most in which a plan is chosen and its alternatives are simulated
 MOST_SEARCHES = 4  #: searches at most; each corrects the limits by the errors of the estimates before
@@ -310,6 +311,8 @@ class _PlanSearch:
     def __init__(self, request: Request) -> None:
         self.request, self.began = request, perf_counter()
         self.limits = request.limits.with_memory_of(request.machine.with_ranks(max(request.ranks)))
+        if not isinstance(overlap := request.base.storage.overlap, int):
+            raise UsageError(f"--overlap-layers {request.base.overlap_layers} has ranges: give --mesh, or a number")
         self.space = SearchSpace(
             request.model,
             request.ranks,
@@ -319,6 +322,7 @@ class _PlanSearch:
             shares={**request.base.work_shares, **request.base.storage.shares},
             order=request.base.order,
             offload=(request.base.offload,),
+            overlap=overlap,
             **request.fixed,
         )
         self.planner = request.planner()
@@ -327,14 +331,17 @@ class _PlanSearch:
     def run(self) -> PlanResult:
         """The best plan, or why there is none.
 
-        Offloading is considered where the plan without it would recompute, or nothing fits; uneven stages only if
-        nothing fits. If neither is allowed, the conflict names what would help.
+        Offloading is considered where the plan without it would recompute, or nothing fits, and shares the seconds of
+        the request; uneven stages only if nothing fits. If neither is allowed, the conflict names what would help.
         """
-        result, request = self._run(), self.request
+        request = self.request
+        may_offload = "offload" in (request.fallback or ()) and not request.base.offload
+        self._seconds_left = request.seconds * (1 - OFFLOAD_SHARE * may_offload)
+        result = self._run()
         tries = {"split": self._with_uneven_stages, "offload": self._with_offload}
         if result.plan is not None:
             recomputes = result.plan.candidate.recompute != "none"
-            other = self._with_offload(result) if recomputes and "offload" in (request.fallback or ()) else None
+            other = self._with_offload(result) if recomputes and may_offload else None
             return other if other is not None and other.plan is not None else result
         others = [other for name in request.fallback or () if (other := tries[name](result)) is not None]
         if found := [other for other in others if other.plan is not None]:
@@ -350,6 +357,7 @@ class _PlanSearch:
         """The result if a plan may offload; None if the base says what is offloaded."""
         if self.request.base.offload:
             return None
+        self._seconds_left += self.request.seconds * OFFLOAD_SHARE
         space = self.space
         self.space = replace(space, offload=(None, *offloads_on(self.request.machine)))
         offloaded, self.space = self._run(), space
@@ -366,7 +374,9 @@ class _PlanSearch:
         request, tightened = self.request, self.limits
         for _ in range(MOST_SEARCHES):
             constraints = Constraints(tightened, request.fixed)
-            search = self.planner.search(self.space, constraints, request.goal, seconds=request.seconds)
+            began = process_time()
+            search = self.planner.search(self.space, constraints, request.goal, seconds=self._seconds_left)
+            self._seconds_left = max(0.0, self._seconds_left - (process_time() - began))
             if not search.best:
                 self._check_space(search)
                 break

@@ -19,14 +19,16 @@ class Sum(NamedTuple):
     """The ranks over which a gradient is unreduced after a backward, and which of them share its state.
 
     ``over`` are mesh axes; ``cut`` are those of them that shard gradients, optimizer state and, at ZeRO stage 3,
-    parameters. ``stages``, if there are several, are the pipeline stages that hold the parameter: a tied parameter is
-    summed over them, too.
+    parameters. ``stages``, if there are several, are the pipeline stages that hold the parameter. Its gradient is
+    summed over those whose layers use it: all, as of a tied parameter, or ``computed_on``, the first of which sends the
+    sum to the others.
     """
 
     over: tuple[str, ...] = ()
     cut: tuple[str, ...] = ()
     stages: tuple[int, ...] = ()
     shares: tuple[int, ...] = ()  #: relative shares of the owners, in their order; (): equal
+    computed_on: tuple[int, ...] = ()  #: some of ``stages``; (): all
 
 
 class Home(NamedTuple):
@@ -49,7 +51,7 @@ class Member:
     decay: bool  #: whether weight decay applies
     summed: Sum
     largest: int  #: elements of the largest block on any rank, so that every rank makes the same groups
-    chunk: int = 0  #: the chunk of layers that it belongs to
+    unit: int = 0  #: members of different units are in different groups
     home: Home | None = None  #: the ranks that have it; None: all of the stage
     small: bool = False  #: whether it is too small to be sharded, unlike others
 
@@ -177,10 +179,9 @@ def make_groups(
 ) -> list[ParameterGroup]:
     """Group neighbours in order: a group grows until it has ``threshold`` bytes, never beyond ``cap``.
 
-    A parameter larger than the cap is a group alone, and so is one that several pipeline stages hold: the stages' other
-    parameters differ. Members with different homes are never in one group, nor small members with others; but members
-    of another home, or small ones, do not separate neighbours. So every rank, given the members of all homes, makes the
-    same groups under the same names, and stores some of them.
+    A parameter larger than the cap is a group alone. Members with different homes or units are never in one group, nor
+    small members with others; but members of another home, or small ones, do not separate neighbours. So every rank,
+    given the members of all homes, makes the same groups under the same names, and stores some of them.
     """
     position, by_home = {}, {}
     for number, member in enumerate(members):
@@ -196,21 +197,17 @@ def _batches(members: Iterable[Member], itemsize: int, threshold: int, cap: int)
     size = 0  # bytes
     for member in members:
         nbytes = member.largest * itemsize
-        alone = len(member.summed.stages) > 1
-        if batch and (alone or _must_separate(batch[0], member) or size + nbytes > cap or size >= threshold):
+        if batch and (_must_separate(batch[0], member) or size + nbytes > cap or size >= threshold):
             yield batch
             batch, size = [], 0
         batch.append(member)
         size += nbytes
-        if alone:
-            yield batch
-            batch, size = [], 0
     if batch:
         yield batch
 
 
 def _must_separate(one: Member, other: Member) -> bool:
-    return one.summed != other.summed or one.chunk != other.chunk
+    return one.summed != other.summed or one.unit != other.unit
 
 
 def _part_within(span: slice, interval: slice) -> slice:

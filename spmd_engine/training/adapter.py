@@ -9,7 +9,7 @@ from typing import Any
 
 from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.advisor import Advisor
-from spmd_engine.adaptive.candidates import SharesBySpeed
+from spmd_engine.adaptive.candidates import BoundariesBySpeed, SharesBySpeed
 from spmd_engine.adaptive.decision_log import resumed
 from spmd_engine.adaptive.planner_process import PlannerProposals
 from spmd_engine.adaptive.reshape import Shape, ShapeRequest
@@ -89,13 +89,15 @@ class Adapter(Observer):
         if not isinstance(engine, LayeredEngine):
             return None
         self._planner = PlannerProposals(self._config, job)
+        samples = job["data"]["batch_size"] // job["data"]["micro_batches"]
         return Advisor(
             self._config,
             self._shape,
             job["training"]["steps"],
-            [SharesBySpeed(engine.model, job["data"]["batch_size"] // job["data"]["micro_batches"]), self._planner],
+            [BoundariesBySpeed(engine.model), SharesBySpeed(engine.model, samples), self._planner],
             {"first step": report.seconds} | self._costs,
             memory=self._run.memory_limits,
+            model=engine.model,
             write=self._write,
             home=self._home,
             state=self._state,

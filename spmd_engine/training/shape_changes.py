@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -286,24 +286,34 @@ class ShapeChanges:
     def _follow(self, request: ShapeRequest) -> dict[str, Any] | None:
         """Change the shape, and return facts for the log; or begin a live migration. Raises UsageError on all ranks for
         what cannot be done."""
-        run, workload, reshaper = self._run, self._workload, self._reshaper
-        job = workload.job
+        job, reshaper = self._workload.job, self._reshaper
         if reshaper is None:
             raise UsageError(f"{job.strategy or job.model.name} shards itself: its shape cannot change")
         if request.model not in (None, job.model.name):
             raise UsageError(f"this is a shape for {request.model}, and the run trains {job.model.name}")
         shape, notices = reshaper.changed(request)
         reshaper.check(shape, job.data.batch_size, job.data.micro_batches)
+        if (moved := reshaper.within_overlap(shape)) != shape:
+            facts = self._move(moved, notices)  # which sends nothing
+            with suppress(UsageError):  # the overlap stays where it is
+                self._begin_live(shape, [])
+            return facts
         if request.protocol == "live":
-            if shape.composition.offload or reshaper.shape.composition.offload:
-                raise UsageError("a live migration cannot move what is offloaded: use --protocol stop-and-copy")
-            from spmd_engine.adaptive.migration import LiveMigration  # which imports the dry run
-
-            self._live = LiveMigration(reshaper, shape, self._step_seconds, request.within)
-            self._notices, plan = notices, {"request": self._request_id, **self._live.plan.as_json()}
-            run.notify(lambda observer: observer.migrating(run.steps_done, plan))
+            self._begin_live(shape, notices, request.within)
             return None
         return self._move(shape, notices, fill=self._checkpoint() if request.protocol == "checkpoint-based" else None)
+
+    def _begin_live(self, shape: Shape, notices: list[str], within: float | None = None) -> None:
+        """Begin a live migration. Raises UsageError on all ranks if that is impossible."""
+        from spmd_engine.adaptive.migration import LiveMigration  # which imports the dry run
+
+        run, reshaper = self._run, self._reshaper
+        assert reshaper
+        if shape.composition.offload or reshaper.shape.composition.offload:
+            raise UsageError("a live migration cannot move what is offloaded: use --protocol stop-and-copy")
+        self._live = LiveMigration(reshaper, shape, self._step_seconds, within)
+        self._notices, plan = notices, {"request": self._request_id, **self._live.plan.as_json()}
+        run.notify(lambda observer: observer.migrating(run.steps_done, plan))
 
     def _checkpoint(self) -> Callable[[], Any]:
         """Save the run, and return a function that loads this checkpoint. Collective over the world."""

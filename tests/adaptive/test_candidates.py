@@ -8,7 +8,7 @@ import pytest
 
 from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.advisor import BELIEVED, Advisor
-from spmd_engine.adaptive.candidates import Outlook, Proposal, SharesBySpeed, kind_of_change, parts
+from spmd_engine.adaptive.candidates import BoundariesBySpeed, Outlook, Proposal, SharesBySpeed, kind_of_change, parts
 from spmd_engine.adaptive.decision_log import replay, resumed
 from spmd_engine.adaptive.monitor import Observation
 from spmd_engine.adaptive.reshape import Shape
@@ -135,6 +135,44 @@ def test_a_change_has_the_cost_of_its_kind():
         "ranks": shape_on({"data": 2}, [0, 3]),
     }
     assert {kind: kind_of_change(even, shape) for kind, shape in kinds.items()} == {kind: kind for kind in kinds}
+
+
+@pytest.mark.parametrize(
+    ("axes", "options", "speeds", "expected"),
+    [
+        ({"pipe": 2}, {"overlap_layers": "3"}, (1, 1), None),
+        ({"pipe": 2}, {"overlap_layers": "3"}, (1, 0.7), "0,12"),
+        ({"pipe": 2}, {"overlap_layers": "3"}, (1, 0.1), "0,13"),  # the end of the overlap
+        ({"pipe": 2, "data": 2}, {"overlap_layers": "3"}, (0.7, 1, 1, 1), "0,9"),
+        ({"pipe": 3}, {"overlap_layers": "2", "stages": "0,7,14"}, (1, 0.5, 1), "0,9,12"),
+        ({"pipe": 2}, {"overlap_layers": "8:12"}, (1, 0.5), None),  # it is being moved
+        ({"pipe": 2}, {}, (1, 0.5), None),
+        ({"data": 2}, {"overlap_layers": "3"}, (1, 0.5), None),
+    ],
+    ids=str,
+)
+def test_boundaries_by_speed(axes, options, speeds, expected):
+    shape = shape_on(axes, **options)
+    seen = Observation(1, 1, 1.0, (1.0,) * len(speeds), (0.0,) * len(speeds), speeds)
+    found = [
+        each.shape.composition.stages for each in BoundariesBySpeed(MODEL)(Outlook(seen, shape, speeds, None, MODEL))
+    ]
+    assert found == ([expected] if expected else [])
+
+
+def test_a_boundary_follows_speed_at_the_cost_of_its_kind():
+    """Where one stage becomes half as fast, the boundary moves; the overlap that follows it is no change of its own."""
+    axes = {"pipe": 2}
+    outlook = Outlook(Observation(1, 1, 1.0, (1.0, 1.0), (0.0, 0.0), (1, 0.5)), shape_on(axes), (1, 0.5), None, MODEL)
+    even, moved = (shape_on(axes, overlap_layers="4", stages=stages) for stages in ("0,10", "0,13"))
+    assert kind_of_change(even, moved) == "stages" and kind_of_change(shape_on(axes), moved) == "mesh"
+    assert outlook.step_seconds(moved) < 0.85 * outlook.step_seconds(even)
+    advisor = Advisor(AdaptConfig(), even, 100, [], {"first step": 0.1}, model=MODEL)
+    advisor.proposed = moved
+    advisor.changed(shape_on(axes, overlap_layers="6:14", stages="0,13"), 0.02, 5)
+    assert (advisor._home, advisor._costs["stages"]) == (even, 0.02)
+    advisor.changed(moved, 3.0, 8)  # the overlap is around the new boundary
+    assert (advisor.shape, advisor._home, advisor._costs) == (moved, even, {"first step": 0.1, "stages": 0.02})
 
 
 def test_heads_and_widths_follow_speed():

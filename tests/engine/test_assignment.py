@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import all_positions
-from spmd_engine.engine.state.assignment import ZeroConfig, assign, divide, parse_division
+from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.engine.state.assignment import ZeroConfig, assign, divide, overlaps, parse_division, parse_overlap
 from spmd_engine.errors import UsageError
 from spmd_engine.models import deep_mlp, gpt
 from spmd_engine.sharding import Layout
@@ -184,6 +185,45 @@ def test_groups_do_not_reach_over_chunks():
             assert len({chunk_of[m.name] for m in group.members}) == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "overlap", "held"),
+    [
+        (None, 0, ((3, 3), (6, 6))),
+        ("2", 2, ((1, 5), (4, 8))),
+        ("4", 4, ((0, 7), (2, 8))),
+        ("1:4,6:8", ((1, 4), (6, 8)), ((1, 4), (6, 8))),
+    ],
+    ids=str,
+)
+def test_an_overlap_is_around_boundaries_or_given(text, overlap, held):
+    assert parse_overlap(text) == overlap
+    assert overlaps([range(3), range(3, 6), range(6, 8)], overlap) == held
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a", "cannot read --overlap-layers 'a': write"),
+        ("1:2,3", "cannot read"),
+        ("-1", "cannot read"),
+        ("4:5,6:7", "4:5: a stage begins with layer 3, which is outside"),
+        ("3:9,6:7", "3:9: a stage begins with layer 3"),
+        ("1:4", "has 1 ranges for 2 boundaries"),
+    ],
+)
+def test_an_overlap_that_does_not_fit_is_refused_in_a_line(text, why):
+    with pytest.raises(UsageError, match=why):
+        overlaps([range(3), range(3, 6), range(6, 8)], parse_overlap(text))
+
+
+def test_interleaved_stages_do_not_overlap():
+    with pytest.raises(UsageError, match="several chunks a stage"):
+        ParallelConfig(overlap_layers="1", schedule="interleaved").check({"pipe": 2}, GPT)
+    assert "no effect" in ParallelConfig(overlap_layers="1").check({"data": 2}, GPT)[0]
+    fitting, notices = ParallelConfig(overlap_layers="1:4").fitted({"pipe": 3}, GPT)
+    assert fitting.overlap_layers is None and "continues without --overlap-layers 1:4" in notices[0]
+
+
 def test_a_parameter_that_several_stages_hold_stands_alone():
     for place, plan in plans(GPT, CUBE):
         assert plan.holders["embedding/table"] == (0, 2)
@@ -202,7 +242,7 @@ def test_one_stage_shares_with_nobody():
 
 def test_a_tied_parameter_of_two_chunks_of_one_stage_belongs_to_the_first():
     (_, plan) = plans(GPT, {"data": 1}, chunks_per_stage=4)[0]
-    assert next(m for m in plan.members if m.name == "embedding/table").chunk == 0
+    assert next(m for m in plan.members if m.name == "embedding/table").unit == 0
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

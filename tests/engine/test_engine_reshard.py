@@ -29,16 +29,24 @@ WAYS = [
     ({"data": 4}, {"zero": 1}, {"pipe": 2, "model": 2}, {"schedule": "zero-bubble"}),
     ({"pipe": 4}, {"schedule": "1f1b"}, {"context": 2, "data": 2}, {"recompute": Recompute.BLOCK}),
     ({"replicate": 2, "shard": 2}, {}, {"pipe": 2, "data": 2}, {"schedule": "interleaved", "zero": 1}),
+    ({"pipe": 2, "data": 2}, {"zero": 2, "overlap": 1}, {"pipe": 3}, {"overlap": 2}),
     ({"data": 3}, {"zero": 2}, {"model": 3}, {}),
 ]
 UNEVEN = {"pipe": 2, "model": (1, 2)}
 WAYS[:0] = [({"data": 3}, {"zero": 1}, UNEVEN, {}), (UNEVEN, {}, {"data": 3}, {"zero": 3})]
+#: An overlap of layers 1 to 3 of 6, and more: the boundaries move within it.
+WITHIN = [
+    ({"pipe": 2}, ((1, 4),), "0,2", "0,4", None),
+    ({"pipe": 2, "data": 2}, ((1, 4),), "0,3", "0,1", 1),
+    ({"pipe": 2, "data": 2}, ((2, 4),), "0,2", "0,3", 3),
+    ({"pipe": 3}, ((1, 3), (3, 6)), "0,1,4", "0,2,3", None),
+]
 
 
-def options(mesh, zero=None, schedule=None, shares=(), **others):
+def options(mesh, zero=None, schedule=None, shares=(), overlap=0, **others):
     layout = replace(Layout.for_mesh(mesh), shares=dict(shares))
     chosen = {"schedule": schedules.named(schedule)} if schedule else {}
-    return {"layout": layout, "storage": ZeroConfig(zero), **chosen, **others}
+    return {"layout": layout, "storage": ZeroConfig(zero, threshold=3000, overlap=overlap), **chosen, **others}
 
 
 def trained(before, how_before, after=None, how_after=None):
@@ -88,6 +96,18 @@ def test_training_goes_on_as_if_nothing_had_happened(way):
 def test_replicas_that_become_blocks_send_nothing():
     """All have all parameters, and what they need of the state; only what nobody has must travel."""
     assert [sent for _, _, sent in trained({"data": 2}, {}, {"model": 2}, {})] == [0, 0]
+
+
+@pytest.mark.parametrize("axes, overlap, stages, others, zero", WITHIN, ids=str)
+def test_a_boundary_moves_within_the_overlap_without_sending_weights(axes, overlap, stages, others, zero):
+    """Both stages have parameters, state and buffers of these layers, in the same parts under ZeRO."""
+    expected, arrays = on_one_device()
+    how = {"overlap": overlap, "zero": zero}
+    for losses, ours, sent in trained(axes, how | {"stages": stages}, axes, how | {"stages": others}):
+        assert sent == 0
+        np.testing.assert_allclose(losses, expected, rtol=1e-11)
+        for name, array in arrays.items():
+            np.testing.assert_allclose(ours[name], array, rtol=0, atol=1e-10, err_msg=name)
 
 
 def test_parts_that_become_whole_are_sent_once_to_each_rank():

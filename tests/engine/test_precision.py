@@ -37,6 +37,7 @@ SAME_ROUNDINGS = [
     ({"data": 3}, {"zero": 3}),
     ({"pipe": 2}, {"schedule": "zero-bubble"}),
     ({"pipe": 2, "data": 2}, {"zero": 1}),
+    ({"pipe": 2, "data": 2}, {"zero": 3, "overlap": 1}),
     ({"context": 2}, with_context("ring")),
     ({"context": 3}, with_context("gather") | {"zigzag": True}),
     ({"context": 2}, with_context("ulysses")),

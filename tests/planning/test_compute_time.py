@@ -63,7 +63,8 @@ def test_a_step_of_images_says_which_kernels_make_its_products(monkeypatch):
 
 
 def test_two_ranks_measure_at_once(monkeypatch):
-    for name, small in {"PRODUCTS": (8, 32), "ARRAYS": (1 << 10, 1 << 12), "IMAGES": (1,), "POOL": 1 << 16}.items():
+    sizes = {"PRODUCTS": (8, 32), "ARRAYS": (1 << 10, 1 << 12), "IMAGES": (1,), "POOL": 1 << 16}
+    for name, small in {**sizes, "DISK": 1 << 24, "BLOCK": 1 << 20}.items():
         monkeypatch.setattr(measure, name, small)
 
     def program():
@@ -76,6 +77,7 @@ def test_two_ranks_measure_at_once(monkeypatch):
     assert {"float32", "float64"} <= node.speeds.keys()
     assert all(speed > 0 for curve in (*node.speeds.values(), node.memory_bandwidth) for _, speed in curve.points)
     assert parse_machine(toml_of(machine)).nodes[0].speeds.keys() == node.speeds.keys()
+    assert parse_machine(toml_of(machine)).nodes[0].disk_copy == pytest.approx(node.disk_copy, rel=1e-4) != 8e9
 
 
 def test_a_device_is_measured_with_its_launches(cuda, monkeypatch):

@@ -11,12 +11,13 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW, LayeredEngine, offload
 from spmd_engine.engine.offload import OffloadFile
 from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.errors import UsageError
 from spmd_engine.models import gpt
 from spmd_engine.planning import analyze, plan
 from spmd_engine.planning.dry_run.step_analysis import Computation, Phases
 from spmd_engine.planning.machine.files import parse_machine, read_machine, toml_of
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.search.search import Planner
+from spmd_engine.planning.search.search import SHOWN_PLANS, Planner
 from spmd_engine.planning.search.search_space import Candidate
 from spmd_engine.training import Trainer
 
@@ -80,6 +81,48 @@ def test_a_dry_run_holds_what_is_not_away():
     assert 0.4 * sum(steps[None].saved.values()) < stored <= sum(steps[None].saved.values())
 
 
+def test_a_record_of_a_parameter_has_its_bytes_in_memory():
+    def total(kinds):
+        composition = ParallelConfig(zero=3, offload=kinds)
+        shards = analyze(gpt(tiny.SIZE), {"data": 2}, composition, batch_size=8, sequence=10).of_rank(0).shards
+        states, gathered = (sum(each.requires[kind] for each in shards) for kind in ("optimizer_state", "gathered"))
+        return [sum(each.stored_bytes for each in shards), sum(each.owned_bytes for each in shards), states, gathered]
+
+    stored, owned, states, gathered = total(None)
+    assert stored == owned == states / 2 == pytest.approx(gathered / 2, rel=0.1)
+    assert total("optimizer,parameters") == [0, owned, 0, gathered]
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "why"),
+    [
+        ("a100", {"offload": "activations"}, "--offload activations: those of a device stay there"),
+        ("a100", {"offload": "optimizer,parameters"}, "--offload parameters: those of a device stay there"),
+        ("cpu", {"offload": "optimizer", "offload_to": "host"}, "--offload-to host: without a device"),
+    ],
+)
+@pytest.mark.parametrize("mesh", [None, {"data": 2}], ids=["searched", "given"])
+def test_what_the_engine_does_not_offload_is_not_planned(name, how, why, mesh):
+    with pytest.raises(UsageError, match=why):
+        plan("gpt-nano", ranks=2, mesh=mesh, machine=name, base=ParallelConfig(**how), seconds=1)
+
+
+def test_the_searches_with_and_without_offloading_share_the_limit(quick_disk, monkeypatch):
+    given, search = [], Planner.search
+
+    def counted(planner, space, *arguments, seconds, keep=SHOWN_PLANS, **options):
+        if not options:  # those for reasons and conflicts have others
+            given.append((space.offload == (None,), seconds))
+        return search(planner, space, *arguments, seconds=seconds, keep=keep, **options)
+
+    monkeypatch.setattr(Planner, "search", counted)
+    plan("gpt-mini", ranks=2, machine=quick_disk, batch_size=8, memory="130MiB", seconds=4, axes=["data"])
+    (first, *_), (second, *_) = (
+        [seconds for alone, seconds in given if alone == is_first] for is_first in (True, False)
+    )
+    assert first == 2 and second < 4  # what the first does not use is left to the second
+
+
 def moves(loaded=0, stored=0, phase=Phases.OTHER):
     return Computation("moves", "", phase, loaded=loaded, stored=stored)
 
@@ -93,12 +136,17 @@ def moves(loaded=0, stored=0, phase=Phases.OTHER):
         ([[moves(stored=1_000_000), work("a", 6), moves(stored=1_000_000)]], 6),  # written behind
         ([[moves(loaded=500_000), work("a", 5), moves(loaded=500_000), work("b", 2)]], 1 + 5 + 2),  # read ahead
         ([[moves(loaded=500_000), work("a", 5), moves(loaded=4_000_000), work("b", 2)]], 1 + 8 + 2),  # and not in time
+        # as many ranks as cores: what threads copy, at 1 GB/s, is added to the work of the rank
+        ([[moves(stored=1_000_000), work("a", 9), moves(stored=1_000_000)], [work("b", 1)]], 1 + 9 + 1),
+        ([[moves(loaded=2_000_000), work("a", 5)], [work("b", 1)]], 4 + 2 + 5),
     ],
 )
 def test_ranks_wait_for_their_disk(steps, milliseconds):
     from spmd_engine.planning.simulator.simulation import simulate
 
-    assert ms(simulate(analysis(*((step, []) for step in steps)), machine(cores=2))) == milliseconds
+    two_cores = machine(cores=2)
+    two_cores = replace(two_cores, nodes=tuple(replace(node, disk_copy=1e9) for node in two_cores.nodes))
+    assert ms(simulate(analysis(*((step, []) for step in steps)), two_cores)) == milliseconds
 
 
 def test_a_machine_file_has_the_speeds_of_disks():

@@ -6,15 +6,18 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.schedules import named
 from spmd_engine.engine.schedules.timeline import makespan, peak_activations, timeline
+from spmd_engine.errors import UsageError
 from spmd_engine.models.names import build_model
+from spmd_engine.planning import analyze, plan
 from spmd_engine.planning.machine.files import read_machine
 from spmd_engine.planning.search.cost_cache import Slots
 from spmd_engine.planning.search.estimate import best_division
 from spmd_engine.planning.search.relaxation import Question, closest, conflict_of
 from spmd_engine.planning.search.search import GOALS, Constraints, Limits, Planner, objective, objective_bound, pareto
-from spmd_engine.planning.search.search_space import SearchSpace, across_nodes, candidates
+from spmd_engine.planning.search.search_space import Candidate, SearchSpace, across_nodes, candidates
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +150,39 @@ def test_the_time_of_a_schedule_equals_its_timeline(name, chunks):
     assert slots.seconds([(each, each, each)] * slots.chunks, 0.0) == pytest.approx(makespan(drawn))
     held = [slots.most_held(stage, dict.fromkeys(range(slots.chunks), each)) for stage in range(stages)]
     assert held == pytest.approx(peak_activations(drawn))
+
+
+@pytest.mark.parametrize(
+    ("axes", "zero", "overlap"), [({"pipe": 3}, 0, 2), ({"pipe": 2, "data": 2}, 2, 3), ({"pipe": 4}, 0, 7)], ids=str
+)
+def test_overlapping_stages_send_and_hold_what_the_dry_run_says(axes, zero, overlap):
+    """Layers of three stages, too; seconds are those of the messages."""
+    model = build_model("gpt-nano")
+    planner = Planner(model, read_machine("a100").with_ranks(4))
+    how = {"zero": zero, "schedule": "1f1b", "micro_batches": 2, "batch_size": 4}
+    plain, ours = (
+        planner.estimator(Candidate(tuple(axes.items()), **how, overlap=each)).estimate() for each in (0, overlap)
+    )
+    composition = ours.candidate.composition(ParallelConfig(overlap_layers=str(overlap)))
+    dry, before = (
+        analyze(model, axes, each, batch_size=4, micro_batches=2)
+        for each in (composition, composition.changed(overlap_layers=None))
+    )
+    assert ours.sent - plain.sent == pytest.approx(dry.bytes_sent - before.bytes_sent, rel=0.02)
+    assert ours.sent > plain.sent and ours.seconds > plain.seconds
+    step = next(each.step for each in dry.classes if each.step.coordinates["pipe"] == ours.stage)
+    for kind in ("parameters", "gradients", "optimizer state"):
+        assert ours.holds[kind] == pytest.approx(step.before[kind], rel=0.02)
+
+
+def test_overlapping_stages_have_one_chunk():
+    model = build_model("gpt-nano")
+    found = list(candidates(SearchSpace(model, [4], [8], 8, overlap=1)))
+    assert {each.schedule for each in found if each.pipe > 1} == {"1f1b", "zero-bubble", "gpipe"}
+    base = ParallelConfig(overlap_layers="1")
+    assert all(each.overlap == (each.composition(base).overlap_layers == "1") == (each.pipe > 1) for each in found)
+    with pytest.raises(UsageError, match=r"--overlap-layers 8:12 has ranges: give --mesh, or a number"):
+        plan(model, ranks=2, machine="a100", base=ParallelConfig(overlap_layers="8:12"))
 
 
 def test_hybrid_sharding_stays_inside_a_node():

@@ -150,6 +150,20 @@ test_pipelines_of_parts = holds(
     ],
     soak=in_parts(1, 2),
 )
+test_stages_that_overlap = holds(
+    [
+        Case("pipe=2", overlap=1),
+        Case("pipe=2", overlap=8, schedule="zero-bubble", micro_batches=5),  # both stages hold all layers
+        Case("pipe=3", overlap=2, stages=CHUNKS[3], tied=False, recompute=BLOCK),
+        Case("pipe=4", overlap=3, group_threshold=1500),  # some layers are on three stages
+        Case("pipe=2,data=2", overlap=2, schedule="gpipe"),
+        Case("data=2,pipe=2", overlap=1, zero=1, micro_batches=3),
+        Case("pipe=2,data=2", overlap=((1, 5),), stages=CHUNKS[2], zero=2),
+        Case("pipe=2,shard=2", overlap=1, group_threshold=1500),
+        Case("pipe=2,model=2", overlap=1, stages="cost", **PARALLEL),
+        Case("replicate=2,shard=2,pipe=2", overlap=2, zero=1),
+    ]
+)
 test_two_ways_together = holds(
     [
         Case("data=2,model=2", zero=1, **PARALLEL),

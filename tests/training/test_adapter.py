@@ -18,7 +18,7 @@ from spmd_engine.training.adapter import Adapter
 from spmd_engine.training.run_job import read_run
 
 
-def trained(folder, axes, speeds, monkeypatch, steps=40, every="5", fixed=0.0, stop_at=None):
+def trained(folder, axes, speeds, monkeypatch, steps=40, every="5", fixed=0.0, stop_at=None, seed=5, **how):
     """Train on ranks with these speeds, in work a second, by step; returns the shares after each change by step."""
     step = Trainer.step
 
@@ -26,6 +26,9 @@ def trained(folder, axes, speeds, monkeypatch, steps=40, every="5", fixed=0.0, s
         """A step whose report has the seconds that ranks of these speeds would take."""
         report, engine = step(trainer), trainer.engine
         held = sum(parameter.size for parameter in engine.parameters.values())  # whole on ranks that differ in data
+        if "pipe" in axes:
+            layers = [engine.model.layers[number][1] for number in engine.assignment.uses]
+            held = sum(layer.cost(engine.model.context) for layer in layers) / 100
         samples = np.arange(56)[engine.batch_span(56)].size
         counts = engine.mesh.all_gather(np.array([samples * held / 1000]))
         seconds = fixed + counts / np.array(speeds(report.step))[: len(counts)]
@@ -34,8 +37,8 @@ def trained(folder, axes, speeds, monkeypatch, steps=40, every="5", fixed=0.0, s
 
     monkeypatch.setattr(Trainer, "step", timed)
     monkeypatch.setattr(PlannerProposals, "_ask", lambda proposals, outlook: None)  # it has tests of its own
-    job = RandomJob(5, folder)  # an mlp
-    what = {"steps": steps, "batch_size": 56, "micro_batches": 1, "eval_every": 0, "mesh": axes, "timeout": 60.0}
+    job = RandomJob(seed, folder)
+    what = {"steps": steps, "batch_size": 56, "micro_batches": 1, "eval_every": 0, "mesh": axes, "timeout": 60.0, **how}
     config, ranks = TrainConfig.of(**job.what | what), int(np.prod(list(axes.values())))
     config = config.changed(adapt=AdaptConfig(every=every, least_stay=0, most_loss=0.9))
     run_threads(lambda: train(config, folder / "run", stop_at=stop_at), ranks)
@@ -66,6 +69,21 @@ def test_a_slow_rank_gets_less_until_it_recovers(tmp_path, monkeypatch):
         .changed(adapt=None)
     )
     run_threads(lambda: train(job, tmp_path / "alone"), 1)
+    np.testing.assert_allclose([*losses.values()], [*losses_in(tmp_path / "alone").values()], rtol=1e-9)
+
+
+def test_a_boundary_moves_within_the_overlap_while_a_stage_is_slow(tmp_path, monkeypatch):
+    """The overlap follows it; neither is a new home, so that the run returns."""
+    slow, changed = lambda step: [1, 0.5] if step <= 20 else [1, 1], advisor.Advisor.changed
+    monkeypatch.setattr(advisor.Advisor, "changed", lambda self, shape, seconds, step: changed(self, shape, 0.1, step))
+    changes = trained(tmp_path, {"pipe": 2}, slow, monkeypatch, seed=3, overlap_layers="1", stages="0,3")
+    boundaries = [(4, "2:4"), (4, 1), (5, "3:5"), (5, 1), (4, "4:6"), (4, 1)]
+    assert list(changes.values()) == [f"mesh pipe=2 stages 0,{at} overlap_layers {held}" for at, held in boundaries]
+    assert decided(tmp_path)[-1]["line"].endswith("no threshold is crossed")
+    losses = losses_in(tmp_path / "run")
+    monkeypatch.undo()
+    job = TrainConfig.read(tmp_path / "run" / "config.json").with_options(stages="0,3", overlap_layers=None)
+    run_threads(lambda: train(job.changed(adapt=None), tmp_path / "alone"), 2)
     np.testing.assert_allclose([*losses.values()], [*losses_in(tmp_path / "alone").values()], rtol=1e-9)
 
 

@@ -95,6 +95,13 @@ CASES = {
     ),
     "a rank leaves": Case(MLP, 3, {"mesh": {"data": 3}, "zero": 1}, {"composition": {"mesh": {"data": 2}}}),
 }  # fmt: skip
+#: A boundary moves within an overlap of one layer on each side, and this is then around the new boundary.
+OVERLAPS = {
+    "text": (TEXT_MODEL, 2, {"mesh": {"pipe": 2}, "stages": "0,2"}, "0,3", "1:3"),
+    "running statistics": (IMAGES, 2, {"mesh": {"pipe": 2}, "stages": "0,2"}, "0,1", "1:3"),
+    "experts, ZeRO-1": (EXPERTS, 4, {"mesh": {"pipe": 2, "expert": 2}, "stages": "0,2", "zero": 1}, "0,1", "1:3"),
+    "frozen weights, ZeRO-3": (ADAPTERS, 4, {"mesh": {"pipe": 2, "data": 2}, "stages": "0,2", "zero": 3}, "0,1", "1:3"),
+}
 LONG = ("a rank leaves", "frozen weights under adapters", "a boundary of stages of replicas, ZeRO-1")
 
 
@@ -104,6 +111,67 @@ def migrated(case, job, run, at, protocol):
     if case.first:
         requests[1] = ShapeRequest(**case.first)
     return train(job, run, propose=requests.get).engine.mesh.ledger
+
+
+def jobs_of(name, files):
+    """The job of a case with an overlap, and without."""
+    seed, _, begins, *_ = OVERLAPS[name]
+    return config(seed, files, overlap_layers="1", **begins), config(seed, files, **begins)
+
+
+def moves_within_overlap(name, jobs, folder):
+    """Train with a move of a boundary within the overlap after step 3, and without overlap and move; returns the bytes
+    of this rank's copies."""
+    *_, stages, held = OVERLAPS[name]
+    requests = {3: ShapeRequest({"stages": stages})}
+    ledger = train(jobs[0], folder / "moved", propose=requests.get).engine.mesh.ledger
+    train(jobs[1], folder / "plain")
+    (begun,), (moved, refilled) = (events(folder / "moved", kind) for kind in ("migrating", "reshaped"))
+    assert moved["step"] == 3 and moved["after"].endswith(f"overlap_layers {held}")
+    assert refilled["after"].endswith("overlap_layers 1") and refilled["bytes"] == begun["bytes"] > 0
+    assert bytes_sent(ledger, "reshard") == 0
+    return bytes_sent(ledger, migration.LABELS[0])
+
+
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_a_boundary_moves_within_the_overlap_at_once_and_refills_it_while_steps_go_on(tmp_path, name):
+    jobs = jobs_of(name, tmp_path)
+    copied = run_threads(lambda: moves_within_overlap(name, jobs, tmp_path), OVERLAPS[name][1])
+    (begun,) = events(tmp_path / "moved", "migrating")
+    assert sum(copied) == begun["bytes"]
+    assert_same(tmp_path / "moved", tmp_path / "plain")
+
+
+@pytest.mark.parametrize("before, after", [("1", None), (None, "2")], ids=["with overlap", "without"])
+def test_a_run_resumes_with_another_overlap(tmp_path, before, after):
+    mesh = {"mesh": {"pipe": 2}, "stages": "0,2"}
+
+    def die(step):
+        if step == 6:
+            raise KeyboardInterrupt
+
+    def run_with(folder, overlap, **options):
+        job = config(IMAGES, tmp_path, save_every=4, **mesh, overlap_layers=overlap)
+        run_threads(lambda: train(job, tmp_path / folder, **options), 2)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_with("run", before, propose=die)
+    run_with("run", after, resume=True)
+    run_with("alone", None)
+    assert_same(tmp_path / "run", tmp_path / "alone")
+
+
+@pytest.mark.parametrize("ranks", numbers_of_ranks(mpi=(2,)))
+def test_a_boundary_moves_within_the_overlap_on_mpi_ranks(ranks):
+    def program():
+        with Mesh() as mesh, tempfile.TemporaryDirectory() as mine:
+            folder = Path(text_from_rank_zero(mesh.group(), lambda: mine))
+            moves_within_overlap("text", jobs_of("text", mine), folder)
+            if mesh.rank == 0:
+                assert_same(folder / "moved", folder / "plain")
+            mesh.barrier()
+
+    on_ranks(program, ranks)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name in LONG)) for name in CASES])

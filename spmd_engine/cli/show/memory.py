@@ -208,7 +208,7 @@ def _share(model: Model, place: MeshPosition, layout: Layout, itemsize: int, com
 
     sharded_names = {name for group in assignment.frozen for name in group.spans}
     unsharded = 0
-    for number in assignment.uses:
+    for number in assignment.held:
         layer_name, layer = model.layers[number]
         for buffer_name, buffer in layer.buffers.items():
             home = assignment.homes.get(name := f"{layer_name}/{buffer_name}")

@@ -12,7 +12,7 @@ from functools import cache
 from itertools import product
 from math import prod
 
-from spmd_engine.axes import PIPE, MeshPosition
+from spmd_engine.axes import PIPE, MeshPosition, uneven_axes
 from spmd_engine.comm.blocks import span
 from spmd_engine.engine.offload import Offload
 from spmd_engine.errors import UsageError
@@ -64,6 +64,42 @@ def divide(model: Model, chunks: int, division: Division = "even", per_stage: in
             f"last below {layers}, the number of layers of {model.name}"
         )
     return [range(first, end) for first, end in zip(starts, [*starts[1:], layers], strict=True)]
+
+
+#: Layers that both stages at a boundary hold: so many on each side, or for each boundary the first, and one past the
+#: last. The boundary may then move within them, without parameters or state.
+Overlap = int | tuple[tuple[int, int], ...]
+
+
+def parse_overlap(text: str | None) -> Overlap:
+    """``"2"``, or ``"4:8,9:12"``: from layer 4 up to, and without, 8; None as 0. Raises UsageError otherwise."""
+    ranges = [part.split(":") for part in (text or "0").split(",")]
+    fits = {len(part) for part in ranges} == {2} or len(ranges) == len(ranges[0]) == 1
+    if not fits or not all(number.isdecimal() for part in ranges for number in part):
+        raise UsageError(
+            f"cannot read --overlap-layers {text!r}: write the layers on each side of a boundary, as in 2, or for each "
+            "boundary the first layer and the one after the last, as in 4:8,9:12"
+        )
+    return int(ranges[0][0]) if len(ranges[0]) == 1 else tuple((int(first), int(end)) for first, end in ranges)
+
+
+def overlaps(chunks: Sequence[range], overlap: Overlap) -> tuple[tuple[int, int], ...]:
+    """The overlap at each boundary between stages of one chunk: its first layer, and the one after its last.
+
+    Raises UsageError if a boundary is outside.
+    """
+    starts, layers = [chunk.start for chunk in chunks[1:]], chunks[-1].stop
+    if isinstance(overlap, int):
+        return tuple((max(0, start - overlap), min(layers, start + overlap)) for start in starts)
+    if len(overlap) != len(starts):
+        raise UsageError(f"--overlap-layers has {len(overlap)} ranges for {len(starts)} boundaries between stages")
+    for start, (first, end) in zip(starts, overlap, strict=True):
+        if not first <= start <= end <= layers:
+            raise UsageError(
+                f"--overlap-layers {first}:{end}: a stage begins with layer {start}, which is outside; choose stages "
+                f"that begin with layers {first} to {end}, or a number as the overlap"
+            )
+    return overlap
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -176,6 +212,7 @@ class ZeroConfig:
     shares: Shares = field(default_factory=dict)  #: of ranks along an axis in sharded state; else equal
     min_tensor_size: int = 0  #: bytes below which a parameter's state is not sharded
     offload: Offload = Offload()  #: what lives in a file while it is not in use
+    overlap: Overlap = 0  #: the layers that both stages at a boundary hold
 
     def stage(self, axes: Mapping[str, int]) -> int:
         """The ZeRO stage on a mesh with these axes. Raises UsageError for an unknown stage."""
@@ -192,10 +229,17 @@ class ZeroConfig:
         replicas = {"replicate"} if self.zero is not None else {"replicate", "data", "expert"}
         return tuple(axis for axis in summed if axis not in replicas)
 
-    def sum_of(self, size: int, summed: tuple[str, ...], stages: tuple[int, ...], axes: Mapping[str, int]) -> Sum:
+    def sum_of(
+        self,
+        size: int,
+        summed: tuple[str, ...],
+        axes: Mapping[str, int],
+        stages: tuple[int, ...] = (),
+        computed_on: tuple[int, ...] = (),
+    ) -> Sum:
         """How the gradient of a parameter of ``size`` bytes is summed, and over which axes its state is sharded."""
         sharded_axes = self.cut(summed, axes) if size >= self.min_tensor_size else ()
-        return Sum(summed, sharded_axes, stages, shares_along(sharded_axes, axes, self.shares))
+        return Sum(summed, sharded_axes, stages, shares_along(sharded_axes, axes, self.shares), computed_on)
 
 
 @dataclass(frozen=True)
@@ -211,6 +255,8 @@ class Assignment:
     #: Groups of sharded frozen buffers, and the names of these by layer, as in ``uses``.
     frozen: Sequence[ParameterGroup] = ()
     frozen_uses: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    #: the layers that this rank holds -> the stages that hold them, the first of which computes them
+    held: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def members(self) -> Iterator[Member]:
@@ -231,40 +277,60 @@ def assign(
     count, stage = place.axes.get(PIPE, 1), place.coordinates.get(PIPE, 0)
     chunks = divide(model, count * chunks_per_stage, stages, chunks_per_stage)
     chunk_of = {layer: number for number, layers in enumerate(chunks) for layer in layers}
+    held: dict[int, tuple[int, ...]] = {layer: (chunk % count,) for layer, chunk in chunk_of.items()}
+    if storage.overlap and count > 1:
+        if chunks_per_stage > 1:
+            raise UsageError("--overlap-layers needs one chunk a stage: choose another schedule than interleaved")
+        if uneven_axes(place.all_axes):
+            raise UsageError(f"--overlap-layers needs stages of equal sizes, unlike those of --mesh {place}")
+        for upper, (first, end) in enumerate(overlaps(chunks, storage.overlap), 1):
+            for layer in range(first, end):
+                held[layer] = tuple(dict.fromkeys((*held[layer], upper - 1, upper)))
     all_uses = [_parameters_of(name, layer) for name, layer in model.layers]
-    chunks_of: dict[str, set[int]] = {}
+    users: dict[str, list[int]] = {}  # layers that use a parameter
     for layer, names in enumerate(all_uses):
         for full_name in names.values():
-            chunks_of.setdefault(full_name, set()).add(chunk_of[layer])
-    holders = {name: tuple(sorted({chunk % count for chunk in users})) for name, users in chunks_of.items()}
+            users.setdefault(full_name, []).append(layer)
+    holders = {
+        name: tuple(sorted({other for layer in using for other in held[layer]})) for name, using in users.items()
+    }
     mine = [number for number in range(len(chunks)) if number % count == stage]
     homes = homes_of(model, layout, place)
 
     @cache  # layers of one kind have the same result
     def placed(
-        array: Parameter | Buffer, shape: tuple[int, ...], holding_stages: tuple[int, ...]
+        array: Parameter | Buffer, shape: tuple[int, ...], *stages: tuple[int, ...]
     ) -> tuple[tuple[int, ...], Sum, int]:
-        return _placed(array, shape, place, layout, itemsize, storage, holding_stages)
+        return _placed(array, shape, place, layout, itemsize, storage, *stages)
 
     def member(
-        name: str, array: Parameter | Buffer, shape: tuple[int, ...], chunk: int, holding_stages: tuple[int, ...] = ()
+        name: str, array: Parameter | Buffer, shape: tuple[int, ...], unit: int, *stages: tuple[int, ...]
     ) -> Member:
-        block, summed, largest = placed(array, shape, holding_stages)
+        block, summed, largest = placed(array, shape, *stages)
         decays, small = isinstance(array, Parameter) and array.decay, largest * itemsize < storage.min_tensor_size
-        return Member(name, block, decays, summed, largest, chunk, homes.get(name), small)
+        return Member(name, block, decays, summed, largest, unit, homes.get(name), small)
 
     members = []
-    for name, (parameter, shape) in model.parameters():
+    for number, (name, (parameter, shape)) in enumerate(model.parameters()):
         if stage in holders[name]:
-            chunk = min(number for number in chunks_of[name] if number in mine)
-            members.append(member(name, parameter, shape, chunk, holders[name] if len(holders[name]) > 1 else ()))
+            using, stages_of_sum = users[name], ()
+            unit = min(chunk_of[layer] for layer in using if stage in held[layer])
+            if len(holders[name]) > 1:
+                # Other parameters of these stages differ, but for those of the same layer. They are grouped as they
+                # would be if the boundary were elsewhere, so that it can move without them.
+                unit = len(chunks) + (using[0] if len(using) == 1 else len(model.layers) + number)
+                computed_on = tuple(sorted({held[layer][0] for layer in using}))
+                stages_of_sum = holders[name], () if computed_on == holders[name] else computed_on
+            members.append(member(name, parameter, shape, unit, *stages_of_sum))
     groups = make_groups(members, itemsize, storage.threshold, storage.cap)
     local_groups = [group for group in groups if group.home is None or group.home.has(place)]
     layers = [layer for number in mine for layer in chunks[number]]
+    here = {layer: stages for layer, stages in sorted(held.items()) if stage in stages}
     frozen = [
-        member(f"{name}/{local_name}", buffer, buffer.whole(described.sizes), chunk_of[layer])
-        for layer in (layers if storage.stage(place.axes) == 3 else ())
+        member(f"{name}/{local_name}", buffer, buffer.whole(described.sizes), unit)
+        for layer in (here if storage.stage(place.axes) == 3 else ())
         for name, described in [model.layers[layer]]
+        for unit in [len(chunks) + layer if len(here[layer]) > 1 else chunk_of[layer]]
         for local_name, buffer in described.buffers.items()
         if buffer.frozen
     ]
@@ -286,7 +352,7 @@ def assign(
         }
         for layer in layers
     }
-    return Assignment(chunks, mine, uses, holders, local_groups, homes, frozen_groups, frozen_uses)
+    return Assignment(chunks, mine, uses, holders, local_groups, homes, frozen_groups, frozen_uses, here)
 
 
 def _placed(
@@ -296,7 +362,7 @@ def _placed(
     layout: Layout,
     itemsize: int,
     storage: ZeroConfig,
-    holding_stages: tuple[int, ...],
+    *stages: tuple[int, ...],
 ) -> tuple[tuple[int, ...], Sum, int]:
     """An array's block, how its gradient is summed, and the size of the largest block of any rank of the stage."""
     spec = layout.spec(array.dims)
@@ -304,7 +370,7 @@ def _placed(
     shards = Shards(place, layout)  # pyright: ignore[reportArgumentType]  # no collective is called, only axes are read
     over = tuple(axis for axis in shards.axes(array.summed, array.where) if axis not in element_axes)
     largest = prod(spec.largest_shape(shape, place))
-    return spec.local_shape(shape, place), storage.sum_of(largest * itemsize, over, holding_stages, place.axes), largest
+    return spec.local_shape(shape, place), storage.sum_of(largest * itemsize, over, place.axes, *stages), largest
 
 
 def owned_rectangle(

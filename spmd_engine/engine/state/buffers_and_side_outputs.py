@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping, Sequence
 from functools import reduce
 from itertools import groupby
 from math import prod
@@ -14,6 +14,7 @@ from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine.state.assignment import PIPE
+from spmd_engine.engine.zero.storage import start_copies
 from spmd_engine.layers.declarations import Buffer, SideOutput
 from spmd_engine.layers.layer import Extra, ForwardContext, Layer
 from spmd_engine.models.model import Model
@@ -23,12 +24,15 @@ from spmd_engine.sharding.shards import Shards
 
 
 class Buffers:
-    """The buffers of this rank's layers, by full name, and their updates until these are applied."""
+    """The buffers of this rank's layers, by full name, and their updates until these are applied.
+
+    ``layers`` are those that this rank holds, with the stages that hold them; the first of these computes the updates.
+    """
 
     def __init__(
         self,
         model: Model,
-        layers: Iterable[int],
+        layers: Mapping[int, tuple[int, ...]],
         mesh: Mesh,
         layout: Layout,
         dtype: np.dtype,
@@ -42,9 +46,10 @@ class Buffers:
         self._axes: dict[str, tuple[str, ...]] = {}  # over which updates are unreduced
         self._updates: dict[str, dict[int, Array]] = {}  # by name and micro-batch
         self._of_layer: dict[int, dict[str, Array]] = {}
+        self._on_stages: dict[tuple[int, ...], list[str]] = {}  # that change and are on several stages
         self.arrays: dict[str, Array] = {}
         self.index: dict[str, tuple[slice, ...]] = {}  #: this rank's part of the whole buffer
-        for number in layers:
+        for number, stages in layers.items():
             name, layer = model.layers[number]
             for local_name, buffer in layer.buffers.items():
                 if buffer.element is not None and not _holds_element(buffer.element, name, layer, mesh, layout):
@@ -59,6 +64,8 @@ class Buffers:
                 kept_in = dtype if buffer.frozen else accumulated_in(dtype)  # running statistics are sums
                 self.arrays[full_name] = backend.xp.full(spec.local_shape(shape, mesh), buffer.initial, kept_in)
                 self._of_layer.setdefault(number, {})[local_name] = self.arrays[full_name]
+                if len(stages) > 1 and not buffer.frozen:
+                    self._on_stages.setdefault(stages, []).append(full_name)
 
     def of_layer(self, number: int) -> dict[str, Array]:
         """A layer's buffers by local name."""
@@ -74,7 +81,10 @@ class Buffers:
             self._updates.setdefault(f"{self._names[number]}/{local_name}", {})[micro_batch] = update
 
     def apply(self) -> None:
-        """Fold the updates of all micro-batches into the buffers. Collective over the axes that shard some of them."""
+        """Fold the updates of all micro-batches into the buffers, and send those to the stages that only hold them.
+
+        Collective over the axes that shard some of them.
+        """
         waiting: dict[tuple[str, ...], dict[str, Array]] = {}
         for name, by_micro_batch in self._updates.items():
             dtype, parts = self.arrays[name].dtype, [by_micro_batch[m] for m in sorted(by_micro_batch)]
@@ -88,6 +98,12 @@ class Buffers:
                 array = self.arrays[name]
                 array[...] = reduce(self._described[name].fold, stacked, array)
         self._updates.clear()
+        for stages, names in self._on_stages.items():
+            flat = _flat([self.arrays[name] for name in names])
+            for pending in start_copies(self._mesh.group(PIPE), flat, stages[0], stages, "buffers"):
+                pending.wait()
+            for name, values in _split(flat, {name: self.arrays[name] for name in names}).items():
+                self.arrays[name][...] = values
 
 
 def _holds_element(element: tuple[str, int], name: str, layer: Layer, mesh: Mesh, layout: Layout) -> bool:
@@ -98,11 +114,17 @@ def _holds_element(element: tuple[str, int], name: str, layer: Layer, mesh: Mesh
 
 def _summed(updates: Mapping[str, Array], axes: tuple[str, ...], mesh: Mesh) -> dict[str, Array]:
     """Arrays summed over ranks along ``axes``, by one collective."""
-    xp = backend_of(next(iter(updates.values()))).xp
-    flat = xp.concatenate([update.reshape(-1) for update in updates.values()])
-    flat = mesh.group(axes).all_reduce(flat, label="buffers")
-    ends = np.cumsum([update.size for update in updates.values()])[:-1].tolist()
-    return {name: part.reshape(updates[name].shape) for name, part in zip(updates, np.split(flat, ends), strict=True)}
+    return _split(mesh.group(axes).all_reduce(_flat(list(updates.values())), label="buffers"), updates)
+
+
+def _flat(arrays: Sequence[Array]) -> Array:
+    return backend_of(arrays[0]).xp.concatenate([array.reshape(-1) for array in arrays])
+
+
+def _split(flat: Array, like: Mapping[str, Array]) -> dict[str, Array]:
+    """The parts of a flat array in the shapes of the arrays ``like`` them, by name."""
+    ends = np.cumsum([array.size for array in like.values()])[:-1].tolist()
+    return {name: part.reshape(like[name].shape) for name, part in zip(like, np.split(flat, ends), strict=True)}
 
 
 class SideOutputs:

@@ -104,7 +104,7 @@ def place(
     program = lru_cache(partial(schedule.program, neighbours.stages, stage=neighbours.stage))
     store = ParameterStore(dict(model.parameters()), assignment, mesh, layout, storage, dtype, backend)
     frozen = FrozenStore(model, assignment, mesh, layout, dtype, backend)
-    buffers = Buffers(model, sorted(assignment.uses), mesh, layout, dtype, backend, frozen.arrays)
+    buffers = Buffers(model, assignment.held, mesh, layout, dtype, backend, frozen.arrays)
     extras = Extras(buffers, SideOutputs(model, mesh, layout))
     unsharder = Unsharder(
         [*store.storages, *frozen.storages],

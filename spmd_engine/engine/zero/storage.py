@@ -10,19 +10,20 @@ array for each of the ranks that would otherwise hold replicas:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import eq, ne
 from typing import Any
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array, Backend
+from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.arrays.memory import fresh_zeros
 from spmd_engine.arrays.precision import accumulated_in, is_half, rounded
 from spmd_engine.axes import PIPE, MeshPosition
 from spmd_engine.comm.blocks import reduce_into
+from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.pending import Deferred, Pending
+from spmd_engine.comm.pending import Deferred, Pending, then
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.groups import ParameterGroup
@@ -58,13 +59,17 @@ class GroupStorage:
         summed = group.summed
         over, stages = tuple(axis for axis in summed.over if axis not in summed.cut), None
         self._uneven = uneven
-        if len(summed.stages) > 1 and uneven is None:
-            over, stages = (PIPE, *over), {PIPE: summed.stages}
+        computed_on = summed.computed_on or summed.stages
+        if len(computed_on) > 1 and uneven is None:
+            over, stages = (PIPE, *over), {PIPE: computed_on}
+        is_computed = not computed_on or mesh.coordinates[PIPE] in computed_on
+        self._pipe = mesh.group(PIPE) if summed.computed_on else None
         self.group, self.dtype = group, dtype
         wide = accumulated_in(dtype) if trained else dtype
         self.has_masters = wide != dtype  #: whether the own parameters are in another dtype than the layers use
         self.owners = mesh.group(summed.cut) if summed.cut else None  #: ranks that own its parts
-        self.rest = mesh.group(over, among=stages) if over else None  #: ranks that own the same part, to sum over last
+        #: ranks that own the same part, to sum over last
+        self.rest = mesh.group(over, among=stages) if over and is_computed else None
         self.zero = zero if self.owners else 0
         self.compression = compression(compress, group)
         if self.zero and not self.compression.in_parts:
@@ -210,7 +215,7 @@ class GroupStorage:
         Before stage 2 the sum is in place. From stage 2 on, the memory of the whole gradients is freed.
         """
         if not self.owners:
-            return None if self._shared_by_stages else self._start_all_reduce()
+            return None if self._summed_over_stages else self._start_all_reduce()
         out = self.own_gradients if self.zero == 1 else None
         pending = self.compression.start_reduce_scatter(self.whole_gradients, self.owners, self._sizes, out)
         if self.zero >= 2:
@@ -222,19 +227,29 @@ class GroupStorage:
 
         This comes last, and in the order of groups: stages complete their shared groups in different orders.
         """
-        pending = self._start_all_reduce() if self.owners or self._shared_by_stages else None
+        pending = self._start_all_reduce() if self.owners or self._summed_over_stages else None
         if self._uneven is None:
             return pending
         if pending:
             pending.wait()
         return self._uneven.start(self.own_gradients)
 
+    def start_copies(self) -> Sequence[Pending | Deferred]:
+        """Begin to send the sum of the own part to the stages that only hold it, or to receive it.
+
+        This comes after all sums, so that all stages do it in the same order.
+        """
+        summed = self.group.summed
+        if not summed.computed_on or self._pipe is None:
+            return ()
+        return start_copies(self._pipe, self.own_gradients, summed.computed_on[0], summed.stages, "gradients")
+
     def _start_all_reduce(self) -> Pending | Deferred | None:
         return self.compression.start_all_reduce(self.own_gradients, self.rest) if self.rest else None
 
     @property
-    def _shared_by_stages(self) -> bool:
-        return len(self.group.summed.stages) > 1
+    def _summed_over_stages(self) -> bool:
+        return len(self.group.summed.computed_on or self.group.summed.stages) > 1
 
 
 class SumOverStages:
@@ -283,3 +298,14 @@ def bytes_held(whole: Any, owned: Any, zero: int, dtype: np.dtype) -> tuple[Any,
     parameters, gradients, state = (owned if zero >= stage else whole for stage in (3, 2, 1))
     masters = state * wide if is_half(dtype) else 0
     return parameters * size + masters, gradients * wide, state * wide
+
+
+def start_copies(pipe: Group, x: Array, source: int, stages: Sequence[int], label: str) -> Sequence[Pending | Deferred]:
+    """Begin to copy ``x`` of stage ``source`` to that of the other ``stages``, of which this rank's is one."""
+    if pipe.rank == source:
+        return [pipe.start_send(stage, x, label=label) for stage in stages if stage != source]
+
+    def keep(received: Array) -> None:
+        x[...] = received
+
+    return [then(pipe.start_receive(source, like=backend_of(x), label=label), keep)]

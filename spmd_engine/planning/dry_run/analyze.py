@@ -247,11 +247,14 @@ def _uneven_summed_parts(
     model: Model, layout: Layout, composition: ParallelConfig, axes: Mapping[str, int], itemsize: int
 ) -> list[UnevenParts]:
     """Uneven shards that several stages, or several replicas of a shard, sum shard by shard."""
-    tied = axes.get(PIPE, 1) > 1 and any(layer.tied for _, layer in model.layers)
-    if not tied and not (composition.storage.stage(axes) and sum(size > 1 for size in axes.values()) > 1):
+    overlap, tied = composition.storage.overlap, any(layer.tied for _, layer in model.layers)
+    if not (axes.get(PIPE, 1) > 1 and (tied or overlap)) and not (
+        composition.storage.stage(axes) and sum(size > 1 for size in axes.values()) > 1
+    ):
         return []
     first = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
-    places = first.peers([axis for axis in layout.shares if axis not in BATCH])  # their groups differ in size
+    differing = [axis for axis in layout.shares if axis not in BATCH]  # their groups differ in size
+    places = first.peers([*differing, *([PIPE] if overlap else [])])
     assignments = (composed_assignment(model, place, layout, itemsize, composition) for place in places)
     return [part for assignment in assignments for part in uneven_parts(assignment.groups, axes)]
 
@@ -334,13 +337,17 @@ def _spread(shape: tuple[int, ...], below: int) -> np.ndarray:
 
 
 def shards_of(engine: LayeredEngine, states: int) -> list[ParameterShard]:
-    """A record for each parameter of this rank; the optimizer keeps ``states`` arrays for each."""
+    """A record for each parameter of this rank; the optimizer keeps ``states`` arrays for each.
+
+    Bytes are those in memory, without what is offloaded.
+    """
     names = [name for name, _ in engine.model.layers]
     users: dict[str, list[str]] = {}
     for layer, uses in engine.assignment.uses.items():
         for full in uses.values():
             users.setdefault(full, []).append(names[layer])
     records, itemsize = [], engine.dtype.itemsize
+    states = 0 if "optimizer" in engine.store.offload.kinds else states
     for storage in engine.storages:
         owned_rows = storage.group.rows(storage.interval)
         for member in storage.group.members:
@@ -357,14 +364,14 @@ def shards_of(engine: LayeredEngine, states: int) -> list[ParameterShard]:
                     engine.global_shape(member.name),
                     str(engine.dtype),
                     bytes=size,
-                    stored_bytes=int(parameters),
+                    stored_bytes=0 if storage.is_away else int(parameters),
                     owned_bytes=owned,
                     group=storage.group.name,
                     layers=tuple(users.get(member.name, ())),
                     requires={
                         "gradient": int(gradient),
                         "optimizer_state": states * int(state),
-                        "gathered": size if storage.zero == 3 else 0,
+                        "gathered": size if storage.is_released and member.name in users else 0,
                     },
                     depends_on=tuple(dict.fromkeys((*summed.over, *(("pipe",) if len(summed.stages) > 1 else ())))),
                 )

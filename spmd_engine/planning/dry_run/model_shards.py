@@ -65,7 +65,9 @@ class _ShardTable:
         for rank, step in enumerate(self._steps):
             calls = _calls_by_chunk(step)
             for chunk, layers in self._chunks[rank].items():
-                parameters = tuple(each for each in step.shards if not layers or set(each.layers) & set(layers))
+                parameters = tuple(
+                    each for each in step.shards if not layers or set(each.layers) & set(layers) or not each.layers
+                )  # a stage may hold layers that it does not compute
                 states = (each.requires["gradient"] + each.requires["optimizer_state"] for each in parameters)
                 others = self._members(rank, (PIPE, *uneven_axes(self._axes)))
                 before = [other for other in others if chunk - 1 in self._chunks[other]]

@@ -92,10 +92,17 @@ class NodeKind(Configuration):
     sync_seconds: float = setting(0.0, least=0)
     disk_read: float = setting(5e8, least=1)  #: bytes a second that the node reads from the disk of offloaded arrays
     disk_write: float = setting(2.5e8, least=1)  #: bytes a second that the node writes to it
+    #: bytes a second that a core moves between the disk and memory: the work of reading and writing, copies included
+    disk_copy: float = setting(8e9, least=1)
 
     def disk_seconds(self, loaded: float, stored: float) -> float:
         """Seconds in which the node's disk reads and writes these bytes."""
         return loaded / self.disk_read + stored / self.disk_write
+
+    def copy_seconds(self, ranks: int, size: float) -> float:
+        """Seconds by which a rank computes longer while threads of its own move these bytes, on a node where as many
+        ranks compute: 0 if cores are left for the threads."""
+        return size / self.disk_copy if self.cores is not None and ranks >= self.cores else 0.0
 
     @property
     def memory_of_rank(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ from itertools import cycle, product
 from math import prod
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time
+from time import perf_counter, process_time, thread_time
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -36,9 +37,11 @@ POOL = 1 << 24
 DEVICE_POOL = 1 << 28
 LAUNCHES = 500  #: of a tiny kernel, which measure what one costs; fewer than CUDA queues
 SMALL, LARGE = 8, 1 << 20  #: bytes of messages that measure latency and bandwidth
-DISK = 128 << 20  #: bytes that each rank writes and reads to measure the disk
+DISK = 512 << 20  #: bytes that each rank writes and reads to measure the disk: caches make it quicker for few
+BLOCK = 8 << 20  #: bytes of an array that is copied to the disk and back
 SECONDS = 6.0  #: about how long products, convolutions and memory are measured
 REPEATS = 5
+TURNS = 3  #: of the disk
 TINY = 50  #: all_reduces that measure the latency
 OVERSUBSCRIBED = 8  #: ranks per core of the machine file
 OUTLIER = 1.5  #: a pair of ranks gets its own link if its bandwidth differs from the median by this factor
@@ -82,8 +85,9 @@ def measure_machine(mesh: Mesh, seconds: float = SECONDS, folder: str = ".", bac
         if backend.on_device:
             memory, many = float(backend.memory), len(members)
             kind = replace(kind, cores=None, ranks=many, memory=memory, launch_seconds=costs[0], sync_seconds=costs[1])
-        read, write = disk[members].sum(axis=0).tolist()
-        nodes.append(replace(kind, disk_read=read, disk_write=write) if read and write else kind)
+        read, write, _ = disk[members].sum(axis=0).tolist()
+        copy = float(disk[members, 2].mean())
+        nodes.append(replace(kind, disk_read=read, disk_write=write, disk_copy=copy) if read and write else kind)
     return Machine("here", tuple(nodes), between or inside, pairs, source="measured by calibrate")
 
 
@@ -200,20 +204,20 @@ def _available_bytes() -> int:
 # --- the disk
 
 
-def _measure_disk(mesh: Mesh, folder: str) -> tuple[float, float]:
-    """Bytes a second that this rank reads from the disk of a folder and writes to it while all ranks do; 0 if a rank
-    can offload nothing there. Collective."""
+def _measure_disk(mesh: Mesh, folder: str) -> tuple[float, float, float]:
+    """Bytes a second that this rank reads from the disk of a folder and writes to it while all ranks do, and that a
+    core moves as arrays; 0 if a rank can offload nothing there. Collective."""
     try:
         file = OffloadFile(folder)
         place = file.reserve(DISK)
     except OffloadError:
         file, place = None, 0
     if not mesh.all_reduce(np.array(int(file is not None)), "min") or file is None:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     speeds, buffer = [], file.take_buffer()
     for move in (file.write, file.read):
         turns = []
-        for _ in range(REPEATS):
+        for _ in range(TURNS):
             mesh.barrier()
             began = perf_counter()
             for moved in [file.submit(move, place + first, buffer) for first in range(0, DISK, PIECE)]:
@@ -221,7 +225,11 @@ def _measure_disk(mesh: Mesh, folder: str) -> tuple[float, float]:
             mesh.barrier()  # a rank alone is faster
             turns.append(perf_counter() - began)
         speeds.append(DISK / median(turns[1:]))  # the first writes also allocate
-    return speeds[1], speeds[0]
+    arrays, began = deque([np.ones(BLOCK, np.uint8) for _ in range(DISK // BLOCK // 8)]), thread_time()
+    for first in range(place, place + DISK, BLOCK):  # arrays that are not cached, and new memory, as in a step
+        file.write_all(first, arrays.popleft())
+        arrays.append(file.read_all(first, np.empty(BLOCK, np.uint8)))
+    return speeds[1], speeds[0], 2 * DISK / (thread_time() - began)
 
 
 # --- links

@@ -110,6 +110,10 @@ class Estimator:
         node = self.cache.machine.nodes[0]
         return min(self.mesh.ranks, node.ranks) * node.disk_seconds(size + loaded, size)
 
+    def _copy_seconds(self, size: float) -> float:
+        node = self.cache.machine.nodes[0]
+        return node.copy_seconds(min(self.mesh.ranks, node.ranks), size)
+
     def _contended_seconds(self, work: float) -> float:
         """The least seconds if each rank works for ``work`` seconds, where ranks share cores."""
         node = self.cache.machine.nodes[0]
@@ -164,7 +168,9 @@ class Estimator:
     def _fits(self, limit: float) -> Callable[[int], np.ndarray]:
         elements = np.array([0.0, *np.cumsum(self.layers.elements)])
         kept_before = np.array([0.0, *np.cumsum(self.layers.kept)])
-        stored = self._element_bytes() * (elements[None, :] - elements[:, None])
+        first = np.maximum(np.arange(len(elements)) - self.candidate.overlap, 0)
+        end = np.minimum(np.arange(len(elements)) + self.candidate.overlap, len(elements) - 1)
+        stored = self._element_bytes() * (elements[end][None, :] - elements[first][:, None])
         in_flight = (kept_before[None, :] - kept_before[:, None]) * (not self._is_away("activations"))
 
         def fits(k: int) -> np.ndarray:
@@ -187,7 +193,7 @@ class Estimator:
 
     def _held_bytes(self, division: StageSums, slots: Slots | None) -> dict[str, np.ndarray]:
         """Peak bytes of a rank of each stage, by kind."""
-        held = self._stored_bytes(division.elements)
+        held = self._stored_bytes(division.elements + division.only_held)
         if self._is_away("parameters"):
             held["gathered groups"] = division.gathered * self.itemsize
         if self.mesh.shards > 1 and self.candidate.zero >= 2:
@@ -221,7 +227,7 @@ class Estimator:
         starts = self.divide(limit)
         if starts is None:
             return None
-        division = StageSums(self.layers, starts, self.pipe)
+        division = StageSums(self.layers, starts, self.pipe, self.candidate.overlap)
         costs = np.diff(self.times.before[:, division.edges], axis=1)
         if self.slowdowns is not None:
             costs = costs * np.tile(self.slowdowns, self.candidate.chunks)
@@ -232,11 +238,14 @@ class Estimator:
         seconds = max(seconds, self._contended_seconds(mean))
         own = float(division.elements.max()) / (self.mesh.shards if self.candidate.zero >= 3 else 1)
         if self._is_away("activations"):
-            seconds = max(seconds, self._disk_seconds(self.m * float(division.kept.sum()) / self.pipe))
+            moved = self.m * float(division.kept.sum()) / self.pipe
+            seconds = max(seconds + self._copy_seconds(2 * moved), self._disk_seconds(moved))
         if self._is_away("parameters"):  # they are read twice
-            seconds = max(seconds, self._disk_seconds(0.0, 2 * self.m * own * self.wide))
+            moved = 2 * self.m * own * self.wide
+            seconds = max(seconds + self._copy_seconds(moved), self._disk_seconds(0.0, moved))
         exposed = self._exposed_seconds(division, costs) + self._tied_seconds(division)
-        update = self._update_seconds(float(division.elements.max()))
+        exposed += self._overlap_seconds(division)
+        update = self._update_seconds(float((division.elements + division.only_held).max()))
         total = seconds + exposed + update
         held = self._held_bytes(division, slots)
         stage = int(np.argmax(sum(held.values())))
@@ -311,6 +320,11 @@ class Estimator:
         ranks = 0, self.mesh.next_stage * (self.pipe - 1)
         return self.cache.collectives.of("all_reduce", ranks, size).seconds
 
+    def _overlap_seconds(self, division: StageSums) -> float:
+        """Seconds in which stages send gradients of layers that others only hold."""
+        elements = float(division.sent_gradients.max()) / (self.mesh.shards if self.candidate.zero else 1)
+        return self._message_time(elements * self.wide).seconds if elements else 0.0
+
     def _replica_seconds(self, elements: np.ndarray) -> np.ndarray | float:
         """Seconds in which the replicas of a ZeRO shard sum it."""
         if len(self.mesh.replicas) == 1 or not self.candidate.zero:
@@ -324,12 +338,12 @@ class Estimator:
         mesh, zero, m = self.mesh, self.candidate.zero, self.m
         ranks = self.candidate.ranks / self.pipe
         size, gradients = division.elements * self.itemsize, division.elements * self.wide
-        shared = 2.0 * self.wide * division.apart  # sent by both stages
+        shared = self.wide * (2.0 * division.apart + division.sent_gradients)  # tied ones are sent by both stages
         if zero == 0:
             n = len(mesh.summed)
             return float((2 * gradients * (n - 1) / n + shared).sum()) * ranks
         n, replicas = mesh.shards, len(mesh.replicas)
-        gathered = size
+        gathered = size + division.only_held * self.itemsize
         if zero == 3:
             gathered = m * 2 * (size + division.tied * self.itemsize)
             last = (len(division.starts) - 1) % self.pipe  # the last layer is still gathered when its backward begins

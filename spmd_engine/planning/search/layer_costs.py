@@ -224,10 +224,11 @@ class ZeroCommTime:
 
 
 class StageSums:
-    """Chunk k begins at layer ``starts[k]`` and is on stage k % ``stages``. Results are float64[stages]."""
+    """Chunk k begins at layer ``starts[k]`` and is on stage k % ``stages``, which also holds ``overlap`` more layers on
+    each side, if it has one chunk. Results are float64[stages]."""
 
-    def __init__(self, layers: ShardedLayers, starts: Sequence[int], stages: int) -> None:
-        self.layers, self.starts, self.stages = layers, np.asarray(starts), stages
+    def __init__(self, layers: ShardedLayers, starts: Sequence[int], stages: int, overlap: int = 0) -> None:
+        self.layers, self.starts, self.stages, self._overlap = layers, np.asarray(starts), stages, overlap
         self.edges = np.array([*starts, len(layers)])
 
     def by_chunk(self, of_layer: np.ndarray) -> np.ndarray:
@@ -275,6 +276,25 @@ class StageSums:
         return self.by_stage(self.by_chunk(self.layers.elements)) - self._tied_elements(
             lambda stage, owner_stage: stage == owner_stage
         )
+
+    @cached_property
+    def only_held(self) -> np.ndarray:
+        """Parameters of a rank that another stage computes."""
+        return self._around(self.layers.elements, self._overlap) - self._around(self.layers.elements, 0)
+
+    @cached_property
+    def sent_gradients(self) -> np.ndarray:
+        """Gradients that a stage sends to stages that only hold their parameters: elements."""
+        layers, holding = np.arange(len(self.layers)), np.zeros(len(self.layers))
+        for first, end in zip(self.edges[:-1], self.edges[1:], strict=True):
+            holding += (layers >= first - self._overlap) & (layers < end + self._overlap)
+        return self.by_stage(self.by_chunk(self.layers.elements * (holding - 1))) * bool(self._overlap)
+
+    def _around(self, of_layer: np.ndarray, more: int) -> np.ndarray:
+        """Sums over each stage's layers, of one chunk, and so many ``more`` on each side."""
+        before = np.array([0.0, *np.cumsum(of_layer)])
+        firsts, ends = np.maximum(self.edges[:-1] - more, 0), np.minimum(self.edges[1:] + more, len(of_layer))
+        return self.by_stage(before[ends] - before[firsts])
 
     @cached_property
     def tied(self) -> np.ndarray:

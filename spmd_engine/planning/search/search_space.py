@@ -13,9 +13,10 @@ from itertools import product
 from math import gcd, prod
 
 from spmd_engine.axes import MeshPosition, axes_text, checked_axes, count_ranks
+from spmd_engine.engine.offload import Offload
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import BATCH, PIPE, Shares, misfit
-from spmd_engine.errors import SpmdError
+from spmd_engine.errors import SpmdError, UsageError
 from spmd_engine.models import Model, layout_for
 from spmd_engine.models.layouts import with_queries_apart
 from spmd_engine.planning.dry_run.step_analysis import HashedOnce
@@ -28,7 +29,9 @@ HYBRID = ("replicate", "shard")  #: axes of hybrid sharding, instead of data
 def can_offload(kinds: str | None, zero: int, *, of_devices: bool = False) -> bool:
     """Whether the engine offloads these: from devices only optimizer state, under ZeRO 1 and 2 no parameters, since
     they are whole on every rank."""
-    if of_devices and kinds not in (None, "optimizer"):
+    try:
+        Offload.parse(kinds).check(on_device=of_devices)
+    except UsageError:
         return False
     return zero not in (1, 2) or "parameters" not in (kinds or "")
 
@@ -51,6 +54,7 @@ class Candidate:
     state_shares: str | None = None  #: shares of ZeRO's state, by rank; None: even, or those of the base
     order: tuple[int, ...] | None = None  #: the rank at each position of the mesh; None: as the machine has them
     offload: str | None = None  #: what is offloaded, as ``--offload``
+    overlap: int = 0  #: layers on each side of a boundary that both stages hold
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -85,6 +89,7 @@ class Candidate:
             schedule=self.schedule if pipeline else None,
             chunks=self.chunks if pipeline and self.chunks > 1 else None,
             stages=",".join(map(str, self.stages)) if pipeline and self.stages else None,
+            overlap_layers=base.overlap_layers if pipeline else None,
             recompute=self.recompute,
             shares=self.shares or base.shares,
             state_shares=self.state_shares or base.state_shares,
@@ -127,6 +132,7 @@ class SearchSpace:
     shares: Shares = field(default_factory=dict)  #: given ones, by axis, for which a mesh has as many ranks
     order: tuple[int, ...] | None = None  #: a given order of ranks
     nodes: Sequence[int] = ()  #: the ranks of each node, if the stages are to have uneven sizes
+    overlap: int = 0  #: given layers on each side of a boundary that both stages hold
 
     def without(self, *names: str) -> SearchSpace:
         """The search space without these fixed choices."""
@@ -303,7 +309,8 @@ def _candidates_on(space: SearchSpace, axes: Mapping[str, int], batch_size: int)
         schedules = [
             (schedule, chunks)
             for schedule, chunks in _schedules(space, pipe, m, len(model.layers))
-            if space.stages is None or len(space.stages) == pipe * chunks  # they are the first layers of all chunks
+            if (space.stages is None or len(space.stages) == pipe * chunks)  # they are the first layers of all chunks
+            and (not space.overlap or chunks == 1)
         ]
         choices = product(schedules, zeros, parallel, recompute, space.offload)
         for (schedule, chunks), zero, sequence, recomputed, offload in choices:
@@ -321,6 +328,7 @@ def _candidates_on(space: SearchSpace, axes: Mapping[str, int], batch_size: int)
                 stages=space.stages,
                 order=space.order,
                 offload=offload,
+                overlap=space.overlap if pipe > 1 else 0,
             )
 
 

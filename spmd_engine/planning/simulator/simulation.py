@@ -277,11 +277,12 @@ class _Simulation:
                     yield "at", ready
                 began = self.clock
                 launched += hosts[number]
-                yield "work", max(works[number], launched - began)
+                work = works[number] + (0.0 if streams else self.disks.copy_seconds(rank, sum(moved)))
+                yield "work", max(work, launched - began)
                 if computation.waits:  # the host has waited for the device
                     launched = self.clock
                 yield "at", ready
-                self.working[rank] += works[number]
+                self.working[rank] += work
                 self.spans.append(Span(rank, computation.name, COMPUTE, began, self.clock))
 
     def _advance(self, rank: int, program: Waits) -> None:
@@ -382,6 +383,13 @@ class Disks:
         simulated = Counter(machine.places[rank][0] for rank in ranks)
         all_ranks = Counter(number for number, _ in machine.places)
         self._alike = {node: all_ranks[node] / count for node, count in simulated.items()}  # ranks that one represents
+        self._ranks = all_ranks
+
+    def copy_seconds(self, rank: int, size: int) -> float:
+        """Seconds by which these bytes, which other threads move, lengthen a computation. An update has its buffers in
+        memory, and moves them without copies."""
+        number, node = self._machine.places[rank]
+        return node.copy_seconds(self._ranks[number], size)
 
     def stream(self, rank: int, now: float, loaded: int, stored: int) -> float:
         """When these bytes are read and written, if that begins now."""
