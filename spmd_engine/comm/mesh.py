@@ -12,6 +12,7 @@ import numpy as np
 from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.axes import MeshPosition, Over
 from spmd_engine.comm.communicators.communicator import Communicator
+from spmd_engine.comm.communicators.threads import solo
 from spmd_engine.comm.group import Group, Out, Sizes
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Pending
@@ -167,6 +168,10 @@ class Mesh(Collectives, MeshPosition):
     Raises MeshError if the product of the sizes is not the number of ranks, or the order names other ranks.
     """
 
+    outside: Group | None = None  #: for messages with ranks of the world that are not on the mesh: see ``mesh_without``
+    helpers: Sequence[int] = ()  #: these ranks
+    members: Sequence[int] = ()  #: those on the mesh
+
     def __init__(
         self,
         comm: Communicator | None = None,
@@ -305,3 +310,25 @@ class Mesh(Collectives, MeshPosition):
         from spmd_engine.comm.views import draw_mesh
 
         return draw_mesh(self.axes, self.ranks, self.nodes)._repr_html_()
+
+
+def mesh_without(
+    helpers: Sequence[int], axes: Mapping[str, Any], comm: Communicator | None = None, **options: Any
+) -> Mesh:
+    """The mesh of the ranks of the world but the ``helpers``; on one of these, a mesh of itself alone. Messages between
+    both go through ``outside``. ``options`` are those of ``Mesh``. Raises UsageError if the world lacks a rank."""
+    comm = comm if comm is not None else world()
+    if not helpers:
+        return Mesh(comm, **options, **axes)
+    members = [rank for rank in range(comm.size) if rank not in helpers]
+    if max(helpers) >= comm.size:
+        raise UsageError(f"helper rank {max(helpers)}: the job has the ranks 0 to {comm.size - 1}")
+    if comm.rank in helpers:
+        mesh = Mesh(solo(comm.progress))
+    else:
+        mesh = Mesh(comm.subset(members, options.get("timeout", TIMEOUT)), **options, **axes)
+        mesh._owned.append(mesh.comm)
+    given: Any = {name: value for name, value in options.items() if name in ("check", "timeout", "deterministic")}
+    mesh.outside = Group(comm, "helper", mesh.ledger, **given)
+    mesh.helpers, mesh.members = list(helpers), members
+    return mesh
