@@ -10,8 +10,9 @@ from typing import Any
 
 import click
 
-from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.mesh import Mesh, mesh_without
 from spmd_engine.configuration import ConfigField, Configuration, settings_of
+from spmd_engine.engine.helpers import helper_ranks
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Model
@@ -226,13 +227,16 @@ def model_on(axes: Mapping[str, int], job: TrainConfig) -> tuple[Model, Parallel
     return model, composition
 
 
-def open_mesh(job: TrainConfig, axes: Mapping[str, int] | None = None) -> Mesh:
+def open_mesh(job: TrainConfig, axes: Mapping[str, int] | None = None, *, helped: bool = False) -> Mesh:
     """The mesh of a job, over all ranks, with the libraries of products that it names; ``axes`` if the job has no mesh.
+    ``helped``: whether some ranks may be helper ranks, which are not on it.
 
     Prints a notice of a library that cannot be used.
     """
-    named = job.composition.mesh or axes or {}
-    mesh = Mesh(check=job.check, **named)  # pyright: ignore[reportArgumentType]  (no axis is called "ledger")
+    helpers = helper_ranks(job.composition.assigned)
+    if helpers and not helped:
+        raise UsageError(f"--assign {job.composition.assign}: only 'train' and 'verify' have helper ranks; omit it")
+    mesh = mesh_without(helpers, job.composition.mesh or axes or {}, check=job.check)
     print_notices(choose_products(mesh.group(), job.products, dtype=job.model.dtype, device=job.device))
     return mesh
 

@@ -250,6 +250,11 @@ class Mesh(Collectives, MeshPosition):
         return part.transpose([axes.index(axis) for axis in (*others, *names)]).reshape(-1).tolist()
 
     @property
+    def is_helper(self) -> bool:
+        """Whether this rank is a helper rank, and alone on its mesh."""
+        return self.outside is not None and self.outside.rank in self.helpers
+
+    @property
     def checks(self) -> bool:
         """Whether ranks of a node compare their calls."""
         return bool(self._options["check"])

@@ -447,6 +447,7 @@ class HelperRank:
         self._segments, self._dtype, self._backend = segments, dtype, backend
         self._layout = layout_for(model, mesh)
         self._weights, self._extras = _SentWeights(dtype, backend), _TakenExtras()
+        self._stand_ins: tuple[Any, Any] = self._weights, self._extras
         self._chunks: dict[range, Chunk] = {}
         self._under_way: dict[tuple[int, int], _UnderWay] = {}
         self.wraps: Callable[[Chunk], Any] = lambda chunk: None  #: is called with each new chunk
@@ -461,8 +462,10 @@ class HelperRank:
                 Shards(self._mesh, self._layout, name, takes_data=not n)
                 for n, (name, _) in enumerate(self._model.layers)
             ]
-            stand_ins: Any = self._weights, self._weights, self._extras
-            chunk = Chunk(self._segments(layers), self._model.layers, shards, *stand_ins, None, self._dtype)
+            weights, extras = self._stand_ins
+            chunk = Chunk(
+                self._segments(layers), self._model.layers, shards, weights, weights, extras, dtype=self._dtype
+            )
             self._chunks[layers] = chunk
             self.wraps(chunk)
         chunk, key = self._chunks[layers], (layers.start, request["ticket"])

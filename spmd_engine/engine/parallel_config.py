@@ -16,7 +16,7 @@ from spmd_engine.comm.mesh import Mesh, ranks_by_position
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import schedules
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.helpers import Assigned, HelperRank, check_assigned, owners_of, parse_assign, stage_of
+from spmd_engine.engine.helpers import Assigned, HelperRank, check_assigned, owners_of, parse_assign, serve, stage_of
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.offload import PLACES, Offload
 from spmd_engine.engine.pipeline import Recompute, segments
@@ -512,6 +512,23 @@ def build_engine(
         drawn=drawn,
         **composition.how_on(mesh.axes),
     )
+
+
+def order_to_help(model: ModelConfig, mesh: Mesh, composition: ParallelConfig, device: str) -> dict[str, Any]:
+    """The order with which ``Helpers`` start ``serve_as_helper`` for an engine of ``build_engine``, as JSON."""
+    composition = composition.changed(mesh=dict(mesh.axes))
+    return {"model": model.as_json(), "composition": composition.as_json(), "device": device}
+
+
+def serve_as_helper(mesh: Mesh) -> int:
+    """Compute on this helper rank what its owners request; return the exit code of the job. See ``serve``."""
+
+    def build(order: Mapping[str, Any]) -> HelperRank:
+        model = ModelConfig.from_json(order["model"], "the order")
+        composition = ParallelConfig.from_json(order["composition"], "the order")
+        return build_helper(model, mesh, composition, device=order["device"])
+
+    return serve(mesh, build)
 
 
 def build_helper(model: ModelConfig, mesh: Mesh, composition: ParallelConfig, *, device: str = "cpu") -> HelperRank:
