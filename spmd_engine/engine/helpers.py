@@ -154,7 +154,8 @@ def _tell(group: Group, rank: int, content: Mapping[str, Any], channel: int | No
     group.send(rank, message, channel=channel, label="request")
 
 
-def _content(message: np.ndarray) -> dict[str, Any]:
+def content_of(message: np.ndarray) -> dict[str, Any]:
+    """The content of a request."""
     return json.loads(message.tobytes())
 
 
@@ -203,7 +204,8 @@ class AssignedLayers:
 class HelpedChunk:
     """Consecutive layers that a helper rank computes: what ``Chunk`` is for layers that this rank computes.
 
-    For a cache of keys and values, which stays with its owner, the owner computes them itself, by ``own``.
+    For a cache of keys and values, which stays with its owner, the owner computes them itself, by ``own``. Its ledger
+    counts the messages of both ends, since that of the helper rank is not read in a run.
     """
 
     def __init__(
@@ -217,12 +219,20 @@ class HelpedChunk:
 
     def _tell(self, **content: Any) -> None:
         _tell(self._group, self._rank, {"layers": [self._layers.start, self._layers.stop], **content})
+        self._count("receive", "request", 0)
 
     def _send(self, x: Array, label: str) -> None:
         self._group.send(self._rank, x, label=label)
+        self._count("receive", label, 0)
 
     def _receive(self, label: str) -> Any:
-        return self._group.receive(self._rank, like=self._helped.backend, label=label)
+        x = self._group.receive(self._rank, like=self._helped.backend, label=label)
+        self._count("send", label, x.nbytes)
+        return x
+
+    def _count(self, operation: str, label: str, sent: int) -> None:
+        """Count the call of the helper rank."""
+        self._group.ledger.record((operation, self._group.axes, label), sent, sent)
 
     @contextmanager
     def wrapped(self, wrap: Callable[[str, Layer], Layer]) -> Iterator[None]:
@@ -446,8 +456,8 @@ class HelperRank:
         self._model, self._mesh, self._group, self.owners = model, mesh, mesh.outside, list(owners)
         self._segments, self._dtype, self._backend = segments, dtype, backend
         self._layout = layout_for(model, mesh)
-        self._weights, self._extras = _SentWeights(dtype, backend), _TakenExtras()
-        self._stand_ins: tuple[Any, Any] = self._weights, self._extras
+        self.weights, self._extras = _SentWeights(dtype, backend), _TakenExtras()
+        self._stand_ins: tuple[Any, Any] = self.weights, self._extras
         self._chunks: dict[range, Chunk] = {}
         self._under_way: dict[tuple[int, int], _UnderWay] = {}
         self.wraps: Callable[[Chunk], Any] = lambda chunk: None  #: is called with each new chunk
@@ -497,7 +507,7 @@ class HelperRank:
             for number in layers:
                 layer = self._model.layers[number][1]
                 names = self._names_of(layer)
-                self._weights.take(number, {name: self._receive_weight() for name in names})
+                self.weights.take(number, {name: self.receive_weight() for name in names})
         numbers: list[int] = []
         x = self._gathered("input", numbers)
         ends = [0, *accumulate(numbers)]
@@ -514,7 +524,8 @@ class HelperRank:
         for send in sends:
             send.wait()
 
-    def _receive_weight(self) -> Array:
+    def receive_weight(self) -> Array:
+        """The next array of weights or buffers that the first owner sends."""
         return self._group.receive(self.owners[0], like=self._backend, label="weights")
 
     def _names_of(self, layer: Layer) -> list[str]:
@@ -566,17 +577,17 @@ class HelperRank:
 
     def _begin_sums(self, layers: range, request: Mapping[str, Any]) -> None:
         if request["first"]:
-            self._weights.begin({number: self._model.layers[number][1] for number in layers})
+            self.weights.begin({number: self._model.layers[number][1] for number in layers})
 
     def _send_weight_gradients(self, layers: range, request: Mapping[str, Any]) -> None:
         if not request["last"]:
             return
         for number in reversed(layers):
-            for name, array in self._weights.sums_of.pop(number).items():
-                if f"{number}/{name}" in self._weights.untouched:
+            for name, array in self.weights.sums_of.pop(number).items():
+                if f"{number}/{name}" in self.weights.untouched:
                     array[...] = 0
                 self._group.send(self.owners[0], array, label="weights")
-            self._weights.untouched -= {f"{number}/{name}" for name in self._model.layers[number][1].parameters}
+            self.weights.untouched -= {f"{number}/{name}" for name in self._model.layers[number][1].parameters}
 
 
 # --- The job of a helper rank, from the first order of rank 0 to its dismissal
@@ -591,7 +602,7 @@ def serve(mesh: Mesh, build: Callable[[Mapping[str, Any]], HelperRank]) -> int:
         while True:
             source, channel = (helper.owners[0], None) if helper else (0, _ORDERS)
             with mesh.activity.phase("helper rank, without a request"):
-                request = _content(_awaited(group, group.start_receive(source, channel=channel, label="request")))
+                request = content_of(_awaited(group, group.start_receive(source, channel=channel, label="request")))
             if "exit" in request:
                 stop.take(stop.received)
                 if request["error"]:

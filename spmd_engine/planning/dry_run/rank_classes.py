@@ -151,7 +151,7 @@ def slot_table_bytes(analysis: StepAnalysis, nodes: Sequence[str]) -> list[int]:
     sizes = [0] * analysis.ranks
     for rank_class in analysis:
         groups = _distinct_groups(analysis.axes, rank_class.step.groups)
-        for rank in rank_class.ranks:
+        for rank in rank_class.ranks if rank_class.step.coordinates else ():  # a helper rank has no groups
             near = on_node[nodes[rank]]
             if 1 < len(near) <= MOST_RANKS:
                 sizes[rank] = sum(_table_bytes(coordinates[rank], along, near) for along in groups)

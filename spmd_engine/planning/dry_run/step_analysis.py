@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from math import prod
 from typing import Any
 
 from spmd_engine.axes import MeshPosition
@@ -270,7 +269,8 @@ class StepAnalysis:
 
     @property
     def ranks(self) -> int:
-        return prod(self.axes.values())
+        """All ranks: those of the mesh and, with the next numbers, helper ranks."""
+        return sum(rank_class.count for rank_class in self.classes)
 
     @property
     def bytes_sent(self) -> int:
