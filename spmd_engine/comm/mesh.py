@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend
-from spmd_engine.axes import MeshPosition, Over
+from spmd_engine.axes import MeshPosition, Over, axes_text
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.communicators.threads import solo
 from spmd_engine.comm.group import Group, Out, Sizes
@@ -328,6 +328,8 @@ def mesh_without(
     members = [rank for rank in range(comm.size) if rank not in helpers]
     if max(helpers) >= comm.size:
         raise UsageError(f"helper rank {max(helpers)}: the job has the ranks 0 to {comm.size - 1}")
+    if axes and prod(axes.values()) != len(members):  # on helper ranks, too
+        raise WrongNumberOfRanks(axes_text(axes), prod(axes.values()), len(members))
     if comm.rank in helpers:
         mesh = Mesh(solo(comm.progress))
     else:

@@ -383,6 +383,8 @@ class ParallelConfig(Configuration):
             divide(model, axes[PIPE] * chunks, self.division, chunks)
         notices = self._without_effect(axes, mesh)
         if model is not None:
+            for term in self.assigned:
+                helper_stage(model, axes, self, term.rank)
             check_assigned(self.assigned, axes, model, ("expert",) if self.expert_axes is None else self.expert_axes)
             shared_keys = note_of_shared_keys(model, axes) if "model" not in self.work_shares else None
             more = self._about_images(axes, model), shared_keys

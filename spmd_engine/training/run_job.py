@@ -71,12 +71,14 @@ def train(
             if code := serve_as_helper(mesh):
                 sys.exit(code)
             return None  # pyright: ignore[reportReturnType]  (only in jobs with helper ranks)
-        if not mesh.helpers:
+        left_out = job.composition.assign if job.composition.assigned and not mesh.helpers else None
+        if left_out:
             job = job.changed(composition=job.composition.changed(assign=None))
         job = with_shape_of_weights(job, mesh)
         if job.model.lora is not None and job.model.path is None:
             raise UsageError(f"adapters need trained weights, and {job.model.name} has none: give --model PATH")
         job, notices = _fit_to_mesh(job, mesh, resume, given)
+        notices += [f"continues without --assign {left_out} (there are no more ranks)"] if left_out else []
         notices += choose_products(mesh.group(), job.products, dtype=job.model.dtype, device=job.device)
         workload = open_workload(job, mesh)
         if mesh.helpers and isinstance(workload.engine, LayeredEngine):
@@ -121,8 +123,9 @@ def _open_mesh(job: TrainConfig, resume: bool, given: Collection[str]) -> Mesh:
         raise UsageError(f"--assign: {job.strategy or job.model.name} shards itself; helper ranks compute layers")
     if helpers and job.adapt is not None:
         raise UsageError("--assign with --adapt: a run with helper ranks keeps its shape; omit one of them")
-    if resume and "assign" not in given and axes and prod(axes.values()) == world().size:
-        helpers = []
+    if helpers and resume and "assign" not in given:
+        left = world().size - len(helpers)
+        helpers = helpers if max(helpers) < world().size and prod((axes or {"": left}).values()) == left else []
     options = {"check": job.check, "timeout": job.timeout, "deterministic": job.deterministic}
     return mesh_without(helpers, axes or {}, order=job.composition.order, **options)
 
