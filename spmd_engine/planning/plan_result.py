@@ -15,6 +15,7 @@ import numpy as np
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition, axes_text
 from spmd_engine.configuration import Configuration, setting
+from spmd_engine.engine.helpers import helper_ranks
 from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
@@ -36,7 +37,7 @@ from spmd_engine.units import readable_bytes, readable_seconds
 
 COMPOSITION_OPTIONS = (
     *("zero", "sequence_parallel", "schedule", "chunks", "stages", "recompute", "shares", "state_shares"),
-    *("min_tensor_size", "rank_order", "offload", "offload_to", "offload_dir"),
+    *("min_tensor_size", "rank_order", "offload", "offload_to", "offload_dir", "assign"),
 )
 
 
@@ -230,7 +231,7 @@ class PlanResult:
             assert plan is not None
             needs = plan.seconds, plan.sent, plan.memory
         return PlanFile(
-            ranks=prod(composition.mesh.values()),
+            ranks=prod(composition.mesh.values()) + len(helper_ranks(composition.assigned)),
             model=ModelConfig(name=model, dtype=str(dtype_of(request.dtype)), lora=lora),
             batch_size=self.batch_size,
             micro_batches=self.micro_batches,

@@ -146,7 +146,7 @@ def slot_table_bytes(analysis: StepAnalysis, nodes: Sequence[str]) -> list[int]:
     """Bytes of the slot tables that each rank holds. ``nodes`` names each rank's host; a host of one rank has none."""
     coordinates = list(product(*map(range, analysis.axes.values())))
     on_node: dict[str, list[Coordinates]] = defaultdict(list)
-    for position, node in zip(coordinates, nodes, strict=True):
+    for position, node in zip(coordinates, nodes, strict=False):  # helper ranks come last
         on_node[node].append(position)
     sizes = [0] * analysis.ranks
     for rank_class in analysis:
