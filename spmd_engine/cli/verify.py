@@ -120,6 +120,10 @@ def verify(context: click.Context, engine: str | None, job: TrainConfig, **optio
             raise UsageError(f"{_flag(name)} goes with an engine of your own: verify MODULE:NAME")
     if bool(options["imported"]) != bool(options["reference"]):
         raise UsageError("--import PATH and --reference FILE.npz go together; give both")
+    if options["imported"] and job.composition.assigned:
+        raise UsageError(
+            f"--import with --assign {job.composition.assign}: it compares layers of this rank; omit --assign"
+        )
     if job.data.micro_batches > MOST_PARTS:
         raise UsageError(f"--micro-batches {job.data.micro_batches}: verify takes at most {MOST_PARTS}")
     emulation = emulated() if job.model.dtype in HALVES else nullcontext()

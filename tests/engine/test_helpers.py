@@ -41,6 +41,10 @@ def trained(engine, micro_batches, grad_clip=1.0):
     return {name: np.asarray(value) for name, value in (numbers | arrays).items()}
 
 
+def calls_and_bytes(ledger):
+    return {line: (entry.calls, entry.sent) for line, entry in ledger.entries.items() if entry.calls}
+
+
 def on_mesh_and_helpers(model, composition, program):
     """``program(engine)`` on the ranks of the mesh; on helper ranks their ledgers."""
 
@@ -50,7 +54,7 @@ def on_mesh_and_helpers(model, composition, program):
         with mesh_without(helpers, composition.mesh, order=composition.order, timeout=60.0) as mesh:
             if mesh.is_helper:
                 assert serve(mesh, lambda order: build_helper(model, mesh, composition)) == 0
-                return dict(mesh.ledger.entries)
+                return calls_and_bytes(mesh.ledger)
             with Helpers(mesh) as started:
                 engine = build_engine(model, mesh, composition)
                 started.start({}, engine.first_owners)
@@ -89,7 +93,7 @@ def test_a_helper_rank_computes_what_one_device_does(model, axes, assign, option
 
     (expected,) = run_threads(alone, 1)
     found = on_mesh_and_helpers(model, composition, lambda engine: trained(engine, micro_batches))[0]
-    assert found.keys() <= expected.keys() and len(found) > len(expected) / 2
+    assert found.keys() <= expected.keys() and len(found) > 10
     for name, value in found.items():
         tolerance = {"rtol": 0, "atol": 1e-10 * max(1e-3, np.abs(expected[name]).max())}
         np.testing.assert_allclose(value, expected[name], **tolerance, err_msg=name)
@@ -102,9 +106,9 @@ def test_sixteen_bit_activations_are_sent_as_such_and_gradients_as_they_are_summ
     _, sent = on_mesh_and_helpers(model, composition, lambda engine: engine.step(batches(engine, 0)))
     block = [layer for name, layer in build_model("gpt-nano").layers if name.startswith("block1/")]
     size, width = 2 * 4 * 8, block[0].sizes["d"]
-    assert sent["send", "helper", "output"].sent == sent["send", "helper", "gradient"].sent == size * width
+    assert sent["send", "helper", "output"][1] == sent["send", "helper", "gradient"][1] == size * width
     gradients = sum(np.prod(p.whole(layer.sizes)) for layer in block for p in layer.parameters.values())
-    assert sent["send", "helper", "weights"].sent == 4 * gradients
+    assert sent["send", "helper", "weights"][1] == 4 * gradients
 
 
 @pytest.mark.parametrize("axes, assign", [({"data": 2}, "block1-2:rank2"), ({"pipe": 2}, "block0:rank1,block4:rank3")])
@@ -118,25 +122,20 @@ def test_messages_of_a_step_are_as_predicted_on_both_ends(axes, assign):
         trainer = Trainer(engine, SGD(), lambda step: batch, lambda step: 0.1, step_metrics=False)
         engine.mesh.ledger.clear()
         trainer.step()
-        return dict(engine.mesh.ledger.entries)
+        return calls_and_bytes(engine.mesh.ledger)
 
     analysis = analyze(model, axes, composition, batch_size=8, micro_batches=2, sequence=16, optimizer=SGD())
     results = on_mesh_and_helpers(model, composition, program)
     helpers = helper_ranks(composition.assigned)
     on_mesh, on_helpers = ([r for n, r in enumerate(results) if (n in helpers) is of] for of in (False, True))
 
-    def sums(ledgers):
-        lines = {line for ledger in ledgers for line, entry in ledger.items() if entry.calls}
-        return {
-            line: (sum(x[line].calls for x in ledgers if line in x), sum(x[line].sent for x in ledgers if line in x))
-            for line in lines
-        }
-
-    assert sums(on_mesh) == predicted_sums(analysis)
+    lines = dict.fromkeys(line for ledger in on_mesh for line in ledger)
+    sums = {line: tuple(sum(x.get(line, (0, 0))[n] for x in on_mesh) for n in (0, 1)) for line in lines}
+    assert sums == predicted_sums(analysis)
     for ledger, rank_class in zip(on_helpers, analysis.classes[-len(helpers) :], strict=True):
-        dismissal = ("receive", "helper", "request")  # and the order, before and after the step
-        found = {line: (e.calls - 2 * (line == dismissal), e.sent) for line, e in ledger.items()}
-        assert found == {line: (calls, sent) for line, (calls, _, sent) in rank_class.step.ledger().items()}
+        line = "receive", "helper", "request"
+        ledger[line] = ledger[line][0] - 2, 0  # the order before the step, and the dismissal after it
+        assert ledger == {line: (calls, sent) for line, (calls, _, sent) in rank_class.step.ledger().items()}
     assert analysis.ranks == 2 + len(helpers) == len(analysis.peak_bytes_by_rank())
     assert simulate(analysis, default_machine("cpu")).seconds > 0
 
