@@ -112,7 +112,7 @@ def _as_job(job: TrainConfig | Mapping[str, Any] | str | Path | None) -> TrainCo
     return TrainConfig.from_json(job, "train") if job is not None else TrainConfig()
 
 
-def _open_mesh(job: TrainConfig, resume: bool, given: Collection[str]) -> Mesh:
+def _open_mesh(job: TrainConfig, resume: bool = False, given: Collection[str] = ()) -> Mesh:
     """Open the mesh of a job; for a page of strategies, by default a mesh with the axes of that page. A run that is
     resumed by the ranks of its mesh alone goes on without helper ranks."""
     axes: Any = job.composition.mesh
