@@ -97,7 +97,10 @@ def matmul(a: Array, b: Array, out: Array | None = None, dtype: Any = None) -> A
 def convolve(kind: str, x: np.ndarray, w: np.ndarray, y: np.ndarray, rows: Window, columns: Window) -> bool:
     """As Library.convolve, by the library for large products of bfloat16; False without one."""
     library = _chosen.get((BFLOAT16, "large"))
-    return library is not None and library.convolve(kind, *map(np.ascontiguousarray, (x, w, y)), rows, columns)
+    if library is None:
+        return False
+    x, w, y = np.ascontiguousarray(x), np.ascontiguousarray(w), np.ascontiguousarray(y)
+    return library.convolve(kind, x, w, y, rows, columns)
 
 
 def product_by(

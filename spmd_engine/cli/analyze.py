@@ -15,6 +15,7 @@ from rich.table import Table
 from spmd_engine.axes import all_positions
 from spmd_engine.cli.options import axes_of, model_on, takes_job
 from spmd_engine.cli.show.picture import output_option, present, print_picture
+from spmd_engine.engine.helpers import helper_ranks
 from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.errors import UsageError
 from spmd_engine.pictures import BLUE, GREEN, ORANGE, PALE, PURPLE, SKY, VERMILLION, YELLOW, Cell, Picture, table, text
@@ -65,11 +66,15 @@ def analyze(
     if launcher_rank() > 0:
         return
     axes = axes_of(job)
-    ranks = len(all_positions(axes))
+    ranks = len(all_positions(axes)) + len(helper_ranks(job.composition.assigned))
     if rank is not None and rank >= ranks:
-        raise UsageError(f"--rank {rank}: the mesh has ranks 0 to {ranks - 1}")
+        raise UsageError(f"--rank {rank}: the job has ranks 0 to {ranks - 1}")
     if machine is not None and not shards:
         raise UsageError(f"--machine {machine}: add --shards, which are placed on its nodes")
+    if shards and job.composition.assigned:
+        raise UsageError(
+            f"--shards with --assign {job.composition.assign}: a helper rank has no shard; omit one of them"
+        )
     optimizer = OPTIMIZERS[job.training.optimizer]()
     if (make := job.model.engine) is not None:
         if job.device != "cpu":
@@ -177,6 +182,7 @@ def describe(analysis: StepAnalysis, rank: int, console: Console) -> None:
     """Print the step of one rank, and the totals of all ranks."""
     step = analysis.of_rank(rank)
     where = ", ".join(f"{axis} {place}" for axis, place in step.coordinates.items())
+    where = f"the rank at {where}" if where else "a helper rank"
     console.print(
         f"{analysis.model}: {analysis.parameters:,} parameters on {analysis.ranks} ranks, "
         f"{len(analysis.classes)} classes of equal ranks"
@@ -190,7 +196,7 @@ def describe(analysis: StepAnalysis, rank: int, console: Console) -> None:
             f"rank {rank} launches {step.launches:,} kernels, waits {step.waits:,} times for its device, besides "
             f"communication, and copies {step.copies:,} arrays to it"
         )
-    console.print(f"largest peak {analysis.peak_bytes:,} bytes; below: rank {rank} (as the rank at {where})\n")
+    console.print(f"largest peak {analysis.peak_bytes:,} bytes; below: rank {rank} (as {where})\n")
     console.print(_layers(step))
     console.print(_totals(analysis))
     path = critical_path(analysis)

@@ -17,7 +17,7 @@ from spmd_engine.checkpoints.pretrained import table as tensor_table
 from spmd_engine.cli.options import model_on, takes_job
 from spmd_engine.cli.show.memory import bytes_per_rank
 from spmd_engine.cli.show.sharding import placement_text
-from spmd_engine.engine.parallel_config import composed_assignment, composed_layout
+from spmd_engine.engine.parallel_config import composed_assignment, composed_layout, helper_stage
 from spmd_engine.engine.state.assignment import PIPE, Assignment, homes_of
 from spmd_engine.layers import Parameter
 from spmd_engine.layers.declarations import Buffer
@@ -85,6 +85,13 @@ def inspect(job: TrainConfig) -> None:
         console.print(f"{where}{layers} with {counts[1]} -> {_counted(len(assignment.groups), 'group')}")
         if assignment.frozen:
             console.print(f"{where}frozen weights in parts -> {_counted(len(assignment.frozen), 'group')}")
+    for term in composition.assigned:
+        numbers = term.numbers(built)
+        where = f" of stage {helper_stage(built, axes, composition, term.rank)}" if len(assignments) > 1 else ""
+        names = f"{built.layers[numbers[0]][0]} to {built.layers[numbers[-1]][0]}"
+        console.print(
+            f"helper rank {term.rank} computes {_counted(len(numbers), 'layer')}{where}, {names}, for its owners"
+        )
     console.print()
     console.print(_summary(held))
 

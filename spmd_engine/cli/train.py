@@ -87,7 +87,7 @@ def train(context: click.Context, **options: Any) -> None:
             observers=[Reporter(), *_loggers(options["logger"])],
             enforce=options["enforce"],
         )
-        if options["report"] and run.engine.device_id == 0:
+        if options["report"] and run and run.engine.device_id == 0:
             from spmd_engine.cli.report import write_report
 
             write_report([run.folder], run.folder / "report.html")
@@ -133,8 +133,8 @@ LORA = tuple(chosen_settings(TrainConfig, ["lora"]))
 #: Options that a plan decides; another value of them contradicts it.
 DECIDED = (
     "mesh", "zero", "sequence_parallel", "context_method", "schedule", "chunks", "stages", "recompute",
-    "shares", "state_shares", "min_tensor_size", "rank_order", "offload", "micro_batches", "batch_size", "optimizer",
-    "precision", *LORA,
+    "shares", "state_shares", "min_tensor_size", "rank_order", "offload", "assign", "micro_batches",
+    "batch_size", "optimizer", "precision", *LORA,
 )  # fmt: skip
 
 

@@ -19,8 +19,9 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.distributed import check_mesh
+from spmd_engine.engine.helpers import Helpers
 from spmd_engine.engine.optimizers import SGD, AdamW
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, order_to_help, serve_as_helper
 from spmd_engine.errors import UsageError
 from spmd_engine.formats import MappedArray, npz_names, read_npz
 from spmd_engine.models.user_code import code_named
@@ -119,16 +120,22 @@ def verify(context: click.Context, engine: str | None, job: TrainConfig, **optio
             raise UsageError(f"{_flag(name)} goes with an engine of your own: verify MODULE:NAME")
     if bool(options["imported"]) != bool(options["reference"]):
         raise UsageError("--import PATH and --reference FILE.npz go together; give both")
+    if options["imported"] and job.composition.assigned:
+        raise UsageError(
+            f"--import with --assign {job.composition.assign}: it compares layers of this rank; omit --assign"
+        )
     if job.data.micro_batches > MOST_PARTS:
         raise UsageError(f"--micro-batches {job.data.micro_batches}: verify takes at most {MOST_PARTS}")
     emulation = emulated() if job.model.dtype in HALVES else nullcontext()
-    with _open_mesh(job) as mesh, emulation:
+    with _open_mesh(job) as mesh, Helpers(mesh) as helpers, emulation:
+        if mesh.is_helper:
+            sys.exit(serve_as_helper(mesh))
         if options["imported"]:
             paths = options["imported"], options["reference"]
             if not verify_import(*paths, mesh, _composition(job, mesh), job.device, options["tolerance"]):
                 sys.exit(1)
             return
-        case = _Case(job, mesh, options)
+        case = _Case(job, mesh, helpers, options)
         if job.strategy:
             report = _verify_page(job.strategy, case)
         elif engine:
@@ -146,6 +153,7 @@ class _Case(NamedTuple):
 
     job: TrainConfig
     mesh: Mesh
+    helpers: Helpers
     options: dict[str, Any]
 
 
@@ -163,7 +171,7 @@ def _open_mesh(job: TrainConfig) -> Mesh:
     """Open the job's mesh; for a page of strategies, by default a mesh with the axes of that page."""
     if job.strategy and not job.composition.mesh:
         return open_mesh(job, default_axes(strategy_named(job.strategy), world().size))
-    return open_mesh(job)
+    return open_mesh(job, helped=True)
 
 
 def _verify_model(case: _Case) -> Report:
@@ -178,6 +186,7 @@ def _verify_model(case: _Case) -> Report:
     given = with_shape(job.model, mesh.group())
     model = given if half else given.changed(dtype="float64")
     engine = engine_of_model(model, mesh, composition, device=job.device)
+    case.helpers.start(order_to_help(model, mesh, composition, job.device), engine.first_owners)
     plain, axes = ParallelConfig(), {"data": 1}
     if "context" in mesh.axes:  # one device needs no other context method
         plain, axes = ParallelConfig(context_method="gather"), axes | {"context": 1}

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend
-from spmd_engine.axes import MeshPosition, Over, StageSizes, checked_axes, count_ranks, rank_grid
+from spmd_engine.axes import MeshPosition, Over, StageSizes, axes_text, checked_axes, count_ranks, rank_grid
 from spmd_engine.comm.communicators.communicator import Communicator
+from spmd_engine.comm.communicators.threads import solo
 from spmd_engine.comm.group import Group, Out, Sizes
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Pending
@@ -168,6 +169,10 @@ class Mesh(Collectives, MeshPosition):
     Raises MeshError if the sizes do not give the number of ranks, or the order names other ranks.
     """
 
+    outside: Group | None = None  #: for messages with ranks of the world that are not on the mesh: see ``mesh_without``
+    helpers: Sequence[int] = ()  #: these ranks
+    members: Sequence[int] = ()  #: those on the mesh
+
     def __init__(
         self,
         comm: Communicator | None = None,
@@ -251,6 +256,11 @@ class Mesh(Collectives, MeshPosition):
         return members[members >= 0].tolist()
 
     @property
+    def is_helper(self) -> bool:
+        """Whether this rank is a helper rank, and alone on its mesh."""
+        return self.outside is not None and self.outside.rank in self.helpers
+
+    @property
     def checks(self) -> bool:
         """Whether ranks of a node compare their calls."""
         return bool(self._options["check"])
@@ -320,3 +330,27 @@ class Mesh(Collectives, MeshPosition):
         from spmd_engine.comm.views import draw_mesh
 
         return draw_mesh(self.all_axes, self.ranks, self.nodes)._repr_html_()
+
+
+def mesh_without(
+    helpers: Sequence[int], axes: Mapping[str, Any], comm: Communicator | None = None, **options: Any
+) -> Mesh:
+    """The mesh of the ranks of the world but the ``helpers``; on one of these, a mesh of itself alone. Messages between
+    both go through ``outside``. ``options`` are those of ``Mesh``. Raises UsageError if the world lacks a rank."""
+    comm = comm if comm is not None else world()
+    if not helpers:
+        return Mesh(comm, **options, **axes)
+    members = [rank for rank in range(comm.size) if rank not in helpers]
+    if max(helpers) >= comm.size:
+        raise UsageError(f"helper rank {max(helpers)}: the job has the ranks 0 to {comm.size - 1}")
+    if axes and count_ranks(axes) != len(members):  # on helper ranks, too
+        raise WrongNumberOfRanks(axes_text(axes), count_ranks(axes), len(members))
+    if comm.rank in helpers:
+        mesh = Mesh(solo(comm.progress))
+    else:
+        mesh = Mesh(comm.subset(members, options.get("timeout", TIMEOUT)), **options, **axes)
+        mesh._owned.append(mesh.comm)
+    given: Any = {name: value for name, value in options.items() if name in ("check", "timeout", "deterministic")}
+    mesh.outside = Group(comm, "helper", mesh.ledger, **given)
+    mesh.helpers, mesh.members = list(helpers), members
+    return mesh

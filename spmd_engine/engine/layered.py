@@ -46,8 +46,9 @@ class LayeredEngine(StoredEngine):
     ``schedule``    the order in which the stages along axis ``pipe`` work on micro-batches
     ``stages``      which layers each stage has: evenly by number or by cost, or the first layer of each
     ``recompute``   which layers repeat their forward in the backward, instead of keeping activations
+    ``assign``      which layers helper ranks compute: "block3-5:rank2"
 
-    The last three also take values of the command line: "zero-bubble", "0,3,7", "block".
+    ``schedule``, ``stages`` and ``recompute`` also take values of the command line: "zero-bubble", "0,3,7", "block".
 
     Parameters, and the frozen weights under adapters, are ``drawn``, or zeros until they are loaded. Unless ``placed``,
     this rank is outside the mesh and holds nothing, until ``reshard`` takes it onto another one.
@@ -66,6 +67,7 @@ class LayeredEngine(StoredEngine):
         schedule: Schedule | str | None = None,
         stages: Division = "even",
         recompute: Recompute | str = Recompute.NONE,
+        assign: str | None = None,
         drawn: bool = True,
         placed: bool = True,
     ) -> None:
@@ -84,6 +86,7 @@ class LayeredEngine(StoredEngine):
                 schedule=schedule,
                 stages=stages,
                 recompute=recompute,
+                assign=assign,
             )
         )
         if drawn:
@@ -173,6 +176,11 @@ class LayeredEngine(StoredEngine):
             del self._placed, self.store
 
     @property
+    def first_owners(self) -> Mapping[int, int]:
+        """The first owner of each helper rank, by their ranks in the world."""
+        return self._placed.first_owners
+
+    @property
     def is_placed(self) -> bool:
         """Whether this rank is on the mesh of the engine: False before or after its time there, see ``reshard``."""
         return "_placed" in vars(self)
@@ -227,11 +235,11 @@ class LayeredEngine(StoredEngine):
 
     def filled(self) -> None:
         self._placed.extras.begin()
-        self._placed.unsharder.release()
+        self._placed.unsharder.changed()
         self.store.publish()
 
     def after_update(self) -> None:
-        self._placed.unsharder.release()
+        self._placed.unsharder.changed()
         super().after_update()
         self._placed.extras.apply()
 

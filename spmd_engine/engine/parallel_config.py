@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from inspect import signature
 from typing import Any, Self
 
 from spmd_engine.arrays.backend import get_backend
 from spmd_engine.arrays.precision import FLOATS, dtype_of
 from spmd_engine.axes import MeshPosition, axes_as_json, axes_text, checked_axes, count_ranks, parse_axes, uneven_axes
-from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.mesh import Mesh, ranks_by_position
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import schedules
 from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.helpers import Assigned, HelperRank, check_assigned, owners_of, parse_assign, serve, stage_of
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.offload import PLACES, Offload
-from spmd_engine.engine.pipeline import Recompute
+from spmd_engine.engine.pipeline import Recompute, segments
 from spmd_engine.engine.state.assignment import (
     PIPE,
     STATE,
@@ -245,6 +247,13 @@ class ParallelConfig(Configuration):
     recompute: str = setting(
         "none", choices=RECOMPUTE, help="What the backward recomputes instead of keeping its activations."
     )
+    assign: str | None = setting(
+        None,
+        metavar="LAYERS:rankN,...",
+        unset="none",
+        help="Layers that ranks outside the mesh compute for those on it, as block3-5:rank2 (helper ranks); none: no "
+        "helper ranks.",
+    )
     compress: str = setting(
         "none",
         metavar="none|bfloat16|float16|top-k:FRACTION|powersgd:RANK",
@@ -301,7 +310,7 @@ class ParallelConfig(Configuration):
         super().__post_init__()
         compression(self.compress)
         parse_division(self.stages or "even")
-        _ = self.work_shares, self.storage, self.order
+        _ = self.work_shares, self.storage, self.order, self.assigned
 
     def as_json(self) -> dict[str, Any]:
         return super().as_json() | {"mesh": axes_as_json(self.mesh) if self.mesh is not None else None}
@@ -319,6 +328,11 @@ class ParallelConfig(Configuration):
         if not all(number.strip().isdecimal() for number in self.rank_order.split(",")):
             raise UsageError(f"--rank-order {self.rank_order}: write the numbers of ranks, as in 2,0,1")
         return tuple(map(int, self.rank_order.split(",")))
+
+    @property
+    def assigned(self) -> tuple[Assigned, ...]:
+        """The layers that helper ranks compute."""
+        return parse_assign(self.assign)
 
     @property
     def storage(self) -> ZeroConfig:
@@ -348,12 +362,13 @@ class ParallelConfig(Configuration):
 
     def how_on(self, axes: Mapping[str, int]) -> dict[str, Any]:
         """The options of ``LayeredEngine`` and its ``reshard``, on a mesh with these axes."""
-        return {
+        options = {
             "storage": self.storage,
             "schedule": self.schedule_on(axes),
             "stages": self.division,
             "recompute": Recompute(self.recompute),
         }
+        return options | ({"assign": self.assign} if self.assigned else {})
 
     def check(self, axes: Mapping[str, int], model: Model | None = None) -> list[str]:
         """Notices of options that have no effect, or little use, on a mesh with these axes.
@@ -389,6 +404,9 @@ class ParallelConfig(Configuration):
             overlaps(divided, self.storage.overlap)
         notices = self._without_effect(axes, mesh)
         if model is not None:
+            for term in self.assigned:
+                helper_stage(model, axes, self, term.rank)
+            check_assigned(self.assigned, axes, model, ("expert",) if self.expert_axes is None else self.expert_axes)
             sized = "model" in self.work_shares or uneven_axes(axes)
             shared_keys = None if sized else note_of_shared_keys(model, axes)
             more = self._about_images(axes, model), shared_keys
@@ -525,6 +543,50 @@ def build_engine(
         drawn=drawn,
         **composition.how_on(mesh.axes),
     )
+
+
+def order_to_help(model: ModelConfig, mesh: Mesh, composition: ParallelConfig, device: str) -> dict[str, Any]:
+    """The order with which ``Helpers`` start ``serve_as_helper`` for an engine of ``build_engine``, as JSON."""
+    composition = composition.changed(mesh=dict(mesh.axes))
+    return {"model": model.as_json(), "composition": composition.as_json(), "device": device}
+
+
+def serve_as_helper(mesh: Mesh) -> int:
+    """Compute on this helper rank what its owners request; return the exit code of the job. See ``serve``."""
+
+    def build(order: Mapping[str, Any]) -> HelperRank:
+        model = ModelConfig.from_json(order["model"], "the order")
+        composition = ParallelConfig.from_json(order["composition"], "the order")
+        return build_helper(model, mesh, composition, device=order["device"])
+
+    return serve(mesh, build)
+
+
+def build_helper(model: ModelConfig, mesh: Mesh, composition: ParallelConfig, *, device: str = "cpu") -> HelperRank:
+    """The part of this helper rank, whose mesh is that of ``mesh_without``, for the engine of the composition."""
+    assert mesh.outside is not None
+    world, axes = mesh.outside.comm, composition.mesh or {"data": len(mesh.members)}
+    positions = ranks_by_position([world.hosts[rank] for rank in mesh.members], composition.order)
+    engine_model = model.build(composition)
+    owners = owners_of(
+        helper_stage(engine_model, axes, composition, world.rank), axes, [mesh.members[number] for number in positions]
+    )
+    backend = get_backend(device, world.hosts[: world.rank].count(world.node), world.hosts.count(world.node))
+    return HelperRank(
+        engine_model,
+        mesh,
+        owners,
+        partial(segments, engine_model, recompute=Recompute(composition.recompute)),
+        dtype_of(model.dtype),
+        backend,
+    )
+
+
+def helper_stage(model: Model, axes: Mapping[str, int], composition: ParallelConfig, rank: int) -> int:
+    """The stage that a helper rank serves."""
+    stages, per_stage = axes.get(PIPE, 1), composition.schedule_on(axes).chunks
+    chunks = divide(model, stages * per_stage, composition.division, per_stage)
+    return stage_of(rank, composition.assigned, model, chunks, stages)
 
 
 def composed_layout(model: Model, place: MeshPosition, composition: ParallelConfig) -> Layout:

@@ -16,6 +16,7 @@ import numpy as np
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition, axes_text, count_ranks
 from spmd_engine.configuration import Configuration, setting
+from spmd_engine.engine.helpers import helper_ranks
 from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
@@ -37,7 +38,7 @@ from spmd_engine.units import readable_bytes, readable_seconds
 
 COMPOSITION_OPTIONS = (
     *("zero", "sequence_parallel", "schedule", "chunks", "stages", "recompute", "shares", "state_shares"),
-    *("min_tensor_size", "rank_order", "overlap_layers", "offload", "offload_to", "offload_dir"),
+    *("min_tensor_size", "rank_order", "overlap_layers", "offload", "offload_to", "offload_dir", "assign"),
 )
 
 
@@ -257,7 +258,7 @@ class PlanResult:
         request, composition, needs = self.request, self.composition, self.needs
         assert composition is not None and composition.mesh is not None
         return PlanFile(
-            ranks=count_ranks(composition.mesh),
+            ranks=count_ranks(composition.mesh) + len(helper_ranks(composition.assigned)),
             model=ModelConfig(name=model, dtype=self.precision, lora=lora),
             batch_size=self.batch_size,
             micro_batches=self.micro_batches,

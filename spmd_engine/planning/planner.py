@@ -12,6 +12,7 @@ import numpy as np
 
 from spmd_engine.axes import MeshPosition, axes_text, checked_axes, count_ranks
 from spmd_engine.engine.batch import check_batch
+from spmd_engine.engine.helpers import helper_ranks
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
 from spmd_engine.errors import UsageError
 from spmd_engine.importing import uncollected
@@ -27,6 +28,7 @@ from spmd_engine.planning.search.plan_evaluation import (
     PlanEvaluation,
     evaluate_plan,
     evaluate_step,
+    order_with,
     peak_memory,
     state_shares,
     work_shares,
@@ -136,7 +138,11 @@ def plan(
 
 @uncollected()  # costs of layers live as long as the search; garbage collection took a third of its time
 def find_plan(request: Request) -> PlanResult:
-    """The best plan, or why there is none."""
+    """The best plan, or why there is none. Raises UsageError for given helper ranks, which need a mesh."""
+    if request.base.assigned:
+        raise UsageError(
+            f"--assign {request.base.assign} needs --mesh, the mesh of the other ranks: helper ranks are not searched"
+        )
     return _PlanSearch(request).run()
 
 
@@ -530,7 +536,8 @@ def fixed_plan(request: Request) -> PlanResult:
     stages, parallel = fixed.pop("stages", None), bool(fixed.pop("sequence_parallel", False))
     stages = stages if isinstance(stages, str | None) else ",".join(map(str, stages))
     composition = request.base.changed(mesh=axes, sequence_parallel=parallel, stages=stages, **fixed)
-    ranks, batch_size = max(request.ranks), request.batch_sizes[0]
+    helpers = helper_ranks(composition.assigned)
+    ranks, batch_size = max(request.ranks) + len(helpers), request.batch_sizes[0]
     machine = request.machine.with_ranks(ranks)
     position = MeshPosition(axes, dict.fromkeys(axes, 0))
     layout = composed_layout(request.model, position, composition)
@@ -541,7 +548,7 @@ def fixed_plan(request: Request) -> PlanResult:
         return evaluate_step(request.model, machine, axes, composition, batch_size, micro_batches, **options)
 
     evaluation = evaluated(composition)
-    placed = machine.placed(composition.order)
+    placed = machine.placed(order_with(helpers, composition.order, ranks) if helpers else composition.order)
     memory_limits = request.limits.memory_by_rank(placed) if machine.heterogeneous else ()
     needs = {
         "memory": peak_memory(evaluation.analysis, memory_limits),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +17,12 @@ from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.checkpoints.format.folder import find_checkpoint, make_folder, replace_file
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
 from spmd_engine.comm.device_transport import choose_transport
-from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.mesh import Mesh, mesh_without
 from spmd_engine.comm.world import world
+from spmd_engine.engine.helpers import Helpers, helper_ranks
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.offload import OffloadError
+from spmd_engine.engine.parallel_config import order_to_help, serve_as_helper
 from spmd_engine.errors import UsageError
 from spmd_engine.models.load_config import short_name
 from spmd_engine.strategies import default_axes, strategy_named
@@ -55,7 +59,8 @@ def train(
     ``resume`` the run continues from its checkpoint, without the options of its composition that the mesh does not
     permit, unless they are ``given``. ``stop_at`` ends the run before the job's last step; ``trace`` is the number of
     steps to trace. After each step but the last and traced ones, ``propose(step)`` is called on rank 0 and may return a
-    request to change the shape of the job; see also ``migrate``. Raises UsageError for a job that cannot run.
+    request to change the shape of the job; see also ``migrate``. A helper rank returns None at the end of the job.
+    Raises UsageError for a job that cannot run.
     """
     job = _as_job(job)
     steps = job.training.steps
@@ -63,15 +68,26 @@ def train(
         raise UsageError(f"--stop-at {stop_at} with --steps {steps}: it must be from 1 to {steps}")
     if resume and run is None:
         raise UsageError("--resume needs --run NAME: name the run to continue")
-    with _open_mesh(job) as mesh:
+    with _open_mesh(job, resume, given) as mesh, Helpers(mesh) as helpers:
+        if mesh.is_helper:
+            if code := serve_as_helper(mesh):
+                sys.exit(code)
+            return None  # pyright: ignore[reportReturnType]  (only in jobs with helper ranks)
+        left_out = job.composition.assign if job.composition.assigned and not mesh.helpers else None
+        if left_out:
+            job = job.changed(composition=job.composition.changed(assign=None))
         job = with_shape_of_weights(job, mesh)
         if job.model.lora is not None and job.model.path is None:
             raise UsageError(f"adapters need trained weights, and {job.model.name} has none: give --model PATH")
         job, notices = _fit_to_mesh(job, mesh, resume, given)
+        notices += [f"continues without --assign {left_out} (there are no more ranks)"] if left_out else []
         notices += choose_products(mesh.group(), job.products, dtype=job.model.dtype, device=job.device)
         backend = get_backend(job.device, *mesh.process_on_node, memory=job.device_memory)
         notices += choose_transport(mesh.group(), backend, job.transport)
         workload = open_workload(job, mesh)
+        if mesh.helpers and isinstance(workload.engine, LayeredEngine):
+            order = order_to_help(workload.job.model, mesh, job.composition, job.device)
+            helpers.start(order, workload.engine.first_owners)
         notices += _notices_without_effect(workload)
         folder = Path(text_from_rank_zero(mesh.group(), lambda: _open_folder(job, run, resume)))
         if job.adapt is not None:
@@ -100,13 +116,22 @@ def _as_job(job: TrainConfig | Mapping[str, Any] | str | Path | None) -> TrainCo
     return TrainConfig.from_json(job, "train") if job is not None else TrainConfig()
 
 
-def _open_mesh(job: TrainConfig) -> Mesh:
-    """Open the mesh of a job; for a page of strategies, by default a mesh with the axes of that page."""
+def _open_mesh(job: TrainConfig, resume: bool = False, given: Collection[str] = ()) -> Mesh:
+    """Open the mesh of a job; for a page of strategies, by default a mesh with the axes of that page. A run that is
+    resumed by the ranks of its mesh alone goes on without helper ranks."""
     axes: Any = job.composition.mesh
     if job.strategy and not axes:
         axes = default_axes(strategy_named(job.strategy), world().size)
-    order = job.composition.order
-    return Mesh(check=job.check, timeout=job.timeout, deterministic=job.deterministic, order=order, **(axes or {}))
+    helpers = helper_ranks(job.composition.assigned)
+    if helpers and (job.strategy or job.model.engine is not None):
+        raise UsageError(f"--assign: {job.strategy or job.model.name} shards itself; helper ranks compute layers")
+    if helpers and job.adapt is not None:
+        raise UsageError("--assign with --adapt: a run with helper ranks keeps its shape; omit one of them")
+    if helpers and resume and "assign" not in given:
+        left = world().size - len(helpers)
+        helpers = helpers if max(helpers) < world().size and prod((axes or {"": left}).values()) == left else []
+    options = {"check": job.check, "timeout": job.timeout, "deterministic": job.deterministic}
+    return mesh_without(helpers, axes or {}, order=job.composition.order, **options)
 
 
 def with_shape_of_weights(job: TrainConfig, mesh: Mesh) -> TrainConfig:

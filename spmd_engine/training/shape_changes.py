@@ -73,6 +73,7 @@ class ShapeChanges:
         self._port: Port | None = None  # of ranks that are taken in now
         if engine.device_id == 0:
             refuses = "" if self._reshaper else f"{job.strategy or job.model.name} shards itself: no ranks can join it"
+            refuses = refuses or (_HELPED if engine.mesh.helpers else "")
             self._joining = JoinRequests(run.folder, refuses, facts_of(run.config or {}))
         self._rebalancer = self._new_rebalancer()
         self._live: LiveMigration | None = None  # while one goes on
@@ -291,6 +292,8 @@ class ShapeChanges:
             raise UsageError(f"{job.strategy or job.model.name} shards itself: its shape cannot change")
         if request.model not in (None, job.model.name):
             raise UsageError(f"this is a shape for {request.model}, and the run trains {job.model.name}")
+        if self._run.engine.mesh.helpers or request.composition.get("assign"):
+            raise UsageError(_HELPED)
         shape, notices = reshaper.changed(request)
         reshaper.check(shape, job.data.batch_size, job.data.micro_batches)
         if (moved := reshaper.within_overlap(shape)) != shape:
@@ -377,6 +380,9 @@ class ShapeChanges:
         """Wake the idle ranks for the last time, on rank 0."""
         if self._reshaper and self._reshaper.idle.ranks and self._run.engine.device_id == 0:
             self._reshaper.idle.wake({"exit": code, "error": error})
+
+
+_HELPED = "a run with helper ranks (--assign) keeps its shape: stop it, and resume it with other options"
 
 
 class _Dismissed(Exception):

@@ -256,7 +256,8 @@ class StepMetrics:
 
     def __init__(self, mesh: Mesh, brief: bool = False) -> None:
         self._mesh, self._brief, self._began = mesh, brief, perf_counter()
-        self._before = _state(mesh) if mesh.size > 1 and not brief else None
+        self._alone = mesh.size == 1 and not mesh.helpers
+        self._before = None if self._alone or brief else _state(mesh)
 
     def close(
         self, skips: bool = False, signal: int | None = None, requests: bool = False
@@ -272,11 +273,11 @@ class StepMetrics:
         seconds = perf_counter() - self._began
         if self._brief:
             return seconds, {}, *self._largest_signal(skips, signal, requests)
-        if self._mesh.size == 1:
+        if self._alone:
             return seconds, {"bytes_sent": 0, "private_bytes": [_private_bytes(_now())]}, signal or 0, requests
         own = [_private_bytes(_now()), seconds, skips, signal or 0, requests]
         mine = np.concatenate([_state(self._mesh) - self._before, own])
-        axes = list(self._mesh.axes)
+        axes = _counted_axes(self._mesh)
         ranks = np.array(by_rank(self._mesh, self._mesh.all_gather(mine[None], label="metrics")))
         memory, seconds, skipped, signals, requested = ranks[:, -5:].T
         _check_equal(skipped)
@@ -346,12 +347,17 @@ def _check_equal(skips: np.ndarray) -> None:
         )
 
 
+def _counted_axes(mesh: Mesh) -> list[str]:
+    """The axes of the mesh, and that of messages with helper ranks."""
+    return [*mesh.axes, *([mesh.outside.axes] if mesh.outside else [])]
+
+
 def _state(mesh: Mesh) -> np.ndarray:
     """Idle seconds so far; bytes sent over each mesh axis; seconds in collectives over each; processor seconds.
 
     A call over several axes counts for the first of them.
     """
-    places = {axis: place for place, axis in enumerate(mesh.axes)}
+    places = {axis: place for place, axis in enumerate(_counted_axes(mesh))}
     sent, waited = [0] * len(places), [0.0] * len(places)
     for (_, over, _), entry in mesh.ledger.entries.items():
         place = places.get(over.partition(",")[0])

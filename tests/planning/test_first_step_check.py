@@ -65,7 +65,7 @@ def test_a_job_s_mesh_sums_in_rank_order_if_it_says_so(monkeypatch):
     from spmd_engine.training import run_job
 
     asked = {}
-    monkeypatch.setattr(run_job, "Mesh", lambda **options: asked.update(options))
+    monkeypatch.setattr(run_job, "mesh_without", lambda helpers, axes, **options: asked.update(axes, **options))
     run_job._open_mesh(TrainConfig.of(model="mlp", deterministic=True, mesh={"data": 2}))
     assert asked["deterministic"] is True and asked["data"] == 2
 

@@ -80,6 +80,10 @@ class Buffers:
         for local_name, update in updates.items():
             self._updates.setdefault(f"{self._names[number]}/{local_name}", {})[micro_batch] = update
 
+    def is_unreduced(self, number: int, name: str) -> bool:
+        """Whether the updates of a layer's buffer are summed over ranks."""
+        return bool(self._axes[f"{self._names[number]}/{name}"])
+
     def apply(self) -> None:
         """Fold the updates of all micro-batches into the buffers, and send those to the stages that only hold them.
 
@@ -230,3 +234,16 @@ class Extras:
         """Store what the layer with this number returned for a micro-batch."""
         self.buffers.take(number, ctx.micro_batch, extra.updates)
         self.side_outputs.take(number, ctx.share, extra.outputs)
+
+    def take_whole(self, number: int, ctx: ForwardContext, extra: Extra, counts: bool) -> None:
+        """As ``take``, of all samples of the micro-batch: the owners of a helper rank have the same, and it ``counts``
+        on one of them."""
+        updates = {
+            name: update
+            if counts or not self.buffers.is_unreduced(number, name)
+            else backend_of(update).xp.zeros_like(update)
+            for name, update in extra.updates.items()
+        }
+        self.buffers.take(number, ctx.micro_batch, updates)
+        if counts:
+            self.side_outputs.take(number, ctx.share, extra.outputs)

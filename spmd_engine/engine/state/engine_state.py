@@ -14,6 +14,7 @@ from spmd_engine.axes import MeshPosition, uneven_axes
 from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.helpers import AssignedLayers, Helped
 from spmd_engine.engine.offload import Stash
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.pipeline import Chunk, Execution, PipelineNeighbours, Recompute, check_recompute, segments
@@ -62,6 +63,7 @@ class EngineState:
     program: Callable[[int], Program]  #: this rank's, for a number of micro-batches
     positions: Callable[[int], tuple[Array, Array]]  #: this rank's, by length: inside layers, and between
     frozen: FrozenStore
+    first_owners: Mapping[int, int]  #: by helper rank
 
     def execution(
         self, contexts: Sequence[ForwardContext], inputs: Sequence[Array], loss_gradient: Callable[[int, Array], Any]
@@ -81,10 +83,11 @@ def place(
     schedule: Schedule | str | None = None,
     stages: Division = "even",
     recompute: Recompute | str = Recompute.NONE,
+    assign: str | None = None,
 ) -> EngineState:
     """The model on this mesh; its parameters are zeros. Options are those of ``LayeredEngine``. Collective.
 
-    Raises the errors of ``assigned``.
+    Raises the errors of ``assigned``, and of ``AssignedLayers``.
     """
     schedule, assignment = assigned(
         model,
@@ -116,13 +119,30 @@ def place(
     shards = [Shards(mesh, layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
     stash = Stash(store.offload_file) if "activations" in storage.offload.kinds and store.offload_file else None
     parts = model.layers, shards, unsharder, reducer, extras, stash, dtype
+
+    def chunk_of(layers: Sequence[int]) -> Chunk:
+        return Chunk(segments(model, layers, Recompute(recompute)), *parts)
+
+    assigned_layers = AssignedLayers(assign, model, mesh, assignment.chunks)
     chunks = {
-        number: Chunk(segments(model, layers, Recompute(recompute)), *parts)
+        number: assigned_layers.chunk(layers, chunk_of, Helped(unsharder, reducer, extras, backend))
         for number, layers in zip(assignment.mine, passes, strict=True)
     }
     positions = lru_cache(maxsize=8)(partial(_positions, layout, mesh, backend))
     return EngineState(
-        mesh, layout, schedule, store, extras, unsharder, reducer, neighbours, chunks, program, positions, frozen
+        mesh,
+        layout,
+        schedule,
+        store,
+        extras,
+        unsharder,
+        reducer,
+        neighbours,
+        chunks,
+        program,
+        positions,
+        frozen,
+        assigned_layers.first_owners,
     )
 
 

@@ -47,9 +47,11 @@ class Reducer:
         self._reducing: list[Pending | Deferred] = []
         self._in_flight: deque[tuple[GroupStorage, Pending | Deferred]] = deque()
         self._first: set[GroupStorage] = set()  # groups whose owners have received nothing in this step
+        self.steps = self.micro_batches = 0  #: steps begun, and the micro-batches of the present one
 
     def begin(self, micro_batches: int) -> None:
         """Prepare for a step, also after one that raised an exception."""
+        self.steps, self.micro_batches = self.steps + 1, micro_batches
         for pending in self._reducing:  # of a failed step: until they end they write to the gradients
             with suppress(SpmdError):
                 pending.wait()

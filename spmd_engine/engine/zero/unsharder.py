@@ -37,6 +37,7 @@ class Unsharder:
         self._in_parts = any(storage.is_released for storage in storages)
         self._trees: dict[int, dict[str, Any]] = {}  # of layers whose parameters are present
         self._gathered: list[GroupStorage] = []  # sharded, and whole at present
+        self.changes = 0  #: how often the parameters have changed
 
     def unshard(self, layer: int, *, keep: Iterable[int] = (), prefetch: Iterable[int] = ()) -> dict[str, Any]:
         """The parameters of a layer by local name, "norm/scale" at ["norm"]["scale"], valid until the next call.
@@ -49,7 +50,7 @@ class Unsharder:
         if layer not in self._trees:
             names = self._uses[layer]
             arrays = {name: self._storage_of[full_name].parameters[full_name] for name, full_name in names.items()}
-            self._trees[layer] = _tree({**arrays, **self._buffers.get(layer, {})})
+            self._trees[layer] = tree_of({**arrays, **self._buffers.get(layer, {})})
         return self._trees[layer]
 
     def _gather(self, layer: int, keep: Iterable[int], prefetch: Iterable[int]) -> None:
@@ -68,9 +69,14 @@ class Unsharder:
         return (storage for storage in self._storages[layer] if storage.is_released)
 
     def release(self) -> None:
-        """Release all groups: the parameters have changed, or will not be needed for long."""
+        """Release all groups: they will not be needed for long."""
         self._release_all(self._gathered)
         self._gathered = []
+
+    def changed(self) -> None:
+        """Release all groups, since the parameters have changed."""
+        self.changes += 1
+        self.release()
 
     def _release_all(self, storages: Iterable[GroupStorage]) -> None:
         for storage in storages:
@@ -86,7 +92,7 @@ class _OwnArrays(dict[str, Any]):
         raise UnknownParameter(name, self, "layer")
 
 
-def _tree(arrays: Mapping[str, Array]) -> dict[str, Any]:
+def tree_of(arrays: Mapping[str, Array]) -> dict[str, Any]:
     """A layer's arrays; "norm/scale" stands at ["norm"]["scale"]."""
     tree: dict[str, Any] = _OwnArrays()
     for name, array in arrays.items():

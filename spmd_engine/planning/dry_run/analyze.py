@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,9 +24,17 @@ from spmd_engine.comm.blocks import span
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.engine.distributed import DistributedEngine, make_engine
+from spmd_engine.engine.helpers import HelperRank, content_of, helper_ranks, owners_of
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import AdamW, Optimizer
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, composed_assignment, composed_layout
+from spmd_engine.engine.parallel_config import (
+    ModelConfig,
+    ParallelConfig,
+    composed_assignment,
+    composed_layout,
+    helper_stage,
+)
+from spmd_engine.engine.pipeline import Recompute, segments
 from spmd_engine.engine.state.assignment import BATCH, PIPE
 from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.errors import UsageError
@@ -42,8 +51,8 @@ from spmd_engine.planning.dry_run.rank_classes import (
     slot_table_bytes,
     uneven_parts,
 )
-from spmd_engine.planning.dry_run.recorder import Phase, Recorder, watch_storage
-from spmd_engine.planning.dry_run.shaped_mesh import DryRunRanks, Mailbox, ShapedMesh
+from spmd_engine.planning.dry_run.recorder import Phase, Recorder, watch_helper, watch_storage
+from spmd_engine.planning.dry_run.shaped_mesh import DryRunRanks, Mailbox, ShapedHelperGroup, ShapedMesh
 from spmd_engine.planning.dry_run.step_analysis import (
     ParameterShard,
     Phases,
@@ -93,6 +102,8 @@ def analyze(
         layout = layout_for(built, position)
     composition = composition if composition is not None else ParallelConfig()
     layout = layout if layout is not None else composed_layout(built, position, composition)
+    helpers = helper_ranks(composition.assigned)
+    every = every or bool(helpers)  # the first owner sends the weights
     parts = [span(batch_size, micro_batches, m) for m in range(micro_batches)]
     samples = [part.stop - part.start for part in parts]
     every = every or bool(uneven_axes(axes))  # their classes are not found
@@ -115,12 +126,14 @@ def analyze(
             partial(dry_run.step, numbers[0], cache if uniform else PassCache(), scope, kinds, samples)
             for numbers in members.values()
         ]
+        programs += [partial(dry_run.help, rank, kinds) for rank in helpers]
         steps = ranks.mailbox.run(programs)
+    numbers = [*members.values(), *([ranks.size + n] for n in range(len(helpers)))]
     notes = dict.fromkeys(note for _, notes in steps for note in notes)
     analysis = StepAnalysis(
         built.name,
         dict(axes),
-        [RankClass(step, numbers) for (step, _), numbers in zip(steps, members.values(), strict=True)],
+        [RankClass(step, of_class) for (step, _), of_class in zip(steps, numbers, strict=True)],
         micro_batches,
         built.parameter_count,
         composition.changed(mesh=dict(axes)).as_json(),
@@ -180,12 +193,15 @@ class DryRun:
             mesh = ShapedMesh(self.ranks, position_of(number, axes).coordinates, recorder)
             with recorder.meter.taking("parameters"):
                 options = self.composition.how_on(axes)
+                if helpers := helper_ranks(self.composition.assigned):
+                    ShapedHelperGroup(mesh, number, self.ranks.members(helpers), helpers)
                 engine = DryRunEngine(self.model, mesh, self.layout, dtype=self.dtype, backend=self.backend, **options)
             watch_storage(engine, recorder)
             if "activations" in engine.store.offload.kinds:
                 stash = StashOfShapes(recorder.meter)
                 for chunk in engine._placed.chunks.values():
-                    chunk.stash = stash
+                    for part in getattr(chunk, "own", [chunk]):
+                        part.stash = stash
 
             def compute() -> None:
                 passes = StepPasses(recorder, cache, scope, self.choose, kinds, samples)
@@ -204,8 +220,36 @@ class DryRun:
                 batch = synthetic_batch(self.model, engine, *self.sizes, engine.dtype)
             engine._placed.positions(("s" in self.model.inputs and batch.micro_batches[0].length) or 1)  # are kept
             step = _record_step(engine, optimizer, recorder, compute)
+            for rank, first in engine.first_owners.items():
+                if isinstance(mesh.outside, ShapedHelperGroup) and first == mesh.outside.world_rank:
+                    mesh.outside.end(rank)
             shards = shards_of(engine, len(optimizer.kinds))
             return replace(step, shards=shards, groups=mesh.group_keys(step.communications)), list(recorder.meter.notes)
+
+    def help(self, rank: int, kinds: Mapping[str, Hashable]) -> tuple[RankStep, list[str]]:
+        """As ``step``, of the helper rank with this number in the world."""
+        recorder, helpers = Recorder(Meter(self.choose)), helper_ranks(self.composition.assigned)
+        number, members = self.ranks.size + helpers.index(rank), self.ranks.members(helpers)
+        alone = replace(self.ranks, axes={"data": 1}, classes=np.array([number]), nodes=["helper"])
+        with metered(recorder.meter), ExitStack() as stack:
+            mesh = ShapedMesh(alone, {"data": 0}, recorder)
+            group = ShapedHelperGroup(mesh, number, members, helpers)
+            stage = helper_stage(self.model, self.ranks.axes, self.composition, rank)
+            owners = owners_of(stage, self.ranks.axes, members)
+            parts = partial(segments, self.model, recompute=Recompute(self.composition.recompute))
+            helper = HelperRank(self.model, mesh, owners, parts, self.dtype, self.backend)
+            watch_helper(helper, recorder)
+            passes = StepPasses(recorder, PassCache(), (), self.choose, kinds, ())
+            helper.wraps = lambda chunk: stack.enter_context(chunk.wrapped(partial(RecordedLayer, passes, {})))
+            recorder.restart()
+            while group.goes_on(owners[0]):
+                request = group.receive(owners[0], label="request")
+                helper.answer(content_of(request))
+            communications, peak = recorder.finish()
+            constants = sum(recorder.meter.constants.values())
+            about = recorder.computations, communications, recorder.timeline, peak
+            held = {"saved": recorder.saved, "temporaries": recorder.temporaries, "constants": constants}
+            return RankStep({}, *about, **held), list(recorder.meter.notes)
 
 
 def _prepare_optimizer(optimizer: Optimizer, engine: ShardedEngine, recorder: Recorder) -> Optimizer:

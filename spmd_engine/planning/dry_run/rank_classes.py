@@ -147,12 +147,12 @@ def slot_table_bytes(analysis: StepAnalysis, nodes: Sequence[str]) -> list[int]:
     """Bytes of the slot tables that each rank holds. ``nodes`` names each rank's host; a host of one rank has none."""
     coordinates = [tuple(place.coordinates.values()) for place in all_positions(analysis.axes)]
     on_node: dict[str, list[Coordinates]] = defaultdict(list)
-    for position, node in zip(coordinates, nodes, strict=True):
+    for position, node in zip(coordinates, nodes, strict=False):  # helper ranks come last
         on_node[node].append(position)
     sizes = [0] * analysis.ranks
     for rank_class in analysis:
         groups = _distinct_groups(analysis.axes, rank_class.step.groups, rank_class.step.coordinates)
-        for rank in rank_class.ranks:
+        for rank in rank_class.ranks if rank_class.step.coordinates else ():  # a helper rank has no groups
             near = on_node[nodes[rank]]
             if 1 < len(near) <= MOST_RANKS:
                 sizes[rank] = sum(_table_bytes(coordinates[rank], along, near) for along in groups)

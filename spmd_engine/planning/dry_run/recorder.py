@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd_engine.arrays.meta.meter import TEMPORARIES, Meter
+from spmd_engine.engine.helpers import HelperRank
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.planning.dry_run.step_analysis import (
     Communication,
@@ -245,6 +246,12 @@ def watch_storage(engine: LayeredEngine, recorder: Recorder) -> None:
     reducer.sums = _count_as(meter, reducer.sums, "whole gradients")
     reducer.layer_done = _count_as(meter, reducer.layer_done, "communication buffers")
     reducer.finish = _count_as(meter, reducer.finish, "communication buffers")
+
+
+def watch_helper(helper: HelperRank, recorder: Recorder) -> None:
+    """Count the memory of a helper rank's weights and their gradients by its kind."""
+    helper.receive_weight = _count_as(recorder.meter, helper.receive_weight, "parameters")
+    helper.weights.begin = _count_as(recorder.meter, helper.weights.begin, "gradients")
 
 
 def _count_as(meter: Any, function: Callable, kind: str | None, *name: str) -> Callable:

@@ -36,6 +36,15 @@ class DryRunRanks:
     mailbox: Mailbox
     nodes: Sequence[str]  #: the host of each rank, by number
 
+    @property
+    def size(self) -> int:
+        """The number of ranks of the mesh."""
+        return prod(self.axes.values())
+
+    def members(self, helpers: Sequence[int]) -> list[int]:
+        """The ranks of the world that are on the mesh, without these helper ranks."""
+        return [rank for rank in range(self.size + len(helpers)) if rank not in helpers][: self.size]
+
 
 class _NoCommunicator:
     """A communicator that knows its rank and sends nothing."""
@@ -252,6 +261,59 @@ class ShapedGroup(Group):
         return "message", self._key, sender, distance, number
 
 
+class ShapedHelperGroup(ShapedGroup):
+    """The messages between the ranks of a mesh and its helper ranks, whose ranks are those of the world.
+
+    In the analysis the ranks of the mesh have their numbers on it, and helper ranks the next ones. Values are sent
+    with shapes: requests, and tokens.
+    """
+
+    def __init__(self, mesh: ShapedMesh, number: int, members: Sequence[int], helpers: Sequence[int]) -> None:
+        self._numbers = {rank: number for number, rank in enumerate([*members, *helpers])}
+        size = len(self._numbers)
+        super().__init__(_NoCommunicator(number, size, ""), ("helper",), (), range(size), mesh)
+        self._world_rank = [*members, *helpers][number]
+        self._values: dict[tuple, int] = {}
+        mesh.outside, mesh.members, mesh.helpers = self, list(members), list(helpers)
+
+    @property
+    def world_rank(self) -> int:
+        return self._world_rank
+
+    def _value_key(self, sender: int, receiver: int) -> tuple:
+        self._values[sender, receiver] = self._values.get((sender, receiver), -1) + 1
+        return "value", sender, receiver, self._values[sender, receiver]
+
+    def start_send(self, to: int, x: Array, *, channel: int | None = None, label: str = "") -> Pending:
+        number = self._numbers[to]
+        self._mailbox.put(self._value_key(self.rank, number), None if isinstance(x, ShapedArray) else x)
+        return super().start_send(number, x, label=label)
+
+    def start_receive(
+        self, source: int, *, like: Backend = CPU, channel: int | None = None, label: str = ""
+    ) -> Pending:
+        number = self._numbers[source]
+        value_key = self._value_key(number, self.rank)
+        pending = super().start_receive(number, like=like, label=label)
+        assert isinstance(pending, _PendingShape)
+        pending.replaces(lambda: self._mailbox.take(value_key))
+        return pending
+
+    def end(self, to: int) -> None:
+        """Tell a helper rank, outside the step, that it has ended."""
+        number = self._numbers[to]
+        self._mailbox.put(self._value_key(self.rank, number), _END)
+
+    def goes_on(self, source: int) -> bool:
+        """Whether a rank sends one more request before it ends."""
+        number = self._numbers[source]
+        key = "value", number, self.rank, self._values.get((number, self.rank), -1) + 1
+        return self._mailbox.take(key) is not _END
+
+
+_END = object()
+
+
 class _PendingShape(Pending):
     """A call under way with a known result. It holds its input until the wait, and ``scratch`` more bytes during the
     wait."""
@@ -270,6 +332,12 @@ class _PendingShape(Pending):
     def release(self) -> None:
         """Release the input, which the other ranks have received."""
         self._held = None
+
+    def replaces(self, value: Callable[[], Any]) -> None:
+        """Replace the result by a value, unless it is None."""
+        shape = self._make
+        assert shape is not None
+        self._make = lambda: shape() if (known := value()) is None else (shape(), known)[1]
 
     @property
     def held(self) -> bool:

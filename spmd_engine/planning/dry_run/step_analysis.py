@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from spmd_engine.axes import MeshPosition, all_positions, axes_as_json, count_ranks, uneven_axes
+from spmd_engine.axes import MeshPosition, all_positions, axes_as_json, uneven_axes
 
 
 class HashedOnce(tuple):
@@ -287,7 +287,8 @@ class StepAnalysis:
 
     @property
     def ranks(self) -> int:
-        return count_ranks(self.axes)
+        """All ranks: those of the mesh and, with the next numbers, helper ranks."""
+        return sum(rank_class.count for rank_class in self.classes)
 
     @property
     def bytes_sent(self) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 
 from spmd_engine.axes import count_ranks
 from spmd_engine.comm.notation import weighted_lengths
+from spmd_engine.engine.helpers import helper_ranks
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import BATCH, STATE, WORK, Shares, shares_text
 from spmd_engine.models import Model, layout_for
@@ -99,6 +100,12 @@ class PlanEvaluation:
         }
 
 
+def order_with(helpers: Sequence[int], order: Sequence[int] | None, ranks: int | None) -> list[int]:
+    """The rank of the machine with each number of an analysis: those of the mesh, then helper ranks."""
+    members = [rank for rank in range(ranks or 0) if rank not in helpers]
+    return [*(members[number] for number in order or range(len(members))), *helpers]
+
+
 def evaluate_step(
     model: Model,
     machine: Machine,
@@ -110,7 +117,9 @@ def evaluate_step(
 ) -> PlanEvaluation:
     """Analyze and simulate one step, with the machine's ranks in the composition's order; ``options`` go to
     ``analyze``."""
-    machine = machine.with_ranks(count_ranks(axes)).placed(composition.order)
+    helpers = helper_ranks(composition.assigned)
+    machine = machine.with_ranks(count_ranks(axes) + len(helpers))
+    machine = machine.placed(order_with(helpers, composition.order, machine.ranks) if helpers else composition.order)
     stages = axes.get("pipe", 1)
     few = 2 * stages
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
+from math import prod
 from typing import Any
 
 from spmd_engine.axes import MeshPosition
@@ -55,7 +56,7 @@ class SimulatedCall:
 
 def simulated_ranks(analysis: StepAnalysis, most: int = MOST_RANKS) -> list[int]:
     """The ranks to simulate: all or, if they are more than ``most``, the rank of each stage that computes most."""
-    if analysis.ranks <= most:
+    if analysis.ranks <= most or analysis.ranks > prod(analysis.axes.values()):  # each owner waits for its helper rank
         return list(range(analysis.ranks))
     chosen: dict[int, tuple[int, int]] = {}
     for rank_class in analysis.classes:
@@ -84,7 +85,8 @@ def match_calls(analysis: StepAnalysis, steps: Mapping[int, RankStep]) -> dict[i
             stage = position.coordinates.get(PIPE, 0) * (PIPE not in axes)
             ends, label = communication.ends_of_message, communication.label
             kind = "message" if ends else communication.operation
-            key = (kind, axes, groups.number(position, axes) if all_ranks else stage)
+            number = groups.number(position, axes) if all_ranks else stage
+            key = (kind, axes, 0 if axes == ("helper",) else number)
             key += ends or (communication.ranks, "" if kind == "barrier" else label)
             counts[key] += 1
             key = (*key, counts[key])
@@ -109,8 +111,11 @@ def match_calls(analysis: StepAnalysis, steps: Mapping[int, RankStep]) -> dict[i
 def _call_ranks(
     groups: _Groups, position: MeshPosition, axes: tuple[str, ...], communication: Communication
 ) -> tuple[int, ...]:
+    ends = communication.ends_of_message
+    if ends and axes == ("helper",):  # these are numbers of the analysis
+        return ends[:2]
     members = groups.members(position, axes)
-    if ends := communication.ends_of_message:
+    if ends:
         return members[ends[0]], members[ends[1]]
     return members[: communication.ranks] if communication.ranks < len(members) else members
 

@@ -1,0 +1,194 @@
+"""Helper ranks compute layers of other ranks' stages: results, messages and mistakes."""
+
+import numpy as np
+import pytest
+
+from spmd_engine import run_threads
+from spmd_engine.comm.mesh import Mesh, mesh_without
+from spmd_engine.engine import SGD
+from spmd_engine.engine.helpers import AssignedLayers, Helpers, helper_ranks, serve
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine, build_helper
+from spmd_engine.errors import MeshError, UsageError
+from spmd_engine.models.lora import LoRAOptions
+from spmd_engine.models.names import build_model
+from spmd_engine.planning import analyze
+from spmd_engine.planning.machine.files import default_machine
+from spmd_engine.planning.simulator.check_prediction import predicted_sums
+from spmd_engine.planning.simulator.simulation import simulate
+from spmd_engine.training import Trainer
+from spmd_engine.verification.reference import batches_for_model
+
+STEPS, BATCH, LENGTH = 3, 9, 8
+GPT, EXPERTS, IMAGES = (
+    ModelConfig("gpt-nano", dropout=0.1, dtype="float64"),
+    ModelConfig("gpt-moe-nano", dtype="float64"),
+    ModelConfig("resnet-nano", dtype="float64"),  # with batch norm
+)
+ADAPTERS = ModelConfig("llama-nano", dtype="float64", lora=LoRAOptions(rank=2))
+
+
+def trained(engine, micro_batches, grad_clip=1.0):
+    """Losses, norms, side outputs, a validation loss, and all arrays after some steps."""
+    batches = batches_for_model(engine.model, BATCH, length=LENGTH, micro_batches=micro_batches, seed=1)
+    trainer = Trainer(engine, SGD(0.9), lambda step: batches(engine, step), lambda step: 0.05, grad_clip=grad_clip)
+    reports = list(trainer.run(STEPS))
+    numbers = {f"loss {r.step}": r.loss for r in reports} | {f"norm {r.step}": r.grad_norm for r in reports}
+    numbers |= {f"{name} {r.step}": value for r in reports for name, value in (r.side_outputs or {}).items()}
+    numbers["validation"] = trainer.evaluate([batches(engine, step) for step in (STEPS, STEPS + 1)])
+    arrays = {name: engine.gather(name) for name in engine.names[::7]}
+    if not engine.storages[0].zero:
+        arrays |= {name: np.array(x) for name, x in engine.buffers.items()}
+    return {name: np.asarray(value) for name, value in (numbers | arrays).items()}
+
+
+def calls_and_bytes(ledger):
+    return {line: (entry.calls, entry.sent) for line, entry in ledger.entries.items() if entry.calls}
+
+
+def on_mesh_and_helpers(model, composition, program):
+    """``program(engine)`` on the ranks of the mesh; on helper ranks their ledgers."""
+
+    helpers = helper_ranks(composition.assigned)
+
+    def run():
+        with mesh_without(helpers, composition.mesh, order=composition.order, timeout=60.0) as mesh:
+            if mesh.is_helper:
+                assert serve(mesh, lambda order: build_helper(model, mesh, composition)) == 0
+                return calls_and_bytes(mesh.ledger)
+            with Helpers(mesh) as started:
+                engine = build_engine(model, mesh, composition)
+                started.start({}, engine.first_owners)
+                return program(engine)
+
+    ranks = int(np.prod(list(composition.mesh.values()))) + len(helpers)
+    return run_threads(run, ranks)
+
+
+CASES = [
+    (GPT, {"data": 1}, "block1-2:rank1", {}),
+    (GPT, {"data": 2}, "block1-2:rank1", {"zero": 1}),
+    (GPT, {"data": 2}, "block0:rank2,block5-7:rank3", {"zero": 3, "recompute": "block", "rank_order": "1,0"}),
+    (GPT, {"data": 2}, "embedding:rank2,head:rank1", {"zero": 2, "group_threshold": 0}),
+    (GPT, {"pipe": 2}, "block0:rank2", {"recompute": "attention"}),
+    (GPT, {"pipe": 2}, "block5-6:rank1", {"schedule": "zero-bubble"}),
+    (GPT, {"data": 2, "pipe": 2}, "block2-3:rank4", {"schedule": "interleaved", "zero": 1}),
+    (EXPERTS, {"data": 1}, "block1:rank1", {"recompute": "block"}),
+    (EXPERTS, {"data": 2}, "block0-1:rank2", {}),
+    (IMAGES, {"data": 1}, "block1:rank1", {}),
+    (IMAGES, {"data": 2}, "stem:rank2,block1:rank3", {"zero": 3}),
+    (ADAPTERS, {"shard": 2}, "block0:rank2", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "model, axes, assign, options", CASES, ids=[f"{m.name} {a} {assign}" for m, a, assign, _ in CASES]
+)
+def test_a_helper_rank_computes_what_one_device_does(model, axes, assign, options):
+    micro_batches = 4 if "pipe" in axes else 2
+    composition = ParallelConfig(mesh=axes, assign=assign, **options)
+
+    def alone():
+        with Mesh() as mesh:
+            return trained(build_engine(model, mesh), micro_batches)
+
+    (expected,) = run_threads(alone, 1)
+    found = on_mesh_and_helpers(model, composition, lambda engine: trained(engine, micro_batches))[0]
+    assert found.keys() <= expected.keys() and len(found) > 10
+    for name, value in found.items():
+        tolerance = {"rtol": 0, "atol": 1e-10 * max(1e-3, np.abs(expected[name]).max())}
+        np.testing.assert_allclose(value, expected[name], **tolerance, err_msg=name)
+
+
+def test_sixteen_bit_activations_are_sent_as_such_and_gradients_as_they_are_summed():
+    composition = ParallelConfig(mesh={"data": 1}, assign="block1:rank1")
+    model = ModelConfig("gpt-nano", dtype="bfloat16")
+    batches = batches_for_model(build_model("gpt-nano"), 4, length=8, dtype=np.float32)
+    _, sent = on_mesh_and_helpers(model, composition, lambda engine: engine.step(batches(engine, 0)))
+    block = [layer for name, layer in build_model("gpt-nano").layers if name.startswith("block1/")]
+    size, width = 2 * 4 * 8, block[0].sizes["d"]
+    assert sent["send", "helper", "output"][1] == sent["send", "helper", "gradient"][1] == size * width
+    gradients = sum(np.prod(p.whole(layer.sizes)) for layer in block for p in layer.parameters.values())
+    assert sent["send", "helper", "weights"][1] == 4 * gradients
+
+
+@pytest.mark.parametrize("axes, assign", [({"data": 2}, "block1-2:rank2"), ({"pipe": 2}, "block0:rank1,block4:rank3")])
+def test_messages_of_a_step_are_as_predicted_on_both_ends(axes, assign):
+    composition = ParallelConfig(mesh=axes, assign=assign)
+    model = ModelConfig("gpt-nano", dtype="float64")
+    batches = batches_for_model(build_model("gpt-nano"), 8, length=16, micro_batches=2)
+
+    def program(engine):
+        batch = batches(engine, 0)
+        trainer = Trainer(engine, SGD(), lambda step: batch, lambda step: 0.1, step_metrics=False)
+        engine.mesh.ledger.clear()
+        trainer.step()
+        return calls_and_bytes(engine.mesh.ledger)
+
+    analysis = analyze(model, axes, composition, batch_size=8, micro_batches=2, sequence=16, optimizer=SGD())
+    results = on_mesh_and_helpers(model, composition, program)
+    helpers = helper_ranks(composition.assigned)
+    on_mesh, on_helpers = ([r for n, r in enumerate(results) if (n in helpers) is of] for of in (False, True))
+
+    lines = dict.fromkeys(line for ledger in on_mesh for line in ledger)
+    sums = {line: tuple(sum(x.get(line, (0, 0))[n] for x in on_mesh) for n in (0, 1)) for line in lines}
+    assert sums == predicted_sums(analysis)
+    for ledger, rank_class in zip(on_helpers, analysis.classes[-len(helpers) :], strict=True):
+        line = "receive", "helper", "request"
+        ledger[line] = ledger[line][0] - 2, 0  # the order before the step, and the dismissal after it
+        assert ledger == {line: (calls, sent) for line, (calls, _, sent) in rank_class.step.ledger().items()}
+    assert analysis.ranks == 2 + len(helpers) == len(analysis.peak_bytes_by_rank())
+    assert simulate(analysis, default_machine("cpu")).seconds > 0
+
+
+def test_an_owner_keeps_no_activations_of_assigned_layers():
+    model, sizes = ModelConfig("gpt-nano"), {"batch_size": 8, "micro_batches": 1}
+    (alone,) = analyze(model, {"data": 1}, ParallelConfig(), **sizes).peak_bytes_by_rank()
+    helped = ParallelConfig(mesh={"data": 1}, assign="block2-7:rank1")
+    owner, helper = analyze(model, {"data": 1}, helped, **sizes).peak_bytes_by_rank()
+    assert owner < 0.6 * alone and helper < 0.8 * alone
+
+
+@pytest.mark.parametrize(
+    "axes, assign, message",
+    [
+        ({"data": 2}, "block1", "cannot read --assign 'block1' at 'block1'; write LAYERS:rankN"),
+        ({"data": 2}, "block1:rank0", "rank 0 writes the run's files"),
+        ({"data": 2}, "block7-9:rank2", "gpt-nano has no such layers in a row; name a layer, a block or a range"),
+        ({"data": 2}, "block1-2:rank2,block2:rank3", "another rank has some of these layers"),
+        ({"data": 2, "model": 2}, "block1:rank4", "axis model splits these layers, and a helper rank computes whole"),
+        ({"context": 2}, "block1:rank2", "axis context splits these layers"),
+        ({"pipe": 2}, "block2-5:rank2", "the layers of rank 2 are on stages 0, 1; a helper rank serves one stage"),
+    ],
+)
+def test_what_helper_ranks_cannot_compute_is_one_clear_error(axes, assign, message):
+    with pytest.raises(UsageError, match=message.replace("(", r"\(")):
+        ParallelConfig(mesh=axes, assign=assign).check(axes, build_model("gpt-nano"))
+
+
+def test_experts_that_ranks_share_cannot_be_assigned():
+    with pytest.raises(UsageError, match="axis expert splits these layers"):
+        ParallelConfig(mesh={"expert": 2}, assign="block0:rank2").check({"expert": 2}, build_model("gpt-moe-nano"))
+    ParallelConfig(mesh={"expert": 2}, assign="head:rank2").check({"expert": 2}, build_model("gpt-moe-nano"))
+
+
+def test_a_mesh_is_opened_without_its_helper_ranks():
+    def program(helpers, axes):
+        mesh_without(helpers, axes)
+
+    with pytest.raises(UsageError, match="helper rank 3: the job has the ranks 0 to 2"):
+        run_threads(program, 3, args=([3], {}))
+    with pytest.raises(MeshError, match="mesh data=3 needs 3 ranks, but there are 2"):
+        run_threads(program, 3, args=([1], {"data": 3}))
+    with pytest.raises(UsageError, match="the mesh was opened without the ranks"), Mesh() as mesh:
+        AssignedLayers("block0:rank1", build_model("gpt-nano"), mesh, [range(20)])
+
+
+def test_helper_ranks_end_with_the_error_of_the_others():
+    def program():
+        with mesh_without([1], {}) as mesh, Helpers(mesh):
+            if mesh.is_helper:
+                return serve(mesh, lambda order: None)
+            raise UsageError("there are no data")
+
+    with pytest.raises(UsageError, match="there are no data"):
+        run_threads(program, 2)
