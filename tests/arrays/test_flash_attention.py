@@ -22,8 +22,8 @@ def there(device, *arrays):
 
 
 def compare(device, q, k, v, *seen, dtype=None, keys=slice(None)):
-    """Forward, and the backward to the keys of a slice, of NumPy, with halves widened, and of the device: each kernel is
-    launched once, and nothing else."""
+    """Forward, and the backward to the keys of a slice, of NumPy, with halves widened, and of the device: each kernel
+    is launched once, and nothing else."""
     wide = lambda *arrays: [x.astype(np.float32) if x.itemsize == 2 else x for x in arrays]
     rounded = lambda *arrays: [x.astype(q.dtype if dtype is None else dtype) for x in arrays]
     dy = normals(*q.shape, seed=9).astype(q.dtype)
