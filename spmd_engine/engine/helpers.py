@@ -654,6 +654,6 @@ class Helpers:
         if kind is not None and not issubclass(kind, (SystemExit, UsageError)):
             return  # it ends all ranks
         code, text = (error.code, "") if isinstance(error, SystemExit) else (0, str(error or ""))
-        for rank in self._mesh.helpers:
+        for rank in () if self._mesh.is_helper else self._mesh.helpers:
             if self._mesh.members[self._mesh.rank] == self._first_owners.get(rank, 0):
                 self._tell(rank, {"exit": code, "error": text}, None if self._first_owners else _ORDERS)

@@ -184,11 +184,18 @@ def test_a_mesh_is_opened_without_its_helper_ranks():
 
 
 def test_helper_ranks_end_with_the_error_of_the_others():
-    def program():
-        with mesh_without([1], {}) as mesh, Helpers(mesh):
-            if mesh.is_helper:
-                return serve(mesh, lambda order: None)
-            raise UsageError("there are no data")
+    sent = {}
 
-    with pytest.raises(UsageError, match="there are no data"):
-        run_threads(program, 2)
+    def program():
+        with mesh_without([1], {}) as mesh:
+            try:
+                with pytest.raises(UsageError, match="there are no data"), Helpers(mesh):
+                    if mesh.is_helper:
+                        return serve(mesh, lambda order: None)
+                    raise UsageError("there are no data")
+            finally:
+                sent[mesh.is_helper] = calls_and_bytes(mesh.ledger)
+
+    run_threads(program, 2)
+    assert [*sent[False]] == [("send", "helper", "request")]
+    assert [*sent[True]] == [("receive", "helper", "request")]  # with a message in flight MPI does not end properly
