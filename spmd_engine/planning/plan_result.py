@@ -42,7 +42,7 @@ COMPOSITION_OPTIONS = (
 )
 
 
-FALLBACKS = ("split", "offload")  #: uneven stages, and offloading
+FALLBACKS = ("split", "offload", "assign")  #: uneven stages, offloading, and a helper rank
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -28,7 +29,6 @@ from spmd_engine.planning.search.plan_evaluation import (
     PlanEvaluation,
     evaluate_plan,
     evaluate_step,
-    order_with,
     peak_memory,
     state_shares,
     work_shares,
@@ -56,8 +56,8 @@ from spmd_engine.planning.search.search_space import (
     can_offload,
     candidates,
 )
+from spmd_engine.planning.simulated_plan import FindPlan, plan_with_helper_rank, plan_with_uneven_stages
 from spmd_engine.planning.simulator.simulation import MOST_RANKS, simulate
-from spmd_engine.planning.uneven_plan import plan_with_uneven_stages
 
 #: What may be offloaded.
 OFFLOADS = ("optimizer", "activations", "optimizer,activations", "optimizer,parameters,activations")
@@ -106,7 +106,8 @@ def plan(
     tokens of a sample (None: the model's context), ``base`` the options that are not searched, and ``seconds`` the
     processor time of the search. ``placement`` says how ranks of unequal nodes are placed on the mesh: "order" as the
     machine lists them, "greedy", "assign", "anneal" or "genetic" by the costs of single ranks, "auto" by simulations.
-    ``fallback`` has what a plan may do where nothing else fits: "split", stages of different sizes, and "offload".
+    ``fallback`` has what a plan may do where nothing else fits: "split", stages of different sizes, "offload", and
+    "assign", a helper rank for a rank that lacks memory.
     In the result ``plan`` is None if nothing fits; then ``why_not`` gives the reason.
 
     Raises UsageError for an unknown model or machine, and for options that contradict each other.
@@ -181,12 +182,6 @@ class PlanEvaluator:
         self._cache: PassCache = planner.profiles.cache  # similar plans have the same layers
         self._heterogeneous = request.machine.with_ranks(max(request.ranks)).heterogeneous
 
-    def _memory_limits(self, candidate: Candidate) -> list[float]:
-        """Bytes that the rank at each position may hold, if ranks are unequal."""
-        if not self._heterogeneous:
-            return []
-        return self.request.limits.memory_by_rank(self._machine(candidate))
-
     def _machine(self, candidate: Candidate) -> Machine:
         return self.request.machine.with_ranks(candidate.ranks).placed(candidate.order)
 
@@ -206,7 +201,9 @@ class PlanEvaluator:
             if self._is_small_enough(candidate):
                 options = {"cache": self._cache, **request.analyze_options}
                 self._steps[key] = evaluate_plan(model, request.machine, candidate, request.base, **options)
-        return EvaluatedPlan(estimate, self._steps[key], self._memory_limits(candidate))
+        evaluation, limits = self._steps[key], self.request.limits
+        by_rank = limits.memory_by_rank(evaluation.machine) if evaluation and self._heterogeneous else ()
+        return EvaluatedPlan(estimate, evaluation, by_rank)
 
     def evaluate_all(self, estimates: Sequence[Estimate]) -> list[EvaluatedPlan]:
         """Evaluate plans while there is time left, and the first in any case."""
@@ -285,7 +282,7 @@ class PlanEvaluator:
         if not self._heterogeneous:
             return plans
         request, candidate = self.request, plan.estimate.candidate
-        machine, limits = self._machine(candidate), self._memory_limits(candidate)
+        machine, limits = self._machine(candidate), plan.memory_limits
         for name, find_shares in (("shares", work_shares), ("state_shares", state_shares)):
             estimate, evaluation = plans[-1].estimate, plans[-1].evaluation
             if evaluation is None or getattr(request.base, name):
@@ -338,13 +335,18 @@ class _PlanSearch:
         """The best plan, or why there is none.
 
         Offloading is considered where the plan without it would recompute, or nothing fits, and shares the seconds of
-        the request; uneven stages only if nothing fits. If neither is allowed, the conflict names what would help.
+        the request; uneven stages and a helper rank only if nothing fits. The conflict names what would help of those
+        that are not allowed.
         """
         request = self.request
         may_offload = "offload" in (request.fallback or ()) and not request.base.offload
         self._seconds_left = request.seconds * (1 - OFFLOAD_SHARE * may_offload)
         result = self._run()
-        tries = {"split": self._with_uneven_stages, "offload": self._with_offload}
+        tries = {
+            "split": partial(self._simulated, plan_with_uneven_stages),
+            "offload": self._with_offload,
+            "assign": partial(self._simulated, plan_with_helper_rank),
+        }
         if result.plan is not None:
             recomputes = result.plan.candidate.recompute != "none"
             other = self._with_offload(result) if recomputes and may_offload else None
@@ -371,8 +373,8 @@ class _PlanSearch:
         because = [f"offload {offload}: nothing fits without"] if offload and without.plan is None else []
         return replace(offloaded, reasons=[*because, *offloaded.reasons])
 
-    def _with_uneven_stages(self, without: PlanResult) -> PlanResult | None:
-        plan = plan_with_uneven_stages(self.evaluator, self.space, without)
+    def _simulated(self, find: FindPlan, without: PlanResult) -> PlanResult | None:
+        plan = find(self.evaluator, self.space, without)
         return replace(plan, took=perf_counter() - self.began) if plan else None
 
     def _run(self) -> PlanResult:
@@ -536,8 +538,7 @@ def fixed_plan(request: Request) -> PlanResult:
     stages, parallel = fixed.pop("stages", None), bool(fixed.pop("sequence_parallel", False))
     stages = stages if isinstance(stages, str | None) else ",".join(map(str, stages))
     composition = request.base.changed(mesh=axes, sequence_parallel=parallel, stages=stages, **fixed)
-    helpers = helper_ranks(composition.assigned)
-    ranks, batch_size = max(request.ranks) + len(helpers), request.batch_sizes[0]
+    ranks, batch_size = max(request.ranks) + len(helper_ranks(composition.assigned)), request.batch_sizes[0]
     machine = request.machine.with_ranks(ranks)
     position = MeshPosition(axes, dict.fromkeys(axes, 0))
     layout = composed_layout(request.model, position, composition)
@@ -548,8 +549,7 @@ def fixed_plan(request: Request) -> PlanResult:
         return evaluate_step(request.model, machine, axes, composition, batch_size, micro_batches, **options)
 
     evaluation = evaluated(composition)
-    placed = machine.placed(order_with(helpers, composition.order, ranks) if helpers else composition.order)
-    memory_limits = request.limits.memory_by_rank(placed) if machine.heterogeneous else ()
+    memory_limits = request.limits.memory_by_rank(evaluation.machine) if machine.heterogeneous else ()
     needs = {
         "memory": peak_memory(evaluation.analysis, memory_limits),
         "latency": evaluation.seconds,

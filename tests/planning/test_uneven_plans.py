@@ -1,4 +1,4 @@
-"""Plans with uneven stages, where a node is too small for its part of any even mesh."""
+"""Plans with uneven stages or a helper rank, where a node is too small for its part of any even mesh."""
 
 import re
 
@@ -45,7 +45,7 @@ def test_a_stage_is_split_further_for_the_node_that_is_too_small():
     assert re.match(
         r"uneven stages: nothing fits without; rank \d, on node 1 \(small\), has 8.00 MiB and would", forced
     )
-    assert re.match(r"without limits of memory .* would take [\d.]+ ms: the split costs [\d.]+ ms of a step", cost)
+    assert re.match(r"without limits of memory .* would take [\d.]+ ms: the limits cost [\d.]+ ms of a step", cost)
     again = analyze(MODEL, mesh, result.composition, batch_size=8, micro_batches=result.micro_batches)
     assert again.bytes_sent == result.evaluation.bytes_sent
     assert result.plan_file("gpt-nano").ranks == 3
@@ -54,7 +54,7 @@ def test_a_stage_is_split_further_for_the_node_that_is_too_small():
 def test_a_conflict_names_the_fallback_that_would_help():
     result = find_plan(request_for(8, fallback=[]))
     assert result.plan is None and result.why_not.endswith("Its memory would suffice with --fallback split")
-    with pytest.raises(UsageError, match="fallback 'spilt': choose split, offload, or none"):
+    with pytest.raises(UsageError, match="fallback 'spilt': choose split, offload, assign, or none"):
         request_for(8, fallback=["spilt"])
 
 
@@ -86,3 +86,31 @@ def test_stages_are_nodes_or_equal_parts_of_them(nodes, expected):
         ParallelConfig(mesh=axes).mesh == axes and ",".join(f"{a}={n}" for a, n in axes.items()) for axes in found
     } == expected
     assert all(count_ranks(axes) == sum(nodes) for axes in found)
+
+
+def test_a_helper_rank_relieves_a_node_that_cannot_hold_the_activations_of_a_sample():
+    model = gpt(GPTSize(layers=3, width=32, heads=2, context=1024, vocabulary=13))
+    nodes = machine(("small", 1, 5 * MIB // 2), ("big", 1, 100 * MIB))
+    options = {"seconds": 0.3, "axes": ["data"]}
+    result = find_plan(Request(model, nodes, [2], [4], fallback=["assign"], **options))
+    assert result.plan.candidate.mesh == {"data": 1} and result.plan.candidate.ranks == 2
+    assert result.composition.assign == "block0-2:rank1,norm:rank1,head:rank1"  # each block needs as much by itself
+    peaks = result.evaluation.analysis.peak_bytes_by_rank()
+    assert all(peak <= limit * MIB for peak, limit in zip(peaks, (2.5, 100), strict=True))
+    assert result.command.startswith("mpiexec -n 2 ") and f"--assign {result.composition.assign}" in result.command
+    forced, cost = result.reasons
+    assert re.match(r"a helper rank: nothing fits without; rank 0, on node 0 \(small\), has 2.50 MiB and would", forced)
+    assert re.match(r"without limits of memory data=2.* the limits cost [\d.]+ ms of a step", cost)
+    given = plan(model, mesh={"data": 1}, ranks=1, machine=nodes, batch_size=4, base=result.composition,
+                 fixed={"micro_batches": result.micro_batches})  # fmt: skip
+    assert given.evaluation.seconds == result.evaluation.seconds and given.conflict is None
+    file = result.plan_file("gpt-nano")
+    assert file.ranks == 2 and file.composition.assign == result.composition.assign
+    refused = find_plan(Request(model, nodes, [2], [4], fallback=[], **options))
+    assert refused.why_not.endswith("Its memory would suffice with --fallback assign")
+
+
+def test_no_rank_helps_where_its_own_memory_does_not_suffice():
+    model = gpt(GPTSize(layers=3, width=32, heads=2, context=1024, vocabulary=13))
+    nodes = machine(("small", 1, 5 * MIB // 2), ("big", 1, 3 * MIB))
+    assert find_plan(Request(model, nodes, [2], [4], fallback=["assign"], seconds=0.3, axes=["data"])).plan is None

@@ -68,11 +68,11 @@ _SIZE, _TIME = Quantity(BYTES), Quantity(SECONDS)
 )
 @click.option(
     "--fallback",
-    metavar="split,offload|none",
+    metavar="split,offload,assign|none",
     default=",".join(FALLBACKS),
     show_default=True,
     help="What a plan may do where nothing else fits: split the layers of a pipeline stage over more ranks than those "
-    "of others, offload, or both.",
+    "of others, offload, or assign layers of a rank that lacks memory to a helper rank.",
 )
 @click.option("--axes", metavar="AXIS,...", help="Mesh axes to consider. [default: all that suit the model]")
 @click.option(

@@ -100,10 +100,14 @@ class PlanEvaluation:
         }
 
 
-def order_with(helpers: Sequence[int], order: Sequence[int] | None, ranks: int | None) -> list[int]:
-    """The rank of the machine with each number of an analysis: those of the mesh, then helper ranks."""
-    members = [rank for rank in range(ranks or 0) if rank not in helpers]
-    return [*(members[number] for number in order or range(len(members))), *helpers]
+def _placed(machine: Machine, axes: Mapping[str, int], composition: ParallelConfig) -> Machine:
+    """The machine with its ranks in the order of an analysis: those of the mesh, then helper ranks."""
+    helpers, order = helper_ranks(composition.assigned), composition.order
+    machine = machine.with_ranks(count_ranks(axes) + len(helpers))
+    if helpers:
+        members = [rank for rank in range(machine.ranks) if rank not in helpers]
+        order = [*(members[number] for number in order or range(len(members))), *helpers]
+    return machine.placed(order)
 
 
 def evaluate_step(
@@ -117,9 +121,7 @@ def evaluate_step(
 ) -> PlanEvaluation:
     """Analyze and simulate one step, with the machine's ranks in the composition's order; ``options`` go to
     ``analyze``."""
-    helpers = helper_ranks(composition.assigned)
-    machine = machine.with_ranks(count_ranks(axes) + len(helpers))
-    machine = machine.placed(order_with(helpers, composition.order, machine.ranks) if helpers else composition.order)
+    machine = _placed(machine, axes, composition)
     stages = axes.get("pipe", 1)
     few = 2 * stages
 

@@ -13,6 +13,7 @@ from itertools import product
 from math import gcd, prod
 
 from spmd_engine.axes import MeshPosition, axes_text, checked_axes, count_ranks
+from spmd_engine.engine.helpers import helper_ranks, parse_assign
 from spmd_engine.engine.offload import Offload
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import BATCH, PIPE, Shares, misfit
@@ -55,6 +56,7 @@ class Candidate:
     order: tuple[int, ...] | None = None  #: the rank at each position of the mesh; None: as the machine has them
     offload: str | None = None  #: what is offloaded, as ``--offload``
     overlap: int = 0  #: layers on each side of a boundary that both stages hold
+    assign: str | None = None  #: layers of helper ranks, as ``--assign``
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -62,7 +64,7 @@ class Candidate:
 
     @cached_property
     def ranks(self) -> int:
-        return count_ranks(self.mesh)
+        return count_ranks(self.mesh) + len(helper_ranks(parse_assign(self.assign)))
 
     @cached_property
     def pipe(self) -> int:
@@ -95,6 +97,7 @@ class Candidate:
             state_shares=self.state_shares or base.state_shares,
             rank_order=",".join(map(str, self.order)) if self.order else base.rank_order,
             offload=self.offload,
+            assign=self.assign or base.assign,
         )
 
     def __str__(self) -> str:
@@ -108,6 +111,7 @@ class Candidate:
         parts += [f"shares {self.shares}"] * bool(self.shares)
         parts += [f"state shares {self.state_shares}"] * bool(self.state_shares)
         parts += [f"rank order {','.join(map(str, self.order or ()))}"] * bool(self.order)
+        parts += [f"assign {self.assign}"] * bool(self.assign)
         return "; ".join(parts)
 
 
