@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, count, pairwise
 from typing import Any, NamedTuple
 
@@ -29,11 +29,9 @@ from spmd_engine.axes import all_positions, axes_text
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending, wait_for
-from spmd_engine.engine.pipeline import Chunk, LayerSegment
+from spmd_engine.engine.pipeline import Chunk, Recompute, segments
 from spmd_engine.engine.state.assignment import BATCH, PIPE
-from spmd_engine.engine.state.buffers_and_side_outputs import Extras
-from spmd_engine.engine.zero.reducer import Reducer
-from spmd_engine.engine.zero.unsharder import Unsharder, tree_of
+from spmd_engine.engine.zero.unsharder import tree_of
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import Documents, Extra, ForwardContext, GradientSums, Layer
 from spmd_engine.models.layouts import layout_for
@@ -162,15 +160,6 @@ def content_of(message: np.ndarray) -> dict[str, Any]:
 # --- On an owner
 
 
-class Helped(NamedTuple):
-    """What a HelpedChunk uses of its engine."""
-
-    unsharder: Unsharder
-    reducer: Reducer
-    extras: Extras
-    backend: Backend
-
-
 class AssignedLayers:
     """The layers of a model on a mesh that helper ranks compute; the mesh must be opened without them."""
 
@@ -185,48 +174,45 @@ class AssignedLayers:
             ranks = [mesh.members[number] for number in mesh.ranks.reshape(-1)]
             self.first_owners[rank] = owners_of(stage, mesh.axes, ranks)[0]
 
-    def chunk(self, layers: Sequence[int], chunk_of: Callable[[Sequence[int]], Chunk], helped: Helped) -> Any:
+    def chunk(self, layers: Sequence[int], chunk_of: Callable[..., Chunk], backend: Backend) -> Any:
         """The chunk of these layers, with parts for those that helper ranks compute."""
-        runs = runs_of(layers, self._assigned, self._model)
-        if all(rank is None for _, rank in runs):
-            return chunk_of(layers)
-        return ChunkInParts(
-            [chunk_of(run) if rank is None else self._helped(run, rank, chunk_of(run), helped) for run, rank in runs]
-        )
-
-    def _helped(self, layers: range, rank: int, own: Chunk, helped: Helped) -> HelpedChunk:
-        group = self._mesh.outside
-        assert group is not None
-        is_first = self.first_owners[rank] == self._mesh.members[self._mesh.rank]
-        return HelpedChunk(helped, group, rank, is_first, layers, self._model, own)
+        parts = []
+        for run, rank in runs_of(layers, self._assigned, self._model):
+            if rank is None:
+                parts.append(chunk_of(run))
+            else:
+                is_first = self.first_owners[rank] == self._mesh.members[self._mesh.rank]
+                ends = {"group": self._mesh.outside, "rank": rank, "is_first": is_first, "backend": backend}
+                parts.append(chunk_of(run, HelpedChunk, **ends))
+        return ChunkInParts(parts) if any(isinstance(part, HelpedChunk) for part in parts) else parts[0]
 
 
-class HelpedChunk:
-    """Consecutive layers that a helper rank computes: what ``Chunk`` is for layers that this rank computes.
+class HelpedChunk(Chunk):
+    """Consecutive layers that a helper rank computes for the ranks that own their weights.
 
-    For a cache of keys and values, which stays with its owner, the owner computes them itself, by ``own``. Its ledger
-    counts the messages of both ends, since that of the helper rank is not read in a run.
+    For a cache of keys and values, which stays with its owner, the owner computes them itself. Its ledger counts the
+    messages of both ends, since that of the helper rank is not read in a run.
     """
 
-    def __init__(
-        self, helped: Helped, group: Group, rank: int, is_first: bool, layers: range, model: Model, own: Chunk
-    ) -> None:
-        """``is_first``: whether this rank is the first owner."""
-        self._helped, self._group, self._rank, self._is_first = helped, group, rank, is_first
-        self._layers, self._own = layers, own
-        self._described = {number: model.layers[number][1] for number in layers}
+    def __init__(self, *parts: Any, group: Group, rank: int, is_first: bool, backend: Backend) -> None:
+        """``parts`` are those of Chunk; ``is_first``: whether this rank is the first owner."""
+        super().__init__(*parts)
+        self._group, self._rank, self._is_first, self._backend = group, rank, is_first, backend
+        self._described = {number: self._layers[number][1] for number in self._numbers}
         self._tickets, self._sent, self._counted = count(), (-1, -1), (-1, 0)
 
     def _tell(self, **content: Any) -> None:
-        _tell(self._group, self._rank, {"layers": [self._layers.start, self._layers.stop], **content})
-        self._count("receive", "request", 0)
+        if self._is_first:
+            layers = self._numbers[0], self._numbers[-1] + 1
+            _tell(self._group, self._rank, {"layers": layers, **content})
+            self._count("receive", "request", 0)
 
     def _send(self, x: Array, label: str) -> None:
         self._group.send(self._rank, x, label=label)
         self._count("receive", label, 0)
 
     def _receive(self, label: str) -> Any:
-        x = self._group.receive(self._rank, like=self._helped.backend, label=label)
+        x = self._group.receive(self._rank, like=self._backend, label=label)
         self._count("send", label, x.nbytes)
         return x
 
@@ -234,17 +220,11 @@ class HelpedChunk:
         """Count the call of the helper rank."""
         self._group.ledger.record((operation, self._group.axes, label), sent, sent)
 
-    @contextmanager
-    def wrapped(self, wrap: Callable[[str, Layer], Layer]) -> Iterator[None]:
-        """As ``Chunk.wrapped``, for the layers that this rank computes itself."""
-        with self._own.wrapped(wrap):
-            yield
-
     def forward(self, x: Array, ctx: ForwardContext) -> tuple[Array, Any]:
         """As ``Chunk.forward``."""
         if ctx.cache is not None or ctx.wanted is not None:
-            return self._own.forward(x, ctx)
-        version = self._helped.unsharder.changes, self._helped.reducer.steps
+            return super().forward(x, ctx)
+        version = self._unsharder.changes, self._reducer.steps
         arrays = {"samples": ctx.samples, "mask": ctx.mask}
         if ctx.documents is not None:
             arrays |= {"numbers": ctx.documents.numbers, "starts": ctx.documents.starts}
@@ -263,8 +243,8 @@ class HelpedChunk:
         return y, ticket
 
     def _send_weights(self) -> None:
-        for number in self._layers:
-            for array in _leaves(self._helped.unsharder.unshard(number)):  # collective, if they are sharded
+        for number in self._numbers:
+            for array in _leaves(self._unsharder.unshard(number)):  # collective, if they are sharded
                 if self._is_first:
                     self._send(array, "weights")
 
@@ -272,74 +252,49 @@ class HelpedChunk:
         for number, layer in self._described.items():
             updates = {name: self._receive("side outputs") for name in _updated(layer)}
             outputs = {name: self._receive("side outputs") for name in layer.side_outputs}
-            if updates or outputs:
-                self._helped.extras.take_whole(number, ctx, Extra(updates, outputs), counts=self._is_first)
+            if (updates or outputs) and self._extras is not None:
+                self._extras.take_whole(number, ctx, Extra(updates, outputs), counts=self._is_first)
 
-    def backward(self, saved: Any, dy: Array, on_input_gradient: Callable[[Any], None]) -> None:
-        """As ``Chunk.backward``."""
-        self._send_gradient("backward", saved, dy)
-        del dy
-        on_input_gradient(self._receive_gradient())
-        self._take_weight_gradients()
-
-    def backward_input(self, saved: Any, dy: Array) -> tuple[Any, Any]:
-        """As ``Chunk.backward_input``."""
-        self._send_gradient("backward_input", saved, dy)
-        return self._receive_gradient(), saved
-
-    def backward_weight(self, rests: Any) -> None:
-        """As ``Chunk.backward_weight``."""
-        self._tell(do="backward_weight", ticket=rests, **self._place_in_step())
-        self._take_weight_gradients()
-
-    def _send_gradient(self, do: str, ticket: int, dy: Array) -> None:
-        self._tell(do=do, ticket=ticket, **(self._place_in_step() if do == "backward" else {}))
+    def _backward_input(
+        self, saved: Any, dy: Array, on_input_gradient: Callable[[Any], None]
+    ) -> Iterator[tuple[int, dict[str, Array]]]:
+        """As ``Chunk``'s. The helper rank goes on with the gradients of the weights, and after the step's last backward
+        sends the first owner those of all."""
+        step, done = self._counted if self._counted[0] == self._reducer.steps else (self._reducer.steps, 0)
+        self._counted, is_last = (step, done + 1), done + 1 == self._reducer.micro_batches
+        self._tell(do="backward", ticket=saved, first=done == 0, last=is_last)
         self._send(dy, "gradient")
+        del dy
+        on_input_gradient(self._receive("gradient") if self._numbers[0] else None)
+        for number in reversed(self._numbers):
+            names = self._described[number].parameters if is_last and self._is_first else ()
+            yield number, {name: self._receive("weights") for name in names}
 
-    def _receive_gradient(self) -> Any:
-        return self._receive("gradient") if self._layers.start else None
-
-    def _place_in_step(self) -> dict[str, bool]:
-        """Whether the next gradients of weights are the step's first, and its last."""
-        step, before = self._counted
-        done = before if step == self._helped.reducer.steps else 0
-        self._counted = self._helped.reducer.steps, done + 1
-        return {"first": done == 0, "last": done + 1 == self._helped.reducer.micro_batches}
-
-    def _take_weight_gradients(self) -> None:
-        """Add the gradients of the weights after the step's last backward; the first owner has them for all."""
-        reducer, last = self._helped.reducer, self._counted[1] == self._helped.reducer.micro_batches
-        for number in reversed(self._layers):
-            sums = reducer.sums(number)
-            if last and self._is_first:
-                for name in self._described[number].parameters:
-                    sums.add(name, self._receive("weights"))
-            reducer.layer_done(number)
+    def _backward_weight(self, number: int, rest: dict[str, Array]) -> None:
+        sums = self._reducer.sums(number)
+        while rest:
+            sums.add(*rest.popitem())
+        self._reducer.layer_done(number)
 
 
 class ChunkInParts:
-    """A Chunk of consecutive parts, each of which is a Chunk or a HelpedChunk."""
+    """A Chunk of consecutive ``parts``."""
 
-    def __init__(self, parts: Sequence[Chunk | HelpedChunk]) -> None:
-        self._parts = parts
-
-    @property
-    def own(self) -> list[Chunk]:
-        """The parts that this rank computes."""
-        return [part for part in self._parts if isinstance(part, Chunk)]
+    def __init__(self, parts: Sequence[Chunk]) -> None:
+        self.parts = parts
 
     @contextmanager
     def wrapped(self, wrap: Callable[[str, Layer], Layer]) -> Iterator[None]:
         """As ``Chunk.wrapped``."""
         with ExitStack() as stack:
-            for part in self._parts:
+            for part in self.parts:
                 stack.enter_context(part.wrapped(wrap))
             yield
 
     def forward(self, x: Array, ctx: ForwardContext) -> tuple[Array, list[Any]]:
         """As ``Chunk.forward``."""
         saved = []
-        for part in self._parts:
+        for part in self.parts:
             x, of_part = part.forward(x, ctx)
             saved.append(of_part)
         return x, saved
@@ -348,14 +303,14 @@ class ChunkInParts:
         """As ``Chunk.backward``."""
         gradients = [dy]
         del dy
-        for part in reversed(self._parts):
-            take = gradients.append if part is not self._parts[0] else on_input_gradient
+        for part in reversed(self.parts):
+            take = gradients.append if part is not self.parts[0] else on_input_gradient
             part.backward(saved.pop(), gradients.pop(), take)
 
     def backward_input(self, saved: list[Any], dy: Array) -> tuple[Any, list[Any]]:
         """As ``Chunk.backward_input``."""
         rests = []
-        for part in reversed(self._parts):
+        for part in reversed(self.parts):
             dy, rest = part.backward_input(saved.pop(), dy)
             rests.append((part, rest))
         return dy, rests
@@ -391,17 +346,12 @@ class _SentWeights:
     def __init__(self, dtype: np.dtype, backend: Backend) -> None:
         self._dtype, self._backend = accumulated_in(dtype), backend
         self.arrays: dict[int, dict[str, Array]] = {}  #: by layer and local name
-        self._trees: dict[int, dict[str, Any]] = {}
         self.sums_of: dict[int, dict[str, Array]] = {}  #: by layer and local name
         self.untouched: set[str] = set()
 
-    def take(self, number: int, arrays: dict[str, Array]) -> None:
-        """Use these arrays of a layer from now on."""
-        self.arrays[number], self._trees[number] = arrays, tree_of(arrays)
-
     def unshard(self, layer: int, **prefetch: Any) -> dict[str, Any]:
         """As ``Unsharder.unshard``."""
-        return self._trees[layer]
+        return tree_of(self.arrays[layer])
 
     def sums(self, layer: int) -> GradientSums:
         """As ``Reducer.sums``."""
@@ -430,14 +380,6 @@ class _TakenExtras:
         self.of_layer[number] = extra
 
 
-@dataclass
-class _UnderWay:
-    """A micro-batch between its forward and its backward."""
-
-    saved: Any
-    rows: list[slice]  #: of each owner
-
-
 class HelperRank:
     """The part of a helper rank: it answers the requests of its owners, with the layers that are assigned to it."""
 
@@ -446,48 +388,35 @@ class HelperRank:
         model: Model,
         mesh: Mesh,
         owners: Sequence[int],
-        segments: Callable[[range], list[LayerSegment]],
+        recompute: str,
         dtype: np.dtype,
         backend: Backend,
     ) -> None:
-        """``mesh``: of this rank alone; ``owners``: their ranks in ``mesh.outside``, by their samples; ``segments``
-        splits layers by what is recomputed."""
+        """``mesh``: of this rank alone; ``owners``: their ranks in ``mesh.outside``, by their samples."""
         assert mesh.outside is not None
         self._model, self._mesh, self._group, self.owners = model, mesh, mesh.outside, list(owners)
-        self._segments, self._dtype, self._backend = segments, dtype, backend
+        self._recompute, self._dtype, self._backend = Recompute(recompute), dtype, backend
         self._layout = layout_for(model, mesh)
         self.weights, self._extras = _SentWeights(dtype, backend), _TakenExtras()
-        self._stand_ins: tuple[Any, Any] = self.weights, self._extras
         self._chunks: dict[range, Chunk] = {}
-        self._under_way: dict[tuple[int, int], _UnderWay] = {}
+        #: what a forward saved for the backward, and the rows of each owner, by the first layer and the ticket
+        self._under_way: dict[tuple[int, int], tuple[Any, list[slice]]] = {}
         self.wraps: Callable[[Chunk], Any] = lambda chunk: None  #: is called with each new chunk
 
     def answer(self, request: Mapping[str, Any]) -> None:
-        """Answer a request of the first owner; the others make the same."""
+        """Answer a request of the first owner, which the messages of all owners follow."""
         layers = range(*request["layers"])
-        for owner in self.owners[1:]:
-            self._group.receive(owner, label="request")
         if layers not in self._chunks:
             shards = [
                 Shards(self._mesh, self._layout, name, takes_data=not n)
                 for n, (name, _) in enumerate(self._model.layers)
             ]
-            weights, extras = self._stand_ins
-            chunk = Chunk(
-                self._segments(layers), self._model.layers, shards, weights, weights, extras, dtype=self._dtype
-            )
-            self._chunks[layers] = chunk
-            self.wraps(chunk)
-        chunk, key = self._chunks[layers], (layers.start, request["ticket"])
-        match request["do"]:
-            case "forward":
-                self._forward(chunk, layers, request, key)
-            case "backward_weight":
-                self._begin_sums(layers, request)
-                chunk.backward_weight(self._under_way.pop(key).saved)
-                self._send_weight_gradients(layers, request)
-            case backward:
-                self._backward(chunk, layers, request, key, whole=backward == "backward")
+            stand_ins: Any = self.weights, self.weights, self._extras
+            parts = segments(self._model, layers, self._recompute)
+            self._chunks[layers] = Chunk(parts, self._model.layers, shards, *stand_ins, dtype=self._dtype)
+            self.wraps(self._chunks[layers])
+        do = self._forward if request["do"] == "forward" else self._backward
+        do(self._chunks[layers], layers, request, (layers.start, request["ticket"]))
 
     def _gathered(self, label: str, rows: list[int] | None = None) -> Any:
         """The rows of all owners; ``rows`` gets their numbers."""
@@ -507,7 +436,7 @@ class HelperRank:
             for number in layers:
                 layer = self._model.layers[number][1]
                 names = self._names_of(layer)
-                self.weights.take(number, {name: self.receive_weight() for name in names})
+                self.weights.arrays[number] = {name: self.receive_weight() for name in names}
         numbers: list[int] = []
         x = self._gathered("input", numbers)
         ends = [0, *accumulate(numbers)]
@@ -519,7 +448,7 @@ class HelperRank:
         sends = self._scatter(y, rows, "output")
         del y
         if ctx.training:
-            self._under_way[key] = _UnderWay(saved, rows)
+            self._under_way[key] = saved, rows
             self._send_extras(layers)
         for send in sends:
             send.wait()
@@ -553,41 +482,25 @@ class HelperRank:
                         owner, value if hasattr(value, "shape") else xp.asarray(value), label="side outputs"
                     )
 
-    def _backward(
-        self, chunk: Chunk, layers: range, request: Mapping[str, Any], key: tuple[int, int], whole: bool
-    ) -> None:
-        under_way, dy, sends = self._under_way.pop(key), self._gathered("gradient"), []
+    def _backward(self, chunk: Chunk, layers: range, request: Mapping[str, Any], key: tuple[int, int]) -> None:
+        (saved, rows), dy, sends = self._under_way.pop(key), self._gathered("gradient"), []
 
         def pass_on(dx: Any) -> None:
             if layers.start:  # nobody needs the gradient of data
-                sends.extend(self._scatter(wait_for(dx), under_way.rows, "gradient"))
+                sends.extend(self._scatter(wait_for(dx), rows, "gradient"))
 
-        if whole:
-            self._begin_sums(layers, request)
-            chunk.backward(under_way.saved, dy, pass_on)
-        else:
-            dx, rests = chunk.backward_input(under_way.saved, dy)
-            pass_on(dx)
-            self._under_way[key] = _UnderWay(rests, under_way.rows)
+        if request["first"]:
+            self.weights.begin({number: self._model.layers[number][1] for number in layers})
+        chunk.backward(saved, dy, pass_on)
         del dy
         for send in sends:
             send.wait()
-        if whole:
-            self._send_weight_gradients(layers, request)
-
-    def _begin_sums(self, layers: range, request: Mapping[str, Any]) -> None:
-        if request["first"]:
-            self.weights.begin({number: self._model.layers[number][1] for number in layers})
-
-    def _send_weight_gradients(self, layers: range, request: Mapping[str, Any]) -> None:
-        if not request["last"]:
-            return
-        for number in reversed(layers):
+        for number in reversed(layers) if request["last"] else ():
             for name, array in self.weights.sums_of.pop(number).items():
-                if f"{number}/{name}" in self.weights.untouched:
+                if (full_name := f"{number}/{name}") in self.weights.untouched:
                     array[...] = 0
+                    self.weights.untouched.remove(full_name)
                 self._group.send(self.owners[0], array, label="weights")
-            self.weights.untouched -= {f"{number}/{name}" for name in self._model.layers[number][1].parameters}
 
 
 # --- The job of a helper rank, from the first order of rank 0 to its dismissal

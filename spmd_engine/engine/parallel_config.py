@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
-from functools import partial
 from inspect import signature
 from typing import Any, Self
 
@@ -18,7 +17,7 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.helpers import Assigned, HelperRank, check_assigned, owners_of, parse_assign, serve, stage_of
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.offload import PLACES, Offload
-from spmd_engine.engine.pipeline import Recompute, segments
+from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.state.assignment import (
     PIPE,
     STATE,
@@ -576,7 +575,7 @@ def build_helper(model: ModelConfig, mesh: Mesh, composition: ParallelConfig, *,
         engine_model,
         mesh,
         owners,
-        partial(segments, engine_model, recompute=Recompute(composition.recompute)),
+        composition.recompute,
         dtype_of(model.dtype),
         backend,
     )

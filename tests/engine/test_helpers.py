@@ -71,7 +71,10 @@ CASES = [
     (GPT, {"data": 2}, "embedding:rank2,head:rank1", {"zero": 2, "group_threshold": 0}),
     (GPT, {"pipe": 2}, "block0:rank2", {"recompute": "attention"}),
     (GPT, {"pipe": 2}, "block5-6:rank1", {"schedule": "zero-bubble"}),
+    (GPT, {"pipe": 2, "data": 2}, "block0:rank1,block6-7:rank2", {"schedule": "zero-bubble", "zero": 2}),
     (GPT, {"data": 2, "pipe": 2}, "block2-3:rank4", {"schedule": "interleaved", "zero": 1}),
+    (GPT, {"pipe": 2}, "block3:rank2,block6:rank3", {"overlap_layers": "4"}),  # block3 is in the overlap
+    (GPT, {"data": 2}, "block1-2:rank2", {"zero": 3, "offload": "optimizer,parameters,activations"}),
     (EXPERTS, {"data": 1}, "block1:rank1", {"recompute": "block"}),
     (EXPERTS, {"data": 2}, "block0-1:rank2", {}),
     (IMAGES, {"data": 1}, "block1:rank1", {}),
@@ -83,7 +86,8 @@ CASES = [
 @pytest.mark.parametrize(
     "model, axes, assign, options", CASES, ids=[f"{m.name} {a} {assign}" for m, a, assign, _ in CASES]
 )
-def test_a_helper_rank_computes_what_one_device_does(model, axes, assign, options):
+def test_a_helper_rank_computes_what_one_device_does(model, axes, assign, options, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # for what is offloaded
     micro_batches = 4 if "pipe" in axes else 2
     composition = ParallelConfig(mesh=axes, assign=assign, **options)
 

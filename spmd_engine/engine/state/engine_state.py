@@ -14,7 +14,7 @@ from spmd_engine.axes import MeshPosition, uneven_axes
 from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.helpers import AssignedLayers, Helped
+from spmd_engine.engine.helpers import AssignedLayers
 from spmd_engine.engine.offload import Stash
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.pipeline import Chunk, Execution, PipelineNeighbours, Recompute, check_recompute, segments
@@ -120,12 +120,12 @@ def place(
     stash = Stash(store.offload_file) if "activations" in storage.offload.kinds and store.offload_file else None
     parts = model.layers, shards, unsharder, reducer, extras, stash, dtype
 
-    def chunk_of(layers: Sequence[int]) -> Chunk:
-        return Chunk(segments(model, layers, Recompute(recompute)), *parts)
+    def chunk_of(layers: Sequence[int], kind: type[Chunk] = Chunk, **options: Any) -> Chunk:
+        return kind(segments(model, layers, Recompute(recompute)), *parts, **options)
 
     assigned_layers = AssignedLayers(assign, model, mesh, assignment.chunks)
     chunks = {
-        number: assigned_layers.chunk(layers, chunk_of, Helped(unsharder, reducer, extras, backend))
+        number: assigned_layers.chunk(layers, chunk_of, backend)
         for number, layers in zip(assignment.mine, passes, strict=True)
     }
     positions = lru_cache(maxsize=8)(partial(_positions, layout, mesh, backend))

@@ -34,7 +34,6 @@ from spmd_engine.engine.parallel_config import (
     composed_layout,
     helper_stage,
 )
-from spmd_engine.engine.pipeline import Recompute, segments
 from spmd_engine.engine.state.assignment import BATCH, PIPE
 from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.errors import UsageError
@@ -200,7 +199,7 @@ class DryRun:
             if "activations" in engine.store.offload.kinds:
                 stash = StashOfShapes(recorder.meter)
                 for chunk in engine._placed.chunks.values():
-                    for part in getattr(chunk, "own", [chunk]):
+                    for part in getattr(chunk, "parts", [chunk]):
                         part.stash = stash
 
             def compute() -> None:
@@ -236,8 +235,7 @@ class DryRun:
             group = ShapedHelperGroup(mesh, number, members, helpers)
             stage = helper_stage(self.model, self.ranks.axes, self.composition, rank)
             owners = owners_of(stage, self.ranks.axes, members)
-            parts = partial(segments, self.model, recompute=Recompute(self.composition.recompute))
-            helper = HelperRank(self.model, mesh, owners, parts, self.dtype, self.backend)
+            helper = HelperRank(self.model, mesh, owners, self.composition.recompute, self.dtype, self.backend)
             watch_helper(helper, recorder)
             passes = StepPasses(recorder, PassCache(), (), self.choose, kinds, ())
             helper.wraps = lambda chunk: stack.enter_context(chunk.wrapped(partial(RecordedLayer, passes, {})))
