@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from importlib import import_module
 from logging import getLogger
 from threading import Lock
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from warnings import catch_warnings
 
 import numpy as np
 
@@ -175,9 +177,15 @@ class CudaBackend(Backend):
         return self._device.pci_bus_id
 
     @property
+    def nccl(self) -> Any:
+        """CuPy's module of NCCL, which ``cupy.cuda`` does not have until it is imported."""
+        with catch_warnings(action="ignore"):  # that the library is missing: ``lacks_nccl`` says so
+            return import_module("cupy.cuda.nccl")
+
+    @property
     def lacks_nccl(self) -> str:
         """Why this process has no NCCL, as text; empty: it has."""
-        if self.xp.cuda.nccl.available:
+        if self.nccl.available:
             return ""
         return "CuPy finds no NCCL: pip install nvidia-nccl-cu13, or nvidia-nccl-cu12"
 
