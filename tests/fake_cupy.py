@@ -113,10 +113,6 @@ class Device:
         return f"0000:{self.id:02x}:00.0"
 
     @property
-    def compute_capability(self) -> str:
-        return "90"
-
-    @property
     def mem_info(self) -> tuple[int, int]:
         return 60 << 30, 80 << 30
 
