@@ -38,6 +38,7 @@ from threads_on_host import ThreadedKernel
 TABLE = json.loads((Path(__file__).parent / "cupy_14.json").read_text())
 #: Functions whose results are on the host, and which launch nothing.
 OF_DTYPES = "can_cast promote_types result_type issubdtype common_type may_share_memory shape size ndim min_scalar_type"
+OF_DTYPES += " broadcast_shapes"
 #: Functions that wait for the device, since the shape of the result, or a check, depends on values.
 WAIT = {"nonzero", "flatnonzero", "argwhere", "bincount", "unique", "repeat"}
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from ctypes import addressof, c_float
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from spmd_engine.arrays.backend import CPU, Array
+if TYPE_CHECKING:
+    from spmd_engine.arrays.backend import Array
 
 _TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType
 _AS_IS, _TRANSPOSED = 0, 1  # cublasOperation_t
@@ -21,7 +22,7 @@ _ONE, _ZERO = c_float(1.0), c_float(0.0)
 
 def multiply(cupy: Any, a: Array, b: Array, out: Array | None, dtype: Any) -> Array:
     """a[... m k] · b[... k n], both bfloat16 or both float16, in ``out`` if given; ``dtype`` is float32 or theirs."""
-    batch = CPU.xp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    batch = cupy.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     shape = *batch, a.shape[-2], b.shape[-1]
     if a.shape[-1] != b.shape[-2]:
         raise ValueError(f"shapes {a.shape} and {b.shape} do not fit in a matrix product")

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from spmd_engine.arrays import cublas
 from spmd_engine.arrays.factors import GELU_A, GELU_C, adamw_factors, halves, over_heads
 from spmd_engine.arrays.flash_attention import FlashAttention
-from spmd_engine.arrays.precision import is_half
 
 
 class Elementwise(NamedTuple):
@@ -263,7 +262,7 @@ class CudaFunctions:
         self.flash_attention = None if os.environ.get("SPMD_FLASH_ATTENTION") == "0" else FlashAttention(xp)
 
     def takes(self, x, name=""):
-        return x.dtype.char in "fd" or (name in _OF_HALVES and is_half(x.dtype))
+        return x.dtype.char in "fd" or (name in _OF_HALVES and x.dtype.itemsize == 2)
 
     def _sum_of(self, x):
         """The dtype of sums of ``x``, of which those of 16-bit floats are float32 here."""

@@ -393,10 +393,10 @@ class FlashAttention:
         self._kernel = cache(self._make)
 
     def takes(self, q: Array, wide: Any) -> bool:
-        """Whether there are tiles for queries of this dtype and width, computed in the dtype ``wide``: none of 16-bit
-        floats with sums in float64, which only the emulation has."""
+        """Whether there are tiles for queries of this dtype and width, computed in the dtype ``wide``."""
         fits = q.shape[-1] * wide.itemsize <= WIDEST and max(q.shape[0], prod(q.shape[2:-1])) < 1 << 16
-        return fits and q.dtype.name in _TYPES and wide.itemsize <= max(4, q.dtype.itemsize)
+        emulated = q.dtype.itemsize == 2 and wide.itemsize > 4
+        return fits and not emulated and q.dtype.name in _TYPES
 
     def forward(self, q, k, v, positions, key_positions, apart, window, cap, dtype, wide) -> tuple[Array, Array]:
         """See ``attention.causal_attention``; of at least one key, computed in the dtype ``wide``."""

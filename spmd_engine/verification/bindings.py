@@ -152,4 +152,4 @@ def _is_user_code(code: CodeType) -> bool:
 
 
 def _is_array_of_floats(value: Any) -> bool:
-    return hasattr(type(value), "dtype") and value.dtype.kind == "f" and value.ndim > 0
+    return hasattr(type(value), "dtype") and getattr(value.dtype, "kind", "") == "f" and value.ndim > 0

@@ -22,25 +22,28 @@ def there(device, *arrays):
 
 
 def compare(device, q, k, v, *seen, dtype=None, keys=slice(None)):
-    """Forward, and the backward to the keys of a slice, of NumPy and of the device: each kernel is launched once, and
-    nothing else."""
+    """Forward, and the backward to the keys of a slice, of NumPy, with halves widened, and of the device: each kernel
+    is launched once, and nothing else."""
+    wide = lambda *arrays: [x.astype(np.float32) if x.itemsize == 2 else x for x in arrays]
+    rounded = lambda *arrays: [x.astype(q.dtype if dtype is None else dtype) for x in arrays]
     dy = normals(*q.shape, seed=9).astype(q.dtype)
     *places, apart, window, cap = seen
     apart_there = apart and tuple(there(device, *apart))
-    expected = causal_attention(q, k, v, *seen, dtype=dtype)
+    y, log_sums = causal_attention(*wide(q, k, v), *seen)
     arrays, places_there = there(device, q, k, v), there(device, *places)
     events().clear()
     results = causal_attention(*arrays, *places_there, apart_there, window, cap, dtype=dtype)
     assert events().launches == FORWARD and not events().syncs
     part = (k[:, keys], v[:, keys]), places[1][keys], apart and (apart[0], apart[1][:, keys])
-    saved = expected[0].astype(q.dtype), expected[1]
-    gradients = causal_attention_backward(dy, q, *part[0], *saved, places[0], *part[1:], window, cap, dtype=dtype)
+    saved = y.astype(q.dtype), log_sums
+    arrays = wide(dy, q, *part[0], saved[0])
+    gradients = causal_attention_backward(*arrays, log_sums, places[0], *part[1:], window, cap)
     arrays = there(device, dy, q, *part[0], *saved, places[0], part[1])
     apart_there = apart and tuple(there(device, *part[2]))
     events().clear()
     found = causal_attention_backward(*arrays, apart_there, window, cap, dtype=dtype)
     assert events().launches == BACKWARD and not events().syncs
-    for result, right in zip((*results, *found), (*expected, *gradients)):
+    for result, right in zip((*results, *found), (*rounded(y), log_sums, *rounded(*gradients))):
         yield device.to_host(result), right
 
 

@@ -113,6 +113,7 @@ def test_train_resume_generate_infer(several_by_mpi, virtual, here, tmp_path):
     assert set(ours[0]) == {
         *("step", "loss", "grad_norm", "learning_rate", "tokens", "seconds", "tokens_per_second", "bytes_sent"),
         *("exposed_communication", "gigabytes_per_second", "shares", "cpu_seconds", "private_bytes", "predicted"),
+        "products",
     }
 
     assert text == here(*generate)[1] and text.startswith("def f(")

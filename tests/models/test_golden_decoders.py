@@ -121,7 +121,8 @@ def test_logits_in_float32_are_those_of_transformers_as_it_is(family):
     with engine.inference():
         logits = engine.forward(expected["tokens"])
     last = expected["logits32"]
-    np.testing.assert_allclose(logits[:, -last.shape[1] :], last, rtol=0, atol=1e-6 * abs(last).max())
+    # Theirs are up to 1.6e-6 from those in float64, ours up to 0.8e-6.
+    np.testing.assert_allclose(logits[:, -last.shape[1] :], last, rtol=0, atol=2e-6 * abs(last).max())
 
 
 CACHED = [

@@ -1,7 +1,6 @@
 """The customary layout of a model: heads are cut where there are enough, else the queries that share one."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +14,7 @@ from spmd_engine.sharding import Layout
 
 
 def mesh_of(**axes):
-    return SimpleNamespace(axes=axes)
+    return MeshPosition(axes, {})
 
 
 def model_of(heads, key_value_heads=None):

@@ -37,11 +37,9 @@ def test_every_member_is_in_one_group_in_order(listed, limits):
 
 
 @given(members(), limits)
-def test_members_of_a_group_are_summed_alike_and_in_one_chunk(listed, limits):
+def test_members_of_a_group_are_summed_alike_and_in_one_unit(listed, limits):
     for group in make_groups(listed, ITEM, *limits):
-        assert {(m.summed, m.chunk) for m in group.members} == {(group.summed, group.members[0].chunk)}
-        if group.summed.stages:
-            assert len(group.members) == 1
+        assert {(m.summed, m.unit) for m in group.members} == {(group.summed, group.members[0].unit)}
 
 
 @given(members(), limits)
@@ -54,7 +52,7 @@ def test_groups_end_where_they_must_and_nowhere_else(listed, limits):
     for group, after in pairwise(groups):
         one, other = group[-1], after[0]
         must = [
-            (one.summed, one.chunk) != (other.summed, other.chunk),
+            (one.summed, one.unit) != (other.summed, other.unit),
             bool(one.summed.stages),
             bytes_of(group) >= threshold,
             bytes_of([*group, other]) > cap,
