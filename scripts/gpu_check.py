@@ -59,7 +59,7 @@ def main(output, dry_run, peer_python, work):
         rows.append((f"verify, {mesh}", run(["mpiexec", "-n", "2", sys.executable, "-m", "spmd_engine", *command])))
     for precision in PRECISIONS:
         config = shape | {"precision": precision}
-        rows.append((f"gpt2, {precision}", part(config | {"part": "train"}, precision)))
+        rows.append((f"gpt2, {precision}", part(config | {"part": "train"})))
         rows.append((f"gpt2, {precision}, predicted", part(config | {"part": "predict"} | costs)))
         for name, compiled in ("eager", False), ("compiled", True):
             rows.append((f"gpt2, {precision}, PyTorch {name}", peer(peer_python, config | {"compile": compiled})))
@@ -92,9 +92,9 @@ def machine(dry_run):
 # --- processes
 
 
-def run(command, seconds=240, **environment):
+def run(command, seconds=240):
     """The last line that a command prints, and its seconds; or why it failed."""
-    began, variables = perf_counter(), os.environ | environment
+    began, variables = perf_counter(), dict(os.environ)
     seconds = min(seconds, STARTED + LIMIT - began)
     if seconds < 5:
         return {"left out": f"the other parts took {LIMIT} seconds"}
@@ -107,10 +107,9 @@ def run(command, seconds=240, **environment):
     return {"result" if done.returncode == 0 else "failed": lines[-1][:200], "seconds": perf_counter() - began}
 
 
-def part(config, precision=""):
-    """What a part of PARTS returns, in a process of its own; CuPy reads whether products may round to TF32."""
-    tf32 = "1" if precision == "tf32" else "0"
-    done = run([sys.executable, __file__, "--work", json.dumps(config)], CUPY_TF32=tf32)
+def part(config):
+    """What a part of PARTS returns, in a process of its own."""
+    done = run([sys.executable, __file__, "--work", json.dumps(config)])
     return json.loads(done["result"]) if "result" in done else done
 
 
@@ -160,6 +159,7 @@ def train(config):
     from spmd_engine.training import Trainer
 
     backend, (model, dtype) = get_backend(config["device"]), model_of(config)
+    backend.allow_tf32(config["precision"] == "tf32" and backend.on_device)
     with Mesh() as mesh:
         engine = LayeredEngine(model, mesh, backend=backend, dtype=dtype_of(dtype))
         batches = make_batches(config)

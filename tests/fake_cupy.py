@@ -114,10 +114,6 @@ class Device:
         return f"0000:{self.id:02x}:00.0"
 
     @property
-    def compute_capability(self) -> str:
-        return "90"
-
-    @property
     def mem_info(self) -> tuple[int, int]:
         return 60 << 30, 80 << 30
 
@@ -736,7 +732,7 @@ def _build() -> ModuleType:
     runtime = SimpleNamespace(CUDARuntimeError=CUDARuntimeError, getDeviceCount=lambda: module.devices)
     module.get_default_memory_pool = lambda: SimpleNamespace(set_limit=_set_limit)
     module.cuda = SimpleNamespace(Device=Device, Stream=Stream, Event=Event, runtime=runtime)
-    module.cuda.get_current_stream, module.cuda.nccl = get_current_stream, SimpleNamespace(available=False)
+    module.cuda.get_current_stream = get_current_stream
     module.cuda.cublas, module.cuda.get_cublas_handle = Cublas(), lambda: 1
     return module
 
@@ -767,8 +763,10 @@ def installed(library, devices: int = 1, *, index: int | None = None, stream: bo
 
     With an ``index``, or without several devices, yields the backend of that one; ``stream``: it gets a stream of its
     own."""
-    before = {name: sys.modules.get(name) for name in ("cupy", "cupyx")}
-    sys.modules.update(cupy=cupy, cupyx=cupyx)
+    # As in CuPy, ``cupy.cuda`` has no attribute ``nccl`` until the module is imported.
+    modules = {"cupy": cupy, "cupyx": cupyx, "cupy.cuda.nccl": SimpleNamespace(available=False)}
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
     cupy.library, cupy.devices, cupy.memory_limit = library, devices, None
     cupy.null_streams = [Stream(device=number) for number in range(devices)]
     _thread.__init__()

@@ -1,4 +1,4 @@
-"""A strict stand-in for ``cupy.cuda.nccl``, for virtual ranks on the stand-in for CuPy (fake_cupy.py).
+"""A strict stand-in for the module ``cupy.cuda.nccl``, for virtual ranks on the stand-in for CuPy (fake_cupy.py).
 
 Names, arguments and numbers are CuPy 14.2's (its wheel with NCCL 2.32: ``dir``, and the first docstring lines). A call
 is queued on a stream and returns; a transfer happens when all of its ranks have reached it on their streams, so that
@@ -8,6 +8,7 @@ ranks of a transfer must agree about it. Each thread is a rank.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from contextlib import contextmanager
@@ -53,8 +54,10 @@ class _Work(threading.Event):
 class NcclCommunicator:
     created: list[tuple[int, ...]] = []  #: pairs (ndev, rank), in order
 
-    def __init__(self, ndev: int, commId: tuple, rank: int) -> None:
-        assert len(commId) == ID_BYTES and all(-128 <= byte < 128 for byte in commId)
+    def __init__(self, ndev: int, commId: bytes, rank: int) -> None:
+        if type(commId) is not bytes:
+            raise TypeError("Argument 'commId' has incorrect type")
+        assert len(commId) == ID_BYTES
         with _lock:
             self._group = _groups.setdefault(commId, _Group(ndev))
             assert self._group.size == ndev and rank not in self._group.ranks
@@ -202,8 +205,8 @@ def _check_place(part: SimpleNamespace, whole: SimpleNamespace, rank: int) -> No
         assert part.pointer == whole.pointer + rank * part.values.nbytes
 
 
-def get_unique_id() -> tuple[int, ...]:
-    return tuple(int(byte) - 128 for byte in np.random.default_rng().integers(0, 256, ID_BYTES))
+def get_unique_id() -> bytes:
+    return np.random.default_rng().bytes(ID_BYTES)
 
 
 def groupStart() -> None:
@@ -218,17 +221,18 @@ def groupEnd() -> None:
 
 
 @contextmanager
-def installed(cupy=fake_cupy.cupy):
+def installed():
     """``cupy.cuda.nccl`` is this module, as after ``pip install nvidia-nccl-cu13``."""
     constants = {f"NCCL_{name}": number for number, name in enumerate(NAMES)}
     constants |= {"NCCL_SUM": SUM, "NCCL_PROD": PROD, "NCCL_MAX": MAX, "NCCL_MIN": MIN, "NCCL_AVG": AVG}
     names = ["NcclCommunicator", "NcclError", "get_unique_id", "groupStart", "groupEnd"]
-    before = cupy.cuda.nccl
+    before = sys.modules["cupy.cuda.nccl"]
     NcclCommunicator.created.clear()
-    version = {"get_version": lambda: 22707, "available": True}
-    cupy.cuda.nccl = SimpleNamespace(**constants, **version, **{name: globals()[name] for name in names})
+    sys.modules["cupy.cuda.nccl"] = SimpleNamespace(
+        available=True, **constants, **{name: globals()[name] for name in names}
+    )
     try:
         yield NcclCommunicator
     finally:
-        cupy.cuda.nccl = before
+        sys.modules["cupy.cuda.nccl"] = before
         _groups.clear()

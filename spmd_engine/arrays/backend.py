@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from logging import getLogger
+from importlib import import_module
 from threading import Lock
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from warnings import catch_warnings
 
 import numpy as np
 
@@ -24,7 +25,6 @@ from spmd_engine.errors import UsageError, one_of
 if TYPE_CHECKING:
     from spmd_engine.arrays.numba.images import FastImages
 
-logger = getLogger(__name__)
 _INSTALL = "pip install 'spmd_engine[cuda13]', or [cuda12] for a driver before 580"
 
 Array = Any  # numpy.ndarray or cupy.ndarray; neither library offers a common base class
@@ -108,7 +108,7 @@ def _tried(what: str, remedy: str, attempt: Callable[[], Any]) -> Any:
 class CudaBackend(Backend):
     """CuPy on one CUDA device. The stream that is current when it is made orders all work, of all threads.
 
-    ``sharing``: the number of processes of this node on the device.
+    ``sharing``: the number of processes on the device, see ``share``.
     """
 
     name = "cuda"
@@ -147,19 +147,20 @@ class CudaBackend(Backend):
         self._constants: dict[tuple, Array] = {}
         self.memory = self._device.mem_info[1]
         self.workspace = self.memory // 64
-        self.sharing = len(range(max(index, ~index) % devices, processes, devices))
-        if memory is not None or self.sharing > 1:
-            memory = 0.95 / self.sharing if memory is None else memory
-            cupy.get_default_memory_pool().set_limit(fraction=memory)
-        if self.sharing > 1 and index in (0, ~0):
-            logger.warning(
-                "%d ranks share a GPU, and each may use %.0f%% of its memory (--device-memory): start one rank for "
-                "each of the %d GPUs, or NVIDIA's MPS",
-                self.sharing,
-                100 * (memory or 0),
-                devices,
-            )
+        self.sharing, self._fraction = 1, memory
+        self.share(len(range(max(index, ~index) % devices, processes, devices)))
         self._try_out()
+
+    def share(self, processes: int) -> None:
+        """Limit the memory of this process to its part, as so many are on the device, or to the fraction it was given.
+
+        At first their number follows from those of the node's processes and of the devices that this one sees. A
+        launcher such as Slurm may show each process another device: ranks then compare addresses.
+        """
+        if self._fraction is not None or max(processes, self.sharing) > 1:
+            part = self._fraction or (0.95 / processes if processes > 1 else None)
+            self.xp.get_default_memory_pool().set_limit(fraction=part)
+        self.sharing = processes
 
     def _try_out(self) -> None:
         """Copy, multiply and launch a kernel once, since CuPy loads the libraries of each when it first needs them."""
@@ -175,9 +176,15 @@ class CudaBackend(Backend):
         return self._device.pci_bus_id
 
     @property
+    def nccl(self) -> Any:
+        """CuPy's module of NCCL, which ``cupy.cuda`` does not have until it is imported."""
+        with catch_warnings(action="ignore"):  # that the library is missing: ``lacks_nccl`` says so
+            return import_module("cupy.cuda.nccl")
+
+    @property
     def lacks_nccl(self) -> str:
         """Why this process has no NCCL, as text; empty: it has."""
-        if self.xp.cuda.nccl.available:
+        if self.nccl.available:
             return ""
         return "CuPy finds no NCCL: pip install nvidia-nccl-cu13, or nvidia-nccl-cu12"
 

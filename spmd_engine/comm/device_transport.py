@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,18 +28,27 @@ class RankFacts(NamedTuple):
 def choose_transport(group: Group, backend: Backend, wanted: str = "auto") -> list[str]:
     """Let the device arrays of all ranks of ``group``, and of groups opened later among them, travel as ``wanted``.
 
-    ``backend``: of all ranks' arrays. Collective. Returns the notice that says how they travel, or that none do. Raises
-    UsageError on all ranks if they cannot travel so.
+    Ranks that are on one device divide its memory. ``backend``: of all ranks' arrays. Collective. Returns notices, of
+    how they travel, or that none do. Raises UsageError on all ranks if they cannot travel so.
     """
     if group.size == 1 or not isinstance(backend, CudaBackend):
         why = "there is one rank" if group.size == 1 else "arrays are on the host (--device)"
         return [f"--transport {wanted} has no effect: {why}"] if wanted != "auto" else []
     comm = group.comm
     facts = RankFacts(wanted, comm.node, backend.address, backend.lacks_nccl, comm.library_is_device_aware)
-    chosen, reason = choose([RankFacts(*rank) for rank in gather_json(group, facts, "transport")])
+    ranks = [RankFacts(*rank) for rank in gather_json(group, facts, "transport")]
+    chosen, reason = choose(ranks)
     comm.set_transport(chosen == "mpi", backend if chosen == "nccl" else None)
     comm.start_progress_thread()
-    return [f"arrays on GPUs travel by {TEXTS[chosen]}{f', as {reason}' if reason else ''}"]
+    notices = [f"arrays on GPUs travel by {TEXTS[chosen]}{f', as {reason}' if reason else ''}"]
+    if not comm.in_one_process:
+        on_device = Counter((rank.host, rank.device) for rank in ranks)
+        backend.share(on_device[facts.host, facts.device])
+        if (most := max(on_device.values())) > 1:
+            notices.append(
+                f"{most} ranks share a GPU and its memory (--device-memory): start a rank for each GPU, or NVIDIA's MPS"
+            )
+    return notices
 
 
 def choose(ranks: Sequence[RankFacts]) -> tuple[str, str]:

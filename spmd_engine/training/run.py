@@ -154,12 +154,12 @@ class EventLog(Observer):
         from spmd_engine.runtime.environment import environment  # which imports much, on rank 0 alone
 
         self._run, mesh = run, run.engine.mesh
-        self._handler = logging.Handler(logging.WARNING)
-        self._handler.emit = self._warned
-        logging.getLogger("spmd_engine").addHandler(self._handler)
         where = {"mesh": str(mesh), "nodes": mesh.nodes, "environment": environment()}
         where |= {"products": in_use(), "memory": run.memory_limits}
         self._write("started", step=run.steps_done, stop=stop, **where)
+        self._handler = logging.Handler(logging.WARNING)  # last: an observer that could not start is not closed
+        self._handler.emit = self._warned
+        logging.getLogger("spmd_engine").addHandler(self._handler)
 
     def _warned(self, record: logging.LogRecord) -> None:
         with suppress(OSError):  # of a full disk, for example: a warning must not end the run

@@ -69,6 +69,22 @@ def test_ranks_of_one_device_fall_back_with_a_notice(ranks, device):
         run_threads(program, ranks, args=["nccl"])
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_processes_on_one_device_divide_its_memory_by_its_address(shared, device, monkeypatch):
+    """Each sees one device, the same one or, under Slurm, another."""
+    device.share(3)
+    monkeypatch.setattr(fake_cupy.Device, "pci_bus_id", property(lambda _: "0" if shared else str(world().rank)))
+
+    def program():
+        with Mesh() as mesh:
+            mesh.comm.in_one_process = False
+            return choose_transport(mesh.group(), device, "staged")[1:], fake_cupy.cupy.memory_limit
+
+    (notices, limit), other = run_threads(program, 2)
+    assert other == (notices, limit) and limit == (0.475 if shared else None)
+    assert [notice.partition(" and ")[0] for notice in notices] == ["2 ranks share a GPU"] * shared
+
+
 def test_the_choice_is_that_of_groups_opened_later_until_another_one(device, monkeypatch):
     monkeypatch.setattr(fake_cupy.Device, "pci_bus_id", property(lambda _: str(world().rank)))
 

@@ -299,7 +299,7 @@ def test_an_error_of_nccl_ends_the_wait(device, nccl):
 
 def test_ranks_that_never_connect_are_waited_for_with_the_timeout(device, nccl, monkeypatch):
     connected = fake_nccl.threading.Event()
-    monkeypatch.setattr(device.xp.cuda.nccl, "NcclCommunicator", lambda *args: connected.wait())
+    monkeypatch.setattr(device.nccl, "NcclCommunicator", lambda *args: connected.wait())
 
     def program():
         waits = pytest.raises(CommunicationTimeout, match="waited 1 s: all_reduce")

@@ -113,11 +113,10 @@ def test_queries_share_keys_and_values_in_llamas_blocks():
 
 
 def test_a_fused_kernel_has_the_speed_that_is_published_of_such_and_not_what_is_fitted():
-    times = {}
-    for name in ("a100", "h100"):
+    # On an H100 by mma; sums in float32 without tensor cores are slower.
+    for name, itemsize, speed in ("a100", 2, 312e12), ("h100", 2, 622e12), ("h100", 4, 67e12), ("h200", 4, 67e12):
         machine = read_machine(name).with_ranks(1).with_fitted(product_share=0.5, product_half=1e12)
-        product = Product(4096, 4096, 128, batch=64, itemsize=2, fused=0.4)
+        product = Product(4096, 4096, 128, batch=64, itemsize=itemsize, fused=0.4)
         computation = Computation("x", "x", "forward", products=Products([product]), calls=1)
-        times[name] = ComputeTimes(machine).of(0, computation).products, product.flops
-    assert times["a100"][0] == pytest.approx(times["a100"][1] / (0.4 * 312e12), rel=1e-2)
-    assert times["h100"][0] == pytest.approx(times["h100"][1] / (0.4 * 622e12), rel=1e-2)  # by mma
+        seconds = ComputeTimes(machine).of(0, computation).products
+        assert seconds == pytest.approx(product.flops / (0.4 * speed), rel=1e-2)

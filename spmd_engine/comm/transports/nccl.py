@@ -55,7 +55,7 @@ class NcclRanks:
     """
 
     def __init__(self, comm: Communicator, backend: CudaBackend) -> None:
-        self.comm, self.backend, self.library = comm, backend, backend.xp.cuda.nccl
+        self.comm, self.backend, self.library = comm, backend, backend.nccl
         self.communicator: Any = None  #: NCCL's
         self.stream: Any = None
         self.thread, self._works, self._error = get_ident(), deque[QueuedCall](), None
@@ -98,17 +98,16 @@ class NcclRanks:
         NCCL waits inside for all ranks: in a thread of its own, so that this rank can report for whom it waits.
         """
         rank_zero = self.comm.rank == 0
-        row = bytes(number & 255 for number in self.library.get_unique_id()) if rank_zero else b""
+        row = self.library.get_unique_id() if rank_zero else b""
         words, phase = Signature("barrier").words, tag(number, EXPLANATION)  # free, as the ranks have agreed
-        _, (row,) = yield from disseminate(self.comm, words, row, phase, copies=True)
-        key = tuple(byte - 256 * (byte > 127) for byte in row)  # signed, as CuPy's
+        _, (key,) = yield from disseminate(self.comm, words, row, phase, copies=True)
         made: list[Any] = []
 
         def create() -> None:
             self.backend.enter()
             try:
-                made.append(self.library.NcclCommunicator(self.comm.size, key, self.comm.rank))
-            except self.library.NcclError as error:
+                made.append(self.library.NcclCommunicator(self.comm.size, bytes(key), self.comm.rank))
+            except Exception as error:  # of any kind: the ranks wait for the end of this thread
                 made.append(self._failure(error))
 
         Thread(target=create, name="spmd_engine NCCL", daemon=True).start()

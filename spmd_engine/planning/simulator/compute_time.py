@@ -22,7 +22,7 @@ TILES = (256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64
 FETCH = 1024 / (5120 / 108 / 2)
 
 DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}  #: by the item size of a product
-FUSED = "fused16"  #: the speed of products in fused kernels, if a machine has one
+FUSED = "fused16"  #: the speed of products of 16-bit floats in fused kernels, if a machine has one
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,8 @@ class ComputeTimes:
         speeds, dtype = self.machine.node(rank).speeds, DTYPES[product.itemsize]
         flops = 2 * product.m * product.n * product.k * product.batch
         if product.fused:
-            return product.fused * self.machine.peak(rank, FUSED if FUSED in speeds else dtype, flops)
+            kernel = FUSED if FUSED in speeds and product.itemsize == 2 else dtype
+            return product.fused * self.machine.peak(rank, kernel, flops)
         if product.kernel in speeds or self.machine.node(rank).has_devices:
             return self.machine.speed(rank, product.kernel if product.kernel in speeds else dtype, flops)
         return self.machine.speed(rank, dtype, 2 * (3 / (1 / product.m + 1 / product.n + 1 / product.k)) ** 3)
