@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from spmd_engine.arrays.memory import return_freed_memory
-from spmd_engine.axes import MeshPosition, all_positions, axes_text, count_ranks
+from spmd_engine.axes import MeshPosition, all_positions, axes_as_json, axes_text, count_ranks
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.communicators.communicator import Communicator, Port
 from spmd_engine.comm.group import Group
@@ -138,7 +138,10 @@ class ShapeRequest:
 
     def as_json(self) -> dict[str, Any]:
         """The input of ``from_json``."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        composition = dict(self.composition)
+        if composition.get("mesh") is not None:
+            composition["mesh"] = axes_as_json(composition["mesh"])
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"composition": composition}
 
     @property
     def shape(self) -> Shape:
@@ -280,7 +283,7 @@ class Reshaper:
             self.shape.ranks,
             self.shape.experts,
         )
-        if others_differ or not (moved.overlap_layers and before.overlap_layers and (pipe := shape.axes.get(PIPE))):
+        if others_differ or not (moved.storage.overlap and before.storage.overlap and (pipe := shape.axes.get(PIPE))):
             return shape
         held, wanted = (
             overlaps(divide(self.engine.model, pipe, each.division), each.storage.overlap) for each in (before, moved)

@@ -238,7 +238,8 @@ def open_mesh(job: TrainConfig, axes: Mapping[str, int] | None = None, *, helped
     helpers = helper_ranks(job.composition.assigned)
     if helpers and not helped:
         raise UsageError(f"--assign {job.composition.assign}: only 'train' and 'verify' have helper ranks; omit it")
-    mesh = mesh_without(helpers, job.composition.mesh or axes or {}, check=job.check)
+    composition = job.composition
+    mesh = mesh_without(helpers, composition.mesh or axes or {}, order=composition.order, check=job.check)
     print_notices(choose_products(mesh.group(), job.products, dtype=job.model.dtype, device=job.device))
     backend = get_backend(job.device, *mesh.process_on_node, memory=job.device_memory)
     print_notices(choose_transport(mesh.group(), backend, job.transport))

@@ -140,8 +140,8 @@ def live_migration_text(step: int, plan: Mapping[str, Any]) -> str:
     """A live migration that begins after ``step``, by its plan: see ``MigrationPlan``."""
     what = plan["what"] if len(plan["what"]) < 4 else [*plan["what"][:2], "...", plan["what"][-1]]
     return (
-        f"after step {step} a live migration to {plan['to']} begins: it copies {readable_bytes(plan['bytes'])} "
-        f"of {', '.join(what)}, in about {plan['seconds']:.3g} s"
+        f"after step {step} a live migration to {plan['to']} begins: it copies {readable_bytes(plan['bytes'])}"
+        f"{' of ' * bool(what)}{', '.join(what)}, in about {plan['seconds']:.3g} s"
     )
 
 

@@ -382,6 +382,10 @@ class ParallelConfig(Configuration):
         if (uneven := set(uneven_axes(axes))) and (uneven != {"model"} or "queries" in axes):
             why = "only axis model can have other sizes on other stages, on a mesh without queries"
             refuse("uneven stages", why, "Give the other axes one size")
+        if uneven and self.storage.overlap:
+            refuse(
+                f"--overlap-layers {self.overlap_layers}", "it needs stages of equal sizes", "Add --overlap-layers 0"
+            )
         if (self.chunks or 1) > 1 and self.schedule != "interleaved":
             refuse(f"--chunks {self.chunks}", "several chunks a stage are interleaved", "Add --schedule interleaved")
         if "replicate" in axes and "shard" not in axes and not self.zero:
@@ -398,8 +402,11 @@ class ParallelConfig(Configuration):
         if model is not None and axes.get(PIPE, 1) > 1:
             chunks = self.schedule_on(axes).chunks
             divided = divide(model, axes[PIPE] * chunks, self.division, chunks)
-            if self.overlap_layers and chunks > 1:
-                refuse(f"--overlap-layers {self.overlap_layers}", "several chunks a stage", "Omit it, or --chunks")
+            if self.storage.overlap and chunks > 1:
+                why = "stages of several chunks cannot overlap"
+                refuse(
+                    f"--overlap-layers {self.overlap_layers}", why, "Add --overlap-layers 0, or choose --schedule 1f1b"
+                )
             overlaps(divided, self.storage.overlap)
         notices = self._without_effect(axes, mesh)
         if model is not None:

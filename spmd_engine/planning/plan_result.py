@@ -65,6 +65,7 @@ class Request:
     placement: str = "auto"  #: one of PLACEMENTS
     #: what a plan may do where nothing else fits, of FALLBACKS; None: nothing, which no conflict mentions either
     fallback: Collection[str] | None = FALLBACKS
+    named: str = ""  #: the model, as ``train --model`` takes it; empty: by its name
 
     def __post_init__(self) -> None:
         if self.goal not in GOALS:
@@ -192,7 +193,8 @@ class PlanResult:
         assert self.plan is not None
         candidate = self.plan.candidate
         composition = candidate.composition(self.request.base)
-        words = [f"mpiexec -n {candidate.ranks} python -m spmd_engine train --model {self.request.model.name}"]
+        model = quote(self.request.named or self.request.model.name)
+        words = [f"mpiexec -n {candidate.ranks} python -m spmd_engine train --model {model}"]
         words.append("--mesh " + quote(axes_text(candidate.mesh)))  # "|" is the shell's
         words.append(f"--batch-size {candidate.batch_size}")
         words += [f"--precision {self.precision}"] * (self.precision != "float32")

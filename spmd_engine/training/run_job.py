@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.util import find_spec
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spmd_engine.adaptive.reshape import ShapeRequest
 from spmd_engine.arrays.backend import get_backend
+from spmd_engine.axes import count_ranks
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.checkpoints.format.folder import find_checkpoint, make_folder, replace_file
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
@@ -129,7 +129,7 @@ def _open_mesh(job: TrainConfig, resume: bool = False, given: Collection[str] = 
         raise UsageError("--assign with --adapt: a run with helper ranks keeps its shape; omit one of them")
     if helpers and resume and "assign" not in given:
         left = world().size - len(helpers)
-        helpers = helpers if max(helpers) < world().size and prod((axes or {"": left}).values()) == left else []
+        helpers = helpers if max(helpers) < world().size and count_ranks(axes or {"": left}) == left else []
     options = {"check": job.check, "timeout": job.timeout, "deterministic": job.deterministic}
     return mesh_without(helpers, axes or {}, order=job.composition.order, **options)
 

@@ -152,4 +152,5 @@ def _is_user_code(code: CodeType) -> bool:
 
 
 def _is_array_of_floats(value: Any) -> bool:
-    return hasattr(type(value), "dtype") and getattr(value.dtype, "kind", "") == "f" and value.ndim > 0
+    is_array = all(hasattr(type(value), name) for name in ("dtype", "ndim"))  # an engine has a dtype, too
+    return is_array and value.dtype.kind == "f" and value.ndim > 0

@@ -116,18 +116,19 @@ def examine(
 
 
 def to_first(world: Group, value: Any) -> list[Any] | None:
-    """Return every rank's ``value`` in rank order on the first rank; None on other ranks."""
-    if world.rank:
-        world.send(0, np.frombuffer(pickle.dumps(value), np.uint8), label="verify")
+    """Return every rank's ``value``, in the order of the group, on the lowest rank of the job; None on other ranks."""
+    if world.rank != world.lowest:
+        world.send(world.lowest, np.frombuffer(pickle.dumps(value), np.uint8), label="verify")
         return None
-    others = (world.receive(rank, label="verify") for rank in range(1, world.size))
-    return [value, *(pickle.loads(other.tobytes()) for other in others)]
+    others = [rank for rank in range(world.size) if rank != world.rank]
+    values = {rank: pickle.loads(world.receive(rank, label="verify").tobytes()) for rank in others}
+    return [values.get(rank, value) for rank in range(world.size)]
 
 
 def from_first(world: Group, value: Any) -> Any:
-    """Return the first rank's ``value`` on every rank."""
-    data = np.frombuffer(pickle.dumps(value), np.uint8) if world.rank == 0 else None
-    return pickle.loads(world.broadcast(data, label="verify").tobytes())
+    """Return the ``value`` of the lowest rank of the job on every rank."""
+    data = np.frombuffer(pickle.dumps(value), np.uint8) if world.rank == world.lowest else None
+    return pickle.loads(world.broadcast(data, world.lowest, label="verify").tobytes())
 
 
 def _broadcast_expected(world: Group, tensors: Sequence[ComparedTensor]) -> Iterator[np.ndarray]:
@@ -135,7 +136,7 @@ def _broadcast_expected(world: Group, tensors: Sequence[ComparedTensor]) -> Iter
     sent = 0
     while sent < len(tensors):
         together: list[np.ndarray] = []
-        if world.rank == 0:
+        if world.rank == world.lowest:
             size = 0
             while sent + len(together) < len(tensors) and size < TOGETHER:
                 together.append(on_host(tensors[sent + len(together)].whole()))

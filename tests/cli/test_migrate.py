@@ -10,7 +10,9 @@ import pytest
 from command_line import TEXT, metrics
 from mpi_harness.launch import Job, mpiexec
 from spmd_engine.adaptive import ShapeRequest
+from spmd_engine.axes import parse_axes
 from spmd_engine.cli import main
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.planning.plan_result import PlanFile
 
 PROGRAM = """
@@ -88,3 +90,9 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, reason)
     monkeypatch.chdir(tmp_path)
     code, text = migrate(capsys, *arguments)
     assert code == 2 and reason in text and "\n" not in text and not (folder / ShapeRequest.FILE).exists()
+
+
+def test_a_request_keeps_uneven_stages():
+    request = ShapeRequest({"mesh": parse_axes("pipe=2,model=1|2"), "zero": 1})
+    read = ShapeRequest.from_json(json.loads(json.dumps(request.as_json())), "the file")
+    assert ParallelConfig.from_json(read.composition).mesh == request.composition["mesh"]

@@ -125,3 +125,12 @@ def test_precisions_are_compared(capsys, tmp_path):
 def test_precisions_that_cannot_be_planned(words, error, here):
     code, _, text = here("plan", "--ranks", "2", *words)
     assert code == 2 and error in text and text.count("\n") == 1
+
+
+def test_the_command_of_a_plan_names_code_as_it_was_given(capsys, tmp_path):
+    code = tmp_path / "planned_code.py"
+    code.write_text("from spmd_engine.models import deep_mlp as model\n")
+    main(
+        ["plan", "--machine", "cpu", "--ranks", "1", "--model", f"{code}:model", "--batch-size", "4", "--seconds", "1"]
+    )
+    assert f"train --model {code}:model --mesh" in capsys.readouterr().out

@@ -5,9 +5,11 @@ import sys
 import pytest
 
 import tiny
-from spmd_engine import Mesh, world
+from spmd_engine import Mesh, run_threads, world
 from spmd_engine.cli import main
+from spmd_engine.cli.options import open_mesh
 from spmd_engine.engine import AdamW
+from spmd_engine.training import TrainConfig
 from spmd_engine.verification import Cause, mesh_of_one, verify
 
 MINE = """
@@ -112,6 +114,16 @@ def test_what_agrees_ends_with_code_0(verify_on):
 
 def test_what_agrees_on_virtual_ranks(virtual):
     assert_agrees(virtual(4, "verify", *PIPELINE, *SHORT).out)
+
+
+def test_ranks_are_compared_in_any_order(virtual):
+    def place():
+        with open_mesh(TrainConfig.of(model="mlp", mesh={"pipe": 2}, rank_order="1,0")) as mesh:
+            return mesh.coordinates["pipe"]
+
+    assert run_threads(place, 2) == [1, 0]
+    order = ["--model", "mlp", "--mesh", "pipe=2", "--rank-order", "1,0", "--batch-size", "4"]
+    assert_agrees(virtual(2, "verify", *order).out)
 
 
 AGREEING = [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import tiny
 from spmd_engine import Mesh, run_threads
-from spmd_engine.axes import all_positions
+from spmd_engine.axes import all_positions, parse_axes
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import ZeroConfig, assign, divide, overlaps, parse_division, parse_overlap
 from spmd_engine.errors import UsageError
@@ -207,7 +207,8 @@ def test_an_overlap_is_around_boundaries_or_given(text, overlap, held):
         ("1:2,3", "cannot read"),
         ("-1", "cannot read"),
         ("4:5,6:7", "4:5: a stage begins with layer 3, which is outside"),
-        ("3:9,6:7", "3:9: a stage begins with layer 3"),
+        ("3:9,6:7", "3:9: give a first layer, and an end after it, up to 8"),
+        ("3:3,6:7", "3:3: give a first layer"),
         ("1:4", "has 1 ranges for 2 boundaries"),
     ],
 )
@@ -217,9 +218,13 @@ def test_an_overlap_that_does_not_fit_is_refused_in_a_line(text, why):
 
 
 def test_interleaved_stages_do_not_overlap():
-    with pytest.raises(UsageError, match="several chunks a stage"):
+    with pytest.raises(UsageError, match="several chunks cannot overlap"):
         ParallelConfig(overlap_layers="1", schedule="interleaved").check({"pipe": 2}, GPT)
     assert "no effect" in ParallelConfig(overlap_layers="1").check({"data": 2}, GPT)[0]
+    assert not ParallelConfig(overlap_layers="0", schedule="interleaved").check({"pipe": 2}, GPT)
+    with pytest.raises(UsageError, match="--overlap-layers 1 with --mesh pipe=2,model=1|2: it needs stages of equal"):
+        ParallelConfig(overlap_layers="1").check(parse_axes("pipe=2,model=1|2"), GPT)
+    assert ParallelConfig(overlap_layers="1").fitted(parse_axes("pipe=2,model=1|2"), GPT)[0].overlap_layers is None
     fitting, notices = ParallelConfig(overlap_layers="1:4").fitted({"pipe": 3}, GPT)
     assert fitting.overlap_layers is None and "continues without --overlap-layers 1:4" in notices[0]
 

@@ -142,6 +142,13 @@ def test_a_boundary_moves_within_the_overlap_at_once_and_refills_it_while_steps_
     assert_same(tmp_path / "moved", tmp_path / "plain")
 
 
+def test_an_overlap_ends_at_once(tmp_path):
+    job, requests = jobs_of("text", tmp_path)[0], {3: ShapeRequest({"overlap_layers": "0"})}
+    run_threads(lambda: train(job, tmp_path / "run", propose=requests.get), 2)
+    (change,) = events(tmp_path / "run", "reshaped")
+    assert change["after"].endswith("overlap_layers 0") and not events(tmp_path / "run", "migrating")
+
+
 @pytest.mark.parametrize("before, after", [("1", None), (None, "2")], ids=["with overlap", "without"])
 def test_a_run_resumes_with_another_overlap(tmp_path, before, after):
     mesh = {"mesh": {"pipe": 2}, "stages": "0,2"}

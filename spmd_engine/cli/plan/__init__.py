@@ -205,6 +205,7 @@ def _request(options: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
         seconds=options["seconds"],
         placement=options["placement"],
         fallback=[name.strip() for name in options["fallback"].split(",") if name.strip() != "none"],
+        named=name,
     )
 
 

@@ -77,8 +77,8 @@ def parse_overlap(text: str | None) -> Overlap:
     fits = {len(part) for part in ranges} == {2} or len(ranges) == len(ranges[0]) == 1
     if not fits or not all(number.isdecimal() for part in ranges for number in part):
         raise UsageError(
-            f"cannot read --overlap-layers {text!r}: write the layers on each side of a boundary, as in 2, or for each "
-            "boundary the first layer and the one after the last, as in 4:8,9:12"
+            f"cannot read --overlap-layers {text!r}: write the layers on each side of a boundary, as in 2 (0: none), "
+            "or for each boundary the first layer and the one after the last, as in 4:8,9:12"
         )
     return int(ranges[0][0]) if len(ranges[0]) == 1 else tuple((int(first), int(end)) for first, end in ranges)
 
@@ -86,7 +86,7 @@ def parse_overlap(text: str | None) -> Overlap:
 def overlaps(chunks: Sequence[range], overlap: Overlap) -> tuple[tuple[int, int], ...]:
     """The overlap at each boundary between stages of one chunk: its first layer, and the one after its last.
 
-    Raises UsageError if a boundary is outside.
+    Raises UsageError if it is empty or beyond the last layer, or a boundary is outside.
     """
     starts, layers = [chunk.start for chunk in chunks[1:]], chunks[-1].stop
     if isinstance(overlap, int):
@@ -94,7 +94,9 @@ def overlaps(chunks: Sequence[range], overlap: Overlap) -> tuple[tuple[int, int]
     if len(overlap) != len(starts):
         raise UsageError(f"--overlap-layers has {len(overlap)} ranges for {len(starts)} boundaries between stages")
     for start, (first, end) in zip(starts, overlap, strict=True):
-        if not first <= start <= end <= layers:
+        if not first < end <= layers:
+            raise UsageError(f"--overlap-layers {first}:{end}: give a first layer, and an end after it, up to {layers}")
+        if not first <= start <= end:
             raise UsageError(
                 f"--overlap-layers {first}:{end}: a stage begins with layer {start}, which is outside; choose stages "
                 f"that begin with layers {first} to {end}, or a number as the overlap"
