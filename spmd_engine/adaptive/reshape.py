@@ -139,8 +139,8 @@ class ShapeRequest:
     def as_json(self) -> dict[str, Any]:
         """The input of ``from_json``."""
         composition = dict(self.composition)
-        if composition.get("mesh") is not None:
-            composition["mesh"] = axes_as_json(composition["mesh"])
+        if isinstance(mesh := composition.get("mesh"), Mapping):  # it may also be text
+            composition["mesh"] = axes_as_json(mesh)
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"composition": composition}
 
     @property
