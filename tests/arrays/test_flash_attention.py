@@ -216,6 +216,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name, number", PLACES)
 def test_every_barrier_is_needed(name, number, right, folder):
     def without(text):

@@ -104,8 +104,16 @@ def test_a_job(name, data, tmp_path, cuda):
     np.testing.assert_allclose(run(what, mesh, there, "cuda", data), expected, rtol=1e-9)
 
 
+def some(quick, names):
+    """The names, of which the others than ``quick`` take minutes together."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.soak) for name in names]
+
+
 @pytest.mark.parametrize("transport", ["nccl", "staged"])
-@pytest.mark.parametrize("name", ["zero 3", "hybrid sharded", "tensor and sequence", "ulysses", "experts", "four axes"])
+@pytest.mark.parametrize(
+    "name",
+    some({"zero 3", "experts"}, ["zero 3", "hybrid sharded", "tensor and sequence", "ulysses", "experts", "four axes"]),
+)
 def test_a_job_by_another_transport(name, transport, data, tmp_path, cuda, monkeypatch):
     """By default virtual ranks copy: here each has a device of its own, in the same memory."""
     monkeypatch.setattr(fake_cupy.Device, "pci_bus_id", property(lambda _: f"{get_ident()}"))
@@ -121,7 +129,7 @@ def test_a_job_by_another_transport(name, transport, data, tmp_path, cuda, monke
 ROUNDED = 0.03
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", some({"gpt2", "resnet", "four axes"}, JOBS))
 def test_a_job_in_bfloat16(name, data, tmp_path, cuda):
     (what, mesh), (here, there) = JOBS[name], (tmp_path / "cpu", tmp_path / "cuda")
     what = what | {"dtype": "bfloat16"}
