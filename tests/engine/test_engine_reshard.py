@@ -29,7 +29,7 @@ WAYS = [
     ({"data": 4}, {"zero": 1}, {"pipe": 2, "model": 2}, {"schedule": "zero-bubble"}),
     ({"pipe": 4}, {"schedule": "1f1b"}, {"context": 2, "data": 2}, {"recompute": Recompute.BLOCK}),
     ({"replicate": 2, "shard": 2}, {}, {"pipe": 2, "data": 2}, {"schedule": "interleaved", "zero": 1}),
-    ({"pipe": 2, "data": 2}, {"zero": 2, "overlap": 1}, {"pipe": 3}, {"overlap": 2}),
+    ({"pipe": 2, "data": 2}, {"zero": 2, "overlap": 1}, {"pipe": 4}, {"overlap": 2}),
     ({"data": 3}, {"zero": 2}, {"model": 3}, {}),
 ]
 UNEVEN = {"pipe": 2, "model": (1, 2)}
