@@ -97,10 +97,11 @@ def _softmax_over_keys(scores: Array, scale: float, dtype: Any) -> tuple[Array, 
         return kernels.softmax_over_keys(scores, scale, dtype)
     xp = backend_of(scores).xp
     scores *= scale
-    top = scores.max(axis=1)
-    top /= LOG_2
+    highest = scores.max(axis=1)
+    top = highest / LOG_2
     xp.ceil(top, out=top)
     top *= LOG_2
+    top = xp.where(highest > top + 1, highest, top)  # of scores so large that multiples of log(2) are rounded
     xp.maximum(top, xp.finfo(top.dtype).min, out=top)  # of rows without keys
     exponentiate(scores, top[:, None])
     # BLAS sums over keys in a quarter of the time of ``sum``.

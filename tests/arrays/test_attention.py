@@ -177,6 +177,16 @@ def test_attention_with_large_scores():
     check_attention(q, k, v, np.arange(9), np.arange(9), tolerance=1e-8)
 
 
+@pytest.mark.parametrize("dtype, size", [(np.float64, 1e30), (np.float32, 1e9)])
+def test_attention_with_scores_beyond_the_precision_of_their_differences(dtype, size):
+    q, k, v = (normals(1, 40, 2, 4, seed=seed).astype(dtype) for seed in range(3))
+    y, log_sums = causal_attention(dtype(size) * q, dtype(size) * k, v, np.arange(40), np.arange(40))
+    scores = np.einsum("bshk,bthk->bhst", q, k, dtype=np.float64) + np.where(np.tri(40), 0, -np.inf)
+    chosen = v[0][scores[0].argmax(axis=-1), np.arange(2)[:, None]].transpose(1, 0, 2)
+    np.testing.assert_allclose(y[0], chosen, rtol=1e-6)
+    assert np.isfinite(log_sums).all()
+
+
 def test_attention_of_strided_operands():
     packed = normals(2, 7, 3, 2, 4)
     check_attention(*np.moveaxis(packed, 2, 0), np.arange(7), np.arange(7))

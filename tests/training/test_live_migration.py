@@ -168,17 +168,14 @@ def test_a_run_resumes_with_another_overlap(tmp_path, before, after):
     assert_same(tmp_path / "run", tmp_path / "alone")
 
 
-@pytest.mark.parametrize("ranks", numbers_of_ranks(mpi=(2,)))
-def test_a_boundary_moves_within_the_overlap_on_mpi_ranks(ranks):
-    def program():
-        with Mesh() as mesh, tempfile.TemporaryDirectory() as mine:
-            folder = Path(text_from_rank_zero(mesh.group(), lambda: mine))
-            moves_within_overlap("text", jobs_of("text", mine), folder)
-            if mesh.rank == 0:
-                assert_same(folder / "moved", folder / "plain")
-            mesh.barrier()
-
-    on_ranks(program, ranks)
+@pytest.mark.mpi(ranks=2)
+def test_a_boundary_moves_within_the_overlap_on_mpi_ranks():
+    with Mesh() as mesh, tempfile.TemporaryDirectory() as mine:
+        folder = Path(text_from_rank_zero(mesh.group(), lambda: mine))
+        moves_within_overlap("text", jobs_of("text", mine), folder)
+        if mesh.rank == 0:
+            assert_same(folder / "moved", folder / "plain")
+        mesh.barrier()
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name in LONG)) for name in CASES])

@@ -320,7 +320,8 @@ def softmax_over_keys(scores: Blocks, scale: Number, p: AnyBlocks, top: Rows, su
                 x = scores[h, t, j]
                 top[h, j] = x if x > top[h, j] or x != x else top[h, j]
         for j in range(width):
-            above = np.ceil(top[h, j] * to_powers) * log_2
+            above, highest = np.ceil(top[h, j] * to_powers) * log_2, top[h, j] * scale
+            above = highest if highest > above + f32(1) else above  # where multiples of log(2) are rounded
             top[h, j] = f32(-3.4028234663852886e38) if above == f32(-np.inf) else above
         for t in range(keys):
             for j in range(width):
