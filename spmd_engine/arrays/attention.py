@@ -101,7 +101,8 @@ def _softmax_over_keys(scores: Array, scale: float, dtype: Any) -> tuple[Array, 
     top = highest / LOG_2
     xp.ceil(top, out=top)
     top *= LOG_2
-    top = xp.where(highest > top + 1, highest, top)  # of scores so large that multiples of log(2) are rounded
+    # Where scores are so large that multiples of log(2) are themselves rounded:
+    top = xp.where((highest > top + 1) | (top > highest + 1), highest, top)
     xp.maximum(top, xp.finfo(top.dtype).min, out=top)  # of rows without keys
     exponentiate(scores, top[:, None])
     # BLAS sums over keys in a quarter of the time of ``sum``.

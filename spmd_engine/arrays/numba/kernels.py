@@ -321,7 +321,8 @@ def softmax_over_keys(scores: Blocks, scale: Number, p: AnyBlocks, top: Rows, su
                 top[h, j] = x if x > top[h, j] or x != x else top[h, j]
         for j in range(width):
             above, highest = np.ceil(top[h, j] * to_powers) * log_2, top[h, j] * scale
-            above = highest if highest > above + f32(1) else above  # where multiples of log(2) are rounded
+            if highest > above + f32(1) or above > highest + f32(1):  # multiples of log(2) are rounded
+                above = highest
             top[h, j] = f32(-3.4028234663852886e38) if above == f32(-np.inf) else above
         for t in range(keys):
             for j in range(width):
