@@ -277,8 +277,12 @@ class Mesh(Collectives, MeshPosition):
 
     @property
     def process_on_node(self) -> tuple[int, int]:
-        """The number of this rank's process on its node, and how many there are: virtual ranks have one."""
-        return (0, 1) if self.comm.in_one_process else (self.local_rank, self.nodes.count(self.nodes[self.rank]))
+        """The number of this rank's process on its node, and how many there are, helper ranks included: virtual ranks
+        have one."""
+        comm = self.outside.comm if self.outside else self.comm
+        if comm.in_one_process:
+            return 0, 1
+        return list(comm.hosts[: comm.rank]).count(comm.node), list(comm.hosts).count(comm.node)
 
     @property
     def nodes_by_rank(self) -> list[str]:

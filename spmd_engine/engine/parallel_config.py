@@ -574,18 +574,10 @@ def build_helper(model: ModelConfig, mesh: Mesh, composition: ParallelConfig, *,
     world, axes = mesh.outside.comm, composition.mesh or {"data": len(mesh.members)}
     positions = ranks_by_position([world.hosts[rank] for rank in mesh.members], composition.order)
     engine_model = model.build(composition)
-    owners = owners_of(
-        helper_stage(engine_model, axes, composition, world.rank), axes, [mesh.members[number] for number in positions]
-    )
-    backend = get_backend(device, world.hosts[: world.rank].count(world.node), world.hosts.count(world.node))
-    return HelperRank(
-        engine_model,
-        mesh,
-        owners,
-        composition.recompute,
-        dtype_of(model.dtype),
-        backend,
-    )
+    stage = helper_stage(engine_model, axes, composition, world.rank)
+    owners = owners_of(stage, axes, [mesh.members[number] for number in positions])
+    backend = get_backend(device, *mesh.process_on_node)
+    return HelperRank(engine_model, mesh, owners, composition.recompute, dtype_of(model.dtype), backend)
 
 
 def helper_stage(model: Model, axes: Mapping[str, int], composition: ParallelConfig, rank: int) -> int:
