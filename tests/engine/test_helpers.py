@@ -5,6 +5,7 @@ import pytest
 
 from spmd_engine import run_threads
 from spmd_engine.comm.mesh import Mesh, mesh_without
+from spmd_engine.comm.world import world
 from spmd_engine.engine import SGD
 from spmd_engine.engine.helpers import AssignedLayers, Helpers, helper_ranks, serve
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine, build_helper
@@ -173,6 +174,20 @@ def test_experts_that_ranks_share_cannot_be_assigned():
     with pytest.raises(UsageError, match="axis expert splits these layers"):
         ParallelConfig(mesh={"expert": 2}, assign="block0:rank2").check({"expert": 2}, build_model("gpt-moe-nano"))
     ParallelConfig(mesh={"expert": 2}, assign="head:rank2").check({"expert": 2}, build_model("gpt-moe-nano"))
+
+
+@pytest.mark.mpi(ranks=3)
+def test_helper_ranks_take_devices_as_the_other_ranks_of_their_node_do():
+    with mesh_without([1], {"data": 2}) as mesh:
+        assert mesh.process_on_node == (world().rank, 3)
+
+
+def test_launches_of_a_helper_rank_are_counted():
+    helped = ParallelConfig(mesh={"data": 1}, assign="block2-7:rank1")
+    analysis = analyze(ModelConfig("gpt-nano"), {"data": 1}, helped, batch_size=2, device="cuda")
+    alone = analyze(ModelConfig("gpt-nano"), {"data": 1}, batch_size=2, device="cuda")
+    owner, helper = (analysis.of_rank(rank).launches for rank in (0, 1))
+    assert 0.5 * owner < helper < alone.of_rank(0).launches
 
 
 def test_a_mesh_is_opened_without_its_helper_ranks():

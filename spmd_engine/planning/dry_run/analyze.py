@@ -102,10 +102,10 @@ def analyze(
     composition = composition if composition is not None else ParallelConfig()
     layout = layout if layout is not None else composed_layout(built, position, composition)
     helpers = helper_ranks(composition.assigned)
-    every = every or bool(helpers)  # the first owner sends the weights
     parts = [span(batch_size, micro_batches, m) for m in range(micro_batches)]
     samples = [part.stop - part.start for part in parts]
-    every = every or bool(uneven_axes(axes))  # their classes are not found
+    # The first owner sends the weights to a helper rank; classes of ranks on uneven stages are not found.
+    every = every or bool(helpers or uneven_axes(axes))
     uneven = [] if every else _uneven_summed_parts(built, layout, composition, axes, dtype.itemsize)
     uneven += [((axis,), shares) for axis, shares in composition.storage.shares.items()]
     classes = (
@@ -227,7 +227,8 @@ class DryRun:
 
     def help(self, rank: int, kinds: Mapping[str, Hashable]) -> tuple[RankStep, list[str]]:
         """As ``step``, of the helper rank with this number in the world."""
-        recorder, helpers = Recorder(Meter(self.choose)), helper_ranks(self.composition.assigned)
+        recorder = Recorder(Meter(self.choose, on_device=self.backend.on_device))
+        helpers = helper_ranks(self.composition.assigned)
         number, members = self.ranks.size + helpers.index(rank), self.ranks.members(helpers)
         alone = replace(self.ranks, axes={"data": 1}, classes=np.array([number]), nodes=["helper"])
         with metered(recorder.meter), ExitStack() as stack:

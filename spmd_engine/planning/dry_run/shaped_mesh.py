@@ -39,7 +39,7 @@ class DryRunRanks:
     @property
     def size(self) -> int:
         """The number of ranks of the mesh."""
-        return prod(self.axes.values())
+        return count_ranks(self.axes)
 
     def members(self, helpers: Sequence[int]) -> list[int]:
         """The ranks of the world that are on the mesh, without these helper ranks."""
@@ -76,7 +76,7 @@ class ShapedMesh(Mesh):
         self.all, self.recorder = ranks, recorder
         recorder.own_class = int(ranks.classes[tuple(coordinates.values())])
         MeshPosition.__init__(self, dict(ranks.axes), dict(coordinates))
-        self.size, self.ranks = count_ranks(ranks.axes), rank_grid(ranks.axes)
+        self.size, self.ranks = ranks.size, rank_grid(ranks.axes)
         self.rank = self.index(None)
         self.nodes = list(ranks.nodes)
         self.comm = _NoCommunicator(self.rank, self.size, self.nodes[self.rank])

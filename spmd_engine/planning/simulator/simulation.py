@@ -13,10 +13,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
-from math import prod
 from typing import Any
 
-from spmd_engine.axes import MeshPosition
+from spmd_engine.axes import MeshPosition, count_ranks
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.dry_run.step_analysis import (
     Communication,
@@ -56,7 +55,7 @@ class SimulatedCall:
 
 def simulated_ranks(analysis: StepAnalysis, most: int = MOST_RANKS) -> list[int]:
     """The ranks to simulate: all or, if they are more than ``most``, the rank of each stage that computes most."""
-    if analysis.ranks <= most or analysis.ranks > prod(analysis.axes.values()):  # each owner waits for its helper rank
+    if analysis.ranks <= most or analysis.ranks > count_ranks(analysis.axes):  # each owner waits for its helper rank
         return list(range(analysis.ranks))
     chosen: dict[int, tuple[int, int]] = {}
     for rank_class in analysis.classes:
