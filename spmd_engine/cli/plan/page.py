@@ -89,10 +89,17 @@ def _needs_of(result: PlanResult) -> list[str]:
     return [readable_seconds(seconds), readable_bytes(sent), readable_bytes(memory), plan]
 
 
+def _found_by_simulations(candidate: Candidate) -> str:
+    """What a candidate has that is only simulated, see ``simulated_plan``; empty: nothing."""
+    if candidate.assign:
+        return "a helper rank"
+    return "uneven stages" if uneven_axes(candidate.mesh) else ""
+
+
 def _print_nodes(console: Console, candidate: Candidate, machine: Machine) -> None:
     """Print what is on which node, or, of ranks that fill nodes in order, which axes stay inside one."""
-    if uneven_axes(candidate.mesh):
-        return  # a stage is a node, or a part of one
+    if _found_by_simulations(candidate):
+        return  # a stage is a node, or a part of one; the ranks of a mesh beside a helper rank do not fill nodes
     if candidate.order:
         by_node: dict[tuple[int, str], list[str]] = defaultdict(list)
         for rank, place in zip(candidate.order, all_positions(candidate.mesh), strict=True):
@@ -183,9 +190,9 @@ def _print_matrix(console: Console, title: str, plans: Sequence[Estimate], const
 
 def _print_certificate(console: Console, result: PlanResult) -> None:
     certificate = result.search.certificate
-    if result.plan is not None and uneven_axes(result.plan.candidate.mesh):
+    if result.plan is not None and (found := _found_by_simulations(result.plan.candidate)):
         console.print(
-            f"\nof {certificate.candidates:,} candidates with uneven stages {certificate.estimated:,} were simulated; "
+            f"\nof {certificate.candidates:,} candidates with {found} {certificate.estimated:,} were simulated; "
             f"others may be better. Planned in {readable_seconds(result.took)}."
         )
         return
