@@ -44,9 +44,8 @@ class Outlook:
     shape: Shape  #: the present one
     speeds: Sequence[float]  #: of each rank of the job, in parts of the whole work a second
     limits: Sequence[float] | None = None  #: bytes that each rank of the job may use; None: not known
-    model: Model | None = (
-        None  #: whose layers divide the work of a pipeline; None: all stages are taken to have as much
-    )
+    #: whose layers divide the work of a pipeline; None: all stages are taken to have as much
+    model: Model | None = None
 
     def step_seconds(self, shape: Shape) -> float:
         """Seconds of a step in a shape: all but the communication of the busiest rank grows with its computation."""

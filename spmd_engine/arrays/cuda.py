@@ -270,7 +270,7 @@ class CudaFunctions:
 
     # Products
 
-    def multiply_halves(self, a, b, out, dtype):
+    def matmul_halves(self, a, b, out, dtype):
         return cublas.multiply(self._xp, a, b, out, dtype)
 
     # Activations

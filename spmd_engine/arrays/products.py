@@ -153,7 +153,7 @@ def _of_backend(a: Array, b: Array, out: Array | None, dtype: Any) -> Array:
     if backend.on_device and (is_half(a.dtype) or is_half(b.dtype)):
         dtype = out.dtype if out is not None else np.result_type(a.dtype, b.dtype) if dtype is None else dtype
         if a.dtype == b.dtype and accumulated_in(a.dtype) == FLOAT32 and a.ndim > 1 and b.ndim > 1:
-            return backend.kernels.multiply_halves(a, b, out, dtype)
+            return backend.kernels.matmul_halves(a, b, out, dtype)
         return rounded(xp.matmul(widened(a), widened(b)), dtype, out)
     if out is None:
         y = xp.matmul(a, b)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import accumulate, count, pairwise
+from string import digits
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,7 +57,7 @@ class Assigned(NamedTuple):
     def numbers(self, model: Model) -> range:
         """The layers of the model. Raises UsageError if it does not have them, one after the other."""
         first, _, last = self.layers.rpartition("-")
-        stem = first.rstrip("0123456789")
+        stem = first.rstrip(digits)
         names = [self.layers]
         if last.isdecimal() and stem != first:
             names = [f"{stem}{number}" for number in range(int(first[len(stem) :]), int(last) + 1)]
@@ -165,7 +166,7 @@ class AssignedLayers:
 
     def __init__(self, assign: str | None, model: Model, mesh: Mesh, chunks: Sequence[range]) -> None:
         self._assigned, self._model, self._mesh = parse_assign(assign), model, mesh
-        #: the first owner of each helper rank, by their ranks in the world
+        #: for each helper rank the rank of its first owner, both of the world
         self.first_owners: dict[int, int] = {}
         if helper_ranks(self._assigned) != list(mesh.helpers):
             raise UsageError(f"assign {assign}: the mesh was opened without the ranks {mesh.helpers}; see mesh_without")

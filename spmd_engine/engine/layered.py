@@ -177,7 +177,7 @@ class LayeredEngine(StoredEngine):
 
     @property
     def first_owners(self) -> Mapping[int, int]:
-        """The first owner of each helper rank, by their ranks in the world."""
+        """For each helper rank the rank of its first owner, both of the world."""
         return self._placed.first_owners
 
     @property

@@ -60,7 +60,7 @@ def test_what_attention_hides_is_hidden_as_it_is_exponentiated(cuda):
 # --- the house
 
 #: What other code calls on a device alone.
-UNMARKED = {"takes", "multiply_halves", "sum_of_squares", "add_rows", "count_each", "bernoulli", "uniform", "normal"}
+UNMARKED = {"takes", "matmul_halves", "sum_of_squares", "add_rows", "count_each", "bernoulli", "uniform", "normal"}
 
 
 def fused_functions():
