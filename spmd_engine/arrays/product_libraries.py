@@ -122,6 +122,8 @@ class OneDNN:
         key = kind, x.shape, w.shape, y.shape, rows, columns
         convolution = products.get(key)
         if convolution is None:
+            if _fails(kind, x.shape, rows, columns):
+                return False
             convolution = _keep(products, key, _Convolution(self, kind, x, w, y, rows, columns))
         if convolution.primitive is None:
             return False
@@ -297,6 +299,17 @@ _NUMBERS = (
     lambda window: window.before,
     lambda window: window.after,
 )
+
+
+def _fails(kind: str, x: tuple[int, ...], rows: Window, columns: Window) -> bool:
+    """Whether oneDNN 3.2 fails with AMX to convolve images of this shape [b h w c].
+
+    Where a tap reads only padding, it crashes, or leaves what memory held in the gradient of weights. A forward with a
+    stride is wrong if channels fill half of a tile: if they are 48, 80, 112, ...
+    """
+    taps = sum(1 for _ in rows.taps(x[1])), sum(1 for _ in columns.taps(x[2]))
+    half_a_tile = x[3] > 16 and x[3] % 32 == 16
+    return taps != (rows.size, columns.size) or (kind == "y" and half_a_tile and max(rows.stride, columns.stride) > 1)
 
 
 def _keep(products: dict[Any, Any], key: Any, made: Any) -> Any:
