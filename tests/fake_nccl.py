@@ -49,6 +49,10 @@ class _Work(threading.Event):
     def __init__(self, comm: NcclCommunicator, transfers: list[SimpleNamespace]) -> None:
         super().__init__()
         self.comm, self.transfers, self.thread = comm, transfers, threading.get_ident()
+        self.after = transfers[0].stream.of_this_rank()  # what its stream waits for
+
+    def can_begin(self) -> bool:
+        return all(work.is_set() for work in self.after)
 
 
 class NcclCommunicator:
@@ -144,13 +148,13 @@ def _submit(comm: NcclCommunicator, transfers: list[SimpleNamespace]) -> None:
         comm.works.append(work)
         if comm._group.aborted:
             comm.abort()
-        while _advance(comm._group):
+        while any([_advance(group) for group in list(_groups.values())]):  # what ends here may let others begin
             pass
 
 
 def _advance(group: _Group) -> bool:
     """Do what the first work of each rank permits. Whether anything was done."""
-    heads = {rank: comm.works[0] for rank, comm in group.ranks.items() if comm.works}
+    heads = {rank: comm.works[0] for rank, comm in group.ranks.items() if comm.works and comm.works[0].can_begin()}
     moved = False
     for rank, head in heads.items():
         for transfer in head.transfers:

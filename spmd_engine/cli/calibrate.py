@@ -12,9 +12,9 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from spmd_engine import units
-from spmd_engine.arrays.backend import get_backend
 from spmd_engine.cli.bench.measuring import start_ranks
 from spmd_engine.cli.options import Quantity, print_notices
+from spmd_engine.comm.device_transport import open_device
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import solo, world
 from spmd_engine.engine.optimizers import AdamW
@@ -80,7 +80,7 @@ def _measure(seconds: float, fit: bool, folder: str, device: str = "cpu") -> Mac
     """Measure on all ranks at the same time, as they compute in a job; return None except on rank 0."""
     with Mesh(world()) as mesh:
         print_notices(choose_products(mesh.group(), again=True))
-        machine = measure_machine(mesh, seconds, folder, get_backend(device, *mesh.process_on_node))
+        machine = measure_machine(mesh, seconds, folder, open_device(mesh, device))
         steps = step_seconds(mesh) if fit else None
     return machine if machine is None or steps is None else fitted(machine, steps)
 

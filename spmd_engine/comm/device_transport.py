@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from spmd_engine.arrays.backend import Backend, CudaBackend
+from spmd_engine.arrays.backend import Backend, CudaBackend, get_backend
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
+
+if TYPE_CHECKING:
+    from spmd_engine.comm.mesh import Mesh
+
+logger = logging.getLogger(__name__)
 
 TRANSPORTS = ("auto", "nccl", "mpi", "staged")
 TEXTS = {"nccl": "NCCL", "mpi": "MPI, which reads device memory", "staged": "copies in pinned host memory"}
@@ -23,6 +29,18 @@ class RankFacts(NamedTuple):
     device: str  # the address of its device on the host's bus; empty: none
     lacks: str
     aware: bool  # whether its MPI library reads device memory
+
+
+def open_device(mesh: Mesh, device: str) -> Backend:
+    """The backend of ``device`` for this rank of ``mesh``. Collective; raises UsageError as ``get_backend``.
+
+    Unless ``choose_transport`` has been called, ranks also choose how arrays travel between devices.
+    """
+    backend, group = get_backend(device, *mesh.process_on_node), mesh.group()
+    if isinstance(backend, CudaBackend) and not group.comm.transport_is_chosen:
+        for notice in choose_transport(group, backend):
+            logger.info(notice)
+    return backend
 
 
 def choose_transport(group: Group, backend: Backend, wanted: str = "auto") -> list[str]:
@@ -39,6 +57,7 @@ def choose_transport(group: Group, backend: Backend, wanted: str = "auto") -> li
     ranks = [RankFacts(*rank) for rank in gather_json(group, facts, "transport")]
     chosen, reason = choose(ranks)
     comm.set_transport(chosen == "mpi", backend if chosen == "nccl" else None)
+    comm.transport_is_chosen = True
     comm.start_progress_thread()
     notices = [f"arrays on GPUs travel by {TEXTS[chosen]}{f', as {reason}' if reason else ''}"]
     if not comm.in_one_process:

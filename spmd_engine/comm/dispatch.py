@@ -186,11 +186,17 @@ class Routing:
         if route is Route.INLINE:
             return None
         if route is Route.NCCL and comm.nccl is not None:
-            what = f"{NumberedCall(number, signature)} over {self.axes!r}{f' ({where[2]})' if where[2] else ''}"
-            call, text = f"{what}, group rank {self.rank} of {self.size}", comm.progress.activity.called(*where)
-            return NcclTransport(comm.nccl, QueuedCall(number, call, text, self._timeout), self._deterministic)
+            work = self.queued(number, str(NumberedCall(number, signature)), where)
+            return NcclTransport(comm.nccl, work, self._deterministic)
         memory = SharedMemory(table, number, entries) if table is not None and entries is not None else None
         return self._on_route(route, signature, number, facts, memory, comm, comm.collectives)
+
+    def queued(self, number: int, what: str, where: tuple[str, str, str]) -> QueuedCall:
+        """A call whose transfers NCCL queues; ``what``: its name and arguments; ``where``: operation, axes, label."""
+        label = f" ({where[2]})" if where[2] else ""
+        text = self.comm.progress.activity.called(*where)
+        call = f"{what} over {self.axes!r}{label}, group rank {self.rank} of {self.size}"
+        return QueuedCall(number, call, text, self._timeout)
 
     def _on_route(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from time import perf_counter
 from typing import Any
 
@@ -32,6 +33,7 @@ from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Operation, Pending, Queued, Requests, Steps
 from spmd_engine.comm.shared_memory.slot_table import RELEASED, SlotTable
 from spmd_engine.comm.transports.messages import COLLECTIVE_TAGS, settled
+from spmd_engine.comm.transports.nccl import KEY_BYTES, NcclPair
 from spmd_engine.errors import UsageError
 from spmd_engine.runtime.activity import Line
 
@@ -39,7 +41,8 @@ Sizes = Sequence[int] | None  #: a length for each rank
 Out = Array | None  #: the array that receives the result
 
 KEPT = 512  # most prepared calls of a group
-_NUMBERED, _CHANNELS = 4096, 4094  # messages of a pair that can be distinguished while in progress
+_NUMBERED, _CHANNELS = 2048, 4094  # messages of a pair that can be distinguished while in progress
+_TAGS = 3  # of a message: signature, data, and the receiver's answer
 
 
 class Group:
@@ -311,7 +314,7 @@ class Group:
         """Start ``send``."""
         self._check_peer("send", to)
         tag = self._tag("to", to, channel)
-        key = "send", x.dtype, x.shape, label
+        key = "send", type(x), x.dtype, x.shape, label
         call = self._prepared.get(key)
         if call is None:
             where = "send", self.axes, label
@@ -338,7 +341,7 @@ class Group:
         call = self._prepared.get(key)
         if call is None:  # shape and dtype arrive with the message
             call = self._keep(key, PreparedCall(Signature("send"), ("receive", self.axes, label)))
-        return self._begin_message(call, self._receive(source, like, tag))
+        return self._begin_message(call, self._receive(call, source, like, tag))
 
     def _check_peer(self, operation: str, rank: int) -> None:
         """Raise UsageError unless ``rank`` is another rank of the group."""
@@ -354,10 +357,34 @@ class Group:
 
     def _send(self, call: PreparedCall, x: Array, to: int, tag: int) -> Steps:
         header = np.frombuffer(call.signature.packed, np.uint8)
+        if x.size and (nccl := self._routing.nccl_of(x)) is not None:
+            return (yield from self._send_by_nccl(nccl.pair(self.rank, to), call, x, to, tag))
         local = yield from self._routing.ready(x, messages=True)
         yield from settled(local)
         requests = Requests(self.comm).add(to, self.comm.start_send(header, to, tag))
         yield requests.add(to, self.comm.start_send(local, to, tag + 1) if local.size else [])
+
+    def _send_by_nccl(self, pair: NcclPair, call: PreparedCall, x: Array, to: int, tag: int) -> Steps:
+        """Send signature and id of the pair; when the receiver has answered with a number, queue the transfer."""
+        local = yield from self._routing.ready(x)
+        ready, answer = pair.backend.record(), np.empty(1, np.int64)
+        header = np.frombuffer(call.signature.packed + pair.key, np.uint8)
+        requests = Requests(self.comm).add(to, self.comm.start_receive(answer, to, tag + 2))
+        yield requests.add(to, self.comm.start_send(header, to, tag))
+        work = self._routing.queued(int(answer[0]), f"send to rank {to}", call.where)
+        return Queued(None, pair.backend, (yield from pair.move(local, work, ready)), local)
+
+    def _receive_by_nccl(
+        self, pair: NcclPair, signature: Signature, where: tuple[str, str, str], source: int, tag: int
+    ) -> Steps:
+        """Answer with a number, and queue the transfer."""
+        data, number = pair.backend.empty(*signature.array_type), np.array([next(pair.numbers)])
+        ready = pair.backend.record()
+        requests = self.comm.start_send(number, source, tag + 2)
+        work = self._routing.queued(int(number[0]), f"receive from rank {source}", where)
+        event = yield from pair.move(data, work, ready)
+        yield Requests(self.comm).add(source, requests)
+        return Queued(data, pair.backend, event)
 
     def _send_refusal(self, call: PreparedCall, text: np.ndarray, to: int, tag: int) -> Steps:
         """Send the error text instead of the array."""
@@ -365,7 +392,8 @@ class Group:
         yield Requests(self.comm).add(to, self.comm.start_send(message, to, tag))
         raise refused({text_of(text): [self.comm.rank]}, self.axes, self.comm.size)
 
-    def _receive(self, source: int, like: Backend, tag: int) -> Steps:
+    def _receive(self, call: PreparedCall, source: int, like: Backend, tag: int) -> Steps:
+        pair = nccl.pair(source, self.rank) if (nccl := self.comm.nccl) is not None else None
         header = np.empty(room(0) + INLINE, np.uint8)
         yield Requests(self.comm).add(source, self.comm.start_receive(header, source, tag))
         signature = Signature.unpack(header.tobytes())
@@ -373,6 +401,10 @@ class Group:
             begin = len(signature.packed)
             text = text_of(header[begin : begin + signature.inline])
             raise refused({text: [source]}, self.axes, self.comm.size)
+        if pair is not None and not signature.host and prod(signature.array_type[0]):
+            pair.key = header[len(signature.packed) :][:KEY_BYTES].tobytes()
+            queued = yield from self._receive_by_nccl(pair, signature, call.where, source, tag)
+            return queued if like.on_device else (yield from self._routing.staged(queued.use()))
         staged = like.on_device and not self.comm.device_aware
         data = (like.pinned_empty if staged else like.empty)(*signature.array_type)
         if data.size:
@@ -384,11 +416,10 @@ class Group:
         return Queued(data, like, event)
 
     def _tag(self, direction: str, rank: int, channel: int | None) -> int:
-        """The first of two tags, for signature and data. MPI allows tags up to at least 32,767; the communicator uses
-        the last few."""
+        """The first tag of a message. MPI allows tags up to at least 32,767; the communicator uses the last few."""
         if channel is None:
-            return COLLECTIVE_TAGS + self.comm.next_message(direction, rank) % _NUMBERED * 2
-        return COLLECTIVE_TAGS + (_NUMBERED + channel % _CHANNELS) * 2
+            return COLLECTIVE_TAGS + self.comm.next_message(direction, rank) % _NUMBERED * _TAGS
+        return COLLECTIVE_TAGS + (_NUMBERED + channel % _CHANNELS) * _TAGS
 
 
 class GroupOperation(Operation):

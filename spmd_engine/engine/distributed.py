@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array, get_backend
+from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.precision import FLOATS, dtype_of, is_half
+from spmd_engine.comm.device_transport import open_device
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import Loss, ShardedEngine, making_on
 from spmd_engine.engine.batch import Batch, Scores
@@ -245,7 +246,7 @@ def make_engine(make: Callable[..., Any], mesh: Mesh, *, device: str = "cpu", **
     ``make`` gets those of the arguments ``mesh`` and ``offered`` that it takes by name. Raises UsageError if it needs
     others, returns no ShardedEngine, or one with parameters that are not on the ``device``.
     """
-    backend = get_backend(device, *mesh.process_on_node)
+    backend = open_device(mesh, device)
     dtype = offered.get("dtype")
     with making_on(backend, dtype):
         engine = call(make, "the engine", mesh=mesh, **offered)

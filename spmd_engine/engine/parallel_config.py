@@ -10,6 +10,7 @@ from typing import Any, Self
 from spmd_engine.arrays.backend import get_backend
 from spmd_engine.arrays.precision import FLOATS, dtype_of
 from spmd_engine.axes import MeshPosition, axes_as_json, axes_text, checked_axes, count_ranks, parse_axes, uneven_axes
+from spmd_engine.comm.device_transport import open_device
 from spmd_engine.comm.mesh import Mesh, ranks_by_position
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import schedules
@@ -536,8 +537,9 @@ def build_engine(
     Unless ``placed``, this rank is outside the engine's mesh, and the given one may have any size.
     Raises UsageError if the composition cannot work there.
     """
-    engine_model, backend = model.build(composition), get_backend(device, *mesh.process_on_node)
+    engine_model = model.build(composition)
     if not placed:
+        backend = get_backend(device, *mesh.process_on_node)
         return LayeredEngine(engine_model, mesh, seed=model.seed, dtype=model.dtype, backend=backend, placed=False)
     return LayeredEngine(
         engine_model,
@@ -545,7 +547,7 @@ def build_engine(
         composed_layout(engine_model, mesh, composition),
         seed=model.seed,
         dtype=dtype_of(model.dtype),
-        backend=backend,
+        backend=open_device(mesh, device),
         drawn=drawn,
         **composition.how_on(mesh.axes),
     )

@@ -308,3 +308,130 @@ def test_ranks_that_never_connect_are_waited_for_with_the_timeout(device, nccl, 
 
     run_threads(program, 2)
     connected.set()
+
+
+# --- messages
+
+
+ARRAYS = {
+    "matrix": lambda x: x,
+    "not contiguous": lambda x: x[:, ::2],
+    "one element": lambda x: x[1, 2],
+    "empty": lambda x: x[:0],
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_message(name, dtype, device, nccl):
+    """Both directions at once; nothing is copied to the host or from it."""
+
+    def program():
+        x = values((4, 6), dtype, world().rank)
+        with mesh_by_nccl(device) as mesh:
+            group, other = mesh.group(), 1 - mesh.rank
+            given = ARRAYS[name](device.asarray(x))
+            events().clear()
+            sent = group.start_send(other, given)
+            found = group.receive(other, like=device)
+            assert sent.wait() is None
+            copies = events().count("to_host", "start_to_host", "from_host", "start_from_host", "synchronize")
+            assert not copies or name == "empty"
+            assert device.owns(found)
+            assert_same(device.to_host(found), ARRAYS[name](values((4, 6), dtype, other)))
+
+    run_threads(program, 2)
+    assert sorted(nccl.created) == ([] if name == "empty" else [(2, 0)] * 2 + [(2, 1)] * 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_messages_that_are_sent_and_awaited_in_other_orders(ranks, device, nccl):
+    """Each rank sends to all others on channels, in an order of its own, and awaits theirs in another one."""
+
+    def program():
+        with mesh_by_nccl(device) as mesh:
+            group, draw = mesh.group(), np.random.default_rng(mesh.rank)
+            messages = [(other, channel) for other in range(ranks) if other != mesh.rank for channel in range(4)]
+            sent, awaited = [], {}
+            for turn in draw.permutation(2 * len(messages)):
+                other, channel = messages[turn // 2]
+                if turn % 2:
+                    x = device.asarray(np.full(3 + channel, 100.0 * mesh.rank + channel))
+                    sent.append(group.start_send(other, x, channel=channel))
+                else:
+                    awaited[other, channel] = group.start_receive(other, like=device, channel=channel)
+            for other, channel in draw.permutation(messages):
+                found = device.to_host(awaited[other, channel].wait())
+                assert_same(found, np.full(3 + channel, 100.0 * other + channel))
+            for message in sent:
+                message.wait()
+
+    run_threads(program, ranks)
+    assert len(nccl.created) == 2 * ranks * (ranks - 1)  # a communicator for each direction of each pair
+
+
+def test_messages_between_the_host_and_a_device(device, nccl):
+    """The sender says where its array is; the receiver, where it wants it."""
+
+    def program():
+        with mesh_by_nccl(device) as mesh:
+            group, x = mesh.group(), np.arange(6.0).reshape(2, 3)
+            if mesh.rank == 0:
+                group.send(1, device.asarray(x))
+                group.send(1, x)
+                return
+            on_host, on_device = group.receive(0), group.receive(0, like=device)
+            assert isinstance(on_host, np.ndarray) and device.owns(on_device)
+            assert_same(on_host, x)
+            assert_same(device.to_host(on_device), x)
+
+    run_threads(program, 2)
+
+
+def test_a_message_waits_for_what_it_reads_and_its_memory_is_kept(device, nccl):
+    def program():
+        with mesh_by_nccl(device) as mesh:
+            group = mesh.group()
+            for _ in range(3):
+                if mesh.rank == 0:
+                    sent = group.start_send(1, device.asarray(np.ones(5)) * 2)
+                    device.asarray(np.ones(5)) * 3  # may get memory that is free
+                    sent.wait()
+                else:
+                    assert float(device.to_host(group.receive(0, like=device).sum())) == 10
+
+    run_threads(program, 2)
+    assert not hazards
+
+
+def test_a_message_that_is_not_received_has_the_timeout(device, nccl):
+    def program():
+        with mesh_by_nccl(device, timeout=1.0) as mesh:
+            x = device.asarray(np.ones(3))
+            if mesh.rank == 0:
+                with pytest.raises(CommunicationTimeout, match="waited 1 s: send over 'data', group rank 0 of 2"):
+                    mesh.group().send(1, x)
+
+    run_threads(program, 2)
+
+
+def test_a_transfer_that_does_not_happen_is_named(device, nccl):
+    """The receiver has answered, and its device never takes part."""
+
+    def program():
+        with mesh_by_nccl(device, timeout=1.0) as mesh:
+            group, x = mesh.group(), device.asarray(np.ones(3))
+            if mesh.rank == 0:
+                group.send(1, x)  # connects
+                group.send(1, x, label="input")
+                with pytest.raises(CommunicationTimeout, match=r"waited 1 s: send to rank 1 over 'data' \(input\)"):
+                    device.synchronize()
+                return
+            group.receive(0, like=device)
+            communicator = nccl_of(mesh).pair(0, 1).communicator
+            communicator.recv = lambda *args: None
+            group.receive(0, like=device)
+            while not communicator.error:
+                mesh.comm.pause(1)
+
+    run_threads(program, 2)

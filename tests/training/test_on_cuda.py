@@ -112,7 +112,10 @@ def some(quick, names):
 @pytest.mark.parametrize("transport", ["nccl", "staged"])
 @pytest.mark.parametrize(
     "name",
-    some({"zero 3", "experts"}, ["zero 3", "hybrid sharded", "tensor and sequence", "ulysses", "experts", "four axes"]),
+    some(
+        {"pipeline", "experts"},
+        ["zero 3", "hybrid sharded", "tensor and sequence", "pipeline", "ring", "ulysses", "experts", "four axes"],
+    ),
 )
 def test_a_job_by_another_transport(name, transport, data, tmp_path, cuda, monkeypatch):
     """By default virtual ranks copy: here each has a device of its own, in the same memory."""
@@ -298,6 +301,24 @@ def test_an_engine_of_one_s_own(cuda):
     np.testing.assert_allclose(*(run_threads(program, 2, args=[device]) for device in ("cuda", "cpu")), rtol=1e-12)
 
 
+def test_an_engine_of_one_s_own_takes_the_best_transport(cuda, monkeypatch):
+    """Without a call of ``choose_transport``, which comes first where there is one."""
+    monkeypatch.setattr(fake_cupy.Device, "pci_bus_id", property(lambda _: f"{get_ident()}"))
+
+    def program(chosen):
+        with Mesh(data=2) as mesh:
+            if chosen:
+                choose_transport(mesh.group(), cuda, chosen)
+            engine = make_engine(Linear, mesh, device="cuda")
+            engine.all_reduce(cuda.asarray(np.ones(3)), over="data")
+
+    with fake_nccl.installed() as communicators:
+        run_threads(program, 2, args=["staged"])
+        assert not communicators.created
+        run_threads(program, 2, args=[None])
+        assert sorted(communicators.created) == [(2, 0), (2, 1)]
+
+
 def test_an_engine_with_parameters_on_the_host_is_refused(cuda):
     class OnHost(Linear):
         def __init__(self):
@@ -307,17 +328,18 @@ def test_an_engine_with_parameters_on_the_host_is_refused(cuda):
         run_threads(lambda: make_engine(OnHost, Mesh(), device="cuda"), 1)
 
 
-def test_the_host_of_a_rank_waits_as_often_with_others_by_nccl(cuda, monkeypatch):
-    """Twice in a step, for the norm of the gradient and the loss: never for a collective."""
+@pytest.mark.parametrize("axes, how", [({"data": 3}, {"zero": 3}), ({"pipe": 3}, {}), ({"context": 3}, {})], ids=str)
+def test_the_host_of_a_rank_waits_as_often_with_others_by_nccl(axes, how, cuda, monkeypatch):
+    """Twice in a step, for the norm of the gradient and the loss: never for a collective or a message."""
     monkeypatch.setattr(fake_cupy.Device, "pci_bus_id", property(lambda _: f"{get_ident()}"))
 
     def program():
-        with Mesh(data=3) as mesh:
+        with Mesh(**axes) as mesh:
             assert "NCCL" in choose_transport(mesh.group(), cuda)[0]
             model = ModelConfig(name=FAMILY["gpt2"], dtype="float64")
-            engine = build_engine(model, mesh, ParallelConfig(zero=3), device="cuda")
+            engine = build_engine(model, mesh, ParallelConfig(**how), device="cuda")
             x = np.random.default_rng(0).integers(0, 10, (9, 12))
-            batches = lambda step: batch_of(x, x, engine, 1, step)
+            batches = lambda step: batch_of(x, x, engine, 3, step)
             trainer = Trainer(engine, AdamW(), batches, lambda step: 1e-3, grad_clip=1.0)
             trainer.step()
             before = mesh.ledger.total().calls

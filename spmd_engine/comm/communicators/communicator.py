@@ -86,6 +86,7 @@ class Communicator(ABC):
     in_one_process = False  #: whether all ranks are threads of this process
     library_is_device_aware = False  #: whether messages can be arrays on devices
     device_aware = False  #: whether they are: see ``set_transport``
+    transport_is_chosen = False  #: by ``device_transport.choose_transport``
     spin_tests = 0  #: tests of a condition before the rank yields the processor; 0: ranks outnumber cores
     neighbours: Neighbours | None = None  #: memory shared with the ranks of this node, if available
     table: SlotTable | None = None  #: of this communicator's ranks, if all share one node's memory
@@ -143,6 +144,7 @@ class Communicator(ABC):
     def inherit_transport(self, parent: Communicator) -> Self:
         """Send device arrays as ``parent`` does."""
         self.set_transport(parent.device_aware, parent.nccl.backend if parent.nccl is not None else None)
+        self.transport_is_chosen = parent.transport_is_chosen
         return self
 
     def outer(self, rank: int) -> int:

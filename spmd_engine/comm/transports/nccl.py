@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from threading import Thread, get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,15 +34,16 @@ if TYPE_CHECKING:
 _NAMES = {"i1": "INT8", "u1": "UINT8", "i4": "INT32", "u4": "UINT32", "i8": "INT64", "u8": "UINT64"}
 _NAMES |= {"b1": "UINT8", "f4": "FLOAT32", "f8": "FLOAT64", "c8": "FLOAT32", "c16": "FLOAT64"}
 _REDUCTIONS = {"sum": "SUM", "mean": "SUM", "max": "MAX", "min": "MIN", "prod": "PROD"}
+KEY_BYTES = 128  #: of the id of ranks that NCCL connects
 _FLOATS = {"c": 2}  # in an element, by the kind of its dtype
 
 _open: list[NcclRanks] = []  # of this process
 
 
 class QueuedCall(NamedTuple):
-    """A call whose transfers are queued."""
+    """A call or a message whose transfers are queued."""
 
-    number: int
+    number: int  #: of the call in its communicator, or of the message in its pair
     what: str  #: the call, as text
     text: int  #: number of its description, see ``Activity.called``
     timeout: float | None
@@ -56,19 +58,32 @@ class NcclRanks:
 
     def __init__(self, comm: Communicator, backend: CudaBackend) -> None:
         self.comm, self.backend, self.library = comm, backend, backend.nccl
+        self.members = list(range(comm.size))  #: ranks of ``comm``, in NCCL's order
         self.communicator: Any = None  #: NCCL's
         self.stream: Any = None
         self.thread, self._works, self._error = get_ident(), deque[QueuedCall](), None
+        self._pairs: dict[tuple[int, int], NcclPair] = {}
         comm.progress.aborts.append(self.abort)
         backend.await_event = _await_event
         _open.append(self)
 
     def close(self) -> None:
         """End its use, when its work is complete or aborted."""
+        for pair in self._pairs.values():
+            pair.close()
+        while self._error is None and (work := self.first_work()) is not None:
+            _await_event(work.event)
         self.comm.progress.aborts.remove(self.abort)
         _open.remove(self)
         if self.communicator is not None:
             self.communicator.destroy()
+
+    def pair(self, sender: int, receiver: int) -> NcclPair:
+        """What moves the messages from one rank to another."""
+        ranks = sender, receiver
+        if ranks not in self._pairs:
+            self._pairs[ranks] = NcclPair(self, ranks)
+        return self._pairs[ranks]
 
     def abort(self, cause: SpmdError) -> None:
         """End the kernels of its work; its later calls raise ``cause``."""
@@ -92,21 +107,25 @@ class NcclRanks:
         if self._error is not None:
             raise self._error
 
-    def connect(self, number: int) -> Steps:
-        """Create NCCL's communicator and its stream, in call ``number``. Collective.
+    def share_key(self, number: int) -> Steps:
+        """NCCL's id of these ranks, from the first of them to all, in call ``number``."""
+        row = self.library.get_unique_id() if self.comm.rank == 0 else b""
+        words, phase = Signature("barrier").words, tag(number, EXPLANATION)  # free, as the ranks have agreed
+        _, (key,) = yield from disseminate(self.comm, words, row, phase, copies=True)
+        return bytes(key)
+
+    def connect(self, key: bytes) -> Steps:
+        """Create NCCL's communicator and its stream. Collective.
 
         NCCL waits inside for all ranks: in a thread of its own, so that this rank can report for whom it waits.
         """
-        rank_zero = self.comm.rank == 0
-        row = self.library.get_unique_id() if rank_zero else b""
-        words, phase = Signature("barrier").words, tag(number, EXPLANATION)  # free, as the ranks have agreed
-        _, (key,) = yield from disseminate(self.comm, words, row, phase, copies=True)
         made: list[Any] = []
 
         def create() -> None:
             self.backend.enter()
             try:
-                made.append(self.library.NcclCommunicator(self.comm.size, bytes(key), self.comm.rank))
+                rank = self.members.index(self.comm.rank)
+                made.append(self.library.NcclCommunicator(len(self.members), key, rank))
             except Exception as error:  # of any kind: the ranks wait for the end of this thread
                 made.append(self._failure(error))
 
@@ -119,9 +138,9 @@ class NcclRanks:
     def queue(self, work: QueuedCall, move: Callable[[], Steps], ready: Any = None) -> Steps:
         """Queue the transfers of a call, ``move()``, after the event ``ready`` or, without one, after all computations
         so far; returns the event of their end."""
-        yield from self.comm.call_order.wait(work.number)
+        yield from self.turn(work.number)
         if self.communicator is None:
-            yield from self.connect(work.number)
+            yield from self.connect((yield from self.share_key(work.number)))
         self.check()
         self.stream.wait_event(ready or self.backend.record())
         with self.stream:
@@ -130,12 +149,59 @@ class NcclRanks:
         event = self.backend.record(self.stream)
         self.first_work()  # forgets those that are complete
         self._works.append(work._replace(event=event))
-        self.comm.call_order.finish(work.number)
+        self.end_turn(work.number)
         return event
 
+    def turn(self, number: int) -> Steps:
+        """Wait until the transfers of call ``number`` are the next to be queued, on each of the ranks."""
+        yield from self.comm.call_order.wait(number)
+
+    def end_turn(self, number: int) -> None:
+        """Those of call ``number`` are queued."""
+        self.comm.call_order.finish(number)
+
     def _failure(self, error: Exception) -> SpmdError:
-        ranks = ", ".join(map(str, self.comm.line.members))
+        ranks = ", ".join(str(self.comm.line.members[rank]) for rank in self.members)
         return SpmdError(f"NCCL between ranks {ranks}: {error}; set NCCL_DEBUG=WARN, or use --transport staged")
+
+
+class NcclPair(NcclRanks):
+    """The sender and the receiver of messages, with a communicator of NCCL and a stream of their own, so that messages
+    to other ranks, or in the other direction, never wait for these.
+
+    NCCL matches transfers by their order, while messages on channels are sent and awaited in different orders. So the
+    receiver numbers the messages when it is ready for them, and both ranks queue their transfers in this order.
+    """
+
+    def __init__(self, ranks: NcclRanks, pair: tuple[int, int]) -> None:
+        super().__init__(ranks.comm, ranks.backend)
+        self.members, self.thread = list(pair), ranks.thread
+        #: NCCL's id of the pair; the receiver learns it from a message
+        self.key = self.library.get_unique_id() if ranks.comm.rank == pair[0] else b""
+        self.numbers = count()  #: of the receiver
+        self._queued = 0
+
+    def move(self, x: Array, work: QueuedCall, ready: Any) -> Steps:
+        """Queue the transfer of contiguous ``x``, on the device, after the event ``ready``; returns the event of its
+        end."""
+        sends = self.comm.rank == self.members[0]
+
+        def transfer() -> Steps:
+            call, peer = (self.communicator.send, 1) if sends else (self.communicator.recv, 0)
+            call(x.data.ptr, x.nbytes, int(self.library.NCCL_UINT8), peer, self.stream.ptr)
+            yield from ()
+
+        return (yield from self.queue(work, transfer, ready))
+
+    def share_key(self, number: int) -> Steps:
+        yield from ()
+        return self.key
+
+    def turn(self, number: int) -> Steps:
+        yield Condition(lambda: self._queued == number, lambda rank: False, messages=True)
+
+    def end_turn(self, number: int) -> None:
+        self._queued += 1
 
 
 class NcclTransport(Transport):
