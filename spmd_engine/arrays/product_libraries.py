@@ -10,10 +10,13 @@ import ctypes
 import os
 import site
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint, c_void_p
 from glob import escape, glob
+from pathlib import Path
+from re import findall
 from typing import Any
 
 import numpy as np
@@ -34,11 +37,12 @@ def load(name: str) -> Library | None:
 
 
 def _installed(file: str) -> str | None:
-    """The path of a library in the environment's ``lib``, where wheels and Conda put them, or in the user's."""
-    for folder in sys.prefix, site.getuserbase(), "/usr/local":
-        if paths := glob(f"{escape(folder)}/lib/{file}*"):
-            return min(paths, key=len)
-    return None
+    """The path of the newest library of this name in the environment's ``lib``, where wheels and Conda put them, the
+    user's, or the system's."""
+    own, system = (sys.prefix, site.getuserbase(), "/usr/local"), sysconfig.get_config_var("MULTIARCH")
+    folders = [*(f"{folder}/lib" for folder in own), f"/usr/lib/{system}", "/usr/lib64"]
+    paths = [path for folder in folders for path in glob(f"{escape(folder)}/{file}*")]
+    return max(paths, key=lambda path: [int(n) for n in findall(r"\d+", Path(path).resolve().name)], default=None)
 
 
 def blas_threads() -> int:

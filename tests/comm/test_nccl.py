@@ -58,7 +58,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.soak), 3])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("name", CALLS)
 def test_values(name, size, ranks, device, nccl):

@@ -321,9 +321,10 @@ def test_an_idle_rank_returns_its_memory_to_the_system(monkeypatch):
         mesh.barrier()
 
 
+@pytest.mark.parametrize("few, many", [(10, 30), pytest.param(25, 75, marks=pytest.mark.soak)])
 @pytest.mark.mpi(ranks=3)
-def test_changes_leave_nothing_behind():
-    """As many communicators, records and shared memory after 75 more changes, and hardly more memory."""
+def test_changes_leave_nothing_behind(few, many):
+    """As many communicators, records and shared memory after more changes, and hardly more memory."""
     shapes = [
         ShapeRequest({"mesh": {"data": 3}, "zero": 3}),
         ShapeRequest({"mesh": {"model": 2}}),
@@ -343,8 +344,8 @@ def test_changes_leave_nothing_behind():
 
     with Mesh() as mesh, tempfile.TemporaryDirectory() as mine:
         job, folder = small_job(mine), Path(text_from_rank_zero(mesh.group(), lambda: mine))
-        before, private = left_after(25, folder / "a", job)
-        after, more = left_after(75, folder / "b", job)
+        before, private = left_after(few, folder / "a", job)
+        after, more = left_after(many, folder / "b", job)
         assert after == before
         assert more - private < 4096  # KiB
         mesh.barrier()
