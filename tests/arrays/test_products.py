@@ -263,13 +263,13 @@ def assert_rounded_once(rows, columns, lengths, channels):
 def test_the_newest_installed_library_is_taken(tmp_path, monkeypatch):
     """Links to a library have shorter numbers than its own name, and wheels have copies for links."""
     wheel, system = tmp_path / "lib", tmp_path / "base" / "lib"
-    for folder, names in (wheel, ["libdnnl.so", "libdnnl.so.3", "libdnnl.so.3.2"]), (system, ["libdnnl.so.3.10"]):
+    for folder, names in (wheel, ["libdnnl.so", "libdnnl.so.98", "libdnnl.so.98.2"]), (system, ["libdnnl.so.98.10"]):
         folder.mkdir(parents=True)
         for name in names:
             (folder / name).touch()
-    (system / "libdnnl.so.3").symlink_to("libdnnl.so.3.10")
+    (system / "libdnnl.so.98").symlink_to("libdnnl.so.98.10")
     monkeypatch.setattr(product_libraries.sys, "prefix", str(tmp_path))
     monkeypatch.setattr(product_libraries.site, "getuserbase", lambda: str(tmp_path / "other"))
-    assert product_libraries._installed("libdnnl.so") == str(wheel / "libdnnl.so.3.2")
+    assert product_libraries._installed("libdnnl.so") == str(wheel / "libdnnl.so.98.2")
     monkeypatch.setattr(product_libraries.site, "getuserbase", lambda: str(tmp_path / "base"))
-    assert os.path.realpath(str(product_libraries._installed("libdnnl.so"))) == str(system / "libdnnl.so.3.10")
+    assert os.path.realpath(str(product_libraries._installed("libdnnl.so"))) == str(system / "libdnnl.so.98.10")
