@@ -1,6 +1,7 @@
 """What a wheel installs: all files of the package, and a command that starts."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from command_line import ONE_THREAD, QUIET, TEXT, metrics
 from mpi_harness.launch import clean_environment, mpiexec
+from spmd_engine.cli.doctor.facts import EXTRAS
 
 ROOT = Path(__file__).parents[2]
 #: What pip writes for an entry of ``console_scripts``.
@@ -50,6 +52,16 @@ def test_usage_lines_name_the_command_as_it_was_started(script):
 def test_a_mistake_ends_the_installed_command_with_one_line_and_code_2(script):
     result = started(script, "data", "inspect", "nothing.tokens")
     assert (result.returncode, result.stderr) == (2, "spmd_engine: nothing.tokens: no such file\n")
+
+
+def test_extras_that_texts_name_exist():
+    metadata = ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    known = {*metadata["options.extras_require"]}
+    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "spmd_engine").rglob("*.py")]
+    named = {name for file in files for name in re.findall(r"spmd_engine\[([\w,]+)\]", file.read_text())}
+    named = {each for name in named for each in name.split(",")} | {extra for extra, _ in EXTRAS.values()}
+    assert len(named) > 5 and named <= known
 
 
 # --- a wheel

@@ -46,7 +46,7 @@ from spmd_engine.runtime.mpi_job import find_mpiexec
 #: Optional packages, with the extra that installs them and what they are for.
 EXTRAS = {
     "numba": ("fast", "compiled loops, which speed up most steps"),
-    "cupy": ("cuda", "training on GPUs"),
+    "cupy": ("cuda13", "training on GPUs"),
     "scipy": ("planning", "the exact search of 'plan'"),
     "tokenizers": ("hf", "tokenizers of published models"),
     "jinja2": ("hf", "chat templates"),
