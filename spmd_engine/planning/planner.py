@@ -234,7 +234,7 @@ class PlanEvaluator:
         ends = began + self._order_seconds_left if request.placement == "auto" else began
         has_time = lambda: process_time() < ends
         limits = request.limits.memory_by_rank(machine)
-        found = proposed_orders(request.placement, evaluation.analysis, machine, limits)
+        found = proposed_orders(request.placement, evaluation.analysis, orders, limits)
         if candidate.pipe > 1 and "stages" not in request.fixed:
 
             def estimated(order: Order) -> tuple[float]:

@@ -124,7 +124,7 @@ def test_orders_near_to_proposed_ones_are_within_two_percent_of_the_best_of_all(
             seconds[order] = simulate(analysis, machine.placed(order)).seconds
         return (seconds[order],)
 
-    proposed = proposed_orders("auto", analysis, machine, [node.memory for _, node in machine.places])
+    proposed = proposed_orders("auto", analysis, orders, [node.memory for _, node in machine.places])
     (found,) = best_orders(orders, score, proposed, lambda: True)
     tried = len(seconds)
     assert score(found)[0] <= WITHIN * min(score(order)[0] for order in orders.all())

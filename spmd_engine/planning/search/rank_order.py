@@ -51,6 +51,11 @@ class RankOrders:
         """All different orders."""
         return self._from([None] * self.machine.ranks)
 
+    def few(self) -> list[Order]:
+        """All different orders if there are at most MOST_TRIED, else none."""
+        found = list(islice(self.all(), MOST_TRIED + 1))
+        return found if len(found) <= MOST_TRIED else []
+
     def _from(self, wanted: Sequence[int | None]) -> Iterator[Order]:
         """Orders whose positions have ranks of these nodes, or of nodes equal to them; None: of any."""
         renamed: dict[int, int] = {}  # nodes, to the first equal ones that are not used yet
@@ -108,9 +113,8 @@ def best_orders(
 
     for start in dict.fromkeys(starts):
         scored(start)
-    every = list(islice(orders.all(), MOST_TRIED + 1))
-    if len(every) <= MOST_TRIED:
-        for order in every:
+    if few := orders.few():
+        for order in few:
             if has_time():
                 scored(order)
         return sorted(scores, key=scored)[:keep]
@@ -125,17 +129,19 @@ def best_orders(
     return sorted(scores, key=scored)[:keep]
 
 
-def proposed_orders(placement: str, analysis: StepAnalysis, machine: Machine, room: Sequence[float]) -> list[Order]:
+def proposed_orders(placement: str, analysis: StepAnalysis, orders: RankOrders, room: Sequence[float]) -> list[Order]:
     """The orders that a placement proposes by the costs of single ranks; the machine's own is always one of them.
 
     ``room`` are the bytes that each rank of the machine may hold. Raises UsageError for "assign" without SciPy.
     """
-    order = tuple(range(analysis.ranks))
+    order, machine = tuple(range(analysis.ranks)), orders.machine
     if placement == "order":
         return [order]
     tasks = tasks_on_ranks(analysis, machine, room)
     if first_fit(tasks) is None:  # no rank has room for some part: memory is left to the score
         tasks = tasks_on_ranks(analysis, machine, [float("inf")] * machine.ranks)
+    if placement == "auto" and (few := orders.few()):
+        return [order, min(filter(tasks.fits, few), key=tasks.cost, default=order)]
     methods = {"greedy": first_fit, "assign": _assign_by_mean, "anneal": annealed, "genetic": evolved}
     chosen = ["greedy", "anneal"] if placement == "auto" else [placement]
     return [order, *(tuple(places) for name in chosen if (places := methods[name](tasks)) is not None)]
