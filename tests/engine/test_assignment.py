@@ -204,6 +204,7 @@ def test_an_overlap_is_around_boundaries_or_given(text, overlap, held):
     ("text", "why"),
     [
         ("a", "cannot read --overlap-layers 'a': write"),
+        ("7", "--overlap-layers 7: no boundary has more than 6 layers on a side"),
         ("1:2,3", "cannot read"),
         ("-1", "cannot read"),
         ("4:5,6:7", "4:5: a stage begins with layer 3, which is outside"),

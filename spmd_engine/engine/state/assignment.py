@@ -90,6 +90,8 @@ def overlaps(chunks: Sequence[range], overlap: Overlap) -> tuple[tuple[int, int]
     """
     starts, layers = [chunk.start for chunk in chunks[1:]], chunks[-1].stop
     if isinstance(overlap, int):
+        if overlap > (most := max(max(start, layers - start) for start in starts)):
+            raise UsageError(f"--overlap-layers {overlap}: no boundary has more than {most} layers on a side")
         return tuple((max(0, start - overlap), min(layers, start + overlap)) for start in starts)
     if len(overlap) != len(starts):
         raise UsageError(f"--overlap-layers has {len(overlap)} ranges for {len(starts)} boundaries between stages")
