@@ -71,8 +71,8 @@ class NcclRanks:
         """End its use, when its work is complete or aborted."""
         for pair in self._pairs.values():
             pair.close()
-        while self._error is None and (work := self.first_work()) is not None:
-            _await_event(work.event)
+        if self._error is None and self._works:
+            _await_event(self._works[-1].event)
         self.comm.progress.aborts.remove(self.abort)
         _open.remove(self)
         if self.communicator is not None:
