@@ -116,6 +116,14 @@ def test_what_agrees_on_virtual_ranks(virtual):
     assert_agrees(virtual(4, "verify", *PIPELINE, *SHORT).out)
 
 
+def test_a_compression_is_held_to_the_given_tolerance(virtual, capsys):
+    compressed = ["--mesh", "data=2", "--compress", "bfloat16", *SHORT, "--optimizer", "sgd"]
+    assert_agrees(virtual(2, "verify", *compressed, "--tolerance", "0.1").out)
+    with pytest.raises(SystemExit, match="1"):
+        virtual(2, "verify", *compressed, "--tolerance", "1e-6")
+    assert "step 1: gradient of" in capsys.readouterr().out
+
+
 def test_ranks_are_compared_in_any_order(virtual):
     def place():
         with open_mesh(TrainConfig.of(model="mlp", mesh={"pipe": 2}, rank_order="1,0")) as mesh:
