@@ -134,6 +134,12 @@ def test_a_stage_may_end_with_a_layer_that_does_not_say_how_many_channels_it_has
     assert_agrees(virtual(tiny.ranks_of(parse_axes(mesh)), "verify", "--mesh", mesh, *options).out)
 
 
+def test_sums_of_halos_gradients_are_among_those_of_16_bit_floats(virtual):
+    options = ["--model", "convnet", "--reshard-after", "2", "--precision", "bfloat16", "--batch-size", "4"]
+    verdict = virtual(2, "verify", "--mesh", "rows=2", *options, "--steps", "1").out
+    assert "ranks sum 16-bit floats in block1/conv\n" in verdict
+
+
 def test_ranks_are_compared_in_any_order(virtual):
     def place():
         with open_mesh(TrainConfig.of(model="mlp", mesh={"pipe": 2}, rank_order="1,0")) as mesh:
