@@ -60,6 +60,10 @@ def image_sizes(text: str) -> dict[str, int]:
     return dict(zip(names, map(int, sizes), strict=True))
 
 
+def _offloaded(text: str) -> str:
+    return "" if text == "none" else text
+
+
 @dataclass(frozen=True)
 class ModelConfig(Configuration):
     """A model by name, and the origin of its initial parameters."""
@@ -289,10 +293,11 @@ class ParallelConfig(Configuration):
     )
     offload: str | None = setting(
         None,
-        metavar="optimizer,parameters,activations",
+        read=_offloaded,
+        metavar="none|optimizer,parameters,activations",
         unset="nothing",
         help="What lives elsewhere while it is not in use: optimizer state, parameters (under ZeRO 3, or if every rank "
-        "updates them whole), saved activations, or several of these.",
+        "updates them whole), saved activations, or several of these; none: nothing.",
     )
     offload_to: str | None = setting(
         None,

@@ -47,15 +47,16 @@ class UnevenNeighbours(PipelineNeighbours):
         self.stages, self.stage = mesh.axes[PIPE], mesh.coordinates[PIPE]
         self._places = mesh.peers(over)
         self._nodes = mesh.nodes_at(self._places)
-        self._splits = [self._split(*model.layers[layers[-1]], layout) for layers in chunks]
+        self._splits = [self._split(model.layers[: layers.stop], layout) for layers in chunks]
         self._links: dict[tuple[int, int, int | None], list[StageMessage]] = {}
 
-    def _split(self, _: str, layer: Layer, layout: Layout) -> tuple[int, int | None] | None:
-        """The dim of a layer's output that the uneven axes shard, and its length, None for positions; None if none."""
-        outputs = layer.outputs
+    def _split(self, layers: Sequence[tuple[str, Layer]], layout: Layout) -> tuple[int, int | None] | None:
+        """The dim of the last layer's output that the uneven axes shard, and its length, None for positions; None if
+        none."""
+        outputs = layers[-1][1].outputs
         for dim, (letter, axes) in enumerate(layout.spec(outputs.dims, outputs.where)):
             if letter not in outputs.whole and set(axes) & set(self._axes):
-                return dim, None if letter == "s" else layer.sizes[letter]
+                return dim, None if letter == "s" else _length(layers, letter)
         return None
 
     def start_send(self, x: Array, m: int, chunk: int, to: int, ctx: ForwardContext | None = None) -> Any:
@@ -116,6 +117,13 @@ class _Several:
 
     def wait(self) -> list[Any]:
         return [message.wait() for message in self._messages]
+
+
+def _length(layers: Sequence[tuple[str, Layer]], letter: str) -> int:
+    """That of ``letter`` in the last layer's output; layers without parameters, as ReLU, leave it to earlier ones."""
+    return next(
+        layer.sizes[letter] for _, layer in reversed(layers) if letter in layer.sizes and letter in layer.outputs.dims
+    )
 
 
 def _joined(dim: int, pieces: Sequence[Array]) -> Array:

@@ -339,7 +339,7 @@ class _PlanSearch:
         that are not allowed.
         """
         request = self.request
-        may_offload = "offload" in (request.fallback or ()) and not request.base.offload
+        may_offload = "offload" in (request.fallback or ()) and request.base.offload is None
         self._seconds_left = request.seconds * (1 - OFFLOAD_SHARE * may_offload)
         result = self._run()
         tries = {
@@ -363,7 +363,7 @@ class _PlanSearch:
 
     def _with_offload(self, without: PlanResult) -> PlanResult | None:
         """The result if a plan may offload; None if the base says what is offloaded."""
-        if self.request.base.offload:
+        if self.request.base.offload is not None:
             return None
         self._seconds_left += self.request.seconds * OFFLOAD_SHARE
         space = self.space

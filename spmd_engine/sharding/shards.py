@@ -7,6 +7,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.arrays.precision import is_half
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
@@ -244,8 +245,8 @@ class Shards:
 
         Elements that no output reads have gradient 0.
         """
-        halo = self._halo(dx, dims, reads, where)
-        return dx if halo is None else halo[0].adjoint().execute(halo[1], {"x": [dx]}, label=self.label)["x"][0]
+        adding = self.start_add_halo(dx, dims, reads, where)
+        return adding.wait() if isinstance(adding, Deferred) else adding
 
     def start_add_halo(
         self, dx: Array, dims: str, reads: Mapping[str, Reading], where: str = "inside"
@@ -254,6 +255,8 @@ class Shards:
         halo = self._halo(dx, dims, reads, where)
         if halo is None:
             return dx
+        if is_half(dx.dtype):
+            self.mesh.ledger.rounded.add(("all_to_all", halo[1].axes, self.label))
         return Deferred(halo[0].adjoint().start(halo[1], {"x": [dx]}, label=self.label), _only_block)
 
     def _halo(self, x: Array, dims: str, reads: Mapping[str, Reading], where: str) -> tuple[TransferPlan, Group] | None:

@@ -420,7 +420,7 @@ class Run:
         if _due(self._check_replicas_every, done):
             self._compare_replicas(done)
         if self._saving and self._is_written_everywhere():
-            self.finish_saving(must=ends)
+            self.finish_saving(must=False)
         if ends or _due(self.save_every, done):
             self._start_saving(must=ends)
             if ends or not self._background:
@@ -523,7 +523,7 @@ class Run:
             logger.warning(message, newest, saved_on, this_mesh)
 
     def _start_saving(self, must: bool) -> None:
-        self.finish_saving(must)  # the previous save
+        self.finish_saving(must=False)  # the previous save; of two, the last must succeed
         with self._maybe_unsaved(must), self._phase("saving, step", self.steps_done):
             self.write_config()
             scale = self.trainer.loss_scale

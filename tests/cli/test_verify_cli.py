@@ -6,6 +6,7 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run_threads, world
+from spmd_engine.axes import parse_axes
 from spmd_engine.cli import main
 from spmd_engine.cli.options import open_mesh
 from spmd_engine.engine import AdamW
@@ -114,6 +115,29 @@ def test_what_agrees_ends_with_code_0(verify_on):
 
 def test_what_agrees_on_virtual_ranks(virtual):
     assert_agrees(virtual(4, "verify", *PIPELINE, *SHORT).out)
+
+
+def test_a_compression_is_held_to_the_given_tolerance(virtual, capsys):
+    compressed = ["--mesh", "data=2", "--compress", "bfloat16", *SHORT, "--optimizer", "sgd"]
+    assert_agrees(virtual(2, "verify", *compressed, "--tolerance", "0.1").out)
+    with pytest.raises(SystemExit, match="1"):
+        virtual(2, "verify", *compressed, "--tolerance", "1e-6")
+    assert "step 1: gradient of" in capsys.readouterr().out
+
+
+UNEVEN = {"pipe=2,model=1|3": "0,3", "pipe=2,model=3|2": "0,10"}  #: behind a ReLU
+
+
+@pytest.mark.parametrize("mesh", UNEVEN)
+def test_a_stage_may_end_with_a_layer_that_does_not_say_how_many_channels_it_has(virtual, mesh):
+    options = ["--model", "convnet", "--stages", UNEVEN[mesh], "--batch-size", "4", "--micro-batches", "2"]
+    assert_agrees(virtual(tiny.ranks_of(parse_axes(mesh)), "verify", "--mesh", mesh, *options).out)
+
+
+def test_sums_of_halos_gradients_are_among_those_of_16_bit_floats(virtual):
+    options = ["--model", "convnet", "--reshard-after", "2", "--precision", "bfloat16", "--batch-size", "4"]
+    verdict = virtual(2, "verify", "--mesh", "rows=2", *options, "--steps", "1").out
+    assert "ranks sum 16-bit floats in block1/conv\n" in verdict
 
 
 def test_ranks_are_compared_in_any_order(virtual):

@@ -19,6 +19,7 @@ from spmd_engine.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
 from spmd_engine.checkpoints.digest import digest_of_engine, digest_text
 from spmd_engine.engine import SGD, AdamW, LayeredEngine, offload
 from spmd_engine.engine.offload import AwayArray, Offload, OffloadError, OffloadFile, Stash
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import gpt
@@ -212,6 +213,8 @@ def test_state_of_a_device_is_in_a_file_or_on_the_host_and_activations_stay(fold
         UsageError, match="there is no 'optimiser' to offload; choose among optimizer, parameters, activations"
     ):
         Offload.parse("optimiser")
+    composition = ParallelConfig(offload="optimizer")  # of a run that is resumed with --offload none
+    assert composition.changed(offload="none").storage.offload == Offload()
 
 
 @pytest.mark.parametrize(

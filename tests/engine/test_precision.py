@@ -1,5 +1,6 @@
 """Steps in 16-bit floats: what is rounded, where, and what meshes and ranks then agree on."""
 
+from contextlib import nullcontext
 from functools import cache
 
 import numpy as np
@@ -11,7 +12,9 @@ from spmd_engine.arrays.precision import accumulated_in, dtype_of, emulated, rou
 from spmd_engine.engine import SGD, AdamW
 from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.engine.state.assignment import ZeroConfig
+from spmd_engine.layers.attention.attention import Alibi
 from spmd_engine.planning.dry_run.analyze import analyze
+from spmd_engine.sharding import Layout
 from spmd_engine.sharding.shards import Shards
 from spmd_engine.training import Trainer, loss_scale
 from spmd_engine.training.loss_scale import LossScale
@@ -278,6 +281,17 @@ def test_the_dry_run_keeps_half_of_the_activations():
     assert half["activations"] <= 0.52 * wide["activations"]
     assert half["gradients"] == wide["gradients"] and half["optimizer state"] == wide["optimizer state"]
     assert half["parameters"] == 1.5 * wide["parameters"]  # masters besides
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
+@pytest.mark.parametrize("sums", [nullcontext, emulated])
+def test_alibi_rounds_neither_queries_nor_keys_nor_values(dtype, sums):
+    q = np.arange(1, 13).reshape(1, 3, 2, 2).astype(dtype)
+    with sums():
+        widened = Alibi("h", {"h": 2}, 8.0).widen(Shards(Mesh(), Layout({}, {})), q, q, q, np.arange(3))
+        assert {x.dtype for x in widened} == {accumulated_in(dtype)}
+    for x, factor in zip(widened, (1.5**0.5, 1, 1), strict=True):  # scores are divided by the square root of 3, not 2
+        np.testing.assert_allclose(x[..., :-1], q.astype(float) * factor, rtol=1e-6)
 
 
 def test_sums_are_wide():

@@ -173,6 +173,7 @@ def test_offloading_is_planned_where_nothing_else_fits(quick_disk):
     assert result.evaluation.analysis.peak_bytes <= 100 << 20
     given = plan("gpt-mini", mesh={"data": 2}, memory="260MiB", **options)
     assert re.search(r"mesh data=2 cannot be kept together; .* would suffice with --offload optimizer$", given.why_not)
+    assert plan("gpt-mini", ranks=2, base=ParallelConfig(offload="none"), **limits, **options).plan is None
     refused = plan("gpt-mini", mesh={"data": 2}, base=ParallelConfig(zero=1), memory="20MiB", **options)
     assert re.search(r"mesh data=2 cannot be kept together; it needs [\d.]+ MiB", refused.why_not)  # no parameters
 

@@ -10,7 +10,7 @@ from typing import Any
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.elementwise import add_to
-from spmd_engine.arrays.precision import accumulated_in, rounded
+from spmd_engine.arrays.precision import accumulated_in, rounded, widened
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.context import ContextMethod, GatherKeys
 from spmd_engine.layers.attention.kv_cache import cached_attention
@@ -199,7 +199,7 @@ class Alibi:
         key_positions = key_positions.reshape(*([1] * (2 - key_positions.ndim)), *key_positions.shape, 1)
         scale = sqrt(width + 1)  # the divisor of the scores
         return (
-            _with_last(q * (scale / sqrt(width)), slopes * scale),
+            _with_last(widened(q) * (scale / sqrt(width)), slopes * scale),
             _with_last(k, key_positions),
             _with_last(v, 0),
         )
