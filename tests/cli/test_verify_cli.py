@@ -125,6 +125,20 @@ def test_a_compression_is_held_to_the_given_tolerance(virtual, capsys):
     assert "step 1: gradient of" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(
+            ["--model", "mlp", "--precision", "bfloat16", "--seed", "0"], id="a ReLU that a rounding turns on"
+        ),
+        pytest.param(["--model", "gpt-nano", *SHORT, "--precision", "float16", "--seed", "1"], id="AdamW's signs"),
+    ],
+)
+def test_what_roundings_grow_to_is_no_mistake(virtual, options):
+    shape = ["--mesh", "model=2", "--batch-size", "4", "--steps", "3", "--no-finite-differences"]
+    assert "ranks sum 16-bit floats" in virtual(2, "verify", *options, *shape).out
+
+
 UNEVEN = {"pipe=2,model=1|3": "0,3", "pipe=2,model=3|2": "0,10"}  #: behind a ReLU
 
 
