@@ -72,7 +72,7 @@ class Request:
             raise UsageError(f"goal {self.goal!r}: choose {', '.join(GOALS)}")
         for name in self.fallback or ():
             if name not in FALLBACKS:
-                raise UsageError(f"fallback {name!r}: choose {', '.join(FALLBACKS)}, or none")
+                raise UsageError(f"fallback {name!r}: choose {', '.join(FALLBACKS)}, or none alone")
         if self.placement not in PLACEMENTS:
             raise UsageError(f"placement {self.placement!r}: choose {', '.join(PLACEMENTS)}")
         for node in self.machine.nodes:

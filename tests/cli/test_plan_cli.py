@@ -74,6 +74,7 @@ def test_where_it_does_not_fit_the_reason_comes_last(capsys):
     [
         (("--machine", "nowhere.toml"), "nowhere.toml"),
         (("--model", "nothing"), "unknown model 'nothing'"),
+        (("--fallback", "none,split"), "fallback 'none': choose split, offload, assign, or none alone"),
         (("--machine", "cpu", "--ranks", "65"), "64 ranks, fewer than --ranks 65"),
         (("--ranks", "4", "--mesh", "data=2"), "has 2 ranks, and --ranks is 4"),
         (("--memory", "much"), "cannot read 'much' as bytes"),

@@ -204,7 +204,7 @@ def _request(options: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
         base=base,
         seconds=options["seconds"],
         placement=options["placement"],
-        fallback=[name.strip() for name in options["fallback"].split(",") if name.strip() != "none"],
+        fallback=[name.strip() for name in options["fallback"].split(",")] if options["fallback"] != "none" else [],
         named=name,
     )
 

@@ -140,7 +140,7 @@ def proposed_orders(placement: str, analysis: StepAnalysis, orders: RankOrders, 
     tasks = tasks_on_ranks(analysis, machine, room)
     if first_fit(tasks) is None:  # no rank has room for some part: memory is left to the score
         tasks = tasks_on_ranks(analysis, machine, [float("inf")] * machine.ranks)
-    if placement == "auto" and (few := orders.few()):
+    if placement in ("auto", "anneal", "genetic") and (few := orders.few()):
         return [order, min(filter(tasks.fits, few), key=tasks.cost, default=order)]
     methods = {"greedy": first_fit, "assign": _assign_by_mean, "anneal": annealed, "genetic": evolved}
     chosen = ["greedy", "anneal"] if placement == "auto" else [placement]
