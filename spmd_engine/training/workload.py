@@ -63,7 +63,8 @@ class Workload:
         data = self.job.data
         if isinstance(self.engine, LayeredEngine) and not self.engine.is_placed:
             return []
-        return self.data.validation_batches(self.engine, samples=data.eval_samples, size=data.batch_size)
+        sizes = {"size": data.batch_size, "micro_batches": data.micro_batches}
+        return self.data.validation_batches(self.engine, samples=data.eval_samples, **sizes)
 
 
 def open_workload(job: TrainConfig, mesh: Mesh, placed: bool = True) -> Workload:

@@ -70,10 +70,11 @@ def test_targets_belong_to_their_inputs_and_are_counted(y, terms):
 def test_validation_is_all_that_is_held_out_in_order():
     with Mesh() as mesh:
         data = ArrayData(X, Y, validation=0.25)
-        found = data.validation_batches(DataParallel(2, 3, mesh), size=4)
-        assert [len(batch.micro_batches[0].inputs) for batch in found] == [4, 2]
-        rows = np.concatenate([batch.micro_batches[0].inputs for batch in found])
-    np.testing.assert_array_equal(rows, X[data.held_out])
+        for micro_batches, sizes in (1, [[4], [2]]), (2, [[2, 2], [2]]), (3, [[2, 2], [2]]), (4, [[1] * 4, [1] * 2]):
+            found = data.validation_batches(DataParallel(2, 3, mesh), size=4, micro_batches=micro_batches)
+            assert [[len(micro.inputs) for micro in batch.micro_batches] for batch in found] == sizes
+            rows = np.concatenate([micro.inputs for batch in found for micro in batch.micro_batches])
+            np.testing.assert_array_equal(rows, X[data.held_out])
 
 
 def test_the_digest_is_of_what_is_in_the_arrays():

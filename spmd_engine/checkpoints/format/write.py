@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from mmap import PAGESIZE, mmap
+from mmap import PAGESIZE
 from pathlib import Path
 from threading import Condition
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.arrays.memory import address_of
 from spmd_engine.checkpoints.format.blocks import IN_CACHE, dtype_name, host_array, is_finite
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.safetensors_header import header
@@ -51,15 +52,22 @@ class Written(NamedTuple):
 def write_files(files: Mapping[Path, Sequence[BlockToWrite]], facts: Mapping[str, str]) -> list[list[Written]]:
     """Write new files of blocks one after the other, and flush them to the disk. Block names are unique in a file.
 
-    Threads hash, check and write the blocks while the disk works; the slower of the two sets the time. Raises OSError
-    if a file cannot be written, and CheckpointError for a value that is not finite; incomplete files then remain.
+    A file takes memory for at most ``AHEAD`` windows until it is written, besides copies of blocks on a device and of
+    those that are not contiguous. Threads hash, check and write the blocks while the disk works; the slower of the two
+    sets the time. Raises OSError if a file cannot be written, and CheckpointError for a value that is not finite;
+    incomplete files then remain.
     """
     files_begun: list[NewFile] = []
     try:
         with ThreadPoolExecutor(WRITERS, "writing") as threads:
             try:
-                places = [_begin(path, blocks, facts, threads, files_begun) for path, blocks in files.items()]
-                return [[Written(dtype, offset, sha256.result()) for dtype, offset, sha256 in file] for file in places]
+                return [
+                    [
+                        Written(dtype, offset, sha256.result())
+                        for dtype, offset, sha256 in _begin(path, blocks, facts, threads, files_begun)
+                    ]
+                    for path, blocks in files.items()  # the next begins when the windows of this one are free
+                ]
             except BaseException as error:  # also Ctrl-C: writes that have not begun are cancelled
                 threads.shutdown(wait=False, cancel_futures=True)
                 for file in files_begun:
@@ -143,7 +151,9 @@ class NewFile:
         self._is_direct = self._set_direct(True)
         self._changed = Condition()
         self._windows: dict[int, _Window] = {}  # windows that are being filled or written
-        self._spare: list[np.ndarray] = []  # memory of windows that are written
+        #: Memory of windows that are not in use. It is from the heap of the thread that opens the file: for the main
+        #: thread, that is what the last step has freed.
+        self._spare = [_pages(min(WINDOW, size)) for _ in range(min(AHEAD, self._count))]
         self._written = [False] * self._count
         self._first = 0  # the first window that is not written
         self._error: BaseException | None = None
@@ -182,8 +192,7 @@ class NewFile:
                 raise self._error
             if number not in self._windows:
                 size = min(WINDOW, self._size - number * WINDOW)
-                memory = self._spare.pop() if self._spare else _pages(min(WINDOW, self._size))
-                self._windows[number] = _Window(memory, size)
+                self._windows[number] = _Window(self._spare.pop(), size)
             return self._windows[number]
 
     def _write(self, number: int, memory: np.ndarray) -> None:
@@ -226,7 +235,9 @@ class NewFile:
 
 def _pages(size: int) -> np.ndarray:
     """Memory for ``size`` bytes, aligned to and in whole pages."""
-    return np.frombuffer(mmap(-1, _whole_pages(size)), np.uint8)
+    memory = np.empty(PAGE + _whole_pages(size), np.uint8)
+    first = -address_of(memory) % PAGE
+    return memory[first : first + _whole_pages(size)]
 
 
 def _whole_pages(size: int) -> int:

@@ -49,10 +49,17 @@ class SampledData(ABC):
         """This rank's block of the batch of one step (from 0): samples step * size to (step + 1) * size - 1."""
         return self._batch(engine, step * size + np.arange(size), False, micro_batches, step)
 
-    def validation_batches(self, engine: ShardedEngine, *, size: int, samples: int | None = None) -> list[Batch]:
-        """``samples`` held-out samples (None: all), spread evenly and in order, in batches of ``size``."""
-        numbers = self.held_out_numbers(samples)
-        return [self._batch(engine, numbers[first : first + size], True) for first in range(0, len(numbers), size)]
+    def validation_batches(
+        self, engine: ShardedEngine, *, size: int, samples: int | None = None, micro_batches: int = 1
+    ) -> list[Batch]:
+        """``samples`` held-out samples (None: all), spread evenly and in order, in batches of ``size``.
+
+        Micro-batches have at most as many samples as those of a training batch of this ``size``, so that an evaluation
+        needs no more memory than a step.
+        """
+        numbers, most = self.held_out_numbers(samples), -(-size // micro_batches)
+        batches = [numbers[first : first + size] for first in range(0, len(numbers), size)]
+        return [self._batch(engine, batch, True, -(-len(batch) // most)) for batch in batches]
 
     def _batch(
         self, engine: ShardedEngine, numbers: np.ndarray, held_out: bool, micro_batches: int = 1, step: int = 0
