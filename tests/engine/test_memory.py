@@ -20,6 +20,7 @@ def test_memory_of_a_rank(mpi_run, zero):
     assert np.mean(facts["held"]) == pytest.approx(np.mean(facts["expected"]), rel=0.05), facts
 
 
+@pytest.mark.soak
 def test_memory_of_a_whole_run(mpi_run):
     """Evaluations, saves and the sample need no more than the steps, whose prediction is within 20%: beside arrays, the
     allocator holds pieces that no later array fits into. The sample loads parts of libraries, of files."""
