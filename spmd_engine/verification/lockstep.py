@@ -93,8 +93,9 @@ def verify(
 def _step(pair: Pair, step: int, steps: int) -> tuple[list[Measured], Disagreement | None]:
     """Compute a step up to the gradients; return distances, and the first disagreement if there is one.
 
-    Where ranks sum 16-bit floats, one that is rounded to the other side of 0 turns a ReLU on or off, and no bound holds
-    for the gradients of its sample. So a disagreement counts if the batches of all other steps disagree as well.
+    Where ranks sum 16-bit floats, the rounding of a sum near 0 can turn a ReLU on or off, and then no bound holds for
+    the gradients of that sample. So the step is repeated with the batches of the other steps; a disagreement is
+    returned only if all batches disagree.
     """
     first = None
     for number in dict.fromkeys([step, *range(1, steps + 1)]):

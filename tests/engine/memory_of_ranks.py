@@ -51,8 +51,8 @@ def most_bytes() -> int:
 
 
 def after_run(mesh: Mesh, model: str) -> tuple[int, int, np.ndarray]:
-    """Bytes that this rank holds after a run of a model, by how much the last save and the sample raised the most that
-    it held, and the predicted peak of each rank."""
+    """Return three numbers of bytes for a run of a model: what this rank holds after it; by how much the last save and
+    the sample raised this rank's peak; and the predicted peak of each rank."""
     job = TrainConfig().with_options(
         model=model, **SIZES, length=LENGTH, steps=2, save_every=1, eval_every=1, eval_samples=16, sample=200
     )
