@@ -2,14 +2,18 @@
 
 import importlib.util
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
 
 def script(name, folder="scripts"):
-    """The module of ``scripts/NAME.py``, or of a file in another folder."""
-    spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / folder / f"{name}.py")
+    """The module of ``scripts/NAME.py``, or ``scripts/NAME``, or of a file in another folder."""
+    path = ROOT / folder / name
+    path = path if path.exists() else path.with_suffix(".py")
+    loader = SourceFileLoader(f"script_{name}", str(path))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look it up here
     spec.loader.exec_module(module)
