@@ -20,7 +20,7 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
-from spmd_engine.runtime.signals import REQUEUE
+from spmd_engine.runtime.signals import ENDING, REQUEUE
 from spmd_engine.training.run import Observer
 from spmd_engine.training.run_job import read_job, read_run, run_folder
 from spmd_engine.training.run_job import train as train_job
@@ -93,7 +93,7 @@ def train(context: click.Context, **options: Any) -> None:
 
             write_report([run.folder], run.folder / "report.html")
     except SystemExit as stopped:  # by a signal, after a save
-        if options["requeue"] and stopped.code != 128 + signal.SIGINT:
+        if options["requeue"] and stopped.code in {128 + number for number in ENDING if number != signal.SIGINT}:
             sys.exit(REQUEUE)
         raise
 

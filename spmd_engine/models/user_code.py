@@ -6,7 +6,8 @@ import ast
 import importlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from hashlib import sha256
 from importlib.machinery import PathFinder
@@ -17,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from spmd_engine.errors import UsageError
+from spmd_engine.foreign import reason
 from spmd_engine.models.model import Model
 
 _CODE = re.compile(r"(?P<module>[^:()\0]+):(?P<attribute>[^\W\d]\w*)(?P<call>\(.*\))?", re.DOTALL)
@@ -64,7 +66,7 @@ def code_named(name: str, option: str = "--model", digest: str | None = None, *,
 
     MODULE is a name as in import, also of a file in the current folder, or the path of a Python file, whose folder is
     then on the import path. Raises UsageError, naming the ``option``, for code that a file names, if it cannot be
-    imported, if an argument is not a literal, and if the file has another ``digest``.
+    imported or ends the program, if an argument is not a literal, and if the file has another ``digest``.
     """
     if named_in:
         raise not_permitted(name, named_in)
@@ -84,7 +86,8 @@ def code_named(name: str, option: str = "--model", digest: str | None = None, *,
                 raise SyntaxError("write NAME(ARGUMENTS)")
             arguments = [ast.literal_eval(argument) for argument in call.args]
             keywords = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in call.keywords}
-        make = getattr(_imported(match["module"]), match["attribute"])
+        with _that_must_not_end(f"{option} {name}"):
+            make = getattr(_imported(match["module"]), match["attribute"])
         if isinstance(make, Model):
             model, make = make, lambda: model
         signature(make).bind_partial(*arguments, **keywords)
@@ -100,6 +103,17 @@ def not_permitted(name: str, named_in: str, or_else: str = "") -> UsageError:
         f"{named_in} names code, {shown}, and a file never makes code run: to run it, name it yourself by "
         f"--model {quote(shown)}{or_else}"
     )
+
+
+@contextmanager
+def _that_must_not_end(what: str) -> Iterator[None]:
+    """An error of own code that would end the program as if all were done, such as SystemExit, is a UsageError."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise UsageError(f"{what}: its code ended the program ({reason(error)}) instead of returning") from error
 
 
 def _imported(module: str) -> ModuleType:
@@ -163,7 +177,8 @@ def call(make: Callable[..., Any], what: str, **offered: Any) -> Any:
             f"{name_of(make)} needs {', '.join(needs)}: give values, as in MODULE:NAME(6, 11) or --set {needs[0]}=6, "
             f"or write a function that makes {what}"
         )
-    return make(**{name: value for name, value in offered.items() if name in wanted})
+    with _that_must_not_end(name_of(make)):
+        return make(**{name: value for name, value in offered.items() if name in wanted})
 
 
 def name_of(make: Callable[..., Any]) -> str:

@@ -205,3 +205,69 @@ def test_the_name_of_a_logger_is_the_user_s(tmp_path, monkeypatch):
     assert code_named("os:getcwd", "--logger", named_in="")() == str(tmp_path)
     with pytest.raises(UsageError, match="config.json names code, os:getcwd"):
         code_named("os:getcwd", "--logger", named_in="config.json")
+
+
+# --- Own code that ends the program
+
+
+ENDS = {
+    "a bare SystemExit": "raise SystemExit",
+    "sys.exit(0)": "import sys; sys.exit(0)",
+    "exit()": "exit()",
+    "another BaseException": "raise type('Over', (BaseException,), {})('all\\nis done')",
+    "GeneratorExit": "raise GeneratorExit",
+    "click's": "import click; raise click.exceptions.Exit(0)",
+}
+
+
+@pytest.mark.parametrize("body", ENDS.values(), ids=ENDS)
+def test_code_that_ends_the_program_is_an_error_of_one_line(body, here, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name, text in {"on_import": body, "on_call": f"def E():\n    {body}"}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        for command in ["verify", f"{name}.py:E", "--input-shape", "2,2"], ["inspect", "--model", f"{name}.py:E"]:
+            code, _, error = here(*command)
+            sys.modules.pop(name, None)
+            assert code == 2 and len(error.splitlines()) == 1 and " ended the program (" in error, error
+            assert f"{name}.py" in error or "E: its code" in error
+
+
+ENGINE = """
+import sys
+import numpy as np
+from spmd_engine import ShardedEngine
+
+
+class Ends(ShardedEngine):
+    input_sharding = output_sharding = target_sharding = "b/data i"
+
+    def __init__(self):
+        self.parameters = {"w": np.ones((2, 2))}
+
+    def load_checkpoint(self, params):
+        self.parameters = {"w": np.array(params["w"])}
+
+    def forward(self, x):
+        sys.exit(0)
+
+    def backward(self, dy):
+        return {}
+
+
+class Logs:
+    def start(self, config, facts):
+        sys.exit(0)
+"""
+
+
+def test_code_that_ends_the_program_later_is_an_error_too(here, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "ends.py").write_text(ENGINE)
+    np.savez(tmp_path / "data.npz", x=np.ones((40, 2)), y=np.ones((40, 2)))
+    line = next(number for number, text in enumerate(ENGINE.splitlines(), 1) if "sys.exit" in text)
+    train = ["train", "--model", "ends.py:Ends", "--data", "data.npz", "--no-enforce", "--requeue", *QUIET]
+    for command in ["verify", "ends.py:Ends", "--input-shape", "2,2"], train:
+        code, _, error = here(*command)
+        assert code == 2, error
+        assert f"{tmp_path}/ends.py:{line}: this code ended the program (SystemExit: 0)" in error.splitlines()[-1]
+    sys.modules.pop("ends")
