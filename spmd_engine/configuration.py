@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from math import isfinite
 from types import NoneType, UnionType
@@ -93,7 +93,7 @@ class Configuration:
 
     def as_json(self) -> dict[str, Any]:
         """The input of ``from_json``: all fields by name, nested configurations as objects, mappings unchanged."""
-        return {f.name: _to_json(getattr(self, f.name)) for f in fields(self)}
+        return {f.name: _to_json(getattr(self, f.name)) for f in _fields_in_json(self)}
 
     @classmethod
     def from_json(cls, content: Any, where: str = "", base: Self | None = None) -> Self:
@@ -105,7 +105,7 @@ class Configuration:
         if not isinstance(content, Mapping):
             raise UsageError(f"{where}: it must be an object, {{...}}, not {json.dumps(content)}")
         types = _types(cls)
-        names = [f.name for f in fields(cls)]
+        names = [f.name for f in _fields_in_json(cls)]
         renamed = {old: f.name for f in fields(cls) for old in f.metadata.get("old_names", ())}
         content = {renamed.get(name, name): value for name, value in content.items()}
         if unknown := sorted(set(content) - set(names)):
@@ -125,6 +125,15 @@ class Configuration:
             missing = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
             missing = [name for name in missing if name not in content]
             raise UsageError(f"{where}: the field {missing[0]!r} is missing") from None
+
+
+def not_in_json(default: Any) -> Any:
+    """A field that is neither a setting nor in JSON: no file and no option gives it a value. It stays in copies."""
+    return field(default=default, compare=False, repr=False, metadata={"in_json": False})
+
+
+def _fields_in_json(configuration: Configuration | type[Configuration]) -> list[Field]:
+    return [f for f in fields(configuration) if f.metadata.get("in_json", True)]
 
 
 @dataclass(frozen=True)
@@ -165,7 +174,7 @@ def settings_of(configuration: type[Configuration]) -> dict[str, ConfigField]:
 
 def _settings(defaults: Configuration, path: tuple[str, ...], prefix: str) -> Iterator[ConfigField]:
     types = _types(type(defaults))
-    for f in fields(defaults):
+    for f in _fields_in_json(defaults):
         about, field_path = f.metadata, (*path, f.name)
         section, kind = _find_configuration_class(types[f.name]), _without_none(types[f.name])
         name = about.get("option") or prefix + f.name

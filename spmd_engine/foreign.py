@@ -47,7 +47,7 @@ def reason(error: BaseException) -> str:
     text = " ".join("".join(character if character.isprintable() else " " for character in str(error)).split())
     text = text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
     plain = isinstance(error, (OSError, ValueError)) or type(error) is Exception
-    return text if plain and text else f"{type(error).__name__}: {text}"
+    return text if plain and text else ": ".join(filter(None, (type(error).__name__, text)))
 
 
 def read_text(path: str | Path, most: int = MOST_BYTES) -> str:

@@ -58,11 +58,13 @@ class PlannerProposals:
     Pipelines are left out.
 
     ``job`` has the objects ``model``, ``data`` and ``training`` of a TrainConfig. Predictions are used relative to
-    those for the shape in which the job was when the planner was asked.
+    those for the shape in which the job was when the planner was asked. ``code``: the name of the job's code, which may
+    run in the planner's process, too; empty: none may.
     """
 
-    def __init__(self, config: AdaptConfig, job: Mapping[str, Any]) -> None:
+    def __init__(self, config: AdaptConfig, job: Mapping[str, Any], code: str = "") -> None:
         data = {name: job["data"][name] for name in ("batch_size", "micro_batches", "length")}
+        self._code = code
         self._config, self._job = config, {"model": job["model"], "optimizer": job["training"]["optimizer"], **data}
         self._process: subprocess.Popen[bytes] | None = None
         self._about: tuple[str, bool] | None = None  # the last question: the shape, and whether memory was short
@@ -98,7 +100,7 @@ class PlannerProposals:
             given.write(json.dumps(question).encode())
             given.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__],
+                [sys.executable, "-m", __name__, self._code],
                 stdin=given,
                 stdout=self._output,
                 stderr=subprocess.DEVNULL,
@@ -128,10 +130,15 @@ class PlannerProposals:
 # --- In the process
 
 
-def answer(question: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Compositions, with their seconds over those of the present shape, and the memory pressure (None: not known)."""
+def answer(question: Mapping[str, Any], code: str = "") -> list[dict[str, Any]]:
+    """Compositions, with their seconds over those of the present shape, and the memory pressure (None: not known).
+
+    ``code``: the name of code that may run.
+    """
     present = ShapeRequest.from_json(question["shape"], "the question").shape
     config, composition, limits = ModelConfig.from_json(question["model"]), present.composition, question["limits"]
+    if config.name == code:
+        config = replace(config, named_in="")  # its digest stays
     model, machine = config.build(composition), machine_of(question["speeds"])
     options = {"sequence": question["length"], "dtype": dtype_of(config.dtype)}
     sizes = question["batch_size"], question["micro_batches"]
@@ -198,7 +205,7 @@ def main() -> None:
     with suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # not only rank 0's core
     with suppress(UsageError):  # a model or a machine that cannot be planned: no shapes
-        json.dump(answer(json.load(sys.stdin)), sys.stdout)
+        json.dump(answer(json.load(sys.stdin), *sys.argv[1:]), sys.stdout)
         return
     print("[]")
 

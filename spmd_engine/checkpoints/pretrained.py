@@ -40,7 +40,8 @@ def with_shape(model: ModelConfig, group: Group) -> ModelConfig:
 
     if model.path is None and model.adapter is None:
         return model
-    return ModelConfig.from_json(json.loads(text_from_rank_zero(group, read, CheckpointError)), model.name)
+    content = json.loads(text_from_rank_zero(group, read, CheckpointError))
+    return ModelConfig.from_json(content, model.name).permitted_by(model)
 
 
 def open_pretrained(

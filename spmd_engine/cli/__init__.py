@@ -7,13 +7,16 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from traceback import walk_tb
 from typing import Any
 
 import click
 
+import spmd_engine
 from spmd_engine import __version__
 from spmd_engine.comm.world import fail
 from spmd_engine.errors import UsageError, one_of
+from spmd_engine.foreign import reason
 from spmd_engine.importing import many_imports
 from spmd_engine.runtime.ending import end_at_once
 from spmd_engine.runtime.launchers import launcher_rank, let_rank_zero_speak
@@ -88,8 +91,13 @@ def main(args: Sequence[str] | None = None) -> None:
         # As in cli.main, which would print an empty line on every interrupted rank.
         with raise_interrupted(), cli.make_context(_program_name(), arguments) as context:
             cli.invoke(context)
-    except click.exceptions.Exit as leave:  # --help ends with 0
-        if leave.exit_code:
+    except (SystemExit, click.exceptions.Exit) as leave:
+        if where := _where_own_code_ended(leave):
+            fail(f"spmd_engine: {where}: this code ended the program ({reason(leave)}) instead of returning")
+            sys.exit(2)
+        if isinstance(leave, SystemExit):
+            raise
+        if leave.exit_code:  # --help ends with 0
             sys.exit(leave.exit_code)
     except click.ClickException as error:  # raised before ranks communicate, equally on every rank
         if launcher_rank() == 0:
@@ -114,6 +122,21 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except KeyboardInterrupt as error:
         end_at_once(f"spmd_engine: {str(error) or 'interrupted'}", exit_code(error, arguments))
+
+
+def _where_own_code_ended(leave: BaseException) -> str:
+    """Where a user's own code raised an exception that ends the program, as FILE:LINE; "" if this program raised it."""
+    for frame, line in reversed(list(walk_tb(leave.__traceback__))):
+        file = frame.f_code.co_filename
+        if file.startswith(_PACKAGE):
+            return ""
+        is_library = file.startswith((_PYTHON, "<")) and "site-packages" not in file  # such as exit(), argparse
+        if not is_library and not file.startswith(_CLICK):
+            return f"{file}:{line}"
+    return ""
+
+
+_PACKAGE, _PYTHON, _CLICK = (os.path.dirname(str(each.__file__)) + os.sep for each in (spmd_engine, os, click))
 
 
 def _program_name() -> str:

@@ -27,7 +27,7 @@ from spmd_engine.training.data.token_data import check_digests
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Windows at a time.")
 @click.option("--json", "as_json", is_flag=True, help="Print an object a line, with each token's log-probability.")
 @takes_job(*SERVED, config=False, help=HELP)
-def eval(run, checkpoint, texts, files, stride, batch_size, as_json, job) -> None:
+def eval(run, checkpoint, texts, files, stride, batch_size, as_json, trust_code, job) -> None:
     """Print the mean negative log-probability of a token, in nats, and the perplexity of each text.
 
     Each token is scored given the tokens before it; the first token of a text is not scored. A text longer than the

@@ -14,7 +14,7 @@ from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.cli.options import open_mesh, served_model, takes_job
-from spmd_engine.cli.text_model import HELP, SERVED, check_weights, checkpoint_option, run_option
+from spmd_engine.cli.text_model import HELP, SERVED, check_weights, checkpoint_option, run_option, served_run
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
@@ -28,7 +28,7 @@ from spmd_engine.foreign import reading
 from spmd_engine.models.names import IMAGES
 from spmd_engine.models.user_code import code_named, is_code
 from spmd_engine.training.data.images import as_floats, check_pixels, check_scale
-from spmd_engine.training.run_job import read_run, run_folder
+from spmd_engine.training.run_job import run_folder
 from spmd_engine.training.train_config import TrainConfig
 
 
@@ -39,7 +39,7 @@ from spmd_engine.training.train_config import TrainConfig
 @checkpoint_option
 @click.option("--batch-size", type=click.IntRange(min=1), help="Inputs at a time. [default: all]")
 @takes_job(*SERVED, config=False, help=HELP)
-def infer(source, target, run, checkpoint, batch_size, job) -> None:
+def infer(source, target, run, checkpoint, batch_size, trust_code, job) -> None:
     """Read an array on rank 0, run the model on all ranks, and write the outputs from rank 0.
 
     A model of text takes tokens[b s] (in a run usually bytes, and 256 for the end of a file) and returns logits[b s v].
@@ -48,7 +48,7 @@ def infer(source, target, run, checkpoint, batch_size, job) -> None:
     called if --checkpoint is given. The engine of a run is on the mesh of the run, unless --mesh has another.
     """
     check_weights(run, checkpoint, job)
-    run_job = read_run(run) if run else None
+    run_job = served_run(run, job) if run else None
     trained = served_model(run_job) if run_job else None
     axes = run_job.composition.mesh if run_job and run_job.model.engine is not None else None
     if job.composition.shares and (is_code(job.model.name) or (trained is not None and trained.engine is not None)):
@@ -121,7 +121,7 @@ def _takes_images(engine: ShardedEngine) -> bool:
 
 
 def _open_user_engine(name: str, mesh: Mesh, job: TrainConfig) -> ShardedEngine:
-    engine = make_engine(code_named(name), mesh, dtype=dtype_of(job.model.dtype))
+    engine = make_engine(code_named(name, named_in=job.model.named_in), mesh, dtype=dtype_of(job.model.dtype))
     check_mesh(name, engine, mesh, job.composition.mesh)
     return engine
 

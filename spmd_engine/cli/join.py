@@ -8,8 +8,9 @@ import click
 
 from spmd_engine.adaptive.reshape import ShapeRequest
 from spmd_engine.cli.migrate import parse_ranks
-from spmd_engine.cli.options import Quantity, options_of, values_given
-from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.cli.options import Quantity, options_of, permitted, trust_option, values_given
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.errors import UsageError
 from spmd_engine.runtime.activity import ranges
 from spmd_engine.training.joined_run import join as join_job
 from spmd_engine.training.train_config import TrainConfig
@@ -30,8 +31,9 @@ from spmd_engine.units import SECONDS
     default=600.0,
     help="Longest wait until the job takes these ranks in. [default: 10min]",
 )
-@options_of(TrainConfig, ["composition"], without=["compress"])
-def join(run: str, ranks: str | None, wait: float, **options: Any) -> None:
+@trust_option
+@options_of(TrainConfig, ["model", "composition"], without=["compress"], help={"model": "The run's own code, by name."})
+def join(run: str, ranks: str | None, wait: float, trust_code: bool, **options: Any) -> None:
     """Join the job that trains in the folder RUN, with all ranks that this mpiexec has started.
 
     They read the job's configuration and data while the job goes on; between two of its steps both worlds merge, and
@@ -44,6 +46,7 @@ def join(run: str, ranks: str | None, wait: float, **options: Any) -> None:
       mpiexec -n 2 python -m spmd_engine join gpt-nano-1
     """
     values, request = values_given(options), None
+    named = values.pop("model", None)
     if values or ranks is not None:
         ParallelConfig().changed(**values)  # raises UsageError for a value that no mesh permits
         request = ShapeRequest(values, parse_ranks(ranks))
@@ -51,4 +54,9 @@ def join(run: str, ranks: str | None, wait: float, **options: Any) -> None:
     def entered(numbers: list[int], step: int) -> None:
         click.echo(f"spmd_engine: joined {run} after step {step}, as rank(s) {ranges(numbers)}", err=True)
 
-    join_job(run, request, wait=wait, entered=entered)
+    def permit(model: ModelConfig) -> ModelConfig:
+        if named not in (None, model.name):
+            raise UsageError(f"--model {named} with {run}, whose model is {model.name}: omit --model")
+        return permitted(model, named, trust_code)
+
+    join_job(run, request, wait=wait, entered=entered, permit=permit)

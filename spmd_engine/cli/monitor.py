@@ -27,6 +27,7 @@ from spmd_engine.comm.mesh import ranks_by_position
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import SpmdError
 from spmd_engine.foreign import reading
+from spmd_engine.models.user_code import is_code
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.runtime.watchdog import FILE as HANG
 from spmd_engine.training.run import ActivityFile
@@ -318,7 +319,7 @@ def _table(ranks: Sequence[Mapping[str, str]], width: int, most: int) -> list[Te
 def _parts_held(run: RunRecord, axes: Mapping[str, int]) -> list[str]:
     """The part of all parameters that each rank stores. Raises ValueError if it is not known without running code."""
     job = TrainConfig.from_json(dict(run.config), run.name)
-    if job.strategy or job.model.engine is not None or job.model.code is not None:
+    if job.strategy or is_code(job.model.name):
         raise ValueError
     composition = job.composition.changed(mesh=dict(axes))
     model = job.model.build(composition)

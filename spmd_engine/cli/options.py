@@ -19,7 +19,7 @@ from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Model
 from spmd_engine.models.names import MODELS, has_weights, other_meaning
-from spmd_engine.models.user_code import digest_of, is_code, with_arguments
+from spmd_engine.models.user_code import file_of, is_code, not_permitted, with_arguments
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.product_choice import choose_products
 from spmd_engine.training.run_job import read_job
@@ -253,6 +253,35 @@ def served_model(job: TrainConfig) -> ModelConfig:
     """
     if job.strategy:
         raise UsageError(f"this is a run of --strategy {job.strategy}: only 'train --resume' continues from those")
-    if job.model.code is not None and job.model.code == digest_of(job.model.name):  # other code is refused
-        print_notices([f"the model of this run is code: {job.model.name}, unchanged since the run began"])
     return job.model.changed(dropout=0.0)
+
+
+# --- Code that a file names
+
+
+trust_option = click.option(
+    "--trust-code",
+    is_flag=True,
+    help="Run the code of your own that the file of a run, a job or a plan names, as it is now; its path and SHA-256 "
+    "are printed first. Without it, name the code by --model.",
+)
+
+
+def permitted(model: ModelConfig, named: str | None, trust: bool) -> ModelConfig:
+    """The model of a file; if it is code, it may run from now on, since the user has ``named`` it or trusts the file.
+
+    Prints the path and the SHA-256 of code that is trusted, and whether it differs from what the file records. Raises
+    UsageError for code that is neither named nor trusted. A model of which ``named`` is not the name stays as it is.
+    """
+    if not is_code(model.name) or not model.named_in or named not in (None, model.name):
+        return model
+    if named is None and not trust:
+        raise not_permitted(model.name, model.named_in, ", or give --trust-code")
+    now, path = model.changed(name=model.name), file_of(model.name)
+    file = path.resolve() if path else "a module without a file"
+    if named is None:
+        print_notices([f"{model.named_in} names code, which runs: {model.name}, {file}, SHA-256 {now.code}"])
+    if model.code != now.code:
+        recorded = f"SHA-256 {model.code}" if model.code else "no SHA-256"
+        print_notices([f"{file} differs from the code that {model.named_in} records, {recorded}"])
+    return now

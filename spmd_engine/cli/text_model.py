@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import click
 
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint
 from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.cli.options import served_model
+from spmd_engine.cli.options import permitted, served_model, trust_option
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import ModelConfig, build_engine
@@ -46,7 +47,11 @@ HELP = {
     "adapter": "With --model: a folder of adapters in PEFT's format.",
     "precision": "Dtype of parameters, activations and cached keys. [default: float32; of a run, its own]",
 }
-run_option = click.option("--run", metavar="DIR", help="Folder of a run of 'train'.")
+
+
+def run_option(command: Callable) -> Callable:
+    """The options of a command that serves a run: its folder, and whether its code is trusted."""
+    return click.option("--run", metavar="DIR", help="Folder of a run of 'train'.")(trust_option(command))
 
 
 checkpoint_option = click.option(
@@ -55,21 +60,36 @@ checkpoint_option = click.option(
 
 
 def check_weights(run: str | None, checkpoint: str | None, job: TrainConfig) -> None:
-    """Raise UsageError unless the command has exactly one of ``--model`` and ``--run``, and options that suit it."""
+    """Raise UsageError unless the command has exactly one of ``--model`` and ``--run``, and options that suit it.
+
+    With ``--run``, ``--model`` may name the run's own code.
+    """
     params = click.get_current_context().params
-    if bool(params["model"]) == bool(run):
+    if bool(params["model"]) == bool(run) and not (run and is_code(job.model.name)):
         raise UsageError("which model? give either --run DIR, --model PATH or --model FILE.py:NAME")
     if params["adapter"] and not params["model"]:
         raise UsageError("--adapter goes with --model; a run has its own")
-    if checkpoint and not is_code(job.model.name):
+    if checkpoint and (run or not is_code(job.model.name)):
         raise UsageError("--checkpoint goes with --model FILE.py:NAME; a run, or a model by path, has its own")
+
+
+def served_run(run: str, job: TrainConfig) -> TrainConfig:
+    """The job of ``--run``, whose code may run if ``--model`` names it or with ``--trust-code``. Collective.
+
+    Raises UsageError for code that is not permitted, and for another ``--model`` than that of the run.
+    """
+    params, run_job = click.get_current_context().params, read_run(run)
+    named = job.model.name if params["model"] else None
+    if named not in (None, run_job.model.name):
+        raise UsageError(f"--model {named} with --run {run}, whose model is {run_job.model.name}: omit one of them")
+    return run_job.changed(model=permitted(run_job.model, named, params["trust_code"]))
 
 
 def open_text_model(run: str | None, checkpoint: str | None, job: TrainConfig, mesh: Mesh) -> TextModel:
     """The model of ``--run`` or ``--model``. Collective; raises UsageError for a model that does not take text."""
     check_weights(run, checkpoint, job)
     if run:
-        model = served_model(read_run(run))
+        model = served_model(served_run(run, job))
         given = click.get_current_context().params["precision"]
         engine = _build(model.changed(dtype=given) if given else model, mesh, job)
         load_checkpoint(run_folder(run), engine)

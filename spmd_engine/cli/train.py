@@ -6,21 +6,21 @@ import json
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import click
 
 from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.arrays.precision import dtype_of
-from spmd_engine.cli.options import chosen_settings, options_of, values_given
+from spmd_engine.cli.options import chosen_settings, options_of, permitted, trust_option, values_given
 from spmd_engine.cli.progress import Reporter
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
-from spmd_engine.models.user_code import digest_of
-from spmd_engine.runtime.signals import REQUEUE
+from spmd_engine.runtime.signals import ENDING, REQUEUE
 from spmd_engine.training.run import Observer
 from spmd_engine.training.run_job import read_job, read_run, run_folder
 from spmd_engine.training.run_job import train as train_job
@@ -57,6 +57,7 @@ options that are impossible on the mesh are dropped."""
     default=True,
     help="Fail if the collectives of step 1 differ from its analysis; else print the difference.",
 )
+@trust_option
 @options_of(TrainConfig, without=["images"])
 @click.pass_context
 def train(context: click.Context, **options: Any) -> None:
@@ -92,7 +93,7 @@ def train(context: click.Context, **options: Any) -> None:
 
             write_report([run.folder], run.folder / "report.html")
     except SystemExit as stopped:  # by a signal, after a save
-        if options["requeue"] and stopped.code != 128 + signal.SIGINT:
+        if options["requeue"] and stopped.code in {128 + number for number in ENDING if number != signal.SIGINT}:
             sys.exit(REQUEUE)
         raise
 
@@ -107,14 +108,23 @@ def _loggers(names: Sequence[str]) -> list[Observer]:
 
 def job_of(context: click.Context) -> TrainConfig:
     """The job that a command line of ``train`` describes, with the values of its file or of the run that it resumes."""
-    options, values = context.params, _given_options(context)
+    options, values, named_in = context.params, _given_options(context), ""
+
+    def with_code(job: TrainConfig) -> TrainConfig:
+        return job.changed(model=permitted(job.model, values.get("model"), options["trust_code"]))
+
     if options["resume"]:
         if not options["run"] or options["config"]:
             raise UsageError("--resume needs --run NAME, and takes its options from there, not from --config")
-        return read_run(options["run"]).resumed(str(run_folder(options["run"])), **values)
+        return with_code(read_run(options["run"])).resumed(str(run_folder(options["run"])), **values)
     if options["plan"]:
-        values = planned_values(options["plan"], values)
-    job = read_job(options["config"]).with_options(**values) if options["config"] else TrainConfig.of(**values)
+        values, named_in = planned_values(options["plan"], values, options["trust_code"])
+    if options["config"]:
+        job = with_code(read_job(options["config"])).with_options(**values)
+    else:
+        job = TrainConfig.of(**values)
+    if named_in:
+        job = job.changed(model=replace(job.model, named_in=named_in))
     if job.strategy and options["model"] is None and not options["config"]:
         job = job.with_options(model=PAGE_MODEL)
     return planned_here(job, values) if options["mesh"] == AUTO else job
@@ -138,10 +148,12 @@ DECIDED = (
 )  # fmt: skip
 
 
-def planned_values(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given options of a job and those of a plan's file, read on rank 0. Collective over the world.
+def planned_values(path: str, given: Mapping[str, Any], trust: bool) -> tuple[dict[str, Any], str]:
+    """The given options of a job and those of a plan's file, read on rank 0, and ``named_in`` of its model. Collective
+    over the world.
 
-    Raises UsageError for a plan for other ranks or another model, and for given options that contradict the plan.
+    ``trust``: code that the file names may run. Raises UsageError for a plan for other ranks or another model, for
+    given options that contradict the plan, and for code that is not permitted.
     """
     from spmd_engine.planning.plan_result import PlanFile
 
@@ -150,8 +162,9 @@ def planned_values(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
         ranks = mesh.size
     plan = PlanFile.from_json(json.loads(text), path)
     plan.check(ranks, given.get("model"), path)
-    if given.get("model") is None and plan.model.code not in (None, digest_of(plan.model.name)):
-        raise UsageError(f"--plan {path}: the code of its model, {plan.model.name}, has changed; name it by --model")
+    model = permitted(plan.model, given.get("model"), trust)
+    if given.get("model") is not None:
+        model = model.changed(name=given["model"])
     decided = {
         **plan.composition.as_json(),
         "micro_batches": plan.micro_batches,
@@ -167,7 +180,8 @@ def planned_values(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
             raise UsageError(
                 f"{flag} {given[name]} with --plan {path}, which has {decided.get(name)}: omit one of them"
             )
-    return {"model": plan.model.name, **decided, **{n: v for n, v in given.items() if n not in DECIDED}}
+    values = {"model": model.name, **decided, **{n: v for n, v in given.items() if n not in DECIDED}}
+    return values, model.named_in
 
 
 def planned_here(job: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:

@@ -129,7 +129,7 @@ def verify(context: click.Context, engine: str | None, job: TrainConfig, **optio
     emulation = emulated() if job.model.dtype in HALVES else nullcontext()
     with _open_mesh(job) as mesh, Helpers(mesh) as helpers, emulation:
         if mesh.is_helper:
-            sys.exit(serve_as_helper(mesh))
+            sys.exit(serve_as_helper(mesh, job.model))
         if options["imported"]:
             paths = options["imported"], options["reference"]
             if not verify_import(*paths, mesh, _composition(job, mesh), job.device, options["tolerance"]):
@@ -209,7 +209,8 @@ def _verify_model(case: _Case) -> Report:
 def _verify_user_engine(name: str, case: _Case) -> Report:
     if not case.options["input_shape"]:
         raise UsageError(f"verify {name} needs --input-shape N,N,...: the shape of whole inputs, the batch first")
-    return _verify_constructed(name, code_named(name, "verify"), _parse_shape(case.options["input_shape"]), case)
+    make = code_named(name, "verify", named_in="")
+    return _verify_constructed(name, make, _parse_shape(case.options["input_shape"]), case)
 
 
 def _verify_page(name: str, case: _Case) -> Report:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
 from inspect import signature
 from typing import Any
 
@@ -88,7 +87,7 @@ def _dtype(dtype: Any) -> str:
 
 def _build_named_model(name: str, mesh: Mesh | None, options: dict[str, Any]) -> LayeredEngine:
     """The engine of a model named as on the command line. Raises UsageError for a path, whose weights are elsewhere."""
-    model_fields, parallel_fields = ([field.name for field in fields(kind)] for kind in (ModelConfig, ParallelConfig))
+    model_fields, parallel_fields = (list(kind().as_json()) for kind in (ModelConfig, ParallelConfig))
     _check_options(options, [name for name in (*model_fields, *parallel_fields) if name not in ("name", "mesh")])
     model = ModelConfig(name, **{key: value for key, value in options.items() if key in model_fields})
     if model.path is not None:

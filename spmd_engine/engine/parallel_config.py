@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from inspect import signature
 from typing import Any, Self
 
@@ -12,7 +12,7 @@ from spmd_engine.arrays.precision import FLOATS, dtype_of
 from spmd_engine.axes import MeshPosition, axes_as_json, axes_text, checked_axes, count_ranks, parse_axes, uneven_axes
 from spmd_engine.comm.device_transport import open_device
 from spmd_engine.comm.mesh import Mesh, ranks_by_position
-from spmd_engine.configuration import Configuration, setting
+from spmd_engine.configuration import Configuration, not_in_json, setting
 from spmd_engine.engine import schedules
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.helpers import Assigned, HelperRank, check_assigned, owners_of, parse_assign, serve, stage_of
@@ -114,8 +114,10 @@ class ModelConfig(Configuration):
         None,
         option=None,
         unset="no code of your own",
-        help="SHA-256 of the file that has the code of a model of your own: other code is not run.",
+        help="SHA-256 of the file that has the code of a model of your own. It is for people: it lets no code run.",
     )
+    #: What named the model, if not the user or a program: a file, whose code may not run; see ``permitted_by``.
+    named_in: str = not_in_json("")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,22 +129,28 @@ class ModelConfig(Configuration):
             _check_images(self.name, self.images)
 
     def _check_code(self) -> None:
-        """Code that a user names here is what its file has now; see ``from_json`` for code that a file names."""
-        if self.code is None:
+        """Code that a user names here is what its file has now; that of a file is not looked for."""
+        if self.code is None and not self.named_in:
             object.__setattr__(self, "code", digest_of(self.name))
         for option in ("dropout", "images", "mixture", "vocabulary"):
             if value := getattr(self, option):
                 raise UsageError(f"{option} {value} does not go with {self.name}: set it in that code, or by --set")
 
     def changed(self, **values: Any) -> Self:
-        return super().changed(**{"code": None} | values if "name" in values else values)
+        """A copy; if it has a ``name``, that is from now on named by the caller, and its code may run."""
+        return super().changed(**{"code": None, "named_in": ""} | values if "name" in values else values)
+
+    def permitted_by(self, other: ModelConfig) -> Self:
+        """This model; if ``other`` has the same name, its code may run here as that of ``other`` may.
+
+        For a model that ranks or processes of one job send each other as JSON.
+        """
+        return replace(self, named_in=other.named_in) if self.name == other.name else self
 
     @classmethod
     def from_json(cls, content: Any, where: str = "", base: Self | None = None) -> Self:
-        """As Configuration.from_json; raises UsageError for code without its digest, which is not run."""
-        if isinstance(content, Mapping) and not content.get("code") and is_code(str(content.get("name"))):
-            raise UsageError(f"{where}: it names code, {content['name']}, without its SHA-256; name it by --model")
-        return super().from_json(content, where, base)
+        """As Configuration.from_json; code that the content names may not run."""
+        return super().from_json(content, where, replace(base or cls(), named_in=where or "a file"))
 
     @property
     def path(self) -> str | None:
@@ -157,7 +165,7 @@ class ModelConfig(Configuration):
         """
         if not is_code(self.name):
             return None
-        make = code_named(self.name, digest=self.code)
+        make = code_named(self.name, digest=self.code, named_in=self.named_in)
         if {"mesh", "dtype"} & set(signature(make).parameters):
             return make
         return make if isinstance(call(make, "the model or the engine"), ShardedEngine) else None
@@ -169,7 +177,7 @@ class ModelConfig(Configuration):
                 raise UsageError(
                     f"{self.name} makes an engine, which shards itself; here a Model is needed, as in docs/layers.md"
                 )
-            model = own_model(self.name, self.code)
+            model = own_model(self.name, self.code, self.named_in)
             return model if self.lora is None else with_adapters(model, self.lora, family_of(self.name))
         image = ImageShape(**self.images) if self.images else None
         method = composition.context_method or "ring"
@@ -564,11 +572,14 @@ def order_to_help(model: ModelConfig, mesh: Mesh, composition: ParallelConfig, d
     return {"model": model.as_json(), "composition": composition.as_json(), "device": device}
 
 
-def serve_as_helper(mesh: Mesh) -> int:
-    """Compute on this helper rank what its owners request; return the exit code of the job. See ``serve``."""
+def serve_as_helper(mesh: Mesh, own: ModelConfig) -> int:
+    """Compute on this helper rank what its owners request; return the exit code of the job. See ``serve``.
+
+    ``own`` is the model of the job as this rank knows it: its code may run.
+    """
 
     def build(order: Mapping[str, Any]) -> HelperRank:
-        model = ModelConfig.from_json(order["model"], "the order")
+        model = ModelConfig.from_json(order["model"], "the order").permitted_by(own)
         composition = ParallelConfig.from_json(order["composition"], "the order")
         return build_helper(model, mesh, composition, device=order["device"])
 

@@ -6,16 +6,19 @@ import ast
 import importlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from hashlib import sha256
 from importlib.machinery import PathFinder
 from inspect import signature
 from pathlib import Path
+from shlex import quote
 from types import ModuleType
 from typing import Any
 
 from spmd_engine.errors import UsageError
+from spmd_engine.foreign import reason
 from spmd_engine.models.model import Model
 
 _CODE = re.compile(r"(?P<module>[^:()\0]+):(?P<attribute>[^\W\d]\w*)(?P<call>\(.*\))?", re.DOTALL)
@@ -55,19 +58,24 @@ def _literal(text: str) -> Any:
         return text
 
 
-def code_named(name: str, option: str = "--model", digest: str | None = None) -> Callable[..., Any]:
-    """The class or function of this name, with the arguments that the name gives.
+def code_named(name: str, option: str = "--model", digest: str | None = None, *, named_in: str) -> Callable[..., Any]:
+    """The class or function of this name, with the arguments that the name gives. All own code is imported here.
+
+    ``named_in`` is what named the code, if not the user or a program ("" then): a file never makes code run, whatever
+    it says, since it may come from anyone.
 
     MODULE is a name as in import, also of a file in the current folder, or the path of a Python file, whose folder is
-    then on the import path. Raises UsageError, naming the ``option``, if it cannot be imported, if an argument is not a
-    literal, and if a ``digest`` is given and the file has another.
+    then on the import path. Raises UsageError, naming the ``option``, for code that a file names, if it cannot be
+    imported or ends the program, if an argument is not a literal, and if the file has another ``digest``.
     """
+    if named_in:
+        raise not_permitted(name, named_in)
     match = _CODE.fullmatch(name)
     if not match:
         raise UsageError(f"{option} {name}: write MODULE:NAME or FILE.py:NAME")
     if digest is not None and digest != digest_of(name, option):
         raise UsageError(
-            f"{name}: the file has changed since the run began (its SHA-256 differs); to run what it is now, name the "
+            f"{name}: the file has changed since the job began (its SHA-256 differs); to run what it is now, name the "
             f"code again by --model {name}, or restore the file"
         )
     arguments, keywords = [], {}
@@ -78,13 +86,34 @@ def code_named(name: str, option: str = "--model", digest: str | None = None) ->
                 raise SyntaxError("write NAME(ARGUMENTS)")
             arguments = [ast.literal_eval(argument) for argument in call.args]
             keywords = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in call.keywords}
-        make = getattr(_imported(match["module"]), match["attribute"])
+        with _that_must_not_end(f"{option} {name}"):
+            make = getattr(_imported(match["module"]), match["attribute"])
         if isinstance(make, Model):
             model, make = make, lambda: model
         signature(make).bind_partial(*arguments, **keywords)
         return partial(make, *arguments, **keywords)
     except (ImportError, AttributeError, TypeError, ValueError, SyntaxError) as error:
         raise UsageError(f"{option} {name}: {error}") from error
+
+
+def not_permitted(name: str, named_in: str, or_else: str = "") -> UsageError:
+    """The error for code that a file names; ``or_else``: what else the user can do than name it."""
+    shown = name if name.isprintable() else repr(name)
+    return UsageError(
+        f"{named_in} names code, {shown}, and a file never makes code run: to run it, name it yourself by "
+        f"--model {quote(shown)}{or_else}"
+    )
+
+
+@contextmanager
+def _that_must_not_end(what: str) -> Iterator[None]:
+    """An error of own code that would end the program as if all were done, such as SystemExit, is a UsageError."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise UsageError(f"{what}: its code ended the program ({reason(error)}) instead of returning") from error
 
 
 def _imported(module: str) -> ModuleType:
@@ -108,12 +137,18 @@ def _imported(module: str) -> ModuleType:
 
 def digest_of(name: str, option: str = "--model") -> str:
     """The SHA-256 of the file that has the code, which is not run. Raises UsageError if there is no such file."""
-    module = name.partition(":")[0]
-    path = Path(module) if module.endswith(".py") else _file_of(module)
+    path = file_of(name)
     try:
         return sha256(path.read_bytes()).hexdigest() if path else ""
     except OSError as error:
+        module = name.partition(":")[0]
         raise UsageError(f"{option} {name}: {module} cannot be read: {error.strerror}") from error
+
+
+def file_of(name: str) -> Path | None:
+    """The file that has the code of this name; None for a module without a file."""
+    module = name.partition(":")[0]
+    return Path(module) if module.endswith(".py") else _file_of(module)
 
 
 def _file_of(module: str) -> Path | None:
@@ -142,7 +177,8 @@ def call(make: Callable[..., Any], what: str, **offered: Any) -> Any:
             f"{name_of(make)} needs {', '.join(needs)}: give values, as in MODULE:NAME(6, 11) or --set {needs[0]}=6, "
             f"or write a function that makes {what}"
         )
-    return make(**{name: value for name, value in offered.items() if name in wanted})
+    with _that_must_not_end(name_of(make)):
+        return make(**{name: value for name, value in offered.items() if name in wanted})
 
 
 def name_of(make: Callable[..., Any]) -> str:
@@ -150,9 +186,9 @@ def name_of(make: Callable[..., Any]) -> str:
     return getattr(getattr(make, "func", make), "__name__", str(make))
 
 
-def own_model(name: str, digest: str | None = None) -> Model:
-    """The ``Model`` that the code of this name makes; raises UsageError if it makes anything else."""
-    make = code_named(name, digest=digest)
+def own_model(name: str, digest: str | None, named_in: str) -> Model:
+    """The ``Model`` that the code of this name makes, by ``code_named``; raises UsageError for anything else."""
+    make = code_named(name, digest=digest, named_in=named_in)
     model = call(make, "the model")
     if not isinstance(model, Model):
         raise UsageError(

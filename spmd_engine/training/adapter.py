@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.advisor import Advisor
@@ -21,6 +21,9 @@ from spmd_engine.foreign import reading
 from spmd_engine.training.run import Observer, Run, lines_up_to
 from spmd_engine.training.trainer import StepReport
 
+if TYPE_CHECKING:
+    from spmd_engine.training.workload import Workload
+
 
 class Adapter(Observer):
     """Requests another shape where the policy decides so; pass its ``propose`` to ``train``, too.
@@ -35,6 +38,9 @@ class Adapter(Observer):
         self._config, self._file = config, None
         self._advisor: Advisor | None = None
         self._planner: PlannerProposals | None = None
+
+    def opened(self, workload: Workload, parameters: int, notices: Sequence[str]) -> None:
+        self._model = workload.job.model.name
 
     def started(self, run: Run, stop: int) -> None:
         self._run, path = run, run.folder / self.NAME
@@ -88,7 +94,7 @@ class Adapter(Observer):
         engine, job = self._run.engine, self._run.config or {}
         if not isinstance(engine, LayeredEngine):
             return None
-        self._planner = PlannerProposals(self._config, job)
+        self._planner = PlannerProposals(self._config, job, self._model)  # if it is code, it has run here
         samples = job["data"]["batch_size"] // job["data"]["micro_batches"]
         return Advisor(
             self._config,

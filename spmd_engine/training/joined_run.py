@@ -16,6 +16,7 @@ from spmd_engine.arrays.backend import get_backend
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero, text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import merged
+from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.run import Run
@@ -33,6 +34,7 @@ def join(
     *,
     wait: float = 600.0,
     entered: Callable[[list[int], int], None] = lambda ranks, step: None,
+    permit: Callable[[ModelConfig], ModelConfig] = lambda model: model,
 ) -> Run:
     """Join the job that trains in the folder ``run``, or under this name in ``runs/``, with all ranks of this world.
     Collective; returns when the run ends, as ``train`` does.
@@ -40,13 +42,15 @@ def join(
     The ranks read the job's configuration and its data, then wait, up to ``wait`` seconds, until the job takes them in
     after a step. They are idle until a change of shape puts them onto the mesh: ``request``, which the job follows at
     once, or a later one (see ``migrate``). ``entered`` is called on rank 0 of these ranks, with their numbers in the
-    job and the number of its steps. Raises UsageError if the job does not run, has other data or another version of
-    this package, or cannot take ranks in; the job then goes on without them.
+    job and the number of its steps. ``permit`` gets the model that the run's file names, and returns it by
+    ``changed(name=...)`` if it is code that may run here. Raises UsageError if the job does not run, has other data,
+    other code or another version of this package, or cannot take ranks in; the job then goes on without them.
     """
     folder = run_folder(run)
     with Mesh() as mesh:
         on_rank_zero(mesh.group(), lambda: _check_runs(folder))
-        job = with_shape_of_weights(read_run(run), mesh)
+        job = read_run(run)
+        job = with_shape_of_weights(job.changed(model=permit(job.model)), mesh)
         index, processes = mesh.process_on_node
         get_backend(job.device, ~index, processes, job.device_memory)  # the job's ranks have the first devices
         workload = open_workload(job, mesh, placed=False)
@@ -82,6 +86,7 @@ def _take_part(
 ) -> Run:
     """Take part in the run, in a world of ``all_ranks``, until it ends. Those on ``mesh`` have joined it."""
     job = TrainConfig.from_json(order["config"], str(folder))
+    job = job.changed(model=job.model.permitted_by(workload.job.model))
     engine: Any = workload.engine
     engine.mesh, engine.model = all_ranks, job.model.build(job.composition)  # perhaps other layers by now
     workload = replace(workload, job=job)

@@ -199,7 +199,7 @@ def logger_named(name: str) -> LoggerObserver:
     Raises UsageError for another name, and if the logger's package is not installed.
     """
     if is_code(name):
-        make = code_named(name, "--logger")
+        make = code_named(name, "--logger", named_in="")
         return LoggerObserver(lambda folder: call(make, "the logger", folder=folder))
     if name not in LOGGERS:
         raise UsageError(f"--logger {name}: {one_of(name, LOGGERS)}, or FILE.py:NAME for a logger of your own")

@@ -70,7 +70,7 @@ def train(
         raise UsageError("--resume needs --run NAME: name the run to continue")
     with _open_mesh(job, resume, given) as mesh, Helpers(mesh) as helpers:
         if mesh.is_helper:
-            if code := serve_as_helper(mesh):
+            if code := serve_as_helper(mesh, job.model):
                 sys.exit(code)
             return None  # pyright: ignore[reportReturnType]  (only in jobs with helper ranks)
         left_out = job.composition.assign if job.composition.assigned and not mesh.helpers else None
@@ -277,7 +277,7 @@ def read_run(run: str | Path) -> TrainConfig:
     """The job of a run, by its ``config.json``. Collective over the world."""
     path = run_folder(run) / CONFIG
 
-    def read() -> TrainConfig:
+    def read() -> tuple[TrainConfig, str]:
         newest = CheckpointFolder(path.parent).newest()
         if os.path.exists(path) and not os.path.isfile(path):
             raise UsageError(f"{path} is no file: move it away; the job is then read from the newest checkpoint")
@@ -289,9 +289,9 @@ def read_run(run: str | Path) -> TrainConfig:
             from spmd_engine.checkpoints.read import read_manifest
 
             if (config := read_manifest(newest).config) is not None:
-                return TrainConfig.from_json(config, f"{newest}")
+                return TrainConfig.from_json(config, f"{newest}"), str(newest)
         try:
-            return TrainConfig.read(path)
+            return TrainConfig.read(path), str(path)
         except UsageError as error:
             if newest is None:
                 raise
@@ -302,14 +302,18 @@ def read_run(run: str | Path) -> TrainConfig:
 
 def read_job(path: str | Path) -> TrainConfig:
     """The job of a JSON file, read on rank 0. Collective over the world."""
-    return _read_on_rank_zero(lambda: TrainConfig.read(path))
+    return _read_on_rank_zero(lambda: (TrainConfig.read(path), str(path)))
 
 
-def _read_on_rank_zero(read) -> TrainConfig:
+def _read_on_rank_zero(read: Callable[[], tuple[TrainConfig, str]]) -> TrainConfig:
+    """The job that ``read`` returns on rank 0, with the name of its file."""
+
+    def text() -> str:
+        job, file = read()
+        return json.dumps([job.as_json(), file])
+
     with Mesh(world()) as mesh:
-        return TrainConfig.from_json(
-            json.loads(text_from_rank_zero(mesh.group(), lambda: json.dumps(read().as_json())))
-        )
+        return TrainConfig.from_json(*json.loads(text_from_rank_zero(mesh.group(), text)))
 
 
 def _open_folder(job: TrainConfig, run: str | Path | None, resume: bool) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +20,6 @@ from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import json_at
 from spmd_engine.layers.layer import DOCUMENTS
 from spmd_engine.models.names import IMAGES
-from spmd_engine.models.user_code import is_code
 from spmd_engine.units import SECONDS
 
 VERSION = 1  #: of the JSON of jobs
@@ -270,10 +269,9 @@ def _with_defaults(content: Any) -> Any:
 def _from_options(cls: type[TrainConfig], content: Mapping[str, Any], where: str) -> Any:
     """The job of a config.json that is a flat list of options."""
     options = dict(content)
-    if is_code(str(options["model"])):  # such files are older than models of one's own
-        raise UsageError(f"{where}: it names code, {options['model']}, without its SHA-256; name it by --model")
     facts = CorpusFacts.from_json(options.pop("corpus", {}), f"{where}: corpus")
     try:
-        return cls().with_options(**options, corpus=facts)
+        job = cls().with_options(**options, corpus=facts)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
+    return job.changed(model=replace(job.model, named_in=where or "a file"))

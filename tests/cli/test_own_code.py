@@ -9,7 +9,6 @@ import pytest
 
 from command_line import QUIET, metrics
 from spmd_engine.engine.parallel_config import ModelConfig
-from spmd_engine.errors import UsageError
 from spmd_engine.models.user_code import digest_of, is_code, with_arguments
 
 CODE = """
@@ -115,7 +114,7 @@ def test_training_is_the_same_on_other_ranks_and_resumes(job, virtual, here, tmp
 
     for name, steps in (("whole", "16"), ("parts", "10")):
         assert here(*job, "--steps", "16", "--stop-at", steps, "--run", f"runs/{name}", "--mesh", shapes["one"])[0] == 0
-    virtual(2, "train", "--resume", "--run", "runs/parts", "--mesh", "data=2,model=1")
+    virtual(2, "train", "--resume", "--run", "runs/parts", "--mesh", "data=2,model=1", *job[1:3])
     whole, parts = ([line["loss"] for line in metrics(tmp_path / "runs" / name)] for name in ("whole", "parts"))
     np.testing.assert_allclose(parts, whole, rtol=1e-10)
 
@@ -130,8 +129,8 @@ def test_every_command_takes_a_model_of_one_s_own(here, virtual, code):
     code, out, error = here("train", *model, "--data", str(code), "--steps", "2", "--run", "runs/text", *QUIET)
     assert code == 0, error
     assert json.loads(open("runs/text/config.json").read())["model"]["name"] == "own_code.py:text(width=12)"
-    code, out, error = here("generate", "--run", "runs/text", "--prompt", "def", "--tokens", "4")
-    assert code == 0 and "the model of this run is code" in error
+    named = ["--run", "runs/text", *model]
+    assert here("generate", *named, "--prompt", "def", "--tokens", "4")[0] == 0
 
 
 def test_commands_that_take_an_engine_of_one_s_own(here, virtual, tmp_path):
@@ -142,13 +141,14 @@ def test_commands_that_take_an_engine_of_one_s_own(here, virtual, tmp_path):
     here("train", *NUMBERS, "--mesh", "data=1,model=1", "--steps", "2", "--run", "runs/m", *QUIET)
     np.save("x.npy", np.eye(5, dtype=np.float32))
     axes = ["--mesh", "data=1,model=2", "--input", "x.npy"]
-    virtual(2, "infer", "--run", "runs/m", *axes, "--output", "y.npy")
-    assert here("infer", "--run", "runs/m", "--input", "x.npy", "--output", "alone.npy")[0] == 0  # on the run's mesh
+    run = ["--run", "runs/m", "--trust-code"]
+    virtual(2, "infer", *run, *axes, "--output", "y.npy")
+    assert here("infer", *run, "--input", "x.npy", "--output", "alone.npy")[0] == 0  # on the run's mesh
     np.testing.assert_allclose(np.load("alone.npy"), np.load("y.npy"), rtol=1e-5)
     assert np.load("y.npy").shape == (5, 4) and np.load("y.npy").any()
     virtual(2, "infer", *engine, *axes, "--output", "z.npy", "--checkpoint", "runs/m")
     assert (np.load("z.npy") == np.load("y.npy")).all()
-    for source in (["--run", "runs/m"], engine):
+    for source in (run, engine):
         uneven = ["infer", *source, "--mesh", "data=1", "--shares", "data=1", "--input", "x.npy", "--output", "z.npy"]
         assert "an engine of your own has a layout of its own" in here(*uneven)[2]
     code, _, error = here(
@@ -178,7 +178,7 @@ def test_text_of_code_and_its_checkpoint(here, code):
     assert here("train", *model, "--data", str(code), "--steps", "1", "--run", "runs/text", *QUIET)[0] == 0
     saved = ["--checkpoint", "runs/text"]
     for command in (["generate", "--prompt", "def", "--tokens", "4"], ["eval", "--text", "a text"]):
-        assert here(*command, *model, *saved)[:2] == here(*command, "--run", "runs/text")[:2]
+        assert here(*command, *model, *saved)[:2] == here(*command, "--run", "runs/text", "--trust-code")[:2]
         code_, _, error = here(*command, *model)
         assert code_ == 2 and "is code, without weights: give --checkpoint PATH, or --run DIR" in error
         code_, _, error = here(*command, "--run", "runs/text", *saved)
@@ -196,41 +196,37 @@ def test_what_an_engine_cannot_do_is_said_of_it(here):
     assert code_ == 2 and "bench layers: own_code.py:Matrix is not made of layers; use bench train" in error
 
 
-def test_a_plan_trains_the_code_that_it_was_made_for(here, virtual, code, capsys):
+def test_a_plan_trains_the_code_that_it_was_made_for(here, virtual, code):
     model = ["--model", "own_code.py:classifier", "--set", "hidden=8"]
     assert here("plan", *model, "--ranks", "2", "--mesh", "data=2", "--output", "plan.json")[0] == 0
     job = ["train", "--plan", "plan.json", "--data", "classes.npz", "--steps", "1", *QUIET]
-    virtual(2, *job, "--run", "runs/planned")
+    virtual(2, *job, *model, "--run", "runs/planned")
     assert (code.parent / "runs" / "planned" / "metrics.jsonl").exists()
     code.write_text(CODE + "\n")
-    with pytest.raises(SystemExit):
-        virtual(2, *job)
-    assert "own_code.py:classifier(hidden=8), has changed; name it by --model" in capsys.readouterr().err
+    error = virtual(2, *job, "--trust-code", "--run", "runs/trusted").err
+    assert "own_code.py differs from the code that plan.json: model records, SHA-256 " in error
 
 
-def test_code_of_a_run_that_has_changed_runs_only_when_it_is_named_again(here, code):
+def test_code_of_a_run_that_has_changed_is_told_of_and_runs_when_the_user_permits_it(here, code):
     job = ["train", *CLASSES, *QUIET, "--steps", "4"]
     assert here(*job, "--stop-at", "2", "--run", "runs/changed")[0] == 0
-    code.write_text(CODE + "\nraise SystemExit('this ran')\n")
-    sys.modules.pop("own_code")
-    resume = ["train", "--resume", "--run", "runs/changed"]
-    for command in (resume, ["infer", "--run", "runs/changed", "--input", "x.npy", "--output", "y.npy"]):
-        np.save("x.npy", np.zeros((1, 5)))
-        code_, _, error = here(*command)
-        assert code_ == 2 and "the file has changed since the run began" in error and "this ran" not in error
+    before, source = (hashlib.sha256(text.encode()).hexdigest() for text in (CODE, CODE + "\n"))
     code.write_text(CODE + "\n")
-    assert here(*resume, "--model", "own_code.py:classifier")[0] == 0
+    resume = ["train", "--resume", "--run", "runs/changed", "--stop-at", "3"]
+    _, _, error = here(*resume, "--trust-code")
+    assert f"names code, which runs: own_code.py:classifier, {code}, SHA-256 {source}" in error
+    assert f"{code} differs from the code that runs/changed/config.json: model records, SHA-256 {before}" in error
     config = json.loads(open("runs/changed/config.json").read())
-    assert config["model"]["code"] == hashlib.sha256(code.read_bytes()).hexdigest()
-    del config["model"]["code"]
-    (code.parent / "job.json").write_text(json.dumps(config))
-    code_, _, error = here("train", "--config", "job.json")
-    assert code_ == 2 and "names code, own_code.py:classifier, without its SHA-256; name it by --model" in error
-    (code.parent / "job.json").write_text(
-        json.dumps({"model": "own_code.py:classifier", "seed": 0, "dtype": "float32"})
-    )
-    code_, _, error = here("train", "--config", "job.json")
-    assert code_ == 2 and "without its SHA-256" in error
+    assert config["model"]["code"] == source
+    code.write_text(CODE)
+    _, _, error = here(*resume[:-2], "--model", "own_code.py:classifier")
+    assert f"records, SHA-256 {source}" in error and "which runs" not in error
+    code_, _, error = here(*resume, "--model", "own_code.py:text")
+    assert code_ == 2 and "was begun with model own_code.py:classifier: model own_code.py:text cannot go on" in error
+    np.save("x.npy", np.zeros((1, 5)))
+    infer = ["infer", "--run", "runs/changed", "--input", "x.npy", "--output", "y.npy", "--model"]
+    assert here(*infer, "own_code.py:classifier")[0] == 0
+    assert "whose model is own_code.py:classifier: omit one of them" in here(*infer, "own_code.py:text")[2]
 
 
 MISTAKES = {
@@ -296,5 +292,3 @@ def test_a_digest_is_taken_without_running_the_code(code):
     config = ModelConfig("pack.inner:f")
     assert config.code == digest_of("pack.inner:f")
     assert config.changed(dtype="float64").code == config.code
-    with pytest.raises(UsageError, match="without its SHA-256"):
-        ModelConfig.from_json({"name": "pack.inner:f"})

@@ -1,12 +1,14 @@
 """Ranks of a second launcher join a running job, between two steps, and the job computes what one rank computes."""
 
 import json
+import sys
 import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from test_shape_changes import (
     ADAPTERS,
@@ -32,7 +34,7 @@ from spmd_engine.training import Trainer, join, joined_run, loss_scale, product_
 
 
 @contextmanager
-def joining_ranks(folder, *groups):
+def joining_ranks(folder, *groups, **options):
     """While open, groups of virtual ranks, (number, request), join the run in the folder, one after the other."""
     outcomes = [None] * len(groups)
 
@@ -47,7 +49,7 @@ def joining_ranks(folder, *groups):
 
     def run_group(number, ranks, request):
         try:
-            outcomes[number] = run_threads(lambda: join(folder, request, wait=60.0), ranks)
+            outcomes[number] = run_threads(lambda: join(folder, request, wait=60.0, **options), ranks)
         except BaseException as error:
             outcomes[number] = error
 
@@ -86,6 +88,35 @@ def begun(folder):
     """Wait until a run in the folder can be joined."""
     while not (folder / "events.jsonl").exists() or not runs(folder):
         time.sleep(0.01)
+
+
+OWN = """
+from spmd_engine.models import mlp
+
+
+def classifier():
+    return mlp((5, 6, 3), "classifier")
+"""
+
+
+@pytest.fixture
+def own_job(tmp_path, monkeypatch):
+    """A job of the user's own code."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "joined_code.py").write_text(OWN)
+    np.savez("data.npz", x=np.ones((64, 5)), y=np.zeros(64, int))
+    yield TrainConfig.of(model="joined_code.py:classifier", data="data.npz", steps=6, eval_every=0, sample=0)
+    sys.modules.pop("joined_code", None)
+
+
+def test_ranks_join_a_job_of_the_user_s_code_if_it_is_permitted(own_job, tmp_path, joins_after):
+    joins_after(3)
+    with joining_ranks(tmp_path / "run", (1, None), permit=lambda model: model.changed(name=model.name)) as outcomes:
+        run_threads(lambda: train(own_job, tmp_path / "run"), 1)
+    assert isinstance(outcomes[0], list), outcomes
+    (each,) = events(tmp_path / "run", "joined")
+    assert each["ranks"] == [1]
 
 
 @pytest.mark.parametrize(

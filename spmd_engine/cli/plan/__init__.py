@@ -119,7 +119,8 @@ def plan(what: str | None, **options: Any) -> None:
     if launcher_rank() > 0:
         return
     if options["compare"]:
-        print_comparison(compare_run(options["compare"], options["machine"]), options["as_json"])
+        code = values_given(options).get("model")
+        print_comparison(compare_run(options["compare"], options["machine"], code), options["as_json"])
         return
     for option in ("output", "timeline"):
         if options[option]:

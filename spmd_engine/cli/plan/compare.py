@@ -23,10 +23,11 @@ from spmd_engine.training.workload import optimizer_of
 AFTER_STEPS = ("(metrics)", "(placement)", "(save)", "(agreement)")
 
 
-def compare_run(run: str, machine_name: str | None = None) -> TraceComparison:
+def compare_run(run: str, machine_name: str | None = None, code: str | None = None) -> TraceComparison:
     """The traced step of a run (``train --trace STEPS``) compared with its prediction.
 
-    Raises UsageError for a run without a trace.
+    ``code`` names the run's model if it is code. Raises UsageError for a run without a trace, and for code that is not
+    named.
     """
     folder = run_folder(run)
     trace_file, metrics_file = folder / "trace.json", folder / "metrics.jsonl"
@@ -35,6 +36,8 @@ def compare_run(run: str, machine_name: str | None = None) -> TraceComparison:
     if not trace_file.is_file() or not metrics_file.is_file():
         raise UsageError(f"{folder} has no trace.json: run it with 'train --trace 5'")
     job = TrainConfig.read(folder / CONFIG)
+    if code == job.model.name:
+        job = job.with_options(model=code)
     if job.strategy:
         raise UsageError(f"{folder} is a run of --strategy {job.strategy}, which has no composition to predict")
     trace = json_at(trace_file)

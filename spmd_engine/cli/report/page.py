@@ -18,6 +18,7 @@ from spmd_engine.comm.views import draw_mesh
 from spmd_engine.engine.parallel_config import composed_layout
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model
+from spmd_engine.models.user_code import is_code
 from spmd_engine.pictures import html_table
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import readable_bytes
@@ -373,7 +374,9 @@ def _sharding(run: RunRecord) -> str:
             plan, stages = composition.schedule_on(axes), axes.get("pipe", 1)
             if stages > 1:
                 content.append(plan.picture(stages, job.data.micro_batches)._repr_html_())
-            if job.model.engine is None:
+            if is_code(job.model.name):
+                content.append(_note("The model is code, which a report does not run: its parameters are not shown."))
+            else:
                 model = job.model.build(composition)
                 content.append(_details("Shardings of parameters", _parameters(model, axes, composition)))
     except (SpmdError, ValueError) as error:
