@@ -90,7 +90,7 @@ def train(context: click.Context, **options: Any) -> None:
         if options["report"] and run and run.engine.device_id == 0:
             from spmd_engine.cli.report import write_report
 
-            write_report([run.folder], run.folder / "report.html")
+            write_report([run.folder])
     except SystemExit as stopped:  # by a signal, after a save
         if options["requeue"] and stopped.code != 128 + signal.SIGINT:
             sys.exit(REQUEUE)
