@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import threading
 import time
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 from mpi_harness.launch import mpiexec
 from spmd_engine import Mesh, run_threads
 from spmd_engine.errors import CommunicationTimeout
-from spmd_engine.runtime.activity import SIZE, Activity, CallRecord, Record, State, WaitRecord
+from spmd_engine.runtime import activity as activity_module
+from spmd_engine.runtime import watchdog as watchdog_module
+from spmd_engine.runtime.activity import SIZE, Activity, CallRecord, Record, State, WaitRecord, stack_of
 from spmd_engine.runtime.hang_report import look_at
 from spmd_engine.runtime.watchdog import ANSWERS, PERIOD, Watchdog, report_hang
 
@@ -129,6 +132,68 @@ def test_a_record_has_the_state_of_its_rank():
     activity.close(line)
     assert record.state().begun == ()
     assert activity.line((0, 1, 2, 9)).words[3] == 2  # another communicator of the same ranks
+
+
+class Frame:
+    """A frame of a thread that goes on: some versions of Python give another object as a caller's, or fail."""
+
+    def __init__(self, **faults):
+        self._faults = faults
+
+    def __getattr__(self, name):
+        if name in self._faults:
+            fault = self._faults[name]
+            if isinstance(fault, Exception):
+                raise fault
+            return fault
+        return {"f_code": stuck_at.__code__, "f_lineno": 7, "f_back": None}[name]
+
+
+ODD = {
+    "another-object": {"f_back": 3},
+    "no-code": {"f_back": Frame(f_code=AttributeError("'TransferPlan' object has no attribute 'f_code'"))},
+    "another-code": {"f_back": Frame(f_code=3)},
+    "no-line": {"f_back": Frame(f_lineno=ValueError("a line"))},
+    "no-caller": {"f_back": RuntimeError("a caller")},
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_a_stack_that_changes_while_it_is_read_is_reported_as_far_as_it_was_seen(odd, monkeypatch, caplog):
+    """The watchdog's first look meets the odd frame, too; it lives, and reports the hang."""
+    caller, *seen = stack_of(Frame(f_back=Frame(**ODD[odd]))).splitlines()
+    assert caller.startswith("  (its callers cannot be read: ") and len(seen) == 2
+    assert all(line.endswith("test_watchdog.py:7 in stuck_at") for line in seen)
+    monkeypatch.setattr(
+        activity_module.sys, "_current_frames", lambda: {threading.get_ident(): None, 1: Frame(**ODD[odd])}
+    )
+    assert reports_a_hang(monkeypatch, caplog) == 1
+
+
+@pytest.mark.parametrize("step", ["stacks_here", "condition_of", "look_at", "report_hang"])
+def test_a_watchdog_that_fails_at_any_step_once_reports_the_hang_afterwards(step, monkeypatch, caplog):
+    real, failures = getattr(watchdog_module, step), [RuntimeError(step)]
+
+    def fail_once(*args):
+        if failures:
+            raise failures.pop()
+        return real(*args)
+
+    monkeypatch.setattr(watchdog_module, step, fail_once)
+    assert reports_a_hang(monkeypatch, caplog) == 1
+    assert not failures and "could not look" in caplog.text
+
+
+def reports_a_hang(monkeypatch, caplog):
+    """How often a watchdog reports that its rank waits for another."""
+    monkeypatch.setattr(watchdog_module, "PERIOD", 0.01)
+    activity = Activity()
+    activity.waits(activity.line((0, 1)), 1, activity.called("all_reduce", "data", ""), timeout=1e-6)
+    watchdog = Watchdog(activity, [Record(0, activity.memory)], 0, 2)
+    while watchdog._thread.is_alive() and not activity.records[0].reported:
+        time.sleep(0.01)
+    watchdog.stop()
+    return sum("waited for" in each.getMessage() for each in caplog.records)
 
 
 def test_a_full_record_has_no_new_texts():
