@@ -189,6 +189,25 @@ with Mesh() as mesh:
     mesh.all_reduce(np.ones(4))
 """
 )
+#: Rank 0 starts a sum and ends; rank 3 begins it when rank 2 has checked five times whether rank 0 has ended.
+UNDER_WAY = (
+    NODES
+    + """
+from pathlib import Path
+from spmd_engine.comm.communicators.mpi import MPICommunicator
+pending.MESSAGES_AFTER = pending.CHECK_AFTER = 0.01
+mesh, checks, ended = Mesh(), [], MPICommunicator.ended
+if mesh.rank == 2:
+    MPICommunicator.ended = lambda *args: (checks.append(1), len(checks) > 4 and Path("waited").touch(), ended(*args))[-1]
+if mesh.rank == 3:
+    while not Path("waited").exists():
+        time.sleep(0.01)
+sum = mesh.start_all_reduce(np.ones(1))
+if mesh.rank:
+    assert sum.wait()[0] == 4
+    assert mesh.rank != 2 or len(checks) >= 5
+"""
+)
 SENDS_LAST = (
     NODES
     + """
@@ -219,6 +238,13 @@ time.sleep(chance.random() * seconds)
 def test_questions_between_nodes_that_nobody_answers_do_not_spoil_the_end(mpi_run, tmp_path):
     (tmp_path / "program.py").write_text(SLEEPS)
     ended = mpi_run(5, tmp_path / "program.py", timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.soak
+def test_a_rank_that_ends_while_a_call_of_it_is_under_way_has_not_ended_yet(mpi_run, tmp_path):
+    (tmp_path / "program.py").write_text(UNDER_WAY)
+    ended = mpi_run(4, tmp_path / "program.py", timeout=60, cwd=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
