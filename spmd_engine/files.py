@@ -79,7 +79,7 @@ def check_owner(path: Path, file: os.stat_result) -> None:
             user = pwd.getpwuid(file.st_uid)
             if folder.st_gid in os.getgrouplist(user.pw_name, user.pw_gid):
                 return
-    raise UsageError(f"{path} is ignored: it belongs to user {file.st_uid}, with whom its folder is not shared")
+    raise UsageError(f"{path} is ignored: it belongs to user {file.st_uid}, not to the users of its folder")
 
 
 class RequestFile:

@@ -105,7 +105,7 @@ def test_a_request_is_of_the_folders_user_or_of_a_member_of_its_group(tmp_path, 
     monkeypatch.setattr(os, "getgrouplist", lambda name, group: [group, 50])
     for user in (0, os.geteuid(), 5, 6):
         check_owner(path, SimpleNamespace(st_uid=user))
-    refusal = rf"^{path} is ignored: it belongs to user \d+, with whom its folder is not shared$"
+    refusal = rf"^{path} is ignored: it belongs to user \d+, not to the users of its folder$"
     with pytest.raises(UsageError, match=refusal):
         check_owner(path, SimpleNamespace(st_uid=STRANGER))
     for mode, groups in ((0o40755, [60, 50]), (0o40777, [60])):  # not the group's to write, or another group's
