@@ -1,16 +1,21 @@
-"""Output files: only regular files, and the files of a command's options completely or not at all."""
+"""Files that are written: only regular ones, those of a command's options completely or not at all, and some that
+other users can neither hold nor write."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import pwd
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from spmd_engine.errors import UsageError
+
+logger = logging.getLogger(__name__)
 
 #: File name endings that denote a format.
 KNOWN = {
@@ -36,6 +41,70 @@ def open_regular(path: str | os.PathLike, flags: int, mode: int = 0o666) -> int:
     raise UsageError(f"{os.fspath(path)} is no file: move it away; links, pipes and folders are not written to")
 
 
+def open_private(path: Path, flags: int) -> int:
+    """``open_regular`` for a lock or a secret: an open file is enough to lock it, even one that can only be read.
+
+    Other users have no access; the folder's group has, where it can write to the folder. A file with a wider mode, of
+    an earlier version, gets this one; if that is not permitted, a warning names the file.
+    """
+    folder = os.stat(path.parent)
+    shared = bool(folder.st_mode & stat.S_IWGRP)
+    mode = 0o660 if shared else 0o600
+    handle = open_regular(path, flags, mode)
+    status = os.fstat(handle)
+    try:
+        if shared and status.st_gid != folder.st_gid and status.st_uid == os.geteuid():
+            os.fchown(handle, -1, folder.st_gid)
+        if (before := stat.S_IMODE(status.st_mode)) & ~mode:
+            os.fchmod(handle, before & mode)
+    except OSError as error:
+        logger.warning(
+            "%s: other users can hold or change it (mode %o, owner %d), and this process cannot prevent that (%s)",
+            path,
+            stat.S_IMODE(status.st_mode),
+            status.st_uid,
+            error.strerror,
+        )
+    return handle
+
+
+def check_owner(path: Path, file: os.stat_result) -> None:
+    """Raise UsageError unless this ``file`` at ``path`` is of root, of this user, of the folder's owner, or of a member
+    of the folder's group where the group can write: others may put files into folders where all users can write."""
+    folder = os.stat(path.parent)
+    if file.st_uid in (0, os.geteuid(), folder.st_uid):
+        return
+    if folder.st_mode & stat.S_IWGRP:
+        with suppress(KeyError):  # a user without a name
+            user = pwd.getpwuid(file.st_uid)
+            if folder.st_gid in os.getgrouplist(user.pw_name, user.pw_gid):
+                return
+    raise UsageError(f"{path} is ignored: it belongs to user {file.st_uid}, not to the users of its folder")
+
+
+class RequestFile:
+    """A file by which other processes ask this one for something; one that ``check_owner`` refuses is ignored, with one
+    warning."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._ignored = path, 0
+
+    def is_there(self) -> bool:
+        """Whether there is a request. Links and pipes are none: reading a pipe might never end."""
+        try:
+            found = os.lstat(self.path)
+            if not stat.S_ISREG(found.st_mode) or found.st_ino == self._ignored:
+                return False
+            check_owner(self.path, found)
+        except UsageError as error:
+            logger.warning("%s", error)
+            self._ignored = found.st_ino
+            return False
+        except OSError:
+            return False
+        return True
+
+
 def check_ending(what: str, path: str | Path, *endings: str) -> None:
     """Raise UsageError if the ending of ``path`` denotes another format than the written one.
 
@@ -48,18 +117,20 @@ def check_ending(what: str, path: str | Path, *endings: str) -> None:
 
 
 @contextmanager
-def output_file(path: str | Path, option: str = "--output") -> Iterator[BinaryIO]:
+def output_file(path: str | Path, option: str = "--output", *, follow: bool = True) -> Iterator[BinaryIO]:
     """A file to write to, which replaces ``path`` when it is complete; until then, the old file stays.
+
+    ``follow``: whether a link, a device or a pipe at ``path`` is written through, as for a name that the user gave.
 
     Raises UsageError, which names the option and the file, for errors of the file system.
     """
     path = Path(path)
     try:
-        if path.exists() and not path.is_file():  # a device or a pipe; opening a folder fails
+        if follow and path.exists() and not path.is_file():  # a device or a pipe; opening a folder fails
             with path.open("wb") as file:
                 yield file
             return
-        target = path.resolve()  # keeps links
+        target = path.resolve() if follow else path  # keeps links
         temporary = target.with_name(f".{target.name}.{os.urandom(16).hex()}")  # other programs cannot guess it
         try:
             with temporary.open("xb") as file:

@@ -33,7 +33,7 @@ from spmd_engine.comm.communicators.communicator import Communicator, Port
 from spmd_engine.comm.communicators.threads import current_thread_communicator
 from spmd_engine.comm.world import open_port
 from spmd_engine.errors import UsageError
-from spmd_engine.files import open_regular
+from spmd_engine.files import RequestFile, check_owner, open_private, open_regular
 from spmd_engine.runtime.ending import end_job_from_thread
 
 CONNECT = 10.0  #: seconds that the two ranks wait for each other at the port
@@ -56,7 +56,7 @@ class LockedFile:
     def create(cls, path: Path, content: Any) -> Self:
         """Write the file, complete and locked from the first moment. Raises FileExistsError if there is one."""
         unfinished = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
-        handle = open_regular(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        handle = open_private(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             with suppress(OSError):  # no locks here
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -71,11 +71,17 @@ class LockedFile:
 
     @classmethod
     def open(cls, path: Path) -> Self | None:
-        """Another process's file; None if there is none."""
+        """Another process's file; None if there is none. Raises UsageError for one of a user who does not share the
+        folder."""
         try:
             handle = open_regular(path, os.O_RDONLY)
         except FileNotFoundError:
             return None
+        try:
+            check_owner(path, os.fstat(handle))
+        except UsageError:
+            os.close(handle)
+            raise
         try:
             content = json.loads(os.read(handle, 1 << 20))
         except ValueError:
@@ -203,19 +209,21 @@ class JoinRequests:
 
     def __init__(self, folder: Path, refuses: str, facts: Mapping[str, Any]) -> None:
         self._folder, self._refuses, self._facts = folder, refuses, facts
+        self._requested = RequestFile(folder / JoinRequest.FILE)
         self.request: JoinRequest | None = None  #: under way
         self._file: LockedFile | None = None  # of the request
         self._answer: LockedFile | None = None
         self._port: Port | None = None
         self._joined: list[tuple[LockedFile, HolderWatch | None]] = []  # answer and watch of each group that has
         for path in folder.glob("join-*.json"):
-            remove_unheld(path)
+            with suppress(UsageError, OSError):  # of another user
+                remove_unheld(path)
 
     def is_ready(self, world: Communicator) -> bool:
         """Whether ranks are connected and wait to be taken into this world. Call this after each step."""
-        path = self._folder / JoinRequest.FILE
+        path = self._requested.path
         try:
-            if self._port is None and path.is_file():
+            if self._port is None and self._requested.is_there():
                 self._answer_request(path, world)
             if self._port is None or not self._port.is_connected():
                 return False
@@ -224,7 +232,8 @@ class JoinRequests:
             raise UsageError("they have ended")
         except (UsageError, OSError) as error:  # the job goes on
             if self._file is None:
-                path.unlink(missing_ok=True)
+                with suppress(OSError):
+                    path.unlink()
             self._drop(str(error))
         return False
 

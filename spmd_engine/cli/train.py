@@ -91,7 +91,7 @@ def train(context: click.Context, **options: Any) -> None:
         if options["report"] and run and run.engine.device_id == 0:
             from spmd_engine.cli.report import write_report
 
-            write_report([run.folder], run.folder / "report.html")
+            write_report([run.folder])
     except SystemExit as stopped:  # by a signal, after a save
         if options["requeue"] and stopped.code in {128 + number for number in ENDING if number != signal.SIGINT}:
             sys.exit(REQUEUE)

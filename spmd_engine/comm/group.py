@@ -199,11 +199,10 @@ class Group:
     def leave(self, reason: str = "") -> None:
         """Announce that this rank's program ends. If another rank is in a collective, both raise MismatchError.
 
+        Ranks that wait in other groups hear of it while this rank waits, once all calls that it has begun are complete.
         With a ``reason``, the text of this rank's error, the other ranks raise RankAborted instead.
         """
         if self.size > 1:
-            if not reason:
-                self.comm.announce_end()  # for ranks that wait in other groups
             last = self._send_text("leave", ("leave", self.axes, ""), reason)
             last.until_the_end = True
             last.wait()

@@ -291,6 +291,7 @@ class Progress:
         communicator = wanted.communicator
         began = moved = perf_counter()
         check_after, publish_after, idle = wanted.check_after, PUBLISH_AFTER, 0
+        ended: Sequence[int] = ()
         while not (wanted.done or wanted.error):
             communicator.prepare_to_pause(idle)
             if any([self._advance(pending) for pending in tuple(self._pending)]):
@@ -312,12 +313,15 @@ class Progress:
                 continue
             missing = [r for r in range(communicator.size) if r != communicator.rank and wanted.waits_for(r)]
             if waited > check_after:
-                if wanted.until_the_end:
+                if wanted.until_the_end and self._pending == [wanted]:  # this rank's part in all other calls is done
                     communicator.announce_end()
+                # What a rank sent before its end may arrive after this rank's last look: its end counts at the next
+                # check, if it is still missing after more looks.
+                gone = [rank for rank in missing if rank in ended]
                 ended = communicator.ended(missing)
                 # A rank that ends waits until all ranks end. If all wait to end, they have made different calls.
-                if ended and (not wanted.until_the_end or (len(ended) == len(missing) and now - moved > APART_AFTER)):
-                    self._advance(wanted, ended)
+                if gone and (not wanted.until_the_end or (len(gone) == len(missing) and now - moved > APART_AFTER)):
+                    self._advance(wanted, gone)
                 check_after = waited + CHECK_AFTER  # the missing ranks now have requests to report their end
             if waited > publish_after:
                 members = [communicator.line.members[rank] for rank in missing]

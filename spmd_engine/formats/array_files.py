@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from io import BytesIO
 from math import prod
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -33,9 +34,7 @@ def read_idx(path: str | Path) -> MappedArray | np.ndarray:
     with open(path, "rb") as file:
         content, length = file.read(_LONGEST_HEADER), Path(path).stat().st_size
     if is_compressed := content[:2] == _GZIP:
-        with reading(f"{path} is damaged", ". Fetch it again"), gzip.open(path) as file:
-            content = file.read()
-        length = len(content)
+        content = _unpacked(path, _LONGEST_HEADER)
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _DTYPES:
         raise UsageError(f"{path} is no IDX file: it begins with {content[:4].hex(' ') or 'nothing'}. Fetch it again")
     dtype, offset = _DTYPES[content[2]], 4 + 4 * content[3]
@@ -43,19 +42,30 @@ def read_idx(path: str | Path) -> MappedArray | np.ndarray:
         raise UsageError(f"{path} ends within its header: it is truncated. Fetch it again")
     shape = tuple(np.frombuffer(content[4:offset], ">u4").tolist())
     expected = prod(shape) * np.dtype(dtype).itemsize
-    if length - offset != expected:
+    if is_compressed:
+        content = _unpacked(path, offset + expected + 1)  # the last byte shows that there are more
+        length = len(content)
+    if (rest := length - offset) != expected:
         raise UsageError(
-            f"{path}: its header says {' x '.join(map(str, shape))}, {expected} bytes, but {length - offset} follow: "
-            "it is truncated, or is another file. Fetch it again"
+            f"{path}: its header says {' x '.join(map(str, shape))}, {expected} bytes, but "
+            f"{'more' if is_compressed and rest > expected else rest} follow: it is truncated, or is another file. "
+            "Fetch it again"
         )
     if is_compressed:
         return np.frombuffer(content, dtype, offset=offset).reshape(shape)
     return MappedArray(str(Path(path).resolve()), dtype, offset, shape)
 
 
+def _unpacked(path: str | Path, most: int) -> bytes:
+    """The first bytes of a compressed file's content, ``most`` at the most."""
+    with reading(f"{path} is damaged", ". Fetch it again"), gzip.open(path) as file:
+        return file.read(most)
+
+
 # --- .npz: NumPy arrays in a zip file; uncompressed arrays are mapped
 
 _LOCAL_HEADER = 30  # bytes of a zip member's own header, before its name and its extra field
+_LONGEST_NPY_HEADER = 1 << 15  # bytes; NumPy itself refuses more than 10,000
 
 
 def npz_names(path: str | Path) -> tuple[str, ...]:
@@ -72,12 +82,13 @@ def read_npz(path: str | Path, name: str) -> MappedArray | np.ndarray:
     with _opened(path, name) as archive:
         info = archive.getinfo(f"{name}.npy")
         with archive.open(info) as member:
-            version = np.lib.format.read_magic(member)
+            head = BytesIO(member.read(_LONGEST_NPY_HEADER))
+            version = np.lib.format.read_magic(head)
             if version not in ((1, 0), (2, 0)):
                 raise ValueError(f"{name} is in version {version} of NumPy's format")
             read_header = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
-            shape, fortran_order, dtype = read_header(member)
-            header_bytes, expected = member.tell(), prod(shape) * dtype.itemsize
+            shape, fortran_order, dtype = read_header(head)
+            header_bytes, expected = head.tell(), prod(shape) * dtype.itemsize
             stored = info.file_size - header_bytes
             if dtype.hasobject:
                 raise ValueError(f"{name} holds Python's objects")
@@ -105,6 +116,8 @@ def _opened(path: str | Path, name: str = "") -> Iterator[zipfile.ZipFile]:
 
 # --- A folder of images, with a subfolder for each class; it needs Pillow
 
+#: Formats that are read. Pillow chooses by content, whatever the name says: others of its decoders start programs.
+PICTURES = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
 _GREY = {"1", "L", "I;16", "LA"}  # Pillow's modes of one channel; images of other modes get three
 
 
@@ -136,9 +149,9 @@ class ImageFiles:
 
     def _read(self, path: str) -> np.ndarray:
         hint = ". Replace or remove it"
-        with reading(f"{path} is damaged or cannot be read", hint), _pillow().open(path) as image:
+        with reading(f"{path} is damaged or cannot be read", hint), _open_picture(path) as image:
+            _check_size(path, (image.height, image.width), self.shape[1:3])
             pixels = np.asarray(image.convert("L" if self.shape[3] == 1 else "RGB"))
-        _check_size(path, pixels.shape[:2], self.shape[1:3])
         return pixels.reshape(self.shape[1:])
 
 
@@ -148,14 +161,14 @@ def image_files(folder: str | Path) -> tuple[ImageFiles, np.ndarray, list[str]]:
     Reads only the beginnings of files, for sizes and channels. Raises UsageError for a folder without such
     subfolders, for files that are no images, and for images of several sizes.
     """
-    open_image = _pillow().open
     names = sorted(path.name for path in Path(folder).iterdir() if path.is_dir() and not path.name.startswith("."))
     paths, labels, modes, size = [], [], set(), None
     for label, name in enumerate(names):
         for path in sorted(Path(folder, name).iterdir()):
             if path.name.startswith(".") or not path.is_file():
                 continue
-            with reading(f"{path} is no image that Pillow reads", ". Replace or remove it"), open_image(path) as image:
+            hint = f". Replace or remove it; formats: {', '.join(PICTURES)}"
+            with reading(f"{path} is no image in a format that is read", hint), _open_picture(path) as image:
                 modes.add(image.mode)
                 image_size = image.height, image.width
             size = size or image_size
@@ -178,8 +191,10 @@ def _check_size(path: str, size: Sequence[int], expected: Sequence[int]) -> None
         )
 
 
-def _pillow() -> ModuleType:
+def _open_picture(path: str | Path) -> Any:
+    """An image of Pillow, which reads its pixels later. Raises UsageError without Pillow, and Pillow's errors."""
     try:
-        return import_module("PIL.Image")
+        pillow = import_module("PIL.Image")
     except ImportError as error:
         raise UsageError("a folder of images needs Pillow: pip install 'spmd_engine[images]'") from error
+    return pillow.open(path, formats=PICTURES)

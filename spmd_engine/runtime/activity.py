@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 SIZE = 1 << 16  #: bytes of a record
@@ -156,11 +156,18 @@ def _write(memory: memoryview, begin: int, end: int, content: object) -> None:
 
 
 def stack_of(frame: FrameType | None) -> str:
-    """A thread's stack, a line each, the innermost last."""
+    """A thread's stack, a line each, the innermost last.
+
+    The thread goes on meanwhile. Some versions of Python then give another object as a caller's frame, or fail: the
+    stack then has the frames seen before, and a line that says why there are no more.
+    """
     lines = []
-    while frame is not None and len(lines) < 60:
-        lines.append(f"  {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
-        frame = frame.f_back
+    try:
+        while frame is not None and len(lines) < 60:
+            lines.append(f"  {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
+            frame = frame.f_back
+    except Exception as error:
+        lines.append(f"  (its callers cannot be read: {type(error).__name__}: {error})")
     return "\n".join(lines[::-1])
 
 
@@ -203,6 +210,12 @@ class CallRecord(NamedTuple):
     axes: str = ""
     label: str = ""
 
+    @classmethod
+    def from_json(cls, content: Any) -> CallRecord:
+        """The call that JSON holds as a list."""
+        members, *rest = content
+        return cls(tuple(members), *rest)
+
     @property
     def communicator(self) -> tuple[tuple[int, ...], int]:
         return self.members, self.which
@@ -232,6 +245,15 @@ class State(NamedTuple):
     stack_seconds: float  #: its age
     condition: str = ""  #: of its process, by the operating system: "stopped", "gone"
     reported_seconds: float = math.inf  #: since it reported a hang
+
+    @classmethod
+    def from_json(cls, content: Any) -> State:
+        """The state that JSON holds as a list, like every named tuple."""
+        rank, process, begun, wait, *rest = content
+        if wait is not None:
+            call, seconds, overdue, what, missing, at = wait
+            wait = WaitRecord(CallRecord.from_json(call), seconds, overdue, what, tuple(missing), at)
+        return cls(rank, process, tuple(CallRecord.from_json(call) for call in begun), wait, *rest)
 
 
 class Record:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from spmd_engine.errors import UsageError
 from spmd_engine.files import open_regular
@@ -33,6 +33,8 @@ AGAIN = 4  # a hang is reported again when it has lasted this many times as long
 FILE = "hang.txt"  #: in the folder of a run: the report, and all stacks
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Watchdog:
@@ -64,20 +66,23 @@ class Watchdog:
 
     def _run(self) -> None:
         while True:
-            names = {thread.ident or 0: thread.name for thread in threading.enumerate()}
-            self._activity.beat(stacks_here(names))
+            _attempt(self._beat)
             if self._ends.wait(PERIOD):
                 return
-            try:
-                self._heard = self._elsewhere.heard() if self._elsewhere else []
-                if self._leads and (self._heard or any(record.is_overdue for record in self._records)):
-                    self._check_for_hang(self._heard)
-            except Exception:  # noqa: BLE001 (no error here may end the job)
-                logger.warning("the watchdog could not look this time", exc_info=True)
+            _attempt(self._look)
+
+    def _beat(self) -> None:
+        names = {thread.ident or 0: thread.name for thread in threading.enumerate()}
+        self._activity.beat(stacks_here(names))
+
+    def _look(self) -> None:
+        self._heard = self._elsewhere.heard() if self._elsewhere else []
+        if self._leads and (self._heard or any(record.is_overdue for record in self._records)):
+            self._check_for_hang(self._heard)
 
     def explain(self) -> str:
         """The activity of the ranks for which others wait, by this node's records and other nodes' states."""
-        hang = look_at([*self._states(), *self._heard], self._size)
+        hang = _attempt(lambda: look_at([*self._states(), *self._heard], self._size))
         return hang.why if hang else ""
 
     @property
@@ -106,8 +111,8 @@ class Watchdog:
         all_states = sorted([*states, *heard], key=lambda state: state.rank)
         hang = look_at(all_states, self._size)
         if hang is not None and self._should_report(states):
-            self._activity.reported()
             report_hang(hang, all_states, self._activity.folder)
+            self._activity.reported()
             if self._elsewhere:  # so that a node that answers late does not report this hang
                 self._elsewhere.send_states([record.state() for record in self._records])
 
@@ -144,6 +149,15 @@ class ThreadWatchdog(Watchdog):
     def _states(self) -> list[State]:
         frames, thread_of = frames_of_others(), self._threads()
         return [record.state(stack=stack_of(frames.get(thread_of.get(record.rank, 0)))) for record in self._records]
+
+
+def _attempt(act: Callable[[], T]) -> T | None:
+    """The result of ``act()``; after an error a warning and None, since no error may end a watchdog or its job."""
+    try:
+        return act()
+    except Exception:  # noqa: BLE001
+        logger.warning("the watchdog could not look this time", exc_info=True)
+        return None
 
 
 def report_hang(hang: Hang, states: Sequence[State], folder: Path | None) -> None:

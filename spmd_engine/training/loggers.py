@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 
 from spmd_engine.checkpoints.format.folder import replace_file
 from spmd_engine.errors import UsageError, one_of
+from spmd_engine.files import open_regular
 from spmd_engine.models.user_code import call, code_named, is_code
 from spmd_engine.training.run import Observer, Run
 from spmd_engine.training.trainer import StepReport
@@ -118,7 +120,7 @@ class CSVLogger(FileLogger):
             self._rewrite(row, int(step or 0))
         text = StringIO()
         csv.DictWriter(text, self._columns, lineterminator="\n").writerow(row)
-        with open(self._path, "a") as file:
+        with open(open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a") as file:
             file.write(text.getvalue())
 
     def _rewrite(self, row: Mapping[str, Any], step: int) -> None:

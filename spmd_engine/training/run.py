@@ -240,7 +240,8 @@ class ActivityFile(Observer):
             ],
         }
         unfinished = self._path.with_name(f".{self.NAME}")
-        with open(open_regular(unfinished, os.O_WRONLY | os.O_TRUNC | os.O_CREAT), "w") as file:
+        unfinished.unlink(missing_ok=True)  # of a run that was killed
+        with open(open_regular(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
             json.dump(content, file)
         os.replace(unfinished, self._path)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from spmd_engine.comm.communicators.communicator import Communicator, Port
 from spmd_engine.comm.device_transport import choose_transport
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
+from spmd_engine.files import RequestFile
 from spmd_engine.foreign import json_at
 from spmd_engine.runtime.activity import ranges
 from spmd_engine.training.expert_load import Rebalancer
@@ -50,7 +50,7 @@ class ShapeChanges:
         """``joined``: on a rank that joins, the order of the running job; ``before``: its own world."""
         self._run, self._workload, self._propose = run, workload, propose
         self._request_id = ""  # of the request that is followed now
-        self._file, self._steps = run.folder / ShapeRequest.FILE, sys.maxsize
+        self._file, self._steps = RequestFile(run.folder / ShapeRequest.FILE), sys.maxsize
         self._request: ShapeRequest | UsageError | None = None  # on rank 0: see ``_read``
         self._proposed: ShapeRequest | None = None
         job, engine, self._reshaper = workload.job, workload.engine, None
@@ -110,10 +110,10 @@ class ShapeChanges:
 
     def _read(self) -> ShapeRequest | UsageError | None:
         """The request in the folder, or why its file cannot be read; None without a file."""
-        if not os.path.isfile(self._file):  # reading a pipe might never end
+        if not self._file.is_there():
             return None
         try:
-            return ShapeRequest.from_json(json_at(self._file), str(self._file))
+            return ShapeRequest.from_json(json_at(self._file.path), str(self._file.path))
         except UsageError as error:
             return error
 
@@ -124,7 +124,7 @@ class ShapeChanges:
         if self._joining and self._joining.request and request is None:
             return self._order_to_join(self._joining, self._joining.request, training)
         if request is not self._proposed:
-            self._file.unlink(missing_ok=True)
+            self._file.path.unlink(missing_ok=True)
         if isinstance(request, UsageError):
             raise request
         assert request is not None

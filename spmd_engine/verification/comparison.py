@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from spmd_engine.comm.group import Group
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.verification.diagnosis import ComparedBlock, diagnose, difference, first_and_largest
+from spmd_engine.verification.messages import packed, unpacked
 from spmd_engine.verification.report import Disagreement
 
 Index = tuple[slice | np.ndarray, ...]  # the positions along each dim: a range, or an array of positions
@@ -118,17 +118,17 @@ def examine(
 def to_first(world: Group, value: Any) -> list[Any] | None:
     """Return every rank's ``value``, in the order of the group, on the lowest rank of the job; None on other ranks."""
     if world.rank != world.lowest:
-        world.send(world.lowest, np.frombuffer(pickle.dumps(value), np.uint8), label="verify")
+        world.send(world.lowest, packed(value), label="verify")
         return None
     others = [rank for rank in range(world.size) if rank != world.rank]
-    values = {rank: pickle.loads(world.receive(rank, label="verify").tobytes()) for rank in others}
+    values = {rank: unpacked(world.receive(rank, label="verify")) for rank in others}
     return [values.get(rank, value) for rank in range(world.size)]
 
 
 def from_first(world: Group, value: Any) -> Any:
     """Return the ``value`` of the lowest rank of the job on every rank."""
-    data = np.frombuffer(pickle.dumps(value), np.uint8) if world.rank == world.lowest else None
-    return pickle.loads(world.broadcast(data, world.lowest, label="verify").tobytes())
+    data = packed(value) if world.rank == world.lowest else None
+    return unpacked(world.broadcast(data, world.lowest, label="verify"))
 
 
 def _broadcast_expected(world: Group, tensors: Sequence[ComparedTensor]) -> Iterator[np.ndarray]:

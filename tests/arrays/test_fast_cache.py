@@ -131,11 +131,12 @@ def test_a_link_is_not_followed(file, tmp_path):
 
 
 def test_who_waits_finds_what_the_other_made(held, lock, monkeypatch, caplog):
-    monkeypatch.setattr(fast_cache, "WARN_AFTER", 0.2)
+    monkeypatch.setattr(fast_cache, "WARN_AFTER", 0.02)
     others = fast_cache._write
 
     def make_slowly():
-        time.sleep(0.6)
+        while not caplog.records:  # until it has waited for long
+            time.sleep(0.01)
         others(lock.with_suffix(""), fast_cache._key(), b"some code")
         fcntl.flock(held, fcntl.LOCK_UN)
 

@@ -1,6 +1,6 @@
 """The ledger's bytes equal the formulas, to the byte, however small, uneven or empty the shards are."""
 
-import time
+import threading
 from itertools import product
 
 import numpy as np
@@ -8,7 +8,10 @@ import pytest
 
 from on_ranks import DTYPES, INLINE, everywhere, numbers_of_ranks, on_ranks
 from spmd_engine import Ledger, Mesh, run_threads
+from spmd_engine.comm import group as group_module
+from spmd_engine.comm import pending as pending_module
 from spmd_engine.comm.ledger import Entry
+from spmd_engine.comm.pending import Progress
 
 LENGTHS = [0, 1, 5, 24, INLINE, INLINE + 1]  # of all shards together: fewer than ranks, inline, large
 SOME_DTYPES = [DTYPES[1], *DTYPES[-2:]]
@@ -195,17 +198,31 @@ def test_meshes_may_share_a_ledger():
     assert run_threads(program, 2) == [2, 2]
 
 
-def test_seconds_are_those_a_rank_stood_waiting():
+def test_seconds_are_those_a_rank_stood_waiting(monkeypatch):
+    """By a clock that goes on only while rank 0 works."""
+    clock, waits = [0.0], threading.Event()
+
+    def wait_long_for(progress, wanted, timeout, real=Progress._wait_long_for):
+        if "(late)" in wanted.describe():
+            waits.set()
+        real(progress, wanted, timeout)
+
+    monkeypatch.setattr(Progress, "_wait_long_for", wait_long_for)
+    for module in (pending_module, group_module):
+        monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
+
     def program():
         mesh = Mesh()
         pending = mesh.start_all_reduce(np.zeros(10), label="overlapped")
-        time.sleep(0.2)  # work meanwhile
-        pending.wait()
         if mesh.rank == 0:
-            time.sleep(0.2)
+            clock[0] += 1.0  # work meanwhile
+        pending.wait()
+        mesh.barrier()
+        if mesh.rank == 0:
+            assert waits.wait(100)
+            clock[0] += 10.0
         mesh.all_reduce(np.zeros(10), label="late")
         return [mesh.ledger.total(label=label).seconds for label in ("overlapped", "late")]
 
     (overlapped, late), (_, waited) = run_threads(program, 2)
-    assert overlapped < 0.1 and late < 0.1
-    assert 0.1 < waited < 1
+    assert (overlapped, late, waited) == (0.0, 0.0, 10.0)

@@ -1,7 +1,7 @@
 """What a call costs a rank of a very large group, with a transport that does nothing."""
 
+import sys
 import tracemalloc
-from time import process_time
 
 import numpy as np
 
@@ -33,17 +33,16 @@ def crowd():
     return comm, sent
 
 
-def test_to_agree_takes_neither_long_nor_much_memory():
+def test_to_agree_takes_neither_many_calls_nor_much_memory():
     comm, sent = crowd()
     group = Group(comm, "world", Ledger())
     group.barrier()
-    seconds = []
-    for _ in range(20):
-        began = process_time()
-        group.barrier()
-        seconds.append(process_time() - began)
-    assert min(seconds) < 1e-3
-    assert len(sent) == 21 * 12
+    calls = []
+    sys.setprofile(lambda frame, event, argument: calls.append(event) if "call" in event else None)
+    group.barrier()
+    sys.setprofile(None)
+    assert len(calls) < RANKS / 2
+    assert len(sent) == 2 * 12
     tracemalloc.start()
     group.barrier()
     assert tracemalloc.get_traced_memory()[1] < 1 << 20

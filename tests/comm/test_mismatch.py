@@ -211,14 +211,15 @@ def test_timeout(operation, ranks):
             pending, began = start(), time.monotonic()
             with pytest.raises(CommunicationTimeout) as caught:
                 pending.wait()
-            assert 0.2 <= time.monotonic() - began < 5
+            assert time.monotonic() - began >= 0.2
             assert str(caught.value).startswith(f"waited 0.2 s: {text}")
             assert f"over 'data'{' (loss)' * (operation == 'all_reduce')}, group rank 0" in str(caught.value)
+            group.timeout = pending._timeout = 60
             for r in range(1, group.size):
                 group.send(r, THREE)
             pending.wait()
         else:
-            group.timeout = 20
+            group.timeout = 60
             group.receive(0)
             if operation == "barrier":
                 group.barrier()

@@ -38,7 +38,7 @@ from spmd_engine.training.train_config import TrainConfig
 GOLDEN = Path(__file__).parents[1] / "golden"
 FAMILIES = sorted(path.name for path in (GOLDEN / "decoders").iterdir())
 TEXT = "Hello world, naïve 数字 🙂 1234\n  end"
-MOST_SECONDS = 20.0  #: of a case, on a busy machine
+MOST_SECONDS = 20.0  #: of the processor, for a case
 
 
 class Kind(NamedTuple):
@@ -277,7 +277,7 @@ def test_what_was_damaged_is_read_or_is_one_line(name, count, tmp_path):
     for number in range(count):
         rng = random.Random(f"{name} {number}")
         path.write_bytes(content := rng.choice(kind.alter)(sound, rng))
-        begin = time.perf_counter()
+        begin = time.process_time()
         try:
             found = kind.read(path)
         except UsageError as error:
@@ -288,7 +288,7 @@ def test_what_was_damaged_is_read_or_is_one_line(name, count, tmp_path):
             raise
         else:
             assert not kind.is_proven or found == expected, number
-        assert time.perf_counter() - begin < MOST_SECONDS, number
+        assert time.process_time() - begin < MOST_SECONDS, number
 
 
 @pytest.mark.parametrize("name, value", [("rope_parameters", 5), ("rope_scaling", [1]), ("layer_types", 7)], ids=str)

@@ -1,6 +1,8 @@
 """IDX, .npz and folders of pictures: what is read is what was written, and what is damaged is one line."""
 
 import gzip
+import tracemalloc
+import zipfile
 
 import numpy as np
 import pytest
@@ -44,8 +46,9 @@ def test_compressed_idx_is_known_by_its_content_whatever_its_name(tmp_path):
         (gzip.compress(idx(PIXELS))[:-9], "is damaged"),
         (gzip.compress(idx(PIXELS))[:20] + b"\0" * 30, "is damaged"),
         (gzip.compress(idx(PIXELS)[:-1]), "690 bytes, but 689 follow"),
+        (gzip.compress(idx(PIXELS) + bytes(9)), "690 bytes, but more follow"),
     ],
-    ids=range(8),  # not the bytes: gzip writes the time into them
+    ids=range(9),  # not the bytes: gzip writes the time into them
 )
 def test_damaged_idx_is_one_line_that_names_the_file(tmp_path, content, message):
     (tmp_path / "a").write_bytes(content)
@@ -94,6 +97,39 @@ def test_arrays_of_objects_are_refused(tmp_path):
         read_npz(file, "x")
 
 
+ZEROS = 20_000_000
+
+
+def gzip_bomb(folder):
+    """An IDX file with the header of a small array."""
+    with gzip.open(folder / "a.gz", "wb", compresslevel=1) as file:
+        file.write(idx(PIXELS))
+        file.writelines(bytes(1_000_000) for _ in range(ZEROS // 1_000_000))
+    return folder / "a.gz", read_idx
+
+
+def npz_bomb(folder):
+    """An array whose header claims to be long."""
+    with (
+        zipfile.ZipFile(folder / "a.npz", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+        archive.open("x.npy", "w") as file,
+    ):
+        file.write(b"\x93NUMPY\x02\0" + ZEROS.to_bytes(4, "little"))
+        file.writelines(bytes(1_000_000) for _ in range(ZEROS // 1_000_000))
+    return folder / "a.npz", lambda path: read_npz(path, "x")
+
+
+@pytest.mark.parametrize("write", [gzip_bomb, npz_bomb])
+def test_what_is_compressed_is_unpacked_no_further_than_its_header_says(tmp_path, write):
+    """Each file has less than 100 kB and would take 20 MB."""
+    path, read = write(tmp_path)
+    tracemalloc.start()
+    with pytest.raises(UsageError, match=rf"{path.name}.*(but more follow|is damaged)"):
+        read(path)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    tracemalloc.stop()
+
+
 # --- folders
 
 
@@ -126,8 +162,39 @@ def test_what_is_no_picture_is_refused_by_name(tmp_path):
     with pytest.raises(UsageError, match=r"class1/01.png is damaged or cannot be read"):  # once it is wanted
         files[:]
     (tmp_path / "class1" / "notes.txt").write_text("to do")
-    with pytest.raises(UsageError, match=r"class1/notes.txt is no image that Pillow reads"):
+    with pytest.raises(UsageError, match=r"class1/notes.txt is no image in a format that is read"):
         image_files(tmp_path)
+
+
+def test_pillow_chooses_no_decoder_beyond_the_formats_that_are_read(tmp_path, monkeypatch):
+    """Pillow looks at the content, not the name: its decoder of EPS starts Ghostscript."""
+    from PIL import EpsImagePlugin, Image
+
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 5 6\n%%EndComments\n(x) print\n"
+    folder, decoded = write_folder(tmp_path), []
+    monkeypatch.setattr(EpsImagePlugin.EpsImageFile, "_open", lambda *_: decoded.append("opened"))
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: decoded.append("started"))
+    files, _, _ = image_files(folder)
+    (folder / "class1" / "01.png").write_bytes(eps)
+    hint = "Replace or remove it; formats: PNG, JPEG, GIF, BMP, TIFF, WEBP, PPM"
+    with pytest.raises(UsageError, match=rf"^.*class1/01.png is no image in a format that is read: [^\n]*{hint}$"):
+        image_files(folder)
+    with pytest.raises(UsageError, match=r"^.*class1/01.png is damaged or cannot be read: [^\n]*$"):  # put there later
+        files[:]
+    Image.new("L", (5, 6)).save(folder / "class1" / "01.png", "TGA")
+    with pytest.raises(UsageError, match=r"class1/01.png is no image in a format that is read"):
+        image_files(folder)
+    assert not decoded
+
+
+def test_a_picture_that_grew_is_refused_before_its_pixels_are_read(tmp_path, monkeypatch):
+    from PIL import Image
+
+    files, _, _ = image_files(write_folder(tmp_path))
+    Image.new("L", (500, 600)).save(tmp_path / "class1" / "01.png")
+    monkeypatch.setattr(Image.Image, "convert", lambda *_: pytest.fail("its pixels are read"))
+    with pytest.raises(UsageError, match=r"class1/01.png: 500 x 600 pixels, but those before have 5 x 6"):
+        files[np.array([list(files.paths).index(str((tmp_path / "class1" / "01.png").resolve()))])]
 
 
 def test_a_folder_needs_classes_with_pictures(tmp_path):

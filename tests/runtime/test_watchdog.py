@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import threading
 import time
 
 import numpy as np
@@ -10,10 +11,13 @@ import pytest
 
 from mpi_harness.launch import mpiexec
 from spmd_engine import Mesh, run_threads
+from spmd_engine.comm import pending as pending_module
 from spmd_engine.errors import CommunicationTimeout
-from spmd_engine.runtime.activity import SIZE, Activity, CallRecord, Record, State, WaitRecord
+from spmd_engine.runtime import activity as activity_module
+from spmd_engine.runtime import watchdog as watchdog_module
+from spmd_engine.runtime.activity import SIZE, Activity, CallRecord, Record, State, WaitRecord, stack_of
 from spmd_engine.runtime.hang_report import look_at
-from spmd_engine.runtime.watchdog import ANSWERS, PERIOD, Watchdog, report_hang
+from spmd_engine.runtime.watchdog import Watchdog, report_hang
 
 ALL = (0, 1, 2, 3)
 
@@ -131,6 +135,68 @@ def test_a_record_has_the_state_of_its_rank():
     assert activity.line((0, 1, 2, 9)).words[3] == 2  # another communicator of the same ranks
 
 
+class Frame:
+    """A frame of a thread that goes on: some versions of Python give another object as a caller's, or fail."""
+
+    def __init__(self, **faults):
+        self._faults = faults
+
+    def __getattr__(self, name):
+        if name in self._faults:
+            fault = self._faults[name]
+            if isinstance(fault, Exception):
+                raise fault
+            return fault
+        return {"f_code": stuck_at.__code__, "f_lineno": 7, "f_back": None}[name]
+
+
+ODD = {
+    "another-object": {"f_back": 3},
+    "no-code": {"f_back": Frame(f_code=AttributeError("'TransferPlan' object has no attribute 'f_code'"))},
+    "another-code": {"f_back": Frame(f_code=3)},
+    "no-line": {"f_back": Frame(f_lineno=ValueError("a line"))},
+    "no-caller": {"f_back": RuntimeError("a caller")},
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_a_stack_that_changes_while_it_is_read_is_reported_as_far_as_it_was_seen(odd, monkeypatch, caplog):
+    """The watchdog's first look meets the odd frame, too; it lives, and reports the hang."""
+    caller, *seen = stack_of(Frame(f_back=Frame(**ODD[odd]))).splitlines()
+    assert caller.startswith("  (its callers cannot be read: ") and len(seen) == 2
+    assert all(line.endswith("test_watchdog.py:7 in stuck_at") for line in seen)
+    monkeypatch.setattr(
+        activity_module.sys, "_current_frames", lambda: {threading.get_ident(): None, 1: Frame(**ODD[odd])}
+    )
+    assert reports_a_hang(monkeypatch, caplog) == 1
+
+
+@pytest.mark.parametrize("step", ["stacks_here", "condition_of", "look_at", "report_hang"])
+def test_a_watchdog_that_fails_at_any_step_once_reports_the_hang_afterwards(step, monkeypatch, caplog):
+    real, failures = getattr(watchdog_module, step), [RuntimeError(step)]
+
+    def fail_once(*args):
+        if failures:
+            raise failures.pop()
+        return real(*args)
+
+    monkeypatch.setattr(watchdog_module, step, fail_once)
+    assert reports_a_hang(monkeypatch, caplog) == 1
+    assert not failures and "could not look" in caplog.text
+
+
+def reports_a_hang(monkeypatch, caplog):
+    """How often a watchdog reports that its rank waits for another."""
+    monkeypatch.setattr(watchdog_module, "PERIOD", 0.01)
+    activity = Activity()
+    activity.waits(activity.line((0, 1)), 1, activity.called("all_reduce", "data", ""), timeout=1e-6)
+    watchdog = Watchdog(activity, [Record(0, activity.memory)], 0, 2)
+    while watchdog._thread.is_alive() and not activity.records[0].reported:
+        time.sleep(0.01)
+    watchdog.stop()
+    return sum("waited for" in each.getMessage() for each in caplog.records)
+
+
 def test_a_full_record_has_no_new_texts():
     activity = Activity()
     lines = [activity.line((0, rank)) for rank in range(300)]
@@ -154,8 +220,13 @@ class Wire:
         return []
 
 
-def test_a_node_that_answers_late_does_not_report_the_hang_again(caplog):
+def test_a_node_that_answers_late_does_not_report_the_hang_again(caplog, monkeypatch):
     """Node 1 hears nothing of node 0 and reports; node 0, whose watchdog was held up, has heard of the report."""
+    for name, value in {"PERIOD": 0.02, "ANSWERS": 0.06, "FRESH": 1e6, "AGAIN": 1e6}.items():
+        monkeypatch.setattr(watchdog_module, name, value)
+    looks = []
+    should_report = Watchdog._should_report
+    monkeypatch.setattr(Watchdog, "_should_report", lambda *args: looks.append(args[0]) or should_report(*args))
     wires, watchdogs = [Wire(), Wire()], []
     ranks = [Activity(bytearray(SIZE)) for _ in range(2)]
     with caplog.at_level(logging.WARNING):
@@ -164,12 +235,11 @@ def test_a_node_that_answers_late_does_not_report_the_hang_again(caplog):
         for rank in (1, 0):
             record = Record(rank, ranks[rank].memory)
             watchdogs.append(Watchdog(ranks[rank], [record], rank, 2, wires[rank]))
-            deadline = time.monotonic() + 30
             while len(wires[rank].sent) < (2 if rank else 1):
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+                time.sleep(0.01)
             wires[0].reported = time.monotonic() - wires[1].sent[-1][0].reported_seconds
-        time.sleep(ANSWERS + 3 * PERIOD)
+        while looks.count(watchdogs[1]) < 3:
+            time.sleep(0.01)
         for watchdog in watchdogs:
             watchdog.stop()
     assert len(caplog.records) == 1 and "rank 0" in caplog.text
@@ -183,13 +253,14 @@ def test_members_come_back_as_they_were(members):
     assert Record(0, activity.memory).state().begun[0].members == tuple(members)
 
 
-def stuck_at(how):
-    mesh = Mesh(rows=2, columns=2, timeout=2)
+def stuck_at(how, hangs):
+    mesh = Mesh(rows=2, columns=2, timeout=1000)
     mesh.barrier(over="rows")
     mesh.barrier(over="columns")
+    hangs.add(mesh.comm.progress.activity)
     if how == "computes":
-        if mesh.rank == 3:
-            time.sleep(4)
+        while mesh.rank == 3 and mesh.comm._fabric.failure is None:
+            time.sleep(0.01)
         mesh.all_reduce(np.ones(3), over="columns", label="loss")
     elif how == "everyone receives":
         mesh.receive((mesh.rank + 1) % 4)
@@ -198,16 +269,32 @@ def stuck_at(how):
 
 
 HOW = {
-    "computes": "rank 3 came to barrier #1 over 'columns' and not to #2, at test_watchdog.py",
+    "computes": "came to barrier #1 over 'columns' and not to #2, at test_watchdog.py",
     "everyone receives": "rank 0 for rank 1, rank 1 for rank 2, rank 2 for rank 3, rank 3 for rank 0",
     "crossed groups": "rank 0 for rank 2, rank 1 for rank 0, rank 2 for rank 3, rank 3 for rank 1",
 }
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_virtual_ranks_that_hang_are_reported(how, caplog):
+def test_virtual_ranks_that_hang_are_reported(how, caplog, monkeypatch):
+    """Overdue when all ranks that wait have said for which; the timeout is over when that is reported."""
+    hangs, notes, waiting = set(), set(), 3 if how == "computes" else 4
+
+    def waits_long(activity, *args, real=Activity.waits_long):
+        real(activity, *args)
+        notes.update({activity} & hangs)
+
+    def now(real=pending_module.perf_counter):
+        return real() + (1000 if any("waited for" in each.getMessage() for each in caplog.records) else 0)
+
+    monkeypatch.setattr(Activity, "waits_long", waits_long)
+    monkeypatch.setattr(activity_module, "WARN_AFTER", 0.0)
+    monkeypatch.setattr(Record, "is_overdue", property(lambda record: len(notes) == waiting))
+    monkeypatch.setattr(pending_module, "perf_counter", now)
+    monkeypatch.setattr(pending_module, "PUBLISH_AFTER", 0.05)
+    monkeypatch.setattr(watchdog_module, "PERIOD", 0.05)
     with caplog.at_level(logging.WARNING), pytest.raises(CommunicationTimeout) as caught:
-        run_threads(stuck_at, 4, args=(how,))
+        run_threads(stuck_at, 4, args=(how, hangs))
     told = [each.getMessage() for each in caplog.records if "waited for" in each.getMessage()]
     assert len(told) == 1 and HOW[how] in told[0]
     assert re.search(r"since \d+ s, at test_watchdog\.py:\d+", told[0])  # the line that called, none of comm's own
@@ -218,6 +305,8 @@ PROGRAM = """
 import os, signal, time
 import numpy as np
 from spmd_engine import Mesh
+from spmd_engine.runtime import activity, watchdog
+activity.WARN_AFTER, watchdog.AGAIN = min(activity.WARN_AFTER, {warn}), 1e6
 mesh = Mesh(data=2, model=2, timeout={timeout})
 for _ in range(3):
     mesh.all_reduce(np.ones(3), over="data", label="gradients")
@@ -229,7 +318,7 @@ mesh.all_reduce(np.ones(3), over="model")
 """
 FAULTS = {
     "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "its process is stopped (SIGSTOP)"),
-    "computes": ("while True: pass", "at program.py:10 in <module>"),
+    "computes": ("while True: pass", "at program.py:12 in <module>"),
     "in a call": ("import ctypes; ctypes.PyDLL(None).sleep(100)", "no sign of life since"),
 }
 
@@ -238,8 +327,9 @@ FAULTS = {
 @pytest.mark.parametrize("how", ["stopped", *(pytest.param(n, marks=pytest.mark.soak) for n in list(FAULTS)[1:])])
 def test_a_rank_that_never_comes_is_named_and_the_job_ends(how, mpi_run, tmp_path):
     fault, said = FAULTS[how]
-    (tmp_path / "program.py").write_text(PROGRAM.format(fault=fault, timeout=12 if how == "in a call" else 3))
-    ended = mpi_run(4, tmp_path / "program.py", timeout=60, cwd=tmp_path)
+    limits = {"timeout": 20, "warn": 6} if how == "in a call" else {"timeout": 6, "warn": 1}
+    (tmp_path / "program.py").write_text(PROGRAM.format(fault=fault, **limits))
+    ended = mpi_run(4, tmp_path / "program.py", timeout=200, cwd=tmp_path)
     assert ended.returncode != 0
     assert ended.stderr.count("have waited") == 1 and "for rank 3:" in ended.stderr
     assert "rank 3 came to all_reduce #3" in ended.stderr and said in ended.stderr
@@ -249,6 +339,8 @@ def test_a_rank_that_never_comes_is_named_and_the_job_ends(how, mpi_run, tmp_pat
 NODES = """
 from mpi4py import MPI
 MPI.Get_processor_name = lambda: f"host{MPI.COMM_WORLD.rank // 2}"
+from spmd_engine.runtime import watchdog
+watchdog.ANSWERS = 3.0
 """
 
 
@@ -257,7 +349,7 @@ MPI.Get_processor_name = lambda: f"host{MPI.COMM_WORLD.rank // 2}"
 @pytest.mark.parametrize("victims", [pytest.param("(3,)", marks=pytest.mark.soak), "(2, 3)"])
 def test_nodes_tell_each_other_and_one_list_tells_it(victims, mpi_run, tmp_path):
     fault = f"0\nif mesh.rank in {victims}:\n    os.kill(os.getpid(), signal.SIGSTOP)"
-    (tmp_path / "program.py").write_text(NODES + PROGRAM.format(fault=fault, timeout=8))
-    ended = mpi_run(4, tmp_path / "program.py", timeout=60, cwd=tmp_path)
+    (tmp_path / "program.py").write_text(NODES + PROGRAM.format(fault=fault, timeout=20, warn=4))
+    ended = mpi_run(4, tmp_path / "program.py", timeout=200, cwd=tmp_path)
     assert ended.returncode != 0 and ended.stderr.count("waited for") == 1
     assert "rank 3 came to" in ended.stderr or "ranks 2-3 not heard from" in ended.stderr

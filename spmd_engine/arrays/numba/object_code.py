@@ -24,7 +24,7 @@ import numpy as np
 from llvmlite import binding
 
 from spmd_engine.errors import UsageError
-from spmd_engine.files import open_regular
+from spmd_engine.files import open_private, open_regular
 
 _FASTCALL = 0x0080  # METH_FASTCALL of Python's methodobject.h
 
@@ -167,7 +167,7 @@ def _write(path: Path, key: bytes, content: bytes) -> None:
 def _locked(path: Path) -> Iterator[None]:
     """Hold the lock, if it can be taken in time."""
     try:
-        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = open_private(path, os.O_RDWR | os.O_CREAT)
     except (OSError, UsageError):  # a file of another user
         yield
         return

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from spmd_engine.errors import CheckpointError, UsageError
-from spmd_engine.files import open_regular
+from spmd_engine.files import open_private, open_regular
 
 CHECKPOINTS, LATEST, MANIFEST = "checkpoints", "latest", "manifest.json"
 _COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -219,7 +219,7 @@ class RunLock:
 
     def __enter__(self) -> Self:
         make_folder(self._path.parent)
-        handle = open_regular(self._path, os.O_RDWR | os.O_CREAT)
+        handle = open_private(self._path, os.O_RDWR | os.O_CREAT)
         try:
             self._take(handle)
             os.pwrite(handle, f"{self._name}\n".encode(), 0)

@@ -41,15 +41,15 @@ def report(runs: tuple[str, ...], output: Path | None, follow: bool) -> None:
     if launcher_rank() > 0:
         return
     folders = [run_folder(run) for run in runs]
-    output = output or folders[0] / "report.html"
-    check_ending("--output", output, ".html")
+    if output is not None:
+        check_ending("--output", output, ".html")
     while write_report(folders, output, EVERY if follow else 0):
         time.sleep(EVERY)
 
 
-def write_report(folders: Sequence[Path], output: Path, every: int = 0) -> bool:
+def write_report(folders: Sequence[Path], output: Path | None = None, every: int = 0) -> bool:
     """Write the page of these runs; a browser reloads it ``every`` so many seconds while a run goes on. Returns whether
-    one does.
+    one does. ``output``: None: ``report.html`` in the first folder, where it replaces a link.
 
     Raises UsageError for a folder that is no run's, and if the file cannot be written.
     """
@@ -57,7 +57,8 @@ def write_report(folders: Sequence[Path], output: Path, every: int = 0) -> bool:
         runs = [RunRecord.read(folder) for folder in folders]
         running = bool(every) and any(run.state == "running" for run in runs)
         page = page_of(runs, every if running else 0)
-    with output_file(output, "--output") as file:
+    path = output or folders[0] / "report.html"
+    with output_file(path, follow=output is not None) as file:
         file.write(page.encode())
-    click.echo(f"wrote {output}")
+    click.echo(f"wrote {path}")
     return running

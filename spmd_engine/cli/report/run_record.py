@@ -17,7 +17,7 @@ import numpy as np
 from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.monitor import Crossing, crossings, observe
 from spmd_engine.checkpoints import CheckpointFolder
-from spmd_engine.checkpoints.format.folder import lock_owner
+from spmd_engine.checkpoints.format.folder import LOCK, lock_owner
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import reading
 from spmd_engine.training.run import CONFIG, EventLog, MetricsFile
@@ -43,6 +43,7 @@ class RunRecord:
     events: tuple[Mapping[str, Any], ...]
     checkpoint: Mapping[str, Any]  #: facts of the newest one; empty without one
     owner: tuple[int, str] | None = None  #: the process and the host that write the run, or were killed while they did
+    is_hidden: bool = False  #: whether only the run's user can see these
 
     @classmethod
     def read(cls, folder: Path) -> RunRecord:
@@ -125,6 +126,8 @@ class RunRecord:
         if "started" not in kinds:
             return "unknown"
         since = kinds[-1 - kinds[::-1].index("started") :]
+        if self.is_hidden and "closed" not in since:
+            return "running"
         return next((text for kind, text in _ENDS.items() if kind in since), "ended by an error")
 
 
@@ -177,6 +180,7 @@ class RunReader:
             tuple(self._events),
             _checkpoint_facts(folder),
             lock_owner(folder),
+            os.access(folder / LOCK, os.F_OK) and not os.access(folder / LOCK, os.R_OK),
         )
 
     def _add_step(self, line: Mapping[str, Any]) -> None:

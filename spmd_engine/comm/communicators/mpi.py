@@ -231,6 +231,7 @@ class MPICommunicator(Communicator):
         self._comm.Disconnect()
 
     def announce_end(self) -> None:
+        self._comm.Iprobe()  # lets MPI send what it has only buffered, though the sends are complete
         if self._node is not None:
             self._node.announce_end()
         if (messages := self._world.side_messages) is not None:
