@@ -17,6 +17,7 @@ from spmd_engine.errors import UsageError, one_of
 from spmd_engine.importing import many_imports
 from spmd_engine.runtime.ending import end_at_once
 from spmd_engine.runtime.launchers import launcher_rank, let_rank_zero_speak
+from spmd_engine.runtime.output import lossy_output
 from spmd_engine.runtime.signals import StopFlag, exit_code, raise_interrupted
 
 INSTALLED = "spmd-engine"  #: the command of an installed package (``console_scripts`` in setup.cfg)
@@ -55,6 +56,8 @@ COMMANDS = (
     *("train", "generate", "eval", "data", "infer", "inspect", "show", "verify", "checkpoint", "launch", "migrate"),
     *("join", "plan", "analyze", "calibrate", "bench", "report", "monitor", "doctor", "new"),
 )
+#: They go on if their standard output is closed; output is all that the others are for.
+LASTING = ("train", "launch", "join")
 
 
 @click.group(
@@ -84,6 +87,11 @@ def cli() -> None:
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line; a user's mistake gives one line from rank 0 and exit code 2 on every rank."""
     arguments = list(sys.argv[1:] if args is None else args)
+    with lossy_output("stderr", *(["stdout"] if arguments[:1] and arguments[0] in LASTING else [])):
+        _run(arguments)
+
+
+def _run(arguments: list[str]) -> None:
     try:
         # As in cli.main, which would print an empty line on every interrupted rank.
         with raise_interrupted(), cli.make_context(_program_name(), arguments) as context:
