@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Any
 
 import click
@@ -58,6 +60,11 @@ COMMANDS = (
 )
 #: They go on if their standard output is closed; output is all that the others are for.
 LASTING = ("train", "launch", "join")
+#: Errors of the system about what it is short of, and what to add to their text.
+SHORTAGES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM), "; 'doctor' names limits"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "; raise 'ulimit -n'"),
+}
 
 
 @click.group(
@@ -87,6 +94,9 @@ def cli() -> None:
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line; a user's mistake gives one line from rank 0 and exit code 2 on every rank."""
     arguments = list(sys.argv[1:] if args is None else args)
+    for stream in sys.stdout, sys.stderr:
+        if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")  # a name of a file may have bytes that are no characters
     with lossy_output("stderr", *(["stdout"] if arguments[:1] and arguments[0] in LASTING else [])):
         _run(arguments)
 
@@ -116,9 +126,10 @@ def _run(arguments: list[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
-        if error.filename is None:  # not about a file
+        if error.filename is None and error.errno not in SHORTAGES:  # not about a file
             raise
-        fail(f"spmd_engine: {error.filename}: {error.strerror}")
+        where = f"{error.filename}: " if error.filename is not None else ""
+        fail(f"spmd_engine: {where}{error.strerror}{SHORTAGES.get(error.errno or 0, '')}")
         sys.exit(2)
     except KeyboardInterrupt as error:
         end_at_once(f"spmd_engine: {str(error) or 'interrupted'}", exit_code(error, arguments))

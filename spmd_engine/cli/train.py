@@ -20,6 +20,7 @@ from spmd_engine.comm.world import world
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.user_code import digest_of
+from spmd_engine.runtime.launchers import check_started_by_launcher
 from spmd_engine.runtime.signals import REQUEUE
 from spmd_engine.training.run import Observer
 from spmd_engine.training.run_job import read_job, read_run, run_folder
@@ -74,6 +75,7 @@ def train(context: click.Context, **options: Any) -> None:
     """
     if options["trace"] is not None and options["trace"] < 1:
         raise UsageError(f"--trace {options['trace']}: it must be from 1")
+    check_started_by_launcher()
     job = job_of(context)
     if options["adapts"] is not None:
         job = job.changed(adapt=(job.adapt or AdaptConfig()) if options["adapts"] else None)

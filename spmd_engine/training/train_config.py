@@ -17,6 +17,7 @@ from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.configuration import ConfigField, Configuration, section_of, setting, settings_of
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError, one_of
+from spmd_engine.files import output_file
 from spmd_engine.foreign import json_at
 from spmd_engine.layers.layer import DOCUMENTS
 from spmd_engine.models.names import IMAGES
@@ -190,8 +191,9 @@ class TrainConfig(Configuration):
         return cls.from_json(json_at(path), str(path))
 
     def write(self, path: str | Path) -> None:
-        """Write the JSON file that ``read`` reads."""
-        Path(path).write_text(json.dumps(self.as_json(), indent=2) + "\n")
+        """Write the JSON file that ``read`` reads, completely or not at all; raises UsageError if that fails."""
+        with output_file(path, "the job") as file:
+            file.write((json.dumps(self.as_json(), indent=2) + "\n").encode())
 
     @classmethod
     def of(cls, **options: Any) -> Self:

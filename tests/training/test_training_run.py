@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import signal
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ import pytest
 
 import saved
 import tiny
+from command_line import limited
 from spmd_engine import ArrayData, Mesh, Run, TrainConfig, run_threads, train, world
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder
 from spmd_engine.checkpoints.format.folder import RunLock, replace_file
@@ -205,17 +205,6 @@ def test_a_signal_ends_it_saved_with_the_code_of_shells_and_it_goes_on_exactly(t
 
 
 # --- its files
-
-
-def limited(size, do):
-    """``do()``, while no file may be larger: as on a full disk, from the first byte on where that is 0."""
-    limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        do()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, ignored)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

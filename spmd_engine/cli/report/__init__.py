@@ -58,6 +58,6 @@ def write_report(folders: Sequence[Path], output: Path, every: int = 0) -> bool:
         running = bool(every) and any(run.state == "running" for run in runs)
         page = page_of(runs, every if running else 0)
     with output_file(output, "--output") as file:
-        file.write(page.encode())
+        file.write(page.encode(errors="backslashreplace"))  # names of files may have bytes that are no characters
     click.echo(f"wrote {output}")
     return running
