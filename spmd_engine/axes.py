@@ -206,7 +206,7 @@ def parse_axes(text: str) -> dict[str, int]:
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, equals, size = (p.strip() for p in part.partition("="))
         sizes = size.split("|")
-        if not equals or not name.isidentifier() or not all(number.strip().isdigit() for number in sizes):
+        if not equals or not name.isidentifier() or not all(number.strip().isdecimal() for number in sizes):
             raise MeshError(f"cannot read mesh {text!r} at {part!r}; write axes as in data=4,model=2")
         if name in axes:
             raise MeshError(f"mesh {text!r} names axis {name!r} twice")

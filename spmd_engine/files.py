@@ -117,6 +117,16 @@ def check_ending(what: str, path: str | Path, *endings: str) -> None:
 
 
 @contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Name this file in an OSError that names none, such as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or os.fspath(path)
+        raise
+
+
+@contextmanager
 def output_file(path: str | Path, option: str = "--output", *, follow: bool = True) -> Iterator[BinaryIO]:
     """A file to write to, which replaces ``path`` when it is complete; until then, the old file stays.
 

@@ -76,8 +76,8 @@ def json_at(path: str | Path, kind: type[SpmdError] = UsageError) -> Any:
     with reading(f"{path} cannot be read as JSON", kind=kind):
         text = read_text(path)
         content = parse_json(text)
-        if _SURROGATE.search(text):  # half of a surrogate pair is not a character and cannot be printed
-            json.dumps(content, ensure_ascii=False).encode()
+        if _SURROGATE.search(text):  # half of a surrogate pair is no character, but a file's name may have such a byte
+            json.dumps(content, ensure_ascii=False).encode(errors="surrogateescape")
         return content
 
 

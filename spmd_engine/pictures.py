@@ -268,7 +268,7 @@ def svg(picture: Picture, inline: bool = False) -> bytes:
                 f'<text x="{x}" y="{y}" text-anchor="{anchor}" dominant-baseline="central" fill="{colour}">'
                 f"{escape(label, quote=False)}</text>"
             )
-    return "\n".join([*parts, "</svg>\n"]).encode()
+    return "\n".join([*parts, "</svg>\n"]).encode(errors="backslashreplace")
 
 
 def pixels(picture: Picture) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from hypothesis import settings
 
 # Numba loops have their own tests; all other tests run the NumPy code that these loops replace.
 os.environ["SPMD_FAST"] = "0"
+os.environ.pop("SLURM_NTASKS", None)  # in an allocation, tests would be refused as one process of several
 
 pytest_plugins = ["mpi_harness.plugin"]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from traceback import walk_tb
 from typing import Any
 
@@ -20,6 +22,7 @@ from spmd_engine.foreign import reason
 from spmd_engine.importing import many_imports
 from spmd_engine.runtime.ending import end_at_once
 from spmd_engine.runtime.launchers import launcher_rank, let_rank_zero_speak
+from spmd_engine.runtime.output import lossy_output
 from spmd_engine.runtime.signals import StopFlag, exit_code, raise_interrupted
 
 INSTALLED = "spmd-engine"  #: the command of an installed package (``console_scripts`` in setup.cfg)
@@ -58,6 +61,13 @@ COMMANDS = (
     *("train", "generate", "eval", "data", "infer", "inspect", "show", "verify", "checkpoint", "launch", "migrate"),
     *("join", "plan", "analyze", "calibrate", "bench", "report", "monitor", "doctor", "new"),
 )
+#: They go on if their standard output is closed; output is all that the others are for.
+LASTING = ("train", "launch", "join")
+#: Errors of the system about what it is short of, and what to add to their text.
+SHORTAGES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM), "; 'doctor' names limits"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "; raise 'ulimit -n'"),
+}
 
 
 @click.group(
@@ -87,6 +97,14 @@ def cli() -> None:
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line; a user's mistake gives one line from rank 0 and exit code 2 on every rank."""
     arguments = list(sys.argv[1:] if args is None else args)
+    for stream in sys.stdout, sys.stderr:
+        if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")  # a name of a file may have bytes that are no characters
+    with lossy_output("stderr", *(["stdout"] if arguments[:1] and arguments[0] in LASTING else [])):
+        _run(arguments)
+
+
+def _run(arguments: list[str]) -> None:
     try:
         # As in cli.main, which would print an empty line on every interrupted rank.
         with raise_interrupted(), cli.make_context(_program_name(), arguments) as context:
@@ -116,9 +134,10 @@ def main(args: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
-        if error.filename is None:  # not about a file
+        if error.filename is None and error.errno not in SHORTAGES:  # not about a file
             raise
-        fail(f"spmd_engine: {error.filename}: {error.strerror}")
+        where = f"{error.filename}: " if error.filename is not None else ""
+        fail(f"spmd_engine: {where}{error.strerror}{SHORTAGES.get(error.errno or 0, '')}")
         sys.exit(2)
     except KeyboardInterrupt as error:
         end_at_once(f"spmd_engine: {str(error) or 'interrupted'}", exit_code(error, arguments))

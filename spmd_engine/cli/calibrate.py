@@ -66,6 +66,8 @@ def calibrate(output: Path | None, seconds: float, offload_dir: str, device: str
     if not 1 <= seconds <= 600:
         raise UsageError(f"--seconds {seconds:g}: it must be from 1 to 600")
     file = output or calibrated_file()
+    if file is None:
+        raise UsageError("there is no home folder for the file that 'plan' reads: give --output, or set SPMD_MACHINE")
     if launcher_rank() == 0:
         click.echo("measuring products, memory, links and a few steps ...", err=True)
     if world().size == 1 and device == "cpu":

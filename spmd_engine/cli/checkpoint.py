@@ -54,7 +54,7 @@ def inspect(path: str, arrays: bool, as_json: bool) -> None:
         "written_on": manifest.mesh,
         "files": len(manifest.file_sizes()),
         "bytes": sizes,
-        **manifest.facts,
+        **{name: value for name, value in manifest.facts.items() if name != "report"},  # in metrics.jsonl, as a rule
     }
     listed = [
         {"section": section, "name": name, "shape": array.shape, "dtype": array.dtype, "blocks": len(array.blocks)}

@@ -20,6 +20,7 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.runtime.launchers import check_started_by_launcher
 from spmd_engine.runtime.signals import ENDING, REQUEUE
 from spmd_engine.training.run import Observer
 from spmd_engine.training.run_job import read_job, read_run, run_folder
@@ -66,14 +67,16 @@ def train(context: click.Context, **options: Any) -> None:
     The results depend on the seed and the options, not on the mesh: the same command on 1 and on 8 ranks gives the
     same losses, to rounding. They are written to runs/NAME: config.json, metrics.jsonl (one object per step) and a
     checkpoint, which --resume, 'generate' and 'infer' load. --resume uses the run's own options except those given
-    here and --mesh, and continues exactly from the last save; with more --steps, the learning rate follows its cosine
-    over the new number. Ctrl-C, SIGTERM or SIGUSR1, sent to mpiexec or to any rank, saves after the current step. A
-    second signal, or one before the first step is done, ends the job at once.
+    here and --mesh, and continues exactly from the last save; with more --steps, the learning rate keeps its curve,
+    unless --decay-steps is given, too. Ctrl-C, SIGTERM or SIGUSR1, sent to mpiexec or to any rank, saves after the
+    current step, or batch of an evaluation. A second signal, or one before the first step is done, ends the job at
+    once.
 
     Sizes and times take units, as in 32MiB and 30s; without one, they are bytes and seconds.
     """
     if options["trace"] is not None and options["trace"] < 1:
         raise UsageError(f"--trace {options['trace']}: it must be from 1")
+    check_started_by_launcher()
     job = job_of(context)
     if options["adapts"] is not None:
         job = job.changed(adapt=(job.adapt or AdaptConfig()) if options["adapts"] else None)

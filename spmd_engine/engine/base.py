@@ -485,13 +485,14 @@ class ShardedEngine(Collectives, ABC):
         """The global mean loss, without a backward and without a tape."""
         return self.evaluation([batch], loss).loss
 
-    def evaluation(self, batches: Sequence[Batch], loss: Loss | None = None) -> Evaluation:
+    def evaluation(self, batches: Iterable[Batch], loss: Loss | None = None) -> Evaluation:
         """The mean loss and the metrics over all ``batches``, without a backward and without a tape."""
         self.check_declared()
-        counts = [self.count(batch) for batch in batches]
+        counts: list[float] = []
         total = np.zeros(1 + len(self.metrics))
         with self.inference():
-            for batch, count in zip(batches, counts, strict=True):
+            for batch in batches:
+                counts.append(count := self.count(batch))
                 scores = Scores(loss or self.loss, self.metrics)
                 for micro in map(self._placed_here, batch.micro_batches):
                     outputs = self.outputs_of(micro)

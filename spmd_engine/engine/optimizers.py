@@ -110,10 +110,11 @@ OPTIMIZERS = {"adamw": AdamW, "sgd": partial(SGD, momentum=0.9)}
 
 @dataclass(frozen=True)
 class WarmupCosine:
-    """The learning rate: linear up to ``peak`` over ``warmup`` steps, then a cosine down to ``floor`` of it."""
+    """The learning rate: linear up to ``peak`` over ``warmup`` steps, then a cosine down to ``floor`` of it, where it
+    stays after ``steps``."""
 
     peak: float
-    steps: int  #: in all
+    steps: int  #: until the floor, with the warmup
     warmup: int = 0
     floor: float = 0.1  #: fraction of the peak at the end
 

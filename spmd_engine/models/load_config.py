@@ -77,7 +77,8 @@ def _cache_folder(name: str) -> Path:
     environment = os.environ
     home = Path(environment.get("HF_HOME") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"))
     cache = Path(environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE") or home / "hub")
-    return cache.expanduser() / f"{_PREFIX}{name.replace('/', '--')}"
+    # Not Path.expanduser, which raises RuntimeError for a user without a home, as in some containers.
+    return Path(os.path.expanduser(cache), f"{_PREFIX}{name.replace('/', '--')}")
 
 
 def is_description(name: str) -> bool:

@@ -20,6 +20,7 @@ from spmd_engine.engine.helpers import helper_ranks
 from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.files import output_file
 from spmd_engine.foreign import json_at
 from spmd_engine.models import Model
 from spmd_engine.models.lora import LoRAOptions
@@ -307,10 +308,8 @@ class PlanFile(Configuration):
 
     def write(self, path: str | Path) -> None:
         """Write the file; raises UsageError if that fails."""
-        try:
-            Path(path).write_text(json.dumps(self.as_json(), indent=2) + "\n")
-        except OSError as error:
-            raise UsageError(f"--output {path}: {error.strerror or error}") from error
+        with output_file(path) as file:
+            file.write((json.dumps(self.as_json(), indent=2) + "\n").encode())
 
     def check(self, ranks: int, model: str | None, where: str) -> None:
         """Raise UsageError if the plan is for another number of ranks, or another model."""

@@ -88,7 +88,8 @@ def end_at_once(message: str, code: int) -> None:
         signal.alarm(0)
     if comm is None or comm.size == 1:
         if launcher_rank() == 0:
-            sys.stderr.write(f"{message}\n")
+            with suppress(OSError):
+                sys.stderr.write(f"{message}\n")
         sys.exit(code)
     rank = f"rank {comm.rank} of {comm.size}: " if comm.rank else ""
     _end_job(comm, f"{rank}{message}\n", code, patience=1.0)
@@ -105,9 +106,10 @@ def _end_job(comm, text: str, code: int, patience: float = 0.3) -> None:
     """End all ranks with exit code ``code``; of ranks that call this together, only the lowest prints its text."""
     stay_at_exit()  # Abort may return: the program must then not call ``leave``
     if prints_error(comm, patience):
-        sys.stderr.write((CLEAR_BELOW if terminal() else "") + text)
-        sys.stderr.flush()
-        sys.stdout.flush()
+        with suppress(OSError):  # whose output is closed ends the other ranks all the same
+            sys.stderr.write((CLEAR_BELOW if terminal() else "") + text)
+            sys.stderr.flush()
+            sys.stdout.flush()
         time.sleep(0.1)  # the launcher forwards the output before it sees the exit
     else:
         time.sleep(5)  # the rank that prints ends the job meanwhile

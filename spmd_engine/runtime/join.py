@@ -105,6 +105,9 @@ def _processes() -> list[int]:
 NOTE_AFTER = 30.0  #: seconds of waiting after which a note is printed
 MOST = 600.0  #: seconds of waiting after which a rank ends its job
 LEAST_FILE = 4 << 20  #: bytes; MPI and checkpoints need files of this size
+#: Open files of a rank, measured: 35, of which MPI has 20, and 4 more for each other rank of its node.
+LEAST_OPEN, OPEN_PER_RANK = 24, 8
+LEAST_ADDRESSES = 1 << 30  #: bytes; with 0.8 GB, a thread for a save could not be started
 
 _USUAL = {"initialize": True, "threads": True, "thread_level": "multiple", "finalize": None, "errors": "exception"}
 _NOT_YET = False, True  # rc.initialize and rc.finalize before, or after an interrupted, join
@@ -127,9 +130,7 @@ def join_mpi() -> None:
 
     if MPI.Is_initialized() or (mpi4py.rc.initialize, mpi4py.rc.finalize) != _NOT_YET:
         return
-    most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if most != resource.RLIM_INFINITY and most < LEAST_FILE:
-        raise UsageError(f"files may have {most} bytes here (ulimit -f), too few for MPI and for checkpoints: raise it")
+    check_limits(local_size())
     if local_rank() == 0:
         remove_unused(files_in_shared_memory())
     if MPI.Get_library_version().startswith("MPICH"):
@@ -150,6 +151,19 @@ def join_mpi() -> None:
         raise RuntimeError(f"MPI_Init_thread returned {error}")
     for comm in MPI.COMM_WORLD, MPI.COMM_SELF:
         comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py turns error codes into exceptions
+
+
+def check_limits(ranks: int) -> None:
+    """Raise UsageError if a limit of this process is too low for one of ``ranks`` ranks of this node."""
+    least = {
+        resource.RLIMIT_FSIZE: (LEAST_FILE, "files may have {} bytes here (ulimit -f)"),
+        resource.RLIMIT_NOFILE: (LEAST_OPEN + OPEN_PER_RANK * ranks, "a process may open {} files here (ulimit -n)"),
+        resource.RLIMIT_AS: (LEAST_ADDRESSES, "a process may have {} bytes of addresses here (ulimit -v)"),
+    }
+    for limit, (needed, what) in least.items():
+        most, _ = resource.getrlimit(limit)
+        if most != resource.RLIM_INFINITY and most < needed:
+            raise UsageError(f"{what.format(most)}, too few for MPI and for checkpoints: raise it to {needed} at least")
 
 
 def _check_room() -> None:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from spmd_engine.errors import UsageError
+
 #: Set for each rank: by MPICH and Intel MPI, by PMIx, by Open MPI, by MVAPICH2. Not Slurm's own SLURM_PROCID, which
 #: batch scripts have, too.
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
@@ -53,7 +55,7 @@ def is_launched() -> bool:
 
 def _read_number(names: Iterable[str], default: int) -> int:
     """The number in the first of these environment variables that has one."""
-    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), default)
+    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), default)
 
 
 def launcher_rank() -> int:
@@ -83,6 +85,17 @@ def allocation() -> tuple[str, int, int]:
         if variable in os.environ:
             return system, _read_number([variable], 1), _read_number(["SLURM_JOB_NUM_NODES", "NHOSTS"], 1)
     return "", 1, 1
+
+
+def check_started_by_launcher() -> None:
+    """Raise UsageError in the one process of a Slurm allocation of several tasks, as a batch script starts it without
+    srun or mpiexec: it would do all the work alone. What ``srun -n 1`` or ``mpiexec -n 1`` starts is meant to."""
+    tasks = _read_number(["SLURM_NTASKS"], 1)
+    if tasks > 1 and "SLURM_JOB_ID" in os.environ and "SLURM_STEP_NUM_TASKS" not in os.environ and not is_launched():
+        raise UsageError(
+            f"Slurm has allocated {tasks} tasks, but this is one process, started by neither srun nor mpiexec. Start "
+            f"it with 'mpiexec -n {tasks} python ...', or 'srun --mpi=pmi2' if MPI is MPICH; or 'mpiexec -n 1' for one"
+        )
 
 
 def local_rank() -> int:

@@ -66,7 +66,7 @@ class Observer:
         """A step is done."""
 
     def saved(self, step: int) -> None:
-        """The checkpoint after ``step`` steps is complete."""
+        """The checkpoint after ``step`` steps is complete; before ``stepped``, if the step is evaluated, too."""
 
     def not_saved(self, step: int, why: str) -> None:
         """A checkpoint could not be written; the run continues after ``step`` steps."""
@@ -100,8 +100,10 @@ class MetricsFile(Observer):
 
     def started(self, run: Run, stop: int) -> None:
         self._run, self._path, self._steps = run, run.folder / self.NAME, run.trainer.steps_done
-        lines = "".join(line + "\n" for line in lines_up_to(self._path, self._steps))
-        replace_file(self._path, lines)
+        lines = lines_up_to(self._path, self._steps)
+        if run.saved_report and not (lines and json.loads(lines[-1])["step"] == self._steps):
+            lines.append(json.dumps(run.saved_report))
+        replace_file(self._path, "".join(line + "\n" for line in lines))
         self._file: TextIO = self._open()
         self._of_start: dict[str, Any] = {"products": in_use()}  # for the first line of a start
 
@@ -297,18 +299,19 @@ class Run:
 
     ``folder`` gets ``metrics.jsonl``, checkpoints, and, if there is a ``config`` (JSON), ``config.json``.
     ``validation`` are the batches to evaluate, at the start, every ``eval_every`` steps and at the end. A checkpoint is
-    written every ``save_every`` steps and at the end; 0: only at the end. The last ``keep`` stay. Checkpoints contain
-    ``facts`` (JSON), and a run with other facts cannot resume from them. With ``background``, training continues during
-    a save. If a save fails, the run ends with CheckpointError on all ranks, or, with ``go_on_unsaved``, reports the
-    failure to the observers and tries the next save when it is due; the last one must succeed. Every
-    ``check_replicas_every`` steps (0: never) ranks compare their replicas, and a flipped bit ends the run. ``trace`` is
-    the number of steps, from the second on, to trace in ``trace.json``. ``sample`` is called on all ranks at the end,
-    for a text that shows what the model learnt; ``after_step`` is called with the number of each step, after its
-    metrics are reported and before anything is saved; it may replace ``validation``, ``config`` and the engine's mesh.
+    written every ``save_every`` steps and at the end; 0: only at the end; if both are due, it comes first. The last
+    ``keep`` stay. Checkpoints contain ``facts`` (JSON), and a run with other facts cannot resume from them. With
+    ``background``, training continues during a save. If a save fails, the run ends with CheckpointError on all ranks,
+    or, with ``go_on_unsaved``, reports the failure to the observers and tries the next save when it is due; the last
+    one must succeed. Every ``check_replicas_every`` steps (0: never) ranks compare their replicas, and a flipped bit
+    ends the run. ``trace`` is the number of steps, from the second on, to trace in ``trace.json``. ``sample`` is called
+    on all ranks at the end, for a text that shows what the model learnt; ``after_step`` is called with the number of
+    each step, after its metrics are reported; it may replace ``validation``, ``config`` and the engine's mesh.
 
-    SIGINT, SIGTERM, SIGUSR1 or SIGHUP to any rank ends the run after the current step: it is saved, reported to the
-    observers, and raises SystemExit on every rank, whose code is 128 + the signal's number. A second signal, or one
-    before the first step is done, ends the program at once.
+    SIGINT, SIGTERM, SIGUSR1 or SIGHUP to any rank ends the run after the current step, or the current batch of an
+    evaluation, which then has no result: it is saved, reported to the observers, and raises SystemExit on every rank,
+    whose code is 128 + the signal's number. A second signal, or one before the first step is done, ends the program at
+    once.
     """
 
     def __init__(
@@ -338,6 +341,9 @@ class Run:
         self._phase = trainer.engine.mesh.activity.phase
         self.tracing = False  #: whether steps are being traced
         self._saving: Save | None = None  # a save that is perhaps not complete
+        self._unsaved = False  # whether the last save has failed
+        self._report: StepReport | None = None  # of a step, until the observers get it
+        self.saved_report: dict[str, Any] | None = None  #: the line of ``metrics.jsonl`` in the checkpoint resumed from
         self._lock: RunLock | None = None  # while this run writes
         self.evaluation: Evaluation | None = None  #: the last one
         self.memory_limits: list[int] = []  #: bytes that each rank of the world may use: its part of its node's
@@ -378,8 +384,8 @@ class Run:
         self.memory_limits = by_rank(self.engine.mesh, self.memory_limits)
         with self.locked(), self._observed(steps), StopFlag(to_save=False) as stop:
             self.trainer.stop = stop
-            self._evaluate()
-            self._notify_evaluated()
+            if self._evaluate():
+                self._notify_evaluated()
             self._go_on(steps, stop)
             if steps == 0:
                 self.save()
@@ -392,32 +398,53 @@ class Run:
         self._lock = RunLock(self.folder)  # which rank 0 has taken
         self.trainer.stop = stop
         enter()
-        self._after_step(steps, stop)
+        self._save_after_step(steps, stop)
         self._go_on(steps, stop)
         self.sample()
 
     def _go_on(self, steps: int, stop: StopFlag) -> None:
-        """The steps up to ``steps``, with what follows each of them."""
+        """The steps up to ``steps``, with what follows each of them.
+
+        A step that is both saved and evaluated is saved first, as an evaluation may take long, or fail.
+        """
         for report in self._traced(steps):
-            last = report.step == steps
-            evaluates = last or not stop.taken and _due(self.eval_every, report.step)
-            if evaluates:
-                self._evaluate()
-                if evaluation := self.evaluation:
-                    report = replace(report, validation_loss=evaluation.loss, validation_metrics=evaluation.metrics)
+            stopped = bool(stop.taken)
+            self._report = report
+            if not stopped and self._saves_first(steps):
+                self._compare_and_save(ends=report.step == steps)
+            evaluates = not stopped and self._evaluates(steps) and self._evaluate()
+            if evaluates and (evaluation := self.evaluation):
+                report = replace(report, validation_loss=evaluation.loss, validation_metrics=evaluation.metrics)
             self.notify(lambda observer, report=report: observer.stepped(report))
+            self._report = None
             if evaluates:
                 self._notify_evaluated()
             self.after_step(report.step)
-            self._after_step(steps, stop)
+            self._save_after_step(steps, stop, stopped)
         if stop.taken:
             self.notify(lambda observer: observer.stopped(self.steps_done, stop.taken))
             sys.exit(128 + stop.taken)
 
-    def _after_step(self, steps: int, stop: StopFlag) -> None:
+    def _evaluates(self, steps: int) -> bool:
+        return self.steps_done == steps or _due(self.eval_every, self.steps_done)
+
+    def _saves_first(self, steps: int) -> bool:
+        """Whether the last step is saved before its evaluation. All ranks know, also those that took no part in it."""
+        return self._evaluates(steps) and (self.steps_done == steps or _due(self.save_every, self.steps_done))
+
+    def _save_after_step(self, steps: int, stop: StopFlag, stopped: bool = False) -> None:
+        """Compare replicas and save, where this is due and has not been done before the evaluation.
+
+        ``stopped``: whether a signal was taken in the step itself.
+        """
+        if stopped or not self._saves_first(steps) or stop.taken and self._unsaved:
+            self._compare_and_save(ends=self.steps_done == steps or bool(stop.taken))
+        elif stop.taken:
+            self.finish_saving(must=True)
+
+    def _compare_and_save(self, ends: bool) -> None:
         """Compare replicas and save, where this is due."""
         done = self.steps_done  # a rank may have been idle in between
-        ends = done == steps or bool(stop.taken)
         if _due(self._check_replicas_every, done):
             self._compare_replicas(done)
         if self._saving and self._is_written_everywhere():
@@ -510,7 +537,7 @@ class Run:
         for name, value in self.facts.items():
             if facts[name] != value:
                 raise UsageError(f"{self.folder} was trained with {name} {facts[name]!r}, but this run has {value!r}")
-        self.trainer.steps_done = facts["step"]
+        self.trainer.steps_done, self.saved_report = facts["step"], facts.get("report")
         if self.trainer.loss_scale and "loss_scale" in facts:
             self.trainer.loss_scale.restore(facts["loss_scale"])
 
@@ -525,9 +552,14 @@ class Run:
 
     def _start_saving(self, must: bool) -> None:
         self.finish_saving(must=False)  # the previous save; of two, the last must succeed
+        self._unsaved = False
         with self._maybe_unsaved(must), self._phase("saving, step", self.steps_done):
             self.write_config()
-            scale = self.trainer.loss_scale
+            facts = dict(self.facts)
+            if self.trainer.loss_scale:
+                facts["loss_scale"] = self.trainer.loss_scale.as_json()
+            if self._report:  # lost, if the run is killed before it gets to the observers
+                facts["report"] = self._report.as_dict()
             self._saving = Save(
                 self.folder,
                 self.engine,
@@ -535,7 +567,7 @@ class Run:
                 step=self.steps_done,
                 config=self.config,
                 keep=self._keep,
-                facts=self.facts if scale is None else self.facts | {"loss_scale": scale.as_json()},
+                facts=facts,
                 background=self._background and not must,
             )
 
@@ -561,13 +593,18 @@ class Run:
         except CheckpointError as error:
             if must or not self._go_on_unsaved:
                 raise
-            why = str(error)
+            self._unsaved, why = True, str(error)
             self.notify(lambda observer: observer.not_saved(self.steps_done, why))
 
-    def _evaluate(self) -> None:
-        if self.validation:
-            evaluation = self.trainer.evaluation(self.validation)
-            self.evaluation = evaluation if evaluation.count else None  # without targets there is no loss
+    def _evaluate(self) -> bool:
+        """Evaluate; returns False if a signal has ended that: there is no result then."""
+        if not self.validation:
+            return True
+        evaluation = self.trainer.evaluation(self.validation)
+        if self.trainer.stop and self.trainer.stop.taken:
+            return False
+        self.evaluation = evaluation if evaluation.count else None  # without targets there is no loss
+        return True
 
     def _compare_replicas(self, step: int) -> None:
         from spmd_engine.checkpoints.digest import compare_replicas

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +32,8 @@ from spmd_engine.training.first_step_check import first_step_check
 from spmd_engine.training.product_choice import choose_products
 from spmd_engine.training.run import CONFIG, Observer, Run
 from spmd_engine.training.shape_changes import ShapeChanges
-from spmd_engine.training.train_config import CorpusFacts, TrainConfig
-from spmd_engine.training.workload import Workload, make_trainer, open_workload
+from spmd_engine.training.train_config import CorpusFacts, StepConfig, TrainConfig
+from spmd_engine.training.workload import Workload, make_trainer, open_workload, rate_of
 
 if TYPE_CHECKING:
     from spmd_engine.formats.token_file import TokenFile
@@ -99,6 +100,8 @@ def train(
         new_run.trainer.first_step_check = first_step_check(workload, enforce)
         with new_run.locked():  # before anything is read from or written to the folder
             loaded = _begin(new_run, workload, resume)
+            if resume:
+                notices += _notices_of_rates(new_run, workload)
             parameters = workload.parameter_count  # on all ranks: an engine may have to exchange shapes
             for observer in new_run.observers:
                 observer.opened(workload, parameters, notices)
@@ -179,6 +182,34 @@ def _begin(run: Run, workload: Workload, resume: bool) -> list[str]:
     if (file := workload.token_file) is not None:
         run.on_rank_zero(lambda: keep_tokenizer(file, run.folder))
     return loaded
+
+
+def notices_of_rates(before: StepConfig, now: StepConfig, done: int) -> list[str]:
+    """A notice if the learning rate after ``done`` steps is another with the options ``now`` than with those of the
+    checkpoint, or if it keeps the curve of another number of steps."""
+    rates = [rate_of(training)(done) for training in (before, now)]
+    ends = [training.decay_steps or training.steps for training in (before, now)]
+    step = f"the learning rate of step {done + 1} is {rates[1]:.3g}"
+    if rates[0] != rates[1]:
+        keeps = f"; --decay-steps {ends[0]} keeps its curve" if ends[0] != ends[1] else ""
+        return [f"{step}; with the options of the checkpoint it would be {rates[0]:.3g}{keeps}"]
+    if before.steps != now.steps and ends[1] != now.steps:
+        stretched = rate_of(now.changed(decay_steps=now.steps))(done)
+        other = f"with --decay-steps {now.steps} it would be {stretched:.3g}"
+        return [f"{step}, as before, on its curve of {ends[1]} steps; {other}"]
+    return []
+
+
+def _notices_of_rates(run: Run, workload: Workload) -> list[str]:
+    """The ``notices_of_rates`` of a run that has been resumed, on rank 0."""
+    from spmd_engine.checkpoints.read import read_manifest
+
+    newest = CheckpointFolder(run.folder).newest() if run.observers else None
+    with suppress(UsageError):  # of a checkpoint without a job, or with one of another version
+        if newest is not None:
+            before = TrainConfig.from_json(read_manifest(newest).config).training
+            return notices_of_rates(before, workload.job.training, run.steps_done)
+    return []
 
 
 def _load_weights(workload: Workload) -> list[str]:

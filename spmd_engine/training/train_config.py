@@ -17,6 +17,7 @@ from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.configuration import ConfigField, Configuration, section_of, setting, settings_of
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError, one_of
+from spmd_engine.files import output_file
 from spmd_engine.foreign import json_at
 from spmd_engine.layers.layer import DOCUMENTS
 from spmd_engine.models.names import IMAGES
@@ -75,6 +76,12 @@ class StepConfig(Configuration):
         help="Learning rate at its peak; a cosine decays it to a tenth of that.",
     )
     warmup: int = setting(50, least=0, of_images=20, help="Steps until the learning rate peaks.")
+    decay_steps: int | None = setting(
+        None,
+        least=1,
+        unset="--steps, with which the run began",
+        help="Steps until the learning rate is at its lowest, where it then stays.",
+    )
     optimizer: str = setting("adamw", choices=("adamw", "sgd"), fixed=True, help="AdamW, or SGD with momentum.")
     momentum: float = setting(0.9, least=0, most=1, help="Momentum of sgd.")
     weight_decay: float = setting(0.1, least=0, most=LARGEST, help="Weight decay; norms and biases have none.")
@@ -183,8 +190,9 @@ class TrainConfig(Configuration):
         return cls.from_json(json_at(path), str(path))
 
     def write(self, path: str | Path) -> None:
-        """Write the JSON file that ``read`` reads."""
-        Path(path).write_text(json.dumps(self.as_json(), indent=2) + "\n")
+        """Write the JSON file that ``read`` reads, completely or not at all; raises UsageError if that fails."""
+        with output_file(path, "the job") as file:
+            file.write((json.dumps(self.as_json(), indent=2) + "\n").encode())
 
     @classmethod
     def of(cls, **options: Any) -> Self:
@@ -211,7 +219,7 @@ class TrainConfig(Configuration):
 
     def resumed(self, where: str = "the run", **options: Any) -> Self:
         """The job of a resumed run, with other values of some options; mesh, device, tf32, check and products become
-        their defaults.
+        their defaults. With other ``steps`` the learning rate keeps its curve, unless ``decay_steps`` are given, too.
 
         Raises UsageError for another value of an option that determines the results (``FIXED``).
         """
@@ -221,6 +229,8 @@ class TrainConfig(Configuration):
                     f"{where} was begun with {name} {self.option(name)}: {name} {options[name]} cannot go on with it. "
                     f"Leave it out, or begin another run ({', '.join(FIXED)} stay as they are)"
                 )
+        if options.get("steps", self.training.steps) != self.training.steps:
+            options = {"decay_steps": self.training.decay_steps or max(1, self.training.steps)} | options
         return self.with_options(
             **{"mesh": None, "device": "cpu", "tf32": False, "check": True, "products": "auto"} | options
         )

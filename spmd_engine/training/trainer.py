@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import isfinite
@@ -204,7 +204,10 @@ class Trainer:
         return self.evaluation(batches).loss
 
     def evaluation(self, batches: Sequence[Batch]) -> Evaluation:
-        """The mean loss, and the engine's metrics, over whole batches. Collective."""
+        """The mean loss, and the engine's metrics, over whole batches. Collective.
+
+        If any rank receives a signal meanwhile, they are of the batches before it, and all ranks' flags are taken.
+        """
         with self.engine.mesh.activity.phase("evaluating, step", self.steps_done):
             evaluation = self._evaluate(batches)
         if not np.isfinite(evaluation.loss):
@@ -215,10 +218,28 @@ class Trainer:
     def _evaluate(self, batches: Sequence[Batch]) -> Evaluation:
         engine = self.engine
         if not _is_newer(type(engine), "evaluate", than="evaluation"):
-            return engine.evaluation(batches, self.loss)
-        counts = [engine.count(batch) for batch in batches]  # the engine has its own loss of a batch
-        total = sum(count * engine.evaluate(batch, self.loss) for batch, count in zip(batches, counts, strict=True))
-        return Evaluation(total / (sum(counts) or 1.0), {}, sum(counts))
+            return engine.evaluation(self._until_signal(batches), self.loss)
+        total, counts = 0.0, 0.0
+        for batch in self._until_signal(batches):  # the engine has its own loss of a batch
+            count = engine.count(batch)
+            total, counts = total + count * engine.evaluate(batch, self.loss), counts + count
+        return Evaluation(total / (counts or 1.0), {}, counts)
+
+    def _until_signal(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches, until any rank receives a signal: all ranks' flags are then taken. Collective."""
+        watches = self.stop is not None and not self.stop.taken
+        for batch in batches:
+            if watches and self._takes_signal():
+                return
+            yield batch
+        if watches:
+            self._takes_signal()  # one that came in the last batch: no step follows
+
+    def _takes_signal(self) -> int:
+        assert self.stop
+        signal = self.engine.group().all_reduce(np.array(self.stop.received), "max", label="signal")
+        self.stop.take(int(signal))
+        return self.stop.taken
 
 
 def _all_finite(x: Any) -> bool:

@@ -242,6 +242,11 @@ def optimizer_of(training: StepConfig) -> Optimizer:
     return SGD(training.momentum, training.weight_decay)
 
 
+def rate_of(training: StepConfig) -> WarmupCosine:
+    """The learning rate that a job describes."""
+    return WarmupCosine(training.learning_rate, training.decay_steps or training.steps, training.warmup)
+
+
 def make_trainer(workload: Workload) -> Trainer:
     """The trainer that a job describes."""
     job, training = workload.job, workload.job.training
@@ -250,6 +255,6 @@ def make_trainer(workload: Workload) -> Trainer:
         size, micro_batches = job.data.batch_size, job.data.micro_batches
         return workload.data.batch(workload.engine, step, size=size, micro_batches=micro_batches)
 
-    rate = WarmupCosine(training.learning_rate, training.steps, training.warmup)
+    rate = rate_of(training)
     limits = {"grad_clip": training.grad_clip, "max_skipped": training.max_skipped}
     return Trainer(workload.engine, optimizer_of(training), batches, rate, **limits)

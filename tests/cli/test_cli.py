@@ -124,10 +124,12 @@ def test_train_resume_generate_infer(several_by_mpi, virtual, here, tmp_path):
 
 
 def test_resume_takes_over_the_run_s_own_options(here, r):
-    assert here("train", "--steps", "2", "--resume", "--run", "r")[0] == 0
+    code, _, errors = here("train", "--steps", "2", "--resume", "--run", "r")
+    assert code == 0 and "note: the learning rate of step 2 is 0.00016, as before, on its curve of 1 steps" in errors
     assert metrics(r)[1]["tokens"] == 2 * 128
+    assert json.loads((r / "config.json").read_text())["training"]["decay_steps"] == 1
     code, _, errors = here("train", "--resume", "--run", "r")  # all steps were made: says so, changes nothing
-    assert len(metrics(r)) == 2 and code == 0 and "nothing to do" in errors
+    assert len(metrics(r)) == 2 and code == 0 and "nothing to do" in errors and "learning rate" not in errors
 
 
 def test_resume_keeps_the_composition_that_fits_the_new_mesh(virtual, here, tmp_path):
@@ -135,7 +137,7 @@ def test_resume_keeps_the_composition_that_fits_the_new_mesh(virtual, here, tmp_
         return json.loads((tmp_path / "runs" / "r" / "config.json").read_text())["composition"]
 
     compose = ["--zero", "3", "--schedule", "interleaved", "--chunks", "3", "--group-cap", "100000"]
-    short = ["--steps", "1", "--batch-size", "2", "--length", "32", *QUIET, *TEXT]
+    short = ["--steps", "1", "--decay-steps", "2", "--batch-size", "2", "--length", "32", *QUIET, *TEXT]
     virtual(2, "train", "--mesh", "pipe=2", *compose, "--run", "r", *short)
     resume = ["--resume", "--run", "r", "--steps", "2", "--stages", "cost"]
     errors = virtual(4, "train", "--mesh", "data=2,pipe=2", *resume).err

@@ -1,15 +1,20 @@
 """What commands write is there whole, or not at all; and what they say of what cannot be."""
 
+import errno
 import json
 import os
 
 import numpy as np
 import pytest
 
-from command_line import QUIET, TEXT
+from command_line import QUIET, TEXT, limited
+from spmd_engine import Mesh, TrainConfig
+from spmd_engine.checkpoints.format.folder import replace_file
+from spmd_engine.cli.bench.measuring import report
 from spmd_engine.errors import UsageError
 from spmd_engine.files import output_file
 from spmd_engine.tokens import ByteTokenizer
+from spmd_engine.training.data.prepare import prepare
 
 
 def test_a_file_that_cannot_be_completed_leaves_what_was_there(tmp_path):
@@ -44,6 +49,53 @@ def test_what_cannot_be_written_is_named_by_its_option(here, tmp_path):
     assert code == 2 and "text is not an .npy array" in errors and "pickle" not in errors
     code, _, errors = here("plan", "--ranks", "2", "--model", "mlp", "--mesh", "data=2", "--timeline", "/dev/full")
     assert code == 2 and "--timeline /dev/full: cannot be written (No space" in errors
+
+
+def test_a_full_disk_is_one_line_that_names_the_file_and_leaves_nothing(here, tmp_path):
+    (tmp_path / "text").write_text("def " * 99)
+    plan = ["plan", "--ranks", "2", "--model", "mlp", "--mesh", "data=2", "--output", "p.json"]
+    for command, name in (["new", "mine"], "mine"), (plan, "p.json"):
+        told = []
+        limited(0, lambda command=command, told=told: told.append(here(*command)))
+        ((code, _, errors),) = told
+        assert code == 2 and name in errors and errors.endswith(("File too large)\n", "File too large\n"))
+        assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+    with Mesh() as mesh, pytest.raises(UsageError, match=r"File too large: 'x\.tokens'"):
+        limited(0, lambda: prepare(mesh.group(), ["text"], ByteTokenizer(), "x.tokens"))
+    for write in (
+        lambda path: report(["a"], [["1"]], {"a": 1}, path),
+        TrainConfig().write,
+        lambda path: replace_file(path, "text"),
+    ):
+        with pytest.raises((UsageError, OSError), match=r"y\.json"):
+            limited(0, lambda write=write: write(tmp_path / "y.json"))
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+@pytest.mark.parametrize(
+    "number, words",
+    [(errno.ENOSPC, "No space left on device; 'doctor' names limits"), (errno.EMFILE, "Too many open files; raise")],
+)
+def test_a_shortage_that_names_no_file_is_one_line(here, monkeypatch, number, words):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("spmd_engine.cli.new.files", fail)
+    code, _, errors = here("new", "mine")
+    assert code == 2 and errors.startswith(f"spmd_engine: {words}") and errors.count("\n") == 1
+
+
+def test_names_that_are_no_utf_8_are_written_as_they_are(here, tmp_path):
+    name = os.fsdecode(b"caf\xe9")
+    (tmp_path / name).write_text("def " * 9999)
+    few = ["--model", "mlp", "--batch-size", "2", *QUIET, "--data", name, "--run", f"r-{name}"]
+    assert here("train", "--steps", "1", *few)[0] == 0
+    assert here("train", "--steps", "2", "--resume", "--run", f"r-{name}")[0] == 0
+    assert here("report", f"r-{name}", "-o", "page.html")[0] == 0
+    assert r"r-caf\udce9" in (tmp_path / "page.html").read_text()
+    assert here("new", f"n-{name}")[0] == 0
+    assert b"caf\xe9" in (tmp_path / f"n-{name}" / "README.md").read_bytes()
 
 
 def test_a_text_too_short_to_be_scored_is_named(here, tmp_path):

@@ -226,6 +226,7 @@ def test_parse_axes(text, axes):
         ("", "names no axis"),
         (" , ", "names no axis"),
         ("data", "cannot read mesh 'data' at 'data'; write axes as in data=4,model=2"),
+        ("data=\N{SUPERSCRIPT TWO}", "cannot read mesh 'data=²' at 'data=²'; write axes as in data=4,model=2"),
         ("data=", "at 'data='"),
         ("data=4,model=x", "at 'model=x'"),
         ("data=-1", "at 'data=-1'"),

@@ -9,7 +9,11 @@ import pytest
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays import products as in_arrays
 from spmd_engine.arrays.products import DTYPES, NUMPY, SIZES, in_use
+from spmd_engine.cli import main
+from spmd_engine.errors import CheckpointError
+from spmd_engine.models.load_config import located
 from spmd_engine.planning.machine import products
+from spmd_engine.planning.machine.files import calibrated_file, default_machine
 from spmd_engine.planning.machine.products import kept_rates, measure_products, rates_file
 from spmd_engine.training import product_choice
 from spmd_engine.training.product_choice import choose_products
@@ -97,7 +101,7 @@ def test_a_library_of_one_thread_is_left_out_where_blas_has_more(installed, meas
         assert {name for _, _, name in used()} == names
 
 
-def test_another_version_and_a_damaged_file_are_measured(installed, measured, tmp_path):
+def test_another_version_and_a_damaged_file_are_measured(installed, measured, tmp_path, caplog):
     installed["onednn"] = Numpy2("onednn")
     choose()
     installed["onednn"] = Numpy2("onednn", version="2")
@@ -107,13 +111,31 @@ def test_another_version_and_a_damaged_file_are_measured(installed, measured, tm
     choose()
     assert len(measured) == 2  # both are kept
     (file,) = [file for file in tmp_path.glob("*/*.json") if file == rates_file([installed["onednn"]])]
-    for content in "[", "[]", json.dumps(dict.fromkeys(DTYPES, 3)):
+    kept = file.read_text()
+    damaged = ["[", "[]", "[" * 9999, json.dumps(dict.fromkeys(DTYPES, 3)), kept + " " * (1 << 16)]
+    damaged += [kept.replace("200.0", value) for value in ('"fast"', "NaN", "-1", "true", "[]")]
+    for number, content in enumerate(damaged, start=1):
         file.write_text(content)
-        choose()
-    assert len(measured) == 5
+        assert choose() == [] and used() == {(dtype, "large", "onednn") for dtype in DTYPES}
+        assert len(measured) == 2 + number and file.read_text() == kept
+    assert caplog.messages == [f"{file} is damaged: products of matrices are measured again"] * len(damaged)
     kept_rates(["onednn"], again=True)
-    assert len(measured) == 6
+    assert len(measured) == 3 + len(damaged)
     assert len(list(tmp_path.glob("*/*"))) == 2  # no temporary files
+
+
+def test_a_user_without_a_home_measures_and_plans_without_a_cache(installed, measured, monkeypatch):
+    """As in a container whose user has no entry among the users of the system."""
+    for name in "HOME", "XDG_CACHE_HOME", "SPMD_MACHINE", "HF_HOME":
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda user: {}[user])
+    installed["onednn"] = Numpy2("onednn")
+    assert choose() == choose() == [] and len(measured) == 2
+    assert calibrated_file() is None and default_machine().name == "cpu"
+    with pytest.raises(CheckpointError, match="org/name is no model: there is no such folder, and no snapshot"):
+        located("org/name")
+    with pytest.raises(SystemExit):
+        main(["calibrate"])
 
 
 def test_the_first_of_two_jobs_that_measure_decides(installed, measured, monkeypatch):

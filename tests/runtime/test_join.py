@@ -1,10 +1,13 @@
 """A rank that ends before it has joined MPI: the others tell of it, and the job ends."""
 
+import resource
 import subprocess
 import sys
 
 import pytest
 
+from spmd_engine.errors import UsageError
+from spmd_engine.runtime.join import check_limits
 from spmd_engine.runtime.mpi_job import find_mpiexec
 
 PROGRAM = """
@@ -43,8 +46,22 @@ def test_a_limit_of_file_sizes_is_named(tmp_path):
     result = subprocess.run(
         [sys.executable, "-B", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
-    said = "spmd_engine: files may have 0 bytes here (ulimit -f), too few for MPI and for checkpoints: raise it\n"
-    assert (result.returncode, result.stderr) == (2, said) and not list(tmp_path.iterdir())
+    said = "spmd_engine: files may have 0 bytes here (ulimit -f), too few for MPI and for checkpoints: raise it to "
+    assert (result.returncode, result.stderr) == (2, f"{said}{4 << 20} at least\n") and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "limit, most, words",
+    [
+        (resource.RLIMIT_NOFILE, 32, r"open 32 files here \(ulimit -n\), too few .*: raise it to 40 at least"),
+        (resource.RLIMIT_AS, 400 << 20, r"bytes of addresses here \(ulimit -v\), too few .*: raise it to 1073741824"),
+    ],
+)
+def test_other_limits_are_named(monkeypatch, limit, most, words):
+    endless = resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (most if which == limit else endless, endless))
+    with pytest.raises(UsageError, match=words):
+        check_limits(ranks=2)
 
 
 USUAL = """

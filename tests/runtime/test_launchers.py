@@ -3,17 +3,27 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
 from mpi_harness.launch import clean_environment
-from spmd_engine.runtime.launchers import RANK_VARIABLES, SIZE_VARIABLES, is_launched, launcher_rank, launcher_size
+from spmd_engine.errors import UsageError
+from spmd_engine.runtime.launchers import (
+    RANK_VARIABLES,
+    SIZE_VARIABLES,
+    check_started_by_launcher,
+    is_launched,
+    launcher_rank,
+    launcher_size,
+)
 from spmd_engine.runtime.mpi_job import find_mpiexec, is_open_mpi
 
 BY = {
     "nobody": ({}, (False, 0, 1)),
     "MPICH's mpiexec": ({"PMI_RANK": "2", "PMI_SIZE": "4"}, (True, 2, 4)),
     "Open MPI's mpiexec": ({"PMIX_RANK": "1", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3"}, (True, 1, 3)),
+    "no number": ({"PMI_RANK": "\N{SUPERSCRIPT TWO}"}, (True, 0, 1)),
     "MVAPICH2's": ({"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"}, (True, 0, 2)),
     "srun --mpi=pmix": ({"PMIX_RANK": "5", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8"}, (True, 5, 8)),
     "srun --mpi=none": ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}, (False, 3, 4)),
@@ -41,6 +51,24 @@ def test_one_of_several_processes_that_mpi_does_not_join_is_refused(tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=100)
     assert ended.returncode == 2 and not (tmp_path / "runs").exists()
     assert ended.stderr.startswith("spmd_engine: started as one of 4 processes by srun, but MPI sees only this one")
+
+
+@pytest.mark.parametrize(
+    "told, refused",
+    [
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, True),  # a batch script
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "PMI_RANK": "0", "PMI_SIZE": "1"}, False),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, False),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, False),  # srun -n 1
+    ],
+)
+def test_training_by_one_process_of_an_allocation_is_refused(monkeypatch, told, refused):
+    for name in {*RANK_VARIABLES, *(name for name in os.environ if name.startswith("SLURM_"))}:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="Slurm has allocated 4 tasks.*mpiexec -n 1") if refused else nullcontext():
+        check_started_by_launcher()
 
 
 def test_a_signal_ends_a_process_that_cannot_join_in_one_line():

@@ -11,7 +11,9 @@ from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Mixture
 from spmd_engine.models.names import build_model
+from spmd_engine.training.run_job import notices_of_rates
 from spmd_engine.training.train_config import FIXED, StepConfig, TrainConfig
+from spmd_engine.training.workload import rate_of
 
 JOB = TrainConfig.of(
     model="gpt-mini", dropout=0.1, steps=7, zero=3, mesh={"data": 2, "model": 4}, data="texts", sample=0
@@ -104,8 +106,32 @@ def test_options_find_their_sections():
 
 
 def test_a_run_goes_on_with_its_own_options_but_for_mesh_device_and_checks():
-    job = JOB.with_options(check=False, device="cuda").resumed(steps=9)
-    assert job == JOB.with_options(mesh=None, steps=9)
+    job = JOB.with_options(check=False, device="cuda").resumed(sample=9)
+    assert job == JOB.with_options(mesh=None, sample=9)
+
+
+def test_a_resumed_run_keeps_the_curve_of_its_learning_rate():
+    begun = TrainConfig.of(steps=10, warmup=2)
+    once = begun.resumed(steps=20)
+    again = once.resumed(steps=30)
+    kept, shorter, stretched = again.resumed(), begun.resumed(steps=5), begun.resumed(steps=20, decay_steps=20)
+    rates = [rate_of(job.training) for job in (begun, once, again, kept, shorter)]
+    assert all([rate(step) for step in range(30)] == [rates[0](step) for step in range(30)] for rate in rates)
+    assert rate_of(stretched.training) == rate_of(TrainConfig.of(steps=20, warmup=2).training)
+    assert begun.resumed(steps=10) == begun.resumed() and again.training.decay_steps == 10
+
+
+def test_a_notice_gives_both_rates_where_the_curve_changes():
+    begun = TrainConfig.of(steps=10, warmup=2, learning_rate=1.0)
+    assert notices_of_rates(begun.training, begun.resumed(eval_every=3).training, 10) == []
+    assert notices_of_rates(begun.training, begun.resumed(warmup=3).training, 10) == []  # the rest is the same
+    (kept,) = notices_of_rates(begun.training, begun.resumed(steps=20).training, 10)
+    rate = "the learning rate of step 11 is"
+    assert kept == f"{rate} 0.1, as before, on its curve of 10 steps; with --decay-steps 20 it would be 0.628"
+    (stretched,) = notices_of_rates(begun.training, begun.resumed(steps=20, decay_steps=20).training, 10)
+    assert stretched.startswith(f"{rate} 0.628; with the options of the checkpoint it would be 0.1; --decay-steps 10")
+    (warmer,) = notices_of_rates(begun.training, begun.resumed(warmup=8).training, 4)
+    assert warmer == "the learning rate of step 5 is 0.625; with the options of the checkpoint it would be 0.868"
 
 
 @pytest.mark.parametrize("name", FIXED)

@@ -109,8 +109,8 @@ def test_a_logger_of_one_s_own(train, tmp_path):
     assert (train.folder / "own.txt").read_text().splitlines() == [
         "params gpt-nano",
         "metrics 1 ['bytes_sent', 'grad_norm']",
-        "metrics 2 ['bytes_sent', 'grad_norm']",
         "save",
+        "metrics 2 ['bytes_sent', 'grad_norm']",
         "finalize success",
     ]
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import signal
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ import pytest
 
 import saved
 import tiny
+from command_line import limited
 from spmd_engine import ArrayData, Mesh, Run, TrainConfig, run_threads, train, world
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder
 from spmd_engine.checkpoints.format.folder import RunLock, replace_file
@@ -91,9 +91,70 @@ def test_it_evaluates_and_saves_when_due_and_at_the_end(tmp_path):
     (loss,) = trained(tmp_path, {"data": 1}, 5, eval_every=2, save_every=3, observers=[events], sample=lambda: "so")
     assert events.seen == [
         *("evaluated 0", "step 1", "step 2", "evaluated 2", "step 3", "saved 3", "step 4", "evaluated 4"),
-        *("step 5", "evaluated 5", "saved 5", "finished so", "closed"),
+        *("saved 5", "step 5", "evaluated 5", "finished so", "closed"),  # saved first: an evaluation may fail
     ]
     assert metrics(tmp_path)[-1]["validation_loss"] == loss
+
+
+class Interrupting:
+    """Batches of validation; their evaluation number ``evaluation`` (from 0) is interrupted by ``act`` on one rank."""
+
+    def __init__(self, run, evaluation, act):
+        self.batches, self.run, self.evaluation, self.act, self.begun = run.validation, run, evaluation, act, []
+
+    def __iter__(self):
+        self.begun.append(0)
+        for batch in self.batches:
+            self.begun[-1] += 1
+            if len(self.begun) == self.evaluation + 1 and self.run.engine.device_id == self.run.engine.mesh.size - 1:
+                self.act(self.run)
+            yield batch
+
+
+def interrupted(folder, axes, evaluation, act, **options):
+    """What leaves the run on each rank, and the numbers of batches that its evaluations have begun."""
+
+    def program():
+        with Mesh(**axes) as mesh:
+            run = make_run(folder, mesh, eval_every=2, **options)
+            run.validation = validation = Interrupting(run, evaluation, act)
+            with pytest.raises((SystemExit, ZeroDivisionError)) as left:
+                run.train(5)
+            return left.value, validation.begun, run.loss
+
+    return run_threads(program, tiny.ranks_of(axes))
+
+
+@pytest.mark.parametrize("save_every", [0, 2])
+def test_a_signal_ends_an_evaluation_and_the_run_goes_on_exactly(tmp_path, save_every):
+    """It is saved at once, without another step and without the result."""
+
+    def receive(run):
+        run.trainer.stop.receive(signal.SIGTERM)  # as its handler does
+
+    trained(tmp_path / "whole", {"data": 2}, 5, eval_every=2)
+    ends = interrupted(tmp_path / "parts", {"data": 2}, 1, receive, save_every=save_every)
+    for left, begun, loss in ends:
+        assert left.code == 128 + signal.SIGTERM and begun == [2, 1]
+        assert loss == ends[0][2]  # of the evaluation at the start
+    first, second = metrics(tmp_path / "parts")
+    assert "validation_loss" not in second and first["step"] == 1
+    trained(tmp_path / "parts", {"data": 2}, 5, eval_every=2, resume=True)
+    assert saved.everything(tmp_path / "parts") == saved.everything(tmp_path / "whole")
+    ours, theirs = metrics(tmp_path / "parts"), metrics(tmp_path / "whole")
+    assert [(m["step"], m["loss"]) for m in ours] == [(m["step"], m["loss"]) for m in theirs]
+
+
+def test_a_step_is_saved_before_its_evaluation_with_its_line_of_the_metrics(tmp_path):
+    """A run that is killed in an evaluation, or whose evaluation fails, continues after that step."""
+
+    def kill(run):
+        raise ZeroDivisionError
+
+    interrupted(tmp_path, {"data": 1}, 1, kill, save_every=2)
+    assert [line["step"] for line in metrics(tmp_path)] == [1]
+    trained(tmp_path, {"data": 1}, 5, eval_every=2, resume=True)
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5]
 
 
 def test_observers_are_told_on_rank_zero_alone_and_closed_after_an_error(tmp_path):
@@ -144,17 +205,6 @@ def test_a_signal_ends_it_saved_with_the_code_of_shells_and_it_goes_on_exactly(t
 
 
 # --- its files
-
-
-def limited(size, do):
-    """``do()``, while no file may be larger: as on a full disk, from the first byte on where that is 0."""
-    limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        do()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, ignored)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -303,12 +353,14 @@ def test_a_run_that_another_host_took_over_writes_nothing_more(tmp_path):
 def test_a_second_run_is_refused_before_it_writes_anything(tmp_path):
     """Also where the first one has not saved yet, and the second begins anew, as another job."""
     jobs = [
-        TrainConfig.of(model="mlp", steps=1, batch_size=4, eval_samples=2, learning_rate=rate) for rate in (0.1, 0.2)
+        TrainConfig.of(model="mlp", steps=2, batch_size=4, eval_samples=2, learning_rate=rate) for rate in (0.1, 0.2)
     ]
     refused = []
 
     class Second(Observer):
         def stepped(self, report):
+            if report.step == 2:  # saved
+                return
             before = files_in(tmp_path)
             with pytest.raises(UsageError, match="is being written by another run"):
                 train(jobs[1], tmp_path)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from spmd_engine.errors import CheckpointError, UsageError
-from spmd_engine.files import open_private, open_regular
+from spmd_engine.files import naming, open_private, open_regular
 
 CHECKPOINTS, LATEST, MANIFEST = "checkpoints", "latest", "manifest.json"
 _COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -167,7 +167,7 @@ def replace_file(path: Path, text: str) -> None:
     """Write a small file atomically: at any time, ``path`` is the old file or the complete new one."""
     unfinished = path.with_name(f".{path.name}-{os.urandom(16).hex()}")
     try:
-        with unfinished.open("x") as file:
+        with naming(path), unfinished.open("x") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -19,7 +19,7 @@ from rich.table import Table
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.errors import UsageError
-from spmd_engine.files import check_ending
+from spmd_engine.files import check_ending, output_file
 from spmd_engine.runtime.mpi_job import find_mpiexec
 
 Option = Callable[[Callable], Callable]
@@ -48,7 +48,8 @@ def report(columns: Sequence[str], rows: Sequence[Sequence[str]], figures: Any, 
     """Print the table, and write all ``figures`` to ``output``."""
     print_table(columns, rows)
     if output:
-        output.write_text(json.dumps(figures, indent=1) + "\n")
+        with output_file(output) as file:
+            file.write((json.dumps(figures, indent=1) + "\n").encode())
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 from pathlib import Path
+from shutil import rmtree
 
 import click
 
@@ -11,6 +12,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.runtime.launchers import launcher_rank
 
 TEMPLATES = ("model.py", "test_model.py", "job.sh", "README.md")
+_NAMES = "surrogateescape"  # a name may have bytes that are no characters
 
 
 @click.command(short_help="Write a folder to start a model of your own from.")
@@ -25,13 +27,17 @@ def new(folder: Path) -> None:
     """
     if launcher_rank() > 0:
         return
+    texts = {name: files(__name__).joinpath(f"{name}.template").read_text() for name in TEMPLATES}
     try:
         folder.mkdir(parents=True)
+        try:
+            for name, text in texts.items():
+                (folder / name).write_bytes(text.replace("{{NAME}}", folder.resolve().name).encode(errors=_NAMES))
+        except BaseException:
+            rmtree(folder, ignore_errors=True)
+            raise
     except FileExistsError:
         raise UsageError(f"{folder} exists; give another name") from None
     except OSError as error:
         raise UsageError(f"{folder} cannot be made: {error.strerror}") from error
-    for name in TEMPLATES:
-        text = files(__name__).joinpath(f"{name}.template").read_text()
-        (folder / name).write_text(text.replace("{{NAME}}", folder.resolve().name))
     click.echo(f"wrote {folder}: {', '.join(TEMPLATES)}")

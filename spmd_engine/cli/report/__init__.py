@@ -59,6 +59,6 @@ def write_report(folders: Sequence[Path], output: Path | None = None, every: int
         page = page_of(runs, every if running else 0)
     path = output or folders[0] / "report.html"
     with output_file(path, follow=output is not None) as file:
-        file.write(page.encode())
+        file.write(page.encode(errors="backslashreplace"))  # names of files may have bytes that are no characters
     click.echo(f"wrote {path}")
     return running

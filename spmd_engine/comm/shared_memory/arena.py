@@ -164,7 +164,7 @@ def bound(ranks: int) -> int:
 
     Pages that are never written take no memory.
     """
-    if (mebibytes := os.environ.get("SPMD_ARENA_MIB", "")).isdigit():
+    if (mebibytes := os.environ.get("SPMD_ARENA_MIB", "")).isdecimal():
         return int(mebibytes) << 20
     return memory_here() // 2 // ranks >> 20 << 20
 
@@ -177,7 +177,7 @@ def memory_here() -> int:
         for name in "memory.max", "memory.limit_in_bytes":
             with suppress(OSError):
                 text = Path(group, name).read_text().strip()
-                memory = min(memory, int(text) if text.isdigit() else memory)
+                memory = min(memory, int(text) if text.isdecimal() else memory)
     return memory
 
 

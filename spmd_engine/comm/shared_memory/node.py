@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import resource
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
@@ -75,9 +76,10 @@ def open_node(rank: int, ranks: Sequence[int], kept: int, gather_texts: Callable
     if not all(answers[rank].endswith("reads") for rank in ranks):
         cross_memory = None
     if wants_memory and not all_mapped and rank == ranks[0]:
-        logger.warning(
-            "ranks of this node cannot open each other's memory (memfd): they use messages instead, which are slower"
-        )
+        limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+        why = "their addresses are limited: ulimit -v" if limited else "memfd"
+        message = "ranks of this node cannot open each other's memory (%s): they use messages instead, which are slower"
+        logger.warning(message, why)
     return Node(memories, ranks, rank, cross_memory, kept) if wants_memory and all_mapped and memories else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from math import isfinite, prod
 from pathlib import Path
@@ -157,19 +158,23 @@ def _check(machine: Machine, where: str) -> None:
             raise UsageError(f"{where}: topology: node 0 and node {unreached} are not connected")
 
 
-def calibrated_file() -> Path:
-    """Where ``calibrate`` writes by default: ``SPMD_MACHINE``, or a file in the user's cache."""
+def calibrated_file() -> Path | None:
+    """Where ``calibrate`` writes by default: ``SPMD_MACHINE``, or a file in the user's cache; None for a user without a
+    home, as in some containers."""
     if named := os.environ.get("SPMD_MACHINE"):
         return Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "spmd_engine" / "machine.toml"
+    with suppress(RuntimeError):
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(cache) / "spmd_engine" / "machine.toml"
+    return None
 
 
 def default_machine(name: str | Path | None = None) -> Machine:
     """The machine of this name or file; None: the calibrated one, else the packaged ``cpu``."""
     if name is not None:
         return read_machine(name)
-    return read_machine(calibrated_file() if calibrated_file().is_file() else "cpu")
+    file = calibrated_file()
+    return read_machine(file if file and file.is_file() else "cpu")
 
 
 def toml_of(machine: Machine) -> str:

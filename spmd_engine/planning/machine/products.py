@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
-from itertools import cycle
+from itertools import chain, cycle
 from pathlib import Path
 from time import thread_time
 
@@ -18,13 +19,17 @@ from threadpoolctl import threadpool_limits
 from spmd_engine.arrays import products
 from spmd_engine.arrays.product_libraries import MKL, blas_threads, load, numpy_blas
 from spmd_engine.arrays.products import DTYPES, NUMPY, SIZES, Library, product_by
+from spmd_engine.foreign import parse_json, read_text
 from spmd_engine.planning.machine.files import calibrated_file
 from spmd_engine.planning.machine.measure import POOL
 from spmd_engine.runtime.environment import processor
 
+logger = logging.getLogger(__name__)
+
 MARGIN = 1.05  #: by which another library must be faster than NumPy
 HOPELESS = 4.0  #: times NumPy's seconds in the first call, after which a library is not measured further
 TURNS = 7
+_MOST = 1 << 16  # bytes of the file
 _TURN = 4e-3  # seconds of a turn
 _CALL = 1e-3  # seconds that a first call may take in addition
 _TOLERANCE = 2.0**-6  # of the check of a library's results, relative to the largest
@@ -48,15 +53,16 @@ def fastest(names: Sequence[str], again: bool = False) -> list[tuple[str, str, s
     return found
 
 
-def rates_file(libraries: Sequence[Library]) -> Path:
-    """Where the rates with these libraries are kept, beside the file of ``calibrate``.
+def rates_file(libraries: Sequence[Library]) -> Path | None:
+    """Where the rates with these libraries are kept, beside the file of ``calibrate``; None: nowhere.
 
     Its name depends on all that the rates depend on: other conditions are measured, and have another file.
     """
     blas = {f"{pool['internal_api']} {pool['version']} {pool.get('architecture', '')}" for pool in numpy_blas()}
     versions = {f"{library.name} {library.version}" for library in libraries}
     conditions = [processor(), f"numpy {np.__version__}", *sorted(blas | versions)]
-    return calibrated_file().with_suffix(f".products-{sha256(repr(conditions).encode()).hexdigest()[:12]}.json")
+    file = calibrated_file()
+    return file and file.with_suffix(f".products-{sha256(repr(conditions).encode()).hexdigest()[:12]}.json")
 
 
 def kept_rates(names: Sequence[str], again: bool = False) -> Rates:
@@ -67,10 +73,14 @@ def kept_rates(names: Sequence[str], again: bool = False) -> Rates:
     with threadpool_limits(1, "blas"):
         libraries = [library for name in names if (library := load(name)) is not None]
         file = rates_file(libraries)
-        if not again and (kept := _read(file)) is not None:
-            return kept
-        again |= file.exists()  # it is damaged
+        if not again and file is not None:
+            if (kept := _read(file)) is not None:
+                return kept
+            if again := file.exists():
+                logger.warning("%s is damaged: products of matrices are measured again", file)
         rates = measure_products(libraries, SIZES)
+    if file is None:
+        return rates
     temporary = file.with_name(f".{file.name}.{os.urandom(8).hex()}")
     with suppress(OSError):  # then the next job measures
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -86,13 +96,17 @@ def kept_rates(names: Sequence[str], again: bool = False) -> Rates:
 
 
 def _read(file: Path) -> Rates | None:
-    """The rates in a file; None if they are not all there."""
+    """The rates in a file; None if it has others than positive numbers, or lacks some of NumPy's."""
     try:
-        rates = json.loads(file.read_text())
-        complete = all(float(rates[dtype][size][NUMPY]) > 0 for dtype in DTYPES for size in SIZES)
-    except (OSError, KeyError, TypeError, ValueError):
+        if not file.is_file():  # reading a pipe might never end
+            return None
+        content = parse_json(read_text(file, _MOST))
+        rates = {dtype: {size: dict(content[dtype][size]) for size in SIZES} for dtype in DTYPES}
+        numbers = [(by_library[NUMPY], *by_library.values()) for each in rates.values() for by_library in each.values()]
+        fits = all(type(rate) in (int, float) and 0 < rate < np.inf for rate in chain(*numbers))
+    except (OSError, KeyError, TypeError, ValueError, RecursionError):
         return None
-    return rates if complete else None
+    return rates if fits else None
 
 
 def measure_products(libraries: Sequence[Library], sizes: Mapping[str, tuple[int, int, int]]) -> Rates:

@@ -17,6 +17,7 @@ import numpy as np
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero, text_from_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
+from spmd_engine.files import naming
 from spmd_engine.formats.text_documents import Document, count_documents, documents, find_files
 from spmd_engine.formats.token_file import TokenFacts, TokenFile, add_to_digest, layout, open_token_file
 from spmd_engine.tokens import Tokenizer
@@ -59,6 +60,7 @@ def prepare(group: Group, paths: Sequence[str], tokenizer: Tokenizer, output: st
         document_count = on_all_ranks(group, lambda: count_documents(files, begin, end))
         before = int(group.all_gather(np.array([document_count]), label="prepare")[: group.rank].sum())
 
+        @naming(output)
         def encode() -> tuple[list[_Part], np.ndarray]:
             return _spool(_encoded(documents(files, begin, end, TOGETHER), tokenizer), before, folder)
 
@@ -171,6 +173,9 @@ def _spool(encoded: Iterator[Iterable[_Tokens]], first: int, folder: str) -> tup
         part.ends.append(end)
         part.digests += digest.digest()
         kinds[int(learnt is not None)] += 1
+    for part in parts:
+        part.tokens.flush()
+        part.learnt.flush()
     return parts, kinds
 
 
@@ -208,6 +213,7 @@ def _write(
     tokenizer_json = json.dumps(dict(tokenizer.files)).encode()
     header, offsets = layout(facts, with_learnt, tokenizer_json)
 
+    @naming(output)
     def begin() -> None:
         with unfinished.open("wb") as file:
             file.write(header)
@@ -218,6 +224,7 @@ def _write(
     on_rank_zero(group, begin)
     itemsize = 2 if facts.dtype == "U16" else 4
 
+    @naming(output)
     def fill() -> None:
         with unfinished.open("r+b") as file:
             for kind, part in enumerate(parts):
