@@ -382,8 +382,7 @@ class _PlanSearch:
         request, tightened = self.request, self.limits
         for _ in range(MOST_SEARCHES):
             constraints, left = Constraints(tightened, request.fixed), budget.left
-            seconds = {"seconds": SEARCH_SHARE * left, "most": left}
-            search = self.planner.search(self.space, constraints, request.goal, **seconds)
+            search = self.planner.search(self.space, constraints, request.goal, seconds=SEARCH_SHARE * left, most=left)
             if not search.best:
                 self._check_space(search)
                 break
