@@ -26,6 +26,12 @@ help:  ## list the targets
 
 train: $(VENV)/installed-mpich  ## train a language model on 8 ranks, or RANKS=n
 	$(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m spmd_engine train --report $(ARGS)
+	@run=$$(ls -t runs/*/report.html 2>/dev/null | head -n 1 | cut -d/ -f2); [ -z "$$run" ] || printf '%-27s %s\n' '' '' \
+	  'first, once in each shell:' '. $(BIN)/activate' \
+	  'more text of this model:' "mpiexec -n $(RANKS) python -m spmd_engine generate --run $$run --prompt 'import '" \
+	  'the same job, another mesh:' "$(AGAIN) --config runs/$$run/config.json --mesh model=$(RANKS) --run $$run-model" \
+	  'a page that compares both:' "python -m spmd_engine report $$run $$run-model --output runs/both.html"
+AGAIN = mpiexec -n $(RANKS) python -m spmd_engine train
 
 test: $(VENV)/installed-mpich-test  ## run the tests, serial and MPI, 4 jobs at a time, or JOBS=n
 	$(BIN)/python -m pytest $(HARNESS) --durations=25 $(ARGS)

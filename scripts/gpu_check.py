@@ -1,10 +1,14 @@
 """The first minutes on a machine with a GPU: the tests of devices, `verify`, training against PyTorch, and decoding.
 
-    scripts/gpu_check.sh --json gpu.json        # under ten minutes, with what is installed
+    scripts/gpu_check.sh                        # under ten minutes, with what is installed
     scripts/gpu_check.sh --dry-run              # every part at a tiny size on the CPU
 
-It downloads nothing. Each part runs in a process of its own, and one that fails or takes too long is a line of the
-table. Training is gpt2 (124 million parameters) on 16 x 1,024 random tokens, without dropout, as `peers_protocol.py`
+It downloads nothing, and needs neither MPI nor the package installed. Each part runs in a process of its own, and one
+that fails or takes too long is a row of the table. The folder has the rows so far, table.json, and what the parts
+print, log.txt. A second call with the same folder runs the parts that are missing or have failed. The parts come in
+the order of their value: bfloat16 first, compilation by PyTorch last.
+
+Training is gpt2 (124 million parameters) on 16 x 1,024 random tokens, without dropout, as `peers_protocol.py`
 describes; decoding is a Llama of 135 million parameters with random weights. `plan` predicts the step for a packaged
 machine of the GPU's name, with launches and waits as measured here.
 """
@@ -12,9 +16,13 @@ machine of the GPU's name, with launches and waits as measured here.
 import json
 import os
 import platform
+import re
+import signal
 import subprocess
 import sys
+import traceback
 from dataclasses import replace
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -23,6 +31,7 @@ from time import perf_counter
 import click
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
 GPT2 = {"vocabulary": 50257, "context": 1024, "layers": 12, "width": 768, "heads": 12, "batch_size": 16}
 TINY = {"vocabulary": 257, "context": 16, "layers": 2, "width": 24, "heads": 4, "batch_size": 2}
 TRAINING = {"seed": 1, "learning_rate": 3e-4, "betas": [0.9, 0.95], "epsilon": 1e-8, "weight_decay": 0.1}
@@ -31,52 +40,79 @@ TRAINING |= {"clip_norm": 1.0, "warmup": 3, "steps": 10, "block": 1, "threads": 
 LLAMA = {"width": 576, "heads": 9, "key_value_heads": 3, "head_width": 64, "hidden": 1536, "layers": 30}
 LLAMA |= {"vocabulary": 49152, "context": 2048}
 TINY_LLAMA = LLAMA | {"width": 24, "heads": 6, "head_width": 4, "hidden": 32, "layers": 2, "vocabulary": 99}
-STARTED, LIMIT = perf_counter(), 590  # seconds of all parts
-PRECISIONS = "float32", "tf32", "bfloat16"
+STARTED = perf_counter()
+PART_SECONDS, TEST_SECONDS = 150, 240  # at most
+PRECISIONS = "bfloat16", "float32", "tf32"
 PACKAGES = "numpy", "mpi4py", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cublas", "nvidia-cuda-nvrtc", "torch"
+MPI_OF_TWO = "from mpi4py import MPI; assert MPI.COMM_WORLD.size == 2, 'mpiexec starts ranks of another MPI library'"
 
 
 @click.command()
-@click.option("--json", "output", default="gpu_check.json", type=click.Path(path_type=Path), help="Where to write it.")
+@click.option("--folder", default=".bench/gpu", type=click.Path(path_type=Path), help="Where to write the results.")
 @click.option("--dry-run", is_flag=True, help="Run every part at a tiny size, on the CPU.")
 @click.option("--peer-python", default=sys.executable, help="A Python that has PyTorch.")
+@click.option("--seconds", default=560, show_default=True, help="Of all parts together.")
 @click.option("--work", hidden=True, help="One part, in this process.")
-def main(output, dry_run, peer_python, work):
+def main(folder, dry_run, peer_python, seconds, work):
     """Check and measure a GPU, print a table, and write it as JSON."""
     if work is not None:
         config = json.loads(work)
-        print(json.dumps(PARTS[config["part"]](config)))
+        try:
+            print(json.dumps(PARTS[config["part"]](config)))
+        except Exception as error:
+            traceback.print_exc()
+            sys.exit(f"{type(error).__name__}: {error}")  # the last line, which notes of an error would be
         return
+    folder.mkdir(parents=True, exist_ok=True)
+    processes = Processes(folder / "log.txt", seconds, peer_python)
+    rows = fill(folder / "table.json", dry_run, parts(processes, dry_run))
+    tiny = "DRY RUN, tiny sizes on the CPU: " * dry_run
+    print(f"{tiny}{perf_counter() - STARTED:.1f} s; results in {folder}")
+    sys.exit(any("failed" in facts for facts in rows.values()))
+
+
+def fill(file, dry_run, parts):
+    """The rows of the table in ``file``, which has each row as soon as it is there; ``parts`` are names and functions
+    of the rows before. A row that is there from an earlier call stays, unless its part failed or was left out."""
+    rows = {}
+    if file.exists() and (before := json.loads(file.read_text()))["dry_run"] == dry_run:
+        rows = {name: facts for name, facts in before["rows"].items() if not facts.keys() & {"failed", "left out"}}
+    for name, part in parts:
+        if name not in rows:
+            rows[name] = part(rows)
+            file.write_text(json.dumps({"dry_run": dry_run, "rows": rows}, indent=1) + "\n")
+        facts = "; ".join(f"{key} {shown(value)}" for key, value in rows[name].items())
+        print(f"{name:34} {facts}", flush=True)
+    return rows
+
+
+def parts(processes, dry_run):
+    """The name of each row, and a function of the rows before that returns its facts, in the order of their value."""
     device = "cpu" if dry_run else "cuda"
-    rows = [("machine", machine(dry_run))]
     shape = TRAINING | (TINY | {"warmup": 1, "steps": 2, "threads": 1} if dry_run else GPT2) | {"device": device}
-    costs = part({"part": "launches", "device": device})
-    rows.append(("launch and wait", costs))
-    tests = ["tests/arrays/test_cuda_launches.py"] if dry_run else ["-m", "gpu", "tests"]
-    rows.append(("tests of devices", run([sys.executable, "-m", "pytest", "-q", "-p", "no:hypothesispytest", *tests])))
-    for mesh in "data=2", "model=2":
-        command = ["verify", "--model", "gpt-nano", "--mesh", mesh, "--device", device, "--steps", "2"]
-        rows.append((f"verify, {mesh}", run(["mpiexec", "-n", "2", sys.executable, "-m", "spmd_engine", *command])))
+    yield "machine", lambda rows: machine(processes, dry_run)
+    yield "launch and wait", lambda rows: processes.part("launches", {"device": device})
     for precision in PRECISIONS:
-        config = shape | {"precision": precision}
-        rows.append((f"gpt2, {precision}", part(config | {"part": "train"})))
-        rows.append((f"gpt2, {precision}, predicted", part(config | {"part": "predict"} | costs)))
-        for name, compiled in ("eager", False), ("compiled", True):
-            rows.append((f"gpt2, {precision}, PyTorch {name}", peer(peer_python, config | {"compile": compiled})))
-    rows.append(("decoding, Llama 135M", part({"part": "decode", "device": device, "dry_run": dry_run})))
-    table = {"dry_run": dry_run, "seconds": round(perf_counter() - STARTED, 1), "rows": dict(rows)}
-    output.write_text(json.dumps(table, indent=1) + "\n")
-    print(f"{'DRY RUN, tiny sizes on the CPU: ' if dry_run else ''}{table['seconds']} s; written to {output}")
-    for name, facts in rows:
-        print(f"{name:34} {'; '.join(f'{key} {shown(value)}' for key, value in facts.items())}")
-    sys.exit(any("failed" in facts for _, facts in rows))
+        config, name = shape | {"precision": precision}, f"gpt2, {precision}"
+        yield name, lambda rows, config=config: processes.part("train", config)
+        costs = lambda rows, config=config: processes.part("predict", config | rows["launch and wait"])
+        yield f"{name}, predicted", costs
+        yield f"{name}, PyTorch eager", lambda rows, config=config: processes.peer(config)
+        if precision == PRECISIONS[0]:
+            yield "tests of devices", lambda rows: processes.tests(dry_run)
+            for mesh in "data=2", "model=2":
+                yield f"verify, {mesh}", lambda rows, mesh=mesh: processes.verify(mesh, device)
+            yield "decoding, Llama 135M", lambda rows: processes.part("decode", {"device": device, "dry_run": dry_run})
+    for precision in PRECISIONS:
+        config = shape | {"precision": precision, "compile": True}
+        yield f"gpt2, {precision}, PyTorch compiled", lambda rows, config=config: processes.peer(config)
 
 
 def shown(value):
     return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
 
 
-def machine(dry_run):
+def machine(processes, dry_run):
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -85,43 +121,102 @@ def machine(dry_run):
             continue
     if not dry_run:
         command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-        found |= run(command)
+        found |= processes.run(command)
     return found
+
+
+def tests_of_devices(folder):
+    """The files below ``folder`` with tests that are marked gpu, and those that take fixtures of such a file."""
+    texts = {path: path.read_text() for path in sorted(folder.rglob("test_*.py"))}
+    marked = {path for path, text in texts.items() if re.search(r"pytest\.mark\.gpu\b", text)}
+    imported = re.compile(rf"^from ({'|'.join(path.stem for path in marked) or '-'}) import", re.MULTILINE)
+    return [path for path, text in texts.items() if path in marked or imported.search(text)]
 
 
 # --- processes
 
 
-def run(command, seconds=240):
-    """The last line that a command prints, and its seconds; or why it failed."""
-    began, variables = perf_counter(), dict(os.environ)
-    seconds = min(seconds, STARTED + LIMIT - began)
-    if seconds < 5:
-        return {"left out": f"the other parts took {LIMIT} seconds"}
-    variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables['PATH']}"
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, cwd=HERE.parent, env=variables)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return {"failed": str(error)[:200]}
-    lines = (done.stdout if done.returncode == 0 else done.stderr or done.stdout).strip().splitlines() or ["nothing"]
-    return {"result" if done.returncode == 0 else "failed": lines[-1][:200], "seconds": perf_counter() - began}
+class Processes:
+    """Starts a process for each part, within a number of seconds from the start of the script.
 
+    What the processes print is appended to the file ``log``.
+    """
 
-def part(config):
-    """What a part of PARTS returns, in a process of its own."""
-    done = run([sys.executable, __file__, "--work", json.dumps(config)])
-    return json.loads(done["result"]) if "result" in done else done
+    def __init__(self, log, seconds, peer_python):
+        self.log, self.limit, self.peer_python = log, seconds, peer_python
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        modules = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        self.variables = os.environ | {"PATH": path, "PYTHONPATH": modules}
 
+    def run(self, command, seconds=PART_SECONDS):
+        """A command's last line, or its last line of JSON, and its seconds; or why it failed or was left out."""
+        began = perf_counter()
+        left = STARTED + self.limit - began
+        if left < 5:
+            return {"left out": f"the other parts took {self.limit} seconds"}
+        seconds = min(seconds, left)
+        with self.log.open("ab+") as log:
+            log.write(f"\n--- {' '.join(map(str, command))}\n".encode())
+            log.flush()
+            start = log.tell()
+            # In a session of its own, so that what it has started ends with it.
+            options = {"stdout": log, "stderr": log, "cwd": ROOT, "env": self.variables, "start_new_session": True}
+            try:
+                process = subprocess.Popen(command, **options)
+            except OSError as error:
+                return {"failed": str(error)[:200]}
+            try:
+                code = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            log.seek(start)
+            lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()] or ["nothing"]
+        taken = {"seconds": perf_counter() - began}
+        if code is None:
+            return {"failed": f"no end after {seconds:.0f} seconds, at: {lines[-1][:150]}"} | taken
+        if code:
+            return {"failed": lines[-1].strip("= ")[:200]} | taken
+        return {"result": next((line for line in reversed(lines) if line[0] == "{"), lines[-1].strip("= "))} | taken
 
-def peer(python, config):
-    """The same step by PyTorch."""
-    if subprocess.run([python, "-c", "import torch"], capture_output=True).returncode:
-        return {"left out": f"{python} has no PyTorch"}
-    done = run([python, str(HERE / "peers_torch_eager.py"), json.dumps(config)])
-    if "result" not in done:
-        return done
-    result = json.loads(done["result"])
-    return rates(result["step_seconds"], config) | {"peak bytes": result["peak_rss_bytes"], "by": result["version"]}
+    def part(self, name, config):
+        """What a part of PARTS returns."""
+        command = [sys.executable, __file__, "--work", json.dumps(config | {"part": name})]
+        done = self.run(command)
+        return json.loads(done["result"]) if "result" in done else done
+
+    def tests(self, dry_run):
+        files = tests_of_devices(ROOT / "tests")
+        chosen = [ROOT / "tests/arrays/test_cuda_launches.py"] if dry_run else ["-m", "gpu", *files]
+        return self.run([sys.executable, "-m", "pytest", "-v", "-p", "no:hypothesispytest", *chosen], TEST_SECONDS)
+
+    def verify(self, mesh, device):
+        """`verify` on two ranks: of mpiexec if it works, else threads."""
+        arguments = ["--model", "gpt-nano", "--mesh", mesh, "--device", device, "--steps", "2"]
+        if not self.has_mpi:
+            return self.part("verify", {"arguments": arguments}) | {"ranks": "threads"}
+        return self.run(["mpiexec", "-n", "2", sys.executable, "-m", "spmd_engine", "verify", *arguments])
+
+    @cached_property
+    def has_mpi(self):
+        return "result" in self.run(["mpiexec", "-n", "2", sys.executable, "-c", MPI_OF_TWO], 30)
+
+    def peer(self, config):
+        """The same step by PyTorch."""
+        if "result" not in self.torch:
+            return {"left out": self.torch.get("left out", f"{self.peer_python} has no PyTorch")}
+        done = self.run([self.peer_python, HERE / "peers_torch_eager.py", json.dumps(config)])
+        if "result" not in done:
+            return done
+        result = json.loads(done["result"])
+        return rates(result["step_seconds"], config) | {"peak bytes": result["peak_rss_bytes"], "by": result["version"]}
+
+    @cached_property
+    def torch(self):
+        return self.run([self.peer_python, "-c", "import torch; print(torch.__version__)"])
 
 
 def rates(seconds, config):
@@ -226,7 +321,16 @@ def decode(config):
     return found
 
 
-PARTS = {"launches": launches, "train": train, "predict": predict, "decode": decode}
+def verify(config):
+    """`verify` on two threads as ranks; it prints what differs, and ends this process, if results do not agree."""
+    from spmd_engine import run_threads
+    from spmd_engine.cli.verify import verify
+
+    run_threads(lambda: verify.main(config["arguments"], standalone_mode=False), ranks=2)
+    return {"result": "agrees"}
+
+
+PARTS = {"launches": launches, "train": train, "predict": predict, "decode": decode, "verify": verify}
 
 if __name__ == "__main__":
     main()

@@ -23,7 +23,7 @@ from spmd_engine.files import check_ending, output_file
 from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.machine.files import calibrated_file, read_machine, toml_of
 from spmd_engine.planning.machine.machine import Fitted, Machine
-from spmd_engine.planning.machine.measure import SECONDS, measure_machine
+from spmd_engine.planning.machine.measure import IDLE, SECONDS, measure_machine, share_of_cores
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training import Trainer
@@ -50,11 +50,15 @@ from spmd_engine.training.workload import make_trainer, open_workload
 @click.option("--offload-dir", metavar="FOLDER", default=".", help="Folder of --offload, whose disk is measured.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="What is measured. [default: cpu]")
 @click.option("--fit/--no-fit", default=True, show_default=True, help="Fit the cost of an operation to a few steps.")
-def calibrate(output: Path | None, seconds: float, offload_dir: str, device: str, fit: bool) -> None:
+@click.option("--force", is_flag=True, help="Measure also while other programs compute; the file says so.")
+def calibrate(output: Path | None, seconds: float, offload_dir: str, device: str, fit: bool, force: bool) -> None:
     """Measure matrix products by library, size and dtype, memory, links, and the disk of --offload, in under a minute.
 
     Under mpiexec, all ranks measure at the same time, and each pair of them measures its link. Without mpiexec, two
     ranks are started. With --device cuda, the GPUs of the ranks are measured, with the cost of a launch and of a wait.
+
+    While other programs compute on the same cores, a message between ranks takes up to hundreds of times as long: then
+    nothing is written, and the exit code is 2.
 
     \b
       python -m spmd_engine calibrate
@@ -71,34 +75,61 @@ def calibrate(output: Path | None, seconds: float, offload_dir: str, device: str
     if launcher_rank() == 0:
         click.echo("measuring products, memory, links and a few steps ...", err=True)
     if world().size == 1 and device == "cpu":
-        machine = _measure_on_two_ranks(seconds, fit, offload_dir)
+        machine = _measure_on_two_ranks(seconds, fit, offload_dir, force)
     else:
-        machine = _measure(seconds, fit and device == "cpu", offload_dir, device)
+        machine = _measure(seconds, fit and device == "cpu", offload_dir, force, device)
     if machine is not None:
         _write(file, machine)
 
 
-def _measure(seconds: float, fit: bool, folder: str, device: str = "cpu") -> Machine | None:
-    """Measure on all ranks at the same time, as they compute in a job; return None except on rank 0."""
+def _measure(seconds: float, fit: bool, folder: str, force: bool, device: str = "cpu") -> Machine | None:
+    """Measure on all ranks at the same time, as they compute in a job; return None except on rank 0.
+
+    Raises UsageError if other programs compute before, between or after the measurements, unless with ``force``.
+    """
     with Mesh(world()) as mesh:
+        shares = [_share(mesh, force)]
         print_notices(choose_products(mesh.group(), again=True))
         machine = measure_machine(mesh, seconds, folder, open_device(mesh, device))
+        shares.append(_share(mesh, force))
         steps = step_seconds(mesh) if fit else None
-    return machine if machine is None or steps is None else fitted(machine, steps)
+        shares.append(_share(mesh, force))
+    if machine is None:
+        return None
+    if min(shares) < IDLE:
+        machine = replace(machine, source=f"{machine.source}, while {_OTHERS} took {1 - min(shares):.0%} of the cores")
+    return machine if steps is None else fitted(machine, steps)
 
 
-def _measure_on_two_ranks(seconds: float, fit: bool, folder: str) -> Machine:
-    """Measure on two ranks, or in this process if there is no mpiexec."""
-    with tempfile.TemporaryDirectory() as folder:
-        temporary = Path(folder) / "machine.toml"
+_OTHERS = "other programs"
+
+
+def _share(mesh: Mesh, force: bool) -> float:
+    """The share of their cores that the ranks get. Collective. Raises UsageError if it is small, without ``force``."""
+    share = share_of_cores(mesh)
+    if share < IDLE and not force:
+        raise UsageError(
+            f"calibrate: {_OTHERS} take {1 - share:.0%} of the cores of these ranks, so times would be wrong; nothing "
+            "is written. Calibrate when they have ended, or, to measure as it is, with --force"
+        )
+    return share
+
+
+def _measure_on_two_ranks(seconds: float, fit: bool, folder: str, force: bool) -> Machine:
+    """Measure on two ranks, or in this process if they cannot run. Raises UsageError if they find the machine busy."""
+    with tempfile.TemporaryDirectory() as temporary:
+        file = Path(temporary) / "machine.toml"
+        arguments = ["--fit" if fit else "--no-fit", "--seconds", str(seconds), "--output", str(file)]
+        arguments += ["--offload-dir", folder, *["--force"] * force]
         try:
-            arguments = ["--fit" if fit else "--no-fit", "--seconds", str(seconds), "--output", str(temporary)]
-            arguments += ["--offload-dir", folder]
             start_ranks(2, ["-m", "spmd_engine", "calibrate", *arguments])
-            return read_machine(temporary)
+            return read_machine(file)
         except (UsageError, OSError) as error:
-            click.echo(f"spmd_engine: note: no links were measured ({str(error).splitlines()[0]})", err=True)
-            machine = _measure(seconds, fit, folder)
+            lines = str(error).splitlines()
+            if busy := [line for line in lines if f"calibrate: {_OTHERS}" in line]:
+                raise UsageError(busy[0].removeprefix("spmd_engine: ")) from None
+            click.echo(f"spmd_engine: note: no links were measured ({lines[0]})", err=True)
+            machine = _measure(seconds, fit, folder, force)
             assert machine is not None
             return machine
 

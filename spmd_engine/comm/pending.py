@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, RLock, Thread
 from time import perf_counter, sleep
@@ -208,10 +209,20 @@ class Progress:
     def __init__(self, activity: Activity | None = None) -> None:
         self.activity = activity or Activity()  #: the present activity of this rank, which others can read
         self._pending: list[Operation] = []
+        self._patient = False
         self.idle_seconds = 0.0  #: spent waiting for other ranks, not for data to move
         self.lock = RLock()  #: held while operations start or advance, and while shared memory is allocated
         self.on_begin: Callable[[], None] | None = None  #: wakes the progress thread
         self.aborts: list[Callable[[SpmdError], None]] = []  #: end the work of devices that waits for other ranks
+
+    @contextmanager
+    def patience(self) -> Iterator[None]:
+        """In this block no wait of this rank has a timeout: others may be idle (see ``Activity.idle``)."""
+        self._patient = True
+        try:
+            yield
+        finally:
+            self._patient = False
 
     def begin(self, pending: Operation, spin_tests: int = 0) -> Operation:
         """Start an operation and send its first messages. Spin for ``spin_tests`` tests, then return."""
@@ -244,7 +255,7 @@ class Progress:
                     if self.spin(wanted.is_ready, wanted.communicator.spin_tests):
                         self._advance(wanted)
                     else:
-                        self._wait_long_for(wanted, timeout)
+                        self._wait_long_for(wanted, None if self._patient else timeout)
         finally:
             self._wake_thread()
         if wanted.error is not None:

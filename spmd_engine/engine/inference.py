@@ -11,6 +11,7 @@ import numpy as np
 from spmd_engine.arrays.attention import HIDDEN
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.precision import widened
+from spmd_engine.comm.agreement.rank_zero import waits_outside
 from spmd_engine.comm.notation import nested_span
 from spmd_engine.errors import RankAborted, SpmdError, UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
@@ -40,13 +41,14 @@ def serve(engine: ShardedEngine, inputs: Any, outputs: Any) -> None:
     with engine.inference():
         while True:
             x, failure = None, None
-            if engine.device_id == 0:
-                try:
-                    x = next(source, None)
-                except Exception as error:  # broadcast the failure first: other ranks wait
-                    failure = error
-            state = _FAILED if failure is not None else _INPUT if x is not None else _END
-            state = int(engine.broadcast(np.array(state), zero, label="inference"))
+            with waits_outside(engine.group(), "waiting for an input"):
+                if engine.device_id == 0:
+                    try:
+                        x = next(source, None)
+                    except Exception as error:  # broadcast the failure first: other ranks wait
+                        failure = error
+                state = _FAILED if failure is not None else _INPUT if x is not None else _END
+                state = int(engine.broadcast(np.array(state), zero, label="inference"))
             if state == _FAILED:
                 raise failure or RankAborted("rank 0 could not read its input")
             if state == _END:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from spmd_engine.planning.machine.files import default_machine
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.model_file import planned_model
 from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
+from spmd_engine.planning.search.budget import Budget
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.plan_evaluation import (
     PlanEvaluation,
@@ -63,9 +64,9 @@ from spmd_engine.planning.simulator.simulation import MOST_RANKS, simulate
 OFFLOADS = ("optimizer", "activations", "optimizer,activations", "optimizer,parameters,activations")
 NOTHING_FITS = 1  #: the exit code
 MOST_TO_SIMULATE = 20_000  #: layers times micro-batches that fill the pipeline; larger steps are only estimated
-EVALUATION_SHARE = 0.25  #: share of the search's seconds for simulating more than one plan
-ORDER_SHARE = 0.25  #: share of the search's seconds for trying orders of unequal ranks
-OFFLOAD_SHARE = 0.5  #: share of the search's seconds for a second search, with offloading
+SEARCH_SHARE = 0.75  #: share of a budget for comparing estimates; the rest is for simulating more than one plan
+ORDER_SHARE = 0.25  #: share of the request's seconds for trying orders of unequal ranks
+OFFLOAD_SHARE = 0.5  #: share of the request's seconds that is kept for a second search, with offloading
 LEAST_GAIN = 0.002  #: share of a step that another order of ranks must save
 MOST_ROUNDS = 4  #: rounds at most in which a plan is chosen and its alternatives are simulated
 MOST_SEARCHES = 4  #: searches at most; each corrects the limits by the errors of the estimates before
@@ -104,8 +105,9 @@ def plan(
     ``mesh`` evaluates this mesh only; ``fixed`` has other choices that are not searched: micro_batches, zero,
     sequence_parallel, schedule, chunks, recompute, stages. ``axes`` are the mesh axes to consider, ``sequence`` the
     tokens of a sample (None: the model's context), ``base`` the options that are not searched, and ``seconds`` the
-    processor time of the search. ``placement`` says how ranks of unequal nodes are placed on the mesh: "order" as the
-    machine lists them, "greedy", "assign", "anneal" or "genetic" by the costs of single ranks, "auto" by simulations.
+    processor time of all searches and simulations. ``placement`` says how ranks of unequal nodes are placed on the
+    mesh: "order" as the machine lists them, "greedy", "assign", "anneal" or "genetic" by the costs of single ranks,
+    "auto" by simulations.
     ``fallback`` has what a plan may do where nothing else fits: "split", stages of different sizes, "offload", and
     "assign", a helper rank for a rank that lacks memory.
     In the result ``plan`` is None if nothing fits; then ``why_not`` gives the reason.
@@ -177,7 +179,6 @@ class PlanEvaluator:
     def __init__(self, request: Request, planner: Planner) -> None:
         self.request, self.planner = request, planner
         self._steps: dict[tuple[Candidate, bool], PlanEvaluation | None] = {}
-        self._seconds_left = EVALUATION_SHARE * request.seconds
         self._order_seconds_left = ORDER_SHARE * request.seconds
         self._cache: PassCache = planner.profiles.cache  # similar plans have the same layers
         self._heterogeneous = request.machine.with_ranks(max(request.ranks)).heterogeneous
@@ -205,23 +206,19 @@ class PlanEvaluator:
         by_rank = limits.memory_by_rank(evaluation.machine) if evaluation and self._heterogeneous else ()
         return EvaluatedPlan(estimate, evaluation, by_rank)
 
-    def evaluate_all(self, estimates: Sequence[Estimate]) -> list[EvaluatedPlan]:
-        """Evaluate plans while there is time left, and the first in any case."""
+    def evaluate_all(self, estimates: Sequence[Estimate], budget: Budget) -> list[EvaluatedPlan]:
+        """Evaluate plans until the budget is spent, and the first in any case."""
         plans = []
         for estimate in {estimate.candidate: estimate for estimate in estimates}.values():
-            began = process_time()
-            if plans and self._seconds_left <= 0:
+            if plans and not budget.left:
                 break
             plan = self.evaluate(estimate, even=True)
-            self._seconds_left -= process_time() - began
-            placed = self._placed(plan)
-            began = process_time()
+            placed = self._placed(plan, budget)
             for each in [plan] if placed is plan else [plan, placed]:
                 plans += self._evaluate_with_shares(each)
-            self._seconds_left -= process_time() - began
         return plans
 
-    def _placed(self, plan: EvaluatedPlan) -> EvaluatedPlan:
+    def _placed(self, plan: EvaluatedPlan, budget: Budget) -> EvaluatedPlan:
         """The plan with ranks in the order that is fastest by simulation, and with stages for that order; the plan as
         it is, unless one is faster by more than LEAST_GAIN."""
         request, candidate, evaluation = self.request, plan.estimate.candidate, plan.evaluation
@@ -230,9 +227,9 @@ class PlanEvaluator:
         given = request.placement == "order" or request.base.rank_order is not None
         if evaluation is None or given or not orders.matter or not 1 < candidate.ranks <= MOST_RANKS:
             return plan
-        began = process_time()
-        ends = began + self._order_seconds_left if request.placement == "auto" else began
-        has_time = lambda: process_time() < ends
+        before = budget.left
+        kept = before - self._order_seconds_left if request.placement == "auto" else before
+        has_time = lambda: budget.left > max(0.0, kept)
         limits = request.limits.memory_by_rank(machine)
         found = proposed_orders(request.placement, evaluation.analysis, orders, limits)
         if candidate.pipe > 1 and "stages" not in request.fixed:
@@ -247,7 +244,7 @@ class PlanEvaluator:
         analysis = best.evaluation.analysis if best.evaluation else evaluation.analysis
         order = best_orders(orders, lambda order: self._simulated(analysis, machine, order), found, has_time)[0]
         best = min([best, self._evaluate_in_order(plan, order)], key=self._price)
-        self._order_seconds_left -= process_time() - began
+        self._order_seconds_left -= before - budget.left
         gains = (
             self._price(best)[0] < self._price(plan)[0]
             or best.refined.seconds * (1 + LEAST_GAIN) < plan.refined.seconds
@@ -312,7 +309,7 @@ class _PlanSearch:
     """The search for the plan of a request, and the simulation of the plans that it finds."""
 
     def __init__(self, request: Request) -> None:
-        self.request, self.began = request, perf_counter()
+        self.request, self.began, self.budget = request, perf_counter(), Budget(request.seconds)
         self.limits = request.limits.with_memory_of(request.machine.with_ranks(max(request.ranks)))
         if not isinstance(overlap := request.base.storage.overlap, int):
             raise UsageError(f"--overlap-layers {request.base.overlap_layers} has ranges: give --mesh, or a number")
@@ -334,14 +331,14 @@ class _PlanSearch:
     def run(self) -> PlanResult:
         """The best plan, or why there is none.
 
-        Offloading is considered where the plan without it would recompute, or nothing fits, and shares the seconds of
-        the request; uneven stages and a helper rank only if nothing fits. The conflict names what would help of those
-        that are not allowed.
+        Offloading is considered where the plan without it would recompute, or nothing fits; uneven stages and a helper
+        rank only if nothing fits. The conflict names what would help of those that are not allowed. All share the
+        seconds of the request.
         """
-        request = self.request
-        may_offload = "offload" in (request.fallback or ()) and request.base.offload is None
-        self._seconds_left = request.seconds * (1 - OFFLOAD_SHARE * may_offload)
-        result = self._run()
+        request, budget = self.request, self.budget
+        allowed = list(request.fallback or ())
+        may_offload = "offload" in allowed and request.base.offload is None
+        result = self._run(budget.part(1 - OFFLOAD_SHARE * may_offload))
         tries = {
             "split": partial(self._simulated, plan_with_uneven_stages),
             "offload": self._with_offload,
@@ -349,54 +346,69 @@ class _PlanSearch:
         }
         if result.plan is not None:
             recomputes = result.plan.candidate.recompute != "none"
-            other = self._with_offload(result) if recomputes and may_offload else None
+            other = self._with_offload(result, budget) if recomputes and may_offload else None
             return other if other is not None and other.plan is not None else result
-        others = [other for name in request.fallback or () if (other := tries[name](result)) is not None]
-        if found := [other for other in others if other.plan is not None]:
+        forbidden = [name for name in FALLBACKS if request.fallback is not None and name not in allowed]
+        # What is left in the end is for the reason; each try gets as much as each phase that follows.
+        phases = {name: n for names in (allowed, forbidden) for n, name in enumerate(reversed(names), 2)}
+        part = lambda name: budget.part(OFFLOAD_SHARE if name == "offload" else 1 / phases[name])
+        others = [tries[name](result, part(name)) for name in allowed]
+        if found := [other for other in others if other is not None and other.plan is not None]:
             return min(found, key=lambda plan: objective(request.goal, plan.search.best[0]))
-        result = next(iter(others), result)
-        forbidden = [name for name in FALLBACKS if request.fallback is not None and name not in request.fallback]
-        helping = (name for name in forbidden if (other := tries[name](result)) is not None and other.plan is not None)
+        result = next((other for other in others if other is not None), result)
+        explain = self._explain  # of the last search
+        tried = ((name, tries[name](result, part(name))) for name in forbidden)
+        helping = (name for name, other in tried if other is not None and other.plan is not None)
         helps = next((f"--fallback {name}" for name in helping), "")
-        assert result.conflict is not None
-        return replace(result, conflict=replace(result.conflict, helps=helps))
+        return replace(result, conflict=replace(explain(), helps=helps), took=perf_counter() - self.began)
 
-    def _with_offload(self, without: PlanResult) -> PlanResult | None:
+    def _with_offload(self, without: PlanResult, budget: Budget) -> PlanResult | None:
         """The result if a plan may offload; None if the base says what is offloaded."""
         if self.request.base.offload is not None:
             return None
-        self._seconds_left += self.request.seconds * OFFLOAD_SHARE
         space = self.space
         self.space = replace(space, offload=(None, *offloads_on(self.request.machine)))
-        offloaded, self.space = self._run(), space
+        offloaded, self.space = self._run(budget), space
         offload = offloaded.plan.candidate.offload if offloaded.plan is not None else None
         because = [f"offload {offload}: nothing fits without"] if offload and without.plan is None else []
         return replace(offloaded, reasons=[*because, *offloaded.reasons])
 
-    def _simulated(self, find: FindPlan, without: PlanResult) -> PlanResult | None:
-        plan = find(self.evaluator, self.space, without)
+    def _simulated(self, find: FindPlan, without: PlanResult, budget: Budget) -> PlanResult | None:
+        plan = find(self.evaluator, self.space, without, budget)
         return replace(plan, took=perf_counter() - self.began) if plan else None
 
-    def _run(self) -> PlanResult:
-        """The best plan of the space, or why there is none."""
+    def _run(self, budget: Budget) -> PlanResult:
+        """The best plan of the space; or none, with the closest plan, and without a reason: see ``_explain``."""
         request, tightened = self.request, self.limits
         for _ in range(MOST_SEARCHES):
-            constraints = Constraints(tightened, request.fixed)
-            began = process_time()
-            search = self.planner.search(self.space, constraints, request.goal, seconds=self._seconds_left)
-            self._seconds_left = max(0.0, self._seconds_left - (process_time() - began))
+            constraints, left = Constraints(tightened, request.fixed), budget.left
+            search = self.planner.search(self.space, constraints, request.goal, seconds=SEARCH_SHARE * left, most=left)
             if not search.best:
                 self._check_space(search)
                 break
-            plans = self.evaluator.evaluate_all(search.best)
+            if search.best[0].candidate.recompute == "none":
+                budget = self.budget  # no search with offloading follows
+            plans = self.evaluator.evaluate_all(search.best, budget)
             if self._keeps_limits(plans):
-                return self._choose(search, plans)
+                return self._choose(search, plans, budget)
             tightened = _tighten(tightened, self.limits, plans)
         question = Question(self.space, Constraints(tightened, request.fixed), request.goal, request.most_ranks)
-        plans = self.evaluator.evaluate_all(closest(self.planner, question, request.seconds))
+        estimates = closest(self.planner, question, budget)
+        plans = self.evaluator.evaluate_all(estimates, budget.part(1 - SEARCH_SHARE))
         if self._keeps_limits(plans):  # although their estimates break them
-            return self._choose(replace(search, best=[]), plans)
-        return self._explain_conflict(search, question, plans)
+            return self._choose(replace(search, best=[]), plans, budget)
+        self.planner.check_layers()
+        nearest = min(plans, key=lambda plan: objective("memory", plan.refined), default=None)
+        if nearest is not None:
+            nearest = self.evaluator.evaluate(nearest.estimate)
+        self._explain = partial(self._explain_conflict, search, question, plans, nearest)
+        return PlanResult(
+            request,
+            search,
+            conflict=Conflict(question.constraints.names, [], decided=False),
+            nearest_evaluation=nearest.evaluation if nearest is not None else None,
+            took=perf_counter() - self.began,
+        )
 
     def _keeps_limits(self, plans: Sequence[EvaluatedPlan]) -> bool:
         return any(not self.limits.broken(plan.refined) for plan in plans)
@@ -409,26 +421,27 @@ class _PlanSearch:
                 "fixed options: use fewer ranks, or a larger --batch-size"
             )
 
-    def _explain_conflict(self, search: SearchResult, question: Question, plans: Sequence[EvaluatedPlan]) -> PlanResult:
-        """Why there is no plan; ``plans`` are the evaluated ones that need least memory."""
+    def _explain_conflict(
+        self,
+        search: SearchResult,
+        question: Question,
+        plans: Sequence[EvaluatedPlan],
+        nearest: EvaluatedPlan | None,
+    ) -> Conflict:
+        """Why there is no plan, as far as the budget lasts; ``plans`` are the evaluated ones that need least memory,
+        ``nearest`` the first of them."""
         if search.certificate.complete:
-            conflict = conflict_of(self.planner, question, self.request.seconds)
+            conflict = conflict_of(self.planner, question, self.budget, [plan.estimate for plan in plans])
         else:
             conflict = Conflict(question.constraints.names, [], decided=False)
-        self.planner.check_layers()
         question = replace(question, constraints=Constraints(self.limits, self.request.fixed))
         relaxations = [self._relax_by_simulation(relaxation, question, plans) for relaxation in conflict.relaxations]
-        nearest = min(plans, key=lambda plan: objective("memory", plan.refined), default=None)
-        if nearest is not None:
-            nearest = self.evaluator.evaluate(nearest.estimate)
-            conflict = replace(conflict, nearest=nearest.refined)
-        return PlanResult(
-            self.request,
-            search,
-            conflict=replace(conflict, relaxations=relaxations),
-            nearest_evaluation=nearest.evaluation if nearest is not None else None,
-            took=perf_counter() - self.began,
-        )
+        if nearest is None:
+            return replace(conflict, relaxations=relaxations)
+        broken = self.limits.broken(nearest.refined)
+        if conflict.decided and not relaxations and len(broken) == 1:
+            relaxations = [relaxed(next(iter(broken)), nearest.refined, question)]
+        return replace(conflict, relaxations=relaxations, nearest=nearest.refined)
 
     def _relax_by_simulation(
         self, relaxation: Relaxation, question: Question, plans: Sequence[EvaluatedPlan]
@@ -442,7 +455,7 @@ class _PlanSearch:
         best = min(keep_others or refined[:1], key=lambda plan: limits.measured(plan)[name])
         return relaxed(name, best, question)
 
-    def _choose(self, search: SearchResult, plans: Sequence[EvaluatedPlan]) -> PlanResult:
+    def _choose(self, search: SearchResult, plans: Sequence[EvaluatedPlan], budget: Budget) -> PlanResult:
         """The best evaluated plan that keeps the limits; plans that differ from it in one choice are evaluated too."""
         request, certificate = self.request, search.certificate
         constraints = Constraints(self.limits, request.fixed)
@@ -454,15 +467,20 @@ class _PlanSearch:
             fitting_plans = (plan for plan in plans if not constraints.broken(plan.estimate.candidate, plan.refined))
             return sorted(fitting_plans, key=goal_of)
 
-        best, others = fitting()[0], []
+        def alternatives_to(plan: EvaluatedPlan) -> list[Alternative]:
+            return list(alternatives(self.planner, self.space, self.limits, plan.estimate, request.goal, budget))
+
+        best = fitting()[0]
+        others = alternatives_to(best)
         for _ in range(MOST_ROUNDS):
-            best = fitting()[0]
-            others = list(alternatives(self.planner, self.space, self.limits, best.estimate, request.goal))
             tried = {plan.estimate.candidate for plan in plans}
             proposed = [*(other.estimate for other in others if other.estimate), *thinned(search.front)]
-            plans = [*plans, *self.evaluator.evaluate_all([plan for plan in proposed if plan.candidate not in tried])]
+            proposed = [plan for plan in proposed if plan.candidate not in tried]
+            plans = [*plans, *(self.evaluator.evaluate_all(proposed, budget) if budget.left else ())]
             if fitting()[0] is best:
                 break
+            best = fitting()[0]
+            others = alternatives_to(best)
         chosen = self.evaluator.evaluate(best.estimate)
         if not search.best:  # no estimate keeps the limits, so none within the limits is better
             reached = objective(request.goal, chosen.estimate)[0]
@@ -586,7 +604,7 @@ SINGLE_STRATEGIES = (
     ("tensor parallelism", "model", None),
     ("a pipeline", "pipe", None),
 )
-SEARCH_SECONDS = 0.5  #: of the search for the best plan of each
+SEARCH_SECONDS = 0.5  #: at most, of the search for the best plan of each
 
 
 @dataclass(frozen=True)
@@ -598,9 +616,9 @@ class Alternative:
 
 
 def alternatives(
-    planner: Planner, space: SearchSpace, limits: Limits, chosen: Estimate, goal: str
+    planner: Planner, space: SearchSpace, limits: Limits, chosen: Estimate, goal: str, budget: Budget
 ) -> Iterator[Alternative]:
-    """The best plans, by their estimates, that differ in one choice."""
+    """The best plans, by their estimates, that differ in one choice, as far as the budget lasts."""
     candidate = chosen.candidate
     mesh_text = axes_text(candidate.mesh)
     for name, axis, zeros in SINGLE_STRATEGIES:
@@ -610,7 +628,8 @@ def alternatives(
             zeros = [space.zero] if zeros is None or space.zero in zeros else []
         if candidate.ranks == 1 or mesh == candidate.mesh or not usable or zeros == []:
             continue
-        best = _search_on(planner, replace(space, mesh=mesh, ranks=[candidate.ranks]), zeros or [None], limits, goal)
+        space_of_one = replace(space, mesh=mesh, ranks=[candidate.ranks])
+        best = _search_on(planner, space_of_one, zeros or [None], limits, goal, min(SEARCH_SECONDS, budget.left))
         alternative = best.candidate if best is not None else f"{axis}={candidate.ranks}"
         yield Alternative(f"mesh {mesh_text}, not {alternative} ({name})", best)
     free = {name: None for name in FIXABLE} | {"mesh": candidate.mesh, "batch_sizes": [candidate.batch_size]}
@@ -631,16 +650,14 @@ def alternatives(
 
 
 def _search_on(
-    planner: Planner, space: SearchSpace, zeros: Sequence[int | None], limits: Limits, goal: str
+    planner: Planner, space: SearchSpace, zeros: Sequence[int | None], limits: Limits, goal: str, seconds: float
 ) -> Estimate | None:
     """The best plan on a mesh with one of these ZeRO stages; if none keeps the limits, the one with least memory."""
     plans = []
     for zero in zeros:
         for tried_limits, tried_goal in ((limits, goal), (Limits(), "memory")):
-            seconds = SEARCH_SECONDS / len(zeros)
-            search = planner.search(
-                replace(space, zero=zero), Constraints(tried_limits), tried_goal, seconds=seconds, front=False, keep=1
-            )
+            options = {"seconds": seconds / len(zeros), "front": False, "keep": 1}
+            search = planner.search(replace(space, zero=zero), Constraints(tried_limits), tried_goal, **options)
             if search.best:
                 plans.append(search.best[0])
                 break

@@ -10,7 +10,6 @@ from functools import partial
 from itertools import groupby, product
 from math import inf
 from string import digits
-from time import process_time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +18,7 @@ from spmd_engine.axes import PIPE, all_positions, axes_text, count_ranks
 from spmd_engine.engine.state.assignment import BATCH, divide
 from spmd_engine.errors import SpmdError
 from spmd_engine.planning.plan_result import PlanResult
+from spmd_engine.planning.search.budget import Budget
 from spmd_engine.planning.search.estimate import Estimate, best_division
 from spmd_engine.planning.search.plan_evaluation import PlanEvaluation
 from spmd_engine.planning.search.search import (
@@ -37,40 +37,49 @@ from spmd_engine.units import readable_bytes, readable_seconds
 if TYPE_CHECKING:
     from spmd_engine.planning.planner import EvaluatedPlan, PlanEvaluator
 
-SECONDS = 2.0  #: of the search for the best plan without limits of memory
+SECONDS = 0.5  #: of the search for the best plan without limits of memory, also when the budget is spent
 RECOMPUTED = ("none", "attention", "block")  #: the more, the less memory
 
 
-def plan_with_uneven_stages(evaluator: PlanEvaluator, space: SearchSpace, without: PlanResult) -> PlanResult | None:
+def plan_with_uneven_stages(
+    evaluator: PlanEvaluator, space: SearchSpace, without: PlanResult, budget: Budget
+) -> PlanResult | None:
     """The best plan that is found with stages of different sizes; None if none fits.
 
     ``without`` has the closest plan with even ones, which lacks memory.
     """
-    return _best_plan(evaluator, space, without, _uneven_stages, "uneven stages")
+    return _best_plan(evaluator, space, without, budget, _uneven_stages, "uneven stages")
 
 
-def plan_with_helper_rank(evaluator: PlanEvaluator, space: SearchSpace, without: PlanResult) -> PlanResult | None:
+def plan_with_helper_rank(
+    evaluator: PlanEvaluator, space: SearchSpace, without: PlanResult, budget: Budget
+) -> PlanResult | None:
     """The best plan that is found with one of the ranks as helper rank, for the last layers of a stage; None if none
     fits. ``without`` has the closest plan without it, which lacks memory."""
-    return _best_plan(evaluator, space, without, _helped_stages, "a helper rank")
+    return _best_plan(evaluator, space, without, budget, _helped_stages, "a helper rank")
 
 
-FindPlan = Callable[["PlanEvaluator", SearchSpace, PlanResult], PlanResult | None]
+FindPlan = Callable[["PlanEvaluator", SearchSpace, PlanResult, Budget], PlanResult | None]
 
 
 def _best_plan(
-    evaluator: PlanEvaluator, space: SearchSpace, without: PlanResult, alike: Callable[..., Iterator], what: str
+    evaluator: PlanEvaluator,
+    space: SearchSpace,
+    without: PlanResult,
+    budget: Budget,
+    alike: Callable[..., Iterator],
+    what: str,
 ) -> PlanResult | None:
     """The best plan that is found by simulations, since estimates assume equal ranks and stages.
 
     ``alike`` has lists of candidates that differ in choices of their own, those that need least memory first. The first
-    of each list is simulated, then those that differ from the best in one choice, until none is better or time runs
-    out.
+    of each list is simulated, then those that differ from the best in one choice, until none is better or the budget
+    is spent.
     """
     request, nearest = evaluator.request, without.nearest_evaluation
     if nearest is None or not (why := _what_lacks_memory(evaluator, nearest)):
         return None
-    simulated = _Simulated(evaluator, without.limits)
+    simulated = _Simulated(evaluator, without.limits, budget)
     divided = list(alike(evaluator, space, simulated))
     left, best = [plans for plans in divided if simulated.fits(plans[0])], None
     fitting = [plans[0] for plans in left]
@@ -100,14 +109,13 @@ def _best_plan(
 class _Simulated:
     """The simulated candidates, each once, while there is time left, and the first in any case."""
 
-    def __init__(self, evaluator: PlanEvaluator, limits: Limits) -> None:
-        self._evaluator, self._limits = evaluator, limits
-        self._ends = process_time() + evaluator.request.seconds
+    def __init__(self, evaluator: PlanEvaluator, limits: Limits, budget: Budget) -> None:
+        self._evaluator, self._limits, self._budget = evaluator, limits, budget
         self.plans: dict[Candidate, EvaluatedPlan] = {}
 
     def evaluation(self, candidate: Candidate) -> PlanEvaluation | None:
         """None if the layers cannot be divided so, or there is no time left."""
-        if candidate not in self.plans and (not self.plans or process_time() < self._ends):
+        if candidate not in self.plans and (not self.plans or self._budget.left > 0):
             with suppress(SpmdError):
                 self.plans[candidate] = self._evaluator.evaluate(_unknown(candidate))
         return self.plans[candidate].evaluation if candidate in self.plans else None
@@ -232,13 +240,14 @@ def _with_parts(plan: Estimate) -> Estimate:
 def _cost_of_memory(
     evaluator: PlanEvaluator, space: SearchSpace, without: PlanResult, chosen: Estimate
 ) -> Iterator[str]:
-    """What the limits of memory cost: the difference to the best plan without them."""
+    """What the limits of memory cost: the difference to the best plan without them, if one is found that is faster."""
     request = evaluator.request
     unlimited = Constraints(replace(without.limits, memory=None), request.fixed)
     found = evaluator.planner.search(space, unlimited, request.goal, seconds=SECONDS, front=False, keep=1).best
     for other in (evaluator.evaluate(plan, even=True).refined for plan in found):
-        more = chosen.seconds - other.seconds
-        yield (
-            f"without limits of memory {other.candidate} would take {readable_seconds(other.seconds)}: the limits cost "
-            f"{readable_seconds(max(more, 0.0))} of a step ({chosen.seconds / other.seconds - 1:+.1%})"
-        )
+        if other.seconds < chosen.seconds:
+            yield (
+                f"without limits of memory {other.candidate} would take {readable_seconds(other.seconds)}: the limits "
+                f"cost {readable_seconds(chosen.seconds - other.seconds)} of a step "
+                f"({chosen.seconds / other.seconds - 1:+.1%})"
+            )

@@ -24,7 +24,7 @@ SIZE = 1 << 16  #: bytes of a record
 WARN_AFTER = 60.0  #: seconds of waiting after which a hang is reported; at most half of the timeout
 
 WORDS = 64  # offset of the words, after the mark of the memory; see ``node``
-BEAT, SINCE, PATIENCE, LINE, NUMBER, TEXT, PHASE, PHASE_NUMBER, PHASE_SINCE, REPORTED, PROCESS = range(11)
+BEAT, SINCE, PATIENCE, LINE, NUMBER, TEXT, PHASE, PHASE_NUMBER, PHASE_SINCE, REPORTED, PROCESS, IDLE = range(12)
 LINES, MOST_LINES, LINE_WORDS = 16, 128, 4  # in words: the first line; a line is number, text, members, which
 TEXTS = WORDS + 8 * (LINES + MOST_LINES * LINE_WORDS)
 NOTE, STACK = 24 << 10, 32 << 10  # offsets of the note of a long wait, and of the stacks
@@ -106,6 +106,16 @@ class Activity:
             yield
         finally:
             words[PHASE], words[PHASE_NUMBER], words[PHASE_SINCE] = before
+
+    @contextmanager
+    def idle(self, text: str) -> Iterator[None]:
+        """As ``phase``, and record that the rank waits for something outside the job, which may take any time."""
+        with self.phase(text):
+            self._words[IDLE] = 1
+            try:
+                yield
+            finally:
+                self._words[IDLE] = 0
 
     # --- waiting
 
@@ -245,6 +255,7 @@ class State(NamedTuple):
     stack_seconds: float  #: its age
     condition: str = ""  #: of its process, by the operating system: "stopped", "gone"
     reported_seconds: float = math.inf  #: since it reported a hang
+    idle: bool = False  #: whether it waits for something outside the job
 
     @classmethod
     def from_json(cls, content: Any) -> State:
@@ -311,6 +322,7 @@ class Record:
             (now - words[BEAT]) / 1e9 if stack is None and words[BEAT] else 0.0,
             condition,
             (now - words[REPORTED]) / 1e9 if words[REPORTED] else math.inf,
+            bool(words[IDLE]),
         )
 
     def _call(self, line: Sequence[int], number: int, text: int) -> CallRecord:

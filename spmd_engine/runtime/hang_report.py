@@ -29,7 +29,8 @@ class Hang(NamedTuple):
 
 
 def look_at(states: Sequence[State], size: int) -> Hang | None:
-    """The hang that the states show; None if no wait is overdue. ``size``: the number of ranks of the job."""
+    """The hang that the states show; None if no wait is overdue, or all are for ranks that wait for something outside
+    the job. ``size``: the number of ranks of the job."""
     by_rank = {state.rank: state for state in states}
     waiters = [state for state in states if state.wait and not state.condition]  # a stopped rank does not wait
     late = [state for state in waiters if state.wait and state.wait.overdue]
@@ -44,6 +45,8 @@ def look_at(states: Sequence[State], size: int) -> Hang | None:
                 reached.add(other)
                 ahead.append(other)
     stuck = sorted(rank for rank in reached if rank not in waits_for)
+    if stuck and all(rank in by_rank and by_rank[rank].idle and not by_rank[rank].condition for rank in stuck):
+        return None
     longest = max(state.wait.seconds for state in late if state.wait)
     waiting = [state.rank for state in late]
     prefix = f"{_format(waiting)} of {size} {'has' if len(waiting) == 1 else 'have'} waited for {longest:.0f} s"

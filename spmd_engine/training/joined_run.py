@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 from spmd_engine.adaptive.joining import Entrance, JoinRequest, facts_of, runs
 from spmd_engine.adaptive.reshape import ShapeRequest
 from spmd_engine.arrays.backend import get_backend
-from spmd_engine.comm.agreement.rank_zero import on_rank_zero, text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import on_rank_zero, text_from_rank_zero, waits_outside
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import merged
 from spmd_engine.engine.parallel_config import ModelConfig
@@ -24,8 +23,6 @@ from spmd_engine.training.run_job import make_run, read_run, run_folder, with_co
 from spmd_engine.training.shape_changes import ShapeChanges
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.training.workload import Workload, open_workload
-
-PATIENCE = 20.0  #: seconds between two messages of rank 0 to the others, while they wait
 
 
 def join(
@@ -58,10 +55,8 @@ def join(
         entrance = Entrance(mesh.comm, folder, JoinRequest(mesh.size, facts, request, os.urandom(8).hex()), wait)
         texts = entrance.enter()
         try:
-            order = ""
-            while not order:  # the others wait for at most PATIENCE, and so report no hang
-                order = text_from_rank_zero(mesh.group(), lambda: _next(texts))
-            order = json.loads(order)
+            with waits_outside(mesh.group(), "waiting until the job takes these ranks in"):
+                order = json.loads(text_from_rank_zero(mesh.group(), lambda: next(filter(None, texts))))
             with StopFlag() as stop:  # from now on a signal is one to the whole job
                 mesh.barrier()
                 if mesh.rank == 0:
@@ -97,12 +92,6 @@ def _take_part(
     with changes.until(order["steps"]):
         run.train_from_between(order["steps"], stop, lambda: changes.enter(order))
     return run
-
-
-def _next(texts: Iterator[str]) -> str:
-    """The first text that is not empty; or, after PATIENCE seconds, an empty one."""
-    until = monotonic() + PATIENCE
-    return next(text for text in texts if text or monotonic() > until)
 
 
 def _check_runs(folder: Path) -> None:

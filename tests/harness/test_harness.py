@@ -95,10 +95,10 @@ def pytest_runtest_logreport(report):
     assert "ended with exit code 5 after the teardown" in run.stdout
 
 
-def test_without_the_option_mpi_tests_are_skipped(run_parent, sample):
+def test_mpi_tests_are_skipped_without_the_option_and_without_pytest_mpi_which_defines_it(run_parent, sample):
     text = "def test_serial(): pass\n@two_ranks\ndef test_mpi(): pass"
-    run = run_parent("-q", "-rs", sample(text))
-    assert "needs several ranks: python -m pytest --with-mpi" in run.stdout
+    run = run_parent("-q", "-rs", "-p", "no:pytest_mpi", sample(text))
+    assert "needs several ranks: python -m pytest --with-mpi" in run.stdout, run.stdout + run.stderr
     assert "1 passed, 1 skipped" in run.stdout.splitlines()[-1]
 
 

@@ -28,7 +28,8 @@ def pytest_configure(config):
     for plugin in plugins.get_plugins():  # pytest-mpi defines the options; its hooks support only one MPI world
         if type(plugin).__name__ == "MPIPlugin":  # and initialise MPI in the parent
             plugins.unregister(plugin)
-    if config.getoption("--with-mpi") or config.getoption("--only-mpi"):
+    # Without pytest-mpi there are no such options.
+    if config.getoption("--with-mpi", False) or config.getoption("--only-mpi", False):
         rank, folder = launcher_rank() if is_launched() else None, os.environ.pop("SPMD_TEST_FOLDER", None)
         folder = folder and Path(folder)
         if rank is not None:

@@ -111,8 +111,8 @@ def test_the_searches_with_and_without_offloading_share_the_limit(quick_disk, mo
     given, search = [], Planner.search
 
     def counted(planner, space, *arguments, seconds, keep=SHOWN_PLANS, **options):
-        if not options:  # those for reasons and conflicts have others
-            given.append((space.offload == (None,), seconds))
+        if options.keys() == {"most"}:  # those for reasons and conflicts have others
+            given.append((space.offload == (None,), options["most"]))
         return search(planner, space, *arguments, seconds=seconds, keep=keep, **options)
 
     monkeypatch.setattr(Planner, "search", counted)
@@ -120,7 +120,7 @@ def test_the_searches_with_and_without_offloading_share_the_limit(quick_disk, mo
     (first, *_), (second, *_) = (
         [seconds for alone, seconds in given if alone == is_first] for is_first in (True, False)
     )
-    assert first == 2 and second < 4  # what the first does not use is left to the second
+    assert first == pytest.approx(2, abs=0.1) and second < 4  # what the first does not use is left to the second
 
 
 def moves(loaded=0, stored=0, phase=Phases.OTHER):

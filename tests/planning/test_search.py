@@ -13,6 +13,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze, plan
 from spmd_engine.planning.machine.files import read_machine
+from spmd_engine.planning.search.budget import Budget
 from spmd_engine.planning.search.cost_cache import Slots
 from spmd_engine.planning.search.estimate import best_division
 from spmd_engine.planning.search.relaxation import Question, closest, conflict_of
@@ -105,9 +106,9 @@ def test_the_smallest_conflict_is_found_if_nothing_fits(planner_and_space, estim
     planner, space = planner_and_space
     smallest = min(estimate.memory for _, _, estimate in estimates)
     question = Question(space, Constraints(Limits(memory=0.9 * smallest)), "latency", 8)
-    conflict = conflict_of(planner, question)
+    conflict = conflict_of(planner, question, Budget(20.0))
     assert conflict.constraints[0] == "memory"
-    assert closest(planner, question)[0].memory == pytest.approx(smallest)
+    assert closest(planner, question, Budget(20.0))[0].memory == pytest.approx(smallest)
     by_name = {division.gives_up: division for division in conflict.relaxations}
     assert by_name["memory"].plan.memory == pytest.approx(smallest)
     others = [division.plan for name, division in by_name.items() if name != "memory"]

@@ -39,6 +39,16 @@ def test_no_hang_without_overdue_waits():
     assert look_at(states, 4) is None
 
 
+def test_a_wait_for_ranks_that_wait_for_something_outside_the_job_is_no_hang():
+    waiters = [state(rank, [(ALL, 8)], waiting(ALL, 8)) for rank in (1, 2)]
+    idle = state(0, [(ALL, 7)], idle=True, phase="waiting for an input")
+    assert look_at([idle, *waiters, state(3, [(ALL, 8)], waiting(ALL, 8))], 4) is None
+    assert look_at([idle, *waiters, state(3, [(ALL, 7)])], 4).stuck == (0, 3)
+    assert look_at([idle, *waiters], 4).stuck == (0, 3), "a rank of another node that does not answer"
+    stopped = idle._replace(condition="its process is stopped")
+    assert look_at([stopped, *waiters, state(3, [(ALL, 8)], waiting(ALL, 8))], 4).stuck == (0,)
+
+
 def test_ranks_that_do_the_same_are_one_line_and_missing_ranks_are_first():
     states = [state(rank, [(ALL, 183)], waiting(ALL, 183)) for rank in (0, 1, 2)]
     states.append(state(3, [(ALL, 182)], condition="its process is stopped"))

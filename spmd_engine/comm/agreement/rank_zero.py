@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from math import prod
 from typing import Any, TypeVar
 
@@ -19,6 +19,13 @@ from spmd_engine.comm.shared_memory.node import OwnMemory, mapped
 from spmd_engine.errors import UsageError
 
 T = TypeVar("T")
+
+
+def waits_outside(group: Group, what: str) -> AbstractContextManager[None]:
+    """A block in which rank 0 waits for something outside the job, such as a user, and the others in a call for rank 0,
+    for any time: without a timeout, and without a report of a hang. ``what`` rank 0 does: "waiting for a request"."""
+    progress = group.comm.progress
+    return progress.activity.idle(what) if group.rank == group.lowest else progress.patience()
 
 
 def on_rank_zero(group: Group, do: Callable[[], T], error: type[UsageError] = UsageError) -> T | None:

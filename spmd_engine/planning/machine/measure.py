@@ -22,8 +22,9 @@ from spmd_engine.arrays.meta.meter import CONVOLUTION, KERNELS
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.arrays.products import matmul
 from spmd_engine.arrays.windows import Window
+from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.shared_memory.cores import cores_here
+from spmd_engine.comm.shared_memory.cores import cores_here, cores_of, quota_here
 from spmd_engine.engine.offload import PIECE, OffloadError, OffloadFile
 from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
 
@@ -44,7 +45,13 @@ REPEATS = 5
 TURNS = 3  #: of the disk
 TINY = 50  #: all_reduces that measure the latency
 OVERSUBSCRIBED = 8  #: ranks per core of the machine file
+PROBE = 0.3  #: seconds in which all ranks compute, to find the share of their cores that they get
+IDLE = 0.85  #: least such share of an idle machine, whose services also run
 OUTLIER = 1.5  #: a pair of ranks gets its own link if its bandwidth differs from the median by this factor
+
+
+Act = Callable[[], object]
+Clock = Callable[[], float]
 
 
 def measure_machine(mesh: Mesh, seconds: float = SECONDS, folder: str = ".", backend: Backend = CPU) -> Machine | None:
@@ -91,6 +98,26 @@ def measure_machine(mesh: Mesh, seconds: float = SECONDS, folder: str = ".", bac
     return Machine("here", tuple(nodes), between or inside, pairs, source="measured by calibrate")
 
 
+def share_of_cores(mesh: Mesh, clock: Clock = perf_counter, processor: Clock = thread_time) -> float:
+    """The share of the time of their cores that the ranks of a node get while all of them compute, at most 1; that of
+    the node with the smallest. It is below ``IDLE`` if other programs compute. Collective.
+
+    ``clock`` and ``processor`` return seconds, and those of this thread on a processor.
+    """
+    mesh.barrier()
+    began, worked = clock(), processor()
+    while (taken := clock() - began) < PROBE:
+        pass
+    own = (processor() - worked) / taken
+    ranks = gather_json(mesh.group(), [sorted(os.sched_getaffinity(0)), quota_here(), own], label="share of cores")
+    shares = [1.0]
+    for node in set(mesh.nodes_by_rank):
+        members = [rank for rank, other in zip(ranks, mesh.nodes_by_rank, strict=True) if other == node]
+        cores = cores_of([(cores, quota) for cores, quota, _ in members]) or cores_here()  # less than one
+        shares.append(sum(share for *_, share in members) / min(len(members), cores))
+    return min(shares)
+
+
 def _node_kind(
     name: str, members: list[int], ranks: np.ndarray, measured: Sequence[tuple[str, float]], inside: Link
 ) -> NodeKind:
@@ -110,9 +137,6 @@ def _node_kind(
         inside=inside,
         cores=cores,
     )
-
-
-Act = Callable[[], object]
 
 
 def _time_turns(mesh: Mesh, act: Act, seconds: float, backend: Backend) -> list[float]:

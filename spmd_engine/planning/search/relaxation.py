@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, takewhile
 
+from spmd_engine.planning.search.budget import Budget
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.search import LIMITS, Constraints, Limits, Planner
 from spmd_engine.planning.search.search_space import SearchSpace
@@ -45,20 +46,24 @@ class Question:
     most_ranks: int  #: the most ranks of a relaxation
 
 
-def conflict_of(planner: Planner, question: Question, seconds: float = 20.0) -> Conflict:
+def conflict_of(planner: Planner, question: Question, budget: Budget, known: Sequence[Estimate] = ()) -> Conflict:
     """Why nothing fits. Sets of constraints are tried, the smallest first, each by a search that ends with the first
-    plan that keeps them."""
-    names, share = _list_names(question), seconds / 12
+    plan that keeps them; none if one of the ``known`` plans of the space does. When the budget is spent, a part of the
+    set may be a conflict as well, and relaxations may lack."""
+    names, share = _list_names(question), budget.left / 12
+    broken = [question.constraints.broken(plan.candidate, plan) for plan in known]
     sets = (subset for size in range(1, len(names)) for subset in combinations(names, size))
-    smallest = next((subset for subset in sets if not _is_possible(planner, question, subset, share)), names)
-    relaxations = _relax(planner, question, smallest, share)
+    sets = (subset for subset in sets if all(names_of_plan & set(subset) for names_of_plan in broken))
+    tried = takewhile(lambda _: budget.left > 0, sets)
+    smallest = next((subset for subset in tried if not _is_possible(planner, question, subset, share)), names)
+    relaxations = _relax(planner, question, smallest, share, budget)
     return Conflict(smallest, sorted(relaxations, key=lambda relaxation: relaxation.factor))
 
 
-def closest(planner: Planner, question: Question, seconds: float = 20.0) -> Sequence[Estimate]:
+def closest(planner: Planner, question: Question, budget: Budget) -> Sequence[Estimate]:
     """The plans of the search space that need least memory, without limits."""
-    unlimited = replace(question.constraints, limits=Limits())
-    return planner.search(question.space, unlimited, "memory", seconds=seconds / 12, front=False).best
+    unlimited, left = replace(question.constraints, limits=Limits()), budget.left
+    return planner.search(question.space, unlimited, "memory", seconds=left / 12, most=left, front=False).best
 
 
 def _list_names(question: Question) -> list[str]:
@@ -98,7 +103,9 @@ def _keep_only(question: Question, names: Sequence[str]) -> tuple[SearchSpace, C
     return space, Constraints(limits, fixed)
 
 
-def _relax(planner: Planner, question: Question, conflict: Sequence[str], seconds: float) -> Iterator[Relaxation]:
+def _relax(
+    planner: Planner, question: Question, conflict: Sequence[str], seconds: float, budget: Budget
+) -> Iterator[Relaxation]:
     """For each constraint of the conflict, the plan that keeps all others and needs the smallest relaxation."""
     all_names = _list_names(question)
     for name in conflict:
@@ -112,7 +119,7 @@ def _relax(planner: Planner, question: Question, conflict: Sequence[str], second
         else:
             changes = [{}]
         goal = name if name in ("memory", "latency") else question.goal
-        for change in changes:
+        for change in changes if budget.left > 0 else ():
             changed = replace(space, **change)
             options = {"seconds": seconds, "front": False, "keep": 1}
             first = planner.search(changed, constraints, _easiest_goal(constraints), first=True, **options)

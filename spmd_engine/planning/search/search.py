@@ -279,20 +279,26 @@ class Planner:
         goal: str = "latency",
         *,
         seconds: float = 30.0,
+        most: float | None = None,
         front: bool = True,
         keep: int = SHOWN_PLANS,
         first: bool = False,
     ) -> SearchResult:
-        """The best ``keep`` plans for a goal, within about ``seconds`` of processor time.
+        """The best ``keep`` plans for a goal, within about ``seconds`` of processor time, or, while no plan is found,
+        within ``most`` (None: PATIENCE times as long after that).
 
-        If no plan was found by then, up to ``keep`` candidates are estimated nevertheless. ``front``: also complete the
-        Pareto front. ``first``: end with the first plan that keeps the constraints.
+        If none was found by then, up to ``keep`` candidates are estimated nevertheless. ``front``: also complete the
+        Pareto front. ``first``: end with the first plan that keeps the constraints, and with none when time runs out
+        before all candidates have a bound.
         """
-        deadline = process_time() + seconds
+        began = process_time()
+        deadline = began + seconds
         limits = constraints.limits
         entries: list[_Entry] = []
         total = excluded = 0
         for candidate in candidates(space):
+            if first and process_time() > deadline + PATIENCE * seconds:
+                return SearchResult([], [], Certificate(np.inf, -np.inf, total, excluded, 0, False))
             total += 1
             entry = self._bound(goal, candidate, total, limits, first=self.profiles.shards_layers(candidate))
             if entry is None:
@@ -305,7 +311,7 @@ class Planner:
         estimates: dict[Candidate, Estimate | None] = {}
         left: list[tuple[float, ...]] = []  # bounds of candidates that were not estimated
         complete = True
-        patience = max(deadline, process_time()) + PATIENCE * seconds
+        patience = max(deadline, process_time()) + PATIENCE * seconds if most is None else began + most
         while entries:
             entry = heappop(entries)
             candidate, late = entry.candidate, process_time() > deadline
