@@ -19,13 +19,14 @@ KNOWN = {
 }
 
 
-def open_regular(path: str | os.PathLike, flags: int, mode: int = 0o666) -> int:
-    """``os.open`` for regular files only: no link redirects the write, and no pipe blocks this process.
+def open_regular(path: str | os.PathLike, flags: int, mode: int = 0o666, *, follow: bool = False) -> int:
+    """``os.open`` for regular files only: no pipe blocks this process and, unless ``follow``, no link redirects it.
 
     Raises UsageError for links, pipes, folders and devices; OSError for other errors.
     """
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+        descriptor = os.open(path, flags, mode)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR):
             raise
@@ -33,7 +34,7 @@ def open_regular(path: str | os.PathLike, flags: int, mode: int = 0o666) -> int:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
         os.close(descriptor)
-    raise UsageError(f"{os.fspath(path)} is no file: move it away; links, pipes and folders are not written to")
+    raise UsageError(f"{os.fspath(path)} is no file: move it away; a link, a pipe or a folder does not do here")
 
 
 def check_ending(what: str, path: str | Path, *endings: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from spmd_engine.adaptive.joining import runs
 from spmd_engine.adaptive.reshape import PROTOCOLS, ShapeRequest
 from spmd_engine.checkpoints.format.folder import replace_file
 from spmd_engine.cli.options import Quantity, options_of, values_given
@@ -101,7 +102,9 @@ def migrate(
     )
     events = JsonLines(log)
     events.open()
-    if [event.get("event") for event in events][-1:] == ["closed"]:
+    for _ in events:  # those before the request
+        pass
+    if not runs(folder):
         raise UsageError(f"{folder} has no running job; 'train --resume --run {folder}' takes these options, too")
     path = folder / ShapeRequest.FILE
     replace_file(path, json.dumps(request.as_json()) + "\n")
@@ -142,6 +145,7 @@ def _answer(folder: Path, events: JsonLines, request: str, wait: float) -> dict[
     """The event of the run in ``folder`` that answers a request, among those that are not read yet."""
     end = time.monotonic() + wait
     while time.monotonic() < end:
+        goes_on = runs(folder)  # before the events: it may write its answer, and end
         events.open()
         for event in events:
             if event.get("request") == request and event["event"] == "migrating":
@@ -151,5 +155,7 @@ def _answer(folder: Path, events: JsonLines, request: str, wait: float) -> dict[
                 return event
             if event.get("event") == "closed":
                 raise UsageError(f"{folder}: the job has ended, after step {event.get('step')}, without the change")
+        if not goes_on:
+            raise UsageError(f"{folder}: the job has ended without an answer; 'train --resume' continues its run")
         time.sleep(EVERY)
     raise UsageError(f"{folder}: no answer in {wait:g} s, and the request is withdrawn; does the job still run?")

@@ -20,7 +20,7 @@ from spmd_engine.comm.communicators.communicator import Communicator, Port
 from spmd_engine.comm.device_transport import choose_transport
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
-from spmd_engine.foreign import json_at
+from spmd_engine.foreign import MOST_OF_REQUEST, json_at, reading
 from spmd_engine.runtime.activity import ranges
 from spmd_engine.training.expert_load import Rebalancer
 from spmd_engine.training.product_choice import choose_products
@@ -52,6 +52,8 @@ class ShapeChanges:
         self._request_id = ""  # of the request that is followed now
         self._file, self._steps = run.folder / ShapeRequest.FILE, sys.maxsize
         self._request: ShapeRequest | UsageError | None = None  # on rank 0: see ``_read``
+        self._unread_id = ""  # that of a request which cannot be read, if it has one
+        self._answered: os.stat_result | None = None  # of a file that is answered, but cannot be removed
         self._proposed: ShapeRequest | None = None
         job, engine, self._reshaper = workload.job, workload.engine, None
         if isinstance(engine, LayeredEngine):
@@ -109,12 +111,24 @@ class ShapeChanges:
         return (self._proposed or self._request) is not None
 
     def _read(self) -> ShapeRequest | UsageError | None:
-        """The request in the folder, or why its file cannot be read; None without a file."""
-        if not os.path.isfile(self._file):  # reading a pipe might never end
-            return None
+        """The request in the folder, or why what is there is none; None if nothing new is there."""
         try:
-            return ShapeRequest.from_json(json_at(self._file), str(self._file))
+            found = os.lstat(self._file)
+        except OSError:
+            return None
+        if self._answered and (found.st_ino, found.st_mtime_ns) == (self._answered.st_ino, self._answered.st_mtime_ns):
+            return None
+        content, self._unread_id = None, ""
+        try:
+            with reading(str(self._file)):
+                content = json_at(self._file, most=MOST_OF_REQUEST, pipes=False)
+                request = ShapeRequest.from_json(content, str(self._file))
+                if request.at >= self._steps:
+                    raise UsageError(f"the run ends after step {self._steps}: a change after step {request.at} is late")
+                return request
         except UsageError as error:
+            if isinstance(content, Mapping) and isinstance(number := content.get("id"), str):
+                self._unread_id = number
             return error
 
     def _order(self) -> str:
@@ -124,12 +138,17 @@ class ShapeChanges:
         if self._joining and self._joining.request and request is None:
             return self._order_to_join(self._joining, self._joining.request, training)
         if request is not self._proposed:
-            self._file.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._file.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._answered = os.lstat(self._file)
         if isinstance(request, UsageError):
+            self._request_id = self._unread_id
             raise request
         assert request is not None
         self._request_id = request.id
-        return json.dumps({"request": request.as_json(), **training})
+        with reading("the request"):
+            return json.dumps({"request": request.as_json(), **training})
 
     def _order_to_join(self, joining: JoinRequests, request: JoinRequest, training: dict[str, Any]) -> str:
         """The order to take in the ranks that are connected, which they get, too."""
@@ -227,6 +246,7 @@ class ShapeChanges:
         awake meanwhile.
         """
         self._began, run, reshaper = perf_counter(), self._run, self._reshaper
+        before = reshaper and reshaper.shape
         is_first = run.engine.device_id == 0
         if reshaper and reshaper.idle.ranks and is_first:
             reshaper.idle.wake({})
@@ -235,6 +255,8 @@ class ShapeChanges:
             change = do()
             notify = lambda observer: observer.reshaped(run.steps_done, change)
         except UsageError as error:
+            if reshaper and reshaper.shape is not before:
+                raise  # the arrays have moved: this is no refusal
             change = {"why": str(error)}
             notify = lambda observer: observer.not_reshaped(run.steps_done, change)
         finally:
@@ -294,8 +316,7 @@ class ShapeChanges:
             raise UsageError(f"this is a shape for {request.model}, and the run trains {job.model.name}")
         if self._run.engine.mesh.helpers or request.composition.get("assign"):
             raise UsageError(_HELPED)
-        shape, notices = reshaper.changed(request)
-        reshaper.check(shape, job.data.batch_size, job.data.micro_batches)
+        shape, notices = reshaper.checked(request, job.data.batch_size, job.data.micro_batches)
         if (moved := reshaper.within_overlap(shape)) != shape:
             facts = self._move(moved, notices)  # which sends nothing
             with suppress(UsageError):  # the overlap stays where it is
