@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from spmd_engine.cli.progress import live_migration_text
 from spmd_engine.cli.report.run_record import JsonLines
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.foreign import reading
 from spmd_engine.planning.plan_result import PlanFile
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.run import EventLog
@@ -109,10 +111,15 @@ def migrate(
     path = folder / ShapeRequest.FILE
     replace_file(path, json.dumps(request.as_json()) + "\n")
     try:
-        answer = _answer(folder, events, request.id, wait)
+        with reading(f"{log}: its answer cannot be read"):
+            _tell(folder, _answer(folder, events, request.id, wait))
     except UsageError:
         path.unlink(missing_ok=True)
         raise
+
+
+def _tell(folder: Path, answer: Mapping[str, Any]) -> None:
+    """Print the answer of the job, or raise it as UsageError if it is a refusal."""
     if answer["event"] != "reshaped":
         raise UsageError(f"{folder}: refused after step {answer['step']}: {answer.get('why', 'its run has ended')}")
     for notice in answer["notices"]:
@@ -148,10 +155,10 @@ def _answer(folder: Path, events: JsonLines, request: str, wait: float) -> dict[
         goes_on = runs(folder)  # before the events: it may write its answer, and end
         events.open()
         for event in events:
-            if event.get("request") == request and event["event"] == "migrating":
+            if event.get("request") == request and event.get("event") == "migrating":
                 click.echo(f"{folder}: {live_migration_text(event['step'], event)}")
                 end = inf  # the job itself gives it up
-            elif event.get("request") == request:
+            elif event.get("request") == request and "event" in event:
                 return event
             if event.get("event") == "closed":
                 raise UsageError(f"{folder}: the job has ended, after step {event.get('step')}, without the change")
