@@ -83,9 +83,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     return _bounded(tomllib.loads(text))
 
 
-def json_at(
-    path: str | Path, kind: type[SpmdError] = UsageError, *, most: int = MOST_BYTES, pipes: bool = True
-) -> Any:
+def json_at(path: str | Path, kind: type[SpmdError] = UsageError, *, most: int = MOST_BYTES, pipes: bool = True) -> Any:
     """The content of a JSON file, within the limits; raises errors of this kind, and UsageError, only."""
     with reading(f"{path} cannot be read as JSON", kind=kind):
         text = read_text(path, most, pipes=pipes)

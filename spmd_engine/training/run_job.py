@@ -104,7 +104,7 @@ def train(
             for observer in new_run.observers:
                 observer.opened(workload, parameters, notices)
                 observer.loaded(loaded)
-            with ShapeChanges(new_run, workload, propose).until(stop_at or steps):
+            with ShapeChanges(new_run, workload, propose, helpers=helpers).until(stop_at or steps):
                 new_run.train(stop_at or steps)
     return new_run
 

@@ -18,6 +18,7 @@ from spmd_engine.axes import axes_text
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
 from spmd_engine.comm.communicators.communicator import Communicator, Port
 from spmd_engine.comm.device_transport import choose_transport
+from spmd_engine.engine.helpers import Helpers
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import MOST_OF_REQUEST, json_at, reading
@@ -46,9 +47,10 @@ class ShapeChanges:
         propose: Callable[[int], ShapeRequest | None] = lambda step: None,
         joined: Mapping[str, Any] | None = None,
         before: Communicator | None = None,
+        helpers: Helpers | None = None,
     ) -> None:
         """``joined``: on a rank that joins, the order of the running job; ``before``: its own world."""
-        self._run, self._workload, self._propose = run, workload, propose
+        self._run, self._workload, self._propose, self._helpers = run, workload, propose, helpers
         self._request_id = ""  # of the request that is followed now
         self._file, self._steps = run.folder / ShapeRequest.FILE, sys.maxsize
         self._request: ShapeRequest | UsageError | None = None  # on rank 0: see ``_read``
@@ -93,13 +95,15 @@ class ShapeChanges:
     # --- on rank 0
 
     def _has_request(self) -> bool:
-        """Whether a request is due after this step, on rank 0; it also hears of signals to idle ranks."""
-        if self._run.engine.device_id or self._run.tracing:
-            return False  # the trace is of one mesh
+        """Whether a request is due after this step, on rank 0; it also hears of signals to ranks outside the mesh."""
+        if self._run.engine.device_id:
+            return False
         stop, step = self._run.trainer.stop, self._run.steps_done + 1  # this one is about to be done
         if self._reshaper and self._reshaper.idle.ranks and stop:
             stop.receive(self._reshaper.idle.signal())
-        if step >= self._steps or self._live:
+        if self._helpers and stop:
+            stop.receive(self._helpers.signal())
+        if step >= self._steps or self._live or self._run.tracing:  # the trace is of one mesh
             return False
         world = self._reshaper.world if self._reshaper else self._run.engine.mesh.comm
         if self._joining and self._run.trainer.first_step_check is None and self._joining.is_ready(world):
