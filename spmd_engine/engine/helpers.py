@@ -62,7 +62,8 @@ class Assigned(NamedTuple):
         stem = first.rstrip(digits)
         names = [self.layers]
         if last.isdecimal() and stem != first:
-            names = [f"{stem}{number}" for number in range(int(first[len(stem) :]), int(last) + 1)]
+            begin = int(first[len(stem) :])  # the end may be any number
+            names = [f"{stem}{number}" for number in range(begin, min(int(last), begin + len(model.layers)) + 1)]
         of_names = [
             [n for n, (name, _) in enumerate(model.layers) if part in (name, name.split("/")[0])] for part in names
         ]
