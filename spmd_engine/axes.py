@@ -15,7 +15,7 @@ Over = str | Iterable[str] | None  #: one axis, several, or None for all
 
 PIPE = "pipe"  #: the axis of the stages of a pipeline
 
-MOST = 1 << 16  # ranks of a mesh that ``all_positions`` lists
+MOST = 1 << 16  #: ranks of a mesh
 
 
 class StageSizes(int):
@@ -160,15 +160,12 @@ class MeshPosition:
 def all_positions(axes: Mapping[str, int]) -> list[MeshPosition]:
     """Every rank of a mesh with these axes, in rank order: the last axis varies fastest.
 
-    Raises MeshError for an axis of size 0, and for more than MOST ranks.
+    Raises MeshError for axes that ``checked_axes`` refuses.
 
     >>> [position.coordinates["model"] for position in all_positions({"data": 2, "model": 2})]
     [0, 1, 0, 1]
     """
-    mesh = MeshPosition(axes, {})
-    if 0 in axes.values() or prod(axes.values()) > MOST:
-        raise MeshError(f"mesh {mesh}: sizes are from 1, and their product is at most {MOST} here")
-    return mesh.peers(None)
+    return MeshPosition(checked_axes(axes), {}).peers(None)
 
 
 def rank_grid(axes: Mapping[str, int], ranks: Sequence[int] | None = None) -> np.ndarray:
@@ -206,7 +203,8 @@ def parse_axes(text: str) -> dict[str, int]:
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, equals, size = (p.strip() for p in part.partition("="))
         sizes = size.split("|")
-        if not equals or not name.isidentifier() or not all(number.strip().isdecimal() for number in sizes):
+        numbers = all(number.strip().isdecimal() and len(number) <= 100 for number in sizes)
+        if not equals or not name.isidentifier() or not numbers:
             raise MeshError(f"cannot read mesh {text!r} at {part!r}; write axes as in data=4,model=2")
         if name in axes:
             raise MeshError(f"mesh {text!r} names axis {name!r} twice")
@@ -219,12 +217,16 @@ def parse_axes(text: str) -> dict[str, int]:
 def checked_axes(axes: Mapping[str, Any]) -> dict[str, int]:
     """Axes whose sizes may be given for each stage, ``{"pipe": 2, "model": (1, 2)}``, as ``StageSizes``.
 
-    Raises MeshError unless they are given for each stage.
+    Raises MeshError unless they are given for each stage, are whole numbers from 1, and make at most MOST ranks: code
+    that lists the ranks of a mesh may rely on it.
     """
     checked: dict[str, int] = {}
     for axis, size in axes.items():
         by_stage = size.by_stage if isinstance(size, StageSizes) else size
-        if isinstance(by_stage, (tuple, list)):
+        numbers = by_stage if isinstance(by_stage, (tuple, list)) else [by_stage]
+        if not all(type(number) is int and number > 0 for number in numbers):
+            raise MeshError(f"mesh axis {axis!r} has size {size!r}; sizes are whole numbers from 1")
+        if numbers is by_stage:
             if axis == PIPE or len(by_stage) != axes.get(PIPE):
                 listed = "|".join(map(str, by_stage))
                 raise MeshError(
@@ -232,4 +234,6 @@ def checked_axes(axes: Mapping[str, Any]) -> dict[str, int]:
                 )
             by_stage = by_stage[0] if len(set(by_stage)) == 1 else StageSizes(by_stage)
         checked[axis] = by_stage
+    if prod(checked.values()) > MOST:
+        raise MeshError(f"mesh {axes_text(axes)}: the product of the sizes is above {MOST}")
     return checked

@@ -18,7 +18,7 @@ def one_of(given: object, names: Iterable[str]) -> str:
     """
 
     def likeness(name: str) -> float:
-        return SequenceMatcher(None, str(given).lower(), name.lower()).ratio()
+        return SequenceMatcher(None, str(given)[:100].lower(), name.lower()).ratio()
 
     valid = list(names)
     similar = sorted((name for name in valid if likeness(name) >= LIKE), key=likeness, reverse=True)

@@ -24,13 +24,14 @@ KNOWN = {
 }
 
 
-def open_regular(path: str | os.PathLike, flags: int, mode: int = 0o666) -> int:
-    """``os.open`` for regular files only: no link redirects the write, and no pipe blocks this process.
+def open_regular(path: str | os.PathLike, flags: int, mode: int = 0o666, *, follow: bool = False) -> int:
+    """``os.open`` for regular files only: no pipe blocks this process and, unless ``follow``, no link redirects it.
 
     Raises UsageError for links, pipes, folders and devices; OSError for other errors.
     """
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+        descriptor = os.open(path, flags, mode)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR):
             raise
@@ -38,7 +39,7 @@ def open_regular(path: str | os.PathLike, flags: int, mode: int = 0o666) -> int:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
         os.close(descriptor)
-    raise UsageError(f"{os.fspath(path)} is no file: move it away; links, pipes and folders are not written to")
+    raise UsageError(f"{os.fspath(path)} is no file: move it away; a link, a pipe or a folder does not do here")
 
 
 def open_private(path: Path, flags: int) -> int:
@@ -87,22 +88,35 @@ class RequestFile:
     warning."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._ignored = path, 0
+        self.path = path
+        self._done: tuple[int, int] | None = None  # what was there: it is ignored, or answered and cannot be removed
 
     def is_there(self) -> bool:
-        """Whether there is a request. Links and pipes are none: reading a pipe might never end."""
+        """Whether there is a new request, or something else in its place."""
         try:
             found = os.lstat(self.path)
-            if not stat.S_ISREG(found.st_mode) or found.st_ino == self._ignored:
+            if (found.st_ino, found.st_mtime_ns) == self._done:
                 return False
             check_owner(self.path, found)
         except UsageError as error:
             logger.warning("%s", error)
-            self._ignored = found.st_ino
+            self._leave()
             return False
         except OSError:
             return False
         return True
+
+    def answered(self) -> None:
+        """Remove the request. If that is impossible, it counts as no new one."""
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError:
+            self._leave()
+
+    def _leave(self) -> None:
+        with suppress(OSError):
+            found = os.lstat(self.path)
+            self._done = found.st_ino, found.st_mtime_ns
 
 
 def check_ending(what: str, path: str | Path, *endings: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from collections import Counter
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from spmd_engine.errors import SpmdError, UsageError
+from spmd_engine.files import open_regular
 
 MOST_BYTES = 1 << 28  #: of a file's text; the largest known tokenizer.json has 33 MB
+MOST_OF_REQUEST = 1 << 20  #: bytes of a request to a running job, which waits while it reads
 DEPTH = 64  #: most levels of nested objects and lists
 DIGITS = 100  #: most digits of a whole number
 _LARGEST = 10**DIGITS
@@ -50,13 +53,22 @@ def reason(error: BaseException) -> str:
     return text if plain and text else ": ".join(filter(None, (type(error).__name__, text)))
 
 
-def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
-    """The text of a UTF-8 file; raises OSError, and ValueError for more than ``most`` bytes or other content."""
-    with open(path, "rb") as file:
+def read_bytes(path: str | Path, most: int = MOST_BYTES, *, pipes: bool = False) -> bytes:
+    """The content of a file, or with ``pipes`` of a pipe, for which this waits.
+
+    Raises OSError, UsageError for what is no file, and ValueError for more than ``most`` bytes.
+    """
+    with open(path if pipes else open_regular(path, os.O_RDONLY, follow=True), "rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise ValueError(f"it has more than {most:,} bytes")
-    return content.decode("utf-8-sig")
+    return content
+
+
+def read_text(path: str | Path, most: int = MOST_BYTES, *, pipes: bool = True) -> str:
+    """The text of a UTF-8 file that a user names; raises the errors of ``read_bytes``, and ValueError for other
+    content."""
+    return read_bytes(path, most, pipes=pipes).decode("utf-8-sig")
 
 
 def parse_json(text: str | bytes, pairs: Callable[[list], Any] | None = None) -> Any:
@@ -71,10 +83,10 @@ def parse_toml(text: str) -> dict[str, Any]:
     return _bounded(tomllib.loads(text))
 
 
-def json_at(path: str | Path, kind: type[SpmdError] = UsageError) -> Any:
-    """The content of a JSON file, within the limits; raises errors of this kind only."""
+def json_at(path: str | Path, kind: type[SpmdError] = UsageError, *, most: int = MOST_BYTES, pipes: bool = True) -> Any:
+    """The content of a JSON file, within the limits; raises errors of this kind, and UsageError, only."""
     with reading(f"{path} cannot be read as JSON", kind=kind):
-        text = read_text(path)
+        text = read_text(path, most, pipes=pipes)
         content = parse_json(text)
         if _SURROGATE.search(text):  # half of a surrogate pair is no character, but a file's name may have such a byte
             json.dumps(content, ensure_ascii=False).encode(errors="surrogateescape")

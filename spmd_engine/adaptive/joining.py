@@ -28,12 +28,14 @@ from threading import Event, Thread
 from typing import Any, ClassVar, Self, TypeVar
 
 from spmd_engine.adaptive.reshape import ShapeRequest
+from spmd_engine.axes import MOST
 from spmd_engine.checkpoints.format.folder import LOCK
 from spmd_engine.comm.communicators.communicator import Communicator, Port
 from spmd_engine.comm.communicators.threads import current_thread_communicator
 from spmd_engine.comm.world import open_port
 from spmd_engine.errors import UsageError
 from spmd_engine.files import RequestFile, check_owner, open_private, open_regular
+from spmd_engine.foreign import MOST_OF_REQUEST, parse_json
 from spmd_engine.runtime.ending import end_job_from_thread
 
 CONNECT = 10.0  #: seconds that the two ranks wait for each other at the port
@@ -82,10 +84,9 @@ class LockedFile:
         except UsageError:
             os.close(handle)
             raise
-        try:
-            content = json.loads(os.read(handle, 1 << 20))
-        except ValueError:
-            content = None
+        content = None
+        with suppress(ValueError, RecursionError):
+            content = parse_json(os.read(handle, MOST_OF_REQUEST))
         return cls(path, handle, content, False)
 
     def is_held(self) -> bool:
@@ -168,11 +169,12 @@ class JoinRequest:
         """The request that ``as_json`` describes; raises UsageError for anything else."""
         if not isinstance(content, Mapping) or not re.fullmatch("[0-9a-f]{16}", str(content.get("id"))):
             raise UsageError(f"{cls.FILE} is no request of the command 'join'")
-        if not isinstance(content.get("ranks"), int) or not isinstance(content.get("facts"), Mapping):
-            raise UsageError(f"{cls.FILE} is no request of the command 'join': it lacks ranks or facts")
+        ranks = content.get("ranks")
+        if type(ranks) is not int or not 0 < ranks <= MOST or not isinstance(content.get("facts"), Mapping):
+            raise UsageError(f"{cls.FILE} is no request of the command 'join': it lacks facts, or 1 to {MOST} ranks")
         shape = content.get("shape")
         shape = None if shape is None else ShapeRequest.from_json(shape, cls.FILE)
-        return cls(content["ranks"], content["facts"], shape, content["id"])
+        return cls(ranks, content["facts"], shape, content["id"])
 
     def as_json(self) -> dict[str, Any]:
         """The input of ``from_json``."""
@@ -216,7 +218,7 @@ class JoinRequests:
         self._port: Port | None = None
         self._joined: list[tuple[LockedFile, HolderWatch | None]] = []  # answer and watch of each group that has
         for path in folder.glob("join-*.json"):
-            with suppress(UsageError, OSError):  # of another user
+            with suppress(UsageError, OSError):  # of another user, or what is no file
                 remove_unheld(path)
 
     def is_ready(self, world: Communicator) -> bool:
@@ -232,8 +234,7 @@ class JoinRequests:
             raise UsageError("they have ended")
         except (UsageError, OSError) as error:  # the job goes on
             if self._file is None:
-                with suppress(OSError):
-                    path.unlink()
+                self._requested.answered()
             self._drop(str(error))
         return False
 
@@ -321,9 +322,9 @@ class Entrance:
         self._file = yield from self._found(self._ask)
         path = self._folder / f"join-{self._request.id}-answer.json"
         self._answer = yield from self._found(lambda: LockedFile.open(path))
-        content = self._answer.content
-        if "port" not in content:
-            raise UsageError(f"{self._folder}: refused: {content['why']}")
+        content = self._answer.content if isinstance(self._answer.content, Mapping) else {}
+        if not isinstance(content.get("port"), str):
+            raise UsageError(f"{self._folder}: refused: {content.get('why', 'the answer of the job cannot be read')}")
         self.port = port = open_port(self._world, content["port"], CONNECT)
         yield from self._found(lambda: port.is_connected() or None)
         self._until = inf  # from now on the job may wait for these ranks

@@ -6,8 +6,11 @@ answer is taken at a later observation.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +31,7 @@ from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.engine.state.assignment import PIPE
 from spmd_engine.errors import UsageError
+from spmd_engine.foreign import MOST_OF_REQUEST, parse_json, reading
 from spmd_engine.planning.machine.files import default_machine, read_machine
 from spmd_engine.planning.machine.machine import Curve, Machine
 from spmd_engine.planning.plan_result import Request
@@ -35,6 +39,8 @@ from spmd_engine.planning.planner import find_plan
 from spmd_engine.planning.search.plan_evaluation import evaluate_step
 from spmd_engine.planning.search.search_space import axes_that_shard
 from spmd_engine.runtime.mpi_job import clean_environment
+
+logger = logging.getLogger(__name__)
 
 SECONDS = 5.0  #: processor time of a search
 MOST = 4  #: shapes of an answer
@@ -50,6 +56,7 @@ FREE = (
     "state_shares",
     "rank_order",
 )  #: options that may change
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class PlannerProposals:
@@ -73,7 +80,7 @@ class PlannerProposals:
 
     def __call__(self, outlook: Outlook) -> Iterator[Proposal]:
         if self._process and self._process.poll() is not None:
-            self._found = list(self._answer(self._process.returncode))
+            self._found = self._answer(self._process.returncode)
         if not self._process and crossings(outlook.observation, self._config):
             self._ask(outlook)
         for shape, factor, pressure in self._found:
@@ -100,7 +107,7 @@ class PlannerProposals:
             given.write(json.dumps(question).encode())
             given.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, self._code],
+                [sys.executable, "-m", __name__, str(os.getpid()), self._code],
                 stdin=given,
                 stdout=self._output,
                 stderr=subprocess.DEVNULL,
@@ -108,16 +115,22 @@ class PlannerProposals:
                 start_new_session=True,  # so that it does not receive a terminal's Ctrl-C
             )
 
-    def _answer(self, code: int) -> Iterator[tuple[Shape, float, float | None]]:
-        """The shapes that the process has found; none if it failed."""
-        self._process = None
+    def _answer(self, code: int) -> list[tuple[Shape, float, float | None]]:
+        """The shapes that the process has found; none if it failed, or its answer cannot be read."""
+        self._process, found = None, []
         self._output.seek(0)
-        asked, content = self._asked, self._output.read()
+        asked, content = self._asked, self._output.read(MOST_OF_REQUEST)
         self._output.close()
-        for each in json.loads(content) if code == 0 else ():
-            shape = Shape(ParallelConfig.from_json(each["composition"]), tuple(range(len(asked.speeds))))
-            by_parts = asked.step_seconds(asked.shape) / asked.step_seconds(shape)
-            yield shape, each["seconds"] * by_parts, each["pressure"]
+        try:
+            with reading("the planner's answer cannot be read"):
+                for each in parse_json(content) if code == 0 else ():
+                    shape = Shape(ParallelConfig.from_json(each["composition"]), tuple(range(len(asked.speeds))))
+                    by_parts = asked.step_seconds(asked.shape) / asked.step_seconds(shape)
+                    pressure = None if each["pressure"] is None else float(each["pressure"])
+                    found.append((shape, float(each["seconds"]) * by_parts, pressure))
+        except UsageError as error:
+            logger.warning("%s", error)
+        return found
 
     def close(self) -> None:
         """End a search that goes on."""
@@ -200,12 +213,17 @@ def _scaled(curve: Curve, factor: float) -> Curve:
 
 
 def main() -> None:
-    """Answer the question of the standard input."""
+    """Answer the question of the standard input, unless the parent ends before. Arguments: the parent's process number,
+    and the name of the code that may run."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent, code = sys.argv[1:]
+    if os.getppid() != int(parent):  # it has ended already
+        return
     os.nice(19)
     with suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # not only rank 0's core
     with suppress(UsageError):  # a model or a machine that cannot be planned: no shapes
-        json.dump(answer(json.load(sys.stdin), *sys.argv[1:]), sys.stdout)
+        json.dump(answer(json.load(sys.stdin), code), sys.stdout)
         return
     print("[]")
 

@@ -35,6 +35,7 @@ from spmd_engine.engine.state.engine_state import Copies, assigned
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.errors import CommunicationTimeout, UsageError, one_of
+from spmd_engine.foreign import reading
 from spmd_engine.models import Model
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.units import readable_bytes
@@ -114,23 +115,22 @@ class ShapeRequest:
     @classmethod
     def from_json(cls, content: Any, where: str) -> Self:
         """The request that ``as_json`` describes; raises UsageError for anything else."""
-        kinds = {
-            "composition": Mapping,
-            "ranks": Sequence,
-            "at": int,
-            "model": str,
-            "id": str,
-            "protocol": str,
-            "within": (int, float),
-            "experts": Mapping,
+        fits = {
+            "composition": lambda value: isinstance(value, Mapping),
+            "ranks": _are_numbers,
+            "at": lambda value: type(value) is int,
+            "model": lambda value: isinstance(value, str),
+            "id": lambda value: isinstance(value, str),
+            "protocol": lambda value: isinstance(value, str),
+            "within": lambda value: type(value) in (int, float) and value >= 0,
+            "experts": lambda value: isinstance(value, Mapping) and all(map(_are_numbers, value.values())),
         }
         if not isinstance(content, Mapping) or not isinstance(content.get("composition"), Mapping):
             raise UsageError(f"{where}: it must be an object with an object 'composition', as 'migrate' writes it")
         for name, value in content.items():
-            if name not in kinds:
-                raise UsageError(f"{where}: unknown field {name!r}; {one_of(name, kinds)}")
-            fits = isinstance(value, kinds[name]) and (name != "ranks" or all(type(rank) is int for rank in value))
-            if value is not None and not fits:
+            if name not in fits:
+                raise UsageError(f"{where}: unknown field {name!r}; {one_of(name, fits)}")
+            if value is not None and not fits[name](value):
                 raise UsageError(f"{where}: {name} is {value!r}")
         if content.get("protocol", PROTOCOLS[0]) not in PROTOCOLS:
             raise UsageError(f"{where}: protocol {content['protocol']!r}; {one_of(content['protocol'], PROTOCOLS)}")
@@ -148,6 +148,10 @@ class ShapeRequest:
         """The shape of a request that has all options and the ranks."""
         experts = {layer: tuple(parts) for layer, parts in (self.experts or {}).items()}
         return Shape(ParallelConfig.from_json(self.composition, "the shape"), tuple(self.ranks or ()), experts)
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(type(number) is int for number in value)
 
 
 class Reshaper:
@@ -183,12 +187,24 @@ class Reshaper:
         """Whether this rank is outside the mesh."""
         return not self.engine.is_placed
 
-    def changed(self, request: ShapeRequest) -> tuple[Shape, list[str]]:
-        """See ``Shape.changed``."""
-        return self.shape.changed(request, self.engine.model)
+    def checked(self, request: ShapeRequest, batch_size: int, micro_batches: int) -> tuple[Shape, list[str]]:
+        """The shape that is requested, and notices: see ``Shape.changed``. Collective over the world.
 
-    def check(self, shape: Shape, batch_size: int, micro_batches: int) -> None:
-        """Raise UsageError, the same on all ranks, if the job cannot go on in this shape. Collective over the world."""
+        Raises UsageError, the same on all ranks, if the job cannot go on in that shape. Until the ranks agree here,
+        any error is such a refusal: what is requested may be anything, and nothing has moved.
+        """
+
+        def evaluate() -> tuple[Shape, list[str], int]:  # calls no collective
+            with reading("the requested shape cannot be taken"):
+                shape, notices = self.shape.changed(request, self.engine.model)
+                return shape, notices, self._check(shape, batch_size, micro_batches)
+
+        shape, notices, needed = on_all_ranks(self.all_ranks, evaluate)
+        self._check_memory(needed)
+        return shape, notices
+
+    def _check(self, shape: Shape, batch_size: int, micro_batches: int) -> int:
+        """The bytes that this rank needs to change to the shape. Raises UsageError if the job cannot go on in it."""
         world, axes, composition = range(self.world.size), shape.axes, shape.composition
         if not shape.ranks or shape.ranks[0] != 0 or len(set(shape.ranks)) < len(shape.ranks):
             raise UsageError(f"ranks {_listed(shape.ranks)}: name each once, and rank 0, which writes the run's files")
@@ -219,15 +235,15 @@ class Reshaper:
         schedule, _ = self._assigned(shape, model, position)
         schedule.program(axes.get("pipe", 1), micro_batches, 0)
         check_batch(batch_size, micro_batches, layout.spec(model.inputs), position)
-        self._check_memory(shape, model)
-
-    def _check_memory(self, shape: Shape, model: Model) -> None:
-        """Raise UsageError if the old and the new arrays of a node's ranks exceed its memory. Collective."""
         needed = 0
         if not self.is_idle:
             needed += self._bytes(self.shape, self.engine.assignment)
-        if (position := self.position_in(shape)) is not None:
-            needed += self._bytes(shape, self._assigned(shape, model, position)[1])
+        if (mine := self.position_in(shape)) is not None:
+            needed += self._bytes(shape, self._assigned(shape, model, mine)[1])
+        return needed
+
+    def _check_memory(self, needed: int) -> None:
+        """Raise UsageError if the old and the new arrays of a node's ranks exceed its memory. Collective."""
         by_rank = self.all_ranks.all_gather(np.array([needed]), label="reshape")
         on_node = sum(n for n, host in zip(by_rank, self.world.hosts, strict=True) if host == self.world.node)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import click
 
+from spmd_engine.adaptive.joining import runs
 from spmd_engine.adaptive.reshape import PROTOCOLS, ShapeRequest
 from spmd_engine.checkpoints.format.folder import replace_file
 from spmd_engine.cli.options import Quantity, options_of, values_given
@@ -18,6 +20,7 @@ from spmd_engine.cli.progress import live_migration_text
 from spmd_engine.cli.report.run_record import JsonLines
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.foreign import reading
 from spmd_engine.planning.plan_result import PlanFile
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.run import EventLog
@@ -101,15 +104,22 @@ def migrate(
     )
     events = JsonLines(log)
     events.open()
-    if [event.get("event") for event in events][-1:] == ["closed"]:
+    for _ in events:  # those before the request
+        pass
+    if not runs(folder):
         raise UsageError(f"{folder} has no running job; 'train --resume --run {folder}' takes these options, too")
     path = folder / ShapeRequest.FILE
     replace_file(path, json.dumps(request.as_json()) + "\n")
     try:
-        answer = _answer(folder, events, request.id, wait)
+        with reading(f"{log}: its answer cannot be read"):
+            _tell(folder, _answer(folder, events, request.id, wait))
     except UsageError:
         path.unlink(missing_ok=True)
         raise
+
+
+def _tell(folder: Path, answer: Mapping[str, Any]) -> None:
+    """Print the answer of the job, or raise it as UsageError if it is a refusal."""
     if answer["event"] != "reshaped":
         raise UsageError(f"{folder}: refused after step {answer['step']}: {answer.get('why', 'its run has ended')}")
     for notice in answer["notices"]:
@@ -142,14 +152,17 @@ def _answer(folder: Path, events: JsonLines, request: str, wait: float) -> dict[
     """The event of the run in ``folder`` that answers a request, among those that are not read yet."""
     end = time.monotonic() + wait
     while time.monotonic() < end:
+        goes_on = runs(folder)  # before the events: it may write its answer, and end
         events.open()
         for event in events:
-            if event.get("request") == request and event["event"] == "migrating":
+            if event.get("request") == request and event.get("event") == "migrating":
                 click.echo(f"{folder}: {live_migration_text(event['step'], event)}")
                 end = inf  # the job itself gives it up
-            elif event.get("request") == request:
+            elif event.get("request") == request and "event" in event:
                 return event
             if event.get("event") == "closed":
                 raise UsageError(f"{folder}: the job has ended, after step {event.get('step')}, without the change")
+        if not goes_on:
+            raise UsageError(f"{folder}: the job has ended without an answer; 'train --resume' continues its run")
         time.sleep(EVERY)
     raise UsageError(f"{folder}: no answer in {wait:g} s, and the request is withdrawn; does the job still run?")

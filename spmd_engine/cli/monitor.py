@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -25,8 +24,8 @@ from spmd_engine.cli.report.run_record import RunReader, RunRecord
 from spmd_engine.cli.show.memory import elements_per_rank
 from spmd_engine.comm.mesh import ranks_by_position
 from spmd_engine.engine.parallel_config import ParallelConfig
-from spmd_engine.errors import SpmdError
-from spmd_engine.foreign import reading
+from spmd_engine.errors import SpmdError, UsageError
+from spmd_engine.foreign import parse_json, read_bytes, reading
 from spmd_engine.models.user_code import is_code
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.runtime.watchdog import FILE as HANG
@@ -330,8 +329,8 @@ def _parts_held(run: RunRecord, axes: Mapping[str, int]) -> list[str]:
 
 def _activity(path: Path) -> Mapping[str, Any]:
     """The content of the file; empty if there is none, or it is damaged."""
-    with suppress(OSError, ValueError, RecursionError):
-        if isinstance(content := json.loads(path.read_bytes()), dict):
+    with suppress(OSError, UsageError, ValueError, RecursionError):
+        if isinstance(content := parse_json(read_bytes(path)), dict):
             return content
     return {}
 

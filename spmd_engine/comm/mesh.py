@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend
-from spmd_engine.axes import MeshPosition, Over, StageSizes, axes_text, checked_axes, count_ranks, rank_grid
+from spmd_engine.axes import MeshPosition, Over, axes_text, checked_axes, count_ranks, rank_grid
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.communicators.threads import solo
 from spmd_engine.comm.group import Group, Out, Sizes
@@ -201,10 +201,6 @@ class Mesh(Collectives, MeshPosition):
         MeshPosition.__init__(self, self.all_axes, dict(zip(self.axes, map(int, coordinates), strict=True)))
 
     def _validate(self) -> None:
-        for axis, size in self.all_axes.items():
-            smallest = min(size.by_stage) if isinstance(size, StageSizes) else size
-            if not isinstance(smallest, int) or smallest < 1:
-                raise MeshError(f"mesh axis {axis!r} has size {size!r}; sizes are whole numbers from 1")
         ranks = count_ranks(self.all_axes)
         if ranks != self.comm.size:
             raise WrongNumberOfRanks(str(self), ranks, self.comm.size)

@@ -28,6 +28,7 @@ from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.axes import all_positions, axes_text
 from spmd_engine.comm.group import Group
+from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending, wait_for
 from spmd_engine.engine.pipeline import Chunk, Recompute, segments
@@ -43,6 +44,7 @@ from spmd_engine.sharding.shards import Shards
 NONE = "none"  #: an assignment without helper ranks
 _REQUEST = 512  # bytes, of which a request has a multiple: its length must not depend on the digits of a number
 _ORDERS = 0  # the channel of orders of rank 0; other messages come in the order in which they are sent
+_SIGNALS = 1  # the channel of a helper rank's last message to rank 0: the number of its signal, or 0
 
 
 # --- What is assigned: "block0-1:rank2,head:rank3"
@@ -60,7 +62,8 @@ class Assigned(NamedTuple):
         stem = first.rstrip(digits)
         names = [self.layers]
         if last.isdecimal() and stem != first:
-            names = [f"{stem}{number}" for number in range(int(first[len(stem) :]), int(last) + 1)]
+            begin = int(first[len(stem) :])  # the end may be any number
+            names = [f"{stem}{number}" for number in range(begin, min(int(last), begin + len(model.layers)) + 1)]
         of_names = [
             [n for n, (name, _) in enumerate(model.layers) if part in (name, name.split("/")[0])] for part in names
         ]
@@ -512,13 +515,16 @@ def serve(mesh: Mesh, build: Callable[[Mapping[str, Any]], HelperRank]) -> int:
     rank 0 starts it with. Raises UsageError if the other ranks end by one."""
     group, helper = mesh.outside, None
     assert group is not None
-    with StopFlag(to_save=False) as stop:  # as its other ranks, which hear of the launcher's signals, too
+    told = 0  # the signal that rank 0 knows of
+    with StopFlag(to_save=False) as stop:
         while True:
             source, channel = (helper.owners[0], None) if helper else (0, _ORDERS)
             with mesh.activity.phase("helper rank, without a request"):
                 request = content_of(_awaited(group, group.start_receive(source, channel=channel, label="request")))
             if "exit" in request:
                 stop.take(stop.received)
+                if helper is not None and not told:
+                    _tell_signal(group, stop.received)
                 if request["error"]:
                     raise UsageError(request["error"])
                 return request["exit"]
@@ -529,6 +535,13 @@ def serve(mesh: Mesh, build: Callable[[Mapping[str, Any]], HelperRank]) -> int:
                 f"helper rank: {request['do']} of layers {request['layers'][0]} to", request["layers"][1] - 1
             ):
                 helper.answer(request)
+            if stop.received and not told:
+                told = stop.received
+                _tell_signal(group, told)
+
+
+def _tell_signal(group: Group, number: int) -> None:
+    Group(group.comm, "helper", Ledger()).send(0, np.array([number]), channel=_SIGNALS)
 
 
 def _awaited(group: Group, pending: Pending) -> Any:
@@ -550,12 +563,20 @@ class Helpers:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._first_owners: Mapping[int, int] = {}
+        self._signals: list[Pending] = []  # on rank 0
 
     def start(self, order: Mapping[str, Any], first_owners: Mapping[int, int]) -> None:
         """Let the helper ranks begin with an order, which is JSON; ``first_owners`` are those of the engine."""
         self._first_owners = first_owners
         for rank in self._mesh.helpers if self._mesh.rank == 0 else ():
             self._tell(rank, order, _ORDERS)
+            assert self._mesh.outside is not None
+            aside = Group(self._mesh.outside.comm, "helper", Ledger())  # a signal is no part of the step it comes in
+            self._signals.append(aside.start_receive(rank, channel=_SIGNALS))
+
+    def signal(self) -> int:
+        """The number of a signal that a helper rank has received, on rank 0; 0 for none."""
+        return max((int(each.wait()[0]) for each in self._signals if each.done), default=0)
 
     def _tell(self, rank: int, order: Mapping[str, Any], channel: int | None) -> None:
         assert self._mesh.outside is not None
@@ -571,3 +592,5 @@ class Helpers:
         for rank in () if self._mesh.is_helper else self._mesh.helpers:
             if self._mesh.members[self._mesh.rank] == self._first_owners.get(rank, 0):
                 self._tell(rank, {"exit": code, "error": text}, None if self._first_owners else _ORDERS)
+        for each in self._signals:  # with a message in flight MPI does not end properly
+            each.wait()

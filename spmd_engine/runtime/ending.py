@@ -16,7 +16,6 @@ from spmd_engine.runtime.join import join_mpi
 from spmd_engine.runtime.launchers import CLEAR_BELOW, is_launched, launcher_rank, terminal
 from spmd_engine.runtime.signals import ENDING, exit_code, raise_interrupted
 
-JOIN = 10  #: seconds to wait for other ranks in MPI_Init, for a rank that joins only to abort
 FINALIZE = 120  #: seconds that MPI_Finalize may take after all ranks have ended their programs
 FAILED = 32767  #: the tag of messages that a rank has failed, the largest that every MPI allows
 
@@ -77,15 +76,13 @@ def end_at_once(message: str, code: int) -> None:
     """Print the message and end all ranks of the program, without waiting for any of them."""
     comm = None
     if is_launched():
-        # If a rank exits before it has joined MPI, the others wait for it in MPI_Init forever. So it joins; if they do
-        # not, the alarm ends this process, and the launcher the job.
-        signal.alarm(JOIN)
+        # If a rank exits before it has joined MPI, the others wait for it in MPI_Init forever. So it joins, and waits
+        # for those that still start as long as any rank does: an end before that would have another code.
         with suppress(ImportError, RuntimeError, UsageError):
             join_mpi()
             from mpi4py import MPI
 
             comm = MPI.COMM_WORLD if not MPI.Is_finalized() else None
-        signal.alarm(0)
     if comm is None or comm.size == 1:
         if launcher_rank() == 0:
             with suppress(OSError):

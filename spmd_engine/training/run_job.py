@@ -25,6 +25,7 @@ from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.offload import OffloadError
 from spmd_engine.engine.parallel_config import order_to_help, serve_as_helper
 from spmd_engine.errors import UsageError
+from spmd_engine.foreign import parse_json, read_bytes
 from spmd_engine.models.load_config import short_name
 from spmd_engine.strategies import default_axes, strategy_named
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
@@ -106,7 +107,7 @@ def train(
             for observer in new_run.observers:
                 observer.opened(workload, parameters, notices)
                 observer.loaded(loaded)
-            with ShapeChanges(new_run, workload, propose).until(stop_at or steps):
+            with ShapeChanges(new_run, workload, propose, helpers=helpers).until(stop_at or steps):
                 new_run.train(stop_at or steps)
     return new_run
 
@@ -298,8 +299,8 @@ def run_folder(run: str | Path) -> Path:
 def _is_model(folder: Path) -> bool:
     """Whether a folder holds a model in Hugging Face's format, whose configuration file is named as a run's."""
     try:
-        content = json.loads((folder / CONFIG).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        content = parse_json(read_bytes(folder / CONFIG))
+    except (OSError, UsageError, ValueError, RecursionError):
         return False
     return isinstance(content, Mapping) and "model_type" in content
 

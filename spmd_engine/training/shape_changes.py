@@ -17,10 +17,11 @@ from spmd_engine.axes import axes_text
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
 from spmd_engine.comm.communicators.communicator import Communicator, Port
 from spmd_engine.comm.device_transport import choose_transport
+from spmd_engine.engine.helpers import Helpers
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.files import RequestFile
-from spmd_engine.foreign import json_at
+from spmd_engine.foreign import MOST_OF_REQUEST, json_at, reading
 from spmd_engine.runtime.activity import ranges
 from spmd_engine.training.expert_load import Rebalancer
 from spmd_engine.training.product_choice import choose_products
@@ -46,12 +47,14 @@ class ShapeChanges:
         propose: Callable[[int], ShapeRequest | None] = lambda step: None,
         joined: Mapping[str, Any] | None = None,
         before: Communicator | None = None,
+        helpers: Helpers | None = None,
     ) -> None:
         """``joined``: on a rank that joins, the order of the running job; ``before``: its own world."""
-        self._run, self._workload, self._propose = run, workload, propose
+        self._run, self._workload, self._propose, self._helpers = run, workload, propose, helpers
         self._request_id = ""  # of the request that is followed now
         self._file, self._steps = RequestFile(run.folder / ShapeRequest.FILE), sys.maxsize
         self._request: ShapeRequest | UsageError | None = None  # on rank 0: see ``_read``
+        self._unread_id = ""  # that of a request which cannot be read, if it has one
         self._proposed: ShapeRequest | None = None
         job, engine, self._reshaper = workload.job, workload.engine, None
         if isinstance(engine, LayeredEngine):
@@ -91,13 +94,15 @@ class ShapeChanges:
     # --- on rank 0
 
     def _has_request(self) -> bool:
-        """Whether a request is due after this step, on rank 0; it also hears of signals to idle ranks."""
-        if self._run.engine.device_id or self._run.tracing:
-            return False  # the trace is of one mesh
+        """Whether a request is due after this step, on rank 0; it also hears of signals to ranks outside the mesh."""
+        if self._run.engine.device_id:
+            return False
         stop, step = self._run.trainer.stop, self._run.steps_done + 1  # this one is about to be done
         if self._reshaper and self._reshaper.idle.ranks and stop:
             stop.receive(self._reshaper.idle.signal())
-        if step >= self._steps or self._live:
+        if self._helpers and stop:
+            stop.receive(self._helpers.signal())
+        if step >= self._steps or self._live or self._run.tracing:  # the trace is of one mesh
             return False
         world = self._reshaper.world if self._reshaper else self._run.engine.mesh.comm
         if self._joining and self._run.trainer.first_step_check is None and self._joining.is_ready(world):
@@ -109,12 +114,20 @@ class ShapeChanges:
         return (self._proposed or self._request) is not None
 
     def _read(self) -> ShapeRequest | UsageError | None:
-        """The request in the folder, or why its file cannot be read; None without a file."""
+        """The request in the folder, or why what is there is none; None if nothing new is there."""
         if not self._file.is_there():
             return None
+        content, self._unread_id, path = None, "", self._file.path
         try:
-            return ShapeRequest.from_json(json_at(self._file.path), str(self._file.path))
+            with reading(str(path)):
+                content = json_at(path, most=MOST_OF_REQUEST, pipes=False)
+                request = ShapeRequest.from_json(content, str(path))
+                if request.at >= self._steps:
+                    raise UsageError(f"the run ends after step {self._steps}: a change after step {request.at} is late")
+                return request
         except UsageError as error:
+            if isinstance(content, Mapping) and isinstance(number := content.get("id"), str):
+                self._unread_id = number
             return error
 
     def _order(self) -> str:
@@ -124,12 +137,14 @@ class ShapeChanges:
         if self._joining and self._joining.request and request is None:
             return self._order_to_join(self._joining, self._joining.request, training)
         if request is not self._proposed:
-            self._file.path.unlink(missing_ok=True)
+            self._file.answered()
         if isinstance(request, UsageError):
+            self._request_id = self._unread_id
             raise request
         assert request is not None
         self._request_id = request.id
-        return json.dumps({"request": request.as_json(), **training})
+        with reading("the request"):
+            return json.dumps({"request": request.as_json(), **training})
 
     def _order_to_join(self, joining: JoinRequests, request: JoinRequest, training: dict[str, Any]) -> str:
         """The order to take in the ranks that are connected, which they get, too."""
@@ -227,6 +242,7 @@ class ShapeChanges:
         awake meanwhile.
         """
         self._began, run, reshaper = perf_counter(), self._run, self._reshaper
+        before = reshaper and reshaper.shape
         is_first = run.engine.device_id == 0
         if reshaper and reshaper.idle.ranks and is_first:
             reshaper.idle.wake({})
@@ -235,6 +251,8 @@ class ShapeChanges:
             change = do()
             notify = lambda observer: observer.reshaped(run.steps_done, change)
         except UsageError as error:
+            if reshaper and reshaper.shape is not before:
+                raise  # the arrays have moved: this is no refusal
             change = {"why": str(error)}
             notify = lambda observer: observer.not_reshaped(run.steps_done, change)
         finally:
@@ -294,8 +312,7 @@ class ShapeChanges:
             raise UsageError(f"this is a shape for {request.model}, and the run trains {job.model.name}")
         if self._run.engine.mesh.helpers or request.composition.get("assign"):
             raise UsageError(_HELPED)
-        shape, notices = reshaper.changed(request)
-        reshaper.check(shape, job.data.batch_size, job.data.micro_batches)
+        shape, notices = reshaper.checked(request, job.data.batch_size, job.data.micro_batches)
         if (moved := reshaper.within_overlap(shape)) != shape:
             facts = self._move(moved, notices)  # which sends nothing
             with suppress(UsageError):  # the overlap stays where it is

@@ -1,9 +1,14 @@
 """The planner beside a job: what it is asked, and what its answers predict."""
 
+import json
+import subprocess
+import sys
+import tempfile
 from time import monotonic, sleep
 
 import pytest
 
+from alive import is_alive
 from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.candidates import Outlook
 from spmd_engine.adaptive.monitor import Observation
@@ -54,6 +59,39 @@ def test_a_search_that_goes_on_ends_with_the_run(proposals):
     process = proposals._process
     proposals.close()
     assert process.returncode is not None
+
+
+STARTS = """
+import os, subprocess, sys, time
+command = [sys.executable, "-m", "spmd_engine.adaptive.planner_process", str(os.getpid())]
+print(subprocess.Popen(command, start_new_session=True).pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_process_ends_when_the_job_is_killed():
+    """At any moment: here while it starts, or waits for the end of its question, which never comes."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", STARTS], **pipes) as parent:
+        process = int(parent.stdout.readline())
+        parent.kill()
+        end = monotonic() + 60
+        while is_alive(process) and monotonic() < end:
+            sleep(0.05)
+        alive = is_alive(process)
+    assert not alive
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "x", "3", "[3]", '[{"composition": {}}]', "[" * 100_000, '[{"composition": {"mesh": {"data": 1e9}}}]']
+    + [json.dumps([{"composition": {"mesh": {"data": n}}, "seconds": 1, "pressure": 0.5}]) for n in (3, 10**30)]
+    + [json.dumps([{"composition": {"mesh": {"data": 2}}, "seconds": "x", "pressure": 0.5}])],
+)
+def test_an_answer_that_cannot_be_read_is_a_warning(proposals, caplog, content):
+    proposals._asked, proposals._output = outlook((0.45, 0.9)), tempfile.TemporaryFile()
+    proposals._output.write(content.encode())
+    assert proposals._answer(0) == [] and len(caplog.messages) == 1 and "\n" not in caplog.text.strip()
 
 
 def test_each_rank_has_its_measured_speed_and_the_links_of_the_machine():

@@ -1,5 +1,6 @@
 """``migrate``: a running job of MPI ranks changes its shape, and refuses what it cannot do; an idle rank obeys."""
 
+import importlib
 import json
 import os
 import signal
@@ -11,9 +12,13 @@ from command_line import TEXT, metrics
 from mpi_harness.launch import Job, mpiexec
 from spmd_engine.adaptive import ShapeRequest
 from spmd_engine.axes import parse_axes
+from spmd_engine.checkpoints.format import folder as folder_module
+from spmd_engine.checkpoints.format.folder import RunLock
 from spmd_engine.cli import main
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.planning.plan_result import PlanFile
+
+migrate_module = importlib.import_module("spmd_engine.cli.migrate")
 
 PROGRAM = """
 import os
@@ -81,15 +86,68 @@ def test_a_running_job_changes_its_shape(tmp_path, monkeypatch, capsys):
         (["r", "--mesh", "data=2", "--ranks", "0;1"], "write the numbers of ranks, as in 0,1,3"),
         (["r", "--experts", "block0/moe=0:a"], "write the part of each expert, as in block0/moe=0:1:1:0"),
         (["r", "--zero", "1", "--wait", "10ms"], "no answer in 0.01 s, and the request is withdrawn"),
+        (["r", "--mesh", "data=" + "9" * 15], "the product of the sizes is above 65536"),
+        (["r", "--mesh", "data=" + "9" * 5000], "write axes as in data=4,model=2"),
+        (["r", "--mesh", "data=²"], "write axes as in data=4,model=2"),
+        (["r", "--mesh", "pipe=2,model=0|3", "--protocol", "live"], "has size 0|3; sizes are whole numbers from 1"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, reason):
+def test_mistakes_are_one_line(run, capsys, arguments, reason):
+    with RunLock(run):
+        code, text = migrate(capsys, *arguments)
+    assert code == 2 and reason in text and "\n" not in text and not (run / ShapeRequest.FILE).exists()
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The folder of a run that has started."""
     folder = tmp_path / "runs" / "r"
     folder.mkdir(parents=True)
-    (folder / "events.jsonl").write_text('{"event": "started", "step": 0}\n')
+    tell(folder, event="started", step=0)
     monkeypatch.chdir(tmp_path)
-    code, text = migrate(capsys, *arguments)
-    assert code == 2 and reason in text and "\n" not in text and not (folder / ShapeRequest.FILE).exists()
+    return folder
+
+
+def tell(folder, **event):
+    with open(folder / "events.jsonl", "a") as file:
+        file.write(json.dumps(event) + "\n")
+
+
+@pytest.mark.parametrize(
+    "lock", ["process 1 on here, 0\n", "\n", None], ids=["was killed", "has ended", "has not begun"]
+)
+def test_a_job_that_does_not_run_is_asked_nothing(run, capsys, lock):
+    if lock is not None:
+        (run / ".lock").write_text(lock)
+    code, text = migrate(capsys, "r", "--zero", "1")
+    assert code == 2 and "has no running job; 'train --resume" in text and not (run / ShapeRequest.FILE).exists()
+
+
+PLAN = {"what": [], "to": "mesh model=3", "bytes": 0, "seconds": 1.0}
+
+
+@pytest.mark.parametrize("events, text", [
+    ([], "the job has ended without an answer; 'train --resume' continues its run"),
+    ([{"event": "migrating", "step": 3, **PLAN}], "the job has ended without an answer"),
+    ([{"event": "closed", "step": 3, "request": ""}], "the job has ended, after step 3, without the change"),
+    ([{"event": "not reshaped", "step": 3, "why": "no"}], "refused after step 3: no"),
+    ([{"step": 3}, {"event": "not reshaped"}], "its answer cannot be read: KeyError: 'step'"),
+    ([{"event": "migrating", "step": 3}], "its answer cannot be read: KeyError: 'what'"),
+])  # fmt: skip
+def test_a_job_that_ends_while_it_is_asked_is_one_line(run, capsys, monkeypatch, events, text):
+    """It writes these events after the request, and ends: after a kill without a last one."""
+    lock, replace = RunLock(run), folder_module.replace_file
+
+    def ask(path, content):
+        replace(path, content)
+        for event in events:
+            tell(run, **{"request": json.loads(content)["id"], **event})
+        lock.__exit__()
+
+    monkeypatch.setattr(migrate_module, "replace_file", ask)
+    lock.__enter__()
+    code, said = migrate(capsys, "r", "--zero", "1", "--protocol", "live")
+    assert code == 2 and text in said.splitlines()[-1] and not (run / ShapeRequest.FILE).exists()
 
 
 def test_a_request_keeps_uneven_stages():

@@ -282,6 +282,45 @@ def test_damage_and_hostile_texts_are_no_traceback(folder, here):
     assert code == 2 and errors.startswith("spmd_engine: runs/nothing: no run is there; name a folder that 'train' wro")
 
 
+FILES = [
+    "config.json",
+    "metrics.jsonl",
+    "events.jsonl",
+    ActivityFile.NAME,
+    ".lock",
+    "hang.txt",
+    "checkpoints/step-00000010/manifest.json",
+]
+
+
+def test_no_command_waits_for_a_pipe_in_the_folder(folder, here):
+    """It shows the rest, or one line says what is wrong; a link to a pipe is one, too."""
+    hangs = []
+
+    def hang(*_):
+        hangs.append((command, name))
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, hang)
+    for name in FILES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        content = (folder / name).read_bytes() if (folder / name).exists() else None
+        for make in (os.mkfifo, lambda path: path.symlink_to("pipe")):
+            (folder / name).unlink(missing_ok=True)
+            make(folder / name)
+            for command in (["monitor", "live", "--once"], ["report", "live"], ["migrate", "live", "--zero", "1"]):
+                signal.alarm(30)
+                code, _, errors = here(*command)
+                signal.alarm(0)
+                assert not hangs and code in (0, 1, 2) and len(errors.splitlines()) <= 1, (command, name, errors)
+            os.path.lexists(folder / "pipe") or os.mkfifo(folder / "pipe")
+        (folder / name).unlink()
+        if content is not None:
+            (folder / name).write_bytes(content)
+    signal.signal(signal.SIGALRM, before)
+    assert here("monitor", "live", "--once")[0] == 0
+
+
 def test_curves_go_through_their_points(folder):
     add(folder, *range(11, 21))
     run = RunReader(folder).read()

@@ -233,7 +233,7 @@ def test_collectives_on_other_numbers_of_ranks(show, name, ranks):
 SHARDING = ["sharding", "b/data f", "--shape", "8,6", "--mesh"]
 MISTAKES = {
     "write axes as in data=4,model=2": ["mesh", "nonsense"],
-    "sizes are from 1": ["mesh", "data=0"],
+    "sizes are whole numbers from 1": ["mesh", "data=0"],
     "at most 1024 can be drawn": ["mesh", "data=2000"],
     'axis "data", which the mesh does not have; there are: model': [*SHARDING, "model=2"],
     "has 2 dims, the array has shape (8,)": ["sharding", "b/data f", "--shape", "8", "--mesh", "data=2"],

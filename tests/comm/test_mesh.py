@@ -7,9 +7,10 @@ import pytest
 
 from on_ranks import assert_same
 from spmd_engine import Mesh, run_threads, world
-from spmd_engine.axes import parse_axes
+from spmd_engine.axes import all_positions, checked_axes, parse_axes
 from spmd_engine.comm import Ledger
 from spmd_engine.comm.agreement.rank_zero import share_array, text_from_rank_zero
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import MeshError, UsageError
 
 CUBE = {"data": 2, "pipe": 3, "model": 2}
@@ -201,9 +202,27 @@ def test_a_product_that_is_not_the_number_of_ranks():
     raises(MeshError, text, lambda: Mesh(data=4, model=2), 3)
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.0, "1", None])
+@pytest.mark.parametrize("size", [0, -1, 1.0, "1", None, True])
 def test_sizes_are_whole_numbers_from_one(size):
     raises(MeshError, f"mesh axis 'data' has size {size!r}; sizes are whole", lambda: Mesh(data=size))
+
+
+@pytest.mark.parametrize(
+    "axes, text",
+    [
+        ({"data": 10**30}, "mesh data=1000000000000000000000000000000: the product of the sizes is above 65536"),
+        ({"data": 300, "model": 300}, "mesh data=300,model=300: the product of the sizes is above 65536"),
+        ({"pipe": 2, "model": [1, 10**14]}, "the product of the sizes is above 65536"),
+        ({"pipe": 2, "model": [0, 3]}, "mesh axis 'model' has size [0, 3]; sizes are whole numbers from 1"),
+        ({"pipe": 2, "model": [1, "2"]}, "mesh axis 'model' has size [1, '2']; sizes are whole numbers from 1"),
+        ({"pipe": 2, "model": []}, "model= has 0 sizes: one for each stage is needed"),
+    ],
+)
+def test_axes_that_no_world_has_are_refused_when_they_are_read(axes, text):
+    for read in (checked_axes, all_positions, lambda axes: ParallelConfig(mesh=axes)):
+        with pytest.raises(MeshError) as error:
+            read(axes)
+        assert text in str(error.value)
 
 
 @pytest.mark.parametrize(

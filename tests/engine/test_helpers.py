@@ -158,6 +158,7 @@ def test_an_owner_keeps_no_activations_of_assigned_layers():
     [
         ({"data": 2}, "block1", "cannot read --assign 'block1' at 'block1'; write LAYERS:rankN"),
         ({"data": 2}, "block1:rank0", "rank 0 writes the run's files"),
+        ({"data": 2}, "block1-99999999999:rank2", "gpt-nano has no such layers in a row"),
         ({"data": 2}, "block7-9:rank2", "gpt-nano has no such layers in a row; name a layer, a block or a range"),
         ({"data": 2}, "block1-2:rank2,block2:rank3", "another rank has some of these layers"),
         ({"data": 2, "model": 2}, "block1:rank4", "axis model splits these layers, and a helper rank computes whole"),

@@ -16,7 +16,9 @@ from mpi_harness.launch import Job, clean_environment, mpiexec
 from spmd_engine import Mesh
 from spmd_engine.cli import main
 from spmd_engine.engine import SGD
-from spmd_engine.runtime.signals import Interrupted, StopFlag, exit_code, raise_interrupted
+from spmd_engine.errors import UsageError
+from spmd_engine.runtime import ending
+from spmd_engine.runtime.signals import REQUEUE, Interrupted, StopFlag, exit_code, raise_interrupted
 from spmd_engine.training import Run, Trainer
 from spmd_engine.training.trainer import StepMetrics
 
@@ -305,6 +307,40 @@ def test_a_command_ends_at_once_in_one_line(mpi_run, tmp_path):
     assert result.returncode == 143, result.stderr
     (line,) = own_lines(result.stderr)
     assert line == "spmd_engine: interrupted by SIGTERM"
+
+
+def test_a_rank_that_ends_before_it_has_joined_waits_for_the_others(monkeypatch):
+    """However late they are: an alarm would end the job with its own code instead of that of the signal."""
+
+    def join():
+        raise UsageError("there is no MPI here")
+
+    alarms = []
+    monkeypatch.setattr(ending, "is_launched", lambda: True)
+    monkeypatch.setattr(ending, "join_mpi", join)
+    monkeypatch.setattr(ending.signal, "alarm", alarms.append)
+    with pytest.raises(SystemExit, match="75"):
+        ending.end_at_once("", REQUEUE)
+    assert not alarms
+
+
+LATE = """
+import time
+from spmd_engine.runtime.launchers import launcher_rank
+
+if launcher_rank() == 1:
+    sys.meta_path.insert(0, Sender())
+else:
+    time.sleep(15)  # its node is slow
+"""
+
+
+@needs_mpi
+@pytest.mark.soak
+def test_a_signal_to_one_rank_while_another_starts_has_its_code(mpi_run, tmp_path):
+    (tmp_path / "late.py").write_text(LOADING.replace("sys.meta_path.insert(0, Sender())\n", LATE) + STARTS[0])
+    result = mpi_run(2, "late.py", "SIGTERM", "numpy", "--requeue", cwd=tmp_path, timeout=100)
+    assert result.returncode == REQUEUE and "interrupted by SIGTERM" in result.stderr
 
 
 LOADING = """

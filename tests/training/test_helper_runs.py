@@ -11,7 +11,10 @@ from test_shape_changes import EXPERTS, IMAGES, assert_same, events, job_of
 from mpi_harness.launch import Job, mpiexec
 from spmd_engine import TrainConfig, run_threads, train
 from spmd_engine.adaptive import ShapeRequest
+from spmd_engine.checkpoints.format.folder import find_checkpoint
+from spmd_engine.engine import helpers
 from spmd_engine.errors import UsageError
+from spmd_engine.runtime.signals import StopFlag
 
 
 def config_of(seed, folder, **options):
@@ -48,6 +51,24 @@ def test_a_run_with_helper_ranks_keeps_its_shape(tmp_path):
     assert "a run with helper ranks (--assign) keeps its shape" in refused["why"]
     with pytest.raises(UsageError, match="--assign with --adapt"):
         run_threads(lambda: train(TrainConfig.from_json({**helped.as_json(), "adapt": {}}), tmp_path / "other"), 3)
+
+
+def test_a_signal_to_a_helper_rank_ends_the_run_after_a_save(tmp_path, monkeypatch):
+    class Told(StopFlag):
+        """Python gives signals to the main thread alone."""
+
+        def __enter__(self):
+            self.receive(signal.SIGTERM)
+            return super().__enter__()
+
+    monkeypatch.setattr(helpers, "StopFlag", Told)
+    config = config_of(EXPERTS, tmp_path)
+    helped = config.with_options(assign=f"{last_layer(config)}:rank2")
+    with pytest.raises(SystemExit, match="143"):
+        run_threads(lambda: train(helped, tmp_path / "run"), 3)
+    (stopped,) = events(tmp_path / "run", "stopped")
+    assert stopped["signal"] == signal.SIGTERM and stopped["step"] <= 2
+    assert find_checkpoint(tmp_path / "run").name == f"step-{stopped['step']:08d}"
 
 
 @pytest.mark.skipif(mpiexec() is None, reason="needs an MPI library and its mpiexec")

@@ -1,6 +1,7 @@
 """Ranks of a second launcher join a running job, between two steps, and the job computes what one rank computes."""
 
 import json
+import os
 import sys
 import threading
 import time
@@ -26,9 +27,10 @@ from test_shape_changes import (
 from random_jobs import losses_in
 from spmd_engine import TrainConfig, run_threads, train
 from spmd_engine.adaptive import ShapeRequest
-from spmd_engine.adaptive.joining import JoinRequest, JoinRequests, LockedFile, facts_of, runs
+from spmd_engine.adaptive.joining import Entrance, JoinRequest, JoinRequests, LockedFile, facts_of, runs
 from spmd_engine.arrays.products import NUMPY, in_use
-from spmd_engine.comm.communicators.threads import current_thread_communicator
+from spmd_engine.checkpoints.format.folder import RunLock
+from spmd_engine.comm.communicators.threads import current_thread_communicator, solo
 from spmd_engine.errors import UsageError
 from spmd_engine.training import Trainer, join, joined_run, loss_scale, product_choice, workload
 
@@ -240,6 +242,45 @@ def test_a_folder_with_the_name_of_a_request_is_none(tmp_path):
     (folder / JoinRequest.FILE).mkdir(parents=True)
     run_threads(lambda: train(job, folder), 2)
     assert (folder / JoinRequest.FILE).is_dir()
+
+
+ASKS = JoinRequest(2, {}, None, "0" * 16).as_json()
+NO_REQUESTS = [
+    *({**ASKS, "ranks": ranks} for ranks in (0, -1, 10**12, 10**300, True, "2", None)),
+    *({**ASKS, "id": id} for id in ("../../etc/passwd", 7, None)),
+    *({**ASKS, "shape": shape} for shape in (3, {"composition": 3}, {"composition": {}, "experts": {"a": 3}})),
+    {**ASKS, "facts": 3}, None, [], 7, "x",
+]  # fmt: skip
+
+
+def test_what_is_no_request_to_join_is_a_warning_and_the_job_goes_on(tmp_path, caplog):
+    for name, make in (("join-1.json", os.mkfifo), ("join-2.json", os.mkdir)):
+        make(tmp_path / name)
+    requests, path = JoinRequests(tmp_path, "", {}), tmp_path / JoinRequest.FILE
+    for content in NO_REQUESTS:
+        file = LockedFile.create(path, content)
+        assert not requests.is_ready(solo()) and not path.exists(), content
+        file.close()
+    assert len(caplog.messages) == len(NO_REQUESTS) and all("\n" not in each for each in caplog.messages)
+    for content in (b"[" * 100_000, b"", b"\xff", b"9" * 5000, b'{"a": "' + b"x" * (2 << 20)):
+        path.write_bytes(content)  # of no process that still runs
+        assert not requests.is_ready(solo()) and not path.exists()
+
+
+def test_facts_that_are_nested_too_deep_are_no_request(tmp_path, caplog):
+    file = LockedFile.create(
+        tmp_path / JoinRequest.FILE, {**ASKS, "facts": json.loads('{"a":' * 900 + "1" + "}" * 900)}
+    )
+    assert not JoinRequests(tmp_path, "", {}).is_ready(solo()) and len(caplog.messages) == 1
+    file.close()
+
+
+@pytest.mark.parametrize("answer", [None, 3, [], {}, {"port": 3}])
+def test_an_answer_that_cannot_be_read_is_one_line(tmp_path, answer):
+    request = JoinRequest(1, {}, None, "0" * 16)
+    LockedFile.create(tmp_path / f"join-{request.id}-answer.json", answer)
+    with pytest.raises(UsageError, match="refused: the answer of the job cannot be read"), RunLock(tmp_path):
+        list(Entrance(solo(), tmp_path, request, 60.0).enter())
 
 
 def test_an_impossible_shape_leaves_the_ranks_that_joined_idle(tmp_path, joins_after):

@@ -3,6 +3,7 @@
 import gc
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from on_ranks import numbers_of_ranks, on_ranks
 from random_jobs import RandomJob, losses_in
 from spmd_engine import Mesh, TrainConfig, run_threads, train, world
 from spmd_engine.adaptive import Reshaper, ShapeRequest
-from spmd_engine.adaptive.reshape import IdleRanks
+from spmd_engine.adaptive.reshape import PROTOCOLS, IdleRanks
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.errors import UsageError
 from spmd_engine.training import loss_scale
@@ -139,6 +140,16 @@ REFUSED = {
     "experts of a model without any": (ShapeRequest({}, experts={"hidden": [0]}), "no layer has experts under this"),
     "the present shape": (ShapeRequest({"mesh": {"data": 4}}), "the job has this shape: mesh data=4"),
     "another result": (ShapeRequest({"compress": "bfloat16"}), "compress changes the results of a run"),
+    "more ranks than there are": (ShapeRequest({"mesh": {"data": 10**30}}), "the product of the sizes is above 65536"),
+    "a stage without ranks": (ShapeRequest({"mesh": {"pipe": 2, "model": [0, 3]}}), "sizes are whole numbers from 1"),
+    "a part that is no list": (ShapeRequest({"zero": 1}, experts={"block0": 3}), "experts is {'block0': 3}"),
+    "a part that is no number": (ShapeRequest({"zero": 1}, experts={"block0": ["a"]}), "experts is {'block0': ['a']}"),
+    "a path with NUL": (ShapeRequest({"offload": "optimizer", "offload_dir": "a\0b"}), "it must have no NUL character"),
+    "more chunks than layers": (
+        ShapeRequest({"mesh": {"pipe": 4}, "schedule": "interleaved", "chunks": 10**18}),
+        "few",
+    ),
+    "what is no JSON": (ShapeRequest({"zero": {1}}), "the request: TypeError: Object of type set"),
 }
 
 
@@ -156,14 +167,47 @@ def test_a_rank_that_was_idle_scales_the_loss_as_the_others(tmp_path, monkeypatc
     assert scale != loss_scale.LossScale().value
 
 
-@pytest.mark.parametrize("request_and_reason", REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_is_refused_and_the_run_continues(tmp_path, request_and_reason):
-    request, reason = request_and_reason
-    run_threads(lambda: train(small_job(tmp_path), tmp_path / "run", propose={2: request}.get), 4)
-    (event,) = events(tmp_path / "run", "reshaped", "not reshaped")
-    assert event["event"] == "not reshaped" and reason in event["why"] and "\n" not in event["why"], event
+def test_what_does_not_fit_is_refused_before_it_begins_and_the_run_continues(tmp_path):
+    requests = [
+        (replace(request, protocol=protocol), reason) for request, reason in REFUSED.values() for protocol in PROTOCOLS
+    ]
+    job = small_job(tmp_path, steps=len(requests) + 1, eval_every=0)
+    run_threads(lambda: train(job, tmp_path / "run", propose=lambda step: requests[step - 1][0]), 4)
+    answers = events(tmp_path / "run", "migrating", "reshaped", "not reshaped")
+    for (_, reason), event in zip(requests, answers, strict=True):
+        assert event["event"] == "not reshaped" and reason in event["why"] and "\n" not in event["why"], event
     assert json.loads((tmp_path / "run" / "config.json").read_text())["composition"]["mesh"] == {"data": 4}
-    assert losses_in(tmp_path / "run").keys() == {1, 2, 3, 4}
+    assert losses_in(tmp_path / "run").keys() == {*range(1, job.training.steps + 1)}
+
+
+def test_an_error_on_one_rank_while_a_request_is_checked_is_a_refusal(tmp_path, monkeypatch):
+    def failing(reshaper, shape, *args):
+        if reshaper.world.rank == 1:
+            raise MemoryError
+        return check(reshaper, shape, *args)
+
+    check = Reshaper._check
+    monkeypatch.setattr(Reshaper, "_check", failing)
+    run_threads(lambda: train(small_job(tmp_path), tmp_path / "run", propose={1: ShapeRequest({"zero": 1})}.get), 4)
+    (event,) = events(tmp_path / "run", "reshaped", "not reshaped")
+    assert event["why"] == "rank 1 of 4: the requested shape cannot be taken: MemoryError: ", event
+
+
+def test_an_error_after_the_arrays_have_moved_ends_the_job(tmp_path, monkeypatch):
+    """It is no refusal: the job is not as it was."""
+
+    def failing(reshaper, shape, **options):
+        move(reshaper, shape, **options)
+        raise UsageError("no samples there")
+
+    def program():
+        with pytest.raises(UsageError, match="no samples there"):
+            train(small_job(tmp_path), tmp_path / "run", propose={1: ShapeRequest({"zero": 1})}.get)
+
+    move = Reshaper.move
+    monkeypatch.setattr(Reshaper, "move", failing)
+    run_threads(program, 4)
+    assert not events(tmp_path / "run", "reshaped", "not reshaped")
 
 
 def test_residues_of_compressed_gradients_have_no_place_on_another_mesh(tmp_path):

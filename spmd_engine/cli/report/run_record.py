@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,8 @@ from spmd_engine.adaptive.monitor import Crossing, crossings, observe
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.checkpoints.format.folder import LOCK, lock_owner
 from spmd_engine.errors import UsageError
-from spmd_engine.foreign import reading
+from spmd_engine.files import open_regular
+from spmd_engine.foreign import parse_json, read_bytes, reading
 from spmd_engine.training.run import CONFIG, EventLog, MetricsFile
 
 SERIES = ("loss", "validation_loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds")
@@ -156,7 +156,7 @@ class RunReader:
         if not (folder / CONFIG).is_file() or not (folder / MetricsFile.NAME).is_file():
             raise UsageError(f"{folder}: no run is there; name a folder that 'train' wrote, as in runs/gpt-nano-1")
         with reading(f"{folder / CONFIG} cannot be read"):
-            config = json.loads((folder / CONFIG).read_bytes())
+            config = parse_json(read_bytes(folder / CONFIG))
             if not isinstance(config, dict):
                 raise ValueError("it is no object")
         if self._metrics.open():  # a run that resumes writes the file again, up to its checkpoint
@@ -218,14 +218,14 @@ class JsonLines:
         """Without lines that are damaged, and without the end of a line that is being written."""
         if self._inode is None:
             return
-        with open(self._path, "rb") as lines:
+        with open(open_regular(self._path, os.O_RDONLY, follow=True), "rb") as lines:
             lines.seek(self._place)
             for line in lines:
                 if not line.endswith(b"\n"):
                     return
                 self._place += len(line)
                 try:
-                    content = json.loads(line)
+                    content = parse_json(line)
                 except (ValueError, RecursionError):
                     continue
                 if isinstance(content, dict):
@@ -256,7 +256,7 @@ def _checkpoint_facts(folder: Path) -> dict[str, Any]:
     if newest is None:
         return {}
     with reading(f"{newest} cannot be read"):
-        manifest = json.loads((newest / "manifest.json").read_bytes())
+        manifest = parse_json(read_bytes(newest / "manifest.json"))
     return {
         "path": str(newest),
         "step": manifest.get("step"),

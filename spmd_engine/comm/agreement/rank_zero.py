@@ -47,15 +47,17 @@ def on_all_ranks(
     *,
     catch: type[Exception] | tuple[type[Exception], ...] = (UsageError, OSError),
 ) -> T:
-    """Call ``do()`` on every rank. If any fails, all raise the error of the first such rank, as in ``on_rank_zero``.
+    """Call ``do()`` on every rank. If any fails, all raise the error of the first such rank, as in ``on_rank_zero``. It
+    names this rank unless all fail.
 
     ``catch``: the exceptions that are failures. Others end the job, as they may come from a collective.
     """
     result, message = _attempt(do, catch)
-    failed = int(group.all_reduce(np.array(group.rank if message else group.size), "min", label="agreement"))
+    mine = [group.rank if message else group.size, bool(message)]
+    failed, all_fail = map(int, group.all_reduce(np.array(mine), "min", label="agreement"))
     if failed < group.size:
         message = group.broadcast(np.frombuffer(message, np.uint8), root=failed, label="agreement").tobytes()
-        rank = f"rank {failed} of {group.size}: " if group.size > 1 else ""
+        rank = "" if all_fail else f"rank {failed} of {group.size}: "
         raise error(f"{rank}{message.decode()}")
     return result  # type: ignore[return-value]
 
