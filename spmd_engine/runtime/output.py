@@ -56,7 +56,8 @@ def lossy_output(*names: str) -> Iterator[None]:
             setattr(sys, name, open(os.devnull, mode))
     before = {name: getattr(sys, name) for name in names}
     lossy = {name: LossyStream(stream) for name, stream in before.items()}
-    vars(sys).update(lossy)
+    for name, stream in lossy.items():
+        setattr(sys, name, stream)
     try:
         yield
     finally:
