@@ -471,7 +471,7 @@ def analyze_engine(
         recorder = Recorder(Meter(lenient=True))
         with metered(recorder.meter):
             mesh = ShapedMesh(ranks, position_of(rank, axes).coordinates, recorder, checks=checks)
-            engine = make_engine(make, mesh)
+            engine = make_engine(make, mesh, dtype=dtype_of(samples.dtype))
             with recorder.meter.taking("parameters", "parameters"):
                 if isinstance(engine, LayeredEngine):
                     watch_storage(engine, recorder)
