@@ -90,23 +90,28 @@ def _capped(scores: Array, scale: float, cap: float | None) -> float:
 def _softmax_over_keys(scores: Array, scale: float, dtype: Any) -> tuple[Array, Array, Array]:
     """p[h t s] = exp(scale · scores - top) in this dtype, top[h s], and the sums[h s] of p over t before it is rounded.
 
-    ``top`` is the first multiple of log(2) from the maximum on: with another ``top``, as on a rank with other keys,
+    ``top`` is a multiple of log(2), the first from the maximum on: with another ``top``, as on a rank with other keys,
     rounded p are the same, up to a power of 2. ``scores`` are overwritten.
     """
     if (kernels := kernels_for(scores)) is not None:
         return kernels.softmax_over_keys(scores, scale, dtype)
     xp = backend_of(scores).xp
     scores *= scale
-    highest = scores.max(axis=1)
-    top = highest / LOG_2
-    xp.ceil(top, out=top)
-    top *= LOG_2
-    # Where scores are so large that multiples of log(2) are themselves rounded:
-    top = xp.where((highest > top + 1) | (top > highest + 1), highest, top)
+    top = _multiple_of_log_2(scores.max(axis=1))
     xp.maximum(top, xp.finfo(top.dtype).min, out=top)  # of rows without keys
     exponentiate(scores, top[:, None])
     # BLAS sums over keys in a quarter of the time of ``sum``.
     return rounded(scores, dtype), top, xp.matmul(xp.ones(scores.shape[1], scores.dtype), scores)
+
+
+def _multiple_of_log_2(highest: Array) -> Array:
+    """The first multiple of log(2) from each of the ``highest`` scores on."""
+    xp = backend_of(highest).xp
+    top = highest / LOG_2
+    xp.ceil(top, out=top)
+    top *= LOG_2
+    # Where scores are so large that multiples of log(2) are themselves rounded:
+    return xp.where((highest > top + 1) | (top > highest + 1), highest, top)
 
 
 def _exponentiated(scores: Array, scale: float, shift: Array, dtype: Any) -> Array:
@@ -255,6 +260,12 @@ HIDDEN = 1 << 60  #: the position of a column that holds none, greater than that
 ELEMENTS = 1 << 20  # scores at a time, of as many queries as fit
 
 
+def _rounds_probabilities(q: Array) -> bool:
+    """Whether ``causal_attention`` rounds the probabilities of these queries: then they are rounded here, too, so that
+    a text has the same scores however it is divided into calls, and whether or not ranks shard its keys."""
+    return q.dtype == BFLOAT16 and not backend_of(q).on_device
+
+
 def attend_to_keys(
     q: Array,
     k: Array,
@@ -279,6 +290,7 @@ def attend_to_keys(
     if not k.shape[1] or not q.size:
         y[...], log_sums[...] = 0, -xp.inf
         return y, log_sums
+    rounds = _rounds_probabilities(q)
     q, k, v = widened(q), widened(k), widened(v)
     heads, width, wide = q.shape[2], q.shape[-1], prod(q.shape[3:-1])
     keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
@@ -293,11 +305,13 @@ def attend_to_keys(
         hidden = unseen(key_positions[:, None], positions[:, rows, None], window)
         visible = scores.reshape(*shape, -1)
         visible += xp.where(hidden, q.dtype.type(-xp.inf), q.dtype.type(0))[:, None, :, None]
-        top = xp.maximum(scores.max(axis=-1, keepdims=True), xp.finfo(q.dtype).min)  # of queries without keys
+        highest = scores.max(axis=-1, keepdims=True)
+        top = _multiple_of_log_2(highest) if rounds else highest
+        top = xp.maximum(top, xp.finfo(q.dtype).min)  # of queries without keys
         scores -= top
         xp.exp(scores, out=scores)
         sums = scores.sum(axis=-1, keepdims=True)
-        mixed = xp.matmul(scores, values)
+        mixed = xp.matmul(widened(rounded(scores, BFLOAT16)) if rounds else scores, values)
         mixed /= xp.maximum(sums, xp.finfo(q.dtype).tiny)
         y[:, rows] = mixed.reshape(*shape, width).transpose(0, 2, 1, 3, 4).reshape(y[:, rows].shape)
         part_log_sums = xp.where(sums > 0, top + xp.log(xp.maximum(sums, xp.finfo(q.dtype).tiny)), -xp.inf)
@@ -307,16 +321,18 @@ def attend_to_keys(
 
 def attend_to_all(q: Array, k: Array, v: Array, cap: float | None = None) -> Array:
     """The y of ``attend_to_keys`` for one query[b 1 h k] per sequence that sees all its keys, with the fewest calls."""
-    xp, dtype = backend_of(q).xp, q.dtype
+    xp, dtype, rounds = backend_of(q).xp, q.dtype, _rounds_probabilities(q)
     q, k, v = widened(q), widened(k), widened(v)
     rows = q.reshape(len(q), k.shape[2], prod(q.shape[3:-1]), q.shape[-1])  # -1 is undefined without sequences
     scores = xp.matmul(rows, k.transpose(0, 2, 3, 1))
     scores *= q.shape[-1] ** -0.5
     if cap is not None:
         soft_cap(scores, cap)
-    scores -= scores.max(axis=-1, keepdims=True)
+    highest = scores.max(axis=-1, keepdims=True)
+    scores -= _multiple_of_log_2(highest) if rounds else highest
     xp.exp(scores, out=scores)
-    mixed = xp.matmul(scores, v.transpose(0, 2, 1, 3))
+    p = widened(rounded(scores, BFLOAT16)) if rounds else scores
+    mixed = xp.matmul(p, v.transpose(0, 2, 1, 3))
     mixed /= scores.sum(axis=-1, keepdims=True)
     return rounded(mixed.reshape(q.shape), dtype)
 

@@ -25,6 +25,11 @@ def is_half(dtype: Any) -> bool:
     return dtype.itemsize == 2 and (dtype.kind == "f" or dtype.isbuiltin == 2)  # 2: bfloat16, of ml_dtypes
 
 
+def is_float(dtype: Any) -> bool:
+    """Whether a dtype is one of real floats, of any size."""
+    return dtype.kind == "f" or is_half(dtype)
+
+
 def dtype_of(precision: Any) -> Any:
     """The dtype of a name, also "bfloat16", or of anything else that ``numpy.dtype`` takes."""
     return described(precision) if isinstance(precision, str) else CPU.xp.dtype(precision)

@@ -10,7 +10,7 @@ from typing import cast
 import click
 import numpy as np
 
-from spmd_engine.arrays.precision import dtype_of
+from spmd_engine.arrays.precision import HALVES, dtype_of
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.cli.options import open_mesh, served_model, takes_job
@@ -19,7 +19,7 @@ from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.distributed import check_mesh, make_engine
+from spmd_engine.engine.distributed import check_dtype, check_mesh, make_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import build_engine
 from spmd_engine.errors import NotationError, SpmdError, UsageError
@@ -58,7 +58,7 @@ def infer(source, target, run, checkpoint, batch_size, trust_code, job) -> None:
         if trained is not None:
             serving: ShardedEngine
             if (make := trained.engine) is not None:
-                serving = make_engine(make, opened)
+                serving = make_engine(make, opened, dtype=dtype_of(trained.dtype))
             else:
                 serving = build_engine(trained, opened, job.composition, device=job.device, drawn=False)
             load_checkpoint(run_folder(run), serving)
@@ -123,6 +123,8 @@ def _takes_images(engine: ShardedEngine) -> bool:
 def _open_user_engine(name: str, mesh: Mesh, job: TrainConfig) -> ShardedEngine:
     engine = make_engine(code_named(name, named_in=job.model.named_in), mesh, dtype=dtype_of(job.model.dtype))
     check_mesh(name, engine, mesh, job.composition.mesh)
+    if job.model.dtype in HALVES:
+        check_dtype(name, engine, dtype_of(job.model.dtype))
     return engine
 
 

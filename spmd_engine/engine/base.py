@@ -14,7 +14,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.arrays.meta.array import ShapedArray
-from spmd_engine.arrays.precision import accumulated_in, is_half, rounded
+from spmd_engine.arrays.precision import accumulated_in, dtype_of, is_float, rounded
 from spmd_engine.arrays.updates import total_of_squares
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
@@ -107,7 +107,7 @@ class ShardedEngine(Collectives, ABC):
     #: Auxiliary losses and counts of the last step, whole, on every rank; see ``layers.SideOutput``.
     side_outputs: Mapping[str, np.ndarray] = MappingProxyType({})
     backend: Backend = CPU  #: of its arrays; ``xp`` is its array module
-    dtype: Any = None  #: that it computes in, if a job has said so: ``block`` makes parameters of it
+    dtype: Any = None  #: that it computes in: that of a job; None: that of the arrays that it is given
     _known_shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # global shapes, while a placement is computed
     input_sharding: str = ""
     output_sharding: str = ""
@@ -270,17 +270,17 @@ class ShardedEngine(Collectives, ABC):
     def block(self, name: str, array: Any, owned: bool = False) -> Array:
         """This rank's part (if ``owned``, the part that it updates) of a whole array, which is read only by slices.
 
-        The result is a contiguous copy, since it will be updated in place, and rounded if ``dtype`` has 16 bits. An
-        array with an attribute ``slices_are_copies``, such as those of a ``Checkpoint``, is not copied twice.
+        The result is a contiguous copy, since it will be updated in place. Floats are converted to the engine's
+        ``dtype``, if it has one; integers, bools and complex numbers are not. An array with an attribute
+        ``slices_are_copies``, such as those of a ``Checkpoint``, is not copied twice.
         """
         part = array[self._index_in(name, array, owned)]
         block = _copy_to_backend(part, self.backend, fresh=getattr(array, "slices_are_copies", False))
-        return block if owned else self._rounded(block)
+        return block if owned else self.converted(block)
 
-    def _rounded(self, x: Array) -> Array:
-        """``x``, rounded if it has floats and this engine computes in 16 bits."""
-        half = self.dtype is not None and is_half(np.dtype(self.dtype))
-        return rounded(x, self.dtype) if half and (x.dtype.kind == "f" or is_half(x.dtype)) else x
+    def converted(self, x: Array) -> Array:
+        """``x`` in the engine's ``dtype``, if it has one, and ``x`` has floats."""
+        return x if self.dtype is None or not is_float(x.dtype) else rounded(x, dtype_of(self.dtype))
 
     def _index_in(self, name: str, array: Any, owned: bool) -> Any:
         """The index of this rank's part in a whole array."""
@@ -473,7 +473,7 @@ class ShardedEngine(Collectives, ABC):
         """The gradient of this micro-batch's share of the loss, times ``loss_scale``, in the dtype of the outputs."""
         dtype = outputs.dtype  # of outputs that the loss may write over
         gradient = scores.add(outputs, micro, count / self.loss_scale)
-        return rounded(gradient, dtype) if is_half(dtype) else gradient
+        return rounded(gradient, dtype)
 
     def _take_scores(self, scores: Scores, count: float) -> float:
         """The global mean loss of a step with ``count`` targets; sets ``training_metrics``."""
@@ -507,7 +507,7 @@ class ShardedEngine(Collectives, ABC):
     def _placed_here(self, micro: MicroBatch) -> MicroBatch:
         """A micro-batch where ``outputs_of`` and the loss want it: on the engine's backend."""
         micro = micro.on(self.backend)
-        return replace(micro, inputs=self._rounded(micro.inputs))
+        return replace(micro, inputs=self.converted(micro.inputs))
 
     def outputs_of(self, micro: MicroBatch) -> Array | None:
         """The outputs of one micro-batch, for an evaluation."""

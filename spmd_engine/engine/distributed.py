@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.arrays.precision import FLOATS, dtype_of, is_half
+from spmd_engine.arrays.precision import FLOATS, dtype_of, is_float
+from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.device_transport import open_device
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import Loss, ShardedEngine, making_on
@@ -142,7 +143,7 @@ class DistributedEngine(StoredEngine):
     def __init__(self, engine: ShardedEngine, mesh: Mesh | None = None, *, zero: int = 2) -> None:
         _check(engine, zero)
         self.mesh = mesh if mesh is not None else Mesh()
-        self.engine, self.backend, self.layout = engine, engine.backend, Layout()
+        self.engine, self.backend, self.dtype, self.layout = engine, engine.backend, engine.dtype, Layout()
         self.loss, self.metrics = engine.loss, engine.metrics
         #: only the batch is sharded
         self.input_sharding = self.output_sharding = f"b/{','.join(self.mesh.axes)}"
@@ -207,7 +208,7 @@ class DistributedEngine(StoredEngine):
         for m, micro in enumerate(batch.micro_batches):
             with self.engine.micro_batch(m):
                 tape_length = len(self.engine.tape)
-                micro = micro.on(self.engine.backend)
+                micro = self.engine._placed_here(micro)
                 outputs = self.engine.forward(micro.inputs)
                 gradient = None
                 if outputs is not None:
@@ -246,11 +247,10 @@ def make_engine(make: Callable[..., Any], mesh: Mesh, *, device: str = "cpu", **
     others, returns no ShardedEngine, or one with parameters that are not on the ``device``.
     """
     backend = open_device(mesh, device)
-    dtype = offered.get("dtype")
-    with making_on(backend, dtype):
+    with making_on(backend, offered.get("dtype")):
         engine = call(make, "the engine", mesh=mesh, **offered)
     if isinstance(engine, Model):
-        engine = LayeredEngine(engine, mesh, dtype=offered.get("dtype", np.float32), backend=backend)
+        engine = LayeredEngine(engine, mesh, dtype=offered.get("dtype"), backend=backend)
     if not isinstance(engine, ShardedEngine):
         raise UsageError(
             f"{name_of(make)} returned a {type(engine).__name__}; it must return a ShardedEngine or a Model"
@@ -263,14 +263,21 @@ def make_engine(make: Callable[..., Any], mesh: Mesh, *, device: str = "cpu", **
             f"{name_of(make)}: {elsewhere[0]} is not on device {device!r}; make parameters by self.xp or self.block, "
             "and compute by self.xp instead of numpy"
         )
-    if dtype is not None and is_half(np.dtype(dtype)) and not isinstance(engine, StoredEngine):
-        for name, array in engine.parameters.items():
-            if array.dtype != dtype:
-                raise UsageError(
-                    f"{name_of(make)}: {name} is {array.dtype}, not {np.dtype(dtype)}: make parameters by self.block, "
-                    "or take the dtype, def __init__(self, dtype)"
-                )
     return engine
+
+
+def check_dtype(name: str, engine: ShardedEngine, dtype: Any) -> None:
+    """Raise UsageError, on all ranks, if parameters of the engine ``name`` have floats of another dtype than a job."""
+
+    def check() -> None:
+        for parameter, array in engine.parameters.items() if not isinstance(engine, StoredEngine) else ():
+            if is_float(array.dtype) and array.dtype != dtype:
+                raise UsageError(
+                    f"{name}: {parameter} is {array.dtype}, not {np.dtype(dtype)}: make parameters by self.block, or "
+                    "take the dtype, def __init__(self, dtype)"
+                )
+
+    on_all_ranks(engine.group(), check)
 
 
 def check_mesh(name: str, engine: ShardedEngine, mesh: Mesh, axes: Mapping[str, int] | None) -> None:

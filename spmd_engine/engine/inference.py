@@ -61,7 +61,7 @@ def serve(engine: ShardedEngine, inputs: Any, outputs: Any) -> None:
 def _answer(engine: ShardedEngine, inputs: np.ndarray) -> np.ndarray | None:
     """The whole output for one whole input, on rank 0 at least."""
     (x,) = engine.cut_rows(inputs[engine.batch_span(len(inputs))] if inputs.ndim else inputs, None)[:1]
-    y = engine.forward(engine.backend.asarray(np.ascontiguousarray(x)))
+    y = engine.forward(engine.converted(engine.backend.asarray(np.ascontiguousarray(x))))
     if engine.outputs_everywhere:
         return backend_of(y).to_host(y)
     world = engine.group()

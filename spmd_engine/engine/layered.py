@@ -61,7 +61,7 @@ class LayeredEngine(StoredEngine):
         layout: Layout | None = None,
         *,
         seed: int = 0,
-        dtype: Any = np.float32,
+        dtype: Any = None,
         backend: Backend = CPU,
         storage: ZeroConfig = ZeroConfig(),  # noqa: B008 (immutable)
         schedule: Schedule | str | None = None,
@@ -71,7 +71,9 @@ class LayeredEngine(StoredEngine):
         drawn: bool = True,
         placed: bool = True,
     ) -> None:
-        self.model, self.seed, self.dtype, self.backend = model, seed, dtype_of(dtype), backend
+        self.model, self.seed, self.backend = model, seed, backend
+        # That of a job is there before ``__init__``.
+        self.dtype = dtype_of(next(each for each in (dtype, self.dtype, np.float32) if each is not None))
         self.mesh = mesh if mesh is not None else Mesh()
         if not placed:
             return
@@ -276,7 +278,7 @@ class LayeredEngine(StoredEngine):
             x, ctx = decoding.inputs, decoding.ctx
         ctx = ctx or self._plain_context(x)
         self._placed.neighbours.begin(1)
-        execution = self._placed.execution([ctx], [self.backend.asarray(x)], lambda m, y: y)
+        execution = self._placed.execution([ctx], [self.converted(self.backend.asarray(x))], lambda m, y: y)
         execution.run(self._one_pass(Forward, self.assignment.mine))
         self.tape.push(execution)
         if ctx.cache is not None:
@@ -365,7 +367,7 @@ class LayeredEngine(StoredEngine):
 
         for micro in batch.micro_batches:
             self.model.check_inputs(micro.inputs)
-        inputs = [self.backend.asarray(micro.inputs) for micro in batch.micro_batches]
+        inputs = [self.converted(self.backend.asarray(micro.inputs)) for micro in batch.micro_batches]
         self._placed.neighbours.begin(micro_batches)
         execution = self._placed.execution(self._contexts(batch), inputs, loss_gradient)
         execution.run(self._placed.program(micro_batches))

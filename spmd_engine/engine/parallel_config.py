@@ -406,6 +406,10 @@ class ParallelConfig(Configuration):
             refuse("axis 'replicate'", "it says that state is in parts over another axis", "Name it data, or add shard")
         if not compression(self.compress).in_parts and self.storage.stage(axes):
             refuse(f"--compress {self.compress}", "ZeRO needs parts of sums", "Choose float16 or bfloat16")
+        in_parts = self.storage.stage(axes) in (1, 2) and count_ranks(axes) > axes.get(PIPE, 1)
+        if in_parts and "parameters" in self.storage.offload.kinds:
+            why = f"with --zero {self.zero} every rank holds them whole"
+            refuse(f"--offload {self.offload}", why, "Choose --zero 3 or 0")
         advice = {"rank_order": "Name each rank once", "stages": "Omit it"}
         for name, why in self._misfits(axes).items():
             remedy = advice.get(name, "Give a share for each rank of an axis")

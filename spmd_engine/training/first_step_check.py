@@ -118,6 +118,7 @@ def first_step_check(workload: Workload, enforced: bool) -> FirstStepCheck | Non
             optimizer=optimizer_of(job.training),
             layout=engine.layout,
             nodes=engine.mesh.nodes_by_rank,
+            documents=workload.data.documents,
         )
         return analysis, routed_labels(engine.model)
 

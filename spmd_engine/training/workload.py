@@ -16,7 +16,7 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
 from spmd_engine.engine.base import ShardedEngine, making_on
 from spmd_engine.engine.batch import Batch, check_batch
-from spmd_engine.engine.distributed import check_mesh, make_engine
+from spmd_engine.engine.distributed import check_dtype, check_mesh, make_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import SGD, AdamW, Optimizer, WarmupCosine
 from spmd_engine.engine.parallel_config import ParallelConfig, build_engine
@@ -174,6 +174,7 @@ def _open_code(job: TrainConfig, mesh: Mesh, placed: bool) -> Workload:
         _check_undivided(job, f"{job.model.name}, which makes an engine,")
         engine = make_engine(make, mesh, device=job.device, dtype=dtype_of(job.model.dtype))
         check_mesh(job.model.name, engine, mesh, job.composition.mesh)
+        check_dtype(job.model.name, engine, dtype_of(job.model.dtype))
     else:
         engine = _build(job, mesh, placed)
     corpus = load_arrays(mesh.group(), path)

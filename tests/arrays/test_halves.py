@@ -6,7 +6,7 @@ from ml_dtypes import bfloat16
 
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.activations import gelu, gelu_erf, relu, relu_squared, silu_gate, soft_cap
-from spmd_engine.arrays.attention import attend_to_all, causal_attention, causal_attention_backward
+from spmd_engine.arrays.attention import attend_to_all, attend_to_keys, causal_attention, causal_attention_backward
 from spmd_engine.arrays.elementwise import add_to, multiply_by, plus
 from spmd_engine.arrays.normalization import (
     layer_norm,
@@ -139,9 +139,22 @@ def test_attention_is_that_of_exact_operands(half):
     for found, wanted in zip(gradients, expected, strict=True):
         assert found.dtype == half
         np.testing.assert_allclose(found.astype(float), wanted, atol=3 * ROUNDING[half] * abs(wanted).max())
-    last = attend_to_all(q[:, -1:], k, v)
-    assert last.dtype == half
-    np.testing.assert_allclose(last.astype(float), z[:, -1:], rtol=2 * ROUNDING[half], atol=1e-4)
+
+
+@each_half
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_attention_to_cached_keys_rounds_as_that_of_the_whole_text(half, cap):
+    q, k, v = (drawn(2, 30, 3, 8, seed=seed, half=half) for seed in range(3))
+    positions = np.arange(30)
+    of_each = np.broadcast_to(positions, (2, 30))
+    with emulated():
+        y, log_sums = causal_attention(q, k, v, positions, positions, cap=cap)
+        found, sums = attend_to_keys(q, k, v, of_each, of_each, cap=cap)
+        last = attend_to_all(q[:, -1:], k, v, cap)
+    assert found.dtype == last.dtype == half
+    np.testing.assert_array_equal(found, y)
+    np.testing.assert_array_equal(last, y[:, -1:])
+    np.testing.assert_allclose(sums.transpose(0, 2, 1), log_sums, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("cap", [None, 3.0])

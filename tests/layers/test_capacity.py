@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from numerics import normals
 from pairwise import every_pair
 from routers import CUTS, EXPERTS, LOGITS, WHOLE, assembled, chosen, collectively, on_ranks, tokens_of
-from spmd_engine.layers.moe.dispatch import capacity_of, keep
+from spmd_engine.layers.moe.dispatch import capacity_of, in_quanta, keep
 from spmd_engine.layers.moe.routing import RouterOptions
 
 BY = ("position", "probability")
@@ -19,12 +20,18 @@ OPTIONS = {
 }
 
 
+def rounded(weight):
+    """The nearest number with nine significant bits."""
+    quantum = 2.0 ** (np.floor(np.log2(weight)) - 8)
+    return np.floor(weight / quantum + 0.5) * quantum
+
+
 def plainly(choices, capacity):
     """Which pairs of a whole micro-batch stay, claim by claim."""
     rows, k = choices.experts.shape
     claims = [(j, t) for j in range(k) for t in range(rows) if choices.used[t, j]]
     if choices.options.drop_by == "probability":
-        claims.sort(key=lambda claim: -choices.weights[claim[1], claim[0]])  # stable: ties stay in order
+        claims.sort(key=lambda claim: -rounded(choices.weights[claim[1], claim[0]]))  # stable: ties stay in order
     taken, kept = [0] * choices.shares.shape[1], np.zeros((rows, k), bool)
     for j, t in claims:
         expert = choices.experts[t, j]
@@ -53,6 +60,33 @@ def test_equal_weights_stay_in_the_order_of_claims(cut):
     )
     np.testing.assert_array_equal(assembled(CUTS[cut], kept).reshape(expected.shape), expected)
     assert expected.sum() == 30  # ten tokens of each of the three experts that win all ties
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("dtype, error", [(np.float64, 1e-14), (np.float32, 1e-7)])
+def test_equal_tokens_stay_in_the_order_of_claims_despite_rounding_errors(dtype, error, cut):
+    """Equal tokens have weights that differ in the last bits, in other ways on each mesh."""
+    options = RouterOptions(drop_by="probability")
+    logits = np.repeat(LOGITS[:, :3], 3, axis=1)[[0, 0, 0, 1, 1, 2]].astype(dtype)
+    expected = plainly(on_ranks(WHOLE, logits, options)[0][0], 10)
+    kept = collectively(
+        lambda choices, tokens, gather: keep(choices, 10, tokens, gather),
+        on_ranks(CUTS[cut], logits + error * normals(*logits.shape, seed=len(cut)).astype(dtype), options),
+    )
+    np.testing.assert_array_equal(assembled(CUTS[cut], kept).reshape(expected.shape), expected)
+
+
+def test_weights_are_compared_in_quanta():
+    weights = np.abs(normals(2000, seed=1)) + 1e-3
+    order, values = np.argsort(rounded(weights)), in_quanta(weights)
+    np.testing.assert_array_equal(np.diff(values[order]) > 0, np.diff(rounded(weights)[order]) > 0)
+    assert (np.diff(values[order]) >= 0).all()
+    for dtype, error in (np.float64, 2**-45), (np.float32, 2**-21):
+        likely = np.array([0.0, 1.0, 2.5] + [1 / n for n in range(2, 17)], dtype)
+        for change in 1 - error, 1 + error:
+            np.testing.assert_array_equal(in_quanta(likely * dtype(change)), in_quanta(likely))
+    below, above = in_quanta(weights * (1 - 2**-8)), in_quanta(weights * (1 + 2**-8))
+    assert (below < above).all() and (in_quanta(weights) - below <= 2).all()
 
 
 def one(choices, capacity, positions):

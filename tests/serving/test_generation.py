@@ -5,7 +5,7 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run_threads
-from spmd_engine.arrays.precision import dtype_of
+from spmd_engine.arrays.precision import dtype_of, emulated
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.layers.attention.kv_cache import Columns
@@ -224,3 +224,26 @@ def test_cached_keys_of_16_bits_write_what_a_forward_of_the_whole_text_gives(axe
 
     for found, exact in run_threads(program, tiny.ranks_of(axes)):
         np.testing.assert_allclose(found, exact, atol=0.02)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", pytest.param("float16", marks=pytest.mark.soak)])
+def test_halves_are_rounded_alike_on_every_mesh_and_in_every_batch(precision):
+    """With exact sums, log-probabilities agree to 1e-12, except over model, where ranks round partial sums."""
+
+    def written(axes, then=(), batch_size=5):
+        def program():
+            with Mesh(**axes) as mesh, Mesh(**dict(then or axes)) as other:
+                engine = tiny.make_engine(mesh, dtype=dtype_of(precision))
+                if then:
+                    engine.reshard(other)
+                return generate(engine, PROMPTS, stopping=StoppingCriteria(3), log_probs=True, batch_size=batch_size)
+
+        return run_threads(program, tiny.ranks_of(axes))[0]
+
+    with emulated():
+        expected = written({"data": 1})
+        others = written({"data": 1}, batch_size=2), written({"context": 3}), written({"data": 2}, {"context": 2})
+    for texts in others:
+        for text, like in zip(texts, expected, strict=True):
+            assert text.tokens == like.tokens
+            np.testing.assert_allclose(text.log_probs, like.log_probs, rtol=0, atol=1e-12)

@@ -14,7 +14,7 @@ from spmd_engine import Mesh, TrainConfig, batch_of, run_threads, train
 from spmd_engine.arrays.precision import emulated
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import SGD, AdamW, as_distributed
-from spmd_engine.engine.distributed import make_engine
+from spmd_engine.engine.distributed import check_dtype, make_engine
 from spmd_engine.engine.optimizers import MASTER
 from spmd_engine.errors import UsageError
 from spmd_engine.strategies import STRATEGIES
@@ -153,4 +153,4 @@ def test_an_engine_that_makes_other_arrays_is_refused():
             self.parameters = {"w": np.zeros((3, 2), np.float32)}
 
     with pytest.raises(UsageError, match="Fixed: w is float32, not bfloat16: make parameters by self.block"):
-        run_threads(lambda: make_engine(Fixed, Mesh(), dtype=bfloat16), 1)
+        run_threads(lambda: check_dtype("Fixed", make_engine(Fixed, Mesh(), dtype=bfloat16), bfloat16), 1)

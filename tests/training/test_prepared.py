@@ -317,6 +317,19 @@ def test_training_is_the_same_on_every_mesh(texts, pairs, tmp_path, documents, m
         np.testing.assert_allclose(losses(axes, options), expected, rtol=1e-10)
 
 
+@pytest.mark.parametrize("documents", [None, "restarted"], ids=["instructions", "restarted"])
+def test_a_helper_rank_is_sent_the_documents_as_predicted(texts, pairs, tmp_path, documents):
+    prepared(texts if documents else pairs, tmp_path / "x.tokens")
+    options = {"data": str(tmp_path / "x.tokens"), "documents": documents, "precision": "float64", "steps": 1}
+    alone = TrainConfig.of(**SMALL_TEXT | options)
+    helped = alone.with_options(mesh={"data": 1}, assign="block1:rank1")
+    for ranks, job in (1, alone), (2, helped):
+        run_threads(lambda job=job, run=tmp_path / f"run{ranks}": train(job, run), ranks)
+    lines = [json.loads((tmp_path / f"run{n}" / "metrics.jsonl").read_text().splitlines()[0]) for n in (1, 2)]
+    assert lines[1]["predicted"]["differences"] == 0
+    np.testing.assert_allclose(lines[1]["loss"], lines[0]["loss"], rtol=1e-10)
+
+
 def test_the_loss_is_the_mean_over_what_is_learnt(pairs, tmp_path):
     file = prepared(pairs, tmp_path / "x.tokens")
     data = PreparedData.of(file, 64, seed=1)

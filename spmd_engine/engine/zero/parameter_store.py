@@ -16,7 +16,7 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.offload import AwayArray, OffloadError
+from spmd_engine.engine.offload import AwayArray, OffloadFile
 from spmd_engine.engine.state.assignment import PIPE, Assignment, Index, ZeroConfig, owned_rectangle
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.engine.zero.storage import GroupStorage, SumOverStages
@@ -51,13 +51,14 @@ class ParameterStore:
         self.described, self.assignment, self._mesh, self._layout = described, assignment, mesh, layout
         zero = storage.stage(mesh.axes)
         self.feeds_back = compression(storage.compress).feeds_back  #: whether steps leave residues for the next
-        if "parameters" not in storage.offload.kinds:
-            _check_memory(assignment, mesh, zero, dtype, backend)
         self.offload = storage.offload
+
+        def open_file() -> OffloadFile | None:
+            _check_share(assignment, mesh, zero, storage, dtype, backend)
+            return self.offload.open(backend)
+
         #: of what this rank offloads; None: nothing, or a dry run
-        self.offload_file = None
-        if self.offload.kinds:
-            self.offload_file = on_all_ranks(mesh.group(), lambda: self.offload.open(backend), OffloadError)
+        self.offload_file = on_all_ranks(mesh.group(), open_file)
         away = partial(self._away, accumulated_in(dtype), backend) if "parameters" in self.offload.kinds else None
         self.storages = [
             GroupStorage(
@@ -72,8 +73,6 @@ class ParameterStore:
             )
             for group in assignment.groups
         ]
-        if away and zero in (1, 2) and any(not storage.is_away for storage in self.storages):
-            raise UsageError(f"--offload parameters with --zero {zero}: every rank holds them whole; choose --zero 3")
         #: this rank's blocks by name; if fully sharded, some rows of them (perhaps none)
         self.parameters: dict[str, Array] = self._collect(lambda s: s.group.views(s.stored_parameters, s.stored))
         self._stored_rows = self._collect(lambda s: s.group.rows(s.stored))
@@ -197,16 +196,28 @@ class ParameterStore:
         return {name: items[name] for name in self.described if name in items}
 
 
-def _check_memory(assignment: Assignment, mesh: Mesh, zero: int, dtype: np.dtype, backend: Backend) -> None:
-    """Raise UsageError if this rank's parameters exceed the memory of its node: a system that overcommits would kill
-    the process without an error message."""
+def _check_share(
+    assignment: Assignment, mesh: Mesh, zero: int, storage: ZeroConfig, dtype: np.dtype, backend: Backend
+) -> None:
+    """Raise UsageError if this rank cannot store its share: other ranks' shares may differ.
+
+    Parameters beyond the memory of the node are refused, since a system that overcommits would kill the process
+    without an error message.
+    """
+    in_parts = zero and any(group.summed.cut for group in assignment.groups)
+    if in_parts and not compression(storage.compress).in_parts:
+        raise UsageError(f"compression {storage.compress!r} needs whole gradients on every rank, not parts (ZeRO)")
+    if "parameters" in storage.offload.kinds:
+        if in_parts and zero < 3:
+            raise UsageError(f"--offload parameters with --zero {zero}: every rank holds them whole; choose --zero 3")
+        return
     if not isinstance(backend.empty(0, dtype), np.ndarray):  # on a device, or meta arrays
         return
     parts = [mesh.axis_size(group.summed.cut) if zero == 3 else 1 for group in assignment.groups]
     needed = sum(group.size // ranks for group, ranks in zip(assignment.groups, parts, strict=True)) * dtype.itemsize
     if needed > memory_here():
         raise UsageError(
-            f"rank {mesh.rank}: its parameters alone are {readable_bytes(needed)}, and this node has "
+            f"its parameters alone are {readable_bytes(needed)}, and this node has "
             f"{readable_bytes(memory_here())} of memory; shard them over more ranks (--zero 3, or as 'plan' says), or "
             "choose a smaller model"
         )

@@ -25,7 +25,6 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Deferred, Pending, then
 from spmd_engine.engine.zero.compression import compression
-from spmd_engine.errors import UsageError
 from spmd_engine.sharding.groups import ParameterGroup
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.rectangles import Rectangle
@@ -72,8 +71,6 @@ class GroupStorage:
         self.rest = mesh.group(over, among=stages) if over and is_computed else None
         self.zero = zero if self.owners else 0
         self.compression = compression(compress, group)
-        if self.zero and not self.compression.in_parts:
-            raise UsageError(f"compression {compress!r} needs whole gradients on every rank, not parts (ZeRO)")
         intervals = group.intervals(self.owners.size) if self.owners else [group.whole]
         self._sizes = [part.stop - part.start for part in intervals]
         self.interval = intervals[self.owners.rank if self.owners else 0]

@@ -70,14 +70,20 @@ def _places(choices: Choices, tokens: Tokens, gather: Gather) -> Array:
 
 
 def _among_highest(choices: Choices, capacity: int, tokens: Tokens, gather: Gather) -> Array:
-    """bool[t k]: whether a pair is among the ``capacity`` first claims of its expert, highest weight first."""
+    """bool[t k]: whether a pair is among the ``capacity`` first claims of its expert, highest weight first.
+
+    Weights in one quantum are equal: see ``in_quanta``.
+    """
     xp = backend_of(choices.experts).xp
     rows, k = choices.experts.shape
     width = choices.shares.shape[1]
     number = tokens.numbers().reshape(-1, 1)
-    # The bits of nonnegative floats have the order of the floats: so a claim is four integers.
-    weight = choices.weights.astype(xp.float64).view(xp.int64)
-    columns = choices.experts, -weight, xp.broadcast_to(xp.arange(k), (rows, k)), xp.broadcast_to(number, (rows, k))
+    columns = (
+        choices.experts,
+        -in_quanta(choices.weights),
+        xp.broadcast_to(xp.arange(k), (rows, k)),
+        xp.broadcast_to(number, (rows, k)),
+    )
     claims = xp.stack([column.reshape(-1) for column in columns], axis=1)
     candidates = _select_first(claims[choices.used.reshape(-1)], capacity, width)[0]  # others are dropped anyway
     last = _select_first(xp.concatenate(gather(candidates)), capacity, width)[1]  # the last that each expert takes
@@ -86,6 +92,22 @@ def _among_highest(choices: Choices, capacity: int, tokens: Tokens, gather: Gath
     for column in (2, 1):
         accepted = (claims[:, column] < limit[:, column]) | ((claims[:, column] == limit[:, column]) & accepted)
     return accepted.reshape(rows, k)
+
+
+QUANTUM_BITS = 8  #: after the first bit of a weight: those that count when weights are compared
+
+
+def in_quanta(weights: Array) -> Array:
+    """Nonnegative weights as integers, int64, that have their order; weights within a quantum have the same.
+
+    Equal tokens have equal weights but for rounding errors, which differ between meshes. So weights are rounded, to
+    the nearest number of 1 + ``QUANTUM_BITS`` bits: a quantum is 2^-9 to 2^-8 of the weight, at least 2^12 times an
+    error of 2^-21, or 4 units of float32. The weights of equal scores, such as 1/2 and 1/3, are not at its borders.
+    """
+    xp = backend_of(weights).xp
+    dropped = xp.finfo(xp.float64).nmant - QUANTUM_BITS
+    # The bits of nonnegative floats have the order of the floats.
+    return (weights.astype(xp.float64).view(xp.int64) + (1 << (dropped - 1))) >> dropped
 
 
 def _select_first(claims: Array, capacity: int, width: int) -> tuple[Array, Array]:

@@ -37,7 +37,7 @@ from spmd_engine.engine.parallel_config import (
 from spmd_engine.engine.state.assignment import BATCH, PIPE
 from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.layer import Layer
+from spmd_engine.layers.layer import Documents, Layer, documents_of
 from spmd_engine.models.layouts import layout_for
 from spmd_engine.models.model import Model
 from spmd_engine.models.user_code import name_of
@@ -79,6 +79,7 @@ def analyze(
     cache: PassCache | None = None,
     layout: Layout | None = None,
     device: str = "cpu",
+    documents: str = "joined",
 ) -> StepAnalysis:
     """The dry run of one step of the model, on a mesh with these ``axes``.
 
@@ -89,7 +90,8 @@ def analyze(
     by default. ``choose`` decides choices that depend on values: "balanced" or "worst". ``nodes`` names the host
     of each rank (None: one host). ``every``: run every rank, not one of each class of equal ranks. ``layout`` overrides
     the layout of the composition, for example after experts have moved. On the ``device`` "cuda", launches are counted,
-    waits and copies. A ``cache`` of layer passes speeds up further analyses of the same layers.
+    waits and copies. A ``cache`` of layer passes speeds up further analyses of the same layers. ``documents``: how they
+    share a sample, as ``--documents``; if not "joined", helper ranks are sent them, and a mask of the targets.
 
     Raises UsageError for an invalid composition, and for a step that depends on values.
     """
@@ -114,10 +116,10 @@ def analyze(
     ranks = DryRunRanks(axes, classes, Mailbox(), nodes or ["here"] * count_ranks(axes))
     members = ranks_by_class(classes)
     uniform = not every and _layers_are_uniform(built, layout, axes, set(samples), sequence, len(members))
-    scope = cache.number((choose, device, loops_are_there(), _sharding_key(layout, axes)))
+    scope = cache.number((choose, device, loops_are_there(), _sharding_key(layout, axes), documents))
     kinds = {name: (cache.kind(layer), _mesh_key(layer, axes)) for name, layer in built.layers}
     with on_shapes(DeviceShapes() if device == "cuda" else None) as backend:
-        sizes = batch_size, micro_batches, sequence
+        sizes = batch_size, micro_batches, sequence, documents
         dry_run = DryRun(built, ranks, composition, layout, dtype, backend, choose, optimizer or AdamW(), sizes)
         if uniform:
             samples = []
@@ -178,7 +180,8 @@ class DryRun:
     backend: Shapes
     choose: str
     optimizer: Optimizer
-    sizes: tuple[int, int, int | None]  #: the global batch size, the micro-batches, and the sequence length
+    #: the global batch size, the micro-batches, the sequence length, and how documents share a sample
+    sizes: tuple[int, int, int | None, str]
 
     def step(
         self, number: int, cache: PassCache, scope: Hashable, kinds: Mapping[str, Hashable], samples: Sequence[int]
@@ -216,7 +219,7 @@ class DryRun:
 
             optimizer = _prepare_optimizer(self.optimizer, engine, recorder)
             with recorder.meter.taking("activations", BATCH_MEMORY):
-                batch = synthetic_batch(self.model, engine, *self.sizes, engine.dtype)
+                batch = synthetic_batch(self.model, engine, *self.sizes, dtype=engine.dtype)
             engine._placed.positions(("s" in self.model.inputs and batch.micro_batches[0].length) or 1)  # are kept
             step = _record_step(engine, optimizer, recorder, compute)
             for rank, first in engine.first_owners.items():
@@ -336,16 +339,17 @@ def synthetic_batch(
     size: int,
     micro_batches: int,
     length: int | None,
-    dtype: Any,
+    documents: str = "joined",
     *,
+    dtype: Any,
     real: bool = False,
 ) -> Batch:
     """This rank's shard of a batch of ``size`` samples: arrays without values or, if ``real``, zeros.
 
-    Token ids and classes are always real, and spread evenly.
+    Token ids and classes are always real, and spread evenly. Unless ``documents`` are "joined", each sample is one.
     """
     inputs, targets = sample_shapes(model, length)
-    samples = Samples(inputs, targets, size, micro_batches, dtype, _class_count(model), model.vocabulary)
+    samples = Samples(inputs, targets, size, micro_batches, dtype, _class_count(model), model.vocabulary, documents)
     return _make_batch(engine, samples, np.zeros if real else ShapedArray.new)
 
 
@@ -354,13 +358,17 @@ def _make_batch(engine: ShardedEngine, samples: Samples, floats: Callable[..., A
 
     def load(rows: np.ndarray) -> Sequence[Array]:
         shapes = (len(rows), *samples.inputs), (len(rows), *samples.targets)
-        return [
-            _spread(shape, below) if below else floats(shape, samples.dtype)
-            for shape, below in zip(shapes, (samples.tokens, samples.classes), strict=True)
-        ]
+        mask = [] if samples.documents == "joined" else [floats(shapes[1], np.float32)]
+        parts = zip(shapes, (samples.tokens, samples.classes), strict=True)
+        return [_spread(shape, below) if below else floats(shape, samples.dtype) for shape, below in parts] + mask
+
+    def documents(rows: np.ndarray) -> Documents | None:
+        if samples.documents == "joined":
+            return None
+        return documents_of(np.zeros((len(rows), *samples.inputs), np.int64), samples.documents == "restarted")
 
     count = samples.batch_size * prod(samples.targets)
-    return make_batch(load, samples.batch_size, samples.micro_batches, engine, count=count)
+    return make_batch(load, samples.batch_size, samples.micro_batches, engine, count=count, documents=documents)
 
 
 def _class_count(model: Model) -> int:
@@ -436,6 +444,7 @@ class Samples:
     dtype: Any = np.float32
     classes: int = 0  #: targets are integers below it; 0: floats like the outputs
     tokens: int = 0  #: inputs are integers below it; 0: floats, or tokens of the engine's Model
+    documents: str = "joined"  #: how they share a sample, as ``--documents``
 
 
 def analyze_engine(
@@ -462,7 +471,7 @@ def analyze_engine(
         recorder = Recorder(Meter(lenient=True))
         with metered(recorder.meter):
             mesh = ShapedMesh(ranks, position_of(rank, axes).coordinates, recorder, checks=checks)
-            engine = make_engine(make, mesh)
+            engine = make_engine(make, mesh, dtype=dtype_of(samples.dtype))
             with recorder.meter.taking("parameters", "parameters"):
                 if isinstance(engine, LayeredEngine):
                     watch_storage(engine, recorder)

@@ -24,6 +24,8 @@ class SampledData(ABC):
     the batch of a step.
     """
 
+    documents: str = "joined"  #: how they share a sample, as ``--documents``
+
     @property
     @abstractmethod
     def terms(self) -> int:
