@@ -119,8 +119,9 @@ class ShapeChanges:
         try:
             found = os.lstat(self._file)
         except OSError:
+            self._answered = None
             return None
-        if self._answered and (found.st_ino, found.st_mtime_ns) == (self._answered.st_ino, self._answered.st_mtime_ns):
+        if (old := self._answered) and os.path.samestat(found, old) and found.st_mode == old.st_mode:
             return None
         content, self._unread_id = None, ""
         try:
