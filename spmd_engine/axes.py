@@ -226,7 +226,7 @@ def checked_axes(axes: Mapping[str, Any]) -> dict[str, int]:
         numbers = by_stage if isinstance(by_stage, (tuple, list)) else [by_stage]
         if not all(type(number) is int and number > 0 for number in numbers):
             raise MeshError(f"mesh axis {axis!r} has size {size!r}; sizes are whole numbers from 1")
-        if numbers is by_stage:
+        if isinstance(by_stage, (tuple, list)):
             if axis == PIPE or len(by_stage) != axes.get(PIPE):
                 listed = "|".join(map(str, by_stage))
                 raise MeshError(

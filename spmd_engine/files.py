@@ -89,34 +89,31 @@ class RequestFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._done: tuple[int, int] | None = None  # what was there: it is ignored, or answered and cannot be removed
+        self._done: os.stat_result | None = None  # of what is ignored, or is answered and cannot be removed
 
     def is_there(self) -> bool:
         """Whether there is a new request, or something else in its place."""
         try:
             found = os.lstat(self.path)
-            if (found.st_ino, found.st_mtime_ns) == self._done:
-                return False
+        except OSError:
+            self._done = None
+            return False
+        if (old := self._done) and os.path.samestat(found, old) and found.st_mode == old.st_mode:
+            return False
+        try:
             check_owner(self.path, found)
         except UsageError as error:
             logger.warning("%s", error)
-            self._leave()
-            return False
-        except OSError:
-            return False
-        return True
+            self._done = found
+        return self._done is not found
 
     def answered(self) -> None:
         """Remove the request. If that is impossible, it counts as no new one."""
         try:
             self.path.unlink(missing_ok=True)
         except OSError:
-            self._leave()
-
-    def _leave(self) -> None:
-        with suppress(OSError):
-            found = os.lstat(self.path)
-            self._done = found.st_ino, found.st_mtime_ns
+            with suppress(OSError):
+                self._done = os.lstat(self.path)
 
 
 def check_ending(what: str, path: str | Path, *endings: str) -> None:

@@ -515,7 +515,7 @@ def serve(mesh: Mesh, build: Callable[[Mapping[str, Any]], HelperRank]) -> int:
     rank 0 starts it with. Raises UsageError if the other ranks end by one."""
     group, helper = mesh.outside, None
     assert group is not None
-    told = 0  # the signal that rank 0 knows of
+    sent = False  # whether rank 0 knows of a signal
     with StopFlag(to_save=False) as stop:
         while True:
             source, channel = (helper.owners[0], None) if helper else (0, _ORDERS)
@@ -523,7 +523,7 @@ def serve(mesh: Mesh, build: Callable[[Mapping[str, Any]], HelperRank]) -> int:
                 request = content_of(_awaited(group, group.start_receive(source, channel=channel, label="request")))
             if "exit" in request:
                 stop.take(stop.received)
-                if helper is not None and not told:
+                if helper is not None and not sent:
                     _tell_signal(group, stop.received)
                 if request["error"]:
                     raise UsageError(request["error"])
@@ -535,9 +535,9 @@ def serve(mesh: Mesh, build: Callable[[Mapping[str, Any]], HelperRank]) -> int:
                 f"helper rank: {request['do']} of layers {request['layers'][0]} to", request["layers"][1] - 1
             ):
                 helper.answer(request)
-            if stop.received and not told:
-                told = stop.received
-                _tell_signal(group, told)
+            if stop.received and not sent:
+                _tell_signal(group, stop.received)
+                sent = True
 
 
 def _tell_signal(group: Group, number: int) -> None:

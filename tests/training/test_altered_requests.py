@@ -68,7 +68,7 @@ class Requests:
     def __call__(self, step):
         if self.file.is_dir() and not self.file.is_symlink():
             shutil.rmtree(self.file)  # it is answered, but the job does not remove it
-        if not os.path.lexists(self.file) and self.left:
+        elif not os.path.lexists(self.file) and self.left:
             self.left -= 1
             self.kinds.append(self._put(step))
 
