@@ -4,6 +4,7 @@ PYTHON ?= python3
 RANKS  ?= 8
 JOBS   ?= 4
 ARGS   ?=
+COST   ?= $(if $(ARGS),.pytest_cache/test_cost.txt,tests/test_cost.txt)
 
 # Hypothesis' own plugin for pytest takes time of each of thousands of tests, and tells nothing that a failure does not.
 HARNESS := --with-mpi --jobs $(JOBS) -p no:hypothesispytest
@@ -17,7 +18,7 @@ export PYTHONNOUSERSITE := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint lines bench soak cuda-compile clean distclean
+.PHONY: help train test test-cost lint lines bench soak cuda-compile clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -35,6 +36,10 @@ AGAIN = mpiexec -n $(RANKS) python -m spmd_engine train
 
 test: $(VENV)/installed-mpich-test  ## run the tests, serial and MPI, 4 jobs at a time, or JOBS=n
 	$(BIN)/python -m pytest $(HARNESS) --durations=25 $(ARGS)
+
+test-cost: $(VENV)/installed-mpich-test  ## run the tests; write what each file costs to tests/test_cost.txt
+	$(BIN)/python -m pytest $(HARNESS) --cost $(COST) $(ARGS)
+	@cat $(COST)
 
 soak: $(VENV)/installed-mpich-test  ## run the tests that take minutes
 	$(BIN)/python -m pytest $(HARNESS) -m soak --durations=25 $(ARGS)

@@ -2,7 +2,7 @@
 
 python -m spmd_engine analyze --model examples/own_layer.py:model --mesh context=2,data=2
 python -m spmd_engine show sharding --model examples/own_layer.py:model --param block0/taps/w --mesh data=2
-python -m spmd_engine plan --model examples/own_layer.py:model --set width=64 --ranks 4 --seconds 2
+python -m spmd_engine plan --model examples/own_layer.py:model --set width=64 --ranks 4 --seconds 1
 mpiexec -n 2 python -m spmd_engine verify --model examples/own_layer.py:model --mesh context=2 --batch-size 4
 mpiexec -n 2 python -m spmd_engine train --model examples/own_layer.py:model --data examples --steps 20 --run runs/own
 python -m spmd_engine generate --run runs/own --model examples/own_layer.py:model --prompt "import " --tokens 20

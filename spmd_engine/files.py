@@ -95,17 +95,17 @@ class RequestFile:
         """Whether there is a new request, or something else in its place."""
         try:
             found = os.lstat(self.path)
+            if (old := self._done) and os.path.samestat(found, old) and found.st_mode == old.st_mode:
+                return False
+            check_owner(self.path, found)
         except OSError:
             self._done = None
             return False
-        if (old := self._done) and os.path.samestat(found, old) and found.st_mode == old.st_mode:
-            return False
-        try:
-            check_owner(self.path, found)
         except UsageError as error:
             logger.warning("%s", error)
             self._done = found
-        return self._done is not found
+            return False
+        return True
 
     def answered(self) -> None:
         """Remove the request. If that is impossible, it counts as no new one."""

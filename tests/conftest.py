@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -36,14 +35,15 @@ def sigint_is_heard():
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    """The CUDA kernels compiled for the host, once for all processes that share the tests."""
+def library(pytestconfig):
+    """The CUDA kernels compiled for the host, once for all processes and runs that share this folder."""
     import cuda_on_host
 
     if cuda_on_host.COMPILER is None:
         pytest.skip("no C++ compiler")
-    shared = os.environ.get("SPMD_TEST_SHARED")
-    return cuda_on_host.compile_for_the_host(Path(shared) if shared else tmp_path_factory.mktemp("kernels"))
+    folder = pytestconfig.rootpath / ".pytest_cache" / "d" / "kernels"
+    folder.mkdir(parents=True, exist_ok=True)
+    return cuda_on_host.compile_for_the_host(folder)
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ does not test how threads of a GPU share memory, which is CuPy's code, nor speed
 
 import ctypes
 import fcntl
+import hashlib
+import os
 import shutil
 import subprocess
 from typing import NamedTuple
@@ -157,16 +159,26 @@ def reduction(name, text, c_types):
         }}"""
 
 
+def compiled(folder, name, text, flags):
+    """The path of what the compiler makes of C++ text, by the first process that needs it and finds it not in the
+    folder. The file's name has a digest of all that it is made of, so that the folder can be kept for later runs."""
+    command, version = [str(COMPILER), *map(str, flags)], os.stat(str(COMPILER))
+    made_of = repr((text, command, version.st_size, version.st_mtime_ns)).encode()
+    path = folder / f"{name}-{hashlib.sha256(made_of).hexdigest()[:16]}"
+    if not path.exists():
+        with open(f"{path}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                command += ["-x", "c++", "-"] if text else []
+                done = subprocess.run([*command, "-o", f"{path}.part"], input=text, capture_output=True, text=True)
+                assert done.returncode == 0, done.stderr
+                os.replace(f"{path}.part", path)
+    return path
+
+
 def compile_for_the_host(folder):
-    """The library of all kernels. The first process that uses the folder compiles it in a second or two."""
-    with open(folder / "kernels.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "kernels.so").exists():
-            (folder / "kernels.cpp").write_text(source())
-            command = [COMPILER, *FLAGS, "kernels.cpp", "-o", "kernels.so"]
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(folder / "kernels.so"))
+    """The library of all kernels."""
+    return ctypes.CDLL(str(compiled(folder, "kernels", source(), FLAGS)))
 
 
 # --- kernels on arrays of the host

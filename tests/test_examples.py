@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from command_line import ONE_THREAD
+from command_line import ONE_THREAD, QUIET
 from mpi_harness.launch import mpiexec
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -51,6 +51,7 @@ def test_a_layer_of_one_s_own_by_the_commands_of_its_docstring(tmp_path):
     printed = {}
     for command in commands:
         words = shlex.split(command)
+        words += [*QUIET, "--batch-size", "4"] if "train" in words else []
         done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         printed[words[words.index("spmd_engine") + 1]] = done.stdout

@@ -8,39 +8,51 @@ index outside of an array.
 """
 
 import ctypes
-import fcntl
-import hashlib
 import re
-import subprocess
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from cuda_on_host import COMPILER
+from cuda_on_host import compiled
 
-FLAGS = ["-std=c++17", "-O2", "-fPIC", "-Wall", "-Wdouble-promotion", "-Wno-unknown-pragmas", "-Werror", "-c"]
+FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wdouble-promotion", "-Wno-unknown-pragmas"]
+FLAGS += ["-Werror", "-c"]
 #: Indices of arrays are checked by code of the compiler, which calls a function of RUNTIME: no library of it is linked.
 CHECKED = ["-fsanitize=bounds"]
 
-RUNTIME = r"""
-#include <csetjmp>
+#: What RUNTIME and a kernel share. The headers of RUNTIME take longer to compile than a kernel.
+SHARED = r"""
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
-#include <algorithm>
-#include <memory>
 #include <utility>
-#include <vector>
-#include <ucontext.h>
 using namespace std;
 
 struct Index { int x, y, z; };
-static thread_local Index threadIdx, blockIdx, blockDim, gridDim;
+extern __thread Index threadIdx, blockIdx, blockDim, gridDim;
 
 namespace fibers {
     enum Wait { READY, WARP, BLOCK, ENDED };
+    typedef void Body(void **);
+    void pause(Wait wait, int line);
+    uint64_t *exchange(unsigned mask, int line);
+    void clear(void *shared, size_t size);
+    const char *launch(Body *kernel, const int *grid, int threads, int descending, void **arguments);
+}
+"""
+
+RUNTIME = r"""
+#include <csetjmp>
+#include <cstdio>
+#include <algorithm>
+#include <memory>
+#include <vector>
+#include <ucontext.h>
+
+__thread Index threadIdx, blockIdx, blockDim, gridDim;
+
+namespace fibers {
     struct Fiber { jmp_buf context; ucontext_t first; bool begun; Wait wait; int line, shuffles; };
     constexpr int STACK = 1 << 16, WARP_SIZE = 32;
     static thread_local vector<Fiber> all;
@@ -49,7 +61,7 @@ namespace fibers {
     static thread_local jmp_buf scheduler;
     static thread_local int current, started;
     static thread_local char error[256];
-    static thread_local void (*body)(void **);
+    static thread_local Body *body;
     static thread_local void **arguments;
 
     __attribute__((noinline)) void pause(Wait wait, int line) {
@@ -117,16 +129,43 @@ namespace fibers {
                 return;
             }
     }
-    template <class V> V shuffle(unsigned mask, V x, int lanes, int line) {
-        auto &slots = exchanged[all[current].shuffles++ % 2];
+    // Where all threads put what they shuffle next.
+    uint64_t *exchange(unsigned mask, int line) {
         if (mask != 0xFFFFFFFFu) snprintf(error, sizeof error, "a shuffle of some lanes at line %d", line);
-        memcpy(&slots[current], &x, sizeof x);
-        pause(WARP, line);
-        memcpy(&x, &slots[current ^ lanes], sizeof x);
-        return x;
+        return exchanged[all[current].shuffles++ % 2].data();
     }
     void clear(void *shared, size_t size) {
         if (started == 1 && all[current].wait == READY) memset(shared, 0xFF, size);
+    }
+    const char *launch(Body *kernel, const int *grid, int threads, int descending, void **given) {
+        if (int(all.size()) != threads || *error) make(threads);
+        *error = 0, body = kernel, arguments = given;
+        gridDim = {grid[0], grid[1], grid[2]}, blockDim = {threads, 1, 1};
+        for (int z = 0; z < grid[2]; ++z)
+            for (int y = 0; y < grid[1]; ++y)
+                for (int x = 0; x < grid[0] && !*error; ++x) {
+                    blockIdx = {x, y, z};
+                    run_block(descending);
+                }
+        return *error ? error : nullptr;
+    }
+}
+struct Place_ { const char *file; uint32_t line, column; };
+extern "C" void __ubsan_handle_out_of_bounds(void *place, uintptr_t index) {
+    snprintf(fibers::error, sizeof fibers::error, "index %zd is outside of its array at line %u", ptrdiff_t(index),
+             ((Place_ *)place)->line);
+    _longjmp(fibers::scheduler, 1);
+}
+"""
+
+CUDA = r"""
+namespace fibers {
+    template <class V> V shuffle(unsigned mask, V x, int lanes, int line) {
+        uint64_t *slots = exchange(mask, line);
+        memcpy(&slots[threadIdx.x], &x, sizeof x);
+        pause(WARP, line);
+        memcpy(&x, &slots[threadIdx.x ^ lanes], sizeof x);
+        return x;
     }
     template <class... A, size_t... I> void call(void (*kernel)(A...), void **given, index_sequence<I...>) {
         kernel(*(A *)given[I]...);
@@ -135,13 +174,6 @@ namespace fibers {
         call(kernel, given, index_sequence_for<A...>());
     }
 }
-struct Place_ { const char *file; uint32_t line, column; };
-extern "C" __attribute__((visibility("hidden"))) void __ubsan_handle_out_of_bounds(void *place, uintptr_t index) {
-    snprintf(fibers::error, sizeof fibers::error, "index %zd is outside of its array at line %u", ptrdiff_t(index),
-             ((Place_ *)place)->line);
-    _longjmp(fibers::scheduler, 1);
-}
-
 #define __global__
 #define __device__
 #define __launch_bounds__(threads)
@@ -155,18 +187,9 @@ static inline uint32_t __float_as_uint(float x) { uint32_t bits; memcpy(&bits, &
 """
 
 LAUNCH = r"""
-extern "C" const char *launch(const int *grid, int threads, int descending, void **arguments) {
-    using namespace fibers;
-    if (int(all.size()) != threads || *error) make(threads);
-    *error = 0, fibers::arguments = arguments, gridDim = {grid[0], grid[1], grid[2]}, blockDim = {threads, 1, 1};
-    body = [](void **given) { unpack(NAME, given); };
-    for (int z = 0; z < grid[2]; ++z)
-        for (int y = 0; y < grid[1]; ++y)
-            for (int x = 0; x < grid[0] && !*error; ++x) {
-                blockIdx = {x, y, z};
-                run_block(descending);
-            }
-    return *error ? error : nullptr;
+extern "C" __attribute__((visibility("default")))
+const char *launch(const int *grid, int threads, int descending, void **arguments) {
+    return fibers::launch([](void **given) { fibers::unpack(NAME, given); }, grid, threads, descending, arguments);
 }
 """
 
@@ -185,17 +208,9 @@ class ThreadedKernel:
     def launch(self):
         flags = [*FLAGS, *(CHECKED if self.checked else [])]
         text = re.sub(r"(__shared__ \w+) ([^;]+;)", _cleared, self.text)
-        text = RUNTIME + text + LAUNCH.replace("NAME", self.name)
-        stem = f"{self.name}-{hashlib.sha256((text + str(flags)).encode()).hexdigest()[:16]}"
-        library = self.folder / f"{stem}.so"
-        with open(self.folder / f"{stem}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.exists():
-                (self.folder / f"{stem}.cpp").write_text(text)
-                for command in [[*flags, f"{stem}.cpp", "-o", f"{stem}.o"], ["-shared", f"{stem}.o", "-o", library]]:
-                    done = subprocess.run([COMPILER, *command], cwd=self.folder, capture_output=True, text=True)
-                    assert done.returncode == 0, done.stderr
-        launch = ctypes.CDLL(str(library)).launch
+        runtime = compiled(self.folder, "runtime", SHARED + RUNTIME, FLAGS)
+        kernel = compiled(self.folder, self.name, SHARED + CUDA + text + LAUNCH.replace("NAME", self.name), flags)
+        launch = ctypes.CDLL(str(compiled(self.folder, self.name, "", ["-shared", kernel, runtime]))).launch
         launch.restype = ctypes.c_char_p
         return launch
 

@@ -1,5 +1,6 @@
 """The fused attention kernels, run by threads on the host, against the blocked NumPy text: all options, any shape."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -194,8 +195,8 @@ def attend(folder, change=lambda text: text, **run):
 
 
 @pytest.fixture(scope="module")
-def folder(library, tmp_path_factory):
-    return tmp_path_factory.mktemp("kernels")
+def folder(library):
+    return Path(library._name).parent
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +219,7 @@ PLACES = [
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name, number", PLACES)
-def test_every_barrier_is_needed(name, number, right, folder):
+def test_every_barrier_is_needed(name, number, right, tmp_path):
     def without(text):
         if f" {name}(" not in text:
             return text
@@ -228,7 +229,7 @@ def test_every_barrier_is_needed(name, number, right, folder):
         parts[number + 1] = parts[number + 1].partition(";")[2]
         return "".join(parts)
 
-    results = [attend(folder, without, descending=descending) for descending in (False, True)]
+    results = [attend(tmp_path, without, descending=descending) for descending in (False, True)]
     assert any(not np.array_equal(x, y) for result in results for x, y in zip(result, right))
 
 
@@ -241,7 +242,7 @@ def run(folder, body, x, threads=64, grid=(1, 1, 1)):
     return x
 
 
-def test_blocks_share_memory_and_warps_shuffle(library, tmp_path):
+def test_blocks_share_memory_and_warps_shuffle(folder):
     body = """
         __shared__ double turned[64], other[2];
         const int i = threadIdx.x;
@@ -257,7 +258,7 @@ def test_blocks_share_memory_and_warps_shuffle(library, tmp_path):
     pairs = turned + turned[:, np.arange(64) ^ 1]
     expected = (pairs + pairs[:, np.arange(64) ^ 16]).ravel()
     expected[[0, 64]] = np.nan  # what nothing was written to
-    np.testing.assert_array_equal(run(tmp_path, body, x, grid=(2, 1, 1)), expected)
+    np.testing.assert_array_equal(run(folder, body, x, grid=(2, 1, 1)), expected)
 
 
 ERRORS = {
@@ -271,7 +272,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("body", ERRORS)
-def test_wrong_kernels_raise(body, library, tmp_path):
+def test_wrong_kernels_raise(body, folder):
     with pytest.raises(KernelError, match=ERRORS[body]):
-        run(tmp_path, body, np.zeros(64))
-    run(tmp_path, "__syncthreads();", np.zeros(64))
+        run(folder, body, np.zeros(64))
+    run(folder, "__syncthreads();", np.zeros(64))

@@ -11,6 +11,7 @@ import pytest
 from fake_cupy import watch
 from nodes import everyone
 from on_ranks import DTYPES, FORMS, OPS, assert_alike, assert_same, reduced, values
+from pairwise import in_turn
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.comm import Group, Ledger
 from spmd_engine.comm.communicators.threads import ThreadCommunicator
@@ -146,8 +147,7 @@ def test_results_that_are_parts_of_what_is_given(arena, hosts, memory):
     run_threads(program, ranks, nodes=list(hosts))
 
 
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("nodes, per_node", [(2, 8), (4, 4), (8, 2), (3, 5), (2, 17)])
+@in_turn(2, **{"nodes, per_node": [(2, 8), (4, 4), (8, 2), (3, 5), (2, 17)], "check": [True, False]})
 def test_sizes_of_many_ranks_on_several_nodes(nodes, per_node, check):
     """Each rank says as many sizes as the group has ranks, however few of them share its node."""
     ranks = nodes * per_node

@@ -23,9 +23,9 @@ two_ranks = pytest.mark.mpi(min_size=2)
 def sample(tmp_path):
     """Writes a test file."""
 
-    def write(text, name="test_sample.py"):
+    def write(text, name="test_sample.py", head=HEAD):
         path = tmp_path / name
-        path.write_text(HEAD + text)
+        path.write_text(head + text)
         return path
 
     return write

@@ -80,8 +80,9 @@ def test_every_end_is_reported_in_order_and_once(run_parent, sample):
 
 
 def test_two_processes_share_the_files(run_parent, sample, tmp_path):
-    """Each process keeps one test running until the other has started its own."""
+    """Each process keeps one test running until the other has started its own. And what they cost can be written."""
     text = """
+import os, time
 def test_meets_the_other():
     folder = os.path.dirname(__file__)
     open(f"{folder}/{os.getpid()}", "w").close()
@@ -90,8 +91,12 @@ def test_meets_the_other():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 """
-    run = run_parent("--with-mpi", "--jobs", "2", "-q", *(sample(text, f"test_{name}.py") for name in "ab"))
+    files = [sample(f'"""What {name} covers."""\n{text}', f"test_{name}.py", head="") for name in "ab"]
+    run = run_parent("--with-mpi", "--jobs", "2", "-q", "--cost", tmp_path / "costs", *files)
     assert "2 passed" in run.stdout.splitlines()[-1], run.stdout
+    table = (tmp_path / "costs").read_text()
+    for name in "ab":
+        assert re.search(rf" 1 \S*test_{name}.py +What {name} covers.\n", table), table
     assert not any(is_alive(path.name) for path in tmp_path.iterdir() if path.name.isdigit())
 
 

@@ -92,8 +92,10 @@ def problem_of(name):
 SOON = "samples", "rows in 8 parts", "channels", "channels by shares", "all"  # the others take long, together
 
 
-@pytest.mark.parametrize("cut", [pytest.param(c, marks=[] if c in SOON else pytest.mark.soak) for c in CUTS])
-@pytest.mark.parametrize("name", LAYERS)
+LATER = [pytest.param(cut, marks=pytest.mark.soak) for cut in CUTS if cut not in SOON]
+
+
+@in_turn(2, name=list(LAYERS), cut=[*SOON, *LATER])
 def test_any_cut_as_one_device(name, cut):
     for results, _ in solve(problem_of(name), CUTS[cut]):
         assert_same(results, alone(name))
@@ -125,8 +127,10 @@ def test_inner_outputs_are_computed_while_the_halo_travels(name, cut, monkeypatc
 # --- what is sent
 
 
-@pytest.mark.parametrize("name", [name for name in CONVOLUTIONS if "groups" not in name and name != "depthwise"])
-@pytest.mark.parametrize("cut", ["rows", "columns", "rows in 8 parts"])
+UNGROUPED = [name for name in CONVOLUTIONS if "groups" not in name and name != "depthwise"]
+
+
+@in_turn(2, name=UNGROUPED, cut=["rows", "columns", "rows in 8 parts"])
 def test_halos_are_the_bytes_that_outputs_lack(name, cut):
     """Forward, what outputs read and their rank has not, element by element; backward, the same."""
     problem, (axes, cuts) = problem_of(name), CUTS[cut]

@@ -53,9 +53,7 @@ CASES = [
 NAMES_ALONE = (
     "cwm", "granitemoehybrid", "helium", "internlm3", "jais2", "ministral", "ministral3", "seed_oss"
 )  # fmt: skip
-every_family = pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=pytest.mark.soak if each in NAMES_ALONE else []) for each in FAMILIES]
-)
+FAMILY_CASES = [pytest.param(each, marks=pytest.mark.soak if each in NAMES_ALONE else []) for each in FAMILIES]
 
 
 def golden(family):
@@ -114,7 +112,7 @@ def test_logits_loss_and_gradients_in_float64(family, axes, composition):
         in_its_place(expected, names[name], gradient, filled[name].view.dims, filled[name].view.sizes)
 
 
-@every_family
+@in_turn(2, family=FAMILY_CASES)
 def test_logits_in_float32_are_those_of_transformers_as_it_is(family):
     expected = golden(family)
     engine = engine_of(family, {"data": 1}, "float32", {})

@@ -19,4 +19,5 @@ SPMD_TEST_GRACE is the time in seconds that the other ranks have to finish a tes
 SPMD_TEST_TIMEOUT is the limit in seconds of MPI tests without their own limit (60). Serial tests have the limit of
 pytest-timeout (setup.cfg); in their own process, a second limit is ten times SPMD_TEST_TIMEOUT.
 SPMD_TEST_SHARED is a folder for data that all processes of a run share; the parent creates and removes it.
+`--cost FILE` writes what each file of tests costs in CPU seconds (cost.py).
 """

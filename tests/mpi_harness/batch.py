@@ -205,4 +205,6 @@ def _options_of(config):
     for name, values in (("-p", option.plugins), ("-o", option.override_ini), ("-W", option.pythonwarnings)):
         for value in values or ():
             yield from (name, value)
+    if option.cost:
+        yield from ("--cost", option.cost)
     yield from ("-p", "no:cacheprovider", "-o", "addopts=", "--no-header", "--no-summary", "--color=no", "-q")

@@ -11,6 +11,7 @@ import pytest
 
 from spmd_engine.runtime.launchers import is_launched, launcher_rank
 
+from .cost import Recorder, Table
 from .launch import Job
 from .parent import Parent
 from .ranks import Ranks
@@ -18,8 +19,10 @@ from .serial import Serial
 
 
 def pytest_addoption(parser):
+    group = parser.getgroup("mpi")
     help = "under --with-mpi, run so many jobs at a time: MPI tests beside serial ones (1)"
-    parser.getgroup("mpi").addoption("--jobs", type=int, default=1, metavar="N", help=help)
+    group.addoption("--jobs", type=int, default=1, metavar="N", help=help)
+    group.addoption("--cost", metavar="FILE", help="with --jobs 2 or more, write what each file costs in CPU seconds")
 
 
 @pytest.hookimpl(trylast=True)
@@ -37,6 +40,9 @@ def pytest_configure(config):
         else:
             harness = Serial(config, folder) if folder else Parent(config)
         plugins.register(harness, "mpi-harness")
+        if config.getoption("--cost") and (folder or rank is None):
+            shared = Path(os.environ["SPMD_TEST_SHARED"])
+            plugins.register(Recorder(shared) if folder else Table(config, shared))
 
 
 def pytest_collection_modifyitems(config, items):

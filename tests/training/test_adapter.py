@@ -90,7 +90,7 @@ def test_a_boundary_moves_within_the_overlap_while_a_stage_is_slow(tmp_path, mon
 @pytest.mark.parametrize(
     "axes, speeds, after",
     [
-        ({"data": 2}, [1, 0.5], "mesh data=2 shares data=19:9"),
+        pytest.param({"data": 2}, [1, 0.5], "mesh data=2 shares data=19:9", marks=pytest.mark.soak),  # as below
         ({"data": 2, "model": 2}, [1, 1, 0.2, 1], "mesh data=2,model=2 shares model=21:107"),
         ({"data": 2}, [1, 0.95], None),
         ({"model": 2}, [1, 0.5], "mesh model=2 shares model=43:21"),

@@ -8,6 +8,7 @@ import time
 import pytest
 from test_shape_changes import EXPERTS, IMAGES, assert_same, events, job_of
 
+from command_line import QUIET, TEXT
 from mpi_harness.launch import Job, mpiexec
 from spmd_engine import TrainConfig, run_threads, train
 from spmd_engine.adaptive import ShapeRequest
@@ -16,10 +17,12 @@ from spmd_engine.engine import helpers
 from spmd_engine.errors import UsageError
 from spmd_engine.runtime.signals import StopFlag
 
+SMALL = ["--batch-size", "2", "--length", "8"]
+
 
 def config_of(seed, folder, **options):
-    job = job_of(seed, folder, save_every=4)
-    return TrainConfig.of(**job.what | {"mesh": {"data": 2}, **options})
+    job = job_of(seed, folder)
+    return TrainConfig.of(**job.what | {"steps": 6, "save_every": 2, "mesh": {"data": 2}, **options})
 
 
 def last_layer(config):
@@ -30,12 +33,12 @@ def last_layer(config):
 def test_a_run_resumes_with_other_helper_ranks_and_without(tmp_path, seed):
     config = config_of(seed, tmp_path)
     helped = config.with_options(assign=f"{last_layer(config)}:rank2")
-    results = run_threads(lambda: train(helped, tmp_path / "run", stop_at=4), 3)
-    assert results[2] is None and results[0].steps_done == 4
+    results = run_threads(lambda: train(helped, tmp_path / "run", stop_at=2), 3)
+    assert results[2] is None and results[0].steps_done == 2
     first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["predicted"]["differences"] == 0 and first["predicted"]["bytes_sent"] == first["bytes_sent"]
     other = config.with_options(assign=f"{last_layer(config)}:rank1")
-    run_threads(lambda: train(other, tmp_path / "run", resume=True, given=["assign"], stop_at=8), 3)
+    run_threads(lambda: train(other, tmp_path / "run", resume=True, given=["assign"], stop_at=4), 3)
     run_threads(lambda: train(other, tmp_path / "run", resume=True), 2)  # by the ranks of the mesh alone
     run_threads(lambda: train(config.with_options(mesh={"data": 1}), tmp_path / "alone"), 1)
     assert_same(tmp_path / "run", tmp_path / "alone")
@@ -73,8 +76,8 @@ def test_a_signal_to_a_helper_rank_ends_the_run_after_a_save(tmp_path, monkeypat
 
 @pytest.mark.skipif(mpiexec() is None, reason="needs an MPI library and its mpiexec")
 def test_a_killed_helper_rank_ends_the_job(tmp_path):
-    options = ["--mesh", "data=2", "--assign", "block1-2:rank2", "--steps", "100000", "--sample", "0", "--run", "./run"]
-    arguments = ["-m", "spmd_engine", "train", "--model", "gpt-nano", *options]
+    options = ["--mesh", "data=2", "--assign", "block1-2:rank2", "--steps", "100000", "--run", "./run"]
+    arguments = ["-m", "spmd_engine", "train", "--model", "gpt-nano", *options, *TEXT, *QUIET, *SMALL]
     with (tmp_path / "said").open("w") as said, Job(3, arguments, cwd=tmp_path, stderr=said, stdout=said) as job:
         metrics, ends = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 100
         while not (metrics.exists() and metrics.read_text().count("\n") > 1):

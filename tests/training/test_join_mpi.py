@@ -97,15 +97,15 @@ def experts(folder, **options):
 @pytest.mark.parametrize("nodes", [None, pytest.param("aab", marks=pytest.mark.soak, id="of two nodes")])
 def test_two_joins_change_no_result_and_all_jobs_end_with_0(jobs, tmp_path, nodes):
     env = [{"NODE": node} for node in nodes] if nodes else [{}, {}, {}]
-    config = experts(tmp_path, save_every=4, check_replicas_every=1)
-    running = jobs.train(1, "3,7", config.with_options(mesh={"data": 1}), **env[0])
+    config = experts(tmp_path, steps=8, save_every=4, check_replicas_every=1)
+    running = jobs.train(1, "2,5", config.with_options(mesh={"data": 1}), **env[0])
     first = jobs.join(2, "--mesh", "data=3", "--zero", "3", **env[1])
     jobs.until(lambda: events(tmp_path / "run", "joined"))
     second = jobs.join(1, "--mesh", "data=2,model=2", name="joins too", **env[2])
     assert [job.process.wait(100) for job in (running, first, second)] == [0, 0, 0], jobs.said("trains")
     assert [each["ranks"] for each in events(tmp_path / "run", "joined")] == [[1, 2], [3]]
     assert [each["mesh"] for each in events(tmp_path / "run", "reshaped")] == ["data=3", "data=2,model=2"]
-    assert "after step 3, as rank(s) 1-2" in jobs.said("joins")
+    assert "after step 2, as rank(s) 1-2" in jobs.said("joins")
     run_threads(lambda: train(config.with_options(mesh={"data": 1}), tmp_path / "alone"), 1)
     assert_same(tmp_path / "run", tmp_path / "alone")
     assert not list((tmp_path / "run").glob("join*"))

@@ -127,17 +127,17 @@ def test_ranks_join_a_job_of_the_user_s_code_if_it_is_permitted(own_job, tmp_pat
 def test_random_changes_and_two_joins_change_no_result(tmp_path, joins_after, seed):
     """Two ranks, then three, then four; the first join also changes the shape, and the second waits idle for one."""
     job = job_of(seed, tmp_path, save_every=4, check_replicas_every=1, save_in_background=True)
-    joins_after(3, 7)
+    joins_after(2, 4)
     axes, how = job._place(3)
     first = ShapeRequest({"mesh": axes, **how}, ranks=[0, 1, 2])
-    requests = drawn_requests(job, 2, joins=(3, 7))
+    requests = drawn_requests(job, 2, joins=(2, 4))
     axes, how = job._place(4)
-    requests[9] = ShapeRequest({"mesh": axes, **how})
+    requests[5] = ShapeRequest({"mesh": axes, **how})
     with joining_ranks(tmp_path / "run", (1, first), (1, None)) as outcomes:
         trained(job, tmp_path / "run", 2, requests)
     trained(job, tmp_path / "alone", 1, {})
     assert all(isinstance(outcome, list) for outcome in outcomes), outcomes
-    assert [(each["step"], each["ranks"]) for each in events(tmp_path / "run", "joined")] == [(3, [2]), (7, [3])]
+    assert [(each["step"], each["ranks"]) for each in events(tmp_path / "run", "joined")] == [(2, [2]), (4, [3])]
     reshaped = events(tmp_path / "run", "reshaped")
     assert len(reshaped) >= 4 and reshaped[-2]["ranks"] == [0, 1, 2, 3], reshaped
     assert_same(tmp_path / "run", tmp_path / "alone")

@@ -20,7 +20,7 @@ from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.errors import UsageError
 from spmd_engine.training import loss_scale
 
-CHANGES = 10  #: of a run, one after each step but the last two
+CHANGES = 6  #: of a run, one after each step but the last two
 TEXT_MODEL, EXPERTS, IMAGES, ADAPTERS = 3, 8, 1, 2  #: seeds that draw jobs of these kinds
 
 
@@ -76,7 +76,7 @@ def assert_same(run, alone):
     [(TEXT_MODEL, "abab"), (EXPERTS, "aaaa"), (IMAGES, "aaaa"), (ADAPTERS, "aaaa")]
     + [pytest.param(seed, "aabb", marks=pytest.mark.soak) for seed in (0, 5, 6, 7, 11, 12, 14, 15, 16, 17, 18, 19)],
 )
-def test_ten_changes_change_no_result(tmp_path, seed, nodes):
+def test_changes_change_no_result(tmp_path, seed, nodes):
     job = job_of(seed, tmp_path, save_every=4, check_replicas_every=1, save_in_background=True)
     if job.kind == "page":
         pytest.skip("a page shards itself")
@@ -86,8 +86,8 @@ def test_ten_changes_change_no_result(tmp_path, seed, nodes):
     assert_same(tmp_path / "run", tmp_path / "alone")
 
 
-@pytest.mark.parametrize("ranks", numbers_of_ranks(mpi=(2, 3, 4)))
-def test_ten_changes_on_mpi_ranks(ranks):
+@pytest.mark.parametrize("ranks", numbers_of_ranks(mpi=(3,)))
+def test_changes_on_mpi_ranks_change_no_result(ranks):
     def program():
         with Mesh() as mesh, tempfile.TemporaryDirectory() as mine:
             job = job_of(EXPERTS, mine)
@@ -106,21 +106,21 @@ def test_ten_changes_on_mpi_ranks(ranks):
 
 def test_a_killed_run_continues_exactly(tmp_path):
     """The run ends between two changes, as if killed: what it has not saved is done again, on another mesh."""
-    job = job_of(EXPERTS, tmp_path, save_every=5)
+    job = job_of(EXPERTS, tmp_path, save_every=3)
     requests = drawn_requests(job, 4)
 
     def die(step):
-        if step == 8:
+        if step == 5:
             raise KeyboardInterrupt
         return requests[step]
 
     with pytest.raises(KeyboardInterrupt):
         trained(job, tmp_path / "run", 4, type("Requests", (), {"get": staticmethod(die)}))
     before = losses_in(tmp_path / "run")
-    trained(job, tmp_path / "run", 3, {6: ShapeRequest({"mesh": {"data": 2}})}, resume=True)
+    trained(job, tmp_path / "run", 3, {4: ShapeRequest({"mesh": {"data": 2}})}, resume=True)
     trained(job, tmp_path / "alone", 1, {})
-    assert [each["step"] for each in events(tmp_path / "run", "started")] == [0, 5]
-    assert before.keys() == set(range(1, 8))
+    assert [each["step"] for each in events(tmp_path / "run", "started")] == [0, 3]
+    assert before.keys() == set(range(1, 5))
     assert_same(tmp_path / "run", tmp_path / "alone")
 
 
@@ -365,7 +365,7 @@ def test_an_idle_rank_returns_its_memory_to_the_system(monkeypatch):
         mesh.barrier()
 
 
-@pytest.mark.parametrize("few, many", [(10, 30), pytest.param(25, 75, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("few, many", [(5, 25), pytest.param(25, 75, marks=pytest.mark.soak)])
 @pytest.mark.mpi(ranks=3)
 def test_changes_leave_nothing_behind(few, many):
     """As many communicators, records and shared memory after more changes, and hardly more memory."""
