@@ -201,7 +201,7 @@ IN_FLOAT32 = {"tensor-parallel", "fully-sharded", "ring-attention", "expert-para
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in IN_FLOAT32 else pytest.mark.soak) for name in STRATEGIES]
 )
-def test_ten_epochs_in_float32(name):
+def test_a_page_learns_in_float32_as_one_device_does(name):
     how = {"steps": 30, "dtype": np.float32, "of": epoch, "rate": 0.2}
     expected = trained_alone(name, SGD, 1, **how)
     for result in run_threads(partial(train, name, default_axes(STRATEGIES[name], 4), SGD, 1, **how), 4):
