@@ -44,11 +44,11 @@ def what_is_computed(options):
     return {name: options[name] for name in WHAT if name in options}
 
 
-#: Meshes whose reference is that of a case before, which need not be compared with finite differences again.
+#: Meshes whose reference computes no more than that of another, which alone is compared with finite differences.
 SAME_REFERENCE = [
     axes
     for number, (axes, options) in enumerate(GPT)
-    if what_is_computed(options) in [what_is_computed(before) for _, before in GPT[:number]]
+    if what_is_computed(options) in [{}, *(what_is_computed(before) for _, before in GPT[:number])]
 ]
 
 
