@@ -104,6 +104,7 @@ def test_a_plan_for_other_ranks_or_another_model_is_refused(capsys, tmp_path):
 def test_precisions_are_compared(capsys, tmp_path):
     """The faster one is chosen, and is in the plan file and the command."""
     searched = ["plan", "--machine", "a100", "--ranks", "2", "--model", "gpt-nano", "--axes", "data", "--zero", "0"]
+    searched += ["--micro-batches", "1", "--recompute", "none"]
     main([*searched, "--precision", "float32,bfloat16", "--json", "--output", str(tmp_path / "plan.json")])
     found = json.loads(capsys.readouterr().out)
     wide, half = found["compared"]
