@@ -391,7 +391,8 @@ def test_virtual_ranks(virtual):
     assert set(together["links"]) == {"0 1", "0 2", "1 2"} and len(together["ranks"]) == 3
 
 
-def test_under_mpi(mpi_run, tmp_path):
+@pytest.mark.soak  # with faults, ranks are examined in the same way
+def test_doctor_finds_no_fault_of_sound_mpi_ranks(mpi_run, tmp_path):
     result = mpi_run(2, "-m", "spmd_engine", "doctor", "--json", env=ONE_THREAD, cwd=tmp_path)
     report = json.loads(result.stdout)
     assert result.returncode == 0, result.stdout

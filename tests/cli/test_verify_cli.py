@@ -109,6 +109,7 @@ CONTEXT = ["--mesh", "context=2", "--zero", "3", "--context-method", "ulysses", 
 OWN = ["mine:make", "--mesh", "model=2", "--input-shape", "5,4"]
 
 
+@pytest.mark.soak  # as on virtual ranks; what does not agree is told by MPI ranks below
 def test_what_agrees_ends_with_code_0(verify_on):
     result = verify_on(2, *OWN, *SHORT)
     assert result.returncode == 0 and not result.stderr, result.stderr

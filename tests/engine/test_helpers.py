@@ -75,6 +75,7 @@ CASES = [
     (GPT, {"pipe": 2}, "block0:rank2", {"recompute": "attention"}),
     (GPT, {"pipe": 2}, "block5-6:rank1", {"schedule": "zero-bubble"}),
     (GPT, {"pipe": 2, "data": 2}, "block0:rank1,block6-7:rank2", {"schedule": "zero-bubble", "zero": 2}),
+    (GPT, {"pipe": 2}, "block2-3:rank2", {"schedule": "interleaved"}),
     (GPT, {"data": 2, "pipe": 2}, "block2-3:rank4", {"schedule": "interleaved", "zero": 1}),
     (GPT, {"pipe": 2}, "block3:rank2,block6:rank3", {"overlap_layers": "4"}),  # block3 is in the overlap
     (GPT, {"data": 2}, "block1-2:rank2", {"zero": 3, "offload": "optimizer,parameters,activations"}),
@@ -95,8 +96,16 @@ def trained_alone(model, micro_batches):
     return run_threads(alone, 1)[0]
 
 
+#: Cases whose meshes, schedules and models others have.
+LATER = {"block5-6:rank1", "block2-3:rank4", "block0-1:rank2"}
+
+
 @pytest.mark.parametrize(
-    "model, axes, assign, options", CASES, ids=[f"{m.name} {a} {assign}" for m, a, assign, _ in CASES]
+    "model, axes, assign, options",
+    [
+        pytest.param(*case, id=f"{case[0].name} {case[1]} {case[2]}", marks=[pytest.mark.soak] * (case[2] in LATER))
+        for case in CASES
+    ],
 )
 def test_a_helper_rank_computes_what_one_device_does(model, axes, assign, options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # for what is offloaded
