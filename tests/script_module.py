@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 def script(name, folder="scripts"):
     """The module of ``scripts/NAME.py``, or ``scripts/NAME``, or of a file in another folder."""
     path = ROOT / folder / name
-    path = path if path.exists() else path.with_suffix(".py")
+    path = path if path.is_file() else path.with_suffix(".py")
     loader = SourceFileLoader(f"script_{name}", str(path))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     module = importlib.util.module_from_spec(spec)

@@ -7,6 +7,7 @@ import pytest
 import replay_traces
 from policy_traces import SimulatedShapes, replay_trace, steps_of_optimum
 
+from pairwise import in_turn
 from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.policy import Policy
 
@@ -38,8 +39,7 @@ def test_the_optimum_is_that_of_all_sequences(cost):
     assert steps_of_optimum(rates, 1, cost) == pytest.approx(every_sequence(rates, 1, cost))
 
 
-@pytest.mark.parametrize("cost", [1, 10])
-@pytest.mark.parametrize("name", DRIFTS)
+@in_turn(2, name=DRIFTS, cost=[1, 10])
 def test_drifts(name, cost):
     speeds = dict(replay_traces.drifts(FOUR))[name]
     run, rates = follow(FOUR, speeds, replay_traces.SECONDS, noise=0.02, cost=cost)

@@ -34,10 +34,10 @@ def train(axes, compress, folder, begin, end, **options):
 
 @in_turn(2, axes=PLACES, compress=["top-k:0.1", "powersgd:2"])
 def test_a_run_that_is_compressed_goes_on_with_the_same_bits(tmp_path, axes, compress):
-    whole, _ = train(axes, compress, tmp_path / "whole", 0, 5)
-    train(axes, compress, tmp_path / "parts", 0, 2)
-    rest, digest = train(axes, compress, tmp_path / "parts", 2, 5)
-    assert rest == whole[2:]
+    whole, _ = train(axes, compress, tmp_path / "whole", 0, 3)
+    train(axes, compress, tmp_path / "parts", 0, 1)
+    rest, digest = train(axes, compress, tmp_path / "parts", 1, 3)
+    assert rest == whole[1:]
     assert saved.everything(tmp_path / "parts") == saved.everything(tmp_path / "whole")
     residues = [Checkpoint(tmp_path / name).section("residues") for name in ("parts", "whole")]
     assert residues[0].keys() == residues[1].keys() and len(residues[0]) > 2

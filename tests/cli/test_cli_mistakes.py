@@ -80,9 +80,9 @@ MISTAKES = {
 }
 
 
-#: One for each place where a mistake is met: options, what rank 0 reads, the mesh, a run's folder. That all ranks find
-#: one alike, from their number, is a test of its own.
-ON_TWO_RANKS = ("Invalid value for '--steps'", "no such file", "no custom", "holds a run")
+#: Mistakes that all ranks find alike: in their options, and in the mesh. What rank 0 alone reads is met by the test of
+#: damaged runs, and what another rank alone finds has a test of its own.
+ON_TWO_RANKS = ("Invalid value for '--steps'", "no custom")
 OF_TWO_RANKS = ("Raise --batch-size to 2", "no customary layout for axis 'lines'")  # one rank cannot make them
 
 

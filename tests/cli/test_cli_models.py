@@ -92,7 +92,7 @@ def gpt2(tmp_path):
     return shutil.copytree(FOLDERS / "gpt2", tmp_path / "gpt2")
 
 
-LOOKING = (["inspect"], ["analyze", "--mesh", "data=2"], ["plan", "--ranks", "2"])
+LOOKING = (["inspect"], ["analyze", "--mesh", "data=2"], ["plan", "--ranks", "2", "--axes", "data"])
 
 
 def test_a_built_in_name_is_the_built_in_model_and_the_folder_is_mentioned(here, gpt2):
@@ -150,7 +150,7 @@ def test_names_of_the_hub_are_found_in_its_cache_alone(here, gpt2, tmp_path, mon
     assert "'hf download acme/tiny --local-dir tiny'" in error and error.count("\n") == 1
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     assert here(*ask) == (0, "", "")
-    assert "tiny, 3,820 parameters" in here("plan", "--ranks", "2", "--model", "acme/tiny")[1]
+    assert "tiny, 3,820 parameters" in here("plan", "--ranks", "2", "--axes", "data", "--model", "acme/tiny")[1]
     assert "acme/tiny: 3,820 parameters" in here("inspect", "--model", "acme/tiny")[1]
     monkeypatch.delenv("HF_HOME")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "home" / "hub"))

@@ -86,7 +86,7 @@ def test_what_is_predicted_and_drawn_of_a_model(name, here):
     assert f"{parameter} " in run(here, "show", "sharding", *model, "--param", parameter, "--mesh", "data=2")
     assert "zero 3" in run(here, "show", "memory", *model, "--mesh", "data=2")
     assert "all_reduce" in run(here, "show", "communication", *model, "--mesh", "data=2", *sizes)
-    assert "certificate" in run(here, "plan", *model, "--ranks", "2", "--seconds", "0.5", *sizes)
+    assert "certificate" in run(here, "plan", *model, "--ranks", "2", "--axes", "data", "--seconds", "0.5", *sizes)
 
 
 @pytest.mark.parametrize("name", MODELS)

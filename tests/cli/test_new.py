@@ -1,6 +1,7 @@
 """`new`: what it writes runs as it stands."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -41,13 +42,34 @@ def test_its_job_trains_and_continues(folder):
     assert (folder / "runs" / "mine" / "report.html").is_file()
 
 
-def test_its_readme_to_the_letter(folder):
+def commands_of_readme(folder):
     block = (folder / "README.md").read_text().split("```")[1]
     commands = [line.partition("  #")[0].rstrip() for line in block.strip().splitlines()]
     others = {"python -m pytest", "sbatch job.sh"}  # see the tests above
     assert others < set(commands)
+    return [command for command in commands if command not in others]
+
+
+def test_the_commands_of_its_readme_run_on_virtual_ranks(folder, virtual, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    printed = ""
+    for command in commands_of_readme(folder):
+        words = command.split()
+        if words[-1] == "model.py":
+            runpy.run_path("model.py", run_name="__main__")
+            continue
+        launcher, arguments = words[: words.index("python")], words[words.index("spmd_engine") + 1 :]
+        few = ["--steps", "2"] if arguments[0] == "train" else []
+        printed += virtual(int(launcher[-1]) if launcher else 1, *arguments, *few).out
+    assert "agrees to" in printed and "wrote runs/first/report.html" in printed
+    assert len(metrics(folder / "runs" / "Regression-1")) == 2
+
+
+@pytest.mark.soak
+def test_its_readme_to_the_letter(folder):
     here = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
-    printed = [run(folder, "sh", "-c", command, **here) for command in commands if command not in others]
+    printed = [run(folder, "sh", "-c", command, **here) for command in commands_of_readme(folder)]
     assert "agrees to" in "".join(printed) and "wrote runs/first/report.html" in "".join(printed)
     losses = [float(line["validation_loss"]) for line in metrics(folder / "runs" / "Regression-1")[-1:]]
     assert losses[0] < 0.1

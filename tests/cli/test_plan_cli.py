@@ -103,7 +103,8 @@ def test_a_plan_for_other_ranks_or_another_model_is_refused(capsys, tmp_path):
 
 def test_precisions_are_compared(capsys, tmp_path):
     """The faster one is chosen, and is in the plan file and the command."""
-    searched = ["plan", "--machine", "a100", "--ranks", "2", "--model", "gpt-mini", "--axes", "data", "--zero", "0"]
+    searched = ["plan", "--machine", "a100", "--ranks", "2", "--model", "gpt-nano", "--axes", "data", "--zero", "0"]
+    searched += ["--micro-batches", "1", "--recompute", "none"]
     main([*searched, "--precision", "float32,bfloat16", "--json", "--output", str(tmp_path / "plan.json")])
     found = json.loads(capsys.readouterr().out)
     wide, half = found["compared"]
@@ -131,7 +132,6 @@ def test_precisions_that_cannot_be_planned(words, error, here):
 def test_the_command_of_a_plan_names_code_as_it_was_given(capsys, tmp_path):
     code = tmp_path / "planned_code.py"
     code.write_text("from spmd_engine.models import deep_mlp as model\n")
-    main(
-        ["plan", "--machine", "cpu", "--ranks", "1", "--model", f"{code}:model", "--batch-size", "4", "--seconds", "1"]
-    )
+    command = ["plan", "--machine", "cpu", "--ranks", "1", "--model", f"{code}:model", "--batch-size", "4"]
+    main([*command, "--seconds", "1", "--axes", "data", "--micro-batches", "1"])
     assert f"train --model {code}:model --mesh" in capsys.readouterr().out

@@ -40,7 +40,7 @@ def test_what_cannot_be_drawn_is_refused(capsys):
     for arguments, message in [
         (["--mesh", "data=2", "--rank", "2"], "ranks are from 0 to 1"),
         (["--mesh", "data=2", "--chunks", "2"], "Add --schedule interleaved"),
-        (["--model", "deep-mlp", "--mesh", "data=2", "--group-threshold", "0"], "too many to draw"),
+        (["--mesh", "data=2", "--group-threshold", "0", "--micro-batches", "2", "--zero", "3"], "too many to draw"),
     ]:
         with pytest.raises(SystemExit) as caught:
             main(["show", "communication", *arguments])

@@ -109,6 +109,7 @@ CONTEXT = ["--mesh", "context=2", "--zero", "3", "--context-method", "ulysses", 
 OWN = ["mine:make", "--mesh", "model=2", "--input-shape", "5,4"]
 
 
+@pytest.mark.soak  # as on virtual ranks; what does not agree is told by MPI ranks below
 def test_what_agrees_ends_with_code_0(verify_on):
     result = verify_on(2, *OWN, *SHORT)
     assert result.returncode == 0 and not result.stderr, result.stderr
@@ -116,11 +117,12 @@ def test_what_agrees_ends_with_code_0(verify_on):
 
 
 def test_what_agrees_on_virtual_ranks(virtual):
-    assert_agrees(virtual(4, "verify", *PIPELINE, *SHORT).out)
+    assert_agrees(virtual(4, "verify", *PIPELINE, *SHORT, "--model", GPT2).out)
 
 
 def test_a_compression_is_held_to_the_given_tolerance(virtual, capsys):
-    compressed = ["--mesh", "data=2", "--compress", "bfloat16", *SHORT, "--optimizer", "sgd"]
+    compressed = ["--mesh", "data=2", "--compress", "bfloat16", *SHORT, "--optimizer", "sgd", "--model", "mlp"]
+    compressed += ["--no-finite-differences"]
     assert_agrees(virtual(2, "verify", *compressed, "--tolerance", "0.1").out)
     with pytest.raises(SystemExit, match="1"):
         virtual(2, "verify", *compressed, "--tolerance", "1e-6")
@@ -276,10 +278,11 @@ def test_an_engine_in_a_file_of_another_folder(verify_here, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("message", "name"),
     [
-        ("Let it take the mesh", "mine:fixed"),  # when the ranks know of each other; before, as of `train`, in soak
-        pytest.param("No module", "yours:E", marks=pytest.mark.soak),
+        ("Let it take the mesh", "mine:fixed"),  # when the ranks know of each other
+        ("No module", "yours:E"),  # before, as of `train`
     ],
 )
+@pytest.mark.soak  # `train` and `infer` on two ranks tell theirs in the same place
 def test_of_all_ranks_one_tells_the_mistake(verify_on, message, name):
     result = verify_on(2, name, "--input-shape", "5,4")
     lines = [line for line in result.stderr.splitlines() if "spmd_engine: " in line or "Traceback" in line]

@@ -9,6 +9,7 @@ import pytest
 from test_layer_contract import MICRO_BATCHES, text_model, tokens
 
 import tiny
+from pairwise import in_turn
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.engine import AdamW, LayeredEngine, schedules
 from spmd_engine.engine.batch import batch_of
@@ -37,7 +38,7 @@ WAYS[:0] = [({"data": 3}, {"zero": 1}, UNEVEN, {}), (UNEVEN, {}, {"data": 3}, {"
 #: An overlap of layers 1 to 3 of 6, and more: the boundaries move within it.
 WITHIN = [
     ({"pipe": 2}, ((1, 4),), "0,2", "0,4", None),
-    ({"pipe": 2, "data": 2}, ((1, 4),), "0,3", "0,1", 1),
+    pytest.param({"pipe": 2, "data": 2}, ((1, 4),), "0,3", "0,1", 1, marks=pytest.mark.soak),
     ({"pipe": 2, "data": 2}, ((2, 4),), "0,2", "0,3", 3),
     ({"pipe": 3}, ((1, 3), (3, 6)), "0,1,4", "0,2,3", None),
 ]
@@ -81,10 +82,8 @@ def on_one_device():
     return losses, arrays
 
 
-#: The last three, whose kinds of cuts appear above, are in ``soak``.
-@pytest.mark.parametrize(
-    "way", [*WAYS[:-3], *(pytest.param(way, marks=pytest.mark.soak) for way in WAYS[-3:])], ids=str
-)
+#: Every other one, with each kind of cut before or after; the rest is in ``soak``.
+@in_turn(2, way=WAYS)
 def test_training_goes_on_as_if_nothing_had_happened(way):
     expected, arrays = on_one_device()
     for losses, ours, _ in trained(*way):

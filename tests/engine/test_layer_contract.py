@@ -133,7 +133,7 @@ WAYS = {
     "recompute": ({"data": 1}, {"recompute": Recompute.BLOCK}),
     "pipe and all": ({"pipe": 2, "data": 2, "model": 2}, {"zero": 2, "sequence_parallel": True}),
     **{
-        schedule: ({"pipe": 2, "data": 2}, {"schedule": schedule, "recompute": recompute})
+        schedule: ({"pipe": 2}, {"schedule": schedule, "recompute": recompute})
         for schedule, recompute in zip(
             (name for name in schedules.SCHEDULES if name != "sequential"),
             [Recompute.NONE, Recompute.BLOCK] * len(schedules.SCHEDULES),
@@ -395,12 +395,16 @@ IMAGE_WAYS = {
 }
 
 
+@cache
+def numbers_of_images_on_one_device():
+    return numbers(image_model(), {"data": 1}, images, layout=Layout())[0]
+
+
 @pytest.mark.parametrize("way", IMAGE_WAYS)
 def test_layers_may_have_any_letters(way):
     axes, cuts, how = IMAGE_WAYS[way]
     layout = Layout(cuts, cuts)
-    expected = numbers(image_model(), {"data": 1}, images, layout=Layout())[0]
-    assert_same(numbers(image_model(), axes, images, layout=layout, **how), expected)
+    assert_same(numbers(image_model(), axes, images, layout=layout, **how), numbers_of_images_on_one_device())
 
 
 def test_a_letter_that_a_layer_needs_whole_may_not_be_cut():
@@ -431,7 +435,8 @@ def test_verify_knows_them(model, batch, axes, cuts):
             if mesh.rank == 0:
                 alone = LayeredEngine(model(), mesh_of_one(), Layout(), dtype=np.float64, seed=5)
             batches = lambda engine, step: batch_of(*batch(step), engine, 2, step)
-            return verify(engine, alone, batches, steps=2)
+            differences = "pipe" not in axes  # without stages, the reference is the same
+            return verify(engine, alone, batches, steps=2, finite_differences=differences)
 
     for report in run_threads(program, ranks=tiny.ranks_of(axes)):
         assert report.agrees, str(report)

@@ -3,6 +3,7 @@
 import errno
 import os
 import weakref
+from functools import partial
 from threading import Event
 from time import sleep
 from types import SimpleNamespace
@@ -69,28 +70,31 @@ def train(axes, kinds, folder, *, optimizer=AdamW, after=None, run="", dtype=np.
     return run_threads(program, tiny.ranks_of(axes))[0]
 
 
+soak = partial(pytest.param, marks=pytest.mark.soak)
+
+
 @pytest.mark.parametrize(
     ("axes", "kinds", "how"),
     [
-        ({"data": 1}, "optimizer", {}),
+        soak({"data": 1}, "optimizer", {}),
         ({"data": 1}, "optimizer", {"optimizer": SGD}),
         ({"data": 2}, "optimizer,activations", {"zero": 1}),
-        ({"data": 3}, "optimizer", {"zero": 2, "dtype": np.float64}),
-        ({"pipe": 2, "data": 2}, "optimizer,activations", {"zero": 3, "schedule": "1f1b"}),
+        soak({"data": 3}, "optimizer", {"zero": 2, "dtype": np.float64}),
+        soak({"pipe": 2, "data": 2}, "optimizer,activations", {"zero": 3, "schedule": "1f1b"}),
         ({"data": 2, "model": 2}, "optimizer", {"zero": 1, "after": {"pipe": 2, "data": 2}}),
         ({"data": 2}, "optimizer", {"zero": 3, "after": 1, "run": True}),
         ({"data": 1}, "parameters", {"optimizer": SGD}),
         ({"data": 2}, "optimizer,parameters,activations", {"zero": 3, "recompute": "block"}),
-        ({"data": 2}, "parameters", {}),
-        ({"pipe": 2, "model": 2}, "optimizer,parameters", {"schedule": "interleaved"}),
-        ({"data": 2}, "optimizer,parameters", {"zero": 3, "after": {"data": 2}}),
+        soak({"data": 2}, "parameters", {}),
+        soak({"pipe": 2, "model": 2}, "optimizer,parameters", {"schedule": "interleaved"}),
+        soak({"data": 2}, "optimizer,parameters", {"zero": 3, "after": {"data": 2}}),
         ({"data": 2}, "parameters", {"zero": 3, "after": 3, "run": True}),
-        ({"data": 2}, "optimizer,parameters,activations", {"zero": 3, "dtype": bfloat16}),
+        soak({"data": 2}, "optimizer,parameters,activations", {"zero": 3, "dtype": bfloat16}),
         ({"data": 2}, "parameters", {"dtype": bfloat16, "after": {"model": 2}}),
         ({"data": 1}, "activations", {"recompute": "attention"}),
         ({"data": 2}, "activations", {"recompute": "block", "zero": 3}),
         ({"pipe": 2}, "activations", {"schedule": "zero-bubble"}),
-        ({"pipe": 2, "model": 2}, "activations", {"schedule": "interleaved", "recompute": "block"}),
+        soak({"pipe": 2, "model": 2}, "activations", {"schedule": "interleaved", "recompute": "block"}),
     ],
 )  # fmt: skip
 def test_what_is_offloaded_has_the_bits_of_what_is_in_memory(axes, kinds, how, folder, tmp_path, monkeypatch):

@@ -212,11 +212,21 @@ def test_constants_of_convolution_kernels_count_once(monkeypatch):
 TOML = "layers = 2\nwidth = 32\nheads = 2\ncontext = 16\n"
 
 
-@pytest.mark.parametrize("model", ["gpt2-xl", "small.toml"])
+#: The model by name is that of the largest; each command takes it in the same place as it takes the file.
+COMMANDS = {
+    "inspect": ["inspect"],
+    "analyze": ["analyze", "--batch-size", "2", "--sequence", "8"],
+    "show": ["show", "communication", "--batch-size", "2"],
+}
+
+
 @pytest.mark.parametrize(
-    "command",
-    [["inspect"], ["analyze", "--batch-size", "2", "--sequence", "8"], ["show", "communication", "--batch-size", "2"]],
-    ids=lambda command: command[0],
+    ("command", "model"),
+    [
+        pytest.param(command, model, id=f"{name}-{model}", marks=[pytest.mark.soak] * later)
+        for name, command in COMMANDS.items()
+        for model, later in (("small.toml", False), ("gpt2-xl", name != "analyze"))
+    ],
 )
 def test_analyze_takes_the_models_of_plan(command, model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

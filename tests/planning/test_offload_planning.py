@@ -166,7 +166,7 @@ def quick_disk() -> Machine:
 
 def test_offloading_is_planned_where_nothing_else_fits(quick_disk):
     options = {"machine": quick_disk, "batch_size": 8}
-    limits = {"memory": "100MiB", "seconds": 3, "axes": ["data"], "fixed": {"micro_batches": 4}}
+    limits = {"memory": "100MiB", "seconds": 3, "axes": ["data"], "fixed": {"micro_batches": 4, "zero": 1}}
     result = plan("gpt-mini", ranks=2, **limits, **options)
     assert result.reasons[0] == f"offload {result.composition.offload}: nothing fits without"
     assert f"--offload {result.composition.offload}" in result.command

@@ -7,6 +7,7 @@ from math import inf
 import numpy as np
 import pytest
 
+from pairwise import in_turn
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.search.placement import Tasks, annealed, assigned, evolved, exact, shares
 
@@ -25,8 +26,7 @@ def drawn(seed, tasks=8, nodes=3, **constraints):
     )
 
 
-@pytest.mark.parametrize("search", [annealed, partial(evolved, generations=150, population=40)])
-@pytest.mark.parametrize("seed", range(3))
+@in_turn(2, search={"annealed": annealed, "evolved": partial(evolved, generations=150, population=40)}, seed=range(3))
 def test_within_one_percent_of_the_exact_optimum(search, seed):
     tasks = drawn(seed, tasks=7)
     found = search(tasks)

@@ -27,7 +27,9 @@ SMALL = gpt(replace(GPT_SIZES["gpt-nano"], layers=3), "small")
 
 
 def request_for(memory=None):
-    return Request(SMALL, read_machine("a100"), [2], [8], limits=Limits(memory=memory))
+    """On two ranks, by data parallelism alone: the fewest candidates that differ in time and in memory."""
+    limits = Limits(memory=memory)
+    return Request(SMALL, read_machine("a100"), [2], [8], limits=limits, axes=["data"], fallback=None)
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +71,21 @@ def test_a_plan_that_only_the_simulation_finds_faster_is_chosen(monkeypatch):
 
     monkeypatch.setattr("spmd_engine.planning.planner.evaluate_plan", quick)
     monkeypatch.setattr("spmd_engine.planning.planner.SHOWN_PLANS", 1)
-    result = find_plan(replace(request_for(), axes=["data"]))
+    result = find_plan(request_for())
     assert result.plan.candidate.micro_batches == 4 and len(result.search.best) == 1
 
 
-@pytest.mark.parametrize("fixed", [{}, {"zero": 1}], ids=["free", "fixed"])
-def test_reasons_compare_with_other_meshes(fixed):
-    result = find_plan(replace(request_for(), ranks=[4], fixed=fixed))
+@pytest.mark.parametrize(
+    ("ranks", "fixed"),
+    [
+        pytest.param(2, {"micro_batches": 2}, id="free"),
+        pytest.param(2, {"micro_batches": 2, "zero": 1}, id="fixed"),
+        pytest.param(4, {}, id="free on four", marks=pytest.mark.soak),
+        pytest.param(4, {"zero": 1}, id="fixed on four", marks=pytest.mark.soak),
+    ],
+)
+def test_reasons_compare_with_other_meshes(ranks, fixed):
+    result = find_plan(replace(request_for(), axes=None, ranks=[ranks], fixed=fixed))
     mine = ",".join(f"{axis}={size}" for axis, size in result.plan.candidate.axes)
     assert result.plan.candidate.zero == fixed.get("zero", result.plan.candidate.zero)
     others = [reason for reason in result.reasons if reason.startswith(f"mesh {mine}, not ")]
@@ -112,7 +122,7 @@ def test_reasons_for_an_interleaved_schedule_name_others():
 
 def test_relaxations_have_the_needs_of_the_simulated_step():
     machine = read_machine("cpu").with_ranks(2)
-    result = find_plan(Request(build_model("mlp"), machine, [2], [16], limits=Limits(memory=1024)))
+    result = find_plan(Request(build_model("mlp"), machine, [2], [16], limits=Limits(memory=1024), fallback=None))
     relaxation = next(relaxation for relaxation in result.conflict.relaxations if relaxation.gives_up == "memory")
     assert relaxation.plan.memory == result.nearest_evaluation.analysis.peak_bytes
 
@@ -149,8 +159,8 @@ def test_invalid_requests_are_errors(changes, message):
 def test_fixed_options_hold_in_every_candidate():
     """Also those that some meshes cannot have: sequence parallelism on one rank, two stages on one."""
     with pytest.raises(UsageError, match="and the fixed options"):
-        find_plan(replace(request_for(), ranks=[1], fixed={"sequence_parallel": True}))
-    found = find_plan(replace(request_for(), fixed={"stages": (0, 4)})).plan.candidate
+        find_plan(replace(request_for(), axes=None, ranks=[1], fixed={"sequence_parallel": True}))
+    found = find_plan(replace(request_for(), axes=["data", "pipe"], fixed={"stages": (0, 4)})).plan.candidate
     assert found.mesh == {"pipe": 2} and found.stages == (0, 4)
 
 

@@ -37,16 +37,15 @@ CASES = [
     (GPT, "data=3", {"zero": 3, "group_threshold": 1500, "recompute": "block"}),
     (GPT, "data=3", {"zero": 1, "compress": "bfloat16"}),
     (GPT, "data=2", {"compress": "top-k:0.1"}),
-    (GPT, "replicate=2,data=2", {"zero": 1, "group_threshold": 0}),
     (GPT_UNTIED, "model=3", {"sequence_parallel": True}),
     (GPT, "model=3", {"shares": "model=2:0:1", "sequence_parallel": True, "recompute": "attention"}),
-    (GPT, "pipe=2,data=2,model=2", {"shares": "model=1:5", "zero": 2}),  # which shards are uneven depends on model
+    (GPT, "data=2,model=2", {"shares": "model=1:5", "zero": 2}),  # which shards are uneven depends on model
     (GPT, "context=2", {"zero": 3}),
     (GPT, "pipe=2,data=2", {"schedule": "interleaved", "zero": 3}),
     (GPT, "data=2,pipe=2,model=1|2", {"zero": 3, "sequence_parallel": True}),
     (GPT, "pipe=3,model=2|1|2", {"schedule": "zero-bubble"}),
     (GPT, "pipe=3", {"overlap_layers": "2", "group_threshold": 500}),
-    (GPT, "pipe=2,data=3", {"overlap_layers": "1", "zero": 3}),
+    (GPT, "pipe=2,data=2", {"overlap_layers": "1", "zero": 3}),
     (CONVNET, "pipe=2,data=2", {"overlap_layers": "2", "zero": 1}),
     (ADAPTED, "data=2,model=2", {"zero": 3, "group_threshold": 1500}),
     (MLP, "row=2,col=2", {}),
@@ -56,6 +55,9 @@ CASES = [
 MORE = [
     (GPT, "data=2", {}),
     (GPT, "data=4", {"zero": 2}),
+    (GPT, "replicate=2,data=2", {"zero": 1, "group_threshold": 0}),
+    (GPT, "pipe=2,data=2,model=2", {"shares": "model=1:5", "zero": 2}),
+    (GPT, "pipe=2,data=3", {"overlap_layers": "1", "zero": 3}),
     (GPT, "replicate=2,shard=2", {}),
     (GPT, "pipe=3", {"zero": 1, "schedule": "zero-bubble"}),
     (CONVNET, "data=2", {}),

@@ -1,9 +1,12 @@
 """Texts: the same on every mesh, in every batch, and ended as asked."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 
 import tiny
+from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.precision import dtype_of, emulated
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
@@ -14,6 +17,7 @@ from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
 from spmd_engine.serving.scoring import score
 from spmd_engine.tokens import ByteTokenizer
 
+TOKENS = 11
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [1, 2, 3], [12]]
 GREEDY = SamplingOptions()
 DRAWN = SamplingOptions(sample=True, seed=2)
@@ -38,7 +42,7 @@ def write(axes, sampling, which=range(5), **options):
                 tiny.make_engine(mesh),
                 [PROMPTS[number] for number in which],
                 sampling=sampling,
-                stopping=StoppingCriteria(14, slide=True),  # beyond the context of 10
+                stopping=StoppingCriteria(TOKENS, slide=True),  # beyond the context of 10
                 log_probs=True,
                 **options,
             )
@@ -58,7 +62,7 @@ def write(axes, sampling, which=range(5), **options):
 )
 def test_one_seed_is_one_text_on_every_mesh_and_rank(sampling, meshes):
     (expected,) = write({"data": 1}, sampling)
-    assert [len(each.tokens) for each in expected] == [14] * 5
+    assert [len(each.tokens) for each in expected] == [TOKENS] * 5
     for axes in meshes:
         for found in write(axes, sampling):
             assert [each.tokens for each in found] == [each.tokens for each in expected], axes
@@ -71,7 +75,7 @@ LLAMA = DecoderConfig(
 )
 
 
-def write_llama(axes, count=20, sampling=DRAWN, **how):
+def write_llama(axes, count=10, sampling=DRAWN, **how):
     def program():
         with Mesh(**axes) as mesh:
             model = ModelConfig(name="llama", shape=LLAMA, dtype="float64", seed=3)
@@ -83,25 +87,35 @@ def write_llama(axes, count=20, sampling=DRAWN, **how):
 
 def test_shared_key_heads_and_rotary_positions_write_the_same_on_every_mesh():
     """Key heads are two: on four ranks, the queries that share one are cut."""
-    (expected,) = write_llama({"data": 1})
+    expected = written_by_one_device(DRAWN)
     for axes in {"model": 4}, {"model": 2, "context": 2}, {"pipe": 3}, {"data": 2, "model": 2}:
         for found in write_llama(axes):
             assert [each.tokens for each in found] == [each.tokens for each in expected], axes
 
 
-@pytest.mark.parametrize("sampling", [DRAWN, ALL], ids=["drawn", "all"])
-def test_shares_of_key_heads_and_vocabulary_write_the_same(sampling):
+SHARES = [
+    ({"model": 3}, "model=1:2:0"),
+    ({"model": 2}, "model=0:1"),
+    ({"model": 2, "context": 2}, "model=5:1"),
+    ({"model": 2, "queries": 2}, "model=2:1,queries=1:3"),
+    ({"data": 2, "model": 2}, "data=2:1,model=1:3"),
+]
+
+
+@cache
+def written_by_one_device(sampling):
+    return write_llama({"data": 1}, sampling=sampling)[0]
+
+
+@in_turn(
+    2,
+    sampling={"drawn": DRAWN, "all": ALL},
+    **{"axes, shares": [pytest.param(*each, id=each[1]) for each in SHARES]},
+)
+def test_shares_of_key_heads_and_vocabulary_write_the_same(sampling, axes, shares):
     """A rank may have no key head, or nothing; a context method may send heads of ranks that have unequal numbers."""
-    (expected,) = write_llama({"data": 1}, sampling=sampling)
-    for axes, shares in (
-        ({"model": 3}, "model=1:2:0"),
-        ({"model": 2}, "model=0:1"),
-        ({"model": 2, "context": 2}, "model=5:1"),
-        ({"model": 2, "queries": 2}, "model=2:1,queries=1:3"),
-        ({"data": 2, "model": 2}, "data=2:1,model=1:3"),
-    ):
-        for found in write_llama(axes, sampling=sampling, shares=shares):
-            assert [each.tokens for each in found] == [each.tokens for each in expected], axes
+    for found in write_llama(axes, sampling=sampling, shares=shares):
+        assert [each.tokens for each in found] == [each.tokens for each in written_by_one_device(sampling)]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, ALL], ids=["greedy", "all"])

@@ -26,51 +26,60 @@ def holds(cases, soak=()):
 MOMENTUM = partial(SGD, momentum=0.9, weight_decay=0.1)
 test_data_parallel = holds(
     [
-        Case("data=2"),
-        Case("data=3", micro_batches=5),  # of two samples a micro-batch: somebody has none
+        Case("data=3", micro_batches=5),  # of two samples a micro-batch: some rank has none
         Case("data=3", dropout=0.0, tied=False),
-    ]
+    ],
+    soak=[Case("data=2")],
 )
 test_sharded_state = holds(
     [
-        Case("data=2", zero=1),
         Case("data=3", zero=1, group_threshold=0),
         Case("data=4", zero=2, micro_batches=3, tied=False),
         Case("data=2", zero=2, micro_batches=1),
-        Case("data=2", zero=3, micro_batches=3),
         Case("data=3", zero=3, group_threshold=1500, optimizer=MOMENTUM),
-        Case("data=4", zero=3, group_threshold=1500, tied=False),
     ],
-    soak=[Case("data=6", zero=3, group_threshold=3000, micro_batches=5)],
+    soak=[
+        Case("data=2", zero=1),
+        Case("data=2", zero=3, micro_batches=3),
+        Case("data=4", zero=3, group_threshold=1500, tied=False),
+        Case("data=6", zero=3, group_threshold=3000, micro_batches=5),
+    ],
 )
 test_replicas_of_shards = holds(
     [
-        Case("shard=4"),
         Case("shard=3", group_threshold=1500),
         Case("replicate=2,shard=2", micro_batches=3),
-        Case("data=2,shard=2", group_threshold=1500),
         Case("data=2,shard=2", zero=2, micro_batches=3),
+    ],
+    soak=[
+        Case("shard=4"),
+        Case("data=2,shard=2", group_threshold=1500),
         Case("replicate=2,shard=2", zero=1),
         Case("shard=2,replicate=3", tied=False),
-    ]
+    ],
 )
 test_tensor_parallel = holds(
     [
+        Case("model=2", tied=False),
+        Case("model=3", recompute=BLOCK, **PARALLEL),
+    ],
+    soak=[
         Case("model=2"),
         Case("model=4", tied=False),
         Case("model=3", **PARALLEL),
         Case("model=4", recompute=BLOCK, **PARALLEL),
-    ]
+    ],
 )
 test_shares_of_heads_and_widths = holds(
     [
-        Case("model=2", shares="model=2:1"),
         Case("model=3", shares="model=1:2:0", tied=False, **PARALLEL),
-        Case("data=2,model=2", shares="data=2:1,model=3:1", zero=3, group_threshold=1500, recompute=BLOCK, **PARALLEL),
+        Case("data=2,model=2", shares="data=2:1,model=3:1", zero=3, group_threshold=1500),
         Case("pipe=2,model=2", shares="model=0:1", zero=1, schedule="zero-bubble", micro_batches=3),
         Case("context=2,model=2", shares="model=5:2", context_method="ring", zigzag=True, recompute=ATTENTION),
     ],
     soak=[
+        Case("model=2", shares="model=2:1"),
+        Case("data=2,model=2", shares="data=2:1,model=3:1", zero=3, group_threshold=1500, recompute=BLOCK, **PARALLEL),
         Case("model=4", shares="model=100:1:1:1", micro_batches=1),
         Case("data=2,model=3", shares="model=5:0:2", zero=2),
         Case("context=2,model=2", shares="model=1:5", context_method="ulysses", zero=3, **PARALLEL),
@@ -81,18 +90,26 @@ test_shares_of_heads_and_widths = holds(
 )
 test_context_parallel = holds(
     [
-        *[Case("context=2", context_method=method) for method in ("gather", "ring", "ulysses")],
         *[Case("context=3", context_method=method, zigzag=True) for method in ("gather", "ring", "ulysses")],
+        Case("context=2", context_method="ring", micro_batches=3),
+        Case("context=2", context_method="ulysses", zero=3, recompute=ATTENTION),
+    ],
+    soak=[
+        *[Case("context=2", context_method=method) for method in ("gather", "ring", "ulysses")],
         Case("context=4", context_method="ring", micro_batches=3),
         Case("context=4", context_method="ulysses", zero=3, recompute=ATTENTION),
-    ]
+    ],
 )
 test_recomputation = holds(
     [
-        *[Case("data=1", recompute=recompute) for recompute in (BLOCK, ATTENTION)],
-        *[Case("data=2", zero=3, group_threshold=1500, recompute=recompute) for recompute in (BLOCK, ATTENTION)],
+        Case("data=1", recompute=BLOCK),
+        Case("data=2", zero=3, group_threshold=1500, recompute=BLOCK),
         Case("model=2", recompute=ATTENTION, **PARALLEL),
-    ]
+    ],
+    soak=[
+        Case("data=1", recompute=ATTENTION),
+        Case("data=2", zero=3, group_threshold=1500, recompute=ATTENTION),
+    ],
 )
 PIPELINES = [("naive", None), ("gpipe", None), ("1f1b", None), ("interleaved", None), ("interleaved", 3)]
 PIPELINES += [("zero-bubble", None), ("zero-bubble-h2", None)]
@@ -146,50 +163,60 @@ test_pipelines_of_parts = holds(
     [
         *in_parts(0),
         Case("pipe=2,shard=2", group_threshold=1500, schedule="zero-bubble", recompute=BLOCK),
-        Case("data=3,pipe=2", zero=3, schedule="gpipe", micro_batches=5, tied=False),
     ],
-    soak=in_parts(1, 2),
+    soak=[*in_parts(1, 2), Case("data=3,pipe=2", zero=3, schedule="gpipe", micro_batches=5, tied=False)],
 )
 test_stages_that_overlap = holds(
     [
-        Case("pipe=2", overlap=1),
         Case("pipe=2", overlap=4, schedule="zero-bubble", micro_batches=5),  # both stages hold all layers
         Case("pipe=3", overlap=2, stages=CHUNKS[3], tied=False, recompute=BLOCK),
         Case("pipe=4", overlap=3, group_threshold=1500),  # some layers are on three stages
-        Case("pipe=2,data=2", overlap=2, schedule="gpipe"),
-        Case("data=2,pipe=2", overlap=1, zero=1, micro_batches=3),
         Case("pipe=2,data=2", overlap=((1, 5),), stages=CHUNKS[2], zero=2),
         Case("pipe=2,shard=2", overlap=1, group_threshold=1500),
         Case("pipe=2,model=2", overlap=1, stages="cost", **PARALLEL),
+    ],
+    soak=[
+        Case("pipe=2", overlap=1),
+        Case("pipe=2,data=2", overlap=2, schedule="gpipe"),
+        Case("data=2,pipe=2", overlap=1, zero=1, micro_batches=3),
         Case("replicate=2,shard=2,pipe=2", overlap=2, zero=1),
-    ]
+    ],
 )
 test_two_ways_together = holds(
     [
-        Case("data=2,model=2", zero=1, **PARALLEL),
-        Case("data=3,model=2", zero=2, micro_batches=3, **PARALLEL),
-        Case("data=2,model=2", zero=3, group_threshold=1500, recompute=BLOCK, **PARALLEL),
+        Case("data=2,model=2", zero=2, micro_batches=3, **PARALLEL),
         Case("shard=2,model=2", tied=False),
         Case("data=2,context=2", zero=3, context_method="ring", zigzag=True),
         Case("context=2,shard=2", context_method="ulysses"),
-        Case("context=3,data=2", zero=1, zigzag=True, micro_batches=5),
+        Case("context=2,data=2", zero=1, zigzag=True, micro_batches=5),
         Case("context=2,model=2", context_method="ring", zigzag=True, **PARALLEL),
-        Case("model=3,context=2", context_method="ulysses", zero=2),
-        *[Case("pipe=2,context=2", context_method=m, zero=z) for m, z in [("gather", 1), ("ring", 3), ("ulysses", 2)]],
+        Case("model=2,context=2", context_method="ulysses", zero=2),
+        Case("pipe=2,context=2", context_method="gather", zero=1),
         Case("context=2,pipe=2", context_method="ring", zigzag=True, schedule="zero-bubble", recompute=ATTENTION),
+        Case("pipe=2,model=2", schedule="interleaved", micro_batches=2, **PARALLEL),
+    ],
+    soak=[
+        Case("data=2,model=2", zero=1, **PARALLEL),
+        Case("data=3,model=2", zero=2, micro_batches=3, **PARALLEL),
+        Case("data=2,model=2", zero=3, group_threshold=1500, recompute=BLOCK, **PARALLEL),
+        Case("context=3,data=2", zero=1, zigzag=True, micro_batches=5),
+        Case("model=3,context=2", context_method="ulysses", zero=2),
+        *[Case("pipe=2,context=2", context_method=method, zero=zero) for method, zero in (("ring", 3), ("ulysses", 2))],
         Case("pipe=2,model=2", schedule="interleaved", micro_batches=5, **PARALLEL),
         Case("model=3,pipe=2", schedule="zero-bubble-h2", recompute=BLOCK, stages="cost", **PARALLEL),
-    ]
+    ],
 )
 test_three_ways_together = holds(
     [
-        Case("pipe=2,data=2,model=2", schedule="1f1b", zero=1, recompute=BLOCK, **PARALLEL),
         Case("model=2,pipe=2,data=2", schedule="zero-bubble", zero=3, micro_batches=3, **PARALLEL),
-        Case("pipe=2,context=2,model=2", zero=3, recompute=BLOCK, context_method="ring"),
-        Case("data=2,context=2,model=2", zero=3, zigzag=True, tied=False, **PARALLEL),
         Case("replicate=2,shard=2,pipe=2", schedule="interleaved", recompute=ATTENTION),
     ],
-    soak=[Case("pipe=2,data=2,model=2", schedule="1f1b")],
+    soak=[
+        Case("pipe=2,data=2,model=2", schedule="1f1b", zero=1, recompute=BLOCK, **PARALLEL),
+        Case("pipe=2,context=2,model=2", zero=3, recompute=BLOCK, context_method="ring"),
+        Case("data=2,context=2,model=2", zero=3, zigzag=True, tied=False, **PARALLEL),
+        Case("pipe=2,data=2,model=2", schedule="1f1b"),
+    ],
 )
 test_eight_ranks_two_ways = holds(
     [Case("pipe=8", schedule="zero-bubble", micro_batches=4)],  # a stage has half a block
@@ -203,6 +230,9 @@ test_eight_ranks_two_ways = holds(
     ],
 )
 test_ten_steps = holds(
-    [Case("pipe=2,data=2", zero=1, schedule="zero-bubble", micro_batches=3, steps=10)],
-    soak=[Case("data=3", zero=3, group_threshold=1500, steps=10)],
+    [Case("data=2", zero=1, steps=10)],
+    soak=[
+        Case("pipe=2,data=2", zero=1, schedule="zero-bubble", micro_batches=3, steps=10),
+        Case("data=3", zero=3, group_threshold=1500, steps=10),
+    ],
 )

@@ -10,6 +10,7 @@ from ml_dtypes import bfloat16
 
 import pages
 from linear_engine import Linear
+from pairwise import in_turn
 from spmd_engine import Mesh, TrainConfig, batch_of, run_threads, train
 from spmd_engine.arrays.precision import emulated
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
@@ -31,7 +32,7 @@ def trained(name, ranks, dtype):
         return run_threads(run, prod(axes.values()))[0]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@in_turn(2, name=list(STRATEGIES))
 def test_a_page_is_as_near_to_one_device_as_that_to_exact_values(name):
     """On 4 ranks, each rounds its part of a sum before the sum: at most twice as many roundings as on one."""
     half = np.dtype(bfloat16)

@@ -154,8 +154,7 @@ def test_the_single_ranks_are_right(strategy, formula):
         assert_gradient(value, weight, gradients[name], step=1e-6, tolerance=1e-7)
 
 
-@every_strategy
-@pytest.mark.parametrize("ranks", [3, 4])
+@in_turn(2, name=list(STRATEGIES), ranks=[3, 4])
 def test_the_input_gradient_is_right(name, ranks):
     strategy = STRATEGIES[name]
     plain, samples_of = single(strategy)
@@ -201,7 +200,7 @@ IN_FLOAT32 = {"tensor-parallel", "fully-sharded", "ring-attention", "expert-para
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in IN_FLOAT32 else pytest.mark.soak) for name in STRATEGIES]
 )
-def test_ten_epochs_in_float32(name):
+def test_a_page_learns_in_float32_as_one_device_does(name):
     how = {"steps": 30, "dtype": np.float32, "of": epoch, "rate": 0.2}
     expected = trained_alone(name, SGD, 1, **how)
     for result in run_threads(partial(train, name, default_axes(STRATEGIES[name], 4), SGD, 1, **how), 4):
@@ -209,8 +208,8 @@ def test_ten_epochs_in_float32(name):
     assert expected[0][-1] < 0.8 * expected[0][2]  # of the same batch
 
 
-@every_strategy
-def test_serving_and_evaluating(name):
+@in_turn(2, 0, name=list(STRATEGIES))
+def test_a_page_serves_and_evaluates_as_one_device_does(name):
     strategy = STRATEGIES[name]
     plain, samples_of = single(strategy)
     (x, y), (other, _) = data(strategy, 0), data(strategy, 1, samples=4)
@@ -277,7 +276,7 @@ def test_default_meshes_fit_the_ranks_and_are_near_square():
         strategy_named("zero")
 
 
-@every_strategy
+@in_turn(2, 1, name=list(STRATEGIES))
 def test_starting_values_are_functions_of_the_seed_alone(name):
     strategy = STRATEGIES[name]
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from pages import HEADS, LAYERS, D, F, S, build, case_id, data, one_rank, single
+from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import AdamW, LayeredEngine
@@ -62,7 +63,7 @@ def test_every_strategy_saves_and_loads():
     assert [sorted(column) for column in zip(*PAIRS, strict=True)] == [sorted(STRATEGIES)] * 2
 
 
-@pytest.mark.parametrize(("saving", "loading"), PAIRS)
+@in_turn(2, **{"saving, loading": PAIRS})
 def test_a_checkpoint_of_one_goes_on_as_another(saving, loading, tmp_path):
     """Parameters and optimizer state, on another number of ranks; the steps are those of one that never stopped."""
     saving, loading = STRATEGIES[saving], STRATEGIES[loading]

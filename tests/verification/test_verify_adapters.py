@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import tiny
-from faults import HOW, every_how
+from faults import HOW
+from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.comm.pending import Pending
@@ -79,14 +80,15 @@ class OtherGroup:
         return Pending.completed(out)
 
 
-@every_how
-@pytest.mark.parametrize(
-    ("name", "axes", "over"),
-    [
-        ("block0/attention/query_lora_a", {"data": 2, "model": 3}, ("data", "model")),
-        ("block1/mlp/down_lora_b", {"data": 3, "pipe": 2}, ("data",)),
-    ],
-    ids=["a", "b"],
+@in_turn(
+    2,
+    cause={cause.name: cause for cause in HOW},
+    **{
+        "name, axes, over": [
+            pytest.param("block0/attention/query_lora_a", {"data": 2, "model": 3}, ("data", "model"), id="a"),
+            pytest.param("block1/mlp/down_lora_b", {"data": 3, "pipe": 2}, ("data",), id="b"),
+        ]
+    },
 )
 def test_an_adapters_gradient_whose_reduction_is_wrong_is_named(cause, name, axes, over):
     def spoil(engine):

@@ -7,6 +7,7 @@ import pytest
 
 import tiny
 from faults import HOW, every_how
+from pairwise import in_turn
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import SGD, AdamW
@@ -61,8 +62,11 @@ REDUCTIONS = [
 ]
 
 
-@every_how
-@pytest.mark.parametrize(("strategy", "label", "axis", "what"), REDUCTIONS, ids=[what for *_, what in REDUCTIONS])
+@in_turn(
+    2,
+    cause={cause.name: cause for cause in HOW},
+    **{"strategy, label, axis, what": [pytest.param(*each, id=each[-1]) for each in REDUCTIONS]},
+)
 def test_a_reduction_that_is_dropped_made_twice_or_a_mean_is_named(cause, strategy, label, axis, what):
     found = disagreement(spoiled(strategy, label, HOW[cause]), {"data": 2, "model": 3})
     assert (found.step, found.what, found.ranks) == (1, what, (0, 1, 2, 3, 4, 5))

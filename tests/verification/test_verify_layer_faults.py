@@ -6,7 +6,7 @@ import pytest
 
 import tiny
 from faults import HOW
-from pairwise import every_pair, in_turn
+from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays import einsum
 from spmd_engine.comm.pending import Pending
@@ -42,14 +42,14 @@ def spoil_layer(how, forward, engine):
     layer.how, layer.forward_is_wrong = how, forward
 
 
-def gpt_disagreement(axes, spoil, *, optimizer=AdamW, **options):
+def gpt_disagreement(axes, spoil, *, optimizer=AdamW, layers=tiny.SIZE.layers, **options):
     """The first disagreement of a tiny GPT that is spoiled on the mesh, but not alone."""
 
     def program():
         with Mesh(**axes) as mesh:
-            engine = tiny.make_engine(mesh, **options)
+            engine = tiny.make_engine(mesh, layers=layers, **options)
             spoil(engine)
-            reference = tiny.make_engine(mesh_of_one()) if mesh.rank == 0 else None
+            reference = tiny.make_engine(mesh_of_one(), layers=layers) if mesh.rank == 0 else None
             # The reference is always the same: that it computes its gradients, ``test_verify`` shows.
             return verify(engine, reference, tiny.batch, optimizer=optimizer, finite_differences=False)
 
@@ -58,7 +58,8 @@ def gpt_disagreement(axes, spoil, *, optimizer=AdamW, **options):
     return report.disagreement
 
 
-@every_pair(
+@in_turn(
+    3,
     cause={cause.name: cause for cause in HOW},
     forward={"output": True, "input gradient": False},
     axes={tiny.mesh_id(axes): axes for axes in ({"data": 2, "model": 3}, {"model": 3, "pipe": 2})},
@@ -94,7 +95,7 @@ def spoil_gradient(name, how, engine):
 )
 def test_a_gradient_whose_reduction_is_wrong_is_named(cause, axes, over):
     name = "block0/attention/output"
-    found = gpt_disagreement(axes, partial(spoil_gradient, name, HOW[cause]), group_threshold=0)
+    found = gpt_disagreement(axes, partial(spoil_gradient, name, HOW[cause]), group_threshold=0, layers=1)
     assert (found.what, found.layer) == (f"gradient of {name}", "block0/attention")
     assert [(finding.cause, finding.axes) for finding in found.findings] == [(cause, (over,))]
 

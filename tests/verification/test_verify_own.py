@@ -286,7 +286,7 @@ def spoiled_backward(change):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda g: {**g, "w1": 2 * g["w1"]}, "it is 2 times what it should be"),
+        pytest.param(lambda g: {**g, "w1": 2 * g["w1"]}, "it is 2 times what it should be", marks=pytest.mark.soak),
         (lambda g: {**g, "w1": -g["w1"]}, "it is -1 times what it should be"),
         (lambda g: {**g, "w1": g["w1"] + 0.01 * np.arange(D)}, "right: w0, w2, w3"),
         (lambda g: {**g, "w1": np.zeros_like(g["w1"])}, "backward says 0"),
@@ -294,13 +294,13 @@ def spoiled_backward(change):
     ],
 )
 def test_a_gradient_that_is_wrong_everywhere_is_named(change, text):
-    report = verified(spoiled_backward(change), {"data": 2, "model": 2})
+    report = verified(spoiled_backward(change), {"data": 1, "model": 2})
     assert not report.agrees and report.disagreement is None and not report.steps
     (wrong,) = report.gradients.wrong
     assert wrong.name == "w1"
     assert f"changes by {wrong.differences:.10g} (finite" in str(wrong) and f"says {wrong.backward:.10g}" in str(wrong)
     assert "gradient of w1 is wrong on one device, too" in report.verdict and text in report.verdict
-    assert verified(spoiled_backward(change), {"data": 2, "model": 2}, finite_differences=False).agrees
+    assert verified(spoiled_backward(change), {"data": 1, "model": 2}, finite_differences=False).agrees
 
 
 def test_a_loss_whose_gradient_is_wrong_is_named_itself():
