@@ -19,7 +19,7 @@ from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Model
 from spmd_engine.models.names import MODELS, has_weights, other_meaning
-from spmd_engine.models.user_code import file_of, is_code, not_permitted, with_arguments
+from spmd_engine.models.user_code import file_of, is_code, not_permitted, shown, with_arguments
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.product_choice import choose_products
 from spmd_engine.training.run_job import read_job
@@ -278,9 +278,9 @@ def permitted(model: ModelConfig, named: str | None, trust: bool) -> ModelConfig
     if named is None and not trust:
         raise not_permitted(model.name, model.named_in, ", or give --trust-code")
     now, path = model.changed(name=model.name), file_of(model.name)
-    file = path.resolve() if path else "a module without a file"
+    file = shown(str(path.resolve())) if path else "a module without a file"
     if named is None:
-        print_notices([f"{model.named_in} names code, which runs: {model.name}, {file}, SHA-256 {now.code}"])
+        print_notices([f"{model.named_in} names code, which runs: {shown(model.name)}, {file}, SHA-256 {now.code}"])
     if model.code != now.code:
         recorded = f"SHA-256 {model.code}" if model.code else "no SHA-256"
         print_notices([f"{file} differs from the code that {model.named_in} records, {recorded}"])

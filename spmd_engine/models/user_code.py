@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from hashlib import sha256
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import spec_from_loader
 from inspect import signature
 from pathlib import Path
 from shlex import quote
-from types import ModuleType
-from typing import Any
+from types import CodeType, ModuleType
+from typing import Any, ClassVar
 
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import reason
@@ -26,7 +28,7 @@ _CODE = re.compile(r"(?P<module>[^:()\0]+):(?P<attribute>[^\W\d]\w*)(?P<call>\(.
 
 def is_code(name: str) -> bool:
     """Whether a model's name is that of code, and of no file that exists."""
-    return _CODE.fullmatch(name) is not None and not Path(name).exists()
+    return _CODE.fullmatch(name) is not None and not os.path.exists(name)
 
 
 def name_of_code(name: str) -> str:
@@ -93,16 +95,20 @@ def code_named(name: str, option: str = "--model", digest: str | None = None, *,
         signature(make).bind_partial(*arguments, **keywords)
         return partial(make, *arguments, **keywords)
     except (ImportError, AttributeError, TypeError, ValueError, SyntaxError) as error:
-        raise UsageError(f"{option} {name}: {error}") from error
+        raise UsageError(f"{option} {shown(name)}: {error}") from error
 
 
 def not_permitted(name: str, named_in: str, or_else: str = "") -> UsageError:
     """The error for code that a file names; ``or_else``: what else the user can do than name it."""
-    shown = name if name.isprintable() else repr(name)
     return UsageError(
-        f"{named_in} names code, {shown}, and a file never makes code run: to run it, name it yourself by "
-        f"--model {quote(shown)}{or_else}"
+        f"{named_in} names code, {shown(name)}, and a file never makes code run: to run it, name it yourself by "
+        f"--model {quote(shown(name))}{or_else}"
     )
+
+
+def shown(name: str) -> str:
+    """The name of code as text of one line, which cannot control a terminal."""
+    return name if name.isprintable() else repr(name)
 
 
 @contextmanager
@@ -129,10 +135,36 @@ def _imported(module: str) -> ModuleType:
         raise ImportError(f"{module} is not a module; write the path of a file with its ending .py")
     if (folder := folder or str(Path.cwd())) not in sys.path:
         sys.path.insert(0, folder)
+    source = path or file_of(module)
+    if source and source.name == f"{module}.py":
+        _Sources.paths[module] = source
     imported = importlib.import_module(module)
     if path and Path(imported.__file__ or "").resolve() != path:
         raise ImportError(f"{path} has the name of another module, {imported.__file__}; give the file another name")
     return imported
+
+
+class _Sources:
+    """Finds the files whose SHA-256 is recorded and shown. Python would prefer other files that came with one and may
+    hold other code: a package or an extension module of its name, or what it takes for the compiled file."""
+
+    paths: ClassVar[dict[str, Path]] = {}  #: by module
+
+    @classmethod
+    def find_spec(cls, module: str, folders: Any = None, target: Any = None) -> ModuleSpec | None:
+        path = cls.paths.get(module)
+        return spec_from_loader(module, _SourceLoader(module, str(path))) if path else None
+
+
+class _SourceLoader(SourceFileLoader):
+    """Compiles the file itself."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
+sys.meta_path.insert(0, _Sources)
 
 
 def digest_of(name: str, option: str = "--model") -> str:
@@ -155,10 +187,8 @@ def _file_of(module: str) -> Path | None:
     """The file of a module, found without importing its packages; None for one that has no file."""
     folders: Sequence[str] | None = [str(Path.cwd()), *sys.path]
     spec = None
-    package = ""
     for part in module.split("."):
-        package = f"{package}.{part}" if package else part
-        spec = PathFinder.find_spec(package, folders)
+        spec = PathFinder.find_spec(part, folders)  # by its full name, a package without __init__.py needs its parent
         folders = spec.submodule_search_locations if spec else []
     return Path(spec.origin) if spec and spec.has_location and spec.origin else None
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -19,6 +20,7 @@ from spmd_engine.foreign import reading
 from spmd_engine.tokens.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]  #: {"role": "user", "content": "Hello"}
+SAFE = [3, 1, 6]  #: of jinja2: templates leave the sandbox of earlier ones (CVE-2025-27516)
 SECONDS = 5.0  #: of CPU time that a template may take for a conversation
 _FAILED = "the chat template cannot write this conversation"
 _one_at_a_time = Lock()
@@ -33,8 +35,6 @@ def chat_text(tokenizer: Tokenizer, messages: Sequence[Message], *, answer: bool
     """
     if not tokenizer.chat_template:
         raise UsageError("this model has no chat template; write the prompt in its format, without --chat")
-    if find_spec("jinja2") is None:
-        raise UsageError("a chat template needs jinja2: pip install 'spmd_engine[hf]'")
     values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": answer}
     request = {"template": tokenizer.chat_template, "values": {**tokenizer.special, **values}, "seconds": SECONDS}
     with reading(_FAILED):
@@ -67,7 +67,16 @@ def _answer(request: bytes) -> dict[str, str]:
 
 @cache
 def _process() -> subprocess.Popen[bytes]:
-    """The process that runs templates, in a session of its own, so that it does not receive a terminal's Ctrl-C."""
+    """The process that runs templates, in a session of its own, so that it does not receive a terminal's Ctrl-C.
+
+    Raises UsageError for a jinja2 that is missing, or whose sandbox a template can leave.
+    """
+    try:
+        found = version("jinja2")
+    except PackageNotFoundError:
+        raise UsageError("a chat template needs jinja2: pip install 'spmd_engine[hf]'") from None
+    if [int(number) for number in re.findall(r"\d+", found)[:3]] < SAFE:
+        raise UsageError(f"a chat template could run any code with jinja2 {found}: pip install 'jinja2>=3.1.6'")
     process = subprocess.Popen(
         [sys.executable, "-P", str(Path(__file__).with_name("chat_process.py"))],
         stdin=subprocess.PIPE,

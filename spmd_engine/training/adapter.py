@@ -40,7 +40,8 @@ class Adapter(Observer):
         self._planner: PlannerProposals | None = None
 
     def opened(self, workload: Workload, parameters: int, notices: Sequence[str]) -> None:
-        self._model = workload.job.model.name
+        model = workload.job.model
+        self._code = "" if model.named_in else model.name  # if it is code, it has run here
 
     def started(self, run: Run, stop: int) -> None:
         self._run, path = run, run.folder / self.NAME
@@ -94,7 +95,7 @@ class Adapter(Observer):
         engine, job = self._run.engine, self._run.config or {}
         if not isinstance(engine, LayeredEngine):
             return None
-        self._planner = PlannerProposals(self._config, job, self._model)  # if it is code, it has run here
+        self._planner = PlannerProposals(self._config, job, self._code)
         samples = job["data"]["batch_size"] // job["data"]["micro_batches"]
         return Advisor(
             self._config,

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ import pytest
 from command_line import QUIET, metrics
 from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.models.user_code import digest_of, is_code, with_arguments
+
+ROOT = Path(__file__).parents[2]
 
 CODE = """
 import numpy as np
@@ -281,6 +285,7 @@ def test_names_of_code(tmp_path):
     assert not any(map(is_code, ["gpt-nano", "org/name", "m:", ":f", "m:3", "a.py:f(1", "C:/x/y"]))
     (tmp_path / "a:b").write_text("a file")
     assert not is_code("a:b")
+    assert is_code(f"m:f({'1, ' * 999})")  # longer than a file's name can be
     assert with_arguments("m:f(1, b=2)", ["c=x y", "d=[3]"]) == "m:f(1, b=2, c='x y', d=[3])"
 
 
@@ -289,6 +294,28 @@ def test_a_digest_is_taken_without_running_the_code(code):
     (code.parent / "pack" / "__init__.py").write_text("raise SystemExit")
     (code.parent / "pack" / "inner.py").write_text("raise SystemExit")
     assert digest_of("pack.inner:f") == hashlib.sha256(b"raise SystemExit").hexdigest()
+    (code.parent / "plain" / "inner").mkdir(parents=True)  # packages without __init__.py
+    (code.parent / "plain" / "inner" / "most.py").write_text("raise SystemExit")
+    assert digest_of("plain.inner.most:f") == digest_of("pack.inner:f")
     config = ModelConfig("pack.inner:f")
     assert config.code == digest_of("pack.inner:f")
     assert config.changed(dtype="float64").code == config.code
+
+
+def test_the_class_of_the_readme_is_trained_and_continued_and_served(here):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    program = next(block for block in blocks if "class Linear" in block)
+    Path("readme_class.py").write_text(program[: program.index("engine = Linear()")])
+    x = np.load("numbers.npz")["x"]
+    np.savez("samples.npz", x=x, y=x[:, :1])
+    np.save("x.npy", x[:2])
+    model, run = ["--model", "readme_class.py:Linear"], ["--run", "runs/linear"]
+    for command in (
+        ["train", *model, *run, "--data", "samples.npz", "--steps", "1", *QUIET],
+        ["train", "--resume", *run, *model, "--steps", "2"],
+        ["infer", *run, *model, "--input", "x.npy", "--output", "y.npy"],
+    ):
+        code, _, error = here(*command)
+        assert code == 0, error
+    assert np.load("y.npy").shape == (2, 1)
+    sys.modules.pop("readme_class")

@@ -1,17 +1,24 @@
 """A file never makes code run: the user does, by name or by --trust-code. Code that ends the program is an error."""
 
 import json
+import marshal
 import os
 import sys
 from dataclasses import replace
+from hashlib import sha256
+from importlib.util import MAGIC_NUMBER, cache_from_source, source_hash
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from command_line import QUIET, TEXT
 from spmd_engine.adaptive import planner_process
+from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.reshape import Shape
+from spmd_engine.cli.options import permitted
+from spmd_engine.cli.show import sharding
 from spmd_engine.configuration import settings_of
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
@@ -19,6 +26,7 @@ from spmd_engine.models.user_code import code_named, digest_of
 from spmd_engine.planning.plan_result import PlanFile
 from spmd_engine.runtime.supervisor import Supervisor
 from spmd_engine.training import TrainConfig, joined_run
+from spmd_engine.training.adapter import Adapter
 
 PLANTED = """
 import pathlib
@@ -142,6 +150,47 @@ def test_a_checkpoint_that_names_code_does_not_make_it_run(planted, here):
     assert code == 0 and os.path.exists("ran")
     path, digest = Path("planted.py").resolve(), digest_of(NAME)
     assert f"names code, which runs: {NAME}, {path}, SHA-256 {digest}" in error and "differs" not in error
+
+
+@pytest.mark.parametrize("name", ["own.py:made", "own:made"])
+def test_the_file_that_has_the_sha_256_runs_and_none_beside_it(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    source = b"def made():\n    return 'source'\n"
+    Path("own.py").write_bytes(source)
+    other = compile("def made():\n    return 'compiled'\n", "own.py", "exec")
+    cached = Path(cache_from_source("own.py"))
+    cached.parent.mkdir()
+    cached.write_bytes(MAGIC_NUMBER + (1).to_bytes(4, "little") + source_hash(source) + marshal.dumps(other))
+    if name == "own.py:made":
+        Path("own").mkdir()
+        Path("own", "__init__.py").write_text("def made():\n    return 'package'\n")
+    try:
+        assert code_named(name, digest=sha256(source).hexdigest(), named_in="")() == "source"
+    finally:
+        sys.modules.pop("own", None)
+
+
+def test_what_is_said_of_trusted_code_cannot_control_a_terminal(planted, capsys):
+    model = ModelConfig.from_json({"name": f"{NAME}(\x1b[2J\n)"}, "a.json")
+    assert not permitted(model, None, trust=True).named_in
+    error = capsys.readouterr().err
+    assert f"names code, which runs: '{NAME}(\\x1b[2J\\n)', {Path('planted.py').resolve()}, SHA-256" in error
+    assert "\x1b" not in error and len(error.splitlines()) == 2
+
+
+def test_the_experts_of_a_run_are_shown_if_the_user_names_its_code(planted, here, monkeypatch):
+    monkeypatch.setattr(sharding, "mean_loads", lambda folder, steps: {})
+    for named in [], JOB:
+        assert "a file never makes code run" in here("show", "experts", *RUN, *named)[2] and not os.path.exists("ran")
+    assert "has no layer with experts" in here("show", "experts", *RUN, "--model", NAME)[2]
+
+
+def test_the_planner_gets_no_code_that_the_job_may_not_run():
+    adapter, name = Adapter(AdaptConfig()), "os:getcwd"
+    for model, code in (ModelConfig.from_json({"name": name}, "a.json"), ""), (ModelConfig(name), name):
+        adapter.opened(SimpleNamespace(job=TrainConfig().changed(model=model)), 0, [])
+        assert adapter._code == code
 
 
 def test_a_file_cannot_say_that_its_code_is_permitted():

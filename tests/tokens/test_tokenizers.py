@@ -18,7 +18,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models.load_config import tokenizer_at
 from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
 from spmd_engine.tokens import ByteTokenizer, TextStream
-from spmd_engine.tokens.chat import chat_text
+from spmd_engine.tokens.chat import _process, chat_text
 from spmd_engine.training.data.prepare import prepare
 
 library = pytest.importorskip("tokenizers")
@@ -378,6 +378,18 @@ def test_templates_that_cannot_be(template, message, monkeypatch):
     with pytest.raises(UsageError, match=message) as caught:
         chat_text(Chatty(template), [{"role": "system", "content": "x"}])
     assert "\n" not in str(caught.value)
+
+
+def test_no_template_runs_in_a_sandbox_that_it_can_leave(monkeypatch):
+    pytest.importorskip("jinja2")
+    for version, error in ("3.1.5", "could run any code with jinja2 3.1.5"), ("3.2.0a1", None), ("10.0", None):
+        monkeypatch.setattr("spmd_engine.tokens.chat.version", lambda name, version=version: version)
+        _process.cache_clear()
+        if error is None:
+            assert chat_text(Chatty("x"), []) == "x"
+        else:
+            with pytest.raises(UsageError, match=error):
+                chat_text(Chatty("x"), [])
 
 
 def test_threads_share_the_process_that_writes_conversations():

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from spmd_engine.axes import MeshPosition, all_positions, parse_axes
-from spmd_engine.cli.options import axes_of, takes_job
+from spmd_engine.cli.options import axes_of, permitted, takes_job
 from spmd_engine.cli.show.picture import output_option, present
 from spmd_engine.comm.notation import Spec
 from spmd_engine.comm.views import ArraySharding, draw_mesh
@@ -152,7 +152,8 @@ def experts(job: TrainConfig, run: str | None, steps: int, layer: str | None) ->
     loads: Mapping[str, Sequence[float]] = {}
     if run:
         run_job = read_run(run)
-        job = job.changed(model=run_job.model)
+        named = "" if job.model.named_in else job.model.name
+        job = job.changed(model=permitted(run_job.model, named, trust=False))
         composition = composition if over or axes else run_job.composition
         axes = axes or run_job.composition.mesh
         loads = mean_loads(run_folder(run), steps)
