@@ -160,7 +160,8 @@ class DistributedEngine(StoredEngine):
         uses = {0: {name: name for name in arrays}}
         groups = make_groups(members, dtype.itemsize)
         assignment = Assignment([range(1)], [0], uses, dict.fromkeys(arrays, (0,)), groups)
-        self.store = ParameterStore(described, assignment, self.mesh, self.layout, storage, dtype, self.backend)
+        where = self.mesh, self.layout, storage, dtype, self.backend
+        self.store = ParameterStore(described, assignment, *where, together=True)
         self._reducer = Reducer(self.storages, uses, [range(1)])
         self._take(arrays)
 

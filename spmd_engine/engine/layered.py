@@ -89,6 +89,7 @@ class LayeredEngine(StoredEngine):
                 stages=stages,
                 recompute=recompute,
                 assign=assign,
+                together=True,
             )
         )
         if drawn:

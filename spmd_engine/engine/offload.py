@@ -28,7 +28,7 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.arrays.fused import alike
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.arrays.meta.array import ShapedArray
+from spmd_engine.arrays.meta.array import has_shapes_only
 from spmd_engine.arrays.meta.meter import meter
 from spmd_engine.comm.pending import Pending
 from spmd_engine.errors import UsageError
@@ -60,7 +60,7 @@ class Offload:
 
         Raises UsageError if there can be no such file.
         """
-        if not self.kinds or isinstance(backend.empty(0, np.uint8), ShapedArray):
+        if not self.kinds or has_shapes_only(backend):
             return None
         self.check(on_device=backend.on_device)
         return OffloadFile(self.folder) if self.to == "disk" else HostMemory(backend)

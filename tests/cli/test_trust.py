@@ -291,10 +291,10 @@ class Ends(ShardedEngine):
     input_sharding = output_sharding = target_sharding = "b/data i"
 
     def __init__(self):
-        self.parameters = {"w": np.ones((2, 2))}
+        self.parameters = {"w": self.block("w", np.ones((2, 2)))}
 
     def load_checkpoint(self, params):
-        self.parameters = {"w": np.array(params["w"])}
+        self.parameters = {"w": self.block("w", params["w"])}
 
     def forward(self, x):
         sys.exit(0)

@@ -190,7 +190,7 @@ def test_an_error_on_one_rank_while_a_request_is_checked_is_a_refusal(tmp_path, 
     monkeypatch.setattr(Reshaper, "_check", failing)
     run_threads(lambda: train(small_job(tmp_path), tmp_path / "run", propose={1: ShapeRequest({"zero": 1})}.get), 4)
     (event,) = events(tmp_path / "run", "reshaped", "not reshaped")
-    assert event["why"] == "rank 1 of 4: the requested shape cannot be taken: MemoryError: ", event
+    assert event["why"] == "rank 1 of 4: the requested shape cannot be taken: MemoryError", event
 
 
 def test_an_error_after_the_arrays_have_moved_ends_the_job(tmp_path, monkeypatch):

@@ -22,6 +22,11 @@ from spmd_engine.arrays.meta.meter import Memory
 from spmd_engine.errors import UsageError, user_line
 
 
+def has_shapes_only(backend: Any) -> bool:
+    """Whether the arrays that a backend makes are meta arrays, as in a dry run."""
+    return isinstance(backend.empty(0, np.uint8), ShapedArray)
+
+
 class ShapedArray(NDArrayOperatorsMixin):
     """A shape and a dtype. It can be indexed and reshaped as any array; written values are discarded."""
 

@@ -84,10 +84,11 @@ def place(
     stages: Division = "even",
     recompute: Recompute | str = Recompute.NONE,
     assign: str | None = None,
+    together: bool = False,
 ) -> EngineState:
-    """The model on this mesh; its parameters are zeros. Options are those of ``LayeredEngine``. Collective.
+    """The model on this mesh; its parameters are zeros. Options are those of ``LayeredEngine``, and ``together``.
 
-    Raises the errors of ``assigned``, and of ``AssignedLayers``.
+    Raises the errors of ``assigned``, of ``ParameterStore`` and of ``AssignedLayers``.
     """
     schedule, assignment = assigned(
         model,
@@ -105,7 +106,8 @@ def place(
         pipe = mesh.group(PIPE) if mesh.axes.get(PIPE, 1) > 1 else None
         neighbours = PipelineNeighbours(pipe, len(assignment.chunks), backend)
     program = lru_cache(partial(schedule.program, neighbours.stages, stage=neighbours.stage))
-    store = ParameterStore(dict(model.parameters()), assignment, mesh, layout, storage, dtype, backend)
+    described = dict(model.parameters())
+    store = ParameterStore(described, assignment, mesh, layout, storage, dtype, backend, together=together)
     frozen = FrozenStore(model, assignment, mesh, layout, dtype, backend)
     buffers = Buffers(model, assignment.held, mesh, layout, dtype, backend, frozen.arrays)
     extras = Extras(buffers, SideOutputs(model, mesh, layout))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
+from spmd_engine.arrays.meta.array import has_shapes_only
 from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.axes import MeshPosition, uneven_axes
 from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks
@@ -36,6 +37,9 @@ class ParameterStore:
     ``described`` are all parameters of the model with their whole shapes, in the model's order; ``assignment`` has
     those of this rank, and their groups. A *segment* is a contiguous part of a group's flat array with or
     without weight decay: the optimizer updates whole segments.
+
+    Raises UsageError for a share that this rank cannot store; on all ranks of the mesh with ``together``, by which they
+    make their stores at the same time. Without it, nothing is sent.
     """
 
     def __init__(
@@ -47,6 +51,8 @@ class ParameterStore:
         storage: ZeroConfig,
         dtype: np.dtype,
         backend: Backend,
+        *,
+        together: bool = False,
     ) -> None:
         self.described, self.assignment, self._mesh, self._layout = described, assignment, mesh, layout
         zero = storage.stage(mesh.axes)
@@ -57,8 +63,9 @@ class ParameterStore:
             _check_share(assignment, mesh, zero, storage, dtype, backend)
             return self.offload.open(backend)
 
+        together = together and not has_shapes_only(backend)  # a dry run may be of one rank alone
         #: of what this rank offloads; None: nothing, or a dry run
-        self.offload_file = on_all_ranks(mesh.group(), open_file)
+        self.offload_file = on_all_ranks(mesh.group(), open_file) if together else open_file()
         away = partial(self._away, accumulated_in(dtype), backend) if "parameters" in self.offload.kinds else None
         self.storages = [
             GroupStorage(
