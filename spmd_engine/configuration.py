@@ -238,7 +238,7 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
         return float(value)
     if not isinstance(value, kind) or kind in (int, float) and type(value) is bool:
         raise UsageError(f"{name} is {value!r}: it must be {_KINDS.get(kind, kind.__name__)}")
-    if kind is str and "\0" in value:  # which the system permits in no path
+    if isinstance(value, str) and "\0" in value:  # which the system permits in no path
         raise UsageError(f"{name} is {value!r}: it must have no NUL character")
     return value
 
