@@ -127,6 +127,8 @@ def test_a_library_computes_what_numpy_does(library, dtype):
 def test_a_library_computes_the_same_bits_again_and_in_threads(library):
     a, b = matrices(100, 300, dtype=bfloat16), matrices(300, 200, dtype=bfloat16, seed=1)
     first, found = matmul(a, b, dtype=np.float32), []
+    if products.unfit:
+        pytest.skip("the library has no products of bfloat16 for this processor")
     body = lambda: found.extend([matmul(a, b, dtype=np.float32) for _ in range(20)])  # noqa: E731
     threads = [threading.Thread(target=body) for _ in range(2)]
     for thread in threads:

@@ -177,7 +177,7 @@ FAULTS = {
         (WARNING, "speed", "rank 2 on", "end the other program on cores 0, 1, 2, 3"),
     ),
     "two kinds of processors": (
-        lambda ranks, _: ranks[3].update(simd=["avx2"]),
+        lambda ranks, _: ranks[3].update(simd=["of another kind"]),
         (WARNING, "processor", "on rank 3", "--check-replicas-every 0"),
     ),
     "clocks": (

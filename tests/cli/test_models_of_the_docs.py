@@ -101,14 +101,14 @@ def test_a_model_of_text_is_trained_and_served(name, here, file):
     job = ["train", *model, "--data", str(file), "--steps", "2", "--warmup", "0", "--run", "runs/r", *QUIET]
     run(here, *job)
     assert len(metrics(file.parent / "runs" / "r")) == 2
-    assert run(here, "generate", "--run", "runs/r", "--prompt", "def", "--tokens", "3").startswith("def")
+    assert run(here, "generate", *model, "--run", "runs/r", "--prompt", "def", "--tokens", "3").startswith("def")
     assert "perplexity" in run(here, "eval", *model, "--checkpoint", "runs/r", "--text", "a text")
     np.save("tokens.npy", np.arange(8).reshape(2, 4))
-    run(here, "infer", "--run", "runs/r", "--input", "tokens.npy", "--output", "logits.npy")
+    run(here, "infer", *model, "--run", "runs/r", "--input", "tokens.npy", "--output", "logits.npy")
     assert np.load("logits.npy").shape == (2, 4, 257)
     assert "sound" in run(here, "checkpoint", "verify", "runs/r")
     if name == "experts":
-        assert "4 experts" in run(here, "show", "experts", "--run", "runs/r")
+        assert "4 experts" in run(here, "show", "experts", *model, "--run", "runs/r")
         assert "6 experts" in run(here, "show", "experts", *model, "--set", "experts=6", "--mesh", "expert=2")
 
 
@@ -120,5 +120,5 @@ def test_the_engine_of_the_docs(here, virtual):
     assert "80 parameters" in run(here, "analyze", *engine, "--data", "numbers.npz", "--mesh", "model=2")
     virtual(2, "train", *engine, "--data", "numbers.npz", "--mesh", "model=2", "--steps", "2", "--run", "runs/e")
     np.save("x.npy", np.eye(5))
-    virtual(2, "infer", "--run", "runs/e", "--input", "x.npy", "--output", "y.npy")
+    virtual(2, "infer", *engine, "--run", "runs/e", "--input", "x.npy", "--output", "y.npy")
     assert np.load("y.npy").shape == (5, 5)

@@ -51,7 +51,7 @@ def test_what_json_leaves_out_has_its_default():
             "model: dtype is 'int8'; there are: float32, bfloat16, float16, float64",
         ),
         ({"version": 1, "model": {"name": None}}, "model: name is None: it must be a text"),
-        ({"version": 1, "composition": {"mesh": {"data": "two"}}}, "composition: mesh is .*: it must map names"),
+        ({"version": 1, "composition": {"mesh": {"data": "two"}}}, "composition: mesh axis 'data' has size 'two'; sizes are whole"),
         ({"version": 1, "composition": {"compress": "zip"}}, "composition: .*zip"),
         ({"version": 1, "composition": {"stages": "odd"}}, "composition: cannot read stages 'odd'"),
     ],
