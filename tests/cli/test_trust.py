@@ -40,16 +40,16 @@ def text(width=8):
     layers += (("head", Head(257, width)),)
     return Model("text", layers, "b s", "b s v", "b s", token_loss(257), context=16, vocabulary=257)
 """
-NAME = "planted.py:text"
+NAME = "planted_code.py:text"
 
 
 @pytest.fixture
 def planted(r, tmp_path, monkeypatch):
     """A run, a job and a plan that name code, which makes a file if it is imported, with its SHA-256."""
-    (tmp_path / "planted.py").write_text(PLANTED)
+    (tmp_path / "planted_code.py").write_text(PLANTED)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "planted", raising=False)
+    monkeypatch.delitem(sys.modules, "planted_code", raising=False)
     config = json.loads((r / "config.json").read_text())
     config["model"] |= {"name": NAME, "code": digest_of(NAME)}
     config["adapt"] = {}
@@ -60,7 +60,7 @@ def planted(r, tmp_path, monkeypatch):
     (r / "trace.json").write_text(json.dumps({"traceEvents": [{"pid": 0, "name": "a", "ts": 0}]}))
     np.save("x.npy", np.zeros((1, 4), int))
     yield config
-    sys.modules.pop("planted", None)
+    sys.modules.pop("planted_code", None)
 
 
 JOB, RUN = ["--config", "job.json"], ["--run", "runs/r"]
@@ -98,7 +98,7 @@ REFUSE = {
 def test_no_command_runs_code_that_a_file_names(command, planted, here, monkeypatch):
     monkeypatch.setattr(joined_run, "runs", lambda folder: True)  # as if its job were running
     code, _, error = here(*command)
-    assert not os.path.exists("ran") and "planted" not in sys.modules
+    assert not os.path.exists("ran") and "planted_code" not in sys.modules
     if command in LOOK.values():
         assert code == 0, error
     else:
@@ -140,15 +140,15 @@ def test_no_form_of_a_file_makes_code_run(write, planted, here):
 
 def test_a_checkpoint_that_names_code_does_not_make_it_run(planted, here):
     command = ["generate", "--prompt", "def", "--tokens", "2", *RUN]
-    train = ["train", "--model", NAME, "--data", "planted.py", "--steps", "1", *QUIET]
+    train = ["train", "--model", NAME, "--data", "planted_code.py", "--steps", "1", *QUIET]
     assert here(*train, "--run", "runs/own")[0] == 0
-    os.remove("ran"), os.remove("runs/own/config.json"), sys.modules.pop("planted")
+    os.remove("ran"), os.remove("runs/own/config.json"), sys.modules.pop("planted_code")
     command[-1] = "runs/own"
     code, _, error = here(*command)
     assert code == 2 and "runs/own/checkpoints/step-00000001: model names code" in error and not os.path.exists("ran")
     code, _, error = here(*command, "--trust-code")
     assert code == 0 and os.path.exists("ran")
-    path, digest = Path("planted.py").resolve(), digest_of(NAME)
+    path, digest = Path("planted_code.py").resolve(), digest_of(NAME)
     assert f"names code, which runs: {NAME}, {path}, SHA-256 {digest}" in error and "differs" not in error
 
 
@@ -175,7 +175,7 @@ def test_what_is_said_of_trusted_code_cannot_control_a_terminal(planted, capsys)
     model = ModelConfig.from_json({"name": f"{NAME}(\x1b[2J\n)"}, "a.json")
     assert not permitted(model, None, trust=True).named_in
     error = capsys.readouterr().err
-    assert f"names code, which runs: '{NAME}(\\x1b[2J\\n)', {Path('planted.py').resolve()}, SHA-256" in error
+    assert f"names code, which runs: '{NAME}(\\x1b[2J\\n)', {Path('planted_code.py').resolve()}, SHA-256" in error
     assert "\x1b" not in error and len(error.splitlines()) == 2
 
 
@@ -237,7 +237,7 @@ def test_ranks_and_processes_of_a_job_permit_each_other_only_code_of_the_same_na
 
 def test_helper_ranks_compute_layers_of_the_user_s_code(planted, virtual):
     job = ["--model", NAME, "--mesh", "data=1", "--assign", "own:rank1", "--batch-size", "2", "--steps", "1"]
-    virtual(2, "train", *job, "--data", "planted.py", "--run", "runs/helped", *QUIET)
+    virtual(2, "train", *job, "--data", "planted_code.py", "--run", "runs/helped", *QUIET)
     assert Path("runs/helped/metrics.jsonl").read_text()
 
 
