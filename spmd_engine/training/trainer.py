@@ -67,11 +67,11 @@ class StepReport:
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> StepReport:
         """The report whose ``as_dict`` is this; numbers without a field of their own are metrics."""
-        own = {name: value for name, value in line.items() if name in cls.__dataclass_fields__}
+        own: dict[str, Any] = {name: value for name, value in line.items() if name in cls.__dataclass_fields__}
         rest = {name: value for name, value in line.items() if name not in own and isinstance(value, float)}
         validation = {name.removeprefix("validation_"): rest.pop(name) for name in list(rest) if "validation_" in name}
-        own |= {"metrics": rest or None, "validation_metrics": validation or None}
-        return cls(**own | {name: float(own[name]) for name in ("loss", "grad_norm")})
+        own |= {name: float(own[name]) for name in ("loss", "grad_norm")}
+        return cls(**own, metrics=rest or None, validation_metrics=validation or None)
 
 
 class Trainer:
