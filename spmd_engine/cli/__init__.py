@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from io import TextIOWrapper
 from traceback import walk_tb
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -110,6 +110,8 @@ def _run(arguments: list[str]) -> None:
         with raise_interrupted(), cli.make_context(_program_name(), arguments) as context:
             cli.invoke(context)
     except (SystemExit, click.exceptions.Exit) as leave:
+        if isinstance(leave.__context__, BrokenPipeError):  # rich ends the program so
+            _end_without_reader()
         if where := _where_own_code_ended(leave):
             fail(f"spmd_engine: {where}: this code ended the program ({reason(leave)}) instead of returning")
             sys.exit(2)
@@ -130,9 +132,8 @@ def _run(arguments: list[str]) -> None:
         why = str(error) or "an allocation failed; try a smaller batch, more micro-batches or more ranks"
         fail(f"spmd_engine: there is not enough memory for this: {why}; 'doctor' names limits of memory")
         sys.exit(2)
-    except BrokenPipeError:  # the reader of our output has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+    except BrokenPipeError:
+        _end_without_reader()
     except OSError as error:
         if error.filename is None and error.errno not in SHORTAGES:  # not about a file
             raise
@@ -141,6 +142,12 @@ def _run(arguments: list[str]) -> None:
         sys.exit(2)
     except KeyboardInterrupt as error:
         end_at_once(f"spmd_engine: {str(error) or 'interrupted'}", exit_code(error, arguments))
+
+
+def _end_without_reader() -> NoReturn:
+    """The reader of our output has closed it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(128 + signal.SIGPIPE)
 
 
 def _where_own_code_ended(leave: BaseException) -> str:

@@ -13,6 +13,7 @@ from subprocess import TimeoutExpired
 
 from spmd_engine.errors import UsageError
 from spmd_engine.runtime.mpi_job import MPIJob, find_mpiexec, is_open_mpi
+from spmd_engine.runtime.relay import relayed_output
 from spmd_engine.runtime.signals import ENDING, REQUEUE, Handlers, Interrupted, exit_code
 
 USAGE_ERROR = 2  #: exit code of a command that would fail again
@@ -113,21 +114,22 @@ class Supervisor:
 
     def _once(self, ranks: int, restarts: int, signals: Sequence[int]) -> int:
         """Run the job once, until all its processes have ended; returns its exit code. Forwards ``signals`` to it."""
-        job, forwarded, since = MPIJob(self.command(ranks), env={RESTARTS: str(restarts)}), 0, 0.0
-        try:
-            while (code := job.process.poll()) is None:
-                if forwarded < len(signals):
-                    since = since or time.monotonic()
-                    anyhow = bool(self.hosts) or time.monotonic() - since > UNHANDLED
-                    if job.signal(signals[forwarded], anyhow):
-                        forwarded, since = forwarded + 1, 0.0
-                with suppress(TimeoutExpired):
-                    job.process.wait(0.2)
-        finally:
-            began = time.monotonic()
-            alive = job.stop(patience=30)
-            if alive:
-                self.report(f"launch: processes {alive} are still there after {time.monotonic() - began:.0f} s")
+        with relayed_output() as output:
+            job, forwarded, since = MPIJob(self.command(ranks), env={RESTARTS: str(restarts)}, **output), 0, 0.0
+            try:
+                while (code := job.process.poll()) is None:
+                    if forwarded < len(signals):
+                        since = since or time.monotonic()
+                        anyhow = bool(self.hosts) or time.monotonic() - since > UNHANDLED
+                        if job.signal(signals[forwarded], anyhow):
+                            forwarded, since = forwarded + 1, 0.0
+                    with suppress(TimeoutExpired):
+                        job.process.wait(0.2)
+            finally:
+                began = time.monotonic()
+                alive = job.stop(patience=30)
+                if alive:
+                    self.report(f"launch: processes {alive} are still there after {time.monotonic() - began:.0f} s")
         if signals and code not in (0, *SIGNALLED):
             code = exit_code(Interrupted(signals[0]), self.arguments)
         return code if code >= 0 else 128 - code

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -63,6 +62,9 @@ class LoggerObserver(Observer):
     def stepped(self, report: StepReport) -> None:
         metrics = {name: value for name, value in report.as_dict().items() if type(value) in (int, float)}
         self._call("log_metrics", lambda logger: logger.log_metrics(metrics, report.step))
+
+    def restored(self, report: StepReport) -> None:
+        self.stepped(report)
 
     def saved(self, step: int) -> None:
         self._call("save", lambda logger: logger.save())
@@ -150,18 +152,26 @@ class PrometheusLogger(FileLogger):
         self._lines, self._written = "", -self.PERIOD
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        labels = f"{{run={json.dumps(str(self.name))}}}"
+        labels = f'{{run="{_escaped(self.name)}"}}'
         values = {"step": step, **metrics}
         self._lines = "".join(f"spmd_engine_{name}{labels} {value}\n" for name, value in values.items())
         if monotonic() - self._written >= self.PERIOD:
             self.save()
 
     def save(self) -> None:
-        replace_file(self.folder / "metrics.prom", self._lines)
-        self._written = monotonic()
+        if self._lines:  # else those of an earlier start stay
+            replace_file(self.folder / "metrics.prom", self._lines)
+            self._written = monotonic()
 
     def finalize(self, status: str) -> None:
         self.save()
+
+
+def _escaped(label: str) -> str:
+    """The value of a label in the text format of Prometheus, which knows three escapes and UTF-8 only."""
+    for plain, escape in ("\\", r"\\"), ("\n", r"\n"), ('"', r"\""):
+        label = label.replace(plain, escape)
+    return label.encode(errors="replace").decode()
 
 
 class TensorBoardLogger(FileLogger):

@@ -65,6 +65,10 @@ class Observer:
     def stepped(self, report: StepReport) -> None:
         """A step is done."""
 
+    def restored(self, report: StepReport) -> None:
+        """The step of the checkpoint that a run resumes from: the run had ended before it was reported as a whole, for
+        example in its evaluation."""
+
     def saved(self, step: int) -> None:
         """The checkpoint after ``step`` steps is complete; before ``stepped``, if the step is evaluated, too."""
 
@@ -100,12 +104,13 @@ class MetricsFile(Observer):
 
     def started(self, run: Run, stop: int) -> None:
         self._run, self._path, self._steps = run, run.folder / self.NAME, run.trainer.steps_done
-        lines = lines_up_to(self._path, self._steps)
-        if run.saved_report and not (lines and json.loads(lines[-1])["step"] == self._steps):
-            lines.append(json.dumps(run.saved_report))
-        replace_file(self._path, "".join(line + "\n" for line in lines))
-        self._file: TextIO = self._open()
+        self._rewrite(self._steps)
         self._of_start: dict[str, Any] = {"products": in_use()}  # for the first line of a start
+
+    def restored(self, report: StepReport) -> None:
+        self._file.close()
+        self._rewrite(report.step - 1)
+        self.stepped(report)
 
     def stepped(self, report: StepReport) -> None:
         if not self._is_current():
@@ -122,6 +127,11 @@ class MetricsFile(Observer):
     def closed(self) -> None:
         with suppress(OSError):  # for a line that could not be written, which is already reported
             self._file.close()
+
+    def _rewrite(self, steps: int) -> None:
+        """Keep the lines of the first ``steps`` steps, and open the file to continue it."""
+        replace_file(self._path, "".join(line + "\n" for line in lines_up_to(self._path, steps)))
+        self._file: TextIO = self._open()
 
     def _open(self) -> TextIO:
         return open(open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a")
@@ -172,6 +182,9 @@ class EventLog(Observer):
     def stepped(self, report: StepReport) -> None:
         if report.skipped:
             self._write("skipped", step=report.step, why=report.skipped)
+
+    def restored(self, report: StepReport) -> None:
+        self.stepped(report)
 
     def saved(self, step: int) -> None:
         self._write("saved", step=step)
@@ -342,7 +355,7 @@ class Run:
         self.tracing = False  #: whether steps are being traced
         self._saving: Save | None = None  # a save that is perhaps not complete
         self._unsaved = False  # whether the last save has failed
-        self._report: StepReport | None = None  # of a step, until the observers get it
+        self._report: StepReport | None = None  # of a step, until the observers get it with its evaluation
         self.saved_report: dict[str, Any] | None = None  #: the line of ``metrics.jsonl`` in the checkpoint resumed from
         self._lock: RunLock | None = None  # while this run writes
         self.evaluation: Evaluation | None = None  #: the last one
@@ -384,7 +397,9 @@ class Run:
         self.memory_limits = by_rank(self.engine.mesh, self.memory_limits)
         with self.locked(), self._observed(steps), StopFlag(to_save=False) as stop:
             self.trainer.stop = stop
-            if self._evaluate():
+            evaluates = self._evaluate()
+            self._report_restored()
+            if evaluates:
                 self._notify_evaluated()
             self._go_on(steps, stop)
             if steps == 0:
@@ -412,11 +427,13 @@ class Run:
             self._report = report
             if not stopped and self._saves_first(steps):
                 self._compare_and_save(ends=report.step == steps)
-            evaluates = not stopped and self._evaluates(steps) and self._evaluate()
+            is_due = self._evaluates(steps)
+            evaluates = is_due and not stopped and self._evaluate()
             if evaluates and (evaluation := self.evaluation):
                 report = replace(report, validation_loss=evaluation.loss, validation_metrics=evaluation.metrics)
             self.notify(lambda observer, report=report: observer.stepped(report))
-            self._report = None
+            if evaluates or not is_due:
+                self._report = None
             if evaluates:
                 self._notify_evaluated()
             self.after_step(report.step)
@@ -558,7 +575,7 @@ class Run:
             facts = dict(self.facts)
             if self.trainer.loss_scale:
                 facts["loss_scale"] = self.trainer.loss_scale.as_json()
-            if self._report:  # lost, if the run is killed before it gets to the observers
+            if self._report:  # incomplete, if the run ends before the step is evaluated
                 facts["report"] = self._report.as_dict()
             self._saving = Save(
                 self.folder,
@@ -648,6 +665,18 @@ class Run:
         finally:
             for observer in started:
                 observer.closed()
+
+    def _report_restored(self) -> None:
+        """Report the step of the checkpoint to the observers, if ``metrics.jsonl`` lacks it, or its evaluation."""
+        if self.observers and self.saved_report and self.saved_report["step"] == self.steps_done:
+            lines = lines_up_to(self.folder / MetricsFile.NAME, self.steps_done)
+            last = json.loads(lines[-1]) if lines else {}
+            if last.get("step") == self.steps_done and ("validation_loss" in last or self.evaluation is None):
+                return
+            report = StepReport.from_dict(self.saved_report)
+            if evaluation := self.evaluation:
+                report = replace(report, validation_loss=evaluation.loss, validation_metrics=evaluation.metrics)
+            self.notify(lambda observer: observer.restored(report))
 
     def _notify_evaluated(self) -> None:
         if (loss := self.loss) is not None:

@@ -196,8 +196,8 @@ def notices_of_rates(before: StepConfig, now: StepConfig, done: int) -> list[str
         return [f"{step}; with the options of the checkpoint it would be {rates[0]:.3g}{keeps}"]
     if before.steps != now.steps and ends[1] != now.steps:
         stretched = rate_of(now.changed(decay_steps=now.steps))(done)
-        other = f"with --decay-steps {now.steps} it would be {stretched:.3g}"
-        return [f"{step}, as before, on its curve of {ends[1]} steps; {other}"]
+        other = f"; with --decay-steps {now.steps} it would be {stretched:.3g}" if stretched != rates[1] else ""
+        return [f"{step}, as before, on its curve of {ends[1]} steps{other}"]
     return []
 
 

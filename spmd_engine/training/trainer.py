@@ -64,6 +64,15 @@ class StepReport:
             fields[key] = fields[key] if isfinite(fields[key]) else str(fields[key])
         return fields | of_batch | {f"validation_{name}": value for name, value in metrics.items()}
 
+    @classmethod
+    def from_dict(cls, line: Mapping[str, Any]) -> StepReport:
+        """The report whose ``as_dict`` is this; numbers without a field of their own are metrics."""
+        own: dict[str, Any] = {name: value for name, value in line.items() if name in cls.__dataclass_fields__}
+        rest = {name: value for name, value in line.items() if name not in own and isinstance(value, float)}
+        validation = {name.removeprefix("validation_"): rest.pop(name) for name in list(rest) if "validation_" in name}
+        own |= {name: float(own[name]) for name in ("loss", "grad_norm")}
+        return cls(**own, metrics=rest or None, validation_metrics=validation or None)
+
 
 class Trainer:
     """Trains an engine with an optimizer on batches that are functions of the step's number.

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 
 import pytest
@@ -68,3 +69,12 @@ def test_a_short_command_ends_when_its_reader_has(monkeypatch):
     with open_to_nobody() as closed, pytest.raises(SystemExit):
         monkeypatch.setattr(sys, "stdout", closed)
         main(["show", "collective", "all_reduce", "--mesh", "data=4"])
+
+
+def test_a_table_ends_when_its_reader_has(monkeypatch):
+    """As `inspect ... | head`, whose printer, rich, ends the program by an exception of its own."""
+    with open_to_nobody() as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        with pytest.raises(SystemExit) as left:
+            main(["inspect", "--mesh", "data=1"])
+    assert left.value.code == 128 + signal.SIGPIPE

@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import subprocess
 import sys
+import time
 
 import pytest
 
@@ -108,6 +110,50 @@ class Clock:
     def sleep(self, seconds):
         self.now, self.sleeps = self.now + seconds, self.sleeps + seconds
         self._at_sleep()
+
+
+FULL = """
+import os, subprocess, sys
+from spmd_engine.runtime.relay import relayed_output
+os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+os.close(2)
+with relayed_output() as output:
+    sys.exit(subprocess.run(sys.argv[1:], **output).returncode)
+"""
+KILLED = """
+import os, subprocess, sys
+from spmd_engine.runtime.relay import relayed_output
+with relayed_output() as output:
+    subprocess.Popen([*sys.argv[1:], str(os.getpid())], **output)
+    os.kill(os.getpid(), 9)
+"""
+WRITES = "import os\nfor number in 1, 2:\n    os.write(number, b'x' * 100_000)"
+WRITES_AFTER = """
+import os, sys, time
+while os.getppid() == int(sys.argv[1]):
+    time.sleep(0.01)
+os.write(1, b"x" * 100_000)
+"""
+
+
+def relaying(launch, job, **options):
+    """The exit code of a program that starts a job with relays."""
+    return subprocess.run([sys.executable, "-c", launch, sys.executable, "-IS", "-c", job], **options).returncode
+
+
+def test_a_job_goes_on_when_its_output_cannot_be_written():
+    """Its standard output is a full disk, and its standard error is closed."""
+    assert relaying(FULL, WRITES) == 0
+
+
+def test_a_relay_outlives_the_process_that_started_it(tmp_path):
+    """`launch` may be killed; its job writes on."""
+    with open(tmp_path / "log", "wb") as log:
+        assert relaying(KILLED, WRITES_AFTER, stdout=log) == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while (tmp_path / "log").stat().st_size < 100_000 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (tmp_path / "log").read_bytes() == b"x" * 100_000
 
 
 def starts(monkeypatch, clock, codes, at_start=lambda number: None):

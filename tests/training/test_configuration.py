@@ -51,7 +51,7 @@ def test_what_json_leaves_out_has_its_default():
             "model: dtype is 'int8'; there are: float32, bfloat16, float16, float64",
         ),
         ({"version": 1, "model": {"name": None}}, "model: name is None: it must be a text"),
-        ({"version": 1, "composition": {"mesh": {"data": "two"}}}, "composition: mesh axis 'data' has size 'two'; sizes are whole"),
+        ({"version": 1, "composition": {"mesh": {"data": "two"}}}, "composition: mesh axis 'data' has size 'two'"),
         ({"version": 1, "composition": {"compress": "zip"}}, "composition: .*zip"),
         ({"version": 1, "composition": {"stages": "odd"}}, "composition: cannot read stages 'odd'"),
     ],
@@ -128,6 +128,8 @@ def test_a_notice_gives_both_rates_where_the_curve_changes():
     (kept,) = notices_of_rates(begun.training, begun.resumed(steps=20).training, 10)
     rate = "the learning rate of step 11 is"
     assert kept == f"{rate} 0.1, as before, on its curve of 10 steps; with --decay-steps 20 it would be 0.628"
+    (warming,) = notices_of_rates(begun.training, begun.resumed(steps=20).training, 1)
+    assert warming == "the learning rate of step 2 is 1, as before, on its curve of 10 steps"  # so it is on both
     (stretched,) = notices_of_rates(begun.training, begun.resumed(steps=20, decay_steps=20).training, 10)
     assert stretched.startswith(f"{rate} 0.628; with the options of the checkpoint it would be 0.1; --decay-steps 10")
     (warmer,) = notices_of_rates(begun.training, begun.resumed(warmup=8).training, 4)

@@ -80,6 +80,20 @@ def test_a_run_that_resumes_continues_the_rows(train):
     ]
 
 
+def test_prometheus_can_read_any_name_of_a_run(tmp_path):
+    """Its format knows three escapes; other characters are UTF-8."""
+    folder = tmp_path / 'a"b\\c\nü\udcff'
+    folder.mkdir()
+    logger = PrometheusLogger(folder)
+    logger.log_metrics({"loss": 0.5}, 3)
+    logger.finalize("success")
+    written = (folder / "metrics.prom").read_bytes()
+    label = rb'{run="a\"b\\c\n' + "ü?".encode() + b'"}'
+    assert written == b"spmd_engine_step%b 3\nspmd_engine_loss%b 0.5\n" % (label, label)
+    PrometheusLogger(folder).finalize("success")  # a start without a step
+    assert (folder / "metrics.prom").read_bytes() == written
+
+
 OWN = """
 class Own:
     name, version = "own", None

@@ -1,5 +1,6 @@
 """A run of one's own engine and data: its folder, its observers, and that it goes on exactly."""
 
+import csv
 import json
 import os
 import shutil
@@ -20,8 +21,10 @@ from spmd_engine.engine import AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.strategies import DataParallel
 from spmd_engine.training import Observer, Trainer
+from spmd_engine.training.loggers import CSVLogger, LoggerObserver
 from spmd_engine.training.run import MetricsFile
 from spmd_engine.training.run_job import read_run
+from spmd_engine.training.trainer import StepReport
 
 X = np.random.default_rng(0).standard_normal((40, 4))
 Y = np.sin(X)
@@ -141,8 +144,11 @@ def test_a_signal_ends_an_evaluation_and_the_run_goes_on_exactly(tmp_path, save_
     assert "validation_loss" not in second and first["step"] == 1
     trained(tmp_path / "parts", {"data": 2}, 5, eval_every=2, resume=True)
     assert saved.everything(tmp_path / "parts") == saved.everything(tmp_path / "whole")
-    ours, theirs = metrics(tmp_path / "parts"), metrics(tmp_path / "whole")
-    assert [(m["step"], m["loss"]) for m in ours] == [(m["step"], m["loss"]) for m in theirs]
+    ours, theirs = (
+        [(line["step"], line["loss"], line.get("validation_loss")) for line in metrics(tmp_path / name)]
+        for name in ("parts", "whole")
+    )
+    assert ours == theirs and ours[1][2] is not None
 
 
 def test_a_step_is_saved_before_its_evaluation_with_its_line_of_the_metrics(tmp_path):
@@ -153,8 +159,37 @@ def test_a_step_is_saved_before_its_evaluation_with_its_line_of_the_metrics(tmp_
 
     interrupted(tmp_path, {"data": 1}, 1, kill, save_every=2)
     assert [line["step"] for line in metrics(tmp_path)] == [1]
-    trained(tmp_path, {"data": 1}, 5, eval_every=2, resume=True)
-    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    observers = Restored(), LoggerObserver(CSVLogger)
+    for steps in 5, 6:
+        trained(tmp_path, {"data": 1}, steps, eval_every=2, resume=True, observers=observers)
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in metrics(tmp_path) if "validation_loss" in line] == [2, 4, 5, 6]
+    with open(tmp_path / "metrics.csv", newline="") as file:
+        rows = [(row["step"], bool(row["validation_loss"])) for row in csv.DictReader(file)]
+    assert rows == [("2", True), ("3", False), ("4", True), ("5", True), ("6", True)]
+    assert observers[0].steps == [2]  # once; the others had been reported
+
+
+class Restored(Observer):
+    def __init__(self):
+        self.steps = []
+
+    def restored(self, report):
+        self.steps.append(report.step)
+
+
+def test_a_report_is_read_again_from_its_line():
+    known = {"step": 3, "grad_norm": 1.5, "learning_rate": 0.1, "tokens": 4, "seconds": 0.5, "tokens_per_second": 8.0}
+    line = known | {
+        "loss": "nan",
+        "skipped": "loss",
+        "accuracy": 0.5,
+        "validation_loss": 2.0,
+        "validation_accuracy": 1.0,
+    }
+    report = StepReport.from_dict(line)
+    assert report.as_dict() == line and report.metrics == {"accuracy": 0.5}
+    assert StepReport.from_dict(known | {"loss": 1.0}).metrics is None
 
 
 def test_observers_are_told_on_rank_zero_alone_and_closed_after_an_error(tmp_path):
