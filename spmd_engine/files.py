@@ -89,13 +89,14 @@ class RequestFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._found: os.stat_result | None = None  # at the last look
         self._done: os.stat_result | None = None  # of what is ignored, or is answered and cannot be removed
 
     def is_there(self) -> bool:
         """Whether there is a new request, or something else in its place."""
         try:
-            found = os.lstat(self.path)
-            if (old := self._done) and os.path.samestat(found, old) and found.st_mode == old.st_mode:
+            self._found = found = os.lstat(self.path)
+            if _is_same(found, self._done):
                 return False
             check_owner(self.path, found)
         except OSError:
@@ -108,12 +109,20 @@ class RequestFile:
         return True
 
     def answered(self) -> None:
-        """Remove the request. If that is impossible, it counts as no new one."""
-        try:
-            self.path.unlink(missing_ok=True)
-        except OSError:
-            with suppress(OSError):
-                self._done = os.lstat(self.path)
+        """Remove the request that ``is_there`` found, unless another one has replaced it since. If it cannot be
+        removed, it counts as no new one."""
+        with suppress(OSError):
+            if _is_same(os.lstat(self.path), self._found):
+                self._done = self._found
+                self.path.unlink()
+                self._done = None
+
+
+def _is_same(file: os.stat_result, other: os.stat_result | None) -> bool:
+    """Whether this is the same file with the same content: a new one may get the number of a removed one."""
+    return other is not None and all(
+        getattr(file, name) == getattr(other, name) for name in ("st_dev", "st_ino", "st_mode", "st_mtime_ns")
+    )
 
 
 def check_ending(what: str, path: str | Path, *endings: str) -> None:

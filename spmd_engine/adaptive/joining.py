@@ -60,6 +60,9 @@ class LockedFile:
         unfinished = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
         handle = open_private(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
+            if os.geteuid() == 0:  # what an administrator writes, the user can read whose run it is
+                with suppress(OSError):
+                    os.fchown(handle, os.stat(path.parent).st_uid, -1)
             with suppress(OSError):  # no locks here
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.write(handle, json.dumps(content).encode())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping
@@ -12,14 +11,14 @@ from typing import Any
 
 import click
 
-from spmd_engine.adaptive.joining import runs
+from spmd_engine.adaptive.joining import LockedFile, remove_unheld, runs
 from spmd_engine.adaptive.reshape import PROTOCOLS, ShapeRequest
-from spmd_engine.checkpoints.format.folder import replace_file
 from spmd_engine.cli.options import Quantity, options_of, values_given
 from spmd_engine.cli.progress import live_migration_text
 from spmd_engine.cli.report.run_record import JsonLines
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.files import naming
 from spmd_engine.foreign import reading
 from spmd_engine.planning.plan_result import PlanFile
 from spmd_engine.runtime.launchers import launcher_rank
@@ -108,14 +107,22 @@ def migrate(
         pass
     if not runs(folder):
         raise UsageError(f"{folder} has no running job; 'train --resume --run {folder}' takes these options, too")
-    path = folder / ShapeRequest.FILE
-    replace_file(path, json.dumps(request.as_json()) + "\n")
+    file = _ask(folder / ShapeRequest.FILE, request)
     try:
         with reading(f"{log}: its answer cannot be read"):
             _tell(folder, _answer(folder, events, request.id, wait))
-    except UsageError:
-        path.unlink(missing_ok=True)
-        raise
+    finally:
+        file.close()  # withdraws the request if the job has not removed it
+
+
+def _ask(path: Path, request: ShapeRequest) -> LockedFile:
+    """Write the request, unless that of another ``migrate`` waits there. That of a killed one is replaced."""
+    try:
+        with naming(path):
+            remove_unheld(path)
+            return LockedFile.create(path, request.as_json())
+    except FileExistsError:
+        raise UsageError(f"{path}: another 'migrate' waits for its answer; end it to withdraw its request") from None
 
 
 def _tell(folder: Path, answer: Mapping[str, Any]) -> None:

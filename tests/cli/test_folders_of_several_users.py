@@ -90,12 +90,45 @@ def test_a_file_for_the_group_gets_the_group_of_its_folder(tmp_path, monkeypatch
 
     def stat_of(path, *args, real=os.stat, **options):
         status = real(path, *args, **options)
-        return SimpleNamespace(st_mode=0o40770, st_gid=status.st_gid + 1) if path == tmp_path else status
+        folder = SimpleNamespace(st_mode=0o40770, st_gid=status.st_gid + 1, st_uid=STRANGER)
+        return folder if path == tmp_path else status
 
     monkeypatch.setattr(os, "stat", stat_of)
     monkeypatch.setattr(os, "fchown", lambda handle, *ids: given.append(ids))
     LockedFile.create(tmp_path / "join.json", {})
-    assert given == [(-1, group)]
+    assert (-1, group) in given
+
+
+def test_what_an_administrator_asks_is_for_the_user_of_the_folder(tmp_path, monkeypatch):
+    given, owner = [], tmp_path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "fchown", lambda handle, *ids: given.append(ids))
+    LockedFile.create(tmp_path / ShapeRequest.FILE, {})
+    assert given == [(owner, -1)]
+
+
+def test_a_request_that_replaces_another_is_not_removed_with_it(tmp_path):
+    """Also if it gets the number of the removed file."""
+    request = RequestFile(tmp_path / ShapeRequest.FILE)
+    request.path.write_text("first")
+    assert request.is_there()
+    request.path.write_text("next")
+    os.utime(request.path, ns=(0, 1))
+    request.answered()
+    assert request.is_there() and request.path.read_text() == "next"
+    request.answered()
+    assert not request.is_there() and not request.path.exists()
+
+
+def test_a_request_that_cannot_be_removed_is_answered_once(tmp_path, monkeypatch):
+    request = RequestFile(tmp_path / ShapeRequest.FILE)
+    request.path.write_text("first")
+    monkeypatch.setattr(type(request.path), "unlink", lambda *_, **__: os.rmdir(tmp_path / "none"))
+    assert request.is_there()
+    request.answered()
+    assert not request.is_there()
+    os.utime(request.path, ns=(0, 1))  # as after a new content
+    assert request.is_there()
 
 
 def test_a_request_is_of_the_folders_user_or_of_a_member_of_its_group(tmp_path, monkeypatch):

@@ -11,8 +11,8 @@ import pytest
 from command_line import TEXT, metrics
 from mpi_harness.launch import Job, mpiexec
 from spmd_engine.adaptive import ShapeRequest
+from spmd_engine.adaptive.joining import LockedFile
 from spmd_engine.axes import parse_axes
-from spmd_engine.checkpoints.format import folder as folder_module
 from spmd_engine.checkpoints.format.folder import RunLock
 from spmd_engine.cli import main
 from spmd_engine.engine.parallel_config import ParallelConfig
@@ -20,6 +20,7 @@ from spmd_engine.planning.plan_result import PlanFile
 
 migrate_module = importlib.import_module("spmd_engine.cli.migrate")
 
+WAITS = "another 'migrate' waits for its answer; end it to withdraw its request"
 PROGRAM = """
 import os
 from pathlib import Path
@@ -136,18 +137,58 @@ PLAN = {"what": [], "to": "mesh model=3", "bytes": 0, "seconds": 1.0}
 ])  # fmt: skip
 def test_a_job_that_ends_while_it_is_asked_is_one_line(run, capsys, monkeypatch, events, text):
     """It writes these events after the request, and ends: after a kill without a last one."""
-    lock, replace = RunLock(run), folder_module.replace_file
+    lock, ask = RunLock(run), migrate_module._ask
 
-    def ask(path, content):
-        replace(path, content)
+    def asked(path, request):
+        file = ask(path, request)
         for event in events:
-            tell(run, **{"request": json.loads(content)["id"], **event})
+            tell(run, **{"request": request.id, **event})
         lock.__exit__()
+        return file
 
-    monkeypatch.setattr(migrate_module, "replace_file", ask)
+    monkeypatch.setattr(migrate_module, "_ask", asked)
     lock.__enter__()
     code, said = migrate(capsys, "r", "--zero", "1", "--protocol", "live")
     assert code == 2 and text in said.splitlines()[-1] and not (run / ShapeRequest.FILE).exists()
+
+
+def test_a_refused_migrate_leaves_the_request_of_the_next_one(run, capsys, monkeypatch):
+    """The job has removed the refused one; meanwhile another 'migrate' may ask."""
+    path, ask = run / ShapeRequest.FILE, migrate_module._ask
+
+    def answered(path, request):
+        file = ask(path, request)
+        path.unlink()
+        tell(run, event="not reshaped", step=3, why="no", request=request.id)
+        path.write_text("of another")
+        return file
+
+    monkeypatch.setattr(migrate_module, "_ask", answered)
+    with RunLock(run):
+        code, said = migrate(capsys, "r", "--zero", "1")
+    assert code == 2 and said.endswith("refused after step 3: no") and path.read_text() == "of another"
+
+
+def test_a_request_that_waits_is_not_replaced(run, capsys):
+    path = run / ShapeRequest.FILE
+    waits = LockedFile.create(path, {"of": "another"})
+    with RunLock(run):
+        code, said = migrate(capsys, "r", "--zero", "1")
+        assert (code, said.splitlines()) == (2, [f"spmd_engine: {path.relative_to(run.parents[1])}: {WAITS}"])
+        assert json.loads(path.read_text()) == {"of": "another"}
+        os.close(waits._handle)  # its writer was killed
+        code, said = migrate(capsys, "r", "--zero", "1", "--wait", "10ms")
+    assert "no answer in 0.01 s" in said and not path.exists()
+
+
+def test_an_interrupted_migrate_withdraws_its_request(run, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(migrate_module, "_answer", interrupted)
+    with RunLock(run), pytest.raises(BaseException) as raised:
+        main(["migrate", "r", "--zero", "1"])
+    assert isinstance(raised.value, (KeyboardInterrupt, SystemExit)) and not (run / ShapeRequest.FILE).exists()
 
 
 def test_a_request_keeps_uneven_stages():
