@@ -16,7 +16,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-STEPS, PATIENCE, TOLERANCE = 300, 120, 1e-9  # PATIENCE: seconds in which each change must come
+STEPS, PATIENCE, TOLERANCE = 300, 400, 1e-9  # PATIENCE: seconds in which each change must come
 FOLDER = Path("runs/elastic")
 CHANGING, ALONE = FOLDER / "changing", FOLDER / "alone"
 JOB = f"--model gpt-nano --dtype float64 --batch-size 24 --length 32 --steps {STEPS} --data".split()

@@ -128,7 +128,8 @@ def test_a_job_on_virtual_ranks_answers_altered_requests(tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.mpi(ranks=4)
+@pytest.mark.timeout(900)
+@pytest.mark.mpi(ranks=4, timeout_s=800)
 def test_a_job_of_mpi_ranks_answers_500_altered_requests():
     with tempfile.TemporaryDirectory() as folder:
         assert_answers_all(Path(folder), 4, seed=2, count=500)
