@@ -60,7 +60,7 @@ class LockedFile:
         unfinished = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
         handle = open_private(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
-            if os.geteuid() == 0:  # what an administrator writes, the user can read whose run it is
+            if os.geteuid() == 0:  # the job of the folder's owner must be able to read it
                 with suppress(OSError):
                     os.fchown(handle, os.stat(path.parent).st_uid, -1)
             with suppress(OSError):  # no locks here

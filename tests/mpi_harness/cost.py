@@ -1,6 +1,6 @@
 """`--cost FILE`: what the tests cost in CPU seconds, as a table of their files.
 
-Processes whose launcher was killed before them are not counted: the system tells their time to nobody.
+Processes whose launcher was killed before them are not counted: the system reports their time to no process.
 """
 
 import ast

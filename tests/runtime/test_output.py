@@ -1,4 +1,4 @@
-"""Training does not end because nobody reads what it prints."""
+"""Training goes on if its output cannot be written."""
 
 import logging
 import os
@@ -14,8 +14,8 @@ from spmd_engine.runtime.output import lossy_output
 JOB = ["train", "--model", "mlp", "--batch-size", "4", *QUIET, *TEXT, "--run", "r"]
 
 
-def open_to_nobody():
-    """A text stream, with a buffer as of standard output, that nobody reads any more."""
+def open_without_reader():
+    """A buffered text stream, as standard output is, whose reader has ended."""
     reader, writer = os.pipe()
     os.close(reader)
     return open(writer, "w")
@@ -29,7 +29,7 @@ def not_opened():
     return None
 
 
-@pytest.mark.parametrize("open_stream", [open_to_nobody, open_full, not_opened])
+@pytest.mark.parametrize("open_stream", [open_without_reader, open_full, not_opened])
 def test_training_goes_on_and_saves_when_its_output_cannot_be_written(open_stream, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name in "stdout", "stderr":
@@ -42,7 +42,7 @@ def test_training_goes_on_and_saves_when_its_output_cannot_be_written(open_strea
             stream.close()  # its buffer is empty, as it must be when Python ends
 
 
-@pytest.mark.parametrize("open_stream", [open_to_nobody, open_full])
+@pytest.mark.parametrize("open_stream", [open_without_reader, open_full])
 def test_a_mistake_keeps_its_exit_code_when_its_message_cannot_be_written(open_stream, monkeypatch):
     with open_stream() as stream:
         monkeypatch.setattr(sys, "stderr", stream)
@@ -66,14 +66,14 @@ def test_a_text_is_written_again_once_there_is_room(monkeypatch, tmp_path):
 
 def test_a_short_command_ends_when_its_reader_has(monkeypatch):
     """As `show ... | head`: there is nothing else that it should do."""
-    with open_to_nobody() as closed, pytest.raises(SystemExit):
+    with open_without_reader() as closed, pytest.raises(SystemExit):
         monkeypatch.setattr(sys, "stdout", closed)
         main(["show", "collective", "all_reduce", "--mesh", "data=4"])
 
 
 def test_a_table_ends_when_its_reader_has(monkeypatch):
     """As `inspect ... | head`, whose printer, rich, ends the program by an exception of its own."""
-    with open_to_nobody() as closed:
+    with open_without_reader() as closed:
         monkeypatch.setattr(sys, "stdout", closed)
         with pytest.raises(SystemExit) as left:
             main(["inspect", "--mesh", "data=1"])
