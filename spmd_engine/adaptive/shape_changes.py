@@ -11,20 +11,17 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from spmd_engine.adaptive.joining import JoinRequest, JoinRequests, facts_of
-from spmd_engine.adaptive.reshape import NAP, Reshaper, Shape, ShapeRequest
-from spmd_engine.arrays.backend import get_backend
 from spmd_engine.axes import axes_text
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
 from spmd_engine.comm.communicators.communicator import Communicator, Port
-from spmd_engine.comm.device_transport import choose_transport
 from spmd_engine.engine.helpers import Helpers
 from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.reshape import NAP, Reshaper, Shape, ShapeRequest
 from spmd_engine.errors import UsageError
 from spmd_engine.files import RequestFile
 from spmd_engine.foreign import MOST_OF_REQUEST, json_at, reading
 from spmd_engine.runtime.activity import ranges
-from spmd_engine.training.expert_load import Rebalancer
-from spmd_engine.training.product_choice import choose_products
+from spmd_engine.training.hooks import Hook
 from spmd_engine.training.run import Run
 from spmd_engine.training.workload import Workload
 
@@ -32,17 +29,17 @@ if TYPE_CHECKING:
     from spmd_engine.adaptive.migration import LiveMigration
 
 
-class ShapeChanges:
-    """Lets a run change its shape after any of its steps.
+class ShapeChanges(Hook):
+    """Lets a run change its shape after any of its steps, and takes in ranks that join it. It is the last hook.
 
     Rank 0 looks for a ShapeRequest after each step, and ``propose(step)`` may return one, too. All ranks learn of it
     with the step's metrics, check it, and move, or refuse it with one error; the answer is a line of ``events.jsonl``.
-    Ranks outside the mesh stay in ``after`` until they are taken back, or leave it by ``_Dismissed`` when the run ends.
+    Ranks outside the mesh stay in ``outside`` until they are taken back, or leave it by ``_Dismissed`` when the run
+    ends.
     """
 
     def __init__(
         self,
-        run: Run,
         workload: Workload,
         propose: Callable[[int], ShapeRequest | None] = lambda step: None,
         joined: Mapping[str, Any] | None = None,
@@ -50,16 +47,28 @@ class ShapeChanges:
         helpers: Helpers | None = None,
     ) -> None:
         """``joined``: on a rank that joins, the order of the running job; ``before``: its own world."""
-        self._run, self._workload, self._propose, self._helpers = run, workload, propose, helpers
+        self._workload, self._propose, self._helpers = workload, propose, helpers
+        self._joined, self._before = joined, before
+        self._reshaper: Reshaper | None = None  # of an engine whose shape can change
         self._request_id = ""  # of the request that is followed now
-        self._file, self._steps = RequestFile(run.folder / ShapeRequest.FILE), sys.maxsize
         self._request: ShapeRequest | UsageError | None = None  # on rank 0: see ``_read``
         self._unread_id = ""  # that of a request which cannot be read, if it has one
         self._proposed: ShapeRequest | None = None
-        job, engine, self._reshaper = workload.job, workload.engine, None
+        self._joining: JoinRequests | None = None  # on rank 0
+        self._port: Port | None = None  # of ranks that are taken in now
+        self._live: LiveMigration | None = None  # while one goes on
+        self._notices: list[str] = []  # of its shape
+        self._last_after, self._step_seconds = (
+            perf_counter(),
+            0.0,
+        )  # the end of the last changes, and the step since then
+
+    def _begin(self, run: Run, steps: int) -> None:
+        self._run, self._steps, self._file = run, steps, RequestFile(run.folder / ShapeRequest.FILE)
+        job, engine = self._workload.job, self._workload.engine
         if isinstance(engine, LayeredEngine):
             shape = Shape(job.composition.changed(mesh=dict(engine.mesh.all_axes)), tuple(range(engine.mesh.size)))
-            if joined:
+            if joined := self._joined:
                 experts = {layer: tuple(parts) for layer, parts in joined["experts"].items()}
                 shape = Shape(job.composition, tuple(joined["ranks"]), experts)
             self._reshaper = Reshaper(
@@ -67,37 +76,23 @@ class ShapeChanges:
                 run.trainer.optimizer,
                 shape,
                 job.model.build,
-                before=before,
+                before=self._before,
                 check=job.check,
                 timeout=job.timeout,
                 deterministic=job.deterministic,
             )
-        self._joining: JoinRequests | None = None  # on rank 0
-        self._port: Port | None = None  # of ranks that are taken in now
         if engine.device_id == 0:
             refuses = "" if self._reshaper else f"{job.strategy or job.model.name} shards itself: no ranks can join it"
             refuses = refuses or (_HELPED if engine.mesh.helpers else "")
             self._joining = JoinRequests(run.folder, refuses, facts_of(run.config or {}))
-        self._rebalancer = self._new_rebalancer()
-        self._live: LiveMigration | None = None  # while one goes on
-        self._notices: list[str] = []  # of its shape
-        self._last_after, self._step_seconds = perf_counter(), 0.0  # when ``after`` returned, and the step since then
-        run.trainer.has_request, run.after_step = self._has_request, self.after
-
-    def _new_rebalancer(self) -> Rebalancer | None:
-        composition, engine = self._workload.job.composition, self._workload.engine
-        if not composition.rebalance_every or not isinstance(engine, LayeredEngine) or not engine.is_placed:
-            return None
-        options = composition.how_on(engine.mesh.axes)
-        return Rebalancer(engine, self._run.trainer.optimizer, composition.rebalance_every, **options)
 
     # --- on rank 0
 
-    def _has_request(self) -> bool:
+    def has_request(self, step: int) -> bool:
         """Whether a request is due after this step, on rank 0; it also hears of signals to ranks outside the mesh."""
         if self._run.engine.device_id:
             return False
-        stop, step = self._run.trainer.stop, self._run.steps_done + 1  # this one is about to be done
+        stop = self._run.trainer.stop
         if self._reshaper and self._reshaper.idle.ranks and stop:
             stop.receive(self._reshaper.idle.signal())
         if self._helpers and stop:
@@ -105,7 +100,7 @@ class ShapeChanges:
         if step >= self._steps or self._live or self._run.tracing:  # the trace is of one mesh
             return False
         world = self._reshaper.world if self._reshaper else self._run.engine.mesh.comm
-        if self._joining and self._run.trainer.first_step_check is None and self._joining.is_ready(world):
+        if self._joining and self._joining.is_ready(world):
             self._proposed = self._request = None  # of the next step
             return True
         self._proposed, self._request = self._propose(step), self._read()
@@ -167,35 +162,33 @@ class ShapeChanges:
 
     # --- on all ranks
 
-    def after(self, step: int) -> None:
-        """Call this after each step; returns when this rank has the next step to do."""
+    def between_steps(self, step: int, requested: bool) -> None:
         self._step_seconds = perf_counter() - self._last_after
-        if self._rebalancer and not self._live:
-            self._rebalancer.after(step)
         stop = self._run.trainer.stop
         if self._live:
             self._migrate()
-        elif self._run.trainer.requested and not (stop and stop.taken):
+        elif requested and not (stop and stop.taken):
             self._change_shape()
-        self._wait_for_a_step()
+        self._last_after = perf_counter()
 
     def enter(self, order: Mapping[str, Any]) -> None:
-        """Call this on a rank that joins, after the merge, with the job's order; returns as ``after``."""
+        """Call this on a rank that joins, after the merge, with the job's order, before its first step."""
         self._change_shape(order)
-        self._wait_for_a_step()
+        self._last_after = perf_counter()
 
-    def _wait_for_a_step(self) -> None:
-        stop = self._run.trainer.stop
-        while self._reshaper and self._reshaper.is_idle:
-            with self._workload.engine.mesh.activity.phase("idle, outside the mesh"):
-                self._reshaper.idle.nap = NAP / 100 if self._live else NAP  # the others wait until it is awake
-                message = self._reshaper.idle.sleep(lambda: stop.received if stop else 0)
-            if "exit" in message:
-                raise _Dismissed(message["exit"], message["error"])
-            if self._live:
-                self._migrate()
-            else:
-                self._change_shape()
+    def outside(self) -> None:
+        """Sleep until rank 0 needs all ranks, and do what it says."""
+        reshaper, stop = self._reshaper, self._run.trainer.stop
+        assert reshaper
+        with self._workload.engine.mesh.activity.phase("idle, outside the mesh"):
+            reshaper.idle.nap = NAP / 100 if self._live else NAP  # the others wait until it is awake
+            message = reshaper.idle.sleep(lambda: stop.received if stop else 0)
+        if "exit" in message:
+            raise _Dismissed(message["exit"], message["error"])
+        if self._live:
+            self._migrate()
+        else:
+            self._change_shape()
         self._last_after = perf_counter()
 
     def _change_shape(self, joined: Mapping[str, Any] | None = None) -> None:
@@ -233,7 +226,7 @@ class ShapeChanges:
 
         with self._workload.engine.mesh.activity.phase("live migration after step", trainer.steps_done):
             if self._answer(advance):
-                self._live = None
+                self._live, self._run.moving = None, False
 
     def _answer(self, do: Callable[[], dict[str, Any] | None]) -> bool:
         """Tell the observers what ``do()`` returns about a change of shape, or why it is refused.
@@ -249,12 +242,12 @@ class ShapeChanges:
         change: dict[str, Any] | None = {}
         try:
             change = do()
-            notify = lambda observer: observer.reshaped(run.steps_done, change)
+            answer = "reshaped"
         except UsageError as error:
             if reshaper and reshaper.shape is not before:
                 raise  # the arrays have moved: this is no refusal
             change = {"why": str(error)}
-            notify = lambda observer: observer.not_reshaped(run.steps_done, change)
+            answer = "not_reshaped"
         finally:
             if reshaper:
                 reshaper.rest()
@@ -262,7 +255,7 @@ class ShapeChanges:
             return False
         if is_first:
             change |= {"request": self._request_id, "seconds": round(perf_counter() - self._began, 4)}
-        run.notify(notify)
+        run.notify(answer, run.steps_done, change)
         return True
 
     def _grow(self, joins: list[int], is_merged: bool) -> None:
@@ -274,8 +267,7 @@ class ShapeChanges:
             if not is_merged:
                 reshaper.grow(self._port)
             run.gather_memory_limits(reshaper.all_ranks)
-            notices = choose_products(reshaper.all_ranks, job.products, dtype=job.model.dtype, device=job.device)
-            notices += choose_transport(reshaper.all_ranks, get_backend(job.device), job.transport)
+            notices = [notice for hook in run.hooks for notice in hook.prepare(job, reshaper.all_ranks)]
         if self._port is not None:
             self._port.close()
             self._port = None
@@ -286,7 +278,7 @@ class ShapeChanges:
             "notices": notices,
             "seconds": round(perf_counter() - self._began, 4),
         }
-        run.notify(lambda observer: observer.joined(run.steps_done, change))
+        run.notify("joined", run.steps_done, change)
         self._began = perf_counter()
 
     def _training(self) -> dict[str, Any]:
@@ -333,7 +325,8 @@ class ShapeChanges:
             raise UsageError("a live migration cannot move what is offloaded: use --protocol stop-and-copy")
         self._live = LiveMigration(reshaper, shape, self._step_seconds, within)
         self._notices, plan = notices, {"request": self._request_id, **self._live.plan.as_json()}
-        run.notify(lambda observer: observer.migrating(run.steps_done, plan))
+        run.moving = True
+        run.notify("migrating", run.steps_done, plan)
 
     def _checkpoint(self) -> Callable[[], Any]:
         """Save the run, and return a function that loads this checkpoint. Collective over the world."""
@@ -355,7 +348,6 @@ class ShapeChanges:
         run.config = {**(run.config or {}), "composition": shape.composition.as_json()}
         if not reshaper.is_idle:
             run.validation = workload.validation
-            self._rebalancer = self._new_rebalancer()
         return {
             "before": before,
             "after": str(shape),
@@ -365,10 +357,10 @@ class ShapeChanges:
         }
 
     @contextmanager
-    def until(self, steps: int) -> Iterator[None]:
-        """While open, the run changes its shape when asked, up to step ``steps``. At its end idle ranks end as the
-        others do: with the same exit code, or the same error."""
-        self._steps, together = steps, False  # whether all ranks end together
+    def during(self, run: Run, steps: int) -> Iterator[None]:
+        """At the end of the run idle ranks end as the others do: with the same exit code, or the same error."""
+        self._begin(run, steps)
+        together = False  # whether all ranks end together
         try:
             yield
         except _Dismissed as end:

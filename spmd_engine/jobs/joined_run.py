@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from spmd_engine.adaptive.joining import Entrance, JoinRequest, facts_of, runs
-from spmd_engine.adaptive.reshape import ShapeRequest
+from spmd_engine.adaptive.shape_changes import ShapeChanges
 from spmd_engine.arrays.backend import get_backend
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero, text_from_rank_zero, waits_outside
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import merged
 from spmd_engine.engine.parallel_config import ModelConfig
+from spmd_engine.engine.reshape import ShapeRequest
 from spmd_engine.errors import UsageError
+from spmd_engine.jobs.run_job import hooks_of, make_run, with_corpus, with_shape_of_weights
 from spmd_engine.runtime.signals import StopFlag
+from spmd_engine.training.hooks import Hook
 from spmd_engine.training.run import Run
-from spmd_engine.training.run_job import make_run, read_run, run_folder, with_corpus, with_shape_of_weights
-from spmd_engine.training.shape_changes import ShapeChanges
+from spmd_engine.training.run_folder import read_run, run_folder
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.training.workload import Workload, open_workload
 
@@ -32,6 +34,7 @@ def join(
     wait: float = 600.0,
     entered: Callable[[list[int], int], None] = lambda ranks, step: None,
     permit: Callable[[ModelConfig], ModelConfig] = lambda model: model,
+    hooks: Sequence[Hook] = (),
 ) -> Run:
     """Join the job that trains in the folder ``run``, or under this name in ``runs/``, with all ranks of this world.
     Collective; returns when the run ends, as ``train`` does.
@@ -40,8 +43,9 @@ def join(
     after a step. They are idle until a change of shape puts them onto the mesh: ``request``, which the job follows at
     once, or a later one (see ``migrate``). ``entered`` is called on rank 0 of these ranks, with their numbers in the
     job and the number of its steps. ``permit`` gets the model that the run's file names, and returns it by
-    ``changed(name=...)`` if it is code that may run here. Raises UsageError if the job does not run, has other data,
-    other code or another version of this package, or cannot take ranks in; the job then goes on without them.
+    ``changed(name=...)`` if it is code that may run here. ``hooks`` are those that the job's ``train`` got. Raises
+    UsageError if the job does not run, has other data, other code or another version of this package, or cannot take
+    ranks in; the job then goes on without them.
     """
     folder = run_folder(run)
     with Mesh() as mesh:
@@ -63,7 +67,7 @@ def join(
                     entrance.confirm()
                 world = merged(mesh.comm, entrance.port, joins=True)
                 with Mesh(world) as all_ranks:
-                    new_run = _take_part(workload, mesh, all_ranks, folder, order, stop, entered)
+                    new_run = _take_part(workload, mesh, all_ranks, folder, order, stop, entered, hooks)
         finally:
             if mesh.rank == 0:
                 entrance.close()
@@ -78,6 +82,7 @@ def _take_part(
     order: dict[str, Any],
     stop: StopFlag,
     entered: Callable[[list[int], int], None],
+    hooks: Sequence[Hook],
 ) -> Run:
     """Take part in the run, in a world of ``all_ranks``, until it ends. Those on ``mesh`` have joined it."""
     job = TrainConfig.from_json(order["config"], str(folder))
@@ -85,12 +90,11 @@ def _take_part(
     engine: Any = workload.engine
     engine.mesh, engine.model = all_ranks, job.model.build(job.composition)  # perhaps other layers by now
     workload = replace(workload, job=job)
-    run = make_run(workload, folder)
-    changes = ShapeChanges(run, workload, joined=order, before=mesh.comm)
+    changes = ShapeChanges(workload, joined=order, before=mesh.comm)
+    run = make_run(workload, folder, hooks=hooks_of(workload, changes, hooks))
     if mesh.rank == 0:
         entered(order["join"], order["step"])
-    with changes.until(order["steps"]):
-        run.train_from_between(order["steps"], stop, lambda: changes.enter(order))
+    run.train_from_between(order["steps"], stop, lambda: changes.enter(order))
     return run
 
 

@@ -7,18 +7,18 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.advisor import Advisor
 from spmd_engine.adaptive.candidates import BoundariesBySpeed, SharesBySpeed
 from spmd_engine.adaptive.decision_log import resumed
 from spmd_engine.adaptive.planner_process import PlannerProposals
-from spmd_engine.adaptive.reshape import Shape, ShapeRequest
 from spmd_engine.checkpoints.format.folder import replace_file
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.engine.reshape import Shape, ShapeRequest
 from spmd_engine.files import open_regular
 from spmd_engine.foreign import reading
-from spmd_engine.training.run import Observer, Run, lines_up_to
+from spmd_engine.training.adapt_config import AdaptConfig
+from spmd_engine.training.observers import Observer, lines_up_to
+from spmd_engine.training.run import Run, composition_of
 from spmd_engine.training.trainer import StepReport
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Adapter(Observer):
 
     def started(self, run: Run, stop: int) -> None:
         self._run, path = run, run.folder / self.NAME
-        self._shape = Shape(self._composition(), tuple(range(run.engine.mesh.size)))
+        self._shape = Shape(composition_of(self._run), tuple(range(run.engine.mesh.size)))
         lines = lines_up_to(path, run.steps_done)
         with reading(f"{path}: this run cannot go on with its decisions", "; move it away"):
             self._home, costs, self._state = resumed([json.loads(line) for line in lines], self._shape)
@@ -65,7 +65,7 @@ class Adapter(Observer):
         return proposed.request if proposed else None
 
     def reshaped(self, step: int, change: Mapping[str, Any]) -> None:
-        self._shape = Shape(self._composition(), tuple(change["ranks"]))
+        self._shape = Shape(composition_of(self._run), tuple(change["ranks"]))
         if self._advisor:
             self._advisor.changed(self._shape, change["seconds"], step)
         else:
@@ -85,10 +85,6 @@ class Adapter(Observer):
             self._planner.close()
         if self._file:
             self._file.close()
-
-    def _composition(self) -> ParallelConfig:
-        composition = ParallelConfig.from_json((self._run.config or {})["composition"])
-        return composition.changed(mesh=dict(self._run.engine.mesh.all_axes))
 
     def _new_advisor(self, report: StepReport) -> Advisor | None:
         """An advisor, after the first step; None for an engine that shards itself."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -11,28 +9,32 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmd_engine.adaptive.reshape import ShapeRequest
+from spmd_engine.adaptive.shape_changes import ShapeChanges
 from spmd_engine.arrays.backend import get_backend
 from spmd_engine.axes import count_ranks
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.checkpoints.format.folder import find_checkpoint, make_folder, replace_file
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
 from spmd_engine.comm.device_transport import choose_transport
+from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh, mesh_without
 from spmd_engine.comm.world import world
 from spmd_engine.engine.helpers import Helpers, helper_ranks
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.offload import OffloadError
 from spmd_engine.engine.parallel_config import order_to_help, serve_as_helper
+from spmd_engine.engine.reshape import ShapeRequest
 from spmd_engine.errors import UsageError
-from spmd_engine.foreign import parse_json, read_bytes
 from spmd_engine.models.load_config import short_name
+from spmd_engine.planning.first_step_check import first_step_check
+from spmd_engine.planning.machine.product_choice import ProductChoice
 from spmd_engine.strategies import default_axes, strategy_named
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
-from spmd_engine.training.first_step_check import first_step_check
-from spmd_engine.training.product_choice import choose_products
-from spmd_engine.training.run import CONFIG, Observer, Run
-from spmd_engine.training.shape_changes import ShapeChanges
+from spmd_engine.training.expert_load import Rebalancer
+from spmd_engine.training.hooks import Hook
+from spmd_engine.training.observers import Observer
+from spmd_engine.training.run import CONFIG, Run
+from spmd_engine.training.run_folder import is_model, read_job, run_folder
 from spmd_engine.training.train_config import CorpusFacts, StepConfig, TrainConfig
 from spmd_engine.training.workload import Workload, make_trainer, open_workload, rate_of
 
@@ -54,6 +56,7 @@ def train(
     observers: Sequence[Observer] = (),
     enforce: bool = True,
     propose: Callable[[int], ShapeRequest | None] = lambda step: None,
+    hooks: Sequence[Hook] = (),
 ) -> Run:
     """Train a job: a TrainConfig, its JSON, or a file of that. Collective over the world; returns the Run when done.
 
@@ -61,7 +64,8 @@ def train(
     ``resume`` the run continues from its checkpoint, without the options of its composition that the mesh does not
     permit, unless they are ``given``. ``stop_at`` ends the run before the job's last step; ``trace`` is the number of
     steps to trace. After each step but the last and traced ones, ``propose(step)`` is called on rank 0 and may return a
-    request to change the shape of the job; see also ``migrate``. A helper rank returns None at the end of the job.
+    request to change the shape of the job; see also ``migrate``. ``hooks`` act between the parts of the job, on every
+    rank, beside those of this package. A helper rank returns None at the end of the job.
     Raises UsageError for a job that cannot run.
     """
     job = _as_job(job)
@@ -83,9 +87,8 @@ def train(
             raise UsageError(f"adapters need trained weights, and {job.model.name} has none: give --model PATH")
         job, notices = _fit_to_mesh(job, mesh, resume, given)
         notices += [f"continues without --assign {left_out} (there are no more ranks)"] if left_out else []
-        notices += choose_products(mesh.group(), job.products, dtype=job.model.dtype, device=job.device)
-        backend = get_backend(job.device, *mesh.process_on_node, memory=job.device_memory)
-        notices += choose_transport(mesh.group(), backend, job.transport)
+        get_backend(job.device, *mesh.process_on_node, memory=job.device_memory)
+        notices += [notice for hook in [*BEFORE, *hooks] for notice in hook.prepare(job, mesh.group())]
         workload = open_workload(job, mesh)
         if mesh.helpers and isinstance(workload.engine, LayeredEngine):
             order = order_to_help(workload.job.model, mesh, job.composition, job.device)
@@ -93,23 +96,37 @@ def train(
         notices += _notices_without_effect(workload)
         folder = Path(text_from_rank_zero(mesh.group(), lambda: _open_folder(job, run, resume)))
         if job.adapt is not None:
-            from spmd_engine.training.adapter import Adapter
+            from spmd_engine.adaptive.adapter import Adapter  # which imports much, and few jobs need it
 
             adapter, given_propose = Adapter(job.adapt), propose
             observers, propose = [*observers, adapter], lambda step: given_propose(step) or adapter.propose(step)
-        new_run = make_run(workload, folder, observers, trace)
-        new_run.trainer.first_step_check = first_step_check(workload, enforce)
+        changes = ShapeChanges(workload, propose, helpers=helpers)
+        new_run = make_run(workload, folder, observers, trace, hooks_of(workload, changes, hooks, enforce))
         with new_run.locked():  # before anything is read from or written to the folder
             loaded = _begin(new_run, workload, resume)
             if resume:
                 notices += _notices_of_rates(new_run, workload)
             parameters = workload.parameter_count  # on all ranks: an engine may have to exchange shapes
-            for observer in new_run.observers:
-                observer.opened(workload, parameters, notices)
-                observer.loaded(loaded)
-            with ShapeChanges(new_run, workload, propose, helpers=helpers).until(stop_at or steps):
-                new_run.train(stop_at or steps)
+            new_run.notify("opened", workload, parameters, notices)
+            new_run.notify("loaded", loaded)
+            new_run.train(stop_at or steps)
     return new_run
+
+
+class TransportChoice(Hook):
+    """Lets arrays on devices travel between all ranks of a job in the same way."""
+
+    def prepare(self, job: TrainConfig, ranks: Group) -> list[str]:
+        return choose_transport(ranks, get_backend(job.device), job.transport)
+
+
+BEFORE = (ProductChoice(), TransportChoice())  #: the hooks that act before the engine is built
+
+
+def hooks_of(workload: Workload, changes: ShapeChanges, own: Sequence[Hook] = (), enforce: bool = True) -> list[Hook]:
+    """The hooks of a job, the same on ranks that begin it and on those that join it."""
+    check = first_step_check(workload, enforce)
+    return [*BEFORE, *([check] if check else []), Rebalancer(workload.job.composition), *own, changes]
 
 
 def _as_job(job: TrainConfig | Mapping[str, Any] | str | Path | None) -> TrainConfig:
@@ -205,7 +222,7 @@ def _notices_of_rates(run: Run, workload: Workload) -> list[str]:
     """The ``notices_of_rates`` of a run that has been resumed, on rank 0."""
     from spmd_engine.checkpoints.read import read_manifest
 
-    newest = CheckpointFolder(run.folder).newest() if run.observers else None
+    newest = CheckpointFolder(run.folder).newest() if workload.engine.device_id == 0 else None
     with suppress(UsageError):  # of a checkpoint without a job, or with one of another version
         if newest is not None:
             before = TrainConfig.from_json(read_manifest(newest).config).training
@@ -230,7 +247,9 @@ def with_corpus(workload: Workload) -> TrainConfig:
     return workload.job.changed(corpus=CorpusFacts(workload.corpus.files, workload.corpus.sha256))
 
 
-def make_run(workload: Workload, folder: Path, observers: Sequence[Observer] = (), trace: int = 0) -> Run:
+def make_run(
+    workload: Workload, folder: Path, observers: Sequence[Observer] = (), trace: int = 0, hooks: Sequence[Hook] = ()
+) -> Run:
     """The run of a workload in its folder; see ``Run`` and ``train``."""
     job, engine, corpus = with_corpus(workload), workload.engine, workload.corpus
 
@@ -265,6 +284,7 @@ def make_run(workload: Workload, folder: Path, observers: Sequence[Observer] = (
         observers=observers,
         trace=trace,
         sample=sample,
+        hooks=hooks,
     )
 
 
@@ -287,65 +307,7 @@ def keep_tokenizer(file: TokenFile, folder: Path) -> None:
         replace_file(folder / name, files[name])
 
 
-# --- Folders
-
-
-def run_folder(run: str | Path) -> Path:
-    """The folder of a run: a path, or its name under ``runs/``."""
-    is_path = "/" in str(run) or os.path.exists(Path(run, CONFIG)) and not _is_model(Path(run))
-    return Path(run) if is_path else Path("runs") / run
-
-
-def _is_model(folder: Path) -> bool:
-    """Whether a folder holds a model in Hugging Face's format, whose configuration file is named as a run's."""
-    try:
-        content = parse_json(read_bytes(folder / CONFIG))
-    except (OSError, UsageError, ValueError, RecursionError):
-        return False
-    return isinstance(content, Mapping) and "model_type" in content
-
-
-def read_run(run: str | Path) -> TrainConfig:
-    """The job of a run, by its ``config.json``. Collective over the world."""
-    path = run_folder(run) / CONFIG
-
-    def read() -> tuple[TrainConfig, str]:
-        newest = CheckpointFolder(path.parent).newest()
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise UsageError(f"{path} is no file: move it away; the job is then read from the newest checkpoint")
-        if not os.path.isfile(path):
-            if newest is None:
-                raise UsageError(
-                    f"{path}: no such run; --run wants the folder that 'train' wrote, as in runs/gpt-nano-1"
-                )
-            from spmd_engine.checkpoints.read import read_manifest
-
-            if (config := read_manifest(newest).config) is not None:
-                return TrainConfig.from_json(config, f"{newest}"), str(newest)
-        try:
-            return TrainConfig.read(path), str(path)
-        except UsageError as error:
-            if newest is None:
-                raise
-            raise UsageError(f"{error}. Move it away, and the job is taken from {newest}") from error
-
-    return _read_on_rank_zero(read)
-
-
-def read_job(path: str | Path) -> TrainConfig:
-    """The job of a JSON file, read on rank 0. Collective over the world."""
-    return _read_on_rank_zero(lambda: (TrainConfig.read(path), str(path)))
-
-
-def _read_on_rank_zero(read: Callable[[], tuple[TrainConfig, str]]) -> TrainConfig:
-    """The job that ``read`` returns on rank 0, with the name of its file."""
-
-    def text() -> str:
-        job, file = read()
-        return json.dumps([job.as_json(), file])
-
-    with Mesh(world()) as mesh:
-        return TrainConfig.from_json(*json.loads(text_from_rank_zero(mesh.group(), text)))
+# --- The folder
 
 
 def _open_folder(job: TrainConfig, run: str | Path | None, resume: bool) -> str:
@@ -357,7 +319,7 @@ def _open_folder(job: TrainConfig, run: str | Path | None, resume: bool) -> str:
             return str(folder)
         if CheckpointFolder(folder).newest():
             raise UsageError(f"{folder} holds a run already; give --resume to continue it, or another --run")
-        if _is_model(folder):
+        if is_model(folder):
             raise UsageError(f"{folder} holds a model, whose {CONFIG} a run would replace; give another --run")
         make_folder(folder)
         return str(folder)

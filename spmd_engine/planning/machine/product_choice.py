@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from spmd_engine.arrays import products
 from spmd_engine.arrays.product_libraries import LIBRARIES, load
 from spmd_engine.arrays.products import DTYPES, NUMPY, SIZES, Library
 from spmd_engine.comm.agreement.rank_zero import gather_json, text_from_rank_zero
 from spmd_engine.comm.group import Group
+from spmd_engine.training.hooks import Hook
+
+if TYPE_CHECKING:
+    from spmd_engine.training.train_config import TrainConfig
 
 
 def choose_products(
@@ -34,7 +38,9 @@ def choose_products(
 
     def chosen() -> str:
         if choice == "auto":
-            return json.dumps(_fastest(usable, again) if usable else [])
+            from spmd_engine.planning.machine.products import fastest  # which imports much, on rank 0 alone
+
+            return json.dumps(fastest(usable, again) if usable else [])
         return json.dumps([(dtype, size, choice) for dtype in DTYPES for size in SIZES if choice in usable])
 
     table = json.loads(text_from_rank_zero(group, chosen))
@@ -57,7 +63,8 @@ def _loaded(choice: str) -> tuple[dict[str, Library], str]:
     return libraries, why_not
 
 
-def _fastest(names: Sequence[str], again: bool) -> list[tuple[str, str, str]]:
-    from spmd_engine.planning.machine.products import fastest  # which imports much, on rank 0 alone
+class ProductChoice(Hook):
+    """Lets all ranks of a job use the same libraries of products."""
 
-    return fastest(names, again)
+    def prepare(self, job: TrainConfig, ranks: Group) -> list[str]:
+        return choose_products(ranks, job.products, dtype=job.model.dtype, device=job.device)

@@ -7,62 +7,76 @@ import logging
 import os
 import resource
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from spmd_engine.comm.agreement.rank_zero import gather_json, text_from_rank_zero
-from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import PlanError, UsageError
+from spmd_engine.training.hooks import Hook
+from spmd_engine.training.trainer import StepReport
 from spmd_engine.training.workload import Workload, optimizer_of
 
 if TYPE_CHECKING:
     from spmd_engine.planning import StepAnalysis
+
+Sums = dict[tuple, tuple[int, int]]  # calls and bytes of this rank, by line of the ledger
 
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics"  #: the label of communication between steps, which is not part of a step
 
 
-class FirstStepCheck:
+class FirstStepCheck(Hook):
     """Compares the calls and bytes that one step adds to the ledgers of all ranks with the dry run of the step.
 
-    ``predict`` returns the analysis and the names of routed layers. It is called once, on rank 0; if it fails, a
-    warning is logged and nothing is compared. If ``enforced``, a difference is an error, else a warning.
+    It is the first step that updates the parameters, unless the engine has moved to another mesh before. ``predict``
+    returns the analysis and the names of routed layers. It is called once, on rank 0; if it fails, a warning is logged
+    and nothing is compared. If ``enforced``, a difference is an error, else a warning.
     """
 
     def __init__(
-        self, mesh: Mesh, predict: Callable[[], tuple[StepAnalysis, set[str]]], *, enforced: bool = True
+        self, engine: ShardedEngine, predict: Callable[[], tuple[StepAnalysis, set[str]]], *, enforced: bool = True
     ) -> None:
-        self._mesh, self._predict, self._enforced = mesh, predict, enforced
-        self._before: dict[tuple, tuple[int, int]] = {}
+        self._engine, self._predict, self._enforced = engine, predict, enforced
+        self._is_due, self._before = True, Sums()
+        self._made: list[tuple[tuple, tuple[int, int]]] | None = None
 
-    def begin(self) -> None:
-        """Begin a step."""
-        self._before = self._ledger_sums()
+    def before_compute(self, step: int) -> None:
+        if self._is_due:
+            self._before = self._ledger_sums()
 
-    def made(self) -> list[tuple[tuple, tuple[int, int]]]:
-        """The calls and bytes of this rank since ``begin``, by line of the ledger."""
-        gained = []
+    def after_update(self, step: int) -> None:
+        if not self._is_due:
+            return
+        self._is_due, self._made = False, []
         for line, (calls, sent) in self._ledger_sums().items():
             before = self._before.get(line, (0, 0))
             if calls > before[0] and line[2] != METRICS:
-                gained.append((line, (calls - before[0], sent - before[1])))
-        return gained
+                self._made.append((line, (calls - before[0], sent - before[1])))
 
-    def compare(self, made: list[tuple[tuple, tuple[int, int]]], seconds: float) -> dict[str, Any]:
-        """The prediction and the measurement, for ``metrics.jsonl``. Collective.
+    def complete(self, report: StepReport) -> StepReport:
+        """The report with the prediction and the measurement. Collective.
 
-        ``made`` are the calls and bytes of this rank; ``seconds`` is the time of the step, which includes loading.
         Raises PlanError on every rank if the step differs from its dry run, naming the first such call.
         """
+        if self._made is None:
+            return report
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         cores = sorted(os.sched_getaffinity(0))
-        measured = gather_json(self._mesh.group(), [made, resident, cores], METRICS)
-        text = text_from_rank_zero(self._mesh.group(), lambda: json.dumps(self._judge(measured, seconds)))
+        group, made, self._made = self._engine.group(), self._made, None
+        measured = gather_json(group, [made, resident, cores], METRICS)
+        # The seconds of the step include loading.
+        text = text_from_rank_zero(group, lambda: json.dumps(self._judge(measured, report.seconds)))
         verdict = json.loads(text)
         if verdict["differs"] and self._enforced:
             raise PlanError(f"step 1 differs from its analysis: {verdict['differs']}. --no-enforce continues")
-        return {"predicted": verdict["facts"]} if verdict["facts"] else {}
+        return replace(report, predicted=verdict["facts"]) if verdict["facts"] else report
+
+    def notified(self, name: str, *facts: Any) -> None:
+        if name == "reshaped":  # the analysis is of the first mesh
+            self._is_due = False
 
     def _judge(self, measured: list, seconds: float) -> dict[str, Any]:
         """The first difference, if any, and the facts for ``metrics.jsonl``. Only rank 0 imports the planner."""
@@ -93,8 +107,8 @@ class FirstStepCheck:
             facts["routed_bytes"] = routing
         return {"differs": differing[0] if differing else "", "facts": facts}
 
-    def _ledger_sums(self) -> dict[tuple, tuple[int, int]]:
-        return {line: (entry.calls, entry.sent) for line, entry in self._mesh.ledger.entries.items()}
+    def _ledger_sums(self) -> Sums:
+        return {line: (entry.calls, entry.sent) for line, entry in self._engine.mesh.ledger.entries.items()}
 
 
 def first_step_check(workload: Workload, enforced: bool) -> FirstStepCheck | None:
@@ -122,4 +136,4 @@ def first_step_check(workload: Workload, enforced: bool) -> FirstStepCheck | Non
         )
         return analysis, routed_labels(engine.model)
 
-    return FirstStepCheck(engine.mesh, predict, enforced=enforced)
+    return FirstStepCheck(engine, predict, enforced=enforced)
