@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from command_line import QUIET, TEXT
 from spmd_engine.adaptive import planner_process
 from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.reshape import Shape
@@ -27,6 +26,7 @@ from spmd_engine.planning.plan_result import PlanFile
 from spmd_engine.runtime.supervisor import Supervisor
 from spmd_engine.training import TrainConfig, joined_run
 from spmd_engine.training.adapter import Adapter
+from support.command_line import QUIET, TEXT
 
 PLANTED = """
 import pathlib

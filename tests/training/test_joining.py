@@ -24,7 +24,6 @@ from test_shape_changes import (
     trained,
 )
 
-from random_jobs import losses_in
 from spmd_engine import TrainConfig, run_threads, train
 from spmd_engine.adaptive import ShapeRequest
 from spmd_engine.adaptive.joining import Entrance, JoinRequest, JoinRequests, LockedFile, facts_of, runs
@@ -33,6 +32,7 @@ from spmd_engine.checkpoints.format.folder import RunLock
 from spmd_engine.comm.communicators.threads import current_thread_communicator, solo
 from spmd_engine.errors import UsageError
 from spmd_engine.training import Trainer, join, joined_run, loss_scale, product_choice, workload
+from support.random_jobs import losses_in
 
 
 @contextmanager

@@ -2,14 +2,13 @@
 
 import numpy as np
 
-import routed
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.sharding.experts import imbalance
 from spmd_engine.training import Trainer
 from spmd_engine.training.expert_load import ExpertLoad, Rebalancer
+from support import routed, tiny
 
 
 def losses(axes, every=0):
