@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from command_line import QUIET, TEXT
 from spmd_engine import Mesh, as_distributed, batch_of, run_threads
 from spmd_engine.cli.monitor import Watched, curves
 from spmd_engine.cli.report.page import page_of
@@ -25,6 +24,7 @@ from spmd_engine.training import TrainConfig, Trainer
 from spmd_engine.training.adapt_config import AdaptConfig
 from spmd_engine.training.observers import ActivityFile, Observer
 from spmd_engine.training.run import Run
+from support.command_line import QUIET, TEXT
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC).timestamp()
 STOP = 40

@@ -11,7 +11,7 @@ from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.models import build_model, deep_mlp, gpt
 from spmd_engine.planning import analyze
 from spmd_engine.training import TrainConfig
-from tiny import SIZE
+from support.tiny import SIZE
 
 FLOAT32, ADAMW = 4, 2
 MODEL = build_model("gpt-nano")

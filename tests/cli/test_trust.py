@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from command_line import QUIET, TEXT
 from spmd_engine.adaptive import planner_process
 from spmd_engine.adaptive.adapter import Adapter
 from spmd_engine.cli.options import permitted
@@ -28,6 +27,7 @@ from spmd_engine.planning.plan_result import PlanFile
 from spmd_engine.runtime.supervisor import Supervisor
 from spmd_engine.training import TrainConfig
 from spmd_engine.training.adapt_config import AdaptConfig
+from support.command_line import QUIET, TEXT
 
 PLANTED = """
 import pathlib

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from linear_engine import Linear
 from spmd_engine import Mesh, batch_of, run_threads
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.engine import AdamW, LayeredEngine, as_distributed, making_on
@@ -15,6 +14,7 @@ from spmd_engine.models import deep_mlp
 from spmd_engine.planning.dry_run.analyze import Samples, analyze_engine
 from spmd_engine.training import Trainer
 from spmd_engine.verification.reference import engine_and_reference
+from support.linear_engine import Linear
 
 X = np.random.default_rng(1).standard_normal((6, 3))
 Y = X[:, :2].copy()

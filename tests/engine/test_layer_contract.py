@@ -5,8 +5,6 @@ from functools import cache
 import numpy as np
 import pytest
 
-import parts
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.windows import Window
@@ -35,6 +33,7 @@ from spmd_engine.models.mlp import squared_loss
 from spmd_engine.sharding import Layout
 from spmd_engine.training import Trainer
 from spmd_engine.verification import mesh_of_one, verify
+from support import parts, tiny
 
 D, F, V, LENGTH, BATCH, MICRO_BATCHES, STEPS = 6, 10, 13, 7, 9, 4, 2
 

@@ -6,7 +6,6 @@ from functools import cache
 import numpy as np
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.precision import accumulated_in, dtype_of, emulated, rounded
 from spmd_engine.engine import SGD, AdamW
@@ -20,6 +19,7 @@ from spmd_engine.training import Trainer, loss_scale
 from spmd_engine.training.loss_scale import LossScale
 from spmd_engine.verification import mesh_of_one, verify
 from spmd_engine.verification.reference import batches_for_model
+from support import tiny
 
 BFLOAT16, FLOAT16 = map(dtype_of, ("bfloat16", "float16"))
 

@@ -7,8 +7,6 @@ import pytest
 from test_layer_contract import text_model
 from test_layer_contract import tokens as contract_tokens
 
-import pictures
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import batch_of
@@ -20,6 +18,7 @@ from spmd_engine.sharding import Layout
 from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.training import Trainer
 from spmd_engine.verification import mesh_of_one
+from support import pictures, tiny
 
 AXES = {
     "decoder": ["pipe", "data", "context", "model", "replicate", "shard"],

@@ -7,9 +7,6 @@ from math import prod
 import numpy as np
 import pytest
 
-import parts
-import tiny
-from planning.real_steps import ledgers
 from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import all_positions
 from spmd_engine.cli.show.memory import bytes_per_rank
@@ -21,6 +18,8 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models import build_model, gpt
 from spmd_engine.planning import analyze
 from spmd_engine.training import Trainer
+from support import parts, tiny
+from support.real_steps import ledgers
 
 MODEL = gpt(tiny.SIZE, dropout=0.1)
 

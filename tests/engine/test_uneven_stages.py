@@ -8,9 +8,6 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
-import combinations
-import routed
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import parse_axes
@@ -18,6 +15,7 @@ from spmd_engine.engine import SGD, Recompute, schedules
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import analyze
+from support import combinations, routed, tiny
 
 train_once = cache(lambda **options: tiny.train({"data": 1}, **options)[0])
 

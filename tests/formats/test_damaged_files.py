@@ -19,8 +19,6 @@ from other_systems.description import Transformer, read_system
 from other_systems.memory import memory_of
 from other_systems.work import model_of
 
-from altered import gguf_of, in_bytes, in_json, in_words
-from labelled_images import write_folder, write_idx, write_npz
 from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.checkpoints.hf.weights import Pretrained, adapter_options
 from spmd_engine.cli.infer import read_inputs
@@ -34,6 +32,8 @@ from spmd_engine.planning.plan_result import PlanFile
 from spmd_engine.serving.sampling import read_generation_config
 from spmd_engine.training.data.images import ImageRows, find_images
 from spmd_engine.training.train_config import TrainConfig
+from support.altered import gguf_of, in_bytes, in_json, in_words
+from support.labelled_images import write_folder, write_idx, write_npz
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FAMILIES = sorted(path.name for path in (GOLDEN / "decoders").iterdir())

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import all_positions
 from spmd_engine.checkpoints import Checkpoint, save_checkpoint
@@ -30,6 +29,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.moe.routing import RouterOptions
 from spmd_engine.models import DecoderConfig, Mixture
 from spmd_engine.models.lora import LoRAOptions
+from support import tiny
 
 SHAPE = DecoderConfig(
     family="qwen3", layers=2, width=12, heads=6, key_value_heads=2, head_width=4, hidden=10, vocabulary=13,

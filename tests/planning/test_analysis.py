@@ -7,10 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from real_steps import build, real_batch
 
-import tiny
-from script_module import script
 from spmd_engine import Mesh
 from spmd_engine.cli import main
 from spmd_engine.engine import AdamW
@@ -22,6 +19,9 @@ from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.step_analysis import critical_path
 from spmd_engine.training import Trainer
+from support import tiny
+from support.real_steps import build, real_batch
+from support.script_module import script
 
 SIZES = {"batch_size": 8, "micro_batches": 2}
 GPT = gpt(replace(tiny.SIZE, layers=2))

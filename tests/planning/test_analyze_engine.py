@@ -5,7 +5,6 @@ from math import prod
 import numpy as np
 import pytest
 
-from linear_engine import Linear
 from spmd_engine import Mesh, as_distributed, run_threads
 from spmd_engine.engine import SGD, LayeredEngine
 from spmd_engine.engine.batch import batch_of
@@ -19,6 +18,7 @@ from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training import Trainer
 from spmd_engine.verification import mesh_of_one
+from support.linear_engine import Linear
 
 WIDTH = 6
 

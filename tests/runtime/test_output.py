@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from command_line import QUIET, TEXT, metrics
 from spmd_engine.cli import main
 from spmd_engine.runtime.output import lossy_output
+from support.command_line import QUIET, TEXT, metrics
 
 JOB = ["train", "--model", "mlp", "--batch-size", "4", *QUIET, *TEXT, "--run", "r"]
 

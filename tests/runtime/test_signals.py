@@ -10,8 +10,6 @@ import time
 
 import pytest
 
-import tiny
-from command_line import TEXT
 from mpi_harness.launch import Job, clean_environment, mpiexec
 from spmd_engine import Mesh
 from spmd_engine.cli import main
@@ -21,6 +19,8 @@ from spmd_engine.runtime import ending
 from spmd_engine.runtime.signals import REQUEUE, Interrupted, StopFlag, exit_code, raise_interrupted
 from spmd_engine.training import Run, Trainer
 from spmd_engine.training.trainer import StepMetrics
+from support import tiny
+from support.command_line import TEXT
 
 needs_mpi = pytest.mark.skipif(mpiexec() is None, reason="needs an MPI library and its mpiexec")
 pytestmark = pytest.mark.usefixtures("sigint_is_heard")

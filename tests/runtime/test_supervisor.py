@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-import saved
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.cli.launch import newest_checkpoint
 from spmd_engine.errors import UsageError
 from spmd_engine.runtime.mpi_job import MPIJob, find_mpiexec
 from spmd_engine.runtime.supervisor import Supervisor
+from support import saved
 
 pytestmark = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")
 

@@ -5,8 +5,6 @@ from functools import cache
 import numpy as np
 import pytest
 
-import tiny
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.precision import dtype_of, emulated
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
@@ -16,6 +14,8 @@ from spmd_engine.models import DecoderConfig
 from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
 from spmd_engine.serving.scoring import score
 from spmd_engine.tokens import ByteTokenizer
+from support import tiny
+from support.pairwise import in_turn
 
 TOKENS = 11
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [1, 2, 3], [12]]

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import tiny
-from altered import gguf_of
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.hf.export import export_huggingface
 from spmd_engine.checkpoints.hf.weights import Pretrained
@@ -20,6 +17,9 @@ from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
 from spmd_engine.tokens import ByteTokenizer, TextStream
 from spmd_engine.tokens.chat import _process, chat_text
 from spmd_engine.training.data.prepare import prepare
+from support import tiny
+from support.altered import gguf_of
+from support.pairwise import in_turn
 
 library = pytest.importorskip("tokenizers")
 from spmd_engine.tokens.gguf import (  # noqa: E402 (only with the library)

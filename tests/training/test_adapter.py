@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from random_jobs import RandomJob, losses_in
 from spmd_engine import TrainConfig, run_threads, train
 from spmd_engine.adaptive import advisor
 from spmd_engine.adaptive.adapter import Adapter
@@ -16,6 +15,7 @@ from spmd_engine.adaptive.planner_process import PlannerProposals
 from spmd_engine.training import Trainer
 from spmd_engine.training.adapt_config import AdaptConfig
 from spmd_engine.training.run_folder import read_run
+from support.random_jobs import RandomJob, losses_in
 
 
 def trained(folder, axes, speeds, monkeypatch, steps=40, every="5", fixed=0.0, stop_at=None, seed=5, **how):

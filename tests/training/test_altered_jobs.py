@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from altered import in_bytes, in_json
 from spmd_engine.cli import main
 from spmd_engine.errors import UsageError
 from spmd_engine.training.train_config import TrainConfig
+from support.altered import in_bytes, in_json
 
 JOBS = [
     TrainConfig.of(model="mlp", mesh={"data": 2, "model": 2}, zero=1, steps=3, data="texts"),

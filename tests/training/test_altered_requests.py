@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from test_shape_changes import events, small_job
 
-from altered import in_bytes, in_json, in_words
-from random_jobs import losses_in
 from spmd_engine import Mesh, run_threads, train
 from spmd_engine.adaptive import ShapeRequest, shape_changes
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.engine.parallel_config import ParallelConfig
+from support.altered import in_bytes, in_json, in_words
+from support.random_jobs import losses_in
 
 SHAPES = [
     ShapeRequest({"mesh": {"data": 3}, "zero": 0, "shares": None}),

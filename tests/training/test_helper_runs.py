@@ -8,7 +8,6 @@ import time
 import pytest
 from test_shape_changes import EXPERTS, IMAGES, assert_same, events, job_of
 
-from command_line import QUIET, TEXT
 from mpi_harness.launch import Job, mpiexec
 from spmd_engine import TrainConfig, run_threads, train
 from spmd_engine.adaptive import ShapeRequest
@@ -16,6 +15,7 @@ from spmd_engine.checkpoints.format.folder import find_checkpoint
 from spmd_engine.engine import helpers
 from spmd_engine.errors import UsageError
 from spmd_engine.runtime.signals import StopFlag
+from support.command_line import QUIET, TEXT
 
 SMALL = ["--batch-size", "2", "--length", "8"]
 

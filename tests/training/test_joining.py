@@ -24,7 +24,6 @@ from test_shape_changes import (
     trained,
 )
 
-from random_jobs import losses_in
 from spmd_engine import TrainConfig, run_threads, train
 from spmd_engine.adaptive import ShapeRequest
 from spmd_engine.adaptive.joining import Entrance, JoinRequest, JoinRequests, LockedFile, facts_of, runs
@@ -35,6 +34,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.jobs import join, joined_run
 from spmd_engine.planning.machine import product_choice
 from spmd_engine.training import Trainer, loss_scale, workload
+from support.random_jobs import losses_in
 
 
 @contextmanager

@@ -11,9 +11,6 @@ from types import SimpleNamespace
 import pytest
 from test_shape_changes import CHANGES, assert_same, drawn_requests, events, job_of, trained
 
-import saved
-from on_ranks import numbers_of_ranks, on_ranks
-from random_jobs import RandomJob, losses_in
 from spmd_engine import Mesh, TrainConfig, run_threads, train
 from spmd_engine.adaptive import LiveMigration, ShapeRequest, migration
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
@@ -21,6 +18,9 @@ from spmd_engine.comm.communicators.threads import current_thread_communicator
 from spmd_engine.engine import layered
 from spmd_engine.engine.state.engine_state import StateReshard
 from spmd_engine.errors import CommunicationTimeout, UsageError
+from support import saved
+from support.on_ranks import numbers_of_ranks, on_ranks
+from support.random_jobs import RandomJob, losses_in
 
 TEXT_MODEL, EXPERTS, IMAGES, ADAPTERS, MLP = 3, 8, 1, 2, 5  #: seeds that draw jobs of these kinds
 PORTIONS = 4  #: in which the tests copy, one after each step

@@ -9,10 +9,10 @@ from typing import get_type_hints
 import numpy as np
 import pytest
 
-from command_line import QUIET, TEXT
 from spmd_engine.cli import main
 from spmd_engine.errors import UsageError
 from spmd_engine.training.loggers import CSVLogger, PrometheusLogger, TensorBoardLogger, logger_named
+from support.command_line import QUIET, TEXT
 
 JOB = ["train", "--model", "gpt-nano", *TEXT, "--length", "16", "--batch-size", "2", *QUIET]
 

@@ -8,12 +8,6 @@ from threading import get_ident
 import numpy as np
 import pytest
 
-import fake_cupy
-import fake_nccl
-import pages
-from fake_cupy import events, math_mode
-from linear_engine import Linear
-from random_jobs import FAMILIES, RandomJob
 from spmd_engine import Mesh, TrainConfig, batch_of, run_threads, train
 from spmd_engine.adaptive import ShapeRequest
 from spmd_engine.arrays.backend import get_backend
@@ -34,6 +28,10 @@ from spmd_engine.planning import analyze
 from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
 from spmd_engine.strategies import STRATEGIES
 from spmd_engine.training import Trainer
+from support import fake_cupy, fake_nccl, pages
+from support.fake_cupy import events, math_mode
+from support.linear_engine import Linear
+from support.random_jobs import FAMILIES, RandomJob
 
 FAMILY = {family.name: str(family) for family in FAMILIES}
 GPT2, LLAMA = {"model": FAMILY["gpt2"]}, {"model": FAMILY["llama"]}

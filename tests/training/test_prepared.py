@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads, train
 from spmd_engine.engine import SGD
 from spmd_engine.engine.batch import make_batch
@@ -25,6 +24,7 @@ from spmd_engine.training.data.prepare import _encoded, prepare
 from spmd_engine.training.data.token_data import PreparedData, check_file, whole_documents, windows
 from spmd_engine.training.observers import Observer
 from spmd_engine.training.workload import make_trainer, open_workload
+from support import tiny
 
 SMALL_TEXT = {"model": "gpt-nano", "length": 16, "steps": 2, "batch_size": 3, "eval_samples": 2, "sample": 0}
 TEXTS = [f"document {number}: " + "abc " * (number * 7 % 30) for number in range(40)]

@@ -4,14 +4,13 @@ from types import SimpleNamespace
 
 import numpy as np
 
-import routed
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.sharding.experts import imbalance
 from spmd_engine.training import Trainer
 from spmd_engine.training.expert_load import ExpertLoad, Rebalancer
+from support import routed, tiny
 
 
 def losses(axes, every=0):

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-import saved
-from on_ranks import numbers_of_ranks, on_ranks
-from random_jobs import RandomJob, losses_in
 from spmd_engine import Mesh, TrainConfig, run_threads, train, world
 from spmd_engine.adaptive import Reshaper, ShapeRequest
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.engine.reshape import PROTOCOLS, IdleRanks
 from spmd_engine.errors import UsageError
 from spmd_engine.training import loss_scale
+from support import saved
+from support.on_ranks import numbers_of_ranks, on_ranks
+from support.random_jobs import RandomJob, losses_in
 
 CHANGES = 6  #: of a run, one after each step but the last two
 TEXT_MODEL, EXPERTS, IMAGES, ADAPTERS = 3, 8, 1, 2  #: seeds that draw jobs of these kinds

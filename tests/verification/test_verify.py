@@ -5,9 +5,6 @@ from functools import partial
 import numpy as np
 import pytest
 
-import pages
-import tiny
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.engine import SGD, LayeredEngine, ShardedEngine, schedules
 from spmd_engine.engine.batch import batch_of
@@ -23,6 +20,8 @@ from spmd_engine.verification import engine_and_reference, fill_zeros, mesh_of_o
 from spmd_engine.verification.comparison import from_first, measure
 from spmd_engine.verification.lockstep import Pair
 from spmd_engine.verification.reference import batches_for_model, batches_of_shape
+from support import pages, tiny
+from support.pairwise import in_turn
 
 GPT = [
     ({"data": 1}, {}),

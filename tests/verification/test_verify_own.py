@@ -6,7 +6,6 @@ from inspect import unwrap
 import numpy as np
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import SGD, ShardedEngine, as_distributed
 from spmd_engine.engine.batch import batch_of
@@ -17,6 +16,7 @@ from spmd_engine.losses import cross_entropy, mean_squared_error
 from spmd_engine.strategies import AttentionHeads, DataParallel
 from spmd_engine.verification import Cause, engine_and_reference, fill_zeros, mesh_of_one, verify
 from spmd_engine.verification.reference import batches_of_shape
+from support import tiny
 
 D, F = 5, 8
 

@@ -5,8 +5,6 @@ from functools import cache
 
 import numpy as np
 
-import parts
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.schedules import named
@@ -15,6 +13,7 @@ from spmd_engine.layers import RouterOptions
 from spmd_engine.models import Mixture, gpt
 from spmd_engine.sharding import Layout
 from spmd_engine.training import Trainer
+from support import parts, tiny
 
 ROUTERS = {
     "dropless": RouterOptions(balance_loss=0.3, z_loss=0.1),

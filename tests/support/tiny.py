@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 
-import parts
 from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import checked_axes, count_ranks
 from spmd_engine.engine import AdamW, LayeredEngine
@@ -14,6 +13,7 @@ from spmd_engine.models import GPTSize, gpt
 from spmd_engine.sharding import Layout
 from spmd_engine.sharding.groups import THRESHOLD
 from spmd_engine.training import Trainer
+from support import parts
 
 SIZE = GPTSize(layers=2, width=12, heads=6, context=10, vocabulary=13)  # uneven on 4 ranks and on 8
 BATCH, STEPS = 9, 2

@@ -10,8 +10,6 @@ from math import prod
 import numpy as np
 import pytest
 
-from numerics import frozen, normals
-from parts import joined
 from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.pending import wait_for
 from spmd_engine.layers import (
@@ -31,6 +29,8 @@ from spmd_engine.layers import (
     RotaryOptions,
 )
 from spmd_engine.sharding import Layout, Shards
+from support.numerics import frozen, normals
+from support.parts import joined
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 3, 7, 6, 13
 

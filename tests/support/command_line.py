@@ -7,7 +7,7 @@ from pathlib import Path
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # a single rank would use every core and compete with other tests
 QUIET = ["--eval-every", "0", "--eval-samples", "2", "--sample", "0"]
-TEXT = ["--data", str(Path(__file__).parents[1] / "docs")]  # a hundredth of the default data
+TEXT = ["--data", str(Path(__file__).parents[2] / "docs")]  # a hundredth of the default data
 
 
 def metrics(folder):

@@ -28,12 +28,12 @@ from types import ModuleType, SimpleNamespace
 import ml_dtypes
 import numpy as np
 
-from cuda_on_host import ELEMENTWISE, REDUCTIONS, HostKernel
 from spmd_engine.arrays import backend as backends
 from spmd_engine.arrays.backend import Backend
 from spmd_engine.arrays.meta.device import LAUNCHES
 from spmd_engine.comm.communicators.threads import current_thread_communicator
-from threads_on_host import ThreadedKernel
+from support.cuda_on_host import ELEMENTWISE, REDUCTIONS, HostKernel
+from support.threads_on_host import ThreadedKernel
 
 TABLE = json.loads((Path(__file__).parent / "cupy_14.json").read_text())
 #: Functions whose results are on the host, and which launch nothing.

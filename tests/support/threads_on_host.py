@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cuda_on_host import compiled
+from support.cuda_on_host import compiled
 
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wdouble-promotion", "-Wno-unknown-pragmas"]
 FLAGS += ["-Werror", "-c"]

@@ -5,14 +5,13 @@ from math import prod
 
 import numpy as np
 
-import parts
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.schedules import named
 from spmd_engine.engine.state.assignment import WORK, parse_shares
 from spmd_engine.training import Trainer
+from support import parts, tiny
 
 #: Options that change results; all others change only where and when something is computed.
 COMPUTED = {"dropout", "tied", "micro_batches", "steps", "optimizer", "layers"}

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from numerics import frozen
 from spmd_engine import Mesh, run_threads
 from spmd_engine.sharding import Spec
+from support.numerics import frozen
 
 DATA_MODEL = ["b s f", "b/data s f", "b s f/data", "b/data s f/model", "b/model s f/data", "b/data s/model f"]
 DATA_MODEL += ["b s/data,model f", "b s/model,data f", "b/model,data s f", "b s f/model", "b s/model f"]

@@ -5,7 +5,7 @@ import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def script(name, folder="scripts"):

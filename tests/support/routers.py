@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from numerics import normals
 from spmd_engine.layers.moe.routing import Choices, RouterOptions, Tokens, choose
+from support.numerics import normals
 
 EXPERTS = 8
 ROUTERS = {

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-import fake_cupy
+from support import fake_cupy
 
 SUM, PROD, MAX, MIN, AVG = range(5)
 DTYPES = ["i1", "u1", "i4", "u4", "i8", "u8", "f2", "f4", "f8"] + ["bfloat16"]

@@ -5,12 +5,12 @@ import weakref
 import numpy as np
 import pytest
 
-import tiny
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.engine.state.assignment import assign
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.models import gpt
 from spmd_engine.sharding import Layout
+from support import tiny
 
 FLOAT = np.dtype(np.float64)
 every_stage_of_zero = pytest.mark.parametrize("zero", [0, 1, 2, 3])

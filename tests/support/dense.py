@@ -5,11 +5,11 @@ from math import prod
 
 import numpy as np
 
-from numerics import frozen, normals
 from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.pending import wait_for
 from spmd_engine.layers import ForwardContext, GradientSums, Linear, Skip
 from spmd_engine.sharding import Layout, Shards
+from support.numerics import frozen, normals
 
 BATCH, INPUTS, OUTPUTS = 4, 5, 7
 ONE = ({"data": 1}, {})

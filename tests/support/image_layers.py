@@ -4,12 +4,12 @@ from math import prod
 
 import numpy as np
 
-from layer_harness import tree
-from numerics import frozen, normals
 from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.pending import wait_for
 from spmd_engine.layers import ForwardContext, GradientSums
 from spmd_engine.sharding import Layout, Shards
+from support.layer_harness import tree
+from support.numerics import frozen, normals
 
 BATCH, IMAGE = 3, (7, 6)
 ONE = ({"data": 1}, {})

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-import saved
-import tiny
-from labelled_images import write_npz
 from spmd_engine import Mesh, TrainConfig, run_threads, train
 from spmd_engine.adaptive import ShapeRequest
 from spmd_engine.axes import MeshPosition
@@ -27,8 +24,10 @@ from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.strategies import STRATEGIES, default_axes
 from spmd_engine.tokens.tokenizer import Tokenizer
 from spmd_engine.training.data.prepare import prepare
+from support import saved, tiny
+from support.labelled_images import write_npz
 
-FAMILIES = sorted(Path(__file__).parent.joinpath("golden", "decoders").iterdir())
+FAMILIES = sorted(Path(__file__).parents[1].joinpath("golden", "decoders").iterdir())
 TEXTS = [f"document {number}: " + "a cab " * (number * 7 % 30) for number in range(40)]
 AXES = {
     "decoder": ["pipe", "data", "context", "model", "replicate", "shard", "queries"],

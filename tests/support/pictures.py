@@ -2,13 +2,13 @@
 
 import numpy as np
 
-import parts
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import SGD, LayeredEngine, schedules
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.models import ImageShape, convnet, layout_for, resnet
 from spmd_engine.training import Trainer
+from support import parts
 
 SHAPE = ImageShape(8, 7, 2, 5)
 BATCH, MICRO_BATCHES, STEPS = 7, 2, 2
