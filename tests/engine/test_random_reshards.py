@@ -17,8 +17,8 @@ from spmd_engine.models import Mixture, gpt, layout_for
 from spmd_engine.sharding import Layout
 from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.training import Trainer
-from spmd_engine.verification import mesh_of_one
 from support import pictures, tiny
+from support.tiny import mesh_of_one
 
 AXES = {
     "decoder": ["pipe", "data", "context", "model", "replicate", "shard"],
