@@ -1,5 +1,6 @@
 """Texts: the same on every mesh, in every batch, and ended as asked."""
 
+import json
 import runpy
 from functools import cache
 from pathlib import Path
@@ -268,13 +269,14 @@ def test_halves_are_rounded_alike_on_every_mesh_and_in_every_batch(precision):
             np.testing.assert_allclose(text.log_probs, like.log_probs, rtol=0, atol=1e-12)
 
 
-def test_texts_end_with_the_tokens_that_the_config_names_where_no_other_file_does(copied):
-    folder = copied("llama", eos_token_id=[5, 7])
-    assert read_generation_config(folder).ends == (5, 7)
-    (folder / "generation_config.json").write_text('{"eos_token_id": 6}')
-    assert read_generation_config(folder).ends == (6,)
-    (folder / "generation_config.json").write_text("{}")
-    assert read_generation_config(folder).ends == ()
+def test_texts_end_with_the_tokens_that_the_config_names_where_no_other_file_does(tmp_path):
+    config = {"model_type": "llama", "eos_token_id": [5, 7]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_generation_config(tmp_path).ends == (5, 7)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 6}')
+    assert read_generation_config(tmp_path).ends == (6,)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert read_generation_config(tmp_path).ends == ()
 
 
 ALICE = " the\nQueen to the Queen, and she found it was saying to herself, and\nshe was so much a"
