@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_layer_contract import text_model
-from test_layer_contract import tokens as contract_tokens
 
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW, LayeredEngine
@@ -18,6 +16,8 @@ from spmd_engine.sharding import Layout
 from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.training import Trainer
 from support import pictures, tiny
+from support.own_layers import text_model
+from support.own_layers import tokens as contract_tokens
 from support.tiny import mesh_of_one
 
 AXES = {
