@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from test_layer_contract import MICRO_BATCHES, text_model, tokens
+from test_layer_contract import MICRO_BATCHES
 
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.engine import AdamW, LayeredEngine, schedules
@@ -18,6 +18,7 @@ from spmd_engine.models import two_layers
 from spmd_engine.sharding import Layout
 from spmd_engine.training import Trainer
 from support import tiny
+from support.own_layers import text_model, tokens
 from support.pairwise import in_turn
 from support.traced_memory import peak_of
 

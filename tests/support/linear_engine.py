@@ -1,4 +1,6 @@
-"""The engine of README.md: one matrix, data parallel."""
+"""The engine of README.md: one matrix, data parallel; and one of float64 weights."""
+
+import numpy as np
 
 from spmd_engine.engine import ShardedEngine
 
@@ -17,3 +19,12 @@ class Linear(ShardedEngine):
 
     def backward(self, dy):
         return {"w": self.all_reduce(self.tape.pop().T @ dy, over="data")}
+
+
+class Drawn(Linear):
+    """An engine as docs/engines.md shows one, from draws that NumPy makes in float64."""
+
+    drawn = np.float64
+
+    def __init__(self):
+        self.load_checkpoint({"w": np.random.default_rng(0).standard_normal((3, 2)).astype(self.drawn)})

@@ -1,4 +1,4 @@
-"""A real step on virtual ranks, whose ledgers are compared with predictions."""
+"""Batches for any model, and a real step of it on virtual ranks, whose ledgers are compared with predictions."""
 
 import numpy as np
 
@@ -6,22 +6,22 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import make_batch
 from spmd_engine.engine.parallel_config import composed_layout
-from spmd_engine.planning.dry_run.analyze import sample_shapes
 from spmd_engine.training import Trainer
 from support import tiny
 
 
-def real_batch(model, engine, size, micro_batches, seed=0):
-    """Random samples of a model: tokens, classes or numbers."""
-    inputs, targets = sample_shapes(model, None)
-    rng = np.random.default_rng(seed)
-    letter = model.outputs.split()[-1]
-    classes = next(layer.sizes[letter] for _, layer in reversed(model.layers) if letter in layer.sizes)
-    x = rng.integers(0, model.vocabulary, (size, *inputs)) if model.vocabulary else rng.random((size, *inputs))
-    named = len(model.targets.split()) < len(model.outputs.split())
-    y = rng.integers(0, classes, (size, *targets)) if named else rng.random((size, *targets))
+def real_batch(model, engine, size, micro_batches, step=0, length=None):
+    """Random samples of a model, others for each step: tokens, classes or numbers, in sequences of this length."""
+    sizes = {letter: n for _, layer in model.layers for letter, n in layer.sizes.items()}
+    first, last = ({**each, "b": size, "s": length or model.context} for each in (model.layers[0][1].sizes, sizes))
+    inputs = [size, *model.sample] if model.sample else [first[letter] for letter in model.inputs.split()]
+    targets = [last[letter] for letter in model.targets.split()]
+    rng = np.random.default_rng(step)
+    x = rng.integers(0, model.vocabulary, inputs) if model.vocabulary else rng.random(inputs)
+    named = len(targets) < len(model.outputs.split())
+    y = rng.integers(0, last[model.outputs.split()[-1]], targets) if named else rng.random(targets)
     x, y = (each if each.dtype.kind == "i" else each.astype(engine.dtype) for each in (x, y))
-    return make_batch(lambda rows: (x[rows], y[rows]), size, micro_batches, engine, count=y.size)
+    return make_batch(lambda rows: (x[rows], y[rows]), size, micro_batches, engine, step=step, count=y.size)
 
 
 def build(model, mesh, composition, dtype):

@@ -6,6 +6,7 @@ import numpy as np
 
 from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import checked_axes, count_ranks
+from spmd_engine.comm.communicators.threads import solo
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import make_batch
 from spmd_engine.engine.state.assignment import WORK, ZeroConfig
@@ -44,6 +45,11 @@ def drawn_shares(axes, rng, samples=True):
             numbers[rng.integers(axes[axis])] = 3  # one at least has a share
             shares[axis] = tuple(numbers.tolist())
     return shares
+
+
+def mesh_of_one(axes=("data",)):
+    """A mesh of this rank alone."""
+    return Mesh(solo(), **dict.fromkeys(axes, 1))
 
 
 def ranks_of(axes):

@@ -1,4 +1,4 @@
-"""Prints what the ranks of a mesh hold, and what they should: the program of ``test_memory``.
+"""Prints what the ranks of a mesh hold, and what they should: the program of ``test_measured_memory``.
 
 After some steps with the stage of ZeRO that is given or, with ``run``, after a whole run, from the first evaluation to
 the sample.
