@@ -28,7 +28,19 @@ from spmd_engine.runtime.signals import StopFlag, exit_code, raise_interrupted
 INSTALLED = "spmd-engine"  #: the command of an installed package (``console_scripts`` in setup.cfg)
 
 
-class LazyGroup(click.Group):
+class CommandGroup(click.Group):
+    """A group that answers an unknown command with the nearest name."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        names = self.list_commands(ctx)
+        if args[0] not in names and not args[0].startswith("-"):
+            ctx.fail(f"no command {args[0]!r}; {one_of(args[0], names)}")
+        return super().resolve_command(ctx, args)
+
+
+class LazyGroup(CommandGroup):
     """A group that imports a command when it is used, so that a rank loads only what its command needs.
 
     ``modules`` maps the name of each command to the module of the ``package`` that defines it. The help of the group
@@ -41,13 +53,6 @@ class LazyGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(self.modules)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in self.modules and not args[0].startswith("-"):
-            ctx.fail(f"no command {args[0]!r}; {one_of(args[0], self.list_commands(ctx))}")
-        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.modules:

@@ -14,12 +14,12 @@ import click
 from spmd_engine.adaptive.joining import LockedFile, remove_unheld, runs
 from spmd_engine.adaptive.reshape import PROTOCOLS, ShapeRequest
 from spmd_engine.cli.options import Quantity, options_of, values_given
-from spmd_engine.cli.progress import live_migration_text
-from spmd_engine.cli.report.run_record import JsonLines
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.files import naming
 from spmd_engine.foreign import reading
+from spmd_engine.observability.progress import live_migration_text
+from spmd_engine.observability.run_record import JsonLines
 from spmd_engine.planning.plan_result import PlanFile
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.run import EventLog

@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,6 +26,11 @@ from spmd_engine.training.product_choice import choose_products
 from spmd_engine.training.run_job import read_job
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import BYTES, bytes_of, seconds_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from spmd_engine.pictures import Picture
 
 # --- Options from the fields of a configuration
 
@@ -211,6 +217,20 @@ def print_notices(notices: Sequence[str]) -> None:
         click.echo(f"spmd_engine: note: {notice}", err=True)
 
 
+def renamed(command: click.Command, name: str, old: str) -> click.Command:
+    """A command under its former name, in full ``old``, for one release: unlisted, and with a note that it prints."""
+    former = copy(command)
+    former.name, former.hidden = name, True
+
+    def run(**params: Any) -> Any:
+        print_notices([f"'{old}' is now '{command.name}'; the next release has that name alone"])
+        assert command.callback
+        return command.callback(**params)
+
+    former.callback = run
+    return former
+
+
 def axes_of(job: TrainConfig) -> dict[str, int]:
     """The mesh of a job that is drawn or analyzed; raises UsageError if the job has no mesh."""
     if not job.composition.mesh:
@@ -254,6 +274,30 @@ def served_model(job: TrainConfig) -> ModelConfig:
     if job.strategy:
         raise UsageError(f"this is a run of --strategy {job.strategy}: only 'train --resume' continues from those")
     return job.model.changed(dropout=0.0)
+
+
+# --- Pictures
+
+
+output_option = click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the picture to FILE.svg, or FILE.png (needs Pillow), instead of printing it.",
+)
+
+
+def present(picture: Picture, output: Path | None, console: Console | None = None) -> None:
+    """Print a picture, in colour on a terminal, or write it to ``output``."""
+    from rich.console import Console
+
+    from spmd_engine.observability.render import print_picture, write_image
+
+    if output is None:
+        print_picture(picture, console or Console())
+        return
+    write_image(picture, output)
+    click.echo(f"wrote {output}")
 
 
 # --- Code that a file names

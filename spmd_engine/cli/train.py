@@ -14,12 +14,12 @@ import click
 from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.cli.options import chosen_settings, options_of, permitted, trust_option, values_given
-from spmd_engine.cli.progress import Reporter
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.observability.progress import Reporter
 from spmd_engine.runtime.launchers import check_started_by_launcher
 from spmd_engine.runtime.signals import ENDING, REQUEUE
 from spmd_engine.training.run import Observer

@@ -16,7 +16,6 @@ from spmd_engine.checkpoints import Checkpoint, save_checkpoint
 from spmd_engine.checkpoints.hf.export import export_adapters, export_huggingface
 from spmd_engine.checkpoints.hf.weights import adapter_options, merged
 from spmd_engine.checkpoints.pretrained import open_pretrained, with_shape
-from spmd_engine.cli.show.memory import bytes_per_rank
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.parallel_config import (
@@ -30,6 +29,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.moe.routing import RouterOptions
 from spmd_engine.models import DecoderConfig, Mixture
 from spmd_engine.models.lora import LoRAOptions
+from spmd_engine.observability.memory import bytes_per_rank
 
 SHAPE = DecoderConfig(
     family="qwen3", layers=2, width=12, heads=6, key_value_heads=2, head_width=4, hidden=10, vocabulary=13,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from command_line import QUIET, TEXT, metrics
-from spmd_engine.cli.report.page import POINTS, page_of
-from spmd_engine.cli.report.run_record import RunRecord
+from spmd_engine.observability.run_page import POINTS, page_of
+from spmd_engine.observability.run_record import RunRecord
 from spmd_engine.training.run import EventLog, Observer, Run
 
 
