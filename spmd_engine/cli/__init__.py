@@ -44,12 +44,20 @@ class LazyGroup(CommandGroup):
     """A group that imports a command when it is used, so that a rank loads only what its command needs.
 
     ``modules`` maps the name of each command to the module of the ``package`` that defines it. The help of the group
-    imports them all.
+    imports them all, and lists them by ``headings``.
     """
 
-    def __init__(self, *args: Any, package: str, modules: Mapping[str, str], **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        package: str,
+        modules: Mapping[str, str],
+        headings: Mapping[str, Sequence[str]] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
         self.package, self.modules = package, modules
+        self.headings = headings or {"Commands": sorted(modules)}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(self.modules)
@@ -61,11 +69,20 @@ class LazyGroup(CommandGroup):
             # A signal is handled after the import: a half-imported program cannot end cleanly.
             return getattr(import_module(f"{self.package}.{self.modules[cmd_name]}"), cmd_name)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, self.modules))
+        for heading, names in self.headings.items():
+            commands = [(f"{name:<{width}}", self.get_command(ctx, name)) for name in names]
+            with formatter.section(heading):
+                formatter.write_dl([(name, command.get_short_help_str(200)) for name, command in commands if command])
 
-COMMANDS = (
-    *("train", "generate", "eval", "data", "infer", "inspect", "show", "verify", "checkpoint", "launch", "migrate"),
-    *("join", "plan", "analyze", "calibrate", "bench", "report", "monitor", "doctor", "new"),
-)
+
+COMMANDS = {
+    "Train and use models": ("train", "data", "checkpoint", "generate", "eval", "infer"),
+    "Look at plans, models and runs": ("plan", "analyze", "inspect", "show", "monitor", "report"),
+    "Write a model of your own": ("new", "verify"),
+    "Run on a cluster": ("doctor", "launch", "migrate", "join", "calibrate", "bench"),
+}
 #: They go on if their standard output is closed; output is all that the others are for.
 LASTING = ("train", "launch", "join")
 #: Errors of the system about what it is short of, and what to add to their text.
@@ -78,7 +95,8 @@ SHORTAGES = {
 @click.group(
     cls=LazyGroup,
     package=__name__,
-    modules={name: name for name in COMMANDS},
+    modules={name: name for names in COMMANDS.values() for name in names},
+    headings=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 @click.version_option(__version__, prog_name="spmd_engine")

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from spmd_engine.axes import all_positions
-from spmd_engine.cli.options import axes_of, model_on, output_option, present, takes_job
+from spmd_engine.cli.options import LongCommand, axes_of, model_on, output_option, present, takes_job
 from spmd_engine.engine.helpers import helper_ranks
 from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.errors import UsageError
@@ -27,7 +27,7 @@ from spmd_engine.training.train_config import TrainConfig
 WIDTH = 240  # columns of tables, so that no number is truncated on narrow terminals
 
 
-@click.command(short_help="Compute, bytes and memory of a step, rank by rank, before one is started.")
+@click.command(cls=LongCommand, short_help="Compute, bytes and memory of a step, rank by rank, before one is started.")
 @takes_job(
     *("model", "images", "precision", "mixture", "lora", "composition"),
     *("batch_size", "micro_batches", "length", "optimizer", "device", "data"),

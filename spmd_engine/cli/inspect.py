@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from spmd_engine.cli.options import model_on, output_option, present, takes_job
+from spmd_engine.cli.options import LongCommand, model_on, output_option, present, takes_job
 from spmd_engine.observability.memory import draw_memory
 from spmd_engine.observability.shardings import print_shardings
 from spmd_engine.runtime.launchers import launcher_rank
@@ -16,7 +16,7 @@ from spmd_engine.training.train_config import TrainConfig
 WIDTH = 120  # least columns of a line, so that no name is truncated on narrow terminals
 
 
-@click.command(short_help="Show how a model is sharded, and bytes per rank.")
+@click.command(cls=LongCommand, short_help="Show how a model is sharded, and bytes per rank.")
 @takes_job("model", "images", "precision", "mixture", "lora", "composition", "optimizer", described=True)
 @output_option
 def inspect(job: TrainConfig, output: Path | None) -> None:

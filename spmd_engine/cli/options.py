@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -36,12 +37,65 @@ if TYPE_CHECKING:
 
 
 class SettingOption(click.Option):
-    """An option that is listed by its name, and accepted by its old names, too."""
+    """An option that is listed by its name, and accepted by its old names, too.
+
+    ``section`` is its heading in the help of a ``LongCommand``, whose first page lists it if it is ``common``.
+    """
+
+    def __init__(self, *args: Any, section: str = "", common: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.section, self.common = section, common
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         listed = copy(self)
         listed.opts = self.opts[:1]
         return click.Option.get_help_record(listed, ctx)
+
+
+def rare_option(*flags: str, **options: Any) -> Callable:
+    """An option of a command alone that is not on the first page of its help."""
+    return click.option(*flags, cls=SettingOption, **options)
+
+
+class LongCommand(click.Command):
+    """A command with many options: ``--help`` lists those that most users need, with the first sentence of each help;
+    ``--help-all`` lists all options, by section of the configuration, with their whole help."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        about = f"Show the whole help, of all {len(self.params)} options, by section."
+        show = {"is_eager": True, "expose_value": False, "callback": self._show_all}
+        self.params.append(click.Option(["--help-all"], is_flag=True, help=about, **show))
+
+    def _show_all(self, ctx: click.Context, _: click.Parameter, value: bool) -> None:
+        if value and not ctx.resilient_parsing:
+            ctx.meta[_ALL] = True
+            click.echo(ctx.get_help(), color=ctx.color)
+            ctx.exit()
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options of the first page in one list, or all of them under headings."""
+        rows: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is None:
+                continue
+            if ctx.meta.get(_ALL):
+                rows[f"{getattr(param, 'section', '')} options".strip().capitalize()].append(record)
+            elif getattr(param, "common", True):
+                rows["Options"].append((record[0], _first_sentence(record[1])))
+        for heading, records in rows.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+def _first_sentence(text: str) -> str:
+    """The first sentence of an option's help, and its default."""
+    default = text[text.rindex("[") :] if text.endswith("]") else ""
+    sentence, *more = text.removesuffix(default).strip().split(". ")
+    return f"{sentence}{'.' * bool(more)} {default}".strip()
+
+
+_ALL = f"{__name__}.all"  #: a key of click's context: whether the whole help is shown
 
 
 class Quantity(click.ParamType):
@@ -117,11 +171,12 @@ def _option(setting: ConfigField, default: Any, help: str | None) -> Callable:
     if default is not None:
         shown = str(default)
     text += f" [default: {shown}]" if shown and shown != "off" else ""
-    return click.option(setting.name, *flags, default=None, help=text, cls=SettingOption, **options)
+    listed = {"section": ([*setting.path[:-1]] or ["job"])[-1], "common": about.get("common", False)}
+    return click.option(setting.name, *flags, default=None, help=text, cls=SettingOption, **listed, **options)
 
 
 #: Arguments of a model's code, which become a part of the model's name.
-_SET = click.option(
+_SET = rare_option(
     "--set",
     "arguments",
     metavar="NAME=VALUE",
@@ -303,7 +358,7 @@ def present(picture: Picture, output: Path | None, console: Console | None = Non
 # --- Code that a file names
 
 
-trust_option = click.option(
+trust_option = rare_option(
     "--trust-code",
     is_flag=True,
     help="Run the code of your own that the file of a run, a job or a plan names, as it is now; its path and SHA-256 "

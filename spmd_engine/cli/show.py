@@ -10,7 +10,16 @@ import click
 from spmd_engine.axes import all_positions, parse_axes
 from spmd_engine.cli import CommandGroup
 from spmd_engine.cli.inspect import inspect
-from spmd_engine.cli.options import axes_of, model_on, output_option, permitted, present, renamed, takes_job
+from spmd_engine.cli.options import (
+    LongCommand,
+    axes_of,
+    model_on,
+    output_option,
+    permitted,
+    present,
+    renamed,
+    takes_job,
+)
 from spmd_engine.comm.notation import Spec
 from spmd_engine.comm.views import ArraySharding, draw_mesh
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
@@ -34,7 +43,7 @@ from spmd_engine.training.train_config import TrainConfig
 MOST_PARTS = 64  #: micro-batches that can be drawn
 
 
-@click.group(cls=CommandGroup, short_help="Draw a mesh, a sharding, experts, a schedule, messages, a collective.")
+@click.group(cls=CommandGroup, short_help="Draw meshes, shardings, experts, schedules, communication, collectives.")
 @click.pass_context
 def show(context: click.Context) -> None:
     """Draw what the engine does. No rank is started: any mesh can be drawn anywhere.
@@ -63,7 +72,7 @@ def mesh(axes: str, output: Path | None) -> None:
     present(draw_mesh(parse_axes(axes)), output)
 
 
-@show.command(short_help="An array's blocks, and the ranks that hold them.")
+@show.command(cls=LongCommand, short_help="An array's blocks, and the ranks that hold them.")
 @click.argument("spec", metavar="SHARDING", required=False)
 @click.option("--shape", metavar="N,...", help="The whole array's shape: a size for each letter.")
 @click.option("--param", metavar="NAME", help="A parameter of --model, instead of SHARDING and --shape.")
@@ -97,7 +106,7 @@ def sharding(spec: str | None, shape: str | None, param: str | None, job: TrainC
     present(ArraySharding.of(parsed, sizes, places).picture(name, notes_on_holders(places)), output)
 
 
-@show.command(short_help="Ranks that hold each expert, and its load in a run.")
+@show.command(cls=LongCommand, short_help="Ranks that hold each expert, and its load in a run.")
 @takes_job("model", "mixture", "mesh", "experts_over", described=True)
 @click.option("--run", metavar="NAME", help="A run, for its model and the load that it measured.")
 @click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="With --run: its last steps.")
@@ -153,7 +162,7 @@ def schedule(name: str, stages: int, micro_batches: int, chunks: int | None, out
     present(named(name, chunks).picture(stages, micro_batches), output)
 
 
-@show.command(short_help="What a rank sends in a step, and when.")
+@show.command(cls=LongCommand, short_help="What a rank sends in a step, and when.")
 @takes_job(
     *("model", "images", "precision", "mixture", "composition", "batch_size", "micro_batches"),
     described=True,
