@@ -7,8 +7,8 @@ import pytest
 
 from spmd_engine.axes import MeshPosition, all_positions
 from spmd_engine.cli import main
-from spmd_engine.cli.show.collective import EXAMPLES, run_example
 from spmd_engine.comm.views import ArraySharding
+from spmd_engine.observability.collective import EXAMPLES, run_example
 from spmd_engine.sharding import Spec
 
 
@@ -244,9 +244,9 @@ MISTAKES = {
     "give SHARDING and --shape": ["sharding", "b/data", "--mesh", "data=2"],
     "either SHARDING and --shape, or --param": [*SHARDING, "data=2", "--param", "w"],
     "has no parameter 'w9'; it has, for example: embedding/table": ["sharding", "--param", "w9", "--mesh", "data=2"],
-    "unknown model 'huge'": ["memory", "--model", "huge", "--mesh", "data=2"],
-    "no customary layout for axis 'lines'": ["memory", "--mesh", "lines=2"],
-    "too few for 99 stages; take fewer": ["memory", "--mesh", "pipe=99"],
+    "unknown model 'huge'": ["communication", "--model", "huge", "--mesh", "data=2"],
+    "no customary layout for axis 'lines'": ["communication", "--mesh", "lines=2"],
+    "too few for 99 stages; take fewer": ["communication", "--mesh", "pipe=99"],
     "'nonsense' is not one of 'all_reduce'": ["collective", "nonsense"],
     "1 is not in the range": ["collective", "all_reduce", "--ranks", "1"],
     "no schedule 'nonsense'": ["schedule", "nonsense"],
@@ -266,7 +266,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, message):
     assert said.err.startswith("spmd_engine: ") and said.err.count("\n") == 1 and message in said.err
 
 
-@pytest.mark.parametrize("command", ["mesh", "sharding", "schedule", "memory", "collective"])
+@pytest.mark.parametrize("command", ["mesh", "sharding", "experts", "schedule", "collective"])
 def test_help_teaches_by_example(capsys, command):
     main(["show", command, "--help"])
     said = capsys.readouterr().out

@@ -9,11 +9,11 @@ from rich.text import Text
 
 from spmd_engine.axes import all_positions
 from spmd_engine.cli import main
-from spmd_engine.cli.show.collective import EXAMPLES, draw_collective
-from spmd_engine.cli.show.memory import draw_memory
-from spmd_engine.cli.show.picture import lines, print_picture
 from spmd_engine.comm.views import ArraySharding, draw_mesh
 from spmd_engine.engine.schedules.orders import named
+from spmd_engine.observability.collective import EXAMPLES, draw_collective
+from spmd_engine.observability.memory import draw_memory
+from spmd_engine.observability.render import lines, print_picture
 from spmd_engine.pictures import BLUE, COLOURS, YELLOW, Cell, Picture, ink, listed, svg, table, text, tint
 from spmd_engine.sharding import Spec
 from spmd_engine.training import TrainConfig
@@ -25,11 +25,15 @@ def sharding(shape, axes):
     return ArraySharding.of(Spec.parse("b/data f/model"), shape, all_positions(axes)).picture()
 
 
+def memory(job):
+    return draw_memory(job, job.model.build(job.composition), job.composition)
+
+
 PICTURES = {
     "mesh": lambda: draw_mesh({"data": 2, "model": 3}),
     "sharding": lambda: sharding((5, 2), {"data": 2, "model": 3}),
     "schedule": lambda: named("interleaved").picture(2, 4),
-    "memory": lambda: draw_memory(TrainConfig.of(mesh={"data": 2})),
+    "memory": lambda: memory(TrainConfig.of(mesh={"data": 2})),
     "collective": lambda: draw_collective("all_gather", 3),
 }
 every_picture = pytest.mark.parametrize("kind", PICTURES)
@@ -174,7 +178,7 @@ def test_written_files(tmp_path, capsys):
 @every_picture
 def test_png(kind, tmp_path):
     image = pytest.importorskip("PIL.Image")
-    from spmd_engine.cli.show.picture import write_image
+    from spmd_engine.observability.render import write_image
 
     picture, path = PICTURES[kind](), tmp_path / "picture.png"
     write_image(picture, path)

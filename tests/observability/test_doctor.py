@@ -13,8 +13,8 @@ import pytest
 
 from mpi_harness.launch import clean_environment
 from spmd_engine import Mesh, run_threads, world
-from spmd_engine.cli.doctor.facts import OPERATIONS, TIMED, _gpu_sum, facts_of_rank
-from spmd_engine.cli.doctor.findings import ERROR, GOOD, WARNING, diagnose, slowest
+from spmd_engine.observability.facts import OPERATIONS, TIMED, _gpu_sum, facts_of_rank
+from spmd_engine.observability.findings import ERROR, GOOD, WARNING, diagnose, slowest
 from spmd_engine.runtime.mpi_job import find_mpiexec, is_open_mpi
 from support.fake_cupy import watch
 
@@ -328,7 +328,7 @@ os.execv(sys.executable, [sys.executable, "-c", code.format("sys.modules['numba'
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_ranks_with_faults(mpi_run, tmp_path):
     (tmp_path / "broken.py").write_text(BROKEN)
-    package = Path(facts_of_rank.__code__.co_filename).parents[2]
+    package = Path(facts_of_rank.__code__.co_filename).parents[1]
     shutil.copytree(package, tmp_path / "other" / "spmd_engine", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "other" / "spmd_engine" / "axes.py").open("a").write("# of another version\n")
     result = mpi_run(2, "broken.py", env=ONE_THREAD | {"SLURM_NTASKS": "4"}, cwd=tmp_path)
@@ -346,7 +346,7 @@ def test_ranks_that_stop_communicating(mpi_run, tmp_path):
     (tmp_path / "broken.py").write_text(
         """
 from spmd_engine.cli import main
-from spmd_engine.cli.doctor import facts
+from spmd_engine.observability import facts
 from spmd_engine.comm import world
 
 def fails(*arguments):

@@ -7,12 +7,12 @@ import pytest
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.pretrained import with_shape
 from spmd_engine.cli import main
-from spmd_engine.cli.show.memory import CLASSES, bytes_per_rank, draw_memory
 from spmd_engine.engine import SGD
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.models import build_model, deep_mlp, gpt
 from spmd_engine.models.lora import LoRAOptions
+from spmd_engine.observability.memory import CLASSES, bytes_per_rank, draw_memory
 from spmd_engine.planning import analyze
 from spmd_engine.training import TrainConfig
 from support.tiny import SIZE
@@ -126,9 +126,21 @@ NUMBERS = [
 ]
 
 
-def test_bars_and_numbers(capsys):
-    main(["show", "memory", "--model", "mlp", "--mesh", "data=4"])
+def picture_of_inspect(capsys, *options):
+    main(["inspect", *options])
     lines = capsys.readouterr().out.splitlines()
+    return lines[next(number for number, line in enumerate(lines) if ": bytes on " in line) :]
+
+
+def test_the_former_command_prints_the_same_and_names_the_new_one(here):
+    options = ["--model", "mlp", "--mesh", "data=4", "--zero", "1"]
+    assert here("show", "memory", *options)[:2] == here("inspect", *options)[:2]
+    note = "spmd_engine: note: 'show memory' is now 'inspect'; the next release has that name alone\n"
+    assert here("show", "memory", *options)[2] == note
+
+
+def test_bars_and_numbers(capsys):
+    lines = picture_of_inspect(capsys, "--model", "mlp", "--mesh", "data=4")
     assert lines[0] == "mlp, 118,143 parameters in float32, adamw, mesh data=4: bytes on the rank that holds most"
     assert lines[3] == "zero 0 │   parameters    │    gradients    │          optimizer state          │ 1.80 MiB"
     assert lines[6].startswith("zero 1 │   parameters    │    gradients    │   o    │ 1.13 MiB")
@@ -136,7 +148,9 @@ def test_bars_and_numbers(capsys):
 
 
 def test_bars_are_to_scale():
-    cells = [cell for cell in draw_memory(TrainConfig.of(model="gpt2", mesh={"data": 4})).drawing if cell.outline]
+    job = TrainConfig.of(model="gpt2", mesh={"data": 4})
+    picture = draw_memory(job, job.model.build(job.composition), job.composition)
+    cells = [cell for cell in picture.drawing if cell.outline]
     widths = [cell.width for cell in cells[:3]]
     assert sum(widths) == 72 and widths == [18, 18, 36]
     totals = {}
@@ -146,15 +160,13 @@ def test_bars_are_to_scale():
 
 
 def test_one_stage_rank_by_rank(capsys):
-    main(["show", "memory", "--model", "mlp", "--mesh", "replicate=2,shard=2", "--zero", "3"])
-    lines = capsys.readouterr().out.splitlines()
+    lines = picture_of_inspect(capsys, "--model", "mlp", "--mesh", "replicate=2,shard=2", "--zero", "3")
     assert lines[0].endswith("bytes on each rank, zero 3")
     assert lines[3].startswith("ranks 0,2 ") and lines[6].startswith("ranks 1,3 ")
 
 
 def test_many_kinds_of_ranks_are_two_bars(capsys):
-    main(["show", "memory", "--mesh", "data=64", "--zero", "3"])
-    lines = capsys.readouterr().out.splitlines()
+    lines = picture_of_inspect(capsys, "--mesh", "data=64", "--zero", "3")
     assert sum(line.startswith("rank") and "│" in line for line in lines) == 2
     assert any(line.startswith("Drawn are the ranks that hold most and least; ") for line in lines)
 

@@ -147,7 +147,7 @@ def _room(folder: Path) -> dict[str, int]:
 
 def package_digest() -> str:
     """The SHA-256 of all files of this package."""
-    root, digest = Path(__file__).parents[2], sha256()
+    root, digest = Path(__file__).parents[1], sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""``show memory``: bytes on each rank by kind, under the stages of ZeRO."""
+"""Bytes that each rank of a mesh stores, by kind, under the stages of ZeRO."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
-
-import click
 
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition, all_positions
-from spmd_engine.cli.options import axes_of, takes_job
-from spmd_engine.cli.show.picture import output_option, present
 from spmd_engine.engine.optimizers import OPTIMIZERS, AdamW, Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_assignment, composed_layout
 from spmd_engine.engine.state.assignment import PIPE
 from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.models import Model
-from spmd_engine.pictures import BLUE, GREEN, ORANGE, PURPLE, Cell, Picture, listed, table, text
+from spmd_engine.pictures import BLUE, GREEN, ORANGE, PURPLE, SKY, Cell, Picture, listed, table, text
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.engine import PassCache
 from spmd_engine.sharding.groups import ParameterGroup
@@ -27,57 +22,45 @@ from spmd_engine.sharding.layout import Layout
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import readable_bytes
 
-FILLS = {"parameters": BLUE, "gradients": ORANGE, "optimizer state": GREEN, "largest groups": PURPLE}
+CLASSES = ("parameters", "gradients", "optimizer state", "largest groups")
+FROZEN = "frozen weights"  #: one more class, of models with adapters
+FILLS = {
+    "parameters": BLUE,
+    "gradients": ORANGE,
+    "optimizer state": GREEN,
+    "largest groups": PURPLE,
+    FROZEN: SKY,
+}
 LONGEST_BAR = 72  # columns
 MOST_BARS = 12
 
 Held = tuple[tuple[str, int], ...]  # classes with their bytes
 
 
-@click.command(short_help="Bytes per rank, by what they are for.")
-@takes_job(
-    *("model", "images", "mesh", "shares", "zero", "precision", "optimizer"),
-    described=True,
-    help={"zero": "One ZeRO stage, rank by rank. Without it, all stages side by side."},
-)
-@output_option
-def memory(job: TrainConfig, output: Path | None) -> None:
-    """Draw how many bytes of parameters, gradients and optimizer state a rank holds, under each ZeRO stage.
-
-    Stage 1 shards the optimizer state, stage 2 also the gradients, stage 3 also the parameters, over the axes that
-    split the batch or the sequence, except 'replicate'. Sharded arrays are unsharded while they are used: the largest
-    groups. Activations are not counted.
-
-    \b
-      python -m spmd_engine show memory --model gpt2 --mesh data=4
-      python -m spmd_engine show memory --model gpt2 --mesh replicate=2,shard=4 --zero 3
-      python -m spmd_engine show memory --model gpt2 --mesh pipe=2,data=2,model=2 --output memory.svg
-    """
-    present(draw_memory(job), output)
-
-
-def draw_memory(job: TrainConfig) -> Picture:
-    """A bar for each ZeRO stage, of the rank that holds most; for a given stage, one for each group of equal ranks."""
-    axes, zero, built = axes_of(job), job.composition.zero, job.model.build(job.composition)
-    dtype, optimizer = job.model.dtype, job.training.optimizer
-    stages = range(4) if zero is None else [zero]
-    options = {"dtype": dtype, "optimizer": OPTIMIZERS[optimizer](), "cache": PassCache()}
-    compositions = {stage: ParallelConfig(zero=stage, shares=job.composition.shares) for stage in stages}
-    held = {stage: bytes_per_rank(built, axes, each, **options) for stage, each in compositions.items()}
-    if zero is None:
-        bars = [(f"zero {stage}", max(ranks, key=_total_bytes)) for stage, ranks in held.items()]
+def draw_memory(job: TrainConfig, model: Model, composition: ParallelConfig) -> Picture:
+    """Bytes of ranks on the mesh of the ``composition``: with a ZeRO stage, a bar for each group of equal ranks, and
+    without one, a bar for each stage, of the rank that holds most."""
+    axes, stage = dict(composition.mesh or {}), composition.storage.stage(composition.mesh or {})
+    side_by_side = composition.zero is None and not composition.assigned
+    options = {"dtype": job.model.dtype, "optimizer": OPTIMIZERS[job.training.optimizer](), "cache": PassCache()}
+    held = {
+        zero: bytes_per_rank(model, axes, composition.changed(zero=zero, offload=None), **options)
+        for zero in (range(4) if side_by_side else [stage])
+    }
+    if side_by_side:
+        bars = [(f"zero {zero}", max(ranks, key=_total_bytes)) for zero, ranks in held.items()]
         ranks_shown = "the rank that holds most"
     else:
-        bars = _group_equal_ranks(held[zero])
-        ranks_shown = f"each rank, zero {zero}"
+        bars = _group_equal_ranks(held[stage])
+        ranks_shown = f"each rank, zero {stage}"
     notes = ["largest groups: whole for a while, at the worst moment of a step. Activations are not counted."]
     if len(bars) > MOST_BARS:
         notes.insert(0, f"Drawn are the ranks that hold most and least; {len(bars) - 2} others hold something between.")
         bars.sort(key=lambda bar: -_total_bytes(bar[1]))
         bars = [bars[0], bars[-1]]
-    count, mesh = f"{built.parameter_count:,}", MeshPosition(axes, {})
-    title = f"{job.model.name}, {count} parameters in {dtype}, {optimizer}, mesh {mesh}: bytes on {ranks_shown}"
-    return Picture(title, _bars(bars), _numbers(bars), notes)
+    count, mesh = f"{model.parameter_count:,}", MeshPosition(axes, {})
+    what = f"{job.model.name}, {count} parameters in {job.model.dtype}, {job.training.optimizer}, mesh {mesh}"
+    return Picture(f"{what}: bytes on {ranks_shown}", _bars(bars), _numbers(bars), notes)
 
 
 def _total_bytes(held: Held) -> int:
@@ -111,16 +94,14 @@ def _bars(bars: Sequence[tuple[str, Held]]) -> list[Cell]:
 
 
 def _numbers(bars: Sequence[tuple[str, Held]]) -> list[Cell]:
-    rows = [("", *(f"({kind[0]}) {kind}" for kind in CLASSES), "together")]
+    rows = [("", *(f"({kind[0]}) {kind}" for kind, _ in bars[0][1]), "together")]
     rows += [(name, *(f"{count:,}" for _, count in held), f"{_total_bytes(held):,}") for name, held in bars]
-    return table(rows, "lrrrrr")
+    return table(rows, "l".ljust(len(rows[0]), "r"))
 
 
 # --- Bytes of each rank from the engine's assignment, and of its unsharded groups from the analysis of a step
 
 
-CLASSES = ("parameters", "gradients", "optimizer state", "largest groups")
-FROZEN = "frozen weights"  #: one more class, of models with adapters
 #: Kinds of memory of unsharded groups in the analysis of a step.
 _UNSHARDED = ("gathered groups", "whole gradients")
 _Parts = tuple[tuple[str, ...], list[int]]  # of a group: the axes that shard its storage, and the size of each part

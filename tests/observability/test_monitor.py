@@ -15,11 +15,11 @@ import pytest
 from rich.console import Console
 
 from spmd_engine import Mesh, as_distributed, batch_of, run_threads
-from spmd_engine.cli.monitor import Watched, curves
-from spmd_engine.cli.report.page import page_of
-from spmd_engine.cli.report.run_record import RunReader
 from spmd_engine.engine import SGD
 from spmd_engine.models import two_layers
+from spmd_engine.observability.monitor import Watched, curves
+from spmd_engine.observability.run_page import page_of
+from spmd_engine.observability.run_record import RunReader
 from spmd_engine.training import TrainConfig, Trainer
 from spmd_engine.training.adapt_config import AdaptConfig
 from spmd_engine.training.observers import ActivityFile, Observer

@@ -9,7 +9,7 @@ from math import inf
 from statistics import median
 from typing import Any
 
-from spmd_engine.cli.doctor.facts import EXTRAS
+from spmd_engine.observability.facts import EXTRAS
 from spmd_engine.runtime.launchers import MPI_MIXED, NOT_MIXED
 from spmd_engine.units import readable_bytes
 

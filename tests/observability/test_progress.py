@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from spmd_engine.cli import progress
-from spmd_engine.cli.progress import Bar
+from spmd_engine.observability import progress
+from spmd_engine.observability.progress import Bar
 from spmd_engine.runtime.launchers import terminal
 from spmd_engine.training import Trainer
 from support.command_line import QUIET, TEXT
@@ -96,7 +96,7 @@ JOB = ["train", "--model", "gpt-nano", *TEXT, *QUIET, "--length", "16", "--batch
 
 @pytest.fixture
 def on_terminal(monkeypatch):
-    monkeypatch.setattr("spmd_engine.cli.progress.terminal", lambda: PLACE)
+    monkeypatch.setattr("spmd_engine.observability.progress.terminal", lambda: PLACE)
     monkeypatch.setattr(Bar, "PERIOD", 0.0)
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import click
 
-from spmd_engine.cli.report.page import page_of
-from spmd_engine.cli.report.run_record import RunRecord
 from spmd_engine.files import check_ending, output_file
 from spmd_engine.foreign import reading
+from spmd_engine.observability.run_page import page_of
+from spmd_engine.observability.run_record import RunRecord
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.run_folder import run_folder
 

@@ -1,9 +1,7 @@
 """``show collective --mesh``: the routes of data, as in docs/collectives.md."""
 
-from click.testing import CliRunner
-
-from spmd_engine.cli.show.collective import collective, routes_by_size, routes_on_mesh
 from spmd_engine.comm.dispatch import Tuning
+from spmd_engine.observability.collective import routes_by_size, routes_on_mesh
 
 
 def test_routes_on_a_mesh_by_axis():
@@ -29,6 +27,6 @@ def test_thresholds_are_those_of_the_tuning():
     ]
 
 
-def test_the_command_prints_them():
-    result = CliRunner().invoke(collective, ["all_reduce", "--mesh", "data=2", "--nodes", "2"])
-    assert result.exit_code == 0 and result.output.startswith("over data (2 ranks on 2 nodes):\n")
+def test_the_command_prints_them(here):
+    code, output, _ = here("show", "collective", "all_reduce", "--mesh", "data=2", "--nodes", "2")
+    assert code == 0 and output.startswith("over data (2 ranks on 2 nodes):\n")

@@ -11,13 +11,13 @@ from typing import Any
 import click
 from rich.console import Console
 
-from spmd_engine.cli.doctor.facts import facts_of_rank, facts_of_ranks
-from spmd_engine.cli.doctor.findings import ERROR, GOOD, WARNING, CheckResult, diagnose, slowest
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import reason
+from spmd_engine.observability.facts import facts_of_rank, facts_of_ranks
+from spmd_engine.observability.findings import ERROR, GOOD, WARNING, CheckResult, diagnose, slowest
 from spmd_engine.runtime.launchers import launcher_rank, let_rank_zero_speak
 
 TIMEOUT = 60.0  #: seconds that a call may wait for other ranks

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.axes import all_positions, parse_axes
-from spmd_engine.cli.report.run_record import WARM_UP, RunRecord
 from spmd_engine.comm.views import draw_mesh
 from spmd_engine.engine.parallel_config import composed_layout
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model
 from spmd_engine.models.user_code import is_code
+from spmd_engine.observability.run_record import WARM_UP, RunRecord
 from spmd_engine.pictures import html_table
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import readable_bytes
@@ -57,7 +57,7 @@ def page_of(runs: Sequence[RunRecord], refresh: int = 0) -> str:
 
 
 def _file(name: str) -> str:
-    return files("spmd_engine.cli.report").joinpath(name).read_text()
+    return files("spmd_engine.observability").joinpath(name).read_text()
 
 
 # --- Parts of a page

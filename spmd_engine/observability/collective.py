@@ -1,23 +1,19 @@
-"""``show collective``: what a collective does to a small vector of each rank, before and after."""
+"""What ``show collective`` draws: what a collective does to a small vector of each rank, and the routes of its data."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import click
 import numpy as np
 
-from spmd_engine.axes import all_positions, parse_axes
-from spmd_engine.cli.show.picture import output_option, present
+from spmd_engine.axes import all_positions
 from spmd_engine.comm.agreement.call_agreement import Signature
 from spmd_engine.comm.communicators.threads import run_threads
 from spmd_engine.comm.dispatch import Facts, Route, Tuning, choose, inline_limit
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.shared_memory.slot_table import room_of
 from spmd_engine.comm.transports.hierarchical import even_nodes
-from spmd_engine.errors import UsageError
 from spmd_engine.pictures import COLOURS, PALE, Cell, Picture, text
 from spmd_engine.units import readable_bytes
 
@@ -82,31 +78,6 @@ EXAMPLES = {
         code="mesh.send(next, x); y = mesh.receive(previous)",
     ),
 }
-
-
-@click.command(short_help="What a collective does to small vectors.")
-@click.argument("name", metavar="COLLECTIVE", type=click.Choice(list(EXAMPLES)))
-@click.option("--ranks", type=click.IntRange(2, MOST), default=4, show_default=True, help="Virtual ranks to run it on.")
-@click.option("--mesh", metavar="AXIS=SIZE,...", help="Print the routes of its data on such a mesh, by size.")
-@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Nodes of that mesh.")
-@output_option
-def collective(name: str, ranks: int, mesh: str | None, nodes: int, output: Path | None) -> None:
-    """Draw what a collective does to a small vector of each rank, before and after.
-
-    COLLECTIVE is all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or send_receive (a shift along a
-    ring). It is executed, on virtual ranks. Values keep the colour of the rank they come from; sums have none.
-
-    \b
-      python -m spmd_engine show collective all_reduce
-      python -m spmd_engine show collective all_to_all --ranks 3 --output all_to_all.svg
-      python -m spmd_engine show collective all_reduce --mesh data=4,model=2 --nodes 2
-    """
-    if mesh is None:
-        present(draw_collective(name, ranks), output)
-    elif name == "send_receive":
-        raise UsageError("show collective send_receive --mesh: send and receive are messages on every mesh")
-    else:
-        click.echo("\n".join(routes_on_mesh(name, parse_axes(mesh), nodes)))
 
 
 def run_example(name: str, ranks: int) -> tuple[list[np.ndarray], list[np.ndarray]]:

@@ -1,4 +1,4 @@
-"""The output of a picture: to the terminal, a pipe, or a file."""
+"""Writes a picture to a terminal, a pipe, or a file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 
-import click
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
@@ -31,26 +30,6 @@ from spmd_engine.pictures import (
     text,
     text_rows,
 )
-
-output_option = click.option(
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Write the picture to FILE.svg, or FILE.png (needs Pillow), instead of printing it.",
-)
-
-
-def present(picture: Picture, output: Path | None) -> None:
-    """Print a picture, in colour on a terminal, or write it to ``output``."""
-    if output is None:
-        print_picture(picture, Console())
-        return
-    write_image(picture, output)
-    click.echo(f"wrote {output}")
-
-
-# --- A picture as text, coloured on a terminal
-
 
 PLAIN = str.maketrans(LINES[1:], "|-+||++-+-+++++")
 
