@@ -44,6 +44,13 @@ def test_files_that_a_page_names_exist(page):
     assert [path for path in (*named, *linked) if not path.exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_headings_that_a_page_links_to_exist(page):
+    for name, anchor in re.findall(r"\]\(([\w/.-]*)#([\w-]+)\)", page.read_text()):
+        headings = re.findall(r"^#+ (.+)$", (page.parent / name if name else page).read_text(), re.MULTILINE)
+        assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
 def test_the_api_reference_is_that_of_the_docstrings():
     assert api_reference.PAGE.read_text() == api_reference.page(), "run: python scripts/api_reference.py"
 
