@@ -1,6 +1,6 @@
 """Times a job of ``train --adapt``, one rank of which becomes twice as slow in mid-run, and recovers.
 
-    mpiexec -n 4 python scripts/bench_adapt.py --rounds 9
+    mpiexec -n 4 python benchmarks/bench_adapt.py --rounds 9
 
 The ranks train a small model. In each layer they also sleep for a time proportional to its FLOPs, the last rank twice
 as long while it is slow; so ranks need no cores of their own. Shown for each round, and as medians: the seconds

@@ -1,13 +1,13 @@
 """Times a change of shape of a running job: in memory, and by a checkpoint and a restart on the other mesh; and the
 join of two ranks of another mpiexec.
 
-    python scripts/bench_shape_change.py --model gpt-mini --batch-size 16 --length 256 --rounds 5
+    python benchmarks/bench_shape_change.py --model gpt-mini --batch-size 16 --length 256 --rounds 5
 
 A round of each alternates. The pause is the time between the end of the last step in the old shape and the beginning
 of the first step in the new one, on rank 0. Shown with it: a step in each shape, and how much longer than the second
 one the first step in the new shape takes.
 
-    python scripts/bench_shape_change.py --live --model gpt-mini --batch-size 16 --length 256 --rounds 8
+    python benchmarks/bench_shape_change.py --live --model gpt-mini --batch-size 16 --length 256 --rounds 8
 
 moves the boundary between two pipeline stages to and fro, live, with quiet steps in between. A period lasts from the
 beginning of a step to that of the next: the quiet ones before a migration, those during the copy, the one in which it

@@ -1,8 +1,8 @@
 """Times loading and exporting the folder of a real model, against reading and hashing it once.
 
-    mpiexec -n 4 python scripts/bench_models.py --mesh data=2,model=2 --rounds 5
+    mpiexec -n 4 python benchmarks/bench_models.py --mesh data=2,model=2 --rounds 5
 
-The 135M Llama of scripts/bench_decoding.py with random weights in float32, 538 MB, is loaded as `--model PATH` does,
+The 135M Llama of benchmarks/bench_decoding.py with random weights in float32, 538 MB, is loaded as `--model PATH` does,
 then saved as a checkpoint and exported from there as a folder of Hugging Face's format and as one safetensors file.
 Each operation alternates with reading and hashing as many bytes, each rank its share; with also writing them, with
 fsync; and with one rank reading and hashing all of them. All reads are from the page cache, so the disk does not count.

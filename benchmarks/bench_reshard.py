@@ -1,6 +1,6 @@
 """Times moving a model with its optimizer to another mesh: in memory, through rank 0, and through a checkpoint.
 
-    mpiexec -n 4 python scripts/bench_reshard.py --model gpt-mini --rounds 5
+    mpiexec -n 4 python benchmarks/bench_reshard.py --model gpt-mini --rounds 5
 
 The three alternate, and ratios are taken between neighbours of one round, so that other work on the machine affects all
 equally. Each line also has the CPU seconds of all ranks: with fewer cores than ranks they are the relevant measure.

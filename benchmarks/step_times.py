@@ -1,10 +1,10 @@
 """Step times of plans on this machine, predicted and measured: errors, rank correlation, and the cost of choices.
 
-    python scripts/step_times.py                       # calibrates, then runs all plans in turn: about eight minutes
-    python scripts/step_times.py --only "gpt-mini/data=2;mlp" --rounds 1
-    python scripts/step_times.py --machine FILE        # with a machine file that `calibrate` wrote
-    python scripts/step_times.py --record FILE         # stores the measurements; again: adds rounds
-    python scripts/step_times.py --replay FILE         # predicts and reports from such a file without measuring
+    python benchmarks/step_times.py                       # calibrates, then runs all plans in turn: about eight minutes
+    python benchmarks/step_times.py --only "gpt-mini/data=2;mlp" --rounds 1
+    python benchmarks/step_times.py --machine FILE        # with a machine file that `calibrate` wrote
+    python benchmarks/step_times.py --record FILE         # stores the measurements; again: adds rounds
+    python benchmarks/step_times.py --replay FILE         # predicts and reports from such a file without measuring
 
 The machine should be otherwise idle. Plans run one after the other, and all run once before any runs again, so that a
 temporary slowdown affects all of them; the median of a plan's rounds counts. ``chosen`` compares the plan of a model

@@ -1,8 +1,8 @@
 """Peak memory of plans per rank, predicted and measured: NumPy arrays (tracemalloc) and the ranks' shared memory.
 
-    python scripts/peak_memory.py                      # all plans, launched one after the other
-    python scripts/peak_memory.py zero-3 tensor        # some of them
-    python scripts/peak_memory.py --resident           # resident memory instead
+    python benchmarks/peak_memory.py                      # all plans, launched one after the other
+    python benchmarks/peak_memory.py zero-3 tensor        # some of them
+    python benchmarks/peak_memory.py --resident           # resident memory instead
 
 The measured peak is that of the third step, when all persistent arrays exist. With --resident it is the rank's resident
 memory: anonymous pages, its share of file pages, and, of the node's shared memory, its own arena. Freed memory stays

@@ -1,7 +1,7 @@
 """Decoding, prefill, fine-tuning and memory of a 135M Llama in float32: the engine against transformers.
 
-    python scripts/bench_decoding.py --peer-python PATH/TO/python        # with torch, transformers, peft
-    python scripts/bench_decoding.py --rounds 5 --only "batch 1,clock"
+    python benchmarks/bench_decoding.py --peer-python PATH/TO/python        # with torch, transformers, peft
+    python benchmarks/bench_decoding.py --rounds 5 --only "batch 1,clock"
 
 The model is a Llama with 30 layers of width 576, 9 heads, 3 key heads, FFN 1,536, 49,152 tokens and random weights,
 written as a folder that both sides read. In every round each side runs once, in its own process with one thread; the

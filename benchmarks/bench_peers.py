@@ -1,9 +1,9 @@
 """Training speed of the engine against PyTorch and JAX: the same model, batch, dtype and cores, in alternating
 processes.
 
-    python scripts/bench_peers.py --peer-python PATH/TO/python --json peers.json
-    python scripts/bench_peers.py --only "data parallel" --rounds 3
-    python scripts/bench_peers.py --only bfloat16 --compile --processor-time
+    python benchmarks/bench_peers.py --peer-python PATH/TO/python --json peers.json
+    python benchmarks/bench_peers.py --only "data parallel" --rounds 3
+    python benchmarks/bench_peers.py --only bfloat16 --compile --processor-time
 
 In every round of a comparison each side runs once, in its own processes. The order is reversed from round to round, so
 that changes of the machine's speed affect all sides equally. Ratios are taken within a round. All sides are pinned to

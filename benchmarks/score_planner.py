@@ -1,4 +1,4 @@
-"""Errors of predictions against published measurements: python scripts/score_planner.py --tables FOLDER
+"""Errors of predictions against published measurements: python benchmarks/score_planner.py --tables FOLDER
 
 The folder holds CSV files with the names below, whose first line names their source (``#``); missing files are skipped.
 Machine files have a few fitted numbers. For each table they are fitted to rows that are not scored, in a fixed split by

@@ -1,6 +1,6 @@
 """Times saving and loading of a model with its optimizer, against raw disk writes and against reading and hashing.
 
-    mpiexec -n 8 python scripts/bench_checkpoints.py --model gpt2 --mesh pipe=2,data=2,model=2
+    mpiexec -n 8 python benchmarks/bench_checkpoints.py --model gpt2 --mesh pipe=2,data=2,model=2
 
 Saves alternate with ``dd``, which writes as many bytes from one process with fsync; with all ranks writing their shares
 of the bytes in the same way; and with all ranks also hashing them. Loads alternate with all ranks reading and hashing

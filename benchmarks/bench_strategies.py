@@ -1,7 +1,7 @@
 """Bytes, calls, memory and time of each strategy, on the same ranks and the same batch; and more ranks than cores.
 
-python scripts/bench_strategies.py strategies --model gpt-mini --batch-size 16
-python scripts/bench_strategies.py oversubscribed --ranks 8
+python benchmarks/bench_strategies.py strategies --model gpt-mini --batch-size 16
+python benchmarks/bench_strategies.py oversubscribed --ranks 8
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs an MPI program on two emulated hosts of one machine, with a slow link between them.
 
-    python scripts/two_hosts.py -n 4 --rate 1gbit -- python -m spmd_engine train --model gpt-nano
+    python benchmarks/two_hosts.py -n 4 --rate 1gbit -- python -m spmd_engine train --model gpt-nano
 
 A host is a network namespace with its own host name and half of the cores; the link is a pair of virtual network
 devices whose rate ``tc`` limits. Ranks are assigned in blocks: of four, the first two are on the first host. It needs

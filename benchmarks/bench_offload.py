@@ -1,6 +1,6 @@
 """A model of 60M parameters whose training state exceeds the memory of two ranks: offloaded, recomputed, without limit.
 
-    python scripts/bench_offload.py --machine machine.toml --folder /data     # with a file that `calibrate` wrote
+    python benchmarks/bench_offload.py --machine machine.toml --folder /data     # with a file that `calibrate` wrote
 
 Each rank has a control group with its memory limit (Linux, root, cgroup v1 or v2 with the memory and cpu controllers),
 which counts its page cache too; the process itself, measured first, is part of the limit. ``plan`` chooses how to train

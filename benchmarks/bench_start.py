@@ -1,6 +1,6 @@
 """Times a run of one step, from the launcher to its end, and the start of Python and MPI alone.
 
-python scripts/bench_start.py --ranks 8
+python benchmarks/bench_start.py --ranks 8
 """
 
 from __future__ import annotations
