@@ -451,7 +451,7 @@ class ShardedEngine(Collectives, ABC):
         count, scores = self.count(batch), Scores(loss or self.loss, self.metrics)
         gradients: dict[str, Array] = {}
         for index, micro in enumerate(batch.micro_batches):
-            micro = self._placed_here(micro)
+            micro = self._on_own_backend(micro)
             with self.micro_batch(index):
                 on_tape = len(self.tape)
                 check_dims(self, "input_sharding", micro.inputs)
@@ -494,7 +494,7 @@ class ShardedEngine(Collectives, ABC):
             for batch in batches:
                 counts.append(count := self.count(batch))
                 scores = Scores(loss or self.loss, self.metrics)
-                for micro in map(self._placed_here, batch.micro_batches):
+                for micro in map(self._on_own_backend, batch.micro_batches):
                     outputs = self.outputs_of(micro)
                     if outputs is not None:
                         scores.add(outputs, micro, count)
@@ -504,7 +504,7 @@ class ShardedEngine(Collectives, ABC):
         count = sum(counts)
         return Evaluation(float(total[0]) / (count or 1.0), fractions_of(self.metrics, total, count), count)
 
-    def _placed_here(self, micro: MicroBatch) -> MicroBatch:
+    def _on_own_backend(self, micro: MicroBatch) -> MicroBatch:
         """A micro-batch where ``outputs_of`` and the loss want it: on the engine's backend."""
         micro = micro.on(self.backend)
         return replace(micro, inputs=self.converted(micro.inputs))

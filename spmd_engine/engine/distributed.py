@@ -209,7 +209,7 @@ class DistributedEngine(StoredEngine):
         for m, micro in enumerate(batch.micro_batches):
             with self.engine.micro_batch(m):
                 tape_length = len(self.engine.tape)
-                micro = self.engine._placed_here(micro)
+                micro = self.engine._on_own_backend(micro)
                 outputs = self.engine.forward(micro.inputs)
                 gradient = None
                 if outputs is not None:

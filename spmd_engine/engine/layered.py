@@ -310,7 +310,7 @@ class LayeredEngine(StoredEngine):
             return list(order)
         return with_transfers(order, self.placed.neighbours.chunks - 1, sends_unfinished=len(order))
 
-    def _placed_here(self, micro: MicroBatch) -> MicroBatch:
+    def _on_own_backend(self, micro: MicroBatch) -> MicroBatch:
         return micro  # after targets are checked on the host
 
     def outputs_of(self, micro: MicroBatch) -> Array | None:
