@@ -17,9 +17,9 @@ from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
-from spmd_engine.engine.base import Loss, Metric
 from spmd_engine.engine.batch import Batch, MicroBatch, Scores, fractions_of
 from spmd_engine.engine.contract import check_batch
+from spmd_engine.engine.definition import Loss, Metric
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.schedules.schedule import Backward, Compute, Forward, Program, Schedule, with_transfers
