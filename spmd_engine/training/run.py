@@ -90,7 +90,6 @@ class Run:
         self._lock: RunLock | None = None  # while this run writes
         self.evaluation: Evaluation | None = None  #: the last one
         self.memory_limits: list[int] = []  #: bytes that each rank of the world may use: its part of its node's
-        #: on rank 0; on the others none
         self.hooks = trainer.hooks = (*trainer.hooks, *hooks)
         files = MetricsFile(), EventLog(self.folder), ActivityFile()
         self._observers = Observers((*files, *observers) if self.engine.device_id == 0 else ())
