@@ -18,7 +18,8 @@ from spmd_engine import Mesh
 from spmd_engine.cli.bench.train import held_bytes
 from spmd_engine.comm.world import world
 from spmd_engine.engine import AdamW, LayeredEngine
-from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
+from spmd_engine.engine.build import composed_layout
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.models import GPTSize, gpt
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.analyze import synthetic_batch

@@ -114,7 +114,9 @@ def measure(quotas: Sequence[float], first: int, split: str | None, batch_size: 
 
     from spmd_engine import Mesh
     from spmd_engine.engine import AdamW
-    from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
+    from spmd_engine.engine.build import build_engine
+    from spmd_engine.engine.model_config import ModelConfig
+    from spmd_engine.engine.parallel_config import ParallelConfig
     from spmd_engine.planning.dry_run.analyze import synthetic_batch
     from spmd_engine.training import Trainer
 

@@ -17,6 +17,7 @@ FLOORS = [
     {"importing", "units"},
     {"files"},
     {"axes", "configuration", "foreign", "pictures"},
+    {"requirements"},
     {"runtime"},
     {"arrays", "formats", "tokens"},
     {"comm"},

@@ -17,7 +17,8 @@ from spmd_engine.checkpoints.pretrained import table as tensor_table
 from spmd_engine.cli.options import model_on, takes_job
 from spmd_engine.cli.show.memory import bytes_per_rank
 from spmd_engine.cli.show.sharding import placement_text
-from spmd_engine.engine.parallel_config import composed_assignment, composed_layout, helper_stage
+from spmd_engine.engine.build import composed_assignment, composed_layout
+from spmd_engine.engine.helpers import helper_stage
 from spmd_engine.engine.state.assignment import PIPE, Assignment, homes_of
 from spmd_engine.layers import Parameter
 from spmd_engine.layers.declarations import Buffer

@@ -30,8 +30,10 @@ from spmd_engine.arrays.fused import alike
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.arrays.meta.array import has_shapes_only
 from spmd_engine.arrays.meta.meter import meter
+from spmd_engine.axes import PIPE, count_ranks
 from spmd_engine.comm.pending import Pending
 from spmd_engine.errors import UsageError
+from spmd_engine.requirements import Case, effect_if, requirement
 from spmd_engine.units import readable_bytes
 
 T = TypeVar("T")
@@ -80,6 +82,24 @@ class Offload:
             if kind not in KINDS:
                 raise UsageError(f"--offload {text}: there is no {kind!r} to offload; choose among {', '.join(KINDS)}")
         return cls(kinds, folder or ".", to or "disk")
+
+
+@requirement("offload", "zero", nearest="Choose --zero 3 or 0")
+def _parameters_to_offload(case: Case) -> str | None:
+    """parameters of ZeRO 3, or those that every rank updates whole"""
+    storage, has_replicas = case.options.storage, count_ranks(case.axes) > case.axes.get(PIPE, 1)
+    if "parameters" in storage.offload.kinds and storage.stage(case.axes) in (1, 2) and has_replicas:
+        return f"with --zero {case.options.zero} every rank holds them whole"
+    return None
+
+
+REQUIREMENTS = (
+    _parameters_to_offload,
+    *(
+        effect_if(option, lambda case: case.options.storage.offload.kinds, "--offload", "without --offload")
+        for option in ("offload_to", "offload_dir")
+    ),
+)
 
 
 class OffloadFile:

@@ -20,10 +20,10 @@ from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_ze
 from spmd_engine.comm.device_transport import choose_transport
 from spmd_engine.comm.mesh import Mesh, mesh_without
 from spmd_engine.comm.world import world
-from spmd_engine.engine.helpers import Helpers, helper_ranks
+from spmd_engine.engine.helper_job import Helpers, order_to_help, serve_as_helper
+from spmd_engine.engine.helpers import helper_ranks
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.offload import OffloadError
-from spmd_engine.engine.parallel_config import order_to_help, serve_as_helper
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import parse_json, read_bytes
 from spmd_engine.models.load_config import short_name

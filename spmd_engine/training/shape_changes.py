@@ -17,7 +17,7 @@ from spmd_engine.axes import axes_text
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
 from spmd_engine.comm.communicators.communicator import Communicator, Port
 from spmd_engine.comm.device_transport import choose_transport
-from spmd_engine.engine.helpers import Helpers
+from spmd_engine.engine.helper_job import Helpers
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.files import RequestFile

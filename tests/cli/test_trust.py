@@ -20,7 +20,8 @@ from spmd_engine.adaptive.reshape import Shape
 from spmd_engine.cli.options import permitted
 from spmd_engine.cli.show import sharding
 from spmd_engine.configuration import settings_of
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.user_code import code_named, digest_of
 from spmd_engine.planning.plan_result import PlanFile

@@ -10,7 +10,8 @@ from spmd_engine.axes import all_positions, parse_axes
 from spmd_engine.comm.notation import Spec
 from spmd_engine.comm.views import ArraySharding, draw_mesh
 from spmd_engine.engine import schedules
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import MeshError, NotationError, UsageError
 from spmd_engine.models import GPTSize, gpt
 from spmd_engine.pictures import Picture, html_table, text

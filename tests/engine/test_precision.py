@@ -10,7 +10,7 @@ import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.precision import accumulated_in, dtype_of, emulated, rounded
 from spmd_engine.engine import SGD, AdamW
-from spmd_engine.engine.parallel_config import ModelConfig
+from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.layers.attention.attention import Alibi
 from spmd_engine.planning.dry_run.analyze import analyze

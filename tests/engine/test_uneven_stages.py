@@ -15,7 +15,8 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import parse_axes
 from spmd_engine.engine import SGD, Recompute, schedules
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import analyze
 

@@ -6,7 +6,7 @@ import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import make_batch
-from spmd_engine.engine.parallel_config import composed_layout
+from spmd_engine.engine.build import composed_layout
 from spmd_engine.planning.dry_run.analyze import sample_shapes
 from spmd_engine.training import Trainer
 

@@ -13,7 +13,7 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.hf.export import export_huggingface
 from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.engine.parallel_config import ModelConfig
+from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.load_config import tokenizer_at
 from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate

@@ -21,8 +21,10 @@ from spmd_engine.arrays.meta.device import DeviceShapes
 from spmd_engine.arrays.precision import dtype_of, emulated
 from spmd_engine.comm.device_transport import choose_transport
 from spmd_engine.engine import SGD, AdamW, LayeredEngine, making_on
+from spmd_engine.engine.build import build_engine
 from spmd_engine.engine.distributed import make_engine
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import RouterOptions
 from spmd_engine.models import DecoderConfig, GPTSize, Mixture, gpt
