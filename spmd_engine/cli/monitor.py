@@ -29,8 +29,8 @@ from spmd_engine.foreign import parse_json, read_bytes, reading
 from spmd_engine.models.user_code import is_code
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.runtime.watchdog import FILE as HANG
-from spmd_engine.training.run import ActivityFile
-from spmd_engine.training.run_job import run_folder
+from spmd_engine.training.observers import ActivityFile
+from spmd_engine.training.run_folder import run_folder
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import readable_seconds
 

@@ -10,9 +10,9 @@ from spmd_engine.configuration import settings_of
 from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.jobs.run_job import notices_of_rates
 from spmd_engine.models import Mixture
 from spmd_engine.models.names import build_model
-from spmd_engine.training.run_job import notices_of_rates
 from spmd_engine.training.train_config import FIXED, StepConfig, TrainConfig
 from spmd_engine.training.workload import rate_of
 

@@ -20,8 +20,8 @@ from spmd_engine.foreign import parse_json, read_text, reading
 from spmd_engine.models import Model
 from spmd_engine.sharding.experts import routing_table
 from spmd_engine.sharding.layout import Layout
-from spmd_engine.training.run import MetricsFile
-from spmd_engine.training.run_job import read_run, run_folder
+from spmd_engine.training.observers import MetricsFile
+from spmd_engine.training.run_folder import read_run, run_folder
 from spmd_engine.training.train_config import TrainConfig
 
 # --- ``show mesh``: ranks by their coordinates, and the groups of each axis
