@@ -338,7 +338,7 @@ def _is_plain(x: np.ndarray) -> bool:
 # --- MKL
 
 
-_BY_ROWS, _AS_IS, _TRANSPOSED = 101, 111, 112  # of cblas.h
+_BY_ROWS, _AS_IS, _TRANSPOSED = 101, 111, 112  # as in cblas.h
 _SEQUENTIAL, _LP64 = 1, 0
 
 

@@ -37,8 +37,9 @@ class ModelConfig(Configuration):
         old_names=("engine",),
         metavar="NAME|PATH|CODE",
         fixed=True,
-        help=f"One of {', '.join(MODELS)}; or weights: a folder in Hugging Face's format, a GGUF file, or org/name in "
-        "the hub's local cache; or code of your own: MODULE:NAME, or FILE.py:NAME.",
+        common=True,
+        help="A model by name; or weights: a folder in Hugging Face's format, a GGUF file, or org/name in the hub's "
+        f"local cache; or code of your own: MODULE:NAME, or FILE.py:NAME. Names are {', '.join(MODELS)}.",
     )
     dropout: float = setting(0.0, least=0, below=1, fixed=True, help="Probability that an activation is set to 0.")
     dtype: str = setting(
@@ -46,10 +47,11 @@ class ModelConfig(Configuration):
         choices=FLOATS,
         option="precision",
         old_names=("dtype",),
+        common=True,
         help="Dtype of activations, of the parameters that layers use, and of what is sent. With bfloat16 and float16, "
         "parameters are updated and summed in float32: docs/precision.md.",
     )
-    seed: int = setting(0, fixed=True, help="Seed of parameters, samples and dropout.")
+    seed: int = setting(0, fixed=True, common=True, help="Seed of parameters, samples and dropout.")
     images: Mapping[str, int] | None = setting(
         None,
         read=image_sizes,

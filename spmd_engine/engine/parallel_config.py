@@ -55,6 +55,7 @@ class ParallelConfig(Configuration):
         None,
         read=parse_axes,
         metavar="AXIS=SIZE,...",
+        common=True,
         unset="all ranks on axis data",
         help="Mesh axes and their sizes; the last varies fastest. 'data', 'replicate' and 'shard' split the batch, "
         "'expert' the batch and the experts, 'model' heads, hidden width and vocabulary (for images, channels), "
@@ -65,6 +66,7 @@ class ParallelConfig(Configuration):
         None,
         least=0,
         most=3,
+        common=True,
         unset="3 over an axis shard, else 0",
         help="ZeRO stage: 1 shards the optimizer state, 2 also gradients, 3 also parameters.",
     )
