@@ -8,9 +8,10 @@ from typing import Any
 
 from spmd_engine.axes import PIPE, axes_as_json, checked_axes, parse_axes
 from spmd_engine.configuration import Configuration, setting
-from spmd_engine.engine import helpers, offload, schedules, uneven_stages
+from spmd_engine.engine import helpers, schedules, uneven_stages
 from spmd_engine.engine.helpers import Assigned, parse_assign
-from spmd_engine.engine.offload import PLACES, Offload
+from spmd_engine.engine.offload import config as offload
+from spmd_engine.engine.offload.config import TARGETS, Offload
 from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.schedules import orders
 from spmd_engine.engine.state import assignment
@@ -161,7 +162,7 @@ class ParallelConfig(Configuration):
     )
     offload_to: str | None = setting(
         None,
-        choices=PLACES,
+        choices=tuple(TARGETS),
         unset="disk",
         help="Where that lives: on a disk or, for arrays of a CUDA device, in the host's memory.",
     )

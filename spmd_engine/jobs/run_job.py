@@ -22,7 +22,7 @@ from spmd_engine.comm.world import world
 from spmd_engine.engine.helper_job import Helpers, order_to_help, serve_as_helper
 from spmd_engine.engine.helpers import helper_ranks
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.offload import OffloadError
+from spmd_engine.engine.offload.target import OffloadError
 from spmd_engine.engine.reshape import ShapeRequest
 from spmd_engine.errors import UsageError
 from spmd_engine.models.load_config import short_name

@@ -228,7 +228,7 @@ def test_a_shape_without_memory_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("away, answer", [(None, "not reshaped"), ("optimizer", "reshaped")])
 def test_what_is_offloaded_needs_no_memory(tmp_path, monkeypatch, away, answer):
     """Of AdamW in float64: 96 bytes a parameter on two replicas and two shards, and half of that in memory."""
-    monkeypatch.setattr("spmd_engine.engine.offload._in_memory", lambda folder: "")
+    monkeypatch.setattr("spmd_engine.engine.offload.file._in_memory", lambda folder: "")
     job = small_job(tmp_path, mesh={"data": 2}, optimizer="adamw", offload=away, offload_dir=str(tmp_path))
     limit = 70 * job.model.build(job.composition).parameter_count
     monkeypatch.setattr("spmd_engine.engine.reshape.memory_here", lambda: limit)

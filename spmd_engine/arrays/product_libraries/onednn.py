@@ -1,65 +1,21 @@
-"""Libraries of matrix products, by their C interfaces: oneDNN and MKL, where they are installed.
+"""oneDNN, which knows the instructions for bfloat16 that NumPy's BLAS lacks.
 
-oneDNN comes with the extra ``onednn`` (the wheel ``onednn-cpu-gomp``), MKL with other software. Both know the
-instructions for bfloat16 that NumPy's BLAS lacks. They compute in as many threads as NumPy's BLAS.
+It comes with the extra ``onednn`` (the wheel ``onednn-cpu-gomp``).
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import site
-import sys
-import sysconfig
 import threading
-from collections.abc import Callable, Iterator
-from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint, c_void_p
-from glob import escape, glob
-from pathlib import Path
-from re import findall
+from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_uint, c_void_p
 from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_info
 
-from spmd_engine.arrays.products import BFLOAT16, FLOAT32, Library
+from spmd_engine.arrays.product_libraries.library import ProductLibrary, blas_threads, is_plain
+from spmd_engine.arrays.products import BFLOAT16, FLOAT32
 from spmd_engine.arrays.windows import Window
-
-
-def load(name: str) -> Library | None:
-    """The library called ``onednn`` or ``mkl``; None if it is not installed.
-
-    Raises OSError, in one line, if it is installed but cannot be used: it needs another library, or is too old.
-    """
-    library = LIBRARIES[name]
-    path = _installed(library.file)
-    return None if path is None else library(path)
-
-
-def _installed(file: str) -> str | None:
-    """The path of the newest library of this name in the environment's ``lib``, where wheels and Conda put them, the
-    user's, or the system's."""
-    own, system = (sys.prefix, site.getuserbase(), "/usr/local"), sysconfig.get_config_var("MULTIARCH")
-    folders = [*(f"{folder}/lib" for folder in own), f"/usr/lib/{system}", "/usr/lib64"]
-    paths = [path for folder in folders for path in glob(f"{escape(folder)}/{file}*")]
-    return max(paths, key=lambda path: [int(n) for n in findall(r"\d+", Path(path).resolve().name)], default=None)
-
-
-def blas_threads() -> int:
-    """The threads of a product of NumPy's BLAS, as they are limited at the moment."""
-    return min((pool["num_threads"] for pool in numpy_blas()), default=1)
-
-
-def numpy_blas() -> list[dict[str, Any]]:
-    """What threadpoolctl tells of NumPy's BLAS; of every BLAS where NumPy has none of its own.
-
-    SciPy's, which may be loaded later, has as many threads as cores.
-    """
-    pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
-    return [pool for pool in pools if "numpy.libs" in pool["filepath"]] or pools
-
-
-# --- oneDNN
 
 
 class _Version(ctypes.Structure):
@@ -80,7 +36,7 @@ _TYPES = {BFLOAT16: 2, FLOAT32: 3}
 _KEPT = 512  # products by their shapes, for each thread: one takes 0.2 to 5 ms to create
 
 
-class OneDNN:
+class OneDNN(ProductLibrary):
     """Products by oneDNN's matmul primitive, which takes operands by their strides.
 
     Each thread keeps primitives of its own, since one that uses its library's memory must not run in two threads.
@@ -104,12 +60,12 @@ class OneDNN:
         self._local = threading.local()
 
     def multiply(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> bool:
-        """As Library.multiply."""
+        """As ProductLibrary.multiply."""
         products, stream = self._of_thread()
         key = a.shape, a.strides, b.shape, b.strides, out.strides, a.dtype, out.dtype
         product = products.get(key)
         if product is None:
-            plain = _is_plain(a) and _is_plain(b) and _is_plain(out)
+            plain = is_plain(a) and is_plain(b) and is_plain(out)
             if not plain or not a.ndim == b.ndim == out.ndim <= 12:
                 return False
             product = _keep(products, key, _Product(self, a, b, out))
@@ -121,7 +77,7 @@ class OneDNN:
         return True
 
     def convolve(self, kind: str, x: np.ndarray, w: np.ndarray, y: np.ndarray, rows: Window, columns: Window) -> bool:
-        """As Library.convolve."""
+        """As ProductLibrary.convolve."""
         products, stream = self._of_thread()
         key = kind, x.shape, w.shape, y.shape, rows, columns
         convolution = products.get(key)
@@ -322,76 +278,3 @@ def _keep(products: dict[Any, Any], key: Any, made: Any) -> Any:
         del products[next(iter(products))]
     products[key] = made
     return made
-
-
-def _is_plain(x: np.ndarray) -> bool:
-    """Whether no element is in two places, nothing is reversed, and rows or columns are contiguous."""
-    strides, shape = x.strides, x.shape
-    rows, columns = strides[-2], strides[-1]
-    if not x.size or not x.flags.aligned or min(strides) <= 0:
-        return False
-    if columns == x.itemsize:
-        return rows >= columns * shape[-1]
-    return rows == x.itemsize and columns >= rows * shape[-2]
-
-
-# --- MKL
-
-
-_BY_ROWS, _AS_IS, _TRANSPOSED = 101, 111, 112  # as in cblas.h
-_SEQUENTIAL, _LP64 = 1, 0
-
-
-class MKL:
-    """Products by MKL's ``cblas_sgemm`` and ``cblas_gemm_bf16bf16f32``, in one thread."""
-
-    name, rounds, file = "mkl", False, "libmkl_rt.so"
-
-    def __init__(self, path: str) -> None:
-        used_by_numpy = any(pool["internal_api"] == "mkl" for pool in threadpool_info())
-        library = ctypes.CDLL(path)
-        if not used_by_numpy:  # whose threads are limited already
-            library.MKL_Set_Interface_Layer(_LP64)
-            library.MKL_Set_Threading_Layer(_SEQUENTIAL)
-        text = ctypes.create_string_buffer(200)
-        library.MKL_Get_Version_String(text, 199)
-        self.version = text.value.decode(errors="replace").partition("Version ")[2].partition(" ")[0]
-        self._functions: dict[np.dtype, Callable] = {
-            FLOAT32: library.cblas_sgemm,
-            BFLOAT16: library.cblas_gemm_bf16bf16f32,
-        }
-        matrix = [c_void_p, c_int]
-        for function in self._functions.values():
-            function.argtypes = [c_int] * 6 + [c_float, *matrix, *matrix, c_float, *matrix]
-            function.restype = None
-
-    def multiply(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> bool:
-        """As Library.multiply; rows of ``out`` must be contiguous."""
-        if not (_is_plain(a) and _is_plain(b) and _is_plain(out)) or not a.ndim == b.ndim == out.ndim:
-            return False
-        if out.strides[-1] != out.itemsize or a.shape[:-2] != b.shape[:-2]:
-            return False
-        function, (m, k), n = self._functions[a.dtype], a.shape[-2:], b.shape[-1]
-        (a_order, a_lead), (b_order, b_lead), (_, lead) = map(_order, (a, b, out))
-        for x, y, z in zip(_matrices(a), _matrices(b), _matrices(out), strict=True):
-            data = x.ctypes.data, a_lead, y.ctypes.data, b_lead, 0.0, z.ctypes.data, lead
-            function(_BY_ROWS, a_order, b_order, m, n, k, 1.0, *data)
-        return True
-
-    def convolve(self, kind: str, x: Any, w: Any, y: Any, rows: Window, columns: Window) -> bool:
-        """As Library.convolve: MKL has no convolution."""
-        return False
-
-
-def _order(x: np.ndarray) -> tuple[int, int]:
-    """Whether the matrices of ``x`` are stored by rows or by columns, and the elements from one to the next."""
-    if x.strides[-1] == x.itemsize:
-        return _AS_IS, x.strides[-2] // x.itemsize
-    return _TRANSPOSED, x.strides[-1] // x.itemsize
-
-
-def _matrices(x: np.ndarray) -> Iterator[np.ndarray]:
-    return (x[place] for place in np.ndindex(x.shape[:-2]))
-
-
-LIBRARIES: dict[str, type[OneDNN | MKL]] = {"onednn": OneDNN, "mkl": MKL}
