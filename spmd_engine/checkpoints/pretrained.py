@@ -15,8 +15,8 @@ from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, on_all_ranks, on_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.models.load_config import load_config, located
 from spmd_engine.models.names import other_meaning

@@ -16,8 +16,8 @@ from spmd_engine.arrays.backend import get_backend
 from spmd_engine.comm.device_transport import choose_transport
 from spmd_engine.comm.mesh import Mesh, mesh_without
 from spmd_engine.configuration import ConfigField, Configuration, settings_of
+from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.engine.helpers import helper_ranks
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.jobs.resolve import job_of_options
 from spmd_engine.models import Model

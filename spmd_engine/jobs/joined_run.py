@@ -16,7 +16,7 @@ from spmd_engine.arrays.backend import get_backend
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero, text_from_rank_zero, waits_outside
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import merged
-from spmd_engine.engine.parallel_config import ModelConfig
+from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.reshape import ShapeRequest
 from spmd_engine.errors import UsageError
 from spmd_engine.jobs.resolve import with_shape_of_weights

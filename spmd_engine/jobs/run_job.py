@@ -16,10 +16,9 @@ from spmd_engine.checkpoints.format.folder import find_checkpoint, make_folder, 
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
 from spmd_engine.comm.device_transport import choose_transport
 from spmd_engine.comm.group import Group
-from spmd_engine.engine.helpers import Helpers
+from spmd_engine.engine.helper_job import Helpers, order_to_help, serve_as_helper
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.offload.target import OffloadError
-from spmd_engine.engine.parallel_config import order_to_help, serve_as_helper
 from spmd_engine.engine.reshape import ShapeRequest
 from spmd_engine.errors import UsageError
 from spmd_engine.jobs.resolve import resolve
