@@ -21,12 +21,12 @@ from pathlib import Path
 from statistics import median
 
 from spmd_engine import Mesh, TrainConfig, train
-from spmd_engine.adaptive.adapt_config import AdaptConfig
+from spmd_engine.adaptive.adapter import Adapter
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.layers import Linear
 from spmd_engine.training import Trainer
-from spmd_engine.training.adapter import Adapter
+from spmd_engine.training.adapt_config import AdaptConfig
 
 SAMPLES = 56  #: of a step
 SECONDS = 2e-3  #: of sleep for a sample in all layers, in a forward and in a backward

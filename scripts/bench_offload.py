@@ -137,8 +137,8 @@ def work(case: dict[str, Any]) -> None:
     from spmd_engine.engine import AdamW, LayeredEngine
     from spmd_engine.engine.batch import make_batch
     from spmd_engine.engine.parallel_config import ParallelConfig
+    from spmd_engine.planning.machine.product_choice import choose_products
     from spmd_engine.training import Trainer
-    from spmd_engine.training.product_choice import choose_products
 
     report: dict[str, Any] = {"rank": rank, "seconds": [], "losses": []}
     with Mesh(data=RANKS) as mesh:

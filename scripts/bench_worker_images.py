@@ -10,7 +10,7 @@ from spmd_engine.arrays.memory import keep_freed_memory
 from spmd_engine.engine import SGD, LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.models import ImageShape, build_model
-from spmd_engine.training.product_choice import choose_products
+from spmd_engine.planning.machine.product_choice import choose_products
 from spmd_engine.training.trainer import Trainer
 
 

@@ -15,7 +15,7 @@ from spmd_engine.engine.batch import make_batch
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.models import GPTSize, gpt
 from spmd_engine.models.mlp import mlp
-from spmd_engine.training.product_choice import choose_products
+from spmd_engine.planning.machine.product_choice import choose_products
 from spmd_engine.training.trainer import Trainer
 
 

@@ -15,7 +15,8 @@ from time import perf_counter, thread_time
 import numpy as np
 
 from spmd_engine.cli import main, progress
-from spmd_engine.training.run import Observer, Run
+from spmd_engine.training.observers import Observer
+from spmd_engine.training.run import Run
 from spmd_engine.training.trainer import StepReport
 
 WARM_UP = 3  #: first steps that are left out

@@ -7,7 +7,7 @@ dv. Positions, windows and documents are compared inside; binary searches in the
 that hidden tiles are not computed.
 
 Products are multiplications and additions in the dtype of sums, not on tensor cores. The text needs neither CuPy nor a
-GPU: ``tests/threads_on_host.py`` compiles it with any C++ compiler and runs it with fibers as threads.
+GPU: ``tests/support/threads_on_host.py`` compiles it with any C++ compiler and runs it with fibers as threads.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from spmd_engine.foreign import reading
 from spmd_engine.models.names import IMAGES
 from spmd_engine.models.user_code import code_named, is_code
 from spmd_engine.training.data.images import as_floats, check_pixels, check_scale
-from spmd_engine.training.run_job import run_folder
+from spmd_engine.training.run_folder import run_folder
 from spmd_engine.training.train_config import TrainConfig
 
 

@@ -12,7 +12,7 @@ from rich.live import Live
 
 from spmd_engine.observability.monitor import Watched
 from spmd_engine.runtime.launchers import launcher_rank
-from spmd_engine.training.run_job import run_folder
+from spmd_engine.training.run_folder import run_folder
 
 EVERY = 1.0  #: seconds between two looks at the folder
 

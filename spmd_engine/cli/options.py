@@ -22,9 +22,9 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models import Model
 from spmd_engine.models.names import MODELS, has_weights, other_meaning
 from spmd_engine.models.user_code import file_of, is_code, not_permitted, shown, with_arguments
+from spmd_engine.planning.machine.product_choice import choose_products
 from spmd_engine.runtime.launchers import launcher_rank
-from spmd_engine.training.product_choice import choose_products
-from spmd_engine.training.run_job import read_job
+from spmd_engine.training.run_folder import read_job
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import BYTES, bytes_of, seconds_of
 

@@ -13,7 +13,7 @@ from spmd_engine.foreign import reading
 from spmd_engine.observability.run_page import page_of
 from spmd_engine.observability.run_record import RunRecord
 from spmd_engine.runtime.launchers import launcher_rank
-from spmd_engine.training.run_job import run_folder
+from spmd_engine.training.run_folder import run_folder
 
 EVERY = 5  #: seconds between pages of a run that is followed
 

@@ -37,7 +37,7 @@ from spmd_engine.observability.shardings import (
 from spmd_engine.observability.step import draw_communication
 from spmd_engine.planning import analyze
 from spmd_engine.runtime.launchers import launcher_rank
-from spmd_engine.training.run_job import read_run, run_folder
+from spmd_engine.training.run_folder import read_run, run_folder
 from spmd_engine.training.train_config import TrainConfig
 
 MOST_PARTS = 64  #: micro-batches that can be drawn

@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 
-from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.cli.options import (
     LongCommand,
@@ -27,12 +26,13 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.jobs.run_job import train as train_job
 from spmd_engine.observability.progress import Reporter
 from spmd_engine.runtime.launchers import check_started_by_launcher
 from spmd_engine.runtime.signals import ENDING, REQUEUE
-from spmd_engine.training.run import Observer
-from spmd_engine.training.run_job import read_job, read_run, run_folder
-from spmd_engine.training.run_job import train as train_job
+from spmd_engine.training.adapt_config import AdaptConfig
+from spmd_engine.training.observers import Observer
+from spmd_engine.training.run_folder import read_job, read_run, run_folder
 from spmd_engine.training.train_config import FIXED, TrainConfig
 from spmd_engine.training.workload import PAGE_MODEL
 

@@ -24,7 +24,7 @@ from spmd_engine.observability.memory import elements_per_rank
 from spmd_engine.observability.progress import bar, clock_time
 from spmd_engine.observability.run_record import RunReader, RunRecord
 from spmd_engine.runtime.watchdog import FILE as HANG
-from spmd_engine.training.run import ActivityFile
+from spmd_engine.training.observers import ActivityFile
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import readable_seconds
 

@@ -15,7 +15,8 @@ from spmd_engine.models.names import IMAGES
 from spmd_engine.runtime.activity import ranges
 from spmd_engine.runtime.launchers import CLEAR_BELOW, terminal
 from spmd_engine.training.data.corpus import Corpus
-from spmd_engine.training.run import Observer, Run
+from spmd_engine.training.observers import Observer
+from spmd_engine.training.run import Run
 from spmd_engine.training.trainer import StepReport
 from spmd_engine.training.workload import Workload
 from spmd_engine.units import readable_bytes

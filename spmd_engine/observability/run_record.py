@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.monitor import Crossing, crossings, observe
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.checkpoints.format.folder import LOCK, lock_owner
 from spmd_engine.errors import UsageError
 from spmd_engine.files import open_regular
 from spmd_engine.foreign import parse_json, read_bytes, reading
-from spmd_engine.training.run import CONFIG, EventLog, MetricsFile
+from spmd_engine.training.adapt_config import AdaptConfig
+from spmd_engine.training.observers import EventLog, MetricsFile
+from spmd_engine.training.run import CONFIG
 
 SERIES = ("loss", "validation_loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds")
 NO_CURVES = {"step", "tokens", "bytes_sent", "exposed_communication"}

@@ -24,7 +24,7 @@ from spmd_engine.models import Model
 from spmd_engine.sharding.experts import routing_table
 from spmd_engine.sharding.groups import Home
 from spmd_engine.sharding.layout import Layout
-from spmd_engine.training.run import MetricsFile
+from spmd_engine.training.observers import MetricsFile
 from spmd_engine.training.train_config import TrainConfig
 
 # --- ``show sharding``: an array's blocks over the ranks, as JAX's ``visualize_array_sharding`` draws them

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.comm.device_transport import TRANSPORTS
 from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.configuration import ConfigField, Configuration, section_of, setting, settings_of
@@ -21,6 +20,7 @@ from spmd_engine.files import output_file
 from spmd_engine.foreign import json_at
 from spmd_engine.layers.layer import DOCUMENTS
 from spmd_engine.models.names import IMAGES
+from spmd_engine.training.adapt_config import AdaptConfig
 from spmd_engine.units import SECONDS
 
 VERSION = 1  #: of the JSON of jobs

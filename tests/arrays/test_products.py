@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from numerics import normals
 from spmd_engine.arrays import product_libraries, products
 from spmd_engine.arrays.images import conv2d, conv2d_input_gradient, conv2d_weight_gradient
 from spmd_engine.arrays.product_libraries import LIBRARIES, load
 from spmd_engine.arrays.products import DTYPES, SIZES, matmul, rounded, size_class
 from spmd_engine.arrays.windows import Window
+from support.numerics import normals
 
 FLOAT32_AND_BFLOAT16 = [np.dtype(dtype) for dtype in DTYPES.values()]
 

@@ -4,13 +4,12 @@ import logging
 
 import numpy as np
 
-import saved
-import tiny
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
 from spmd_engine.checkpoints.digest import digest_of_checkpoint, digest_of_engine, digest_text
 from spmd_engine.engine import AdamW
+from support import saved, tiny
+from support.pairwise import in_turn
 
 PLACES = [{"data": 2, "model": 2}, {"pipe": 2, "data": 2}]
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from script_module import script
 from spmd_engine.cli import main
+from support.script_module import script
 
 SHORT = ["--rounds", "1"]
 NANO = ["--model", "gpt-nano", "--batch-size", "2"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from command_line import QUIET, TEXT
+from support.command_line import QUIET, TEXT
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ADAPTER = GOLDEN / "adapter" / "llama"

@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-import saved
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
@@ -25,6 +23,7 @@ from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import gpt
 from spmd_engine.training import Trainer
+from support import saved, tiny
 
 
 @pytest.fixture

@@ -8,7 +8,12 @@ from math import prod
 import numpy as np
 import pytest
 
-from layer_harness import (
+from spmd_engine import Mesh, run_threads
+from spmd_engine.comm.pending import wait_for
+from spmd_engine.errors import NotationError
+from spmd_engine.layers import Embedding, GradientSums
+from spmd_engine.layers.declarations import Parameter
+from support.layer_harness import (
     LAYERS,
     MESHES,
     WIDTH,
@@ -21,13 +26,8 @@ from layer_harness import (
     solve,
     tree,
 )
-from numerics import assert_gradient, frozen, normals
-from pairwise import in_turn
-from spmd_engine import Mesh, run_threads
-from spmd_engine.comm.pending import wait_for
-from spmd_engine.errors import NotationError
-from spmd_engine.layers import Embedding, GradientSums
-from spmd_engine.layers.declarations import Parameter
+from support.numerics import assert_gradient, frozen, normals
+from support.pairwise import in_turn
 
 # --- one device: the backward is the derivative of the forward
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from fake_cupy import watch
 from mpi_harness.launch import clean_environment
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.observability.facts import OPERATIONS, TIMED, _gpu_sum, facts_of_rank
 from spmd_engine.observability.findings import ERROR, GOOD, WARNING, diagnose, slowest
 from spmd_engine.runtime.mpi_job import find_mpiexec, is_open_mpi
+from support.fake_cupy import watch
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 

@@ -14,16 +14,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from command_line import QUIET, TEXT
 from spmd_engine import Mesh, as_distributed, batch_of, run_threads
-from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.engine import SGD
 from spmd_engine.models import two_layers
 from spmd_engine.observability.monitor import Watched, curves
 from spmd_engine.observability.run_page import page_of
 from spmd_engine.observability.run_record import RunReader
 from spmd_engine.training import TrainConfig, Trainer
-from spmd_engine.training.run import ActivityFile, Observer, Run
+from spmd_engine.training.adapt_config import AdaptConfig
+from spmd_engine.training.observers import ActivityFile, Observer
+from spmd_engine.training.run import Run
+from support.command_line import QUIET, TEXT
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC).timestamp()
 STOP = 40

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from command_line import QUIET, TEXT
 from spmd_engine.observability import progress
 from spmd_engine.observability.progress import Bar
 from spmd_engine.runtime.launchers import terminal
 from spmd_engine.training import Trainer
+from support.command_line import QUIET, TEXT
 
 PLACE = "/dev/null"  # no terminal: 80 columns
 

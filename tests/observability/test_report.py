@@ -10,10 +10,11 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from command_line import QUIET, TEXT, metrics
 from spmd_engine.observability.run_page import POINTS, page_of
 from spmd_engine.observability.run_record import RunRecord
-from spmd_engine.training.run import EventLog, Observer, Run
+from spmd_engine.training.observers import EventLog, Observer
+from spmd_engine.training.run import Run
+from support.command_line import QUIET, TEXT, metrics
 
 
 class Page(HTMLParser):

@@ -1,18 +1,23 @@
 """Bytes per rank: against the formulas of ZeRO, against what an engine stores, and as drawn."""
 
+from pathlib import Path
+
 import pytest
 
 from spmd_engine import Mesh, run_threads
+from spmd_engine.checkpoints.pretrained import with_shape
 from spmd_engine.cli import main
 from spmd_engine.engine import SGD
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.models import build_model, deep_mlp, gpt
+from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.observability.memory import CLASSES, bytes_per_rank, draw_memory
 from spmd_engine.planning import analyze
 from spmd_engine.training import TrainConfig
-from tiny import SIZE
+from support.tiny import SIZE
 
+FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
 FLOAT32, ADAMW = 4, 2
 MODEL = build_model("gpt-nano")
 COUNT = MODEL.parameter_count
@@ -164,3 +169,21 @@ def test_many_kinds_of_ranks_are_two_bars(capsys):
     lines = picture_of_inspect(capsys, "--mesh", "data=64", "--zero", "3")
     assert sum(line.startswith("rank") and "│" in line for line in lines) == 2
     assert any(line.startswith("Drawn are the ranks that hold most and least; ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("axes", "model"),
+    [({"data": 4}, "qwen3"), ({"data": 2, "replicate": 2}, "qwen3"), ({"expert": 2, "data": 2}, "qwen3_moe")],
+)
+def test_frozen_weights_of_a_rank_are_those_that_an_engine_stores(axes, model):
+    config = ModelConfig(str(FOLDERS / model), dtype="float64", lora=LoRAOptions(rank=2))
+    composition = ParallelConfig(mesh=axes, zero=3)
+
+    def program():
+        with Mesh(**axes) as mesh:
+            engine = build_engine(with_shape(config, mesh.group()), mesh, composition)
+            return sum(x.nbytes for x in engine.buffers.values()), engine.model
+
+    (counts, (model, *_)) = zip(*run_threads(program, 4), strict=True)
+    ranks = bytes_per_rank(model, axes, ParallelConfig(zero=3), dtype="float64")
+    assert [dict(rank)["frozen weights"] for rank in ranks] == list(counts) and min(counts) > 0

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from test_simulation import analysis, machine, ms, work
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW, LayeredEngine, offload
 from spmd_engine.engine.offload import OffloadFile
@@ -20,6 +19,7 @@ from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.search import SHOWN_PLANS, Planner
 from spmd_engine.planning.search.search_space import Candidate
 from spmd_engine.training import Trainer
+from support import tiny
 
 SIZES = {"batch_size": tiny.BATCH, "micro_batches": 2}
 
