@@ -17,7 +17,7 @@ from spmd_engine.engine import schedules
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.helpers import Assigned, HelperRank, check_assigned, owners_of, parse_assign, serve, stage_of
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.offload import PLACES, Offload
+from spmd_engine.engine.offload.config import TARGETS, Offload
 from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.state.assignment import (
     PIPE,
@@ -313,7 +313,7 @@ class ParallelConfig(Configuration):
     )
     offload_to: str | None = setting(
         None,
-        choices=PLACES,
+        choices=tuple(TARGETS),
         unset="disk",
         help="Where that lives: on a disk or, for arrays of a CUDA device, in the host's memory.",
     )

@@ -21,7 +21,7 @@ from spmd_engine.comm.mesh import Mesh, mesh_without
 from spmd_engine.comm.world import world
 from spmd_engine.engine.helpers import Helpers, helper_ranks
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.offload import OffloadError
+from spmd_engine.engine.offload.target import OffloadError
 from spmd_engine.engine.parallel_config import order_to_help, serve_as_helper
 from spmd_engine.engine.reshape import ShapeRequest
 from spmd_engine.errors import UsageError

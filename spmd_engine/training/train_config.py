@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from spmd_engine.arrays.product_libraries.installed import LIBRARIES
+from spmd_engine.arrays.products import NUMPY
 from spmd_engine.comm.device_transport import TRANSPORTS
 from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.configuration import ConfigField, Configuration, section_of, setting, settings_of
@@ -161,7 +163,7 @@ class TrainConfig(Configuration):
     )
     products: str = setting(
         "auto",
-        choices=("auto", "numpy", "onednn", "mkl"),
+        choices=("auto", NUMPY, *LIBRARIES),
         help="The library of matrix products in float32 and bfloat16: auto takes the fastest that is installed, as "
         "measured once a machine, by dtype and size.",
     )

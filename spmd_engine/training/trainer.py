@@ -18,9 +18,10 @@ from spmd_engine.arrays.updates import sum_of_squares
 from spmd_engine.comm.agreement.call_agreement import named
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.base import Loss, ShardedEngine
+from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, Evaluation
 from spmd_engine.engine.contract import check_batch
+from spmd_engine.engine.definition import Loss
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import NotFiniteError, ReplicasDifferError, UsageError
 from spmd_engine.layers.contract import described
@@ -339,7 +340,7 @@ def _any_bits(ranks: np.ndarray) -> int:
 
 
 def by_rank(mesh: Mesh, by_position: Sequence[Any]) -> list[Any]:
-    """What the ranks at each position of the mesh have said, in the order of the ranks."""
+    """Values by position on the mesh, in the order of the ranks."""
     return [by_position[position] for position in np.argsort(mesh.ranks_in_order)]
 
 

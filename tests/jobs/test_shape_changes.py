@@ -228,7 +228,7 @@ def test_a_shape_without_memory_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("away, answer", [(None, "not reshaped"), ("optimizer", "reshaped")])
 def test_what_is_offloaded_needs_no_memory(tmp_path, monkeypatch, away, answer):
     """Of AdamW in float64: 96 bytes a parameter on two replicas and two shards, and half of that in memory."""
-    monkeypatch.setattr("spmd_engine.engine.offload._in_memory", lambda folder: "")
+    monkeypatch.setattr("spmd_engine.engine.offload.file._in_memory", lambda folder: "")
     job = small_job(tmp_path, mesh={"data": 2}, optimizer="adamw", offload=away, offload_dir=str(tmp_path))
     limit = 70 * job.model.build(job.composition).parameter_count
     monkeypatch.setattr("spmd_engine.engine.reshape.memory_here", lambda: limit)
@@ -382,7 +382,7 @@ def test_changes_leave_nothing_behind(few, many):
         train(job, folder, propose=lambda step: shapes[step % 5])
         gc.collect()
         comm: Any = world()
-        own = comm.neighbours.own
+        own = mesh.group().connections.neighbours.own
         left = [len(comm._kept), len(comm.progress.activity._free), own.size - own.free]
         return left, memory_here("Private_Dirty")
 

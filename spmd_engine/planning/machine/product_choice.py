@@ -6,8 +6,9 @@ import json
 from typing import TYPE_CHECKING
 
 from spmd_engine.arrays import products
-from spmd_engine.arrays.product_libraries import LIBRARIES, load
-from spmd_engine.arrays.products import DTYPES, NUMPY, SIZES, Library
+from spmd_engine.arrays.product_libraries.installed import LIBRARIES, load
+from spmd_engine.arrays.product_libraries.library import ProductLibrary
+from spmd_engine.arrays.products import DTYPES, NUMPY, SIZES
 from spmd_engine.comm.agreement.rank_zero import gather_json, text_from_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.training.hooks import Hook
@@ -48,7 +49,7 @@ def choose_products(
     return notices
 
 
-def _loaded(choice: str) -> tuple[dict[str, Library], str]:
+def _loaded(choice: str) -> tuple[dict[str, ProductLibrary], str]:
     """The libraries of a choice that this process can load, and why one of them cannot be, in one line."""
     libraries, why_not = {}, ""
     for name in LIBRARIES if choice == "auto" else {choice} & set(LIBRARIES):
