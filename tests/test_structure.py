@@ -36,12 +36,18 @@ FLOORS = [
 ]
 HEIGHT = {name: height for height, names in enumerate(FLOORS) for name in names}
 
-#: Tools that may import others of their line.
-BESIDE = {"adaptive": {"planning"}}
-
 #: Packages that may import only these, although others are below them.
 ONLY = {
     "strategies": {"errors", "importing", "arrays", "comm", "sharding", "engine"},  # never layers or models
+}
+
+#: Tools, and those of them that each may import.
+TOOLS_USE = {
+    "adaptive": {"planning"},
+    "observability": {"adaptive", "planning"},
+    "planning": set(),
+    "serving": set(),
+    "verification": set(),
 }
 
 #: Module-level state that changes at run time, with the reason why it may.
@@ -76,7 +82,7 @@ STATE = {
     "comm/communicators/threads.py: _libraries": "the libraries of linear algebra, until more modules are loaded",
     "comm/shared_memory/arena.py: memory_here": "the process's memory, asked for once",
     "comm/shared_memory/cross_memory.py: _process_vm_readv": "the system's function, found once",
-    "comm/transports/nccl.py: _open": "which ranks a wait for the device watches",
+    "comm/nccl_ranks.py: _open": "which ranks a wait for the device watches",
     "comm/communicators/threads.py: _ports": "where virtual ranks of two worlds find each other",
     "comm/communicators/threads.py: _current": "which virtual rank this thread is",
     "runtime/mpi_job.py: find_mpiexec": "where it is does not change",
@@ -136,7 +142,7 @@ def test_a_floor_imports_only_from_floors_below():
     for file in FILES:
         here = floor_of_file(file)
         assert here in HEIGHT, f"{file}: a new floor; say in FLOORS how high it lies"
-        others = {m for m in own(imported(file)) if floor(m) not in {here, *BESIDE.get(here, ())}}
+        others = {m for m in own(imported(file)) if floor(m) not in {here, *TOOLS_USE.get(here, ())}}
         above = {m for m in others if HEIGHT[floor(m)] >= HEIGHT[here]}
         assert not above, f"{file} is on floor {here!r} and imports {sorted(above)}"
 
@@ -146,6 +152,13 @@ def test_floors_that_keep_to_themselves():
         here = floor_of_file(file)
         allowed = ONLY.get(here, set(HEIGHT)) | {here}
         assert {floor(module) for module in own(imported(file))} <= allowed, file
+
+
+def test_tools_import_only_the_tools_of_the_table():
+    for file in FILES:
+        if (here := floor_of_file(file)) in TOOLS_USE:
+            used = {floor(module) for module in own(imported(file))} & TOOLS_USE.keys()
+            assert used <= TOOLS_USE[here] | {here}, file
 
 
 def test_imports_are_absolute():

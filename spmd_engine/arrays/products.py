@@ -32,7 +32,7 @@ TINY, LARGE = 1 << 18, 1 << 23
 SIZES = {"tiny": (48, 48, 48), "row": (1, 384, 1536), "few": (8, 384, 1536), "small": (256, 64, 256)} | {
     "large": (2048, 384, 1536)
 }
-DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16}  #: of operands that other libraries than NumPy multiply
+DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16}  #: operands that other libraries than NumPy multiply
 
 
 _Class = tuple[np.dtype, str]
@@ -187,8 +187,8 @@ def _pieces(length: int) -> list[slice]:
 # with parts of the matrix that stay in the cache it costs little: two to three times faster at 2 to 16 rows.
 
 
-PART_BYTES = 300_000  # of the matrix at a time: with its copy, less than a core's L2 cache
-LEAST_BYTES = 1_000_000  # of a matrix for which parts are faster
+PART_BYTES = 300_000  # a part of the matrix: with its copy, less than a core's L2 cache
+LEAST_BYTES = 1_000_000  # the smallest matrix for which parts are faster
 
 
 def _of_numpy(a: np.ndarray, b: np.ndarray, out: np.ndarray | None) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from spmd_engine.cli.migrate import parse_ranks
-from spmd_engine.cli.options import Quantity, options_of, permitted, trust_option, values_given
+from spmd_engine.cli.options import LongCommand, Quantity, options_of, permitted, trust_option, values_given
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.engine.reshape import ShapeRequest
 from spmd_engine.errors import UsageError
@@ -17,7 +17,7 @@ from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import SECONDS
 
 
-@click.command(short_help="Add ranks to a running job.")
+@click.command(cls=LongCommand, short_help="Add ranks to a running job.")
 @click.argument("run")
 @click.option(
     "--ranks",

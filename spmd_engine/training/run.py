@@ -90,10 +90,11 @@ class Run:
         self._lock: RunLock | None = None  # while this run writes
         self.evaluation: Evaluation | None = None  #: the last one
         self.memory_limits: list[int] = []  #: bytes that each rank of the world may use: its part of its node's
-        #: on rank 0; on the others none
         self.hooks = trainer.hooks = (*trainer.hooks, *hooks)
         is_first = self.engine.device_id == 0
-        self._observers = Observers((MetricsFile(), EventLog(folder), ActivityFile(), *observers) if is_first else ())
+        self._observers = Observers(
+            (MetricsFile(), EventLog(self.folder), ActivityFile(), *observers) if is_first else ()
+        )
 
     @property
     def engine(self) -> ShardedEngine:

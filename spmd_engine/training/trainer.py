@@ -340,7 +340,7 @@ def _any_bits(ranks: np.ndarray) -> int:
 
 
 def by_rank(mesh: Mesh, by_position: Sequence[Any]) -> list[Any]:
-    """What the ranks at each position of the mesh have said, in the order of the ranks."""
+    """Values by position on the mesh, in the order of the ranks."""
     return [by_position[position] for position in np.argsort(mesh.ranks_in_order)]
 
 

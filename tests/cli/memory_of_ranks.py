@@ -13,13 +13,13 @@ import numpy as np
 
 from spmd_engine import Mesh
 from spmd_engine.cli.bench.train import held_bytes
-from spmd_engine.cli.show.memory import bytes_per_rank
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.engine import AdamW, LayeredEngine, ZeroConfig
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.jobs.run_job import make_run
 from spmd_engine.models import deep_mlp
+from spmd_engine.observability.memory import bytes_per_rank
 from spmd_engine.planning import analyze
 from spmd_engine.training import Hook, TrainConfig, Trainer
 from spmd_engine.training.workload import open_workload

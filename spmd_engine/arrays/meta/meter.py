@@ -71,7 +71,7 @@ class Meter:
 
     def __init__(self, choose: str = "balanced", *, lenient: bool = False, on_device: bool = False) -> None:
         self.choose, self.lenient, self.on_device = choose, lenient, on_device
-        self.kind, self.what = TEMPORARIES, ""  #: of memory that is allocated now
+        self.kind, self.what = TEMPORARIES, ""  #: what the memory that is allocated now holds
         self.held: Counter = Counter()
         self.total = 0
         #: bytes (negative: freed; 0: relabelled), the memory's number, its kind, and what it is
