@@ -225,7 +225,7 @@ class Mesh(Collectives, MeshPosition):
             else:
                 comm = self.comm.subset(members, self._options["timeout"])
                 self._owned.append(comm)
-            group = Group(comm, ",".join(names) or "nobody", self.ledger, **self._options)
+            group = Group(comm, ",".join(names) or "no axis", self.ledger, **self._options)
             group.lowest = members.index(min(members))
             self._groups[names, places] = group
         return self._groups[names, places]

@@ -12,7 +12,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from on_ranks import assert_same, numbers_of_ranks, on_ranks, reduced, values
 from spmd_engine import run_threads, world
 from spmd_engine.comm.connections import connections_of
 from spmd_engine.comm.dispatch import Routing
@@ -22,6 +21,7 @@ from spmd_engine.comm.shared_memory.slot_table import SLOTS
 from spmd_engine.comm.transports.messages import Messages
 from spmd_engine.comm.transports.shared_memory import SharedMemory
 from spmd_engine.errors import UsageError
+from support.on_ranks import assert_same, numbers_of_ranks, on_ranks, reduced, values
 
 ROOM = 256  # bytes of inline data here: few, so that small arrays take the routes of large ones
 SPINS = 100  # tests of a condition before a rank yields: few, as there are more ranks than cores

@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 
-import fake_cupy
-import fake_nccl
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.comm.connections import connections_of
 from spmd_engine.comm.device_transport import RankFacts, choose, choose_transport
 from spmd_engine.errors import UsageError
+from support import fake_cupy, fake_nccl
 
 OWN = [
     RankFacts("auto", "a", "0", "", False),

@@ -8,16 +8,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fake_cupy import watch
-from nodes import everyone
-from on_ranks import DTYPES, FORMS, OPS, assert_alike, assert_same, reduced, values
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.comm import Group, Ledger
 from spmd_engine.comm.communicators.threads import ThreadCommunicator
 from spmd_engine.comm.connections import Tuning
 from spmd_engine.comm.shared_memory.arena import Arena
 from spmd_engine.comm.shared_memory.cross_memory import CrossMemory
+from support.fake_cupy import watch
+from support.nodes import everyone
+from support.on_ranks import DTYPES, FORMS, OPS, assert_alike, assert_same, reduced, values
+from support.pairwise import in_turn
 
 LARGE = Tuning().hierarchical  # bytes
 PLACEMENTS = [("abab", "shared"), ("aaabbb", "shared"), ("aabb", "sent"), ("abccba", "sent")]

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from nodes import everyone
-from on_ranks import assert_same, reduced, values
 from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.connections import Tuning, connections_of, even_nodes
 from spmd_engine.errors import MismatchError
+from support.nodes import everyone
+from support.on_ranks import assert_same, reduced, values
 
 LARGE = Tuning().hierarchical  # bytes
 

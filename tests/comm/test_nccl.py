@@ -6,14 +6,14 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-import fake_nccl
-from fake_cupy import events, hazards
-from on_ranks import DTYPES, INLINE, OPS, assert_same, values
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.arrays.backend import backend_of
 from spmd_engine.comm.connections import connections_of
 from spmd_engine.errors import CommunicationTimeout, SpmdError
 from spmd_engine.runtime.activity import Record
+from support import fake_nccl
+from support.fake_cupy import events, hazards
+from support.on_ranks import DTYPES, INLINE, OPS, assert_same, values
 
 SIZES = {"small": (3, 4), "uneven": (5, 7), "large": (4, INLINE)}
 
@@ -183,7 +183,7 @@ def test_a_started_sum_waits_for_what_it_reads_and_no_computation_for_it(device,
 @pytest.mark.parametrize("by", ["nccl", "staged"])
 @pytest.mark.parametrize("missing", ["the sum does not wait for x", "computations do not wait for the sum"])
 def test_a_missing_event_is_found(missing, by, device, nccl, monkeypatch):
-    from fake_cupy import Stream
+    from support.fake_cupy import Stream
 
     def wait_event(self, event):
         if (self is device._stream) == (missing == "the sum does not wait for x"):

@@ -14,7 +14,7 @@ from spmd_engine.comm import pending
 from spmd_engine.comm.pending import ProgressThread
 from spmd_engine.errors import MismatchError
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "two_hosts.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "two_hosts.py"
 LARGE = np.ones(100_000)
 
 

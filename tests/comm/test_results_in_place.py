@@ -6,13 +6,13 @@ from collections import deque
 import numpy as np
 import pytest
 
-from fake_cupy import watch
-from on_ranks import DTYPES, INLINE, assert_alike, assert_same, reduced, values
-from pairwise import every_pair
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.comm.connections import Connections, Tuning
 from spmd_engine.comm.transports import shared_memory
 from spmd_engine.errors import UsageError
+from support.fake_cupy import watch
+from support.on_ranks import DTYPES, INLINE, assert_alike, assert_same, reduced, values
+from support.pairwise import every_pair
 
 FLOAT = np.dtype(float)
 

@@ -5,8 +5,6 @@ import time
 import numpy as np
 import pytest
 
-from on_ranks import DTYPES, OPS, assert_alike, assert_same, everywhere, on_ranks, reduced, values
-from pairwise import every_pair
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.comm.communicators import threads
 from spmd_engine.comm.connections import Connections, Tuning, connections_of
@@ -15,6 +13,8 @@ from spmd_engine.comm.shared_memory.arena import ALIGNMENT, HEAD
 from spmd_engine.comm.shared_memory.cross_memory import CrossMemory
 from spmd_engine.comm.transports import shared_memory
 from spmd_engine.errors import MismatchError
+from support.on_ranks import DTYPES, OPS, assert_alike, assert_same, everywhere, on_ranks, reduced, values
+from support.pairwise import every_pair
 
 # --- collectives, by every way that data can take
 

@@ -5,14 +5,14 @@ from math import prod
 import numpy as np
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.connections import Connections, Tuning
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.engine.zero.reducer import Reducer
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.models import deep_mlp
-from stored import TIED, UNTIED, Parts, every_stage_of_zero, integers, memory_of, pair_bytes, thresholds
+from support import tiny
+from support.stored import TIED, UNTIED, Parts, every_stage_of_zero, integers, memory_of, pair_bytes, thresholds
 
 
 class Garbage(Mesh):

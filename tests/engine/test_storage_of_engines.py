@@ -6,7 +6,6 @@ from math import prod
 import numpy as np
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.connections import Connections, Tuning
 from spmd_engine.engine import LayeredEngine
@@ -17,7 +16,8 @@ from spmd_engine.layers import Linear
 from spmd_engine.models import Model, deep_mlp
 from spmd_engine.models.mlp import squared_loss
 from spmd_engine.sharding import Layout
-from stored import FLOAT, every_stage_of_zero, integers, pair_bytes
+from support import tiny
+from support.stored import FLOAT, every_stage_of_zero, integers, pair_bytes
 
 
 def engine_on(mesh, model, **options):

@@ -5,8 +5,6 @@ import json
 import numpy as np
 import pytest
 
-import tiny
-from linear_engine import Linear
 from spmd_engine.cli import main
 from spmd_engine.engine.distributed import make_engine
 from spmd_engine.engine.parallel_config import ParallelConfig
@@ -18,6 +16,8 @@ from spmd_engine.planning.machine.files import parse_machine, toml_of
 from spmd_engine.planning.search.placement import annealed, exact, tasks_of
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
+from support import tiny
+from support.linear_engine import Linear
 
 GPT = gpt(tiny.SIZE)
 COMPOSITIONS = [

@@ -7,9 +7,9 @@ from math import inf
 import numpy as np
 import pytest
 
-from pairwise import in_turn
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.search.placement import Tasks, annealed, assigned, evolved, exact, shares
+from support.pairwise import in_turn
 
 
 def drawn(seed, tasks=8, nodes=3, **constraints):

@@ -113,7 +113,7 @@ class ShapedGroup(Group):
         self, comm: _NoCommunicator, names: tuple[str, ...], places: tuple, classes: Sequence[int], mesh: ShapedMesh
     ) -> None:
         stand_in: Any = comm  # replaces a Communicator
-        super().__init__(stand_in, ",".join(names) or "nobody", mesh.ledger, check=False, timeout=None)
+        super().__init__(stand_in, ",".join(names) or "no axis", mesh.ledger, check=False, timeout=None)
         self._mesh, self._mailbox, self._classes = mesh, mesh.all.mailbox, classes
         self._own_class, self._key = mesh.recorder.own_class, (names, places)
         self._others = sorted(set(classes) - {self._own_class})
