@@ -12,7 +12,7 @@ from support.queue_ranks import Queues
 OPS = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 NUMPY_DTYPES = ("bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex128")
 DTYPES = [np.dtype(each) for each in (*NUMPY_DTYPES, ml_dtypes.bfloat16)]
-INLINE = 4096  # bytes; larger arrays take another route
+INLINE = 4096  # bytes; larger arrays take another transport
 
 
 def everywhere(*virtual, soak=(), mpi=(3,), queues=0):
