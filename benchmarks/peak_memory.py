@@ -69,7 +69,7 @@ class Peak:
     """The largest sum of NumPy's arrays and the arena since ``begin``."""
 
     def __init__(self, mesh: Mesh) -> None:
-        neighbours = mesh.comm.neighbours
+        neighbours = mesh.group().connections.neighbours
         self._arena = neighbours.own if neighbours else None
         self._allocate = Arena.allocate
         self.bytes = self._used = 0
@@ -111,7 +111,8 @@ def python_bytes() -> int:
 def resident_bytes(mesh: Mesh) -> int:
     """Resident bytes of this rank. Shared pages count once: its own arena, and its share of files."""
     fields = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
-    arena = address_of(np.frombuffer(mesh.comm.neighbours.own.memory, np.uint8)) if mesh.comm.neighbours else None
+    neighbours = mesh.group().connections.neighbours
+    arena = address_of(np.frombuffer(neighbours.own.memory, np.uint8)) if neighbours else None
     arena_kib = next((kib for start, kib in mapped_kib() if start == arena), 0)
     return 1024 * (int(fields["Pss_Anon:"]) + int(fields["Pss_File:"]) + arena_kib)
 

@@ -25,7 +25,7 @@ from spmd_engine.comm.views import ArraySharding, draw_mesh
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
 from spmd_engine.engine.schedules.orders import named
 from spmd_engine.errors import UsageError
-from spmd_engine.observability.collective import EXAMPLES, MOST, draw_collective, routes_on_mesh
+from spmd_engine.observability.collective import EXAMPLES, MOST, draw_collective, transports_on_mesh
 from spmd_engine.observability.shardings import (
     mean_loads,
     notes_on_holders,
@@ -199,7 +199,7 @@ def communication(job: TrainConfig, rank: int, output: Path | None) -> None:
 @show.command(short_help="What a collective does to small vectors.")
 @click.argument("name", metavar="COLLECTIVE", type=click.Choice(list(EXAMPLES)))
 @click.option("--ranks", type=click.IntRange(2, MOST), default=4, show_default=True, help="Virtual ranks to run it on.")
-@click.option("--mesh", metavar="AXIS=SIZE,...", help="Print the routes of its data on such a mesh, by size.")
+@click.option("--mesh", metavar="AXIS=SIZE,...", help="Print which transports move its data on such a mesh, by size.")
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Nodes of that mesh.")
 @output_option
 def collective(name: str, ranks: int, mesh: str | None, nodes: int, output: Path | None) -> None:
@@ -218,7 +218,7 @@ def collective(name: str, ranks: int, mesh: str | None, nodes: int, output: Path
     elif name == "send_receive":
         raise UsageError("show collective send_receive --mesh: send and receive are messages on every mesh")
     else:
-        click.echo("\n".join(routes_on_mesh(name, parse_axes(mesh), nodes)))
+        click.echo("\n".join(transports_on_mesh(name, parse_axes(mesh), nodes)))
 
 
 show.add_command(renamed(inspect, "memory", "show memory"))

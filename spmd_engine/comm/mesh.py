@@ -69,7 +69,7 @@ class Collectives:
         Every rank has an arena of bounded size for such arrays; without an arena, or when it is full, the array is in
         ordinary memory, which all collectives accept.
         """
-        x = self.group().comm.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)
+        x = self.group().connections.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)
         if zero:
             x.fill(0)
         return x

@@ -20,12 +20,13 @@ import numpy as np
 from spmd_engine.arrays.memory import return_freed_memory
 from spmd_engine.axes import MeshPosition, all_positions, axes_as_json, axes_text, count_ranks
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
-from spmd_engine.comm.communicators.communicator import Communicator, Port
+from spmd_engine.comm.communicators.communicator import Communicator
+from spmd_engine.comm.connections import connections_of
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh, ranks_by_position
 from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.comm.shared_memory.arena import memory_here
-from spmd_engine.comm.world import merged, part
+from spmd_engine.comm.world import Port, merged, part
 from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import Optimizer
@@ -332,8 +333,8 @@ class Reshaper:
         gc.collect()
         return_freed_memory()  # that of the old shape
         for world in self._worlds:
-            if world.neighbours is not None:
-                world.neighbours.own.return_freed()
+            if (neighbours := connections_of(world).neighbours) is not None:
+                neighbours.own.return_freed()
 
     def _open_mesh(self, shape: Shape) -> tuple[Mesh | None, Communicator | None]:
         """The mesh of a shape, and its communicator unless that is the world's; None on ranks outside it."""

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from spmd_engine.axes import all_positions
-from spmd_engine.comm.agreement.call_agreement import Signature
+from spmd_engine.comm.agreement.signature import Signature
 from spmd_engine.comm.communicators.threads import run_threads
-from spmd_engine.comm.dispatch import Facts, Route, Tuning, choose, inline_limit
+from spmd_engine.comm.connections import Tuning, even_nodes
+from spmd_engine.comm.dispatch import choose, inline_limit
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.shared_memory.slot_table import room_of
-from spmd_engine.comm.transports.hierarchical import even_nodes
+from spmd_engine.comm.transports.transport import Facts
 from spmd_engine.pictures import COLOURS, PALE, Cell, Picture, text
 from spmd_engine.units import readable_bytes
 
@@ -128,14 +129,15 @@ def _vector(x: int, y: int, width: int, values: np.ndarray, owners: np.ndarray) 
     return cells
 
 
-# --- the routes of a collective on a mesh, by size: ``comm.dispatch.choose`` as a table
+# --- the transports of a collective on a mesh, by size: ``comm.dispatch.choose`` as a table
 
 
+INLINE = "inline with the agreement"
 LARGEST = 34  # largest size, as a power of two of bytes; sizes are powers of two and 1.5 times each
 
 
-def routes_on_mesh(operation: str, axes: Mapping[str, int], nodes: int) -> list[str]:
-    """Routes by size of an array, for each mesh axis and for all axes together, in rank 0's groups.
+def transports_on_mesh(operation: str, axes: Mapping[str, int], nodes: int) -> list[str]:
+    """Transports by size of an array, for each mesh axis and for all axes together, in rank 0's groups.
 
     Ranks fill ``nodes`` one after the other; arrays are equally long on all ranks, and in ordinary memory but for the
     last line.
@@ -147,25 +149,30 @@ def routes_on_mesh(operation: str, axes: Mapping[str, int], nodes: int) -> list[
         group = [hosts[place.index(None)] for place in places[0].peers(names)]
         count = len(set(group))
         lines.append(f"over {','.join(names)} ({len(group)} ranks on {count} node{'s' if count > 1 else ''}):")
-        lines.append(f"  {'; '.join(routes_by_size(operation, group, Tuning()))}")
-    on_devices = choose(Signature(operation), Facts(1, len(places), host=False, nccl=True)).value
+        lines.append(f"  {'; '.join(transports_by_size(operation, group, Tuning()))}")
+    on_devices = _name(operation, Facts(1, len(places), host=False, nccl=True))
     return [*lines, f"on GPUs: {on_devices}, if each rank has its own; else see --transport of train"]
 
 
-def routes_by_size(operation: str, hosts: Sequence[int], tuning: Tuning) -> list[str]:
-    """The bytes of a rank's array up to which each route is taken, for ranks on these ``hosts``, as text."""
+def transports_by_size(operation: str, hosts: Sequence[int], tuning: Tuning) -> list[str]:
+    """The bytes of a rank's array up to which each transport moves the data, for ranks on these ``hosts``, as text."""
     ranks, one_node, even = len(hosts), len(set(hosts)) == 1, even_nodes(hosts) is not None
     room = room_of(ranks) if one_node else tuning.with_agreement // ranks
 
-    def route_of(size: int) -> Route:
+    def name_of(size: int) -> str:
         inline = size <= inline_limit(operation, ranks, room, one_node, tuning)
         payload = size * ranks if operation == "all_gather" and not one_node else size
         facts = Facts(payload, ranks, one_node, even, library=True, inline=inline, readable=True, tuning=tuning)
-        return choose(Signature(operation), facts)
+        return _name(operation, facts)
 
     parts = []
     for size in [size for power in range(3, LARGEST) for size in (1 << power, 3 << power - 1)]:
         for most, word in (size - 1, "below"), (size, "up to"):
-            if route_of(most) is not route_of(most + 1):
-                parts.append(f"{word} {readable_bytes(size)} {route_of(most).value}")
-    return [*parts, ("else " if parts else "") + route_of(1 << LARGEST).value]
+            if name_of(most) != name_of(most + 1):
+                parts.append(f"{word} {readable_bytes(size)} {name_of(most)}")
+    return [*parts, ("else " if parts else "") + name_of(1 << LARGEST)]
+
+
+def _name(operation: str, facts: Facts) -> str:
+    transport = choose(Signature(operation), facts)
+    return INLINE if transport is None else transport.name

@@ -194,6 +194,7 @@ def _write_speed(folder: Path) -> dict[str, Any]:
 def facts_of_ranks(mesh: Mesh, folder: Path, gpus: bool) -> dict[str, Any]:
     """Facts that take communication. ``folder``: of runs; ``gpus``: all have one. Collective; equal on all ranks."""
     group = mesh.group()
+    neighbours = group.connections.neighbours
     right, seconds = {}, {}
     for operation in OPERATIONS:
         for dtype in DTYPES:
@@ -210,8 +211,8 @@ def facts_of_ranks(mesh: Mesh, folder: Path, gpus: bool) -> dict[str, Any]:
         "speed": _product_speed(group.barrier),
         "right": right,
         "seconds": seconds,
-        "memory": mesh.comm.neighbours is not None,
-        "reads": mesh.comm.neighbours is not None and mesh.comm.neighbours.cross_memory is not None,
+        "memory": neighbours is not None,
+        "reads": neighbours is not None and neighbours.cross_memory is not None,
         "crowded": mesh.comm.spin_tests == 0,
         "sees_folder": _sees(mesh, folder),
         "gpu": _gpu_sum(mesh, get_backend("cuda", *mesh.process_on_node)) if gpus else {},

@@ -382,7 +382,7 @@ def test_changes_leave_nothing_behind(few, many):
         train(job, folder, propose=lambda step: shapes[step % 5])
         gc.collect()
         comm: Any = world()
-        own = comm.neighbours.own
+        own = mesh.group().connections.neighbours.own
         left = [len(comm._kept), len(comm.progress.activity._free), own.size - own.free]
         return left, memory_here("Private_Dirty")
 

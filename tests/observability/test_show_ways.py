@@ -1,12 +1,12 @@
-"""``show collective --mesh``: the routes of data, as in docs/collectives.md."""
+"""``show collective --mesh``: what moves data, as in docs/collectives.md."""
 
-from spmd_engine.comm.dispatch import Tuning
-from spmd_engine.observability.collective import routes_by_size, routes_on_mesh
+from spmd_engine.comm.connections import Tuning
+from spmd_engine.observability.collective import transports_by_size, transports_on_mesh
 
 
-def test_routes_on_a_mesh_by_axis():
+def test_transports_on_a_mesh_by_axis():
     library = "the MPI library's nonblocking collective; else hierarchical: within nodes, then between them"
-    lines = routes_on_mesh("all_gather", {"data": 4, "model": 2}, nodes=2)
+    lines = transports_on_mesh("all_gather", {"data": 4, "model": 2}, nodes=2)
     assert lines == [
         "over data (4 ranks on 2 nodes):",
         f"  up to 4.00 KiB inline with the agreement; below 16.00 KiB {library}",
@@ -19,7 +19,7 @@ def test_routes_on_a_mesh_by_axis():
 
 
 def test_thresholds_are_those_of_the_tuning():
-    words = routes_by_size("broadcast", [0, 1, 2, 3], Tuning(with_agreement=1 << 10, by_library=1 << 12))
+    words = transports_by_size("broadcast", [0, 1, 2, 3], Tuning(with_agreement=1 << 10, by_library=1 << 12))
     assert words == [
         "up to 256 B inline with the agreement",
         "below 16.00 KiB the MPI library's nonblocking collective",
