@@ -18,6 +18,7 @@ FLOORS = [
     {"importing", "units"},
     {"files"},
     {"axes", "configuration", "foreign", "pictures"},
+    {"requirements"},
     {"runtime"},
     {"arrays", "formats", "tokens"},
     {"comm"},

@@ -8,7 +8,7 @@ import click
 
 from spmd_engine.cli.migrate import parse_ranks
 from spmd_engine.cli.options import LongCommand, Quantity, options_of, permitted, trust_option, values_given
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.engine.reshape import ShapeRequest
 from spmd_engine.errors import UsageError
 from spmd_engine.jobs.joined_run import join as join_job

@@ -16,10 +16,12 @@ from spmd_engine.comm.device_transport import open_device
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine, making_on
 from spmd_engine.engine.batch import Batch, Scores
+from spmd_engine.engine.build import build_engine
 from spmd_engine.engine.contract import backward_of, check_batch, check_parameters, check_tape
 from spmd_engine.engine.definition import Loss
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import Assignment, ZeroConfig
 from spmd_engine.engine.zero.parameter_store import ParameterStore, StoredEngine
 from spmd_engine.engine.zero.reducer import Reducer

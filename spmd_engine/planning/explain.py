@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from spmd_engine.axes import axes_text
-from spmd_engine.engine.parallel_config import composed_assignment, composed_layout
+from spmd_engine.engine.build import composed_assignment, composed_layout
 from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.planning.dry_run.step_analysis import position_of
 from spmd_engine.planning.plan_result import Request

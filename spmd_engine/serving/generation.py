@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,7 +13,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import key_of
-from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.inference import decode_inputs
 from spmd_engine.engine.layered import LayeredEngine
@@ -202,10 +201,10 @@ def generate(
     writer = _Writer(engine, prompts, stopping, tokenizer, sampling, on_text, batch_size)
     model.inference_loop(writer.calls(), writer)
 
-    def as_json() -> str:
-        return json.dumps([asdict(sequence.completion(log_probs)) for sequence in writer.sequences])
+    def written() -> list[dict[str, Any]]:
+        return [asdict(sequence.completion(log_probs)) for sequence in writer.sequences]
 
-    return [Completion(**fields) for fields in json.loads(text_from_rank_zero(engine.group(), as_json))]
+    return [Completion(**fields) for fields in json_from_rank_zero(engine.group(), written)]
 
 
 def _check(

@@ -91,10 +91,8 @@ class Run:
         self.evaluation: Evaluation | None = None  #: the last one
         self.memory_limits: list[int] = []  #: bytes that each rank of the world may use: its part of its node's
         self.hooks = trainer.hooks = (*trainer.hooks, *hooks)
-        is_first = self.engine.device_id == 0
-        self._observers = Observers(
-            (MetricsFile(), EventLog(self.folder), ActivityFile(), *observers) if is_first else ()
-        )
+        files = MetricsFile(), EventLog(self.folder), ActivityFile()
+        self._observers = Observers((*files, *observers) if self.engine.device_id == 0 else ())
 
     @property
     def engine(self) -> ShardedEngine:

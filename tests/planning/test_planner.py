@@ -9,7 +9,8 @@ import pytest
 
 import spmd_engine
 from spmd_engine.cli.plan.compare import steps_of
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import GPT_SIZES, gpt
 from spmd_engine.models.names import build_model

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 from spmd_engine.arrays import products
 from spmd_engine.arrays.product_libraries.installed import LIBRARIES, load
 from spmd_engine.arrays.product_libraries.library import ProductLibrary
 from spmd_engine.arrays.products import DTYPES, NUMPY, SIZES
-from spmd_engine.comm.agreement.rank_zero import gather_json, text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import gather_json, json_from_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.training.hooks import Hook
 
@@ -37,14 +36,14 @@ def choose_products(
     if not notices and any(versions != by_rank[0][0] for versions, _ in by_rank):
         notices = ["products: ranks have different libraries installed; those that not all have are not used"]
 
-    def chosen() -> str:
+    def chosen() -> list[tuple[str, str, str]]:
         if choice == "auto":
             from spmd_engine.planning.machine.products import fastest  # which imports much, on rank 0 alone
 
-            return json.dumps(fastest(usable, again) if usable else [])
-        return json.dumps([(dtype, size, choice) for dtype in DTYPES for size in SIZES if choice in usable])
+            return fastest(usable, again) if usable else []
+        return [(dtype, size, choice) for dtype in DTYPES for size in SIZES if choice in usable]
 
-    table = json.loads(text_from_rank_zero(group, chosen))
+    table = json_from_rank_zero(group, chosen)
     products.use({(dtype, size): libraries[name] for dtype, size, name in table})
     return notices
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition
-from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
+from spmd_engine.engine.build import composed_layout
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import assign
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model, layout_for
