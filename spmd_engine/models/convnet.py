@@ -229,7 +229,7 @@ def _windows(layer: Layer) -> Iterator[ImageWindows]:
     if isinstance(layer, layers.Chain):
         parts = dict(layer.layers)
     elif isinstance(layer, layers.ResidualBlock):
-        parts = dict(layer.ways)
+        parts = dict(layer.paths)
     for part in parts.values():
         yield from _windows(part)
     if isinstance(layer, (layers.Conv2d, layers.MaxPool, layers.AveragePool)):

@@ -55,7 +55,7 @@ class NextTokens(ShardedEngine):
         self.vocabulary = vocabulary_of(engine)
         self._cache = Cache()
         self._rows: list[int] = []  # sequences in the cache, in its order: this rank's
-        self._texts: dict[int, list[int]] = {}  # of all sequences
+        self._texts: dict[int, list[int]] = {}  # all sequences' tokens
         self._sequences: set[int] = set()  # sequences of the last call
 
     def load_checkpoint(self, params: Mapping[str, Any]) -> None:
@@ -148,9 +148,9 @@ class Completion:
     prompt: list[int]
     tokens: list[int]
     finish: str  #: "length": as many tokens as wanted; "end": an end token; "stop": a stop string; "context": no room
-    text: str | None = None  #: of the tokens, without an end token or a stop string; None without a tokenizer
+    text: str | None = None  #: the tokens' text, without an end token or a stop string; None without a tokenizer
     stop: str | None = None  #: that stop string
-    log_probs: list[float] | None = None  #: of the tokens, by the model alone
+    log_probs: list[float] | None = None  #: the tokens' log-probabilities, by the model alone
     near_ties: int = 0  #: tokens whose margin is within rounding: another mesh may choose the second best
 
 

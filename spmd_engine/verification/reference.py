@@ -96,7 +96,7 @@ def _load(engine: ShardedEngine, parameters: dict[str, Array]) -> None:
 def _make_checked(make: Callable[..., Any], mesh: Mesh) -> ShardedEngine:
     try:
         engine = make_engine(make, mesh, dtype=np.float64)
-    except WrongNumberOfRanks as error:  # of a mesh that `make` makes
+    except WrongNumberOfRanks as error:  # `make` makes a mesh of another size
         ranks = "one rank, with which verify compares" if mesh.size == 1 else f"{mesh.size} ranks"
         raise UsageError(
             f"on {ranks}, {name_of(make)} cannot be made: it makes the mesh {error.mesh}, of {error.ranks} ranks. "
