@@ -9,12 +9,12 @@ import pytest
 
 from spmd_engine import TrainConfig, run_threads, train
 from spmd_engine.adaptive import advisor
-from spmd_engine.adaptive.adapt_config import AdaptConfig
+from spmd_engine.adaptive.adapter import Adapter
 from spmd_engine.adaptive.decision_log import replay
 from spmd_engine.adaptive.planner_process import PlannerProposals
 from spmd_engine.training import Trainer
-from spmd_engine.training.adapter import Adapter
-from spmd_engine.training.run_job import read_run
+from spmd_engine.training.adapt_config import AdaptConfig
+from spmd_engine.training.run_folder import read_run
 from support.random_jobs import RandomJob, losses_in
 
 

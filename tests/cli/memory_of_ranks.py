@@ -13,15 +13,15 @@ import numpy as np
 
 from spmd_engine import Mesh
 from spmd_engine.cli.bench.train import held_bytes
-from spmd_engine.cli.show.memory import bytes_per_rank
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.engine import AdamW, LayeredEngine, ZeroConfig
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.jobs.run_job import make_run
 from spmd_engine.models import deep_mlp
+from spmd_engine.observability.memory import bytes_per_rank
 from spmd_engine.planning import analyze
-from spmd_engine.training import TrainConfig, Trainer
-from spmd_engine.training.run_job import make_run
+from spmd_engine.training import Hook, TrainConfig, Trainer
 from spmd_engine.training.workload import open_workload
 
 WIDTH, LAYERS, SAMPLES = 1024, 16, 8  # parameters by the megabyte, and hardly any activations
@@ -59,8 +59,9 @@ def after_run(mesh: Mesh, model: str) -> tuple[int, int, np.ndarray]:
     workload = open_workload(job, mesh)
     most = []
     with TemporaryDirectory() as own:
-        run = make_run(workload, text_from_rank_zero(mesh.group(), lambda: own))
-        run.after_step = lambda step: most.append(most_bytes())
+        hook = Hook()
+        hook.between_steps = lambda step, requested: most.append(most_bytes())
+        run = make_run(workload, text_from_rank_zero(mesh.group(), lambda: own), hooks=[hook])
         run.train(job.training.steps)
         mesh.barrier()
     predicted = np.array(analyze(job.model, mesh.all_axes, **SIZES, sequence=LENGTH).peak_bytes_by_rank())

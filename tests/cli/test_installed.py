@@ -14,7 +14,7 @@ import numpy
 import pytest
 
 from mpi_harness.launch import clean_environment, mpiexec
-from spmd_engine.cli.doctor.facts import EXTRAS
+from spmd_engine.observability.facts import EXTRAS
 from support.command_line import ONE_THREAD, QUIET, TEXT, metrics
 
 ROOT = Path(__file__).parents[2]

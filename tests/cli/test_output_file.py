@@ -164,7 +164,7 @@ def test_a_failed_allocation_is_one_line(here, monkeypatch):
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr("spmd_engine.cli.inspect.all_positions", fail)
+    monkeypatch.setattr("spmd_engine.cli.inspect.model_on", fail)
     code, _, errors = here("inspect", "--mesh", "data=2")
     assert code == 2
     assert errors == (

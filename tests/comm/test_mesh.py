@@ -75,7 +75,7 @@ def test_a_group_has_the_ranks_that_differ_along_its_axes(over, expected):
     assert sorted(sum({tuple(group): group for group in groups}.values(), [])) == list(range(12))
 
 
-@pytest.mark.parametrize("over, axes", [("model", "model"), (("model", "data"), "model,data"), ((), "nobody")])
+@pytest.mark.parametrize("over, axes", [("model", "model"), (("model", "data"), "model,data"), ((), "no axis")])
 def test_a_group_is_named_by_its_axes(over, axes):
     assert on_cube(lambda mesh: mesh.group(over).axes) == [axes] * 12
 

@@ -8,6 +8,7 @@ import pytest
 
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.arrays.backend import backend_of
+from spmd_engine.comm.connections import connections_of
 from spmd_engine.errors import CommunicationTimeout, SpmdError
 from spmd_engine.runtime.activity import Record
 from support import fake_nccl
@@ -27,7 +28,7 @@ def nccl(device):
 def mesh_by_nccl(device, **options):
     """A mesh of all ranks whose device arrays travel by NCCL."""
     comm = world().subset(range(world().size))
-    comm.set_transport(False, device)
+    connections_of(comm).set_transport(False, device)
     try:
         yield Mesh(comm, **options)
     finally:
@@ -35,7 +36,7 @@ def mesh_by_nccl(device, **options):
 
 
 def nccl_of(mesh):
-    return mesh.group().comm.nccl
+    return mesh.group().connections.nccl
 
 
 CALLS = {
@@ -131,7 +132,7 @@ def test_ranks_that_have_arrays_on_the_host_still_agree(device, nccl):
 
 def test_each_group_of_a_mesh_has_a_communicator(device, nccl):
     def program():
-        world().set_transport(False, device)
+        connections_of(world()).set_transport(False, device)
         with Mesh(data=2, model=2) as mesh:
             x = device.asarray(np.full(3, 10.0**mesh.rank))
             sums = [mesh.all_reduce(x, over=axes) for axes in ("data", "model", None, "data")]
@@ -193,7 +194,7 @@ def test_a_missing_event_is_found(missing, by, device, nccl, monkeypatch):
 
     def program():
         with mesh_by_nccl(device) as mesh:
-            mesh.comm.set_transport(False, device if by == "nccl" else None)
+            mesh.group().connections.set_transport(False, device if by == "nccl" else None)
             return mesh.all_reduce(device.asarray(np.ones(5)) * 2) + 1
 
     assert "another stream may still" in error_of(program, 2)

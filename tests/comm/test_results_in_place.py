@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from spmd_engine import Mesh, run_threads, world
-from spmd_engine.comm.communicators.communicator import Communicator
-from spmd_engine.comm.dispatch import Tuning
+from spmd_engine.comm.connections import Connections, Tuning
 from spmd_engine.comm.transports import shared_memory
 from spmd_engine.errors import UsageError
 from support.fake_cupy import watch
@@ -180,7 +179,7 @@ CALLS = {
 )
 def test_pieces_change_no_bit(where, piece, dtype, op, name, monkeypatch):
     """Large arrays are received, or read from others' memory, piece by piece."""
-    monkeypatch.setattr(Communicator, "tuning", Tuning(piece=piece))
+    monkeypatch.setattr(Connections, "tuning", Tuning(piece=piece))
     monkeypatch.setattr(shared_memory, "CACHE", 4 * piece)
     dtype = np.dtype(dtype)
 

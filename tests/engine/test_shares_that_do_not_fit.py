@@ -5,7 +5,7 @@ import pytest
 from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import parse_axes
 from spmd_engine.engine import LayeredEngine
-from spmd_engine.engine.offload import Offload
+from spmd_engine.engine.offload.config import Offload
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.errors import UsageError

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from spmd_engine import Mesh, run_threads
-from spmd_engine.comm.communicators.communicator import Communicator
-from spmd_engine.comm.dispatch import Tuning
+from spmd_engine.comm.connections import Connections, Tuning
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.pipeline import Recompute
@@ -121,7 +120,7 @@ def test_nothing_stays_whole_between_steps():
 
 @every_stage_of_zero
 def test_a_step_after_one_that_broke_off_is_right(zero, monkeypatch):
-    monkeypatch.setattr(Communicator, "tuning", Tuning(piece=256))
+    monkeypatch.setattr(Connections, "tuning", Tuning(piece=256))
 
     def program():
         with Mesh(data=2) as mesh:

@@ -12,10 +12,9 @@ import pytest
 from test_shape_changes import events, small_job
 
 from spmd_engine import Mesh, run_threads, train
-from spmd_engine.adaptive import ShapeRequest
+from spmd_engine.adaptive import ShapeRequest, shape_changes
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.engine.parallel_config import ParallelConfig
-from spmd_engine.training import shape_changes
 from support.altered import in_bytes, in_json, in_words
 from support.random_jobs import losses_in
 

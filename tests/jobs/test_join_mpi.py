@@ -151,7 +151,7 @@ def test_ranks_killed_before_the_merge_leave_the_job_as_it_was(jobs, tmp_path, m
     else:
         program += "from spmd_engine.comm.communicators.mpi_port import MPIPort\n"
         program += "MPIPort.receive = lambda self: os.kill(os.getpid(), signal.SIGKILL)\n"
-    (tmp_path / "dies.py").write_text(program + "from spmd_engine.training import join\njoin('./run')\n")
+    (tmp_path / "dies.py").write_text(program + "from spmd_engine.jobs import join\njoin('./run')\n")
     killed = jobs.start("dies", 2, ["dies.py"], {})
     assert killed.process.wait(100) != 0
     step = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())

@@ -31,7 +31,9 @@ from spmd_engine.arrays.products import NUMPY, in_use
 from spmd_engine.checkpoints.format.folder import RunLock
 from spmd_engine.comm.communicators.threads import current_thread_communicator, solo
 from spmd_engine.errors import UsageError
-from spmd_engine.training import Trainer, join, joined_run, loss_scale, product_choice, workload
+from spmd_engine.jobs import join, joined_run
+from spmd_engine.planning.machine import product_choice
+from spmd_engine.training import Trainer, loss_scale, workload
 from support.random_jobs import losses_in
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from spmd_engine import Mesh, TrainConfig, run_threads, train, world
 from spmd_engine.adaptive import Reshaper, ShapeRequest
-from spmd_engine.adaptive.reshape import PROTOCOLS, IdleRanks
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
+from spmd_engine.engine.reshape import PROTOCOLS, IdleRanks
 from spmd_engine.errors import UsageError
 from spmd_engine.training import loss_scale
 from support import saved
@@ -218,7 +218,7 @@ def test_residues_of_compressed_gradients_have_no_place_on_another_mesh(tmp_path
 
 
 def test_a_shape_without_memory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("spmd_engine.adaptive.reshape.memory_here", lambda: 1 << 20)
+    monkeypatch.setattr("spmd_engine.engine.reshape.memory_here", lambda: 1 << 20)
     job = small_job(tmp_path, zero=3)
     run_threads(lambda: train(job, tmp_path / "run", propose={1: ShapeRequest({"zero": 0})}.get), 4)
     (event,) = events(tmp_path / "run", "not reshaped")
@@ -228,10 +228,10 @@ def test_a_shape_without_memory_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("away, answer", [(None, "not reshaped"), ("optimizer", "reshaped")])
 def test_what_is_offloaded_needs_no_memory(tmp_path, monkeypatch, away, answer):
     """Of AdamW in float64: 96 bytes a parameter on two replicas and two shards, and half of that in memory."""
-    monkeypatch.setattr("spmd_engine.engine.offload._in_memory", lambda folder: "")
+    monkeypatch.setattr("spmd_engine.engine.offload.file._in_memory", lambda folder: "")
     job = small_job(tmp_path, mesh={"data": 2}, optimizer="adamw", offload=away, offload_dir=str(tmp_path))
     limit = 70 * job.model.build(job.composition).parameter_count
-    monkeypatch.setattr("spmd_engine.adaptive.reshape.memory_here", lambda: limit)
+    monkeypatch.setattr("spmd_engine.engine.reshape.memory_here", lambda: limit)
     run_threads(lambda: train(job, tmp_path / "run", propose={1: ShapeRequest({"mesh": {"model": 2}})}.get), 2)
     assert [each["event"] for each in events(tmp_path / "run", "reshaped", "not reshaped")] == [answer]
 
@@ -382,7 +382,7 @@ def test_changes_leave_nothing_behind(few, many):
         train(job, folder, propose=lambda step: shapes[step % 5])
         gc.collect()
         comm: Any = world()
-        own = comm.neighbours.own
+        own = mesh.group().connections.neighbours.own
         left = [len(comm._kept), len(comm.progress.activity._free), own.size - own.free]
         return left, memory_here("Private_Dirty")
 

@@ -142,7 +142,7 @@ def test_fully_sharded_no_frozen_number_is_stored_twice(axes, shape, copies):
             engine = build_engine(config, mesh, ParallelConfig(mesh=axes, zero=3))
             engine.load_checkpoint(values(engine, [*engine.names, *engine.buffer_names]))
             engine.step(batch_of(*TOKENS, engine))
-            storages = engine._placed.frozen.storages
+            storages = engine.placed.frozen.storages
             assert all(each.whole_parameters is None and each.own_gradients.size == 0 for each in storages)
             return sum(each.size for each in engine.buffers.values()), engine.model
 

@@ -104,7 +104,7 @@ def test_a_plan_for_gpus_counts_launches_unless_passes_are_fitted():
 
 def test_recorded_steps_are_predicted(capsys, monkeypatch):
     """What was measured on a machine is predicted by what was measured of it, whatever machine this is."""
-    step_times = script("step_times")
+    step_times = script("step_times", "benchmarks")
     monkeypatch.setattr(step_times, "launched", None)  # nothing is run
     for file in sorted(step_times.RECORDED.glob("*.json")):
         monkeypatch.setattr("sys.argv", ["step_times.py", "--replay", str(file), "--only", "gpt-mini/data=2;mlp"])

@@ -6,7 +6,7 @@ import pytest
 
 from support.script_module import script
 
-Columns = script("score_columns").Columns
+Columns = script("score_columns", "benchmarks").Columns
 ROW = {"Num_Layers": "24", "d_model": "1024", "heads": "16", "gbs": "32", "TP": "2", "step_ms": "250", "note": "x"}
 
 

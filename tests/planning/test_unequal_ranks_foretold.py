@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from spmd_engine import Mesh, run_threads
-from spmd_engine.cli.show.memory import bytes_per_rank
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
 from spmd_engine.models import gpt
+from spmd_engine.observability.memory import bytes_per_rank
 from spmd_engine.planning import analyze
 from support import tiny
 from support.real_steps import ledgers

@@ -32,6 +32,7 @@ from spmd_engine.arrays import backend as backends
 from spmd_engine.arrays.backend import Backend
 from spmd_engine.arrays.meta.device import LAUNCHES
 from spmd_engine.comm.communicators.threads import current_thread_communicator
+from spmd_engine.comm.connections import connections_of
 from support.cuda_on_host import ELEMENTWISE, REDUCTIONS, HostKernel
 from support.threads_on_host import ThreadedKernel
 
@@ -806,6 +807,6 @@ def watch(comm, *, aware):
 
         return start_on_memory
 
-    comm.device_aware = comm.library_is_device_aware = aware
+    connections_of(comm).device_aware = comm.is_device_aware = aware
     comm.start_send, comm.start_receive = watched(comm.start_send), watched(comm.start_receive)
     return comm

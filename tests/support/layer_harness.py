@@ -15,6 +15,7 @@ from spmd_engine.comm.pending import wait_for
 from spmd_engine.layers import (
     MLP,
     Attention,
+    AttentionConfig,
     Embedding,
     ForwardContext,
     GatedMLP,
@@ -25,7 +26,6 @@ from spmd_engine.layers import (
     Positions,
     Residual,
     RMSNorm,
-    Rotary,
     RotaryOptions,
 )
 from spmd_engine.sharding import Layout, Shards
@@ -69,9 +69,9 @@ LAYERS = {
     "attention 3 heads": Attention(WIDTH, 3),
     "attention 6 heads": Attention(12, 6),
     "attention 6 heads sharing 2": Attention(12, 6, 2),
-    "attention turned": Attention(WIDTH, 3, rotary=Rotary(2, RotaryOptions())),
+    "attention with rotary positions": Attention(WIDTH, 3, rotary=RotaryOptions()),
     "attention of Qwen3": Attention(
-        10, 6, 2, head_width=4, bias=False, output_bias=False, rotary=Rotary(4, RotaryOptions()), norm_epsilon=1e-6
+        10, 6, 2, AttentionConfig(head_width=4, bias=False, output_bias=False, rotary=RotaryOptions(), qk_norm=True)
     ),
     "rms norm": RMSNorm(WIDTH),
     "gated mlp": GatedMLP(WIDTH, 10),

@@ -19,8 +19,8 @@ from spmd_engine.errors import UsageError
 from spmd_engine.strategies import DataParallel
 from spmd_engine.training import Observer, Trainer
 from spmd_engine.training.loggers import CSVLogger, LoggerObserver
-from spmd_engine.training.run import MetricsFile
-from spmd_engine.training.run_job import read_run
+from spmd_engine.training.observers import MetricsFile
+from spmd_engine.training.run_folder import read_run
 from spmd_engine.training.trainer import StepReport
 from support import saved, tiny
 from support.command_line import limited

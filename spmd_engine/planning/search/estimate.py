@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.precision import accumulated_in
-from spmd_engine.engine.offload import PIECE, Offload
+from spmd_engine.engine.offload.config import Offload
+from spmd_engine.engine.offload.target import PIECE
 from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.planning.search.cost_cache import CostCache, ShardedCosts, Slots
 from spmd_engine.planning.search.layer_costs import StageSums
