@@ -17,9 +17,10 @@ from spmd_engine.planning.dry_run.engine import PassCache
 from spmd_engine.planning.machine.files import read_machine
 from spmd_engine.planning.machine.machine import Link
 from spmd_engine.planning.model_file import planned_model
-from spmd_engine.planning.search.plan_evaluation import PlanEvaluation, evaluate_plan
-from spmd_engine.planning.search.search import Planner
+from spmd_engine.planning.search.cost_model import CostModel
+from spmd_engine.planning.search.plan_search import evaluate_plan
 from spmd_engine.planning.search.search_space import SearchSpace, candidates
+from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation
 
 
 def main() -> None:
@@ -33,14 +34,14 @@ def main() -> None:
     cpu, model = read_machine("cpu"), planned_model(options.model)
     host = replace(cpu.nodes[0], name="host", count=2, ranks=options.ranks // 2, cores=options.ranks / 2)
     machine = replace(cpu, name="two-hosts", nodes=(host,), between=Link(1e-4, options.rate))
-    planner, cache = Planner(model, machine), PassCache()
+    costs, cache = CostModel(model, machine), PassCache()
     space = SearchSpace(model, [options.ranks], [options.batch_size], host.ranks, recompute="none")
     seen: dict[str, list[tuple[float, PlanEvaluation, str]]] = defaultdict(list)
     numbers = [int(number) for number in options.micro_batches.split(",")]
     for candidate in candidates(space):
         if candidate.micro_batches not in numbers:
             continue
-        estimator = planner.estimator(candidate)
+        estimator = costs.estimator(candidate)
         if estimator is None or (estimate := estimator.estimate()) is None:
             continue
         plan = evaluate_plan(model, machine, estimate.candidate, ParallelConfig(), cache=cache)

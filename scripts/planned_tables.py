@@ -18,9 +18,12 @@ from spmd_engine.models import GPTSize, Model, gpt
 from spmd_engine.models.mlp import deep_mlp
 from spmd_engine.planning.machine.files import read_machine
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.search.plan_evaluation import PlanEvaluation, evaluate_plan, evaluate_step
-from spmd_engine.planning.search.search import Constraints, Limits, Planner
+from spmd_engine.planning.search.budget import Budget
+from spmd_engine.planning.search.cost_model import CostModel
+from spmd_engine.planning.search.plan_search import EVALUATIONS, evaluate_plan
+from spmd_engine.planning.search.search import Limits, search
 from spmd_engine.planning.search.search_space import SearchSpace
+from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation, evaluate_step
 from spmd_engine.units import bytes_of, readable_bytes, readable_seconds
 
 BATCH, CONTEXT = 64, 1024
@@ -63,9 +66,10 @@ def billions(machine: Machine, memory: float) -> Iterable[list[str]]:
     """The fastest plan for each model and number of ranks, and ZeRO-3."""
     for name, ranks in RANKS:
         model, nodes = MODELS[name], machine.with_ranks(ranks)
-        planner = Planner(model, nodes)
+        costs = CostModel(model, nodes)
         choices = SearchSpace(model, [ranks], [BATCH], machine.nodes[0].ranks)
-        result = planner.search(choices, Constraints(Limits(memory=memory)), front=False, keep=1)
+        limits, budget = Limits(memory=memory), Budget(EVALUATIONS)
+        result = search(costs, choices, limits, "latency", budget, front=False, keep=1)
         if not result.best:
             yield [name, str(ranks), "none fits"]
         else:

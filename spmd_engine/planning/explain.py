@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -12,10 +12,10 @@ from spmd_engine.engine.parallel_config import composed_assignment, composed_lay
 from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.planning.dry_run.step_analysis import position_of
 from spmd_engine.planning.plan_result import Request
+from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.layer_costs import LayerCosts
-from spmd_engine.planning.search.plan_evaluation import evaluate_plan
-from spmd_engine.planning.search.search import Planner
+from spmd_engine.planning.search.plan_search import evaluate_plan
 from spmd_engine.planning.search.search_space import Candidate, can_offload
 from spmd_engine.sharding.groups import ParameterGroup
 from spmd_engine.units import readable_bytes, readable_seconds
@@ -26,20 +26,9 @@ MOST_DOUBLINGS = 12
 Answer = tuple[Sequence[str], Any]  #: lines of text, and the same as data
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """A question with its answer, as lines of text and as data."""
-
-    question: str
-    lines: Sequence[str]
-    data: Any
-
-    def as_json(self) -> dict[str, Any]:
-        return {"question": self.question, "answer": list(self.lines), "data": self.data}
-
-
-def explain(request: Request) -> tuple[str, list[Explanation]]:
-    """A line about the explained plan, with the requested mesh or data parallelism, and fourteen answers about it."""
+def explain(request: Request) -> tuple[str, list[dict[str, Any]]]:
+    """A line about the explained plan, with the requested mesh or data parallelism, and fourteen answers about it: each
+    has the "question", the "answer" as lines of text, and its "data"."""
     explainer = _Explainer(request)
     answers = (
         ("What is the peak memory now, where and when?", explainer.peak),
@@ -57,7 +46,9 @@ def explain(request: Request) -> tuple[str, list[Explanation]]:
         ("What does offloading save, and cost?", explainer.offload),
         ("What is not sharded in storage?", explainer.not_sharded),
     )
-    return explainer.subject, [Explanation(question, *answer()) for question, answer in answers]
+    return explainer.subject, [
+        dict(zip(("question", "answer", "data"), (question, *answer()), strict=True)) for question, answer in answers
+    ]
 
 
 class _Explainer:
@@ -73,7 +64,7 @@ class _Explainer:
         if axes.get("pipe", 1) > 1:
             fixed.setdefault("schedule", "1f1b")
         self.base = Candidate(tuple(axes.items()), request.batch_sizes[0], offload=request.base.offload, **fixed)
-        self.planner = request.planner()
+        self.costs = request.cost_model()
         self.evaluation = evaluate_plan(self.model, machine, self.base, request.base, **request.analyze_options)
         self.at_peak = self.evaluation.peak_step.peak
 
@@ -89,9 +80,9 @@ class _Explainer:
 
     # --- common parts of answers
 
-    def _estimate(self, planner: Planner | None = None, **changes: Any) -> Estimate | None:
+    def _estimate(self, costs: CostModel | None = None, **changes: Any) -> Estimate | None:
         """The estimate of the explained plan with these changes; None if the model cannot be sharded by them."""
-        estimator = (planner or self.planner).estimator(replace(self.base, stages=None, **changes))
+        estimator = (costs or self.costs).estimator(replace(self.base, stages=None, **changes))
         return estimator.estimate() if estimator is not None else None
 
     def _fits(self, estimate: Estimate | None) -> bool:
@@ -143,7 +134,7 @@ class _Explainer:
     def _groups(self) -> Sequence[ParameterGroup]:
         place, composition = position_of(0, self.base.mesh), self.base.composition(self.request.base)
         layout = composed_layout(self.model, place, composition)
-        return composed_assignment(self.model, place, layout, self.planner.itemsize, composition).groups
+        return composed_assignment(self.model, place, layout, self.costs.dtype.itemsize, composition).groups
 
     # --- the answers
 
@@ -173,7 +164,7 @@ class _Explainer:
             return ["the model has no sequence"], None
 
         def fits(length: int) -> bool:
-            return self._fits(self._estimate(self.request.planner(length)))
+            return self._fits(self._estimate(self.request.cost_model(length)))
 
         if fits(most):
             return [f"{most} tokens: the whole context fits"], most
@@ -182,7 +173,7 @@ class _Explainer:
 
     def data_ranks(self) -> Answer:
         others = {axis: size for axis, size in self.base.axes if axis != "data"}
-        most = min(self.planner.machine.ranks // prod(others.values()), self.base.batch_size // self.base.micro_batches)
+        most = min(self.costs.machine.ranks // prod(others.values()), self.base.batch_size // self.base.micro_batches)
         changes = {}
         for n in (1 << power for power in range(MOST_DOUBLINGS) if 1 << power <= most):
             axes = {"data": n} | others if n > 1 or not others else others
@@ -199,11 +190,11 @@ class _Explainer:
 
     def largest_group(self) -> Answer:
         groups = sorted(self._groups(), key=lambda group: -group.size)[:5]
-        sizes = {_describe_members(group): group.size * self.planner.itemsize for group in groups}
+        sizes = {_describe_members(group): group.size * self.costs.dtype.itemsize for group in groups}
         return [f"{readable_bytes(size):>12}  {name}" for name, size in sizes.items()], sizes
 
     def module(self) -> Answer:
-        costs = zip(self.planner.profiles.costs(self.base)[0], self.model.layers, strict=True)
+        costs = zip(self.costs.costs(self.base)[0], self.model.layers, strict=True)
         sizes = [(self._layer_bytes(cost), name, cost) for cost, (name, _) in costs]
         largest = sorted(sizes, key=lambda entry: entry[0], reverse=True)[:4]
         lines = [
@@ -218,7 +209,7 @@ class _Explainer:
         return lines, {name: int(size) for size, name, _ in largest}
 
     def _layer_bytes(self, cost: LayerCosts) -> float:
-        parameters, gradients, state = bytes_held(cost.parameters, cost.parameters, 0, self.planner.dtype)
+        parameters, gradients, state = bytes_held(cost.parameters, cost.parameters, 0, self.costs.dtype)
         return parameters + gradients + 2 * state + cost.saved + cost.above_backward
 
     def hybrid(self) -> Answer:
@@ -251,7 +242,7 @@ class _Explainer:
     def not_sharded(self) -> Answer:
         groups = self._groups()
         unsharded = [group for group in groups if not group.summed.cut]
-        size = sum(group.size for group in unsharded) * self.planner.itemsize
+        size = sum(group.size for group in unsharded) * self.costs.dtype.itemsize
         lines = [
             f"{len(unsharded)} of {len(groups)} parameter groups, {readable_bytes(size)}, are stored whole on each "
             f"rank that uses them, of {self.base.ranks} ranks"
