@@ -256,6 +256,7 @@ class PlanResult:
                 "front": [plan.as_json() for plan in self.search.front],
                 "certificate": self.search.certificate,
             }
+            content |= {"late": True} if self.late else {}
         return content | (self.evaluation.as_json() if self.evaluation is not None else {})
 
     def plan_file(self, model: str, lora: LoRAOptions | None = None) -> PlanFile:

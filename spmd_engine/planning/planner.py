@@ -20,10 +20,12 @@ from spmd_engine.planning.machine.files import default_machine
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.model_file import planned_model
 from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
+from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.neighbours import offloads_on
 from spmd_engine.planning.search.plan_search import PlanSearch
 from spmd_engine.planning.search.relaxation import Conflict
 from spmd_engine.planning.search.search import Limits, SearchResult
+from spmd_engine.planning.search.search_space import Candidate
 from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation, evaluate_step, peak_memory
 
 NOTHING_FITS = 1  #: the exit code
@@ -126,14 +128,10 @@ def fixed_plan(request: Request) -> PlanResult:
 
     evaluation = evaluated(composition)
     memory_limits = request.limits.memory_by_rank(evaluation.machine) if machine.heterogeneous else ()
-    needs = {
-        "memory": peak_memory(evaluation.analysis, memory_limits),
-        "latency": evaluation.seconds,
-        "bandwidth": evaluation.bytes_sent / ranks / evaluation.seconds,
-        "compute": max(evaluation.prediction.working.values(), default=0.0),
-    }
     limits = request.limits.with_memory_of(machine)
-    broken = [name for name, need in needs.items() if (getattr(limits, name) or float("inf")) < need]
+    candidate = Candidate(tuple(axes.items()), batch_size, micro_batches, assign=composition.assign)
+    needs = Estimate(candidate).evaluated(evaluation, memory_limits)
+    broken = [name for name in limits.names if name in limits.broken(needs)]
     is_tried = "memory" in broken and not composition.offload
     tried = offloads_on(machine, composition.storage.stage(axes)) if is_tried else []
     steps = ((f"--offload {offload}", evaluated(composition.changed(offload=offload))) for offload in tried)

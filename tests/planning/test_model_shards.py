@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from placements import exact
 
 import tiny
 from linear_engine import Linear
@@ -15,7 +16,7 @@ from spmd_engine.models import gpt
 from spmd_engine.planning.dry_run.analyze import Samples, analyze, analyze_engine
 from spmd_engine.planning.dry_run.model_shards import model_shards
 from spmd_engine.planning.machine.files import parse_machine, toml_of
-from spmd_engine.planning.search.placement import annealed, exact, tasks_of
+from spmd_engine.planning.search.placement import annealed, tasks_of
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
 

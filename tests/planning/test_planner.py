@@ -10,11 +10,12 @@ import spmd_engine
 from spmd_engine.cli.plan.compare import steps_of
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
-from spmd_engine.models import GPT_SIZES, gpt
+from spmd_engine.models import GPT_SIZES, GPTSize, gpt
 from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze
 from spmd_engine.planning.explain import explain
 from spmd_engine.planning.machine.files import read_machine
+from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
 from spmd_engine.planning.model_file import planned_model
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.planner import find_plan, fixed_plan
@@ -214,6 +215,23 @@ def test_estimates_are_near_the_simulated_step(candidate):
     assert estimate.seconds == pytest.approx(evaluation.seconds, rel=0.08)
     assert estimate.sent == pytest.approx(evaluation.bytes_sent, rel=0.02)
     assert estimate.memory == pytest.approx(evaluation.analysis.peak_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [Candidate((("pipe", 2),), 4, 4, schedule="1f1b"), Candidate((("data", 2),), 2, 1, zero=1)],
+    ids=["messages between stages", "gathered parameters"],
+)
+def test_estimates_count_communication_that_is_most_of_a_step(candidate):
+    """Most bytes are messages between stages; or most of the time is the gather of updated parameters."""
+    model = gpt(GPTSize(layers=2, width=256, heads=2, context=16, vocabulary=16))
+    node = NodeKind("node", 2, 1, {"float32": Curve.flat(1e12)}, 1e10, Curve.flat(1e12), Link(1e-6, 1e10))
+    machine = Machine("far apart", (node,), Link(1e-6, 1e8))
+    estimate = CostModel(model, machine).estimator(candidate).estimate()
+    evaluation = evaluate_plan(model, machine, estimate.candidate, ParallelConfig(), dtype=np.float32)
+    assert estimate.sent == pytest.approx(evaluation.bytes_sent, rel=0.01)
+    if candidate.zero:
+        assert estimate.seconds == pytest.approx(evaluation.seconds, rel=0.2)
 
 
 def test_a_file_of_a_gpt_s_sizes_is_a_model(tmp_path):

@@ -186,10 +186,11 @@ def _print_matrix(console: Console, title: str, plans: Sequence[Estimate], resul
 
 def _print_certificate(console: Console, result: PlanResult) -> None:
     certificate = result.search
+    late = "; some plans near to the chosen one were not simulated, since " + result.ended if result.late else ""
     if result.plan is not None and (found := _found_by_simulations(result.plan.candidate)):
         console.print(
             f"\nof {certificate.candidates:,} candidates with {found} {certificate.estimated:,} were simulated; "
-            f"others may be better. Planned in {readable_seconds(result.took)}."
+            f"others may be better{late}. Planned in {readable_seconds(result.took)}."
         )
         return
     text = (
@@ -203,7 +204,7 @@ def _print_certificate(console: Console, result: PlanResult) -> None:
     )
     if not certificate.complete:
         text += f"then {result.ended}, and for the rest only bounds are known: "
-    console.print(f"\n{text}{proven}, by these estimates. Planned in {readable_seconds(result.took)}.")
+    console.print(f"\n{text}{proven}, by these estimates{late}. Planned in {readable_seconds(result.took)}.")
 
 
 def print_fixed(result: PlanResult) -> None:

@@ -8,8 +8,9 @@ whole step of the plans that it proposes is analyzed and simulated.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from spmd_engine.planning.search.layer_costs import ShardedLayers, StageSums
 from spmd_engine.planning.search.search_space import PIPE, REPLICAS, STORED, SUMMED, Candidate
 from spmd_engine.planning.simulator.collective_time import Duration
 from spmd_engine.planning.simulator.slots import Slots
-from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation
+from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation, peak_memory
 
 if TYPE_CHECKING:
     from spmd_engine.planning.search.cost_model import CostModel
@@ -31,17 +32,17 @@ LONG = 2048  #: forwards of all stages beyond which a schedule is timed for fewe
 
 @dataclass(frozen=True)
 class Estimate:
-    """A candidate with its estimated costs."""
+    """A candidate with its costs; without others, they are not known."""
 
     candidate: Candidate
-    seconds: float
-    memory: float  #: peak bytes of the rank that holds most
-    sent: float  #: bytes that all ranks send in a step
-    work: float  #: seconds of work of the rank that works most
-    imbalance: float  #: the most work of a rank over the mean
-    parts: Mapping[str, float]  #: seconds by cause
-    holds: Mapping[str, float]  #: bytes by kind, on the rank that holds most
-    stage: int  #: the stage of the rank that holds most
+    seconds: float = inf
+    memory: float = inf  #: peak bytes of the rank that holds most
+    sent: float = 0.0  #: bytes that all ranks send in a step
+    work: float = 0.0  #: seconds of work of the rank that works most
+    imbalance: float = 1.0  #: the most work of a rank over the mean
+    parts: Mapping[str, float] = field(default_factory=dict)  #: seconds by cause
+    holds: Mapping[str, float] = field(default_factory=dict)  #: bytes by kind, on the rank that holds most
+    stage: int = 0  #: the stage of the rank that holds most
     evaluation: PlanEvaluation | None = None  #: of the whole step; then seconds, memory, sent and work are the step's
     closed: Estimate | None = None  #: the estimate before that
 
@@ -53,6 +54,21 @@ class Estimate:
     def throughput(self) -> float:
         """Samples a second."""
         return self.candidate.batch_size / self.seconds
+
+    def evaluated(self, evaluation: PlanEvaluation, memory: Sequence[float] = ()) -> Estimate:
+        """The estimate with the seconds, memory, bytes sent and work of its simulated step. ``memory``: the bytes that
+        each rank may hold, if ranks are unequal."""
+        return replace(
+            self,
+            seconds=evaluation.seconds,
+            memory=peak_memory(evaluation.analysis, memory),
+            sent=evaluation.bytes_sent,
+            work=max(evaluation.prediction.working.values(), default=0.0)
+            if evaluation.whole or not self.work
+            else self.work,
+            evaluation=evaluation,
+            closed=self,
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The estimate as JSON."""

@@ -19,6 +19,7 @@ from spmd_engine.axes import axes_text
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import SpmdError, UsageError
 from spmd_engine.models import Model
+from spmd_engine.planning.dry_run.step_analysis import StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
 from spmd_engine.planning.search.budget import SIMULATION, Budget
@@ -48,7 +49,7 @@ from spmd_engine.planning.search.search import (
     thinned,
 )
 from spmd_engine.planning.search.search_space import Candidate, SearchSpace, broken_choices
-from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation, evaluate_step, peak_memory
+from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation, evaluate_step
 from spmd_engine.units import readable_bytes, readable_seconds
 
 EVALUATIONS = 150_000  #: of a request, as ``Budget`` counts them
@@ -100,6 +101,7 @@ class PlanSearch:
         self._scores: dict[Candidate, tuple[float, ...]] = {}
         self._closed: dict[Candidate, Estimate] = {}
         self._evaluations: dict[tuple[Candidate, bool], PlanEvaluation | None] = {}
+        self._analyses: dict[tuple[Candidate, bool], StepAnalysis] = {}
 
     # --- plans, each estimated and simulated once
 
@@ -124,9 +126,8 @@ class PlanSearch:
         """The plan of a candidate whose estimate would say nothing; None if the layers cannot be divided so, or the
         budget is spent (but for the first)."""
         if candidate not in self.plans and (not self.plans or self.budget.left):
-            unknown = Estimate(candidate, inf, inf, 0.0, 0.0, 1.0, {}, {}, 0)
             with suppress(SpmdError):
-                self.plans[candidate] = self.simulated(unknown)
+                self.plans[candidate] = self.simulated(Estimate(candidate))
         return self.plans.get(candidate)
 
     def simulated(self, estimate: Estimate, *, even: bool = False) -> Estimate:
@@ -145,15 +146,7 @@ class PlanSearch:
         if (evaluation := self._evaluations[key]) is None:
             return estimate
         limits = request.limits.memory_by_rank(evaluation.machine) if self.heterogeneous else ()
-        return replace(
-            estimate,
-            seconds=evaluation.seconds,
-            memory=peak_memory(evaluation.analysis, limits),
-            sent=evaluation.bytes_sent,
-            work=max(evaluation.prediction.working.values(), default=0.0) if evaluation.whole else estimate.work,
-            evaluation=evaluation,
-            closed=estimate,
-        )
+        return estimate.evaluated(evaluation, limits)
 
     def _evaluate(self, model: Model, candidate: Candidate, even: bool) -> PlanEvaluation | None:
         """The evaluation; None if the step is too large. A dry run holds for all orders of ranks."""
@@ -162,10 +155,12 @@ class PlanSearch:
         if len(model.layers) * filled > MOST_TO_SIMULATE // max(pipe // 4, 1):
             return None
         self.budget.spend(SIMULATION)
-        listed = self._evaluations.get((replace(candidate, order=None), even)) if candidate.order else None
-        known = listed.analysis if listed is not None and listed.whole else None
-        options = {"cache": self.model.cache, "known": known, **request.analyze_options}
-        return evaluate_plan(model, request.machine, candidate, request.base, **options)
+        key = replace(candidate, order=None), even
+        options = {"cache": self.model.cache, "known": self._analyses.get(key), **request.analyze_options}
+        evaluation = evaluate_plan(model, request.machine, candidate, request.base, **options)
+        if evaluation.whole:
+            self._analyses[key] = evaluation.analysis
+        return evaluation
 
     def price(self, plan: Estimate) -> tuple[float, float]:
         """The largest share of its memory by which a rank exceeds it, and the seconds of a step."""
@@ -211,11 +206,7 @@ class PlanSearch:
         result, explain = next(((other, why) for other, why in others if other is not None), (result, explain))
         found_by = ((name, tried(name)[0]) for name in forbidden)
         helps = next((f"--fallback {name}" for name, other in found_by if other and other.plan), "")
-        return replace(
-            result,
-            conflict=replace(explain(), helps=helps),
-            **self._ended,
-        )
+        return replace(result, conflict=replace(explain(), helps=helps), **self._ended)
 
     def _with_offload(self, without: PlanResult, budget: Budget) -> tuple[PlanResult | None, Explain]:
         """The result if a plan may offload; None if the base says what is offloaded."""

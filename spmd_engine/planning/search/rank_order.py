@@ -13,7 +13,7 @@ from spmd_engine.planning.dry_run.step_analysis import StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.budget import Budget
 from spmd_engine.planning.search.improve import Score, improved
-from spmd_engine.planning.search.placement import Tasks, annealed, assigned, evolved, first_fit
+from spmd_engine.planning.search.placement import Tasks, annealed, assigned, bytes_between, evolved, first_fit
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
 
 Order = tuple[int, ...]  #: the rank of the machine at each position of the mesh
@@ -141,12 +141,6 @@ def tasks_on_ranks(analysis: StepAnalysis, machine: Machine, room: Sequence[floa
     """The positions of a mesh as tasks, and the ranks of a machine as nodes with room for one task each."""
     ranks, compute = range(analysis.ranks), ComputeTimes(machine)
     shards = model_shards(analysis)
-    rank_of = {shard.id: shard.rank for shard in shards}
-    sent = np.zeros((len(ranks), len(ranks)))
-    for shard in shards:
-        for point in shard.communication:
-            for other in point.shards:
-                sent[shard.rank, rank_of[other]] += point.bytes / len(point.shards)
 
     def work(position: int, rank: int) -> float:
         return sum(compute.seconds(rank, analysis.of_rank(position).computations)[0]) * machine.node(rank).contention
@@ -154,7 +148,7 @@ def tasks_on_ranks(analysis: StepAnalysis, machine: Machine, room: Sequence[floa
     return Tasks(
         np.array([[work(position, rank) for rank in ranks] for position in ranks]),
         np.array(analysis.peak_bytes_by_rank(), float),
-        sent,
+        bytes_between(shards, [shard.rank for shard in shards]),
         np.array(room, float),
         np.array([[0.0 if a == b else 1 / machine.link(a, b).bandwidth for b in ranks] for a in ranks]),
         most=1,

@@ -137,7 +137,7 @@ def constraint_text(name: str, limits: Limits, fixed: Mapping[str, Any]) -> str:
 
 SHOWN_PLANS = 5  #: the best plans that a search keeps
 SEARCH_SHARE = 0.75  #: share of its budget after which a search ends that has found a plan
-FRONT_ESTIMATES = 200  #: of further plans on the Pareto front, at most
+FRONT_ESTIMATES = 100  #: of further plans on the Pareto front, at most
 
 
 @dataclass(frozen=True)
