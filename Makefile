@@ -18,7 +18,7 @@ export PYTHONNOUSERSITE := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-cost lint lines bench soak cuda-compile clean distclean
+.PHONY: help train test test-cost lint lines docs bench soak cuda-compile clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -55,11 +55,16 @@ lint: $(VENV)/installed-mpich-test-lint  ## check rules and format (ruff) and ty
 lines:  ## count code lines and files of each package against lines.toml
 	@$(PYTHON) scripts/count_lines.py
 
+docs: $(VENV)/installed-docs  ## build the site of the documentation in build/site; a broken link is an error
+	rm -rf build/docs build/site && mkdir -p build/docs
+	cp -R --parents README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples benchmarks/README.md build/docs
+	$(BIN)/zensical build --clean --strict
+
 bench: $(VENV)/installed-mpich-fast  ## measure speed: ARGS=train, layers or collectives
 	$(BIN)/python -m spmd_engine bench $(ARGS)
 
 clean:  ## remove what was built and cached; keep runs/ and the virtual environment
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .bench
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .bench .cache
 	find . -path ./$(VENV) -prune -o -path ./runs -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean  ## remove the virtual environment as well

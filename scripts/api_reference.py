@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import ChainMap
 from collections.abc import Iterator
 from enum import Enum
 from inspect import cleandoc
@@ -43,7 +44,9 @@ def described(name: str, value: Any, level: int) -> Iterator[str]:
     yield f"```text\n{name}{_signature(value)}\n```\n"
     yield _text(value)
     if inspect.isclass(value) and level == 2:
-        for method, function in vars(value).items():
+        definitions = [base for base in value.__bases__ if base.__name__.endswith("Definition")]
+        yield from map(_text, definitions)
+        for method, function in ChainMap(vars(value), *map(vars, definitions)).items():
             target = getattr(function, "__func__", getattr(function, "fget", function))
             if not method.startswith("_") and isinstance(target, FunctionType) and target.__doc__:
                 signature = "" if isinstance(function, property) else _signature(target)

@@ -1,4 +1,4 @@
-"""Write tests/cupy_14.json: CuPy's functions, methods and loops of ufuncs that NumPy has too, for tests/fake_cupy.py.
+"""Write tests/support/cupy_14.json, for fake_cupy.py there: CuPy's functions, methods, loops of ufuncs that NumPy has.
 
 Run it where CuPy 14 is installed; it needs no GPU and no driver: python scripts/cupy_signatures.py
 """
@@ -12,7 +12,7 @@ from types import ModuleType
 import cupy
 import numpy as np
 
-TABLE = Path(__file__).parent.parent / "tests" / "cupy_14.json"
+TABLE = Path(__file__).parent.parent / "tests" / "support" / "cupy_14.json"
 
 
 def signature(function) -> str:

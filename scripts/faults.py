@@ -28,7 +28,7 @@ from spmd_engine.checkpoints import Checkpoint, CheckpointFolder
 from spmd_engine.checkpoints.digest import digest_of_checkpoint, digest_text
 from spmd_engine.errors import CheckpointError
 from spmd_engine.runtime.mpi_job import MPIJob, find_mpiexec, is_open_mpi
-from spmd_engine.training.run import MetricsFile
+from spmd_engine.training.observers import MetricsFile
 
 RANKS, STEPS, EVERY, TIMEOUT = 4, 8, 2, 8
 JOB = ["--model", "two-layers", "--data", "data", "--steps", str(STEPS), "--save-every", str(EVERY)]

@@ -8,9 +8,9 @@ that fails or takes too long is a row of the table. The folder has the rows so f
 print, log.txt. A second call with the same folder runs the parts that are missing or have failed. The parts come in
 the order of their value: bfloat16 first, compilation by PyTorch last.
 
-Training is gpt2 (124 million parameters) on 16 x 1,024 random tokens, without dropout, as `peers_protocol.py`
-describes; decoding is a Llama of 135 million parameters with random weights. `plan` predicts the step for a packaged
-machine of the GPU's name, with launches and waits as measured here.
+Training is gpt2 (124 million parameters) on 16 x 1,024 random tokens, without dropout, as
+`benchmarks/peers_protocol.py` describes; decoding is a Llama of 135 million parameters with random weights. `plan`
+predicts the step for a packaged machine of the GPU's name, with launches and waits as measured here.
 """
 
 import json
@@ -30,8 +30,8 @@ from time import perf_counter
 
 import click
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
 GPT2 = {"vocabulary": 50257, "context": 1024, "layers": 12, "width": 768, "heads": 12, "batch_size": 16}
 TINY = {"vocabulary": 257, "context": 16, "layers": 2, "width": 24, "heads": 4, "batch_size": 2}
 TRAINING = {"seed": 1, "learning_rate": 3e-4, "betas": [0.9, 0.95], "epsilon": 1e-8, "weight_decay": 0.1}
@@ -145,7 +145,7 @@ class Processes:
     def __init__(self, log, seconds, peer_python):
         self.log, self.limit, self.peer_python = log, seconds, peer_python
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        modules = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        modules = os.pathsep.join(filter(None, [str(ROOT), str(BENCHMARKS), os.environ.get("PYTHONPATH")]))
         self.variables = os.environ | {"PATH": path, "PYTHONPATH": modules}
 
     def run(self, command, seconds=PART_SECONDS):
@@ -208,7 +208,7 @@ class Processes:
         """The same step by PyTorch."""
         if "result" not in self.torch:
             return {"left out": self.torch.get("left out", f"{self.peer_python} has no PyTorch")}
-        done = self.run([self.peer_python, HERE / "peers_torch_eager.py", json.dumps(config)])
+        done = self.run([self.peer_python, BENCHMARKS / "peers_torch_eager.py", json.dumps(config)])
         if "result" not in done:
             return done
         result = json.loads(done["result"])

@@ -3,11 +3,11 @@
     pip install torch==2.13.0 numpy
     python scripts/make_golden.py
 
-The model is `torch_gpt.GPT`: vocabulary 61, context 12, 2 layers, width 16, 4 heads, hidden 64,
+The model is `GPT` of `benchmarks/torch_gpt.py`: vocabulary 61, context 12, 2 layers, width 16, 4 heads, hidden 64,
 LayerNorm epsilon 1e-5, tanh GELU, head tied to the token table. The data is one batch of 3 x 12
 tokens, targets and mask; the loss is the mean cross-entropy over the tokens whose mask is true.
 
-The file holds (letters as in `torch_gpt.py`; NAME is the engine's name of a parameter):
+The file holds (letters as in that file; NAME is the engine's name of a parameter):
 
     initial/NAME       float64   seeded normals: weights and biases with std 0.3, norm scales 1 + such a normal
     tokens, targets    int64     b s
@@ -35,10 +35,13 @@ float64, 1e-9 in float32). Compare it, and its final value, with an absolute tol
 Two runs on one machine give equal arrays; other processors may differ in the last bits.
 """
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from torch_gpt import GPT, adamw_groups, cross_entropy, gradients_by_name, load_by_name, parameters_by_name
 
 PATH = Path(__file__).resolve().parent.parent / "tests" / "golden" / "gpt2_tiny.npz"

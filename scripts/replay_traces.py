@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 from policy_traces import SimulatedShapes, replay_trace, steps_of_optimum
 
-from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.decision_log import replay
 from spmd_engine.adaptive.policy import Policy
+from spmd_engine.training.adapt_config import AdaptConfig
 
 RANKS, SECONDS, SAMPLES = 4, 1800, 256
 RESTARTS = (30, 60, 120)  #: seconds

@@ -9,9 +9,10 @@ if TYPE_CHECKING:
     from spmd_engine.checkpoints import load_checkpoint, load_pretrained, save_checkpoint
     from spmd_engine.comm import Ledger, Mesh, run_threads, world
     from spmd_engine.engine import LayeredEngine, ParallelConfig, ShardedEngine, as_distributed, batch_of
+    from spmd_engine.jobs import train
     from spmd_engine.planning import plan
     from spmd_engine.serving import generate
-    from spmd_engine.training import ArrayData, Run, TrainConfig, Trainer, train
+    from spmd_engine.training import ArrayData, Run, TrainConfig, Trainer
     from spmd_engine.verification import verify
 
 __version__ = "0.2.0"

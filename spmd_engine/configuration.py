@@ -35,6 +35,7 @@ def setting(
     metavar: str | None = None,
     prefix: str | None = None,
     fixed: bool = False,
+    common: bool = False,
     of_images: Any = None,
 ) -> Any:
     """A field with its default, its allowed values, and its option on the command line.
@@ -46,8 +47,8 @@ def setting(
     ``option`` is the name on the command line and among the keywords of ``with_options``, by default the field's name;
     with None, the command line lacks the field. Both, and JSON, also accept ``old_names``, which no table lists. Each
     field of a nested configuration is an option with ``prefix`` before its name, unless the nested configuration's
-    ``option`` is None. A ``fixed`` field cannot change when a run resumes. ``of_images`` is the default for image
-    models.
+    ``option`` is None. A ``fixed`` field cannot change when a run resumes. A ``common`` one is on the first page of
+    help, ``--help``; ``--help-all`` lists all. ``of_images`` is the default for image models.
     """
     arguments = locals()
     about = {name: arguments[name] for name in arguments if name != "default" and arguments[name] not in (None, "", ())}

@@ -37,7 +37,7 @@ def sigint_is_heard():
 @pytest.fixture(scope="session")
 def library(pytestconfig):
     """The CUDA kernels compiled for the host, once for all processes and runs that share this folder."""
-    import cuda_on_host
+    from support import cuda_on_host
 
     if cuda_on_host.COMPILER is None:
         pytest.skip("no C++ compiler")
@@ -49,7 +49,7 @@ def library(pytestconfig):
 @pytest.fixture
 def cuda(library):
     """The backend of the stand-in for CuPy, with kernels."""
-    import fake_cupy
+    from support import fake_cupy
 
     with fake_cupy.installed(library) as backend:
         yield backend

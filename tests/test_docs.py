@@ -13,10 +13,10 @@ import pytest
 from spmd_engine.cli import cli
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "page"}
@@ -34,12 +34,21 @@ def test_each_program_of_the_readme_runs_by_itself(tmp_path, monkeypatch):
         exec(compile(program, "README.md", "exec"), {"__name__": "page"})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_a_page_names_exist(page):
     text = page.read_text()
-    named = [ROOT / name for name in re.findall(r"`((?:spmd_engine|tests|scripts|examples)/[\w/.-]+\.\w+)`", text)]
+    named = [
+        ROOT / name for name in re.findall(r"`((?:spmd_engine|tests|scripts|benchmarks|examples)/[\w/.-]+\.\w+)`", text)
+    ]
     linked = [page.parent / name for name in re.findall(r"\]\(([\w/.-]+\.md)", text)]
     assert [path for path in (*named, *linked) if not path.exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_headings_that_a_page_links_to_exist(page):
+    for name, anchor in re.findall(r"\]\(([\w/.-]*)#([\w-]+)\)", page.read_text()):
+        headings = re.findall(r"^#+ (.+)$", (page.parent / name if name else page).read_text(), re.MULTILINE)
+        assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 def test_the_api_reference_is_that_of_the_docstrings():
@@ -66,7 +75,7 @@ def parse(arguments, command=cli):
         parse(rest, inner)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_and_options_of_a_page_exist(page):
     unknown = []
     for arguments in commands_of(page.read_text()):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from command_line import ONE_THREAD, QUIET
 from mpi_harness.launch import mpiexec
+from support.command_line import ONE_THREAD, QUIET
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 

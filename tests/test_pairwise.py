@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import pytest
 
-from pairwise import covering, every_pair, in_turn
+from support.pairwise import covering, every_pair, in_turn
 
 
 def is_soak(case):

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from spmd_engine.adaptive.reshape import Reshaper, Shape, ShapeRequest
+from spmd_engine.engine.reshape import Reshaper, Shape, ShapeRequest
 from spmd_engine.importing import imported_when_asked
 
 if TYPE_CHECKING:

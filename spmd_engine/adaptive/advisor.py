@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.candidates import Outlook, Proposal, Proposer, kind_of_change, parts, ranks_at
 from spmd_engine.adaptive.decision_log import header, record
 from spmd_engine.adaptive.monitor import observe
 from spmd_engine.adaptive.policy import Policy, PolicyState, PredictedShape
-from spmd_engine.adaptive.reshape import Shape
+from spmd_engine.engine.reshape import Shape
 from spmd_engine.models import Model
+from spmd_engine.training.adapt_config import AdaptConfig
 
 MOST_LINES = 100  #: of an observation; older steps tell less of the present
 BELIEVED = 200  #: steps for which a rank without work is taken to be as slow as it was; only work shows its speed

@@ -14,9 +14,9 @@ from math import gcd, prod
 import numpy as np
 
 from spmd_engine.adaptive.monitor import Observation
-from spmd_engine.adaptive.reshape import Shape, ShapeRequest
 from spmd_engine.axes import MeshPosition, all_positions, uneven_axes
 from spmd_engine.comm.notation import weighted_lengths
+from spmd_engine.engine.reshape import Shape, ShapeRequest
 from spmd_engine.engine.state.assignment import BATCH, PIPE, divide, overlaps, shares_text
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Model

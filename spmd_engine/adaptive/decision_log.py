@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.monitor import Observation
 from spmd_engine.adaptive.policy import Decision, Policy, PolicyState, PredictedShape
-from spmd_engine.adaptive.reshape import Shape, ShapeRequest
+from spmd_engine.engine.reshape import Shape, ShapeRequest
+from spmd_engine.training.adapt_config import AdaptConfig
 
 VERSION = 2
 

@@ -27,12 +27,12 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, ClassVar, Self, TypeVar
 
-from spmd_engine.adaptive.reshape import ShapeRequest
 from spmd_engine.axes import MOST
 from spmd_engine.checkpoints.format.folder import LOCK
-from spmd_engine.comm.communicators.communicator import Communicator, Port
+from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.communicators.threads import current_thread_communicator
-from spmd_engine.comm.world import open_port
+from spmd_engine.comm.world import Port, open_port
+from spmd_engine.engine.reshape import ShapeRequest
 from spmd_engine.errors import UsageError
 from spmd_engine.files import RequestFile, check_owner, open_private, open_regular
 from spmd_engine.foreign import MOST_OF_REQUEST, parse_json

@@ -21,7 +21,6 @@ from math import ceil
 from time import monotonic, perf_counter
 from typing import Any
 
-from spmd_engine.adaptive.reshape import Reshaper, Shape
 from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.meta.backend import on_shapes
 from spmd_engine.arrays.meta.meter import Meter, metered
@@ -29,6 +28,7 @@ from spmd_engine.axes import count_ranks
 from spmd_engine.comm.agreement.rank_zero import failure_text, gather_json
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.reshape import Reshaper, Shape
 from spmd_engine.engine.state.engine_state import Copies
 from spmd_engine.engine.zero.parameter_store import Placements, describe_parts, read_placements
 from spmd_engine.errors import UsageError

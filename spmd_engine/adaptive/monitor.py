@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from spmd_engine.adaptive.adapt_config import AdaptConfig
+from spmd_engine.training.adapt_config import AdaptConfig
 
 LISTED = 4  #: most ranks that a text lists
 

@@ -22,13 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.candidates import Outlook, Proposal
 from spmd_engine.adaptive.monitor import crossings
-from spmd_engine.adaptive.reshape import Shape, ShapeRequest
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.reshape import Shape, ShapeRequest
 from spmd_engine.engine.state.assignment import PIPE
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import MOST_OF_REQUEST, parse_json, reading
@@ -39,6 +38,7 @@ from spmd_engine.planning.planner import find_plan
 from spmd_engine.planning.search.search_space import axes_that_shard
 from spmd_engine.planning.simulator.step_evaluation import evaluate_step
 from spmd_engine.runtime.mpi_job import clean_environment
+from spmd_engine.training.adapt_config import AdaptConfig
 
 logger = logging.getLogger(__name__)
 

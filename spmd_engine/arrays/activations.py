@@ -101,8 +101,8 @@ def _normal_tail(x: Array) -> Array:
 # --- The gate of a gated perceptron: SiLU, or another activation, of one projection times the other
 
 
-Activation = Callable[..., tuple[Array, Array | None]]  #: of z: its value and, if wanted, its slope
-Gate = Callable[..., tuple[Array, tuple[Array, Array] | None]]  #: of z and u: h and, if wanted, its slopes
+Activation = Callable[..., tuple[Array, Array | None]]  #: from z: its value and, if wanted, its slope
+Gate = Callable[..., tuple[Array, tuple[Array, Array] | None]]  #: from z and u: h and, if wanted, its slopes
 
 
 @fused

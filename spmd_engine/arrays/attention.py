@@ -98,7 +98,7 @@ def _softmax_over_keys(scores: Array, scale: float, dtype: Any) -> tuple[Array, 
     xp = backend_of(scores).xp
     scores *= scale
     top = _multiple_of_log_2(scores.max(axis=1))
-    xp.maximum(top, xp.finfo(top.dtype).min, out=top)  # of rows without keys
+    xp.maximum(top, xp.finfo(top.dtype).min, out=top)  # for rows without keys
     exponentiate(scores, top[:, None])
     # BLAS sums over keys in a quarter of the time of ``sum``.
     return rounded(scores, dtype), top, xp.matmul(xp.ones(scores.shape[1], scores.dtype), scores)
@@ -155,7 +155,7 @@ def causal_attention_backward(
     dk, dv = xp.zeros(k.shape, wide), xp.zeros(v.shape, wide)
     scale = q.shape[-1] ** -0.5
     if apart is not None or window is not None:
-        log_sums = xp.maximum(log_sums, xp.finfo(log_sums.dtype).min)  # of queries without keys
+        log_sums = xp.maximum(log_sums, xp.finfo(log_sums.dtype).min)  # for queries without keys
     projection = xp.moveaxis(_products_of_rows(dy, y), 1, -1)
     for b, heads, rows, keys, mask, (p, ds) in _blocks(q, positions, key_positions, apart, window, 2):
         k_block, v_block = (_operand(x[b, keys, heads]).transpose(1, 0, 2) for x in (k, v))
@@ -307,7 +307,7 @@ def attend_to_keys(
         visible += xp.where(hidden, q.dtype.type(-xp.inf), q.dtype.type(0))[:, None, :, None]
         highest = scores.max(axis=-1, keepdims=True)
         top = _multiple_of_log_2(highest) if rounds else highest
-        top = xp.maximum(top, xp.finfo(q.dtype).min)  # of queries without keys
+        top = xp.maximum(top, xp.finfo(q.dtype).min)  # for queries without keys
         scores -= top
         xp.exp(scores, out=scores)
         sums = scores.sum(axis=-1, keepdims=True)

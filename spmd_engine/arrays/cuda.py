@@ -147,10 +147,10 @@ ELEMENTWISE = {
     "silu_gate_value": Elementwise("S z, S u", "S h", _SILU),
     "rotate": Elementwise(
         "S first, S second, T cosine, T sine, T way",
-        "S turned_first, S turned_second",
+        "S rotated_first, S rotated_second",
         """
-        turned_first = first * cosine - second * (way * sine);
-        turned_second = second * cosine + first * (way * sine);
+        rotated_first = first * cosine - second * (way * sine);
+        rotated_second = second * cosine + first * (way * sine);
         """,
     ),
     "adamw": Elementwise(
@@ -179,7 +179,7 @@ ELEMENTWISE = {
         "T score",
         "score = 0 <= target && target < width ? scores[i * width + target] - top : T(0)",
     ),
-    "add_runs": Elementwise(  # of the rows of equal indices, by the thread of the first
+    "add_runs": Elementwise(  # rows of equal indices, added by the thread of the first
         "raw int64 order, raw int64 sorted, raw S rows, int64 width, int64 count",
         "raw T table",
         """
@@ -289,10 +289,10 @@ class CudaFunctions:
 
     # Rotary positions
 
-    def rotate(self, x, turn, neighbours, *, back=False):
-        y, width = self._xp.empty(x.shape, x.dtype), 2 * turn[0].shape[-1]
-        pair, turned = (halves(values[..., :width], neighbours) for values in (x, y))
-        self._launch.rotate(*pair, *(over_heads(table, x.ndim) for table in turn), -1 if back else 1, *turned)
+    def rotate(self, x, rotation, neighbours, *, back=False):
+        y, width = self._xp.empty(x.shape, x.dtype), 2 * rotation[0].shape[-1]
+        pair, rotated = (halves(values[..., :width], neighbours) for values in (x, y))
+        self._launch.rotate(*pair, *(over_heads(table, x.ndim) for table in rotation), -1 if back else 1, *rotated)
         y[..., width:] = x[..., width:]
         return y
 

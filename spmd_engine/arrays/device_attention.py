@@ -36,7 +36,7 @@ def attention(q, k, v, positions, key_positions, apart, window, cap, dtype):
             soft_cap(scores, cap)
         _hide(scores, shape, samples, rows, *seen[:4])
         top = scores.max(axis=-1, keepdims=True)
-        xp.maximum(top, xp.finfo(q.dtype).min, out=top)  # of queries without keys
+        xp.maximum(top, xp.finfo(q.dtype).min, out=top)  # for queries without keys
         exponentiate(scores, top)
         sums = scores.sum(axis=-1, keepdims=True)
         mixed = xp.matmul(scores, v[samples].transpose(0, 2, 1, 3))

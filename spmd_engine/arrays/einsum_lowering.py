@@ -81,7 +81,7 @@ class _View(NamedTuple):
 class _Plan(NamedTuple):
     """The result is the view of one operand, or the product of the views of two."""
 
-    shape: Shape  # of the result
+    shape: Shape  # the result's
     views: tuple[_View, ...]
     swap: bool = False  # compute (b x a) instead of (a x b): then the result needs no transposition
     product: Shape = ()  # (batch..., left, right)

@@ -24,13 +24,13 @@ ERFC = (
 class AdamWFactors(NamedTuple):
     """Factors of an AdamW step, in the order of the kernels' arguments."""
 
-    fresh: float  # of the gradient, in the mean
+    fresh: float  # factor of the gradient, in the mean
     beta1: float
-    weight: float  # of the square of a gradient that was multiplied by ``fresh``
+    weight: float  # factor of the square of a gradient that was multiplied by ``fresh``
     beta2: float
     epsilon: float
     size: float
-    kept: float  # of the parameter
+    kept: float  # factor of the parameter
 
 
 def adamw_factors(

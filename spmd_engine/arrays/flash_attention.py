@@ -7,7 +7,7 @@ dv. Positions, windows and documents are compared inside; binary searches in the
 that hidden tiles are not computed.
 
 Products are multiplications and additions in the dtype of sums, not on tensor cores. The text needs neither CuPy nor a
-GPU: ``tests/threads_on_host.py`` compiles it with any C++ compiler and runs it with fibers as threads.
+GPU: ``tests/support/threads_on_host.py`` compiles it with any C++ compiler and runs it with fibers as threads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from spmd_engine.arrays.backend import Array
 
-GROUPS, LANES = 16, 8  # of the threads of a block: a group of lanes shares rows of a tile, and lies in one warp
+GROUPS, LANES = 16, 8  # the threads of a block: a group of lanes shares rows of a tile, and lies in one warp
 SHARED = 48 << 10  # bytes of shared memory that a block has on every GPU without a request
 SUMS = 64 * 4  # bytes of results that a thread keeps in registers
 WIDEST = 128 * 4  # bytes of a head: wider ones leave room for so few rows that loads from shared memory limit the speed

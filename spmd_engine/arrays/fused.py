@@ -41,9 +41,9 @@ def fused_sums(function: Callable) -> Callable:
 
 
 def computed_wide(function: Callable) -> Callable:
-    """``fused`` without kernels: only for what it says about 16-bit floats."""
+    """``fused`` for functions without kernels, whose 16-bit floats are to be computed in the dtype of their sums."""
     run = _fused(function, "")
-    del run.__wrapped__  # which functions with kernels have
+    del run.__wrapped__  # only functions with kernels have this attribute
     return run
 
 
@@ -55,7 +55,7 @@ def fused_of_images(function: Callable) -> Callable:
 def _fused(function: Callable, kind: str, sums: bool = False) -> Callable:
     name = function.__name__
     names = list(signature(function).parameters)
-    by_row = [argument in BY_ROW for argument in names] if kind != "image_kernels" and "turn" not in names else None
+    by_row = [argument in BY_ROW for argument in names] if kind != "image_kernels" and "rotation" not in names else None
 
     def compute(x: Array, *others, **options):
         if kind and (kernels := kernels_for(x, kind)) is not None:

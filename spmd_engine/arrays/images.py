@@ -174,7 +174,7 @@ class _Panel:
     outputs: slice
     rows: Window
     columns: Window
-    shape: tuple[int, ...]  # of the patches: [g b p q k l i]
+    shape: tuple[int, ...]  # the patches': [g b p q k l i]
 
     def of(self, y: Array) -> Array:
         """The outputs of the panel in y[b p q f]."""

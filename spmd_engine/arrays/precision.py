@@ -56,7 +56,7 @@ def rounded(x: Array, dtype: Any, out: Array | None = None) -> Array:
     kernels = CPU.kernels if type(x) is CPU.xp.ndarray and x.dtype == CPU.xp.float32 and dtype.isbuiltin == 2 else None
     if kernels is not None and (out is None or out.flags.c_contiguous):
         return kernels.round_to_bfloat16(x, out)
-    with CPU.xp.errstate(invalid="ignore", over="ignore"):  # of NaN, and of numbers that become infinite
+    with CPU.xp.errstate(invalid="ignore", over="ignore"):  # for NaN, and for numbers that become infinite
         if out is None:
             return x.astype(dtype)
         out[...] = x

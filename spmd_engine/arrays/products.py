@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.precision import accumulated_in, is_half, rounded, widened
+from spmd_engine.arrays.product_libraries.library import ProductLibrary
 from spmd_engine.arrays.windows import Window
 
 BFLOAT16, FLOAT32 = np.dtype(bfloat16), np.dtype(np.float32)
@@ -31,38 +32,15 @@ TINY, LARGE = 1 << 18, 1 << 23
 SIZES = {"tiny": (48, 48, 48), "row": (1, 384, 1536), "few": (8, 384, 1536), "small": (256, 64, 256)} | {
     "large": (2048, 384, 1536)
 }
-DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16}  #: of operands that other libraries than NumPy multiply
-
-
-class Library(Protocol):
-    """What computes products beside NumPy."""
-
-    name: str
-    version: str
-    rounds: bool  # whether it writes bfloat16
-
-    def multiply(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> bool:
-        """Write a[... m k] · b[... k n] to out[... m n]; False if these operands do not fit, and nothing is written.
-
-        The operands have one dtype, float32 or bfloat16; ``out`` is float32, or bfloat16 as they are if it ``rounds``.
-        """
-        ...
-
-    def convolve(self, kind: str, x: np.ndarray, w: np.ndarray, y: np.ndarray, rows: Window, columns: Window) -> bool:
-        """Write y[b p q f], the convolution of x[b h w c] with w[k l c f], or the gradient of one of these.
-
-        ``kind`` names the array that is written: "y", or "x" or "w" for its gradient, if ``y`` is that of y. Arrays are
-        contiguous bfloat16, a gradient of w float32. False if it cannot be, and nothing is written.
-        """
-        ...
+DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16}  #: operands that other libraries than NumPy multiply
 
 
 _Class = tuple[np.dtype, str]
-_chosen: dict[_Class, Library] = {}
+_chosen: dict[_Class, ProductLibrary] = {}
 unfit: Counter[str] = Counter()  #: products that NumPy computed since the chosen library does not take their operands
 
 
-def use(libraries: Mapping[tuple[str, str], Library]) -> None:
+def use(libraries: Mapping[tuple[str, str], ProductLibrary]) -> None:
     """Let these libraries compute products, by dtype and size class (``DTYPES``, ``SIZES``), and NumPy all others."""
     _chosen.clear()
     _chosen.update({(DTYPES[dtype], size): library for (dtype, size), library in libraries.items()})
@@ -95,7 +73,7 @@ def matmul(a: Array, b: Array, out: Array | None = None, dtype: Any = None) -> A
 
 
 def convolve(kind: str, x: np.ndarray, w: np.ndarray, y: np.ndarray, rows: Window, columns: Window) -> bool:
-    """As Library.convolve, by the library for large products of bfloat16; False without one."""
+    """As ProductLibrary.convolve, by the library for large products of bfloat16; False without one."""
     library = _chosen.get((BFLOAT16, "large"))
     if library is None:
         return False
@@ -104,7 +82,7 @@ def convolve(kind: str, x: np.ndarray, w: np.ndarray, y: np.ndarray, rows: Windo
 
 
 def product_by(
-    library: Library | None, a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None, dtype: Any = None
+    library: ProductLibrary | None, a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None, dtype: Any = None
 ) -> np.ndarray:
     """The product by this library, or by NumPy: with None, and if the library does not take the operands."""
     if library is not None and (y := _by(library, a, b, out, dtype)) is not None:
@@ -126,7 +104,7 @@ def size_class(m: int, k: int, n: int) -> str:
     return "large" if multiplications >= LARGE else "small"
 
 
-def _by(library: Library, a: np.ndarray, b: np.ndarray, out: np.ndarray | None, dtype: Any) -> np.ndarray | None:
+def _by(library: ProductLibrary, a: np.ndarray, b: np.ndarray, out: np.ndarray | None, dtype: Any) -> np.ndarray | None:
     """The product by this library; None if it does not take the operands."""
     wanted = np.dtype(dtype) if dtype is not None else a.dtype if out is None else out.dtype
     rest, others = a.shape[:-2], b.shape[:-2]
@@ -209,8 +187,8 @@ def _pieces(length: int) -> list[slice]:
 # with parts of the matrix that stay in the cache it costs little: two to three times faster at 2 to 16 rows.
 
 
-PART_BYTES = 300_000  # of the matrix at a time: with its copy, less than a core's L2 cache
-LEAST_BYTES = 1_000_000  # of a matrix for which parts are faster
+PART_BYTES = 300_000  # a part of the matrix: with its copy, less than a core's L2 cache
+LEAST_BYTES = 1_000_000  # the smallest matrix for which parts are faster
 
 
 def _of_numpy(a: np.ndarray, b: np.ndarray, out: np.ndarray | None) -> np.ndarray:

@@ -71,7 +71,7 @@ def total_of_squares(arrays: Iterable[Array]) -> float:
 def sum_of_squares(x: Array) -> float:
     """The sum of squares of flat x[n], accumulated in float64 across pieces."""
     backend, total = backend_of(x), 0.0
-    with backend.errstate(over="ignore"):  # of float32, which is computed again
+    with backend.errstate(over="ignore"):  # float32 may overflow; it is computed again
         for part in chunks(x):
             piece = x[part]
             squares = float(backend.xp.dot(piece, piece)) if piece.itemsize >= 4 else 0.0

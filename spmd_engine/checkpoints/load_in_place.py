@@ -194,7 +194,7 @@ def _holders(blocks: tuple[Rectangle, ...], held: tuple[Rectangles, ...]) -> lis
 class PartOfBlock:
     """A part of a stored block, and the array that it is read into. Neither is empty."""
 
-    name: str  #: of the array
+    name: str  #: the array's
     array: StoredArray
     block: StoredBlock
     part: Rectangle  #: the part, in the coordinates of the array; within the block

@@ -263,8 +263,8 @@ def _take_residues(checkpoint: Checkpoint, engine: ShardedEngine) -> None:
     saved_on, mesh = checkpoint.manifest.mesh, mesh_name(engine)
     taken = engine.take_residues(residues if saved_on == mesh else {})
     if section and group.rank == 0 and not (taken and saved_on == mesh):
-        why = f"on mesh {saved_on}; on mesh {mesh}" if saved_on != mesh else "by another --compress; with this one"
-        logger.warning("%s: what --compress has yet to send was saved %s it starts from zero", checkpoint.path, why)
+        why = f"they were saved on mesh {saved_on}, not on {mesh}" if saved_on != mesh else "--compress has changed"
+        logger.warning("%s: the residues of --compress start from zero: %s", checkpoint.path, why)
 
 
 def _sliceable(name: str, array: StoredArray, read_block: Callable[..., np.ndarray]) -> Sliceable:

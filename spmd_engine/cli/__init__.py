@@ -28,26 +28,39 @@ from spmd_engine.runtime.signals import StopFlag, exit_code, raise_interrupted
 INSTALLED = "spmd-engine"  #: the command of an installed package (``console_scripts`` in setup.cfg)
 
 
-class LazyGroup(click.Group):
-    """A group that imports a command when it is used, so that a rank loads only what its command needs.
-
-    ``modules`` maps the name of each command to the module of the ``package`` that defines it. The help of the group
-    imports them all.
-    """
-
-    def __init__(self, *args: Any, package: str, modules: Mapping[str, str], **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.package, self.modules = package, modules
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(self.modules)
+class CommandGroup(click.Group):
+    """A group that answers an unknown command with the nearest name."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in self.modules and not args[0].startswith("-"):
-            ctx.fail(f"no command {args[0]!r}; {one_of(args[0], self.list_commands(ctx))}")
+        names = self.list_commands(ctx)
+        if args[0] not in names and not args[0].startswith("-"):
+            ctx.fail(f"no command {args[0]!r}; {one_of(args[0], names)}")
         return super().resolve_command(ctx, args)
+
+
+class LazyGroup(CommandGroup):
+    """A group that imports a command when it is used, so that a rank loads only what its command needs.
+
+    ``modules`` maps the name of each command to the module of the ``package`` that defines it. The help of the group
+    imports them all, and lists them by ``headings``.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        package: str,
+        modules: Mapping[str, str],
+        headings: Mapping[str, Sequence[str]] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        self.package, self.modules = package, modules
+        self.headings = headings or {"Commands": sorted(modules)}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(self.modules)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.modules:
@@ -56,11 +69,20 @@ class LazyGroup(click.Group):
             # A signal is handled after the import: a half-imported program cannot end cleanly.
             return getattr(import_module(f"{self.package}.{self.modules[cmd_name]}"), cmd_name)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, self.modules))
+        for heading, names in self.headings.items():
+            commands = [(f"{name:<{width}}", self.get_command(ctx, name)) for name in names]
+            with formatter.section(heading):
+                formatter.write_dl([(name, command.get_short_help_str(200)) for name, command in commands if command])
 
-COMMANDS = (
-    *("train", "generate", "eval", "data", "infer", "inspect", "show", "verify", "checkpoint", "launch", "migrate"),
-    *("join", "plan", "analyze", "calibrate", "bench", "report", "monitor", "doctor", "new"),
-)
+
+COMMANDS = {
+    "Train and use models": ("train", "data", "checkpoint", "generate", "eval", "infer"),
+    "Look at plans, models and runs": ("plan", "analyze", "inspect", "show", "monitor", "report"),
+    "Write a model of your own": ("new", "verify"),
+    "Run on a cluster": ("doctor", "launch", "migrate", "join", "calibrate", "bench"),
+}
 #: They go on if their standard output is closed; output is all that the others are for.
 LASTING = ("train", "launch", "join")
 #: Errors of the system about what it is short of, and what to add to their text.
@@ -73,7 +95,8 @@ SHORTAGES = {
 @click.group(
     cls=LazyGroup,
     package=__name__,
-    modules={name: name for name in COMMANDS},
+    modules={name: name for names in COMMANDS.values() for name in names},
+    headings=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 @click.version_option(__version__, prog_name="spmd_engine")

@@ -24,10 +24,10 @@ from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.machine.files import calibrated_file, read_machine, toml_of
 from spmd_engine.planning.machine.machine import Fitted, Machine
 from spmd_engine.planning.machine.measure import IDLE, SECONDS, measure_machine, share_of_cores
+from spmd_engine.planning.machine.product_choice import choose_products
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training import Trainer
-from spmd_engine.training.product_choice import choose_products
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.training.workload import make_trainer, open_workload
 

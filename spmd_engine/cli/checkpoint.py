@@ -22,7 +22,7 @@ from spmd_engine.files import check_ending
 from spmd_engine.foreign import reading
 from spmd_engine.models.names import shape_named
 from spmd_engine.runtime.launchers import launcher_rank
-from spmd_engine.training.run_job import run_folder
+from spmd_engine.training.run_folder import run_folder
 from spmd_engine.training.train_config import TrainConfig
 
 MOST_FILES = 4096  #: most files of each kind in a rewritten checkpoint

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from spmd_engine.cli.options import open_mesh, takes_job
+from spmd_engine.cli.options import LongCommand, open_mesh, takes_job
 from spmd_engine.cli.text_model import HELP, SERVED, TextModel, checkpoint_option, open_text_model, run_option
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero, waits_outside
 from spmd_engine.errors import UsageError
@@ -16,7 +16,7 @@ from spmd_engine.serving.scoring import Score, score
 from spmd_engine.training.data.token_data import check_digests
 
 
-@click.command(name="eval", short_help="Score texts: log-probabilities, perplexity.")
+@click.command(cls=LongCommand, name="eval", short_help="Score texts: log-probabilities, perplexity.")
 @run_option
 @checkpoint_option
 @click.option("--text", "texts", multiple=True, help="A text; may be repeated.")

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from spmd_engine.cli.options import open_mesh, takes_job
+from spmd_engine.cli.options import LongCommand, open_mesh, takes_job
 from spmd_engine.cli.text_model import HELP, SERVED, TextModel, checkpoint_option, open_text_model, run_option
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero, waits_outside
 from spmd_engine.errors import UsageError
@@ -28,7 +28,7 @@ _POSITIVE = click.IntRange(min=1)
 _SHARE = click.FloatRange(0, 1)
 
 
-@click.command(short_help="Write text with a model.")
+@click.command(cls=LongCommand, short_help="Write text with a model.")
 @run_option
 @checkpoint_option
 @click.option("--prompt", "prompts", multiple=True, help="The beginning of a text; may be repeated.")

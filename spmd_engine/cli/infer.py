@@ -13,7 +13,7 @@ import numpy as np
 from spmd_engine.arrays.precision import HALVES, dtype_of
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint
 from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.cli.options import open_mesh, served_model, takes_job
+from spmd_engine.cli.options import LongCommand, open_mesh, served_model, takes_job
 from spmd_engine.cli.text_model import HELP, SERVED, check_weights, checkpoint_option, run_option, served_run
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
@@ -28,11 +28,11 @@ from spmd_engine.foreign import reading
 from spmd_engine.models.names import IMAGES
 from spmd_engine.models.user_code import code_named, is_code
 from spmd_engine.training.data.images import as_floats, check_pixels, check_scale
-from spmd_engine.training.run_job import run_folder
+from spmd_engine.training.run_folder import run_folder
 from spmd_engine.training.train_config import TrainConfig
 
 
-@click.command(short_help="Run a model on an array.")
+@click.command(cls=LongCommand, short_help="Run a model on an array.")
 @click.option("--input", "source", metavar="X.npy", required=True, help="Whole inputs; the first dim is the batch.")
 @click.option("--output", "target", metavar="Y.npy", required=True, help="File for the whole outputs.")
 @run_option

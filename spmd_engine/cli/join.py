@@ -6,18 +6,18 @@ from typing import Any
 
 import click
 
-from spmd_engine.adaptive.reshape import ShapeRequest
 from spmd_engine.cli.migrate import parse_ranks
-from spmd_engine.cli.options import Quantity, options_of, permitted, trust_option, values_given
+from spmd_engine.cli.options import LongCommand, Quantity, options_of, permitted, trust_option, values_given
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.reshape import ShapeRequest
 from spmd_engine.errors import UsageError
+from spmd_engine.jobs.joined_run import join as join_job
 from spmd_engine.runtime.activity import ranges
-from spmd_engine.training.joined_run import join as join_job
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import SECONDS
 
 
-@click.command(short_help="Add ranks to a running job.")
+@click.command(cls=LongCommand, short_help="Add ranks to a running job.")
 @click.argument("run")
 @click.option(
     "--ranks",

@@ -10,7 +10,7 @@ import click
 
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.runtime.supervisor import Supervisor
-from spmd_engine.training.run_job import run_folder
+from spmd_engine.training.run_folder import run_folder
 
 
 @click.command(

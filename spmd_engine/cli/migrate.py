@@ -12,25 +12,25 @@ from typing import Any
 import click
 
 from spmd_engine.adaptive.joining import LockedFile, remove_unheld, runs
-from spmd_engine.adaptive.reshape import PROTOCOLS, ShapeRequest
-from spmd_engine.cli.options import Quantity, options_of, values_given
-from spmd_engine.cli.progress import live_migration_text
-from spmd_engine.cli.report.run_record import JsonLines
+from spmd_engine.cli.options import LongCommand, Quantity, options_of, values_given
 from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.engine.reshape import PROTOCOLS, ShapeRequest
 from spmd_engine.errors import UsageError
 from spmd_engine.files import naming
 from spmd_engine.foreign import reading
+from spmd_engine.observability.progress import live_migration_text
+from spmd_engine.observability.run_record import JsonLines
 from spmd_engine.planning.plan_result import PlanFile
 from spmd_engine.runtime.launchers import launcher_rank
-from spmd_engine.training.run import EventLog
-from spmd_engine.training.run_job import run_folder
+from spmd_engine.training.observers import EventLog
+from spmd_engine.training.run_folder import run_folder
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import SECONDS
 
 EVERY = 0.1  #: seconds between two looks for the answer
 
 
-@click.command(short_help="Change how a running job is spread over its ranks.")
+@click.command(cls=LongCommand, short_help="Change how a running job is spread over its ranks.")
 @click.argument("run")
 @click.option("--plan", metavar="FILE", help="Spread the model as in a file of 'plan --output'.")
 @click.option(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,22 +22,80 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models import Model
 from spmd_engine.models.names import MODELS, has_weights, other_meaning
 from spmd_engine.models.user_code import file_of, is_code, not_permitted, shown, with_arguments
+from spmd_engine.planning.machine.product_choice import choose_products
 from spmd_engine.runtime.launchers import launcher_rank
-from spmd_engine.training.product_choice import choose_products
-from spmd_engine.training.run_job import read_job
+from spmd_engine.training.run_folder import read_job
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import BYTES, bytes_of, seconds_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from spmd_engine.pictures import Picture
 
 # --- Options from the fields of a configuration
 
 
 class SettingOption(click.Option):
-    """An option that is listed by its name, and accepted by its old names, too."""
+    """An option that is listed by its name, and accepted by its old names, too.
+
+    ``section`` is its heading in the help of a ``LongCommand``, whose first page lists it if it is ``common``.
+    """
+
+    def __init__(self, *args: Any, section: str = "", common: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.section, self.common = section, common
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         listed = copy(self)
         listed.opts = self.opts[:1]
         return click.Option.get_help_record(listed, ctx)
+
+
+def rare_option(*flags: str, **options: Any) -> Callable:
+    """An option of a command alone that is not on the first page of its help."""
+    return click.option(*flags, cls=SettingOption, **options)
+
+
+class LongCommand(click.Command):
+    """A command with many options: ``--help`` lists those that most users need, with the first sentence of each help;
+    ``--help-all`` lists all options, by section of the configuration, with their whole help."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        about = f"Show the whole help, of all {len(self.params)} options, by section."
+        show = {"is_eager": True, "expose_value": False, "callback": self._show_all}
+        self.params.append(click.Option(["--help-all"], is_flag=True, help=about, **show))
+
+    def _show_all(self, ctx: click.Context, _: click.Parameter, value: bool) -> None:
+        if value and not ctx.resilient_parsing:
+            ctx.meta[_ALL] = True
+            click.echo(ctx.get_help(), color=ctx.color)
+            ctx.exit()
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options of the first page in one list, or all of them under headings."""
+        rows: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is None:
+                continue
+            if ctx.meta.get(_ALL):
+                rows[f"{getattr(param, 'section', '')} options".strip().capitalize()].append(record)
+            elif getattr(param, "common", True):
+                rows["Options"].append((record[0], _first_sentence(record[1])))
+        for heading, records in rows.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+def _first_sentence(text: str) -> str:
+    """The first sentence of an option's help, and its default."""
+    default = text[text.rindex("[") :] if text.endswith("]") else ""
+    sentence, *more = text.removesuffix(default).strip().split(". ")
+    return f"{sentence}{'.' * bool(more)} {default}".strip()
+
+
+_ALL = f"{__name__}.all"  #: a key of click's context: whether the whole help is shown
 
 
 class Quantity(click.ParamType):
@@ -111,11 +171,12 @@ def _option(setting: ConfigField, default: Any, help: str | None) -> Callable:
     if default is not None:
         shown = str(default)
     text += f" [default: {shown}]" if shown and shown != "off" else ""
-    return click.option(setting.name, *flags, default=None, help=text, cls=SettingOption, **options)
+    listed = {"section": ([*setting.path[:-1]] or ["job"])[-1], "common": about.get("common", False)}
+    return click.option(setting.name, *flags, default=None, help=text, cls=SettingOption, **listed, **options)
 
 
 #: Arguments of a model's code, which become a part of the model's name.
-_SET = click.option(
+_SET = rare_option(
     "--set",
     "arguments",
     metavar="NAME=VALUE",
@@ -211,6 +272,20 @@ def print_notices(notices: Sequence[str]) -> None:
         click.echo(f"spmd_engine: note: {notice}", err=True)
 
 
+def renamed(command: click.Command, name: str, old: str) -> click.Command:
+    """A command under its former name, in full ``old``, for one release: unlisted, and with a note that it prints."""
+    former = copy(command)
+    former.name, former.hidden = name, True
+
+    def run(**params: Any) -> Any:
+        print_notices([f"'{old}' is now '{command.name}'; the next release has that name alone"])
+        assert command.callback
+        return command.callback(**params)
+
+    former.callback = run
+    return former
+
+
 def axes_of(job: TrainConfig) -> dict[str, int]:
     """The mesh of a job that is drawn or analyzed; raises UsageError if the job has no mesh."""
     if not job.composition.mesh:
@@ -256,10 +331,34 @@ def served_model(job: TrainConfig) -> ModelConfig:
     return job.model.changed(dropout=0.0)
 
 
+# --- Pictures
+
+
+output_option = click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the picture to FILE.svg, or FILE.png (needs Pillow), instead of printing it.",
+)
+
+
+def present(picture: Picture, output: Path | None, console: Console | None = None) -> None:
+    """Print a picture, in colour on a terminal, or write it to ``output``."""
+    from rich.console import Console
+
+    from spmd_engine.observability.render import print_picture, write_image
+
+    if output is None:
+        print_picture(picture, console or Console())
+        return
+    write_image(picture, output)
+    click.echo(f"wrote {output}")
+
+
 # --- Code that a file names
 
 
-trust_option = click.option(
+trust_option = rare_option(
     "--trust-code",
     is_flag=True,
     help="Run the code of your own that the file of a run, a job or a plan names, as it is now; its path and SHA-256 "

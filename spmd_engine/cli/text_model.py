@@ -20,7 +20,7 @@ from spmd_engine.models.user_code import is_code
 from spmd_engine.serving.sampling import GenerationConfig, read_generation_config
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.tokens.hugging_face import read_tokenizer
-from spmd_engine.training.run_job import read_run, run_folder
+from spmd_engine.training.run_folder import read_run, run_folder
 from spmd_engine.training.train_config import TrainConfig
 
 

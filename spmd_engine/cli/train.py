@@ -11,49 +11,58 @@ from typing import Any
 
 import click
 
-from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.arrays.precision import dtype_of
-from spmd_engine.cli.options import chosen_settings, options_of, permitted, trust_option, values_given
-from spmd_engine.cli.progress import Reporter
+from spmd_engine.cli.options import (
+    LongCommand,
+    chosen_settings,
+    options_of,
+    permitted,
+    rare_option,
+    trust_option,
+    values_given,
+)
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.jobs.run_job import train as train_job
+from spmd_engine.observability.progress import Reporter
 from spmd_engine.runtime.launchers import check_started_by_launcher
 from spmd_engine.runtime.signals import ENDING, REQUEUE
-from spmd_engine.training.run import Observer
-from spmd_engine.training.run_job import read_job, read_run, run_folder
-from spmd_engine.training.run_job import train as train_job
+from spmd_engine.training.adapt_config import AdaptConfig
+from spmd_engine.training.observers import Observer
+from spmd_engine.training.run_folder import read_job, read_run, run_folder
 from spmd_engine.training.train_config import FIXED, TrainConfig
 from spmd_engine.training.workload import PAGE_MODEL
 
-_RESUME = f"""Continue the run --run, with its own options and those given here. Its {", ".join(FIXED)} cannot change;
-options that are impossible on the mesh are dropped."""
+_RESUME = f"""Continue the run --run from its last save, with its own options and those given here. Its mesh is not
+kept, and options that are impossible on the new one are dropped. With more --steps, the learning rate keeps its curve,
+unless --decay-steps is given, too. What cannot change: {", ".join(FIXED)}."""
 
 
-@click.command(short_help="Train a model of text, or of images.")
+@click.command(cls=LongCommand, short_help="Train a model of text, or of images.")
 @click.option("--run", metavar="NAME", help="Folder for results, or its name under runs/. [default: MODEL-NUMBER]")
 @click.option("--resume", is_flag=True, help=_RESUME)
 @click.option("--config", metavar="FILE", help="A job in JSON, such as the config.json of a run; options override it.")
 @click.option("--plan", metavar="FILE", help="Spread the model as in a file of 'plan --output'; or: --mesh auto.")
-@click.option("--stop-at", type=int, metavar="STEP", help="Save and stop after this step. [default: the last]")
-@click.option("--requeue", is_flag=True, help=f"After a save on a signal, exit with code {REQUEUE}, to be requeued.")
-@click.option(
+@rare_option("--stop-at", type=int, metavar="STEP", help="Save and stop after this step. [default: the last]")
+@rare_option("--requeue", is_flag=True, help=f"After a save on a signal, exit with code {REQUEUE}, to be requeued.")
+@rare_option(
     "--logger",
     multiple=True,
     metavar="NAME",
     help="Also log to csv, prometheus or tensorboard, or FILE.py:NAME; may repeat.",
 )
-@click.option(
+@rare_option(
     "--adapt/--no-adapt",
     "adapts",
     default=None,
     help="Change the shape of the run by the measured speeds of its ranks. Each --adapt-... does, too.",
 )
 @click.option("--report", is_flag=True, help="At the end, write report.html, as the command 'report' does.")
-@click.option("--trace", metavar="STEPS", type=int, help="Record this many steps in trace.json.")
-@click.option(
+@rare_option("--trace", metavar="STEPS", type=int, help="Record this many steps in trace.json.")
+@rare_option(
     "--enforce/--no-enforce",
     default=True,
     help="Fail if the collectives of step 1 differ from its analysis; else print the difference.",
@@ -64,13 +73,10 @@ options that are impossible on the mesh are dropped."""
 def train(context: click.Context, **options: Any) -> None:
     """Train a model of text or of images on all ranks that were started.
 
-    The results depend on the seed and the options, not on the mesh: the same command on 1 and on 8 ranks gives the
-    same losses, to rounding. They are written to runs/NAME: config.json, metrics.jsonl (one object per step) and a
-    checkpoint, which --resume, 'generate' and 'infer' load. --resume uses the run's own options except those given
-    here and --mesh, and continues exactly from the last save; with more --steps, the learning rate keeps its curve,
-    unless --decay-steps is given, too. Ctrl-C, SIGTERM or SIGUSR1, sent to mpiexec or to any rank, saves after the
-    current step, or batch of an evaluation. A second signal, or one before the first step is done, ends the job at
-    once.
+    The same command on 1 and on 8 ranks gives the same losses, to rounding. Results are written to runs/NAME:
+    config.json, metrics.jsonl (one object per step) and a checkpoint, which --resume, 'generate' and 'infer' load.
+    Ctrl-C, SIGTERM or SIGUSR1, sent to mpiexec or to any rank, saves after the current step, or batch of an evaluation.
+    A second signal, or one before the first step is done, ends the job at once.
 
     Sizes and times take units, as in 32MiB and 30s; without one, they are bytes and seconds.
     """

@@ -13,7 +13,7 @@ import numpy as np
 
 from spmd_engine.arrays.precision import HALVES, emulated
 from spmd_engine.checkpoints.pretrained import open_pretrained, with_shape
-from spmd_engine.cli.options import chosen_settings, open_mesh, print_notices, takes_job
+from spmd_engine.cli.options import LongCommand, chosen_settings, open_mesh, print_notices, takes_job
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
@@ -51,7 +51,7 @@ OF_OWN = ("input_shape", "tokens", "classes")  # for an engine of the user only
 WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 
 
-@click.command(short_help="Compare a sharded engine with one device.")
+@click.command(cls=LongCommand, short_help="Compare a sharded engine with one device.")
 @click.argument("engine", metavar="[MODULE:NAME|FILE.py:NAME]", required=False)
 @click.option("--steps", type=POSITIVE, default=3, show_default=True, help="Optimizer steps.")
 @click.option(

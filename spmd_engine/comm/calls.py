@@ -16,13 +16,15 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, CudaBackend, backend_of
 from spmd_engine.arrays.precision import is_half
-from spmd_engine.comm.agreement.call_agreement import Agreed, Signature, Signatures
+from spmd_engine.comm.agreement.call_agreement import Agreed
+from spmd_engine.comm.agreement.signature import NumberedCall, Signature, Signatures
 from spmd_engine.comm.dispatch import Routing
 from spmd_engine.comm.ledger import Ledger
+from spmd_engine.comm.nccl_ranks import QueuedCall
 from spmd_engine.comm.pending import Queued, Steps
 from spmd_engine.comm.shared_memory.slot_table import Entries, SlotTable
 from spmd_engine.comm.transports.nccl import NcclTransport
-from spmd_engine.comm.transports.shared_memory import SharedMemory, readable
+from spmd_engine.comm.transports.shared_memory import readable
 from spmd_engine.comm.transports.transport import Transport
 from spmd_engine.errors import UsageError
 
@@ -57,7 +59,7 @@ class PreparedCall:
     returns_lengths: bool = False  # whether an all_to_all also returns the lengths that it received
     expected: Signatures = Signatures(())  # of the node's ranks in the last such call
     spins: bool = False  # whether a blocking call spins, and the array needs no cast
-    inline: bool = False  # whether the last such call took Route.INLINE
+    inline: bool = False  # whether the data of the last such call travelled inline
     fast: bool = False  # whether a blocking call is one exchange, without a generator; else it takes its ``steps``
     rank: int = 0  # in the group
     ranks: int = 1
@@ -89,11 +91,14 @@ class PreparedCall:
         """
         if self.inline and routing.one_node:  # as in the last call, which had the same signatures
             return None
-        transport = routing.transport(self.signature, number, agreed, size, self.where)
+        transport = routing.transport(self.signature, number, agreed, size)
         self.inline = transport is None
-        one_exchange = self.inline or (self.one_phase and isinstance(transport, SharedMemory))
-        self.fast = one_exchange and self.spins
+        self.fast = self.spins and (transport is None or (self.one_phase and bool(transport.blocks)))
         return transport
+
+    def queued(self, routing: Routing, number: int) -> QueuedCall:
+        """The call as one whose transfers NCCL queues."""
+        return routing.queued(number, str(NumberedCall(number, self.signature)), self.where)
 
     @property
     def sliced(self) -> bool:
@@ -108,7 +113,9 @@ class PreparedCall:
     def readable(self, routing: Routing, x: Array) -> np.ndarray | None:
         """Contiguous ``x`` or a copy in memory that the node's other ranks can read; None: not offered, or no room."""
         table = routing.table_to_offer(self.signature, x, x.nbytes)
-        return readable(table, x, routing.comm.tuning, self.sliced and routing.one_node) if table is not None else None
+        if table is None:
+            return None
+        return readable(table, x, routing.connections.tuning, self.sliced and routing.one_node)
 
     def record(self, ledger: Ledger, result: Any, seconds: float | None = None) -> None:
         """Record one such call in the ledger; ``seconds``: of its wait, if it had only one."""
@@ -198,7 +205,8 @@ class Collective(PreparedCall, ABC):
                 result = target if target is not None else backend_of(offer.data).empty(shape, local.dtype)
                 ready = ready if target is not None else None
             if isinstance(transport, NcclTransport):
-                event = yield from transport.queue(partial(self.move, transport, offer.data, result, lengths), ready)
+                move = partial(self.move, transport, offer.data, result, lengths)
+                event = yield from transport.queue(self.queued(routing, number), move, ready)
             else:
                 yield from self.move(transport, offer.data, result, lengths)
         if transport is not None:

@@ -13,7 +13,8 @@ import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, CudaBackend, backend_of
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.comm.agreement.call_agreement import Agreed, Signature, Signatures, number_of
+from spmd_engine.comm.agreement.call_agreement import Agreed
+from spmd_engine.comm.agreement.signature import Signature, Signatures, number_of
 from spmd_engine.comm.blocks import Reducer, joined, reducible, span, spans
 from spmd_engine.comm.calls import Collective, Offer, PreparedCall, Shape, copied
 from spmd_engine.comm.dispatch import Routing
@@ -57,7 +58,7 @@ class BroadcastCall(PreparedCall):
 
     def steps(self, routing: Routing, number: int, root_array: Array | None, home: Backend | None) -> Steps:
         """The agreement carries the description of the root's array, and the array itself if it is small."""
-        home, comm = home or CPU, routing.comm
+        home = home or CPU
         if root_array is not None:
             root_array = yield from routing.ready(root_array)
         offered = self.readable(routing, root_array) if routing.one_node and root_array is not None else None
@@ -68,13 +69,13 @@ class BroadcastCall(PreparedCall):
         if isinstance(transport, NcclTransport):
             data = root_array.copy() if root_array is not None else home.empty(shape, dtype)
             move = partial(transport.broadcast, data.reshape(-1), self.signature.root)
-            return Queued(data, home, (yield from transport.queue(move)))
+            return Queued(data, home, (yield from transport.queue(self.queued(routing, number), move)))
         if root_array is not None and not routing.is_for_messages(root_array):  # others want the result on the host
             root_array = yield from routing.staged(root_array)
         if transport is None or transport.blocks:
             data = self.finish(None, agreed.blocks if transport is None else transport.blocks, None)
         else:
-            backend = home if comm.device_aware and not agreed.host else CPU
+            backend = home if routing.connections.device_aware and not agreed.host else CPU
             data = root_array.copy() if root_array is not None else backend.empty(shape, dtype)
             yield from transport.broadcast(data.reshape(-1), self.signature.root)
         if transport is not None:

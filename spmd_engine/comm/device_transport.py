@@ -37,7 +37,7 @@ def open_device(mesh: Mesh, device: str) -> Backend:
     Unless ``choose_transport`` has been called, ranks also choose how arrays travel between devices.
     """
     backend, group = get_backend(device, *mesh.process_on_node), mesh.group()
-    if isinstance(backend, CudaBackend) and not group.comm.transport_is_chosen:
+    if isinstance(backend, CudaBackend) and not group.connections.transport_is_chosen:
         for notice in choose_transport(group, backend):
             logger.info(notice)
     return backend
@@ -53,11 +53,11 @@ def choose_transport(group: Group, backend: Backend, wanted: str = "auto") -> li
         why = "there is one rank" if group.size == 1 else "arrays are on the host (--device)"
         return [f"--transport {wanted} has no effect: {why}"] if wanted != "auto" else []
     comm = group.comm
-    facts = RankFacts(wanted, comm.node, backend.address, backend.lacks_nccl, comm.library_is_device_aware)
+    facts = RankFacts(wanted, comm.node, backend.address, backend.lacks_nccl, comm.is_device_aware)
     ranks = [RankFacts(*rank) for rank in gather_json(group, facts, "transport")]
     chosen, reason = choose(ranks)
-    comm.set_transport(chosen == "mpi", backend if chosen == "nccl" else None)
-    comm.transport_is_chosen = True
+    group.connections.set_transport(chosen == "mpi", backend if chosen == "nccl" else None)
+    group.connections.transport_is_chosen = True
     comm.start_progress_thread()
     notices = [f"arrays on GPUs travel by {TEXTS[chosen]}{f', as {reason}' if reason else ''}"]
     if not comm.in_one_process:

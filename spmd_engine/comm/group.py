@@ -15,25 +15,17 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, CudaBackend, backend_of
-from spmd_engine.comm.agreement.call_agreement import (
-    INLINE,
-    NumberedCall,
-    Signature,
-    Signatures,
-    bytes_of,
-    refused,
-    room,
-    text_of,
-)
+from spmd_engine.comm.agreement.call_agreement import INLINE, bytes_of, refused, text_of
+from spmd_engine.comm.agreement.signature import NumberedCall, Signature, Signatures, room
 from spmd_engine.comm.calls import PreparedCall, copied
 from spmd_engine.comm.collectives import PREPARE
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.dispatch import Routing
+from spmd_engine.comm.exchange import COLLECTIVE_TAGS, Requests, settled
 from spmd_engine.comm.ledger import Ledger
-from spmd_engine.comm.pending import TIMEOUT, Operation, Pending, Queued, Requests, Steps
+from spmd_engine.comm.nccl_ranks import KEY_BYTES, NcclPair
+from spmd_engine.comm.pending import TIMEOUT, Operation, Pending, Queued, Steps
 from spmd_engine.comm.shared_memory.slot_table import RELEASED, SlotTable
-from spmd_engine.comm.transports.messages import COLLECTIVE_TAGS, settled
-from spmd_engine.comm.transports.nccl import KEY_BYTES, NcclPair
 from spmd_engine.errors import UsageError
 from spmd_engine.runtime.activity import Line
 
@@ -71,8 +63,9 @@ class Group:
         self.comm, self.axes, self.ledger, self.check, self.timeout = comm, axes, ledger, check, timeout
         self.rank, self.size = comm.rank, comm.size
         self.lowest = 0  #: the rank that is lowest in the mesh's communicator: rank 0 of the job, in a group of all
-        self._table = comm.table
         self._routing = Routing(comm, axes, check, deterministic, timeout)
+        self.connections = self._routing.connections
+        self._table = self.connections.table
         self._prepared: dict[tuple, PreparedCall] = {}
 
     def _run(self, operation: str, x: Array | None, arguments: tuple = (), out: Any = None, label: str = "") -> Any:
@@ -128,7 +121,7 @@ class Group:
 
     def _expect_same(self, call: PreparedCall) -> None:
         """Expect the same call from all ranks of this node."""
-        if (table := self.comm.node_table) is not None:
+        if (table := self.connections.node_table) is not None:
             call.expected = Signatures([call.signature] * table.size)
 
     def _refuse(self, operation: str, label: str, error: UsageError) -> Pending:
@@ -149,18 +142,18 @@ class Group:
     ) -> Operation:
         """Start call ``number``, or the next one, see ``Progress.begin``."""
         began = perf_counter()
-        number = number or self.comm.next_call(call.text)
+        number = number or self.connections.next_call(call.text)
         steps = call.steps(self._routing, number, x, out)
-        self.comm.call_order.enter(number)
+        self.connections.call_order.enter(number)
         operation = self.comm.progress.begin(GroupOperation(self, call, number, steps), spin_tests)
         operation.on_wait(perf_counter() - began)
         return operation
 
     def _end(self, number: int) -> None:
         """Release the slot of call ``number`` and its place in the call order."""
-        self.comm.call_order.finish(number)
-        if self.comm.node_table is not None:
-            self.comm.node_table.set_phase(number, RELEASED)
+        self.connections.call_order.finish(number)
+        if (table := self.connections.node_table) is not None:
+            table.set_phase(number, RELEASED)
 
     def _run_fast(self, call: PreparedCall, table: SlotTable, x: Array | None, out: Array | None) -> Any:
         """``_run`` in one exchange, without a generator: 7 us instead of 44 us for small arrays on 2 ranks.
@@ -168,7 +161,7 @@ class Group:
         If the other ranks do not arrive soon, or make another call than expected, the call takes its usual ``steps``.
         """
         began, comm, expected = perf_counter(), self.comm, call.expected
-        number, progress = comm.next_call(call.text), comm.progress
+        number, progress = self.connections.next_call(call.text), comm.progress
         with progress.lock:
             blocks = table.fast_exchange(number, expected, x, progress, comm.spin_tests)
             if blocks is None:
@@ -392,7 +385,7 @@ class Group:
         raise refused({text_of(text): [self.comm.rank]}, self.axes, self.comm.size)
 
     def _receive(self, call: PreparedCall, source: int, like: Backend, tag: int) -> Steps:
-        pair = nccl.pair(source, self.rank) if (nccl := self.comm.nccl) is not None else None
+        pair = nccl.pair(source, self.rank) if (nccl := self.connections.nccl) is not None else None
         header = np.empty(room(0) + INLINE, np.uint8)
         yield Requests(self.comm).add(source, self.comm.start_receive(header, source, tag))
         signature = Signature.unpack(header.tobytes())
@@ -404,7 +397,7 @@ class Group:
             pair.key = header[len(signature.packed) :][:KEY_BYTES].tobytes()
             queued = yield from self._receive_by_nccl(pair, signature, call.where, source, tag)
             return queued if like.on_device else (yield from self._routing.staged(queued.use()))
-        staged = like.on_device and not self.comm.device_aware
+        staged = like.on_device and not self.connections.device_aware
         data = (like.pinned_empty if staged else like.empty)(*signature.array_type)
         if data.size:
             yield from settled(data)
@@ -417,7 +410,7 @@ class Group:
     def _tag(self, direction: str, rank: int, channel: int | None) -> int:
         """The first tag of a message. MPI allows tags up to at least 32,767; the communicator uses the last few."""
         if channel is None:
-            return COLLECTIVE_TAGS + self.comm.next_message(direction, rank) % _NUMBERED * _TAGS
+            return COLLECTIVE_TAGS + self.connections.next_message(direction, rank) % _NUMBERED * _TAGS
         return COLLECTIVE_TAGS + (_NUMBERED + channel % _CHANNELS) * _TAGS
 
 

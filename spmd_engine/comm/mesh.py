@@ -69,7 +69,7 @@ class Collectives:
         Every rank has an arena of bounded size for such arrays; without an arena, or when it is full, the array is in
         ordinary memory, which all collectives accept.
         """
-        x = self.group().comm.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)
+        x = self.group().connections.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)
         if zero:
             x.fill(0)
         return x
@@ -225,7 +225,7 @@ class Mesh(Collectives, MeshPosition):
             else:
                 comm = self.comm.subset(members, self._options["timeout"])
                 self._owned.append(comm)
-            group = Group(comm, ",".join(names) or "nobody", self.ledger, **self._options)
+            group = Group(comm, ",".join(names) or "no axis", self.ledger, **self._options)
             group.lowest = members.index(min(members))
             self._groups[names, places] = group
         return self._groups[names, places]

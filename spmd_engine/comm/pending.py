@@ -24,7 +24,6 @@ from spmd_engine.runtime.activity import Activity, Line
 
 if TYPE_CHECKING:
     from spmd_engine.comm.communicators.communicator import Communicator
-    from spmd_engine.comm.transports.messages import Ranks
 
 TIMEOUT = 1800.0  #: seconds that a rank waits for others by default
 
@@ -50,24 +49,26 @@ class Condition:
         self.is_met, self.has_begun, self.messages = is_met, has_begun, messages
 
 
-class Requests(Condition):
-    """Completion of the messages passed to ``add``."""
+class CallOrder:
+    """The calls of a communicator in the order in which they were made. The MPI library's collectives must start in
+    this order: each call waits until all earlier ones have started their last."""
 
-    __slots__ = ("_ranks", "_requests", "_peers")
+    def __init__(self) -> None:
+        self._open: list[int] = []  # ascending
 
-    def __init__(self, ranks: Ranks) -> None:
-        super().__init__(lambda: ranks.done(self._requests), self._is_done_with, messages=True)
-        self._ranks, self._requests, self._peers = ranks, [], []
+    def enter(self, number: int) -> None:
+        """Add a call that may have data to move; the last one so far."""
+        self._open.append(number)
 
-    def add(self, rank: int, requests: list) -> Requests:
-        """Wait also for these requests of messages to or from ``rank``."""
-        self._requests += requests
-        self._peers += [self._ranks.outer(rank)] * len(requests)
-        return self
+    def finish(self, number: int) -> None:
+        """Call ``number`` has started its last collective, or needs none."""
+        if number in self._open:
+            self._open.remove(number)
 
-    def _is_done_with(self, rank: int) -> bool:
-        requests = zip(self._requests, self._peers, strict=True)
-        return self._ranks.done([request for request, peer in requests if peer == rank])
+    def wait(self, number: int) -> Iterator[Condition]:
+        """Continue when all calls before ``number`` have finished."""
+        if self._open[0] != number:
+            yield Condition(lambda: self._open[0] == number, lambda rank: False)
 
 
 Steps = Generator[Condition, None, Any]  #: yields conditions to wait for, returns the operation's result
@@ -335,7 +336,7 @@ class Progress:
                     self._advance(wanted, gone)
                 check_after = waited + CHECK_AFTER  # the missing ranks now have requests to report their end
             if waited > publish_after:
-                members = [communicator.line.members[rank] for rank in missing]
+                members = [communicator.members[rank] for rank in missing]
                 self.activity.waits_long(wanted.describe(), members, _calling_line())
                 publish_after = 2 * waited
 

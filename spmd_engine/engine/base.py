@@ -1,9 +1,8 @@
-"""ShardedEngine: the methods that a sharded model defines, and those that it inherits."""
+"""ShardedEngine: what every sharded model inherits."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.arrays.meta.array import ShapedArray
-from spmd_engine.arrays.precision import accumulated_in, dtype_of, is_float, rounded
+from spmd_engine.arrays.precision import dtype_of, is_float, rounded
 from spmd_engine.arrays.updates import total_of_squares
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
@@ -32,18 +31,15 @@ from spmd_engine.engine.contract import (
     guard_engine,
     read_sharding,
 )
+from spmd_engine.engine.definition import EngineDefinition, Loss
 from spmd_engine.engine.state.assignment import Index
 from spmd_engine.engine.tape import Tape, Tapes
 from spmd_engine.errors import UnknownParameter, UsageError
-from spmd_engine.losses import mean_squared_error
 from spmd_engine.sharding.placement import Placement, exchange_placements, exchange_shapes
 from spmd_engine.sharding.rectangles import Rectangle
 
 if TYPE_CHECKING:
     from spmd_engine.engine.inference import Writer
-
-Loss = Callable[..., tuple[float, Array]]
-Metric = Callable[..., float]
 
 
 @dataclass(frozen=True)
@@ -67,57 +63,23 @@ def making_on(backend: Backend, dtype: Any = None) -> Iterator[None]:
         _making.reset(token)
 
 
-class ShardedEngine(Collectives, ABC):
+class ShardedEngine(Collectives, EngineDefinition):
     """A sharded model: every rank runs the same program on its own shard.
 
-    Define three methods. Their arguments and results are this rank's blocks.
+    A subclass defines the members of ``EngineDefinition`` (``engine/definition.py``): three methods and, to train,
+    save, show and verify the model, some declarations. It need not call ``super().__init__()``.
 
-    ``load_checkpoint(params)``
-        Take this rank's blocks from a mapping of names to whole, sliceable arrays (NumPy arrays, memory maps,
-        slices of a safetensors file). ``self.block(name, array)`` takes a block by its sharding.
-    ``forward(x)``
-        The output; None on ranks without it. Save what the backward needs with ``self.tape.push``.
-    ``backward(grads)``
-        ``{name: gradient}`` like ``parameters``, reduced over the ranks, for the gradient of the output. Read what the
-        forward saved with ``self.tape.pop``. Set ``self.input_gradient`` if another module precedes this engine.
-
-    To train, save, show and verify the model, also declare:
-
-    ``parameters``        name -> this rank's array, which the optimizer updates in place
-    ``shardings``         name -> ``"d f/model"``; a parameter without a sharding is replicated
-    ``input_sharding``, ``output_sharding``, ``target_sharding``   of the batch's blocks; by default targets are sharded
-                          as outputs. Without them every rank has the whole batch, and must not sum gradients
-    ``loss``              a function (outputs, targets, count=n) -> (value, gradient); by default mean_squared_error.
-                          Its gradient includes the factor 1/n of the global batch: a backward only sums
-    ``metrics``           name -> function (outputs, targets) -> the number of this rank's targets that satisfy it
-
-    ``x = self.tape.pop()`` returns what ``self.tape.push(x)`` saved; ``x, z = pop()`` what ``push(x, z)`` saved.
-
-    Collectives (``send``, ``receive``, ``all_gather``, ``all_reduce``, ``reduce_scatter``, ``all_to_all``,
-    ``broadcast``, ``barrier``) run over the whole world, or over ``over="data"``. A subclass need not call
-    ``super().__init__()``.
+    It inherits collectives (``send``, ``receive``, ``all_gather``, ``all_reduce``, ``reduce_scatter``, ``all_to_all``,
+    ``broadcast``, ``barrier``), over the whole world or over ``over="data"``; tapes and an inference mode; ``block``,
+    ``gather``, ``step``, ``evaluate``, ``inference_loop``.
     """
 
-    parameters: Mapping[str, Array] = MappingProxyType({})
-    shardings: Mapping[str, str] = MappingProxyType({})
     gradients: Mapping[str, Array] = MappingProxyType({})  #: of the last step, like ``owned``
-    buffers: Mapping[str, Array] = MappingProxyType({})  #: this rank's blocks of state without a gradient
-    #: State of this rank alone between steps: the residues of gradient compression. None: no rank has any.
-    residues: Mapping[str, Array] | None = None
-    #: Auxiliary losses and counts of the last step, whole, on every rank; see ``layers.SideOutput``.
-    side_outputs: Mapping[str, np.ndarray] = MappingProxyType({})
     backend: Backend = CPU  #: of its arrays; ``xp`` is its array module
     dtype: Any = None  #: that it computes in: that of a job; None: that of the arrays that it is given
     _known_shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # global shapes, while a placement is computed
-    input_sharding: str = ""
-    output_sharding: str = ""
-    outputs_everywhere: bool = False  #: whether ``forward`` returns the whole output on every rank
-    loss: Loss = staticmethod(mean_squared_error)
-    #: Functions by name that evaluations and steps report in addition to the loss: see ``Evaluation``.
-    metrics: Mapping[str, Metric] = MappingProxyType({})
     #: Metrics of the last step's batch, before its update: the fraction of targets that satisfy each.
     training_metrics: Mapping[str, float] = MappingProxyType({})
-    input_gradient: Array = None  #: of the last backward; None before
     loss_scale: float = 1.0  #: factor of the gradients of a step, not of its loss: see ``training/loss_scale.py``
     _is_checked: bool = False  # whether its declarations have been checked
     checks_gradients: bool = True  #: whether the names and shapes of a user's gradients are checked
@@ -131,20 +93,6 @@ class ShardedEngine(Collectives, ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         guard_engine(cls)
-
-    # --- to be defined -----------------------------------------------------------------------------------
-
-    @abstractmethod
-    def load_checkpoint(self, params: Mapping[str, Any]) -> None:
-        """Take this rank's blocks of ``params``: name -> whole array, or anything with a shape that can be sliced."""
-
-    @abstractmethod
-    def forward(self, x: Array) -> Array | None:
-        """The output's block for the input's block ``x``; None on ranks that do not have it."""
-
-    @abstractmethod
-    def backward(self, grads: Array) -> dict[str, Array]:
-        """The parameters' gradients, summed over the batch, for the output's gradient (None: no output here)."""
 
     @property
     def xp(self) -> ModuleType:
@@ -183,59 +131,9 @@ class ShardedEngine(Collectives, ABC):
 
     # --- arrays by name -----------------------------------------------------------------------------------
 
-    @property
-    def buffer_names(self) -> Sequence[str]:
-        """All buffers of the model, in the same order on every rank, including those without a part on this rank."""
-        return tuple(self.buffers)
-
-    def buffer_index(self, name: str) -> Index | None:
-        """The part of a whole buffer that this rank stores; None if none. By default, the whole buffer."""
-        return tuple(slice(0, n) for n in self.buffers[name].shape) if name in self.buffers else None
-
     def gather_buffer(self, name: str, *, root: int | None = None) -> Array | None:
         """As ``gather``, for a buffer."""
         return self._gathered(name, self.buffers.get(name), False, root)
-
-    @property
-    def names(self) -> Sequence[str]:
-        """All parameters of the model, in the same order on every rank, including those without a part on this rank."""
-        return tuple(self.parameters)
-
-    @property
-    def owned(self) -> Mapping[str, Array]:
-        """The arrays that this rank's optimizer updates: by default all its parameters."""
-        return self.parameters
-
-    def new_state(self, like: Array) -> Array:
-        """Zeros like an array of ``owned``, in float32 if that has 16 bits, for the optimizer's state: in memory, or
-        offloaded."""
-        return backend_of(like).xp.zeros(like.shape, accumulated_in(like.dtype))
-
-    def named(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Arrays like ``owned`` (gradients, optimizer state) as arrays by parameter name."""
-        return arrays
-
-    def decays(self, key: str) -> bool:
-        """Whether weight decay applies to this key of ``owned``: by default, if its array has two dims or more."""
-        return self.owned[key].ndim > 1
-
-    def after_update(self) -> None:
-        """Called after the optimizer has changed ``owned``."""
-
-    def take_residues(self, residues: Mapping[str, Array]) -> bool:
-        """Continue with this rank's saved ``residues``; False, on all ranks, if they do not fit and are dropped."""
-        return not residues
-
-    #: Whether loading a checkpoint may fill ``parameters`` and ``buffers`` in place and call ``filled()``: one rank
-    #: reads each block and sends it to the others. Otherwise ``load_checkpoint`` slices arrays.
-    is_filled_in_place: bool = False
-
-    def filled(self) -> None:
-        """Called after a load has filled ``parameters`` and ``buffers``; the optimizer has changed nothing."""
-        self.after_update()
-
-    def update_skipped(self) -> None:
-        """Called instead of ``after_update`` when a step updates nothing, because its gradients are not finite."""
 
     def sharding(self, name: str) -> Spec:
         """The sharding of a parameter."""
@@ -388,10 +286,6 @@ class ShardedEngine(Collectives, ABC):
 
     # --- training ----------------------------------------------------------------------------------------
 
-    @property
-    def target_sharding(self) -> str:
-        return self.output_sharding
-
     def check_declared(self, training: bool = False) -> None:
         """Raise UsageError for parameters or shardings that do not fit together (checked once), or inputs and targets
         that are sharded differently, whose gradients do not sum to those of the loss. Collective."""
@@ -451,7 +345,7 @@ class ShardedEngine(Collectives, ABC):
         count, scores = self.count(batch), Scores(loss or self.loss, self.metrics)
         gradients: dict[str, Array] = {}
         for index, micro in enumerate(batch.micro_batches):
-            micro = self._placed_here(micro)
+            micro = self._on_own_backend(micro)
             with self.micro_batch(index):
                 on_tape = len(self.tape)
                 check_dims(self, "input_sharding", micro.inputs)
@@ -494,7 +388,7 @@ class ShardedEngine(Collectives, ABC):
             for batch in batches:
                 counts.append(count := self.count(batch))
                 scores = Scores(loss or self.loss, self.metrics)
-                for micro in map(self._placed_here, batch.micro_batches):
+                for micro in map(self._on_own_backend, batch.micro_batches):
                     outputs = self.outputs_of(micro)
                     if outputs is not None:
                         scores.add(outputs, micro, count)
@@ -504,14 +398,10 @@ class ShardedEngine(Collectives, ABC):
         count = sum(counts)
         return Evaluation(float(total[0]) / (count or 1.0), fractions_of(self.metrics, total, count), count)
 
-    def _placed_here(self, micro: MicroBatch) -> MicroBatch:
+    def _on_own_backend(self, micro: MicroBatch) -> MicroBatch:
         """A micro-batch where ``outputs_of`` and the loss want it: on the engine's backend."""
         micro = micro.on(self.backend)
         return replace(micro, inputs=self.converted(micro.inputs))
-
-    def outputs_of(self, micro: MicroBatch) -> Array | None:
-        """The outputs of one micro-batch, for an evaluation."""
-        return self.forward(micro.inputs)
 
     def _sum_shares(self, shares: np.ndarray) -> np.ndarray:
         """The loss and metrics, summed over ranks."""

@@ -14,9 +14,10 @@ from spmd_engine.arrays.precision import FLOATS, dtype_of, is_float
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.device_transport import open_device
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.base import Loss, ShardedEngine, making_on
+from spmd_engine.engine.base import ShardedEngine, making_on
 from spmd_engine.engine.batch import Batch, Scores
 from spmd_engine.engine.contract import backward_of, check_batch, check_parameters, check_tape
+from spmd_engine.engine.definition import Loss
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.engine.state.assignment import Assignment, ZeroConfig
@@ -209,7 +210,7 @@ class DistributedEngine(StoredEngine):
         for m, micro in enumerate(batch.micro_batches):
             with self.engine.micro_batch(m):
                 tape_length = len(self.engine.tape)
-                micro = self.engine._placed_here(micro)
+                micro = self.engine._on_own_backend(micro)
                 outputs = self.engine.forward(micro.inputs)
                 gradient = None
                 if outputs is not None:

@@ -14,7 +14,6 @@ from spmd_engine.arrays.dtypes import describe, described
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.offload import AwayArray
 from spmd_engine.errors import MismatchError, UsageError, one_of
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.rectangles import Rectangle
@@ -72,8 +71,7 @@ def assemble(
     """
     if name not in engine.names and name not in engine.buffer_names:
         raise UsageError(f"no parameter {name!r}; {one_of(name, (*engine.names, *engine.buffer_names))}")
-    if isinstance(part, AwayArray):
-        part = np.asarray(part)
+    part = None if part is None else engine.backend.asarray(part)  # that may be offloaded
     placements: dict[bool, KnownPlacement] = vars(engine).setdefault("_known_placements", {})
     fits = owned in placements and placements[owned].fits(engine.mesh, name, part)
     call = f"{name!r}, {'as updated' if owned else 'as stored'}, {'everywhere' if root is None else f'on rank {root}'}"

@@ -17,9 +17,9 @@ from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
-from spmd_engine.engine.base import Loss, Metric
 from spmd_engine.engine.batch import Batch, MicroBatch, Scores, fractions_of
 from spmd_engine.engine.contract import check_batch
+from spmd_engine.engine.definition import Loss, Metric
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.schedules.schedule import Backward, Compute, Forward, Program, Schedule, with_transfers
@@ -97,7 +97,7 @@ class LayeredEngine(StoredEngine):
 
     def _install(self, placed: EngineState) -> None:
         """Use this placement of the model from now on."""
-        self._placed, self.mesh, self.layout, self.store = placed, placed.mesh, placed.layout, placed.store
+        self.placed, self.mesh, self.layout, self.store = placed, placed.mesh, placed.layout, placed.store
         self.input_sharding = str(self.layout.spec(self.model.inputs))
         self.output_sharding = str(self.layout.spec(self.model.outputs))
         self._target_sharding = str(self.layout.spec(self.model.targets))
@@ -110,20 +110,20 @@ class LayeredEngine(StoredEngine):
     @property
     def schedule(self) -> Schedule:
         """The order in which stages work on micro-batches."""
-        return self._placed.schedule
+        return self.placed.schedule
 
     @property
     def buffers(self) -> Mapping[str, Array]:  # type: ignore[override]
         """This rank's blocks of the layers' buffers, by name."""
-        return {**self._placed.extras.buffers.arrays, **self._placed.frozen.arrays}
+        return {**self.placed.extras.buffers.arrays, **self.placed.frozen.arrays}
 
     @property
     def buffer_names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.model.buffers())
 
     def buffer_index(self, name: str) -> Index | None:
-        frozen = self._placed.frozen.index
-        return frozen[name] if name in frozen else self._placed.extras.buffers.index.get(name)
+        frozen = self.placed.frozen.index
+        return frozen[name] if name in frozen else self.placed.extras.buffers.index.get(name)
 
     def reshard(
         self,
@@ -176,17 +176,17 @@ class LayeredEngine(StoredEngine):
         if state is not None:
             self.filled()
         elif self.is_placed:
-            del self._placed, self.store
+            del self.placed, self.store
 
     @property
     def first_owners(self) -> Mapping[int, int]:
         """For each helper rank the rank of its first owner, both of the world."""
-        return self._placed.first_owners
+        return self.placed.first_owners
 
     @property
     def is_placed(self) -> bool:
         """Whether this rank is on the mesh of the engine: False before or after its time there, see ``reshard``."""
-        return "_placed" in vars(self)
+        return "placed" in vars(self)
 
     def initialize(self, frozen: bool = True) -> None:
         """Fill the parameters, and with ``frozen`` the frozen weights, with initial values: functions of seed, name and
@@ -237,14 +237,14 @@ class LayeredEngine(StoredEngine):
     is_filled_in_place = True
 
     def filled(self) -> None:
-        self._placed.extras.begin()
-        self._placed.unsharder.changed()
+        self.placed.extras.begin()
+        self.placed.unsharder.changed()
         self.store.publish()
 
     def after_update(self) -> None:
-        self._placed.unsharder.changed()
+        self.placed.unsharder.changed()
         super().after_update()
-        self._placed.extras.apply()
+        self.placed.extras.apply()
 
     # --- inputs and outputs ------------------------------------------------------------------------------
 
@@ -278,39 +278,39 @@ class LayeredEngine(StoredEngine):
             decoding = decode_inputs(self, x, cache)
             x, ctx = decoding.inputs, decoding.ctx
         ctx = ctx or self._plain_context(x)
-        self._placed.neighbours.begin(1)
-        execution = self._placed.execution([ctx], [self.converted(self.backend.asarray(x))], lambda m, y: y)
+        self.placed.neighbours.begin(1)
+        execution = self.placed.execution([ctx], [self.converted(self.backend.asarray(x))], lambda m, y: y)
         execution.run(self._one_pass(Forward, self.assignment.mine))
         self.tape.push(execution)
         if ctx.cache is not None:
             ctx.cache.end()
         if not self.is_training:  # in training the backward begins with these parameters
-            self._placed.unsharder.release()
+            self.placed.unsharder.release()
         return execution.output_gradients.pop((0, len(self.assignment.chunks) - 1), None)
 
     def backward(self, grads: Array | None) -> dict[str, Array]:
         """Gradients by name, like ``owned``, summed over the batch: those of this micro-batch alone."""
-        self._placed.reducer.begin(1)
+        self.placed.reducer.begin(1)
         execution = self.tape.pop()
         last = len(self.assignment.chunks) - 1
-        if last in self._placed.chunks:
+        if last in self.placed.chunks:
             if grads is None:
                 raise UsageError("backward needs the gradient of the outputs on the ranks that have outputs")
             execution.output_gradients[0, last] = grads
         execution.run(self._one_pass(Backward, reversed(self.assignment.mine)))
         self.input_gradient = execution.input_gradients.get((0, 0))
-        self._placed.reducer.finish()
-        self._placed.unsharder.release()
+        self.placed.reducer.finish()
+        self.placed.unsharder.release()
         return {name: gradient.copy() for name, gradient in self.named(self.store.gradients).items()}
 
     def _one_pass(self, kind: type[Compute], chunks: Iterable[int]) -> Program:
         """Forwards or backwards of one micro-batch, with the transfers before and after."""
         order = [kind(0, chunk) for chunk in chunks]
-        if self._placed.neighbours.stages == 1:
+        if self.placed.neighbours.stages == 1:
             return list(order)
-        return with_transfers(order, self._placed.neighbours.chunks - 1, sends_unfinished=len(order))
+        return with_transfers(order, self.placed.neighbours.chunks - 1, sends_unfinished=len(order))
 
-    def _placed_here(self, micro: MicroBatch) -> MicroBatch:
+    def _on_own_backend(self, micro: MicroBatch) -> MicroBatch:
         return micro  # after targets are checked on the host
 
     def outputs_of(self, micro: MicroBatch) -> Array | None:
@@ -324,7 +324,7 @@ class LayeredEngine(StoredEngine):
         if not self.is_training:
             return self._context(length, None)
         ctx = self._context(length, self._samples(self._count_samples(x)))
-        return replace(ctx, micro_batch=self._placed.extras.count_pass())
+        return replace(ctx, micro_batch=self.placed.extras.count_pass())
 
     def _summed_length(self, x: Array) -> int:
         """The length of the whole sequence, of which this rank's inputs may be a part. Collective if it is sharded."""
@@ -340,7 +340,7 @@ class LayeredEngine(StoredEngine):
 
     def _context(self, length: int, samples: Array | None, step: int = 0) -> ForwardContext:
         xp = self.backend.xp
-        inside, residual = self._placed.positions(length)
+        inside, residual = self.placed.positions(length)
         samples = xp.asarray(samples) if samples is not None else None
         return ForwardContext(inside, residual, samples, step, self.seed, training=self.is_training, length=length)
 
@@ -350,7 +350,7 @@ class LayeredEngine(StoredEngine):
     def wrapped(self, wrap: Callable[[str, Layer], Layer]) -> Iterator[None]:
         """In this context ``wrap(name, layer)`` replaces each layer of this rank, to observe its inputs and outputs."""
         with ExitStack() as stack:
-            for chunk in self._placed.chunks.values():
+            for chunk in self.placed.chunks.values():
                 stack.enter_context(chunk.wrapped(wrap))
             yield
 
@@ -359,8 +359,8 @@ class LayeredEngine(StoredEngine):
         check_batch(batch)
         count = self.count(batch)
         micro_batches = len(batch.micro_batches)
-        self._placed.reducer.begin(micro_batches)
-        self._placed.extras.begin()
+        self.placed.reducer.begin(micro_batches)
+        self.placed.extras.begin()
         scores = Scores(loss or self.loss, self.metrics)
 
         def loss_gradient(m: int, outputs: Array) -> Array:
@@ -369,19 +369,19 @@ class LayeredEngine(StoredEngine):
         for micro in batch.micro_batches:
             self.model.check_inputs(micro.inputs)
         inputs = [self.converted(self.backend.asarray(micro.inputs)) for micro in batch.micro_batches]
-        self._placed.neighbours.begin(micro_batches)
-        execution = self._placed.execution(self._contexts(batch), inputs, loss_gradient)
-        execution.run(self._placed.program(micro_batches))
+        self.placed.neighbours.begin(micro_batches)
+        execution = self.placed.execution(self._contexts(batch), inputs, loss_gradient)
+        execution.run(self.placed.program(micro_batches))
         shares = self._start_sum(scores.shares)  # overlaps the last reductions of gradients
-        pending_side_outputs = self._placed.extras.side_outputs.start_sum()
-        self._placed.reducer.finish()
-        self._placed.unsharder.release()
+        pending_side_outputs = self.placed.extras.side_outputs.start_sum()
+        self.placed.reducer.finish()
+        self.placed.unsharder.release()
         self.gradients = self.store.gradients
         side_sums = pending_side_outputs.wait()
-        self.side_outputs = self._placed.extras.side_outputs.by_name(side_sums)
+        self.side_outputs = self.placed.extras.side_outputs.by_name(side_sums)
         sums = shares.wait()
         self.training_metrics = fractions_of(self.metrics, sums, count)
-        return float(sums[0]) / self.loss_scale + self._placed.extras.side_outputs.loss(side_sums)
+        return float(sums[0]) / self.loss_scale + self.placed.extras.side_outputs.loss(side_sums)
 
     def _contexts(self, batch: Batch) -> list[ForwardContext]:
         """The context of each micro-batch. Counts samples, and sums lengths, that the batch does not give."""

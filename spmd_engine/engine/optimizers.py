@@ -12,7 +12,7 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.precision import is_half, rounded, widened
 from spmd_engine.arrays.updates import adamw, momentum_sgd
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.offload import AwayArray, present
+from spmd_engine.engine.offload.stream import streamed
 from spmd_engine.errors import UsageError
 
 State = dict[str, dict[str, Array]]  # kind ("mean") -> key of ``owned`` -> array
@@ -59,7 +59,7 @@ class Optimizer:
                 raise UsageError(f"{key}: gradient of shape {gradients[key].shape}, parameter of {parameter.shape}")
             flat.append(widened(backend_of(gradients[key]).xp.ascontiguousarray(gradients[key])).reshape(-1))
             sets.append([_flat(masters.get(key, parameter)), *(_flat(self.state[kind][key]) for kind in self.kinds)])
-        for number, part, (parameter, *state) in present(sets):
+        for number, part, (parameter, *state) in streamed(sets):
             arrays = parameter, flat[number][part], *state
             self._update(*arrays, **self.last, decays=engine.decays(keys[number]))
         for key, master in masters.items():
@@ -128,6 +128,6 @@ class WarmupCosine:
 
 def _flat(x: Array) -> Array:
     """A flat view, not a copy, because the update must change the array itself."""
-    if not isinstance(x, AwayArray) and not x.flags.c_contiguous:
+    if not x.flags.c_contiguous:
         raise UsageError(f"a parameter of shape {x.shape} is not contiguous; store it with numpy.ascontiguousarray")
     return x.reshape(-1)

@@ -17,7 +17,7 @@ from spmd_engine.engine import schedules
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.helpers import Assigned, HelperRank, check_assigned, owners_of, parse_assign, serve, stage_of
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.offload import PLACES, Offload
+from spmd_engine.engine.offload.config import TARGETS, Offload
 from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.state.assignment import (
     PIPE,
@@ -74,8 +74,9 @@ class ModelConfig(Configuration):
         old_names=("engine",),
         metavar="NAME|PATH|CODE",
         fixed=True,
-        help=f"One of {', '.join(MODELS)}; or weights: a folder in Hugging Face's format, a GGUF file, or org/name in "
-        "the hub's local cache; or code of your own: MODULE:NAME, or FILE.py:NAME.",
+        common=True,
+        help="A model by name; or weights: a folder in Hugging Face's format, a GGUF file, or org/name in the hub's "
+        f"local cache; or code of your own: MODULE:NAME, or FILE.py:NAME. Names are {', '.join(MODELS)}.",
     )
     dropout: float = setting(0.0, least=0, below=1, fixed=True, help="Probability that an activation is set to 0.")
     dtype: str = setting(
@@ -83,10 +84,11 @@ class ModelConfig(Configuration):
         choices=FLOATS,
         option="precision",
         old_names=("dtype",),
+        common=True,
         help="Dtype of activations, of the parameters that layers use, and of what is sent. With bfloat16 and float16, "
         "parameters are updated and summed in float32: docs/precision.md.",
     )
-    seed: int = setting(0, fixed=True, help="Seed of parameters, samples and dropout.")
+    seed: int = setting(0, fixed=True, common=True, help="Seed of parameters, samples and dropout.")
     images: Mapping[str, int] | None = setting(
         None,
         read=image_sizes,
@@ -205,6 +207,7 @@ class ParallelConfig(Configuration):
         None,
         read=parse_axes,
         metavar="AXIS=SIZE,...",
+        common=True,
         unset="all ranks on axis data",
         help="Mesh axes and their sizes; the last varies fastest. 'data', 'replicate' and 'shard' split the batch, "
         "'expert' the batch and the experts, 'model' heads, hidden width and vocabulary (for images, channels), "
@@ -215,6 +218,7 @@ class ParallelConfig(Configuration):
         None,
         least=0,
         most=3,
+        common=True,
         unset="3 over an axis shard, else 0",
         help="ZeRO stage: 1 shards the optimizer state, 2 also gradients, 3 also parameters.",
     )
@@ -309,7 +313,7 @@ class ParallelConfig(Configuration):
     )
     offload_to: str | None = setting(
         None,
-        choices=PLACES,
+        choices=tuple(TARGETS),
         unset="disk",
         help="Where that lives: on a disk or, for arrays of a CUDA device, in the host's memory.",
     )

@@ -21,7 +21,7 @@ class FileTensor(ABC):
     """The place and format of a tensor in a file, as plain values."""
 
     name: str
-    path: str  #: of the file
+    path: str  #: the file's
     shape: tuple[int, ...]
     dtype: str  #: its name in the file format: BF16, Q8_0, ...
     offset: int  #: bytes from the file's beginning

@@ -40,7 +40,7 @@ class TokenFacts(Configuration):
     learnt: int = setting(MISSING, least=0)  #: tokens that are targets
     vocabulary: int = setting(MISSING, least=1)
     tokenizer_sha256: str = setting(MISSING)
-    sha256: str = setting(MISSING)  #: of the digests of all documents
+    sha256: str = setting(MISSING)  #: the SHA-256 of the digests of all documents
     files: int = setting(MISSING, least=0)  #: source files
 
     def __post_init__(self) -> None:

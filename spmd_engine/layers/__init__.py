@@ -6,9 +6,10 @@ from spmd_engine.importing import imported_when_asked
 
 if TYPE_CHECKING:
     from spmd_engine.layers.attention.attention import Attention
+    from spmd_engine.layers.attention.attention_config import AttentionConfig, RotaryOptions
     from spmd_engine.layers.attention.context import ContextMethod, GatherKeys, RingAttention, Ulysses, context_method
     from spmd_engine.layers.attention.kv_cache import Cache
-    from spmd_engine.layers.attention.qk_norm_rope import Rotary, RotaryOptions
+    from spmd_engine.layers.attention.qk_norm_rope import Rotary
     from spmd_engine.layers.containers import Branch, Chain, Parallel, Residual, ResidualBlock, Skip
     from spmd_engine.layers.convolution import Conv2d
     from spmd_engine.layers.declarations import Activation, Buffer, Parameter, SideOutput
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
     from spmd_engine.layers.norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
 
 __all__ = [
-    "Activation", "Attention", "AveragePool", "BatchNorm", "Branch", "Buffer", "Cache", "Chain", "ContextMethod",
-    "Conv2d", "Embedding", "Extra", "ForwardContext", "GatedMLP", "Gather", "GatherKeys", "GlobalPool",
-    "GradientSums", "GroupNorm", "Head", "Layer", "LayerNorm", "Linear", "MLP", "MaxPool", "MoE", "Parallel",
-    "Parameter", "Positions", "RMSNorm", "ReLU", "Reshard", "Residual", "ResidualBlock", "RingAttention", "Rotary",
-    "RotaryOptions", "RouterOptions", "SideOutput", "Skip", "Tokens", "Ulysses", "Window", "capacity_of", "choose",
-    "context_method", "keep",
+    "Activation", "Attention", "AttentionConfig", "AveragePool", "BatchNorm", "Branch", "Buffer", "Cache", "Chain",
+    "ContextMethod", "Conv2d", "Embedding", "Extra", "ForwardContext", "GatedMLP", "Gather", "GatherKeys",
+    "GlobalPool", "GradientSums", "GroupNorm", "Head", "Layer", "LayerNorm", "Linear", "MLP", "MaxPool", "MoE",
+    "Parallel", "Parameter", "Positions", "RMSNorm", "ReLU", "Reshard", "Residual", "ResidualBlock",
+    "RingAttention", "Rotary", "RotaryOptions", "RouterOptions", "SideOutput", "Skip", "Tokens", "Ulysses",
+    "Window", "capacity_of", "choose", "context_method", "keep",
 ]  # fmt: skip
 
 __getattr__ = imported_when_asked(__name__)

@@ -78,7 +78,7 @@ class Buffer:
     shape: tuple[int, ...] | None = None  #: global; None: by the layer's sizes
     element: tuple[str, int] | None = None
     frozen: bool = False
-    std: float = 0.0  #: of a frozen buffer's normal initial values, before others are loaded
+    std: float = 0.0  #: the deviation of a frozen buffer's normal initial values, before others are loaded
 
     def whole(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The global shape in a layer with these sizes."""

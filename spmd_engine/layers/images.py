@@ -17,7 +17,7 @@ from spmd_engine.sharding.placement import Interval
 if TYPE_CHECKING:
     from spmd_engine.sharding.shards import Shards
 
-Pair = int | tuple[int, int]  #: of rows and of columns; a number stands for both
+Pair = int | tuple[int, int]  #: one number for rows and one for columns; a number alone stands for both
 
 #: Zeros around an image: one number for all sides; (before, after) of the rows and of the columns; or "same": as many
 #: as give ceil(length / stride) outputs, an odd one at the end.
@@ -137,7 +137,7 @@ def _lengths(sides: tuple[Interval, Interval]) -> tuple[int, int]:
 def part_of(window: Window, outputs: Interval, inputs: Interval) -> Window:
     """The window that computes an interval of this window's outputs from an interval of its inputs.
 
-    >>> part_of(Window(3, before=1, after=1), outputs=(0, 2), inputs=(0, 3))  # of at least 4: padded on one side
+    >>> part_of(Window(3, before=1, after=1), outputs=(0, 2), inputs=(0, 3))  # padded on one side only
     Window(size=3, stride=1, dilation=1, before=1, after=0)
     """
     if outputs[0] == outputs[1]:

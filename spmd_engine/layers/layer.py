@@ -33,7 +33,7 @@ class ForwardContext:
     seed: int = 0
     training: bool = False  #: whether dropout applies and a backward will follow
     saving: bool = True  #: in training: whether the backward uses what this forward saves
-    length: int = 0  #: of the global sequence; only attention over several ranks needs it
+    length: int = 0  #: the length of the global sequence; only attention over several ranks needs it
     micro_batch: int = 0  #: its number in the step
     share: float = 1.0  #: the weight of this micro-batch's auxiliary losses in the loss of the step
     scale: float = 1.0  #: by which gradients, also of auxiliary losses, are multiplied
@@ -49,7 +49,7 @@ class ForwardContext:
 class Extra:
     """The optional third value that a forward returns."""
 
-    updates: Mapping[str, Array] = field(default_factory=dict)  #: of buffers, by the names in the layer
+    updates: Mapping[str, Array] = field(default_factory=dict)  #: updates of buffers, by the names in the layer
     outputs: Mapping[str, Array | float] = field(default_factory=dict)  #: side outputs, by the names in the layer
     #: Choices, such as routing, that a recomputation of this forward reuses, since rounding could change them.
     decided: Any = None

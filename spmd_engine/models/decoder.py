@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, fields
 from math import sqrt
 from typing import Any
 
@@ -12,6 +12,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers import (
     MLP,
     Attention,
+    AttentionConfig,
     Branch,
     Embedding,
     GatedMLP,
@@ -21,10 +22,10 @@ from spmd_engine.layers import (
     Positions,
     Residual,
     RMSNorm,
-    Rotary,
     RotaryOptions,
 )
 from spmd_engine.layers.attention.context import context_method as method_called
+from spmd_engine.layers.attention.qk_norm_rope import rotary_with
 from spmd_engine.layers.layer import Layer
 from spmd_engine.layers.mlp import ACTIVATIONS, GATES
 from spmd_engine.layers.moe.routing import RouterOptions
@@ -47,13 +48,13 @@ class DecoderConfig(Configuration):
     family: str = setting("llama", choices=tuple(FAMILIES))
     layers: int = setting(8, least=1, most=10_000)
     width: int = setting(96, least=1, most=1 << 24)  #: d
-    heads: int = setting(6, least=1, most=1 << 16)  #: of queries
-    key_value_heads: int | None = setting(None, least=1)  #: of keys and values; None: the same number
+    heads: int = setting(6, least=1, most=1 << 16)  #: heads of queries
+    key_value_heads: int | None = setting(None, least=1)  #: heads of keys and values; None: the same number
     head_width: int | None = setting(None, least=1, most=1 << 16)  #: k; None: width / heads
     hidden: int = setting(256, least=1)  #: f, of the dense perceptrons
     vocabulary: int = setting(BYTES, least=1)  #: v
     context: int = setting(128, least=1)  #: longest s
-    epsilon: float = setting(1e-6, least=0)  #: of norms
+    epsilon: float = setting(1e-6, least=0)  #: added to the variance in norms
     tied: bool = True  #: whether the head uses the embedding's table
     rotary: RotaryOptions = RotaryOptions()
     bias: bool = False  #: whether queries, keys and values have biases
@@ -78,7 +79,7 @@ class DecoderConfig(Configuration):
     #: Whether attention and perceptron have the same input, and if so how many norms are before them.
     parallel: str = setting("none", choices=("none", "one-norm", "two-norms"))
     gated: bool = True  #: whether dense perceptrons have a gate: three products, not two
-    activation: str = setting("silu", choices=tuple(GATES))  #: of dense perceptrons, or of their gate
+    activation: str = setting("silu", choices=tuple(GATES))  #: the function in dense perceptrons, or in their gate
     mlp_bias: bool = setting(False, old_names=("perceptron_bias",))  #: whether dense perceptrons have biases
     embedding_scale: float = 1.0  #: factor of the embedding's rows
     residual_scale: float = 1.0  #: factor of every branch's output
@@ -128,16 +129,18 @@ class DecoderConfig(Configuration):
             return False
         return block not in block_numbers(self.no_rope_layers, "no_rope_layers")
 
-    def rotary_of(self, block: int) -> RotaryOptions | None:
-        """Return the rotary positions of this block; None if it has none."""
-        if not self.has_rope(block):
-            return None
-        return (self.has_window(block) and self.window_rotary) or self.rotary
+    def attention_of(self, block: int) -> AttentionConfig:
+        """Return what the attention of this block computes."""
+        values = {f.name: getattr(self, f.name) for f in fields(AttentionConfig)}
+        window = self.window if self.has_window(block) else None
+        rotary = ((window and self.window_rotary) or self.rotary) if self.has_rope(block) else None
+        return AttentionConfig(**values | {"window": window, "rotary": rotary})
 
-    def rotaries(self) -> dict[RotaryOptions, Rotary]:
-        """Return the rotary positions of all blocks, by options. Raises UsageError if the head width does not fit."""
-        width = self.head_width or self.width // self.heads
-        return {rope: Rotary(width, rope) for rope in map(self.rotary_of, range(self.layers)) if rope is not None}
+    def check_rotary(self) -> None:
+        """Raise UsageError if the rotary positions of a block do not fit the head width."""
+        for block in range(self.layers):
+            if (options := self.attention_of(block).rotary) is not None:
+                rotary_with(self.head_width or self.width // self.heads, options)
 
 
 NANO: dict[str, Any] = {"layers": 8, "width": 96, "heads": 6, "key_value_heads": 2}
@@ -192,7 +195,7 @@ def _norm(shape: DecoderConfig) -> Layer:
 
 def _blocks(shape: DecoderConfig, dropout: float, context_method: str) -> Iterator[tuple[str, Layer]]:
     """Yield the layers of all blocks."""
-    d, out_std, rotaries = shape.width, 0.02 / sqrt(2 * shape.layers), shape.rotaries()
+    d, out_std = shape.width, 0.02 / sqrt(2 * shape.layers)
     context = method_called(context_method)
 
     def residual(inner: Layer) -> Residual:
@@ -201,25 +204,8 @@ def _blocks(shape: DecoderConfig, dropout: float, context_method: str) -> Iterat
         return Residual(before, inner, dropout, after=after, scale=shape.residual_scale)
 
     for i in range(shape.layers):
-        rotary = shape.rotary_of(i)
-        attention = Attention(
-            d,
-            shape.heads,
-            shape.key_value_heads,
-            head_width=shape.head_width,
-            bias=shape.bias,
-            output_bias=shape.output_bias,
-            rotary=None if rotary is None else rotaries[rotary],
-            scale=shape.attention_scale,
-            cap=shape.attention_cap,
-            alibi=shape.alibi,
-            window=shape.window if shape.has_window(i) else None,
-            norm_epsilon=shape.epsilon if shape.qk_norm else None,
-            norm_together=shape.qk_norm_all_heads,
-            turned_first=shape.rope_before_norm,
-            context=context,
-            out_std=out_std,
-        )
+        config = shape.attention_of(i)
+        attention = Attention(d, shape.heads, shape.key_value_heads, config, context=context, out_std=out_std)
         if shape.parallel != "none":
             yield f"block{i}/parallel", _parallel_branches(shape, attention, _perceptron(shape, out_std), dropout)
             continue
@@ -259,7 +245,7 @@ class GPTSize(Configuration):
     #: heads of keys and values, each shared by equally many queries; None: all
     key_value_heads: int | None = setting(None, least=1)
     mixture: Mixture | None = None  #: experts instead of MLPs; None: all MLPs are dense
-    epsilon: float = setting(1e-5, least=1e-30)  #: of layer norms
+    epsilon: float = setting(1e-5, least=1e-30)  #: added to the variance in layer norms
 
     @property
     def config(self) -> DecoderConfig:

@@ -13,7 +13,7 @@ from typing import Any
 from spmd_engine.errors import CheckpointError, UsageError, one_of
 from spmd_engine.formats.gguf import GGUF
 from spmd_engine.formats.tensor import FileTensor
-from spmd_engine.layers.attention.qk_norm_rope import RotaryOptions
+from spmd_engine.layers.attention.attention_config import RotaryOptions
 from spmd_engine.layers.moe.routing import RouterOptions
 from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.families import FAMILIES
@@ -52,7 +52,7 @@ def config_of_gguf(file: GGUF, where: str) -> DecoderConfig:
         matching = (record for record in _FAMILIES if record.gguf.architecture == kind)
         family = next(record for record in matching if record.gguf.when is None or record.gguf.when(facts))
         shape = _read(family, facts, file.tensors)
-        shape.rotaries()  # raises if rotary positions do not fit the head width
+        shape.check_rotary()
     except CheckpointError:
         raise
     except KeyError as error:

@@ -230,6 +230,6 @@ def config_of_options(options: LoRAOptions, family: str, base: str | None) -> di
         "rank_pattern": {_DOUBLED: 2 * options.rank} if options.doubled else {},
         "alpha_pattern": {_DOUBLED: 2 * options.alpha} if options.doubled else {},
         "bias": "none",
-        "fan_in_fan_out": FAMILIES[family].transposed,  # of the base; a and b are never transposed
+        "fan_in_fan_out": FAMILIES[family].transposed,  # says this about the base; a and b are never transposed
         "inference_mode": True,
     }

@@ -3,20 +3,20 @@
 from typing import TYPE_CHECKING
 
 from spmd_engine.importing import imported_when_asked
-from spmd_engine.planning.dry_run.analyze import Samples, analyze, analyze_engine
-from spmd_engine.planning.dry_run.step_analysis import (
-    Communication,
-    Computation,
-    Moment,
-    ParameterShard,
-    Peak,
-    Product,
-    RankClass,
-    RankStep,
-    StepAnalysis,
-)
 
 if TYPE_CHECKING:
+    from spmd_engine.planning.dry_run.analyze import Samples, analyze, analyze_engine
+    from spmd_engine.planning.dry_run.step_analysis import (
+        Communication,
+        Computation,
+        Moment,
+        ParameterShard,
+        Peak,
+        Product,
+        RankClass,
+        RankStep,
+        StepAnalysis,
+    )
     from spmd_engine.planning.plan_result import PlanResult
     from spmd_engine.planning.planner import plan
 
@@ -37,5 +37,5 @@ __all__ = [
     "plan",
 ]
 
-#: The search is imported when it is first used: training needs only the dry run.
+#: Each is imported when it is first used: of a job's ranks, only rank 0 analyzes the first step.
 __getattr__ = imported_when_asked(__name__)

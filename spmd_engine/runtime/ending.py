@@ -116,7 +116,7 @@ def _end_job(comm, text: str, code: int, patience: float = 0.3) -> None:
 
 
 def prints_error(comm, patience: float = 0.3) -> bool:
-    """Send to all others that this rank failed; returns whether no lower rank sends that in ``patience`` seconds."""
+    """Tell all ranks that this one failed; return whether no lower rank tells the same in ``patience`` seconds."""
     for to in set(range(comm.size)) - {comm.rank}:
         comm.Isend(b"", to, FAILED)
     deadline = time.monotonic() + patience

@@ -179,7 +179,7 @@ def best_matching(gain: np.ndarray) -> list[int]:
     cost = np.zeros((n + 1, n + 1))
     cost[1:, 1:] = -gain
     row_price, column_price = np.zeros(n + 1), np.zeros(n + 1)
-    row_of = np.zeros(n + 1, int)  # of each column; 0: none. Column 0 has the new row
+    row_of = np.zeros(n + 1, int)  # column -> row; 0: none. Column 0 has the new row
     for row in range(1, n + 1):
         row_of[0], column = row, 0
         cheapest, previous, visited = np.full(n + 1, np.inf), np.zeros(n + 1, int), np.zeros(n + 1, bool)

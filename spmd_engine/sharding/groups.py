@@ -47,7 +47,7 @@ class Member:
     """A parameter as this rank uses it."""
 
     name: str
-    shape: tuple[int, ...]  #: of the local block
+    shape: tuple[int, ...]  #: the local block's
     decay: bool  #: whether weight decay applies
     summed: Sum
     largest: int  #: elements of the largest block on any rank, so that every rank makes the same groups

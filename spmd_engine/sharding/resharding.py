@@ -111,7 +111,7 @@ class ReshardPlan:
 
     source: Spec
     target: Spec
-    axes: Mapping[str, int]  #: of the mesh, with their sizes
+    axes: Mapping[str, int]  #: the mesh's, with their sizes
     moves: tuple[Move, ...]
 
     def sent(self, shape: Sequence[int], dtype, coordinates: Mapping[str, int]) -> int:
@@ -263,7 +263,7 @@ class Move(ABC):
 
 
 def beyond(letter: str, one: Spec, other: Spec) -> tuple[str, ...]:
-    """The axes that shard ``letter`` in ``one``, without the first ones by which ``other`` shards it equally."""
+    """The axes that shard ``letter`` in ``one``, from the first that does not shard it equally in ``other``."""
     axes, other_axes = one.cuts_of(letter), other.cuts_of(letter)
     common = next((i for i, axis in enumerate(axes) if other_axes[i : i + 1] != (axis,)), len(axes))
     return one.axes_of(letter)[common:]

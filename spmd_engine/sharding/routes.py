@@ -63,7 +63,7 @@ def find_routes(
     """
     load = [0] * len(nodes)  # bytes that each rank sends
     routes_by_dtype: dict[np.dtype, dict[tuple[int, tuple[int, ...]], list[tuple[str, Rectangle]]]] = {}
-    shared_parts: dict[tuple[int, int], tuple[SharedPart, ...]] = {}  # of placements that equal layers share
+    shared_parts: dict[tuple[int, int], tuple[SharedPart, ...]] = {}  # those of placements that equal layers share
     for name, wanted in target.items():
         routes, held = routes_by_dtype.setdefault(wanted.dtype, {}), source[name]
         kind = id(held), id(wanted)

@@ -212,7 +212,7 @@ class Shards:
         return reshard_axes(source, target, self.mesh)
 
     def reach(self, letter: str, length: int, reads: Reads, where: str = "inside") -> Reach:
-        """This rank's part of a letter, ``length`` long in all, and of its outputs, and the inputs that these read."""
+        """This rank's part of a letter of ``length`` elements and of the outputs, and the inputs that these read."""
         self._check_consecutive(letter)
         return self._reach(letter, length, reads, where, self.mesh)
 

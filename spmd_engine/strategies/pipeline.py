@@ -81,7 +81,7 @@ class Pipeline(LayerStack):
         for turn in range(micro_batches + ahead):
             dy = None  # except on the last stage, where a forward and its backward are in one turn
             if turn < micro_batches:
-                micro = self._placed_here(batch.micro_batches[turn])
+                micro = self._on_own_backend(batch.micro_batches[turn])
                 with self.micro_batch(turn):
                     y = self.forward(micro.inputs)
                 if y is not None:

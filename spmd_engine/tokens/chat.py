@@ -20,8 +20,8 @@ from spmd_engine.foreign import reading
 from spmd_engine.tokens.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]  #: {"role": "user", "content": "Hello"}
-SAFE = [3, 1, 6]  #: of jinja2: templates leave the sandbox of earlier ones (CVE-2025-27516)
-SECONDS = 5.0  #: of CPU time that a template may take for a conversation
+SAFE = [3, 1, 6]  #: the version of jinja2: templates leave the sandbox of earlier ones (CVE-2025-27516)
+SECONDS = 5.0  #: CPU time that a template may take for a conversation
 _FAILED = "the chat template cannot write this conversation"
 _one_at_a_time = Lock()
 

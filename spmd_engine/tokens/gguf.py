@@ -10,7 +10,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.foreign import reading
 from spmd_engine.tokens.hugging_face import JsonTokenizer, tokenizers_library
 
-CONTROL, USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 #: Names of tokens that end a turn or a text; the metadata of many files lacks them.
 _ENDS = frozenset((
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>",

@@ -36,8 +36,8 @@ class _Encoded:
     begin: int  #: in characters of the whole text
     text: str
     ids: np.ndarray
-    places: np.ndarray  #: of each token, its first character in the whole text
-    words: np.ndarray  #: of each token, the number of its word within the window
+    places: np.ndarray  #: the first character of each token, in the whole text
+    words: np.ndarray  #: the number of each token's word within the window
 
 
 def encode_long(inner: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:

@@ -17,7 +17,7 @@ class Tokenizer(ABC):
     end: int | None = None  #: the token that ends a text, if there is one
     separator: int | None = None  #: the token after each document of a corpus; usually equal to ``end``
     files: Mapping[str, str] = MappingProxyType({})  #: texts by name: the files that describe the tokenizer
-    sha256: str = ""  #: of all that determines the encoding, in hexadecimal digits
+    sha256: str = ""  #: the SHA-256 of all that determines the encoding, in hexadecimal digits
     chat_template: str | None = None  #: a jinja template that writes a conversation as text
     special: Mapping[str, str] = MappingProxyType({})  #: special tokens by name: {"bos_token": "<s>"}
 

@@ -10,15 +10,17 @@ if TYPE_CHECKING:
     from spmd_engine.training.data.images import ImageData, Images, load_images
     from spmd_engine.training.data.prepare import prepare
     from spmd_engine.training.data.token_data import PreparedData
-    from spmd_engine.training.joined_run import join
-    from spmd_engine.training.run import Observer, Run
-    from spmd_engine.training.run_job import read_run, train
+    from spmd_engine.training.hooks import Hook
+    from spmd_engine.training.observers import Observer
+    from spmd_engine.training.run import Run
+    from spmd_engine.training.run_folder import read_run
     from spmd_engine.training.train_config import TrainConfig
     from spmd_engine.training.trainer import Trainer
 
 __all__ = [
     "ArrayData",
     "Corpus",
+    "Hook",
     "ImageData",
     "Images",
     "Observer",
@@ -26,12 +28,10 @@ __all__ = [
     "Run",
     "TrainConfig",
     "Trainer",
-    "join",
     "load_corpus",
     "load_images",
     "prepare",
     "read_run",
-    "train",
 ]
 
 __getattr__ = imported_when_asked(__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import log
 from typing import Any, Self
@@ -11,8 +12,10 @@ from typing import Any, Self
 import numpy as np
 
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.optimizers import Optimizer
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.sharding.experts import moved, rebalanced
+from spmd_engine.training.hooks import Hook
+from spmd_engine.training.run import Run, composition_of
 
 
 @dataclass(frozen=True)
@@ -68,36 +71,50 @@ def _with_suffix(side_outputs: Mapping[str, Any], end: str) -> dict[str, Any]:
 logger = logging.getLogger(__name__)
 
 
-class Rebalancer:
-    """Moves experts between ranks, with their optimizer state, after ``every`` steps, by the load of these steps.
+class Rebalancer(Hook):
+    """Moves experts between ranks, with their optimizer state, by the load of the last steps: after as many steps as
+    ``composition.rebalance_every``, the composition being that of the run's engine.
 
     All ranks have the same load, and so make the same decision. The results stay equal, to rounding; only the ranks
-    that compute them change. ``how`` are the options of ``LayeredEngine.reshard`` with which the engine was made.
+    that compute them change.
     """
 
-    def __init__(self, engine: LayeredEngine, optimizer: Optimizer, every: int, **how: Any) -> None:
-        self._engine, self._optimizer, self._every, self._how = engine, optimizer, every, how
+    def __init__(self, composition: ParallelConfig) -> None:
+        self._composition = composition
         self._loads: dict[str, np.ndarray] = {}  # by layer
         self.moves = 0  #: experts moved so far
 
-    def after(self, step: int) -> None:
-        """Call this after each step, with its number from 1. Collective over the world when a move is due."""
-        for name, load in self._engine.side_outputs.items():
+    def during(self, run: Run, steps: int) -> AbstractContextManager[Any]:
+        self._run = run
+        return nullcontext()
+
+    def notified(self, name: str, *facts: Any) -> None:
+        if name == "reshaped":
+            self._composition = composition_of(self._run)
+            self._loads.clear()
+
+    def between_steps(self, step: int, requested: bool) -> None:
+        """Collective over the mesh when a move is due."""
+        engine, every = self._run.engine, self._composition.rebalance_every
+        if not every or self._run.moving or not isinstance(engine, LayeredEngine):
+            return
+        for name, load in engine.side_outputs.items():
             layer, _, output = name.rpartition("/")
             if output == "load":
                 self._loads[layer] = self._loads.get(layer, 0) + load
-        if step % self._every == 0:
-            self._move(step)
+        if step % every == 0:
+            self._move(engine, step)
             self._loads.clear()
 
-    def _move(self, step: int) -> None:
-        engine, layout = self._engine, self._engine.layout
+    def _move(self, engine: LayeredEngine, step: int) -> None:
+        layout = engine.layout
         parts = engine.mesh.axis_size(layout.axes("e"))
         before = {layer: layout.parts(layer, "e", len(load), engine.mesh) for layer, load in self._loads.items()}
         after = {layer: rebalanced(before[layer], load.tolist(), parts) for layer, load in self._loads.items()}
         moves = sum(len(moved(before[layer], after[layer])) for layer in after)
         if moves:
             layout = replace(layout, experts={**layout.experts, **after})
-            engine.reshard(engine.mesh, layout, optimizer=self._optimizer, **self._how)
+            how = self._composition.how_on(engine.mesh.axes)
+            engine.reshard(engine.mesh, layout, optimizer=self._run.trainer.optimizer, **how)
             self.moves += moves
             logger.info("step %d: %d experts moved to parts with less load", step, moves)

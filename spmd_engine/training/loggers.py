@@ -17,7 +17,8 @@ from spmd_engine.checkpoints.format.folder import replace_file
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.files import open_regular
 from spmd_engine.models.user_code import call, code_named, is_code
-from spmd_engine.training.run import Observer, Run
+from spmd_engine.training.observers import Observer
+from spmd_engine.training.run import Run
 from spmd_engine.training.trainer import StepReport
 
 logger = logging.getLogger(__name__)

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
-from time import monotonic
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any
 
 import numpy as np
 
-from spmd_engine.arrays.products import in_use, unfit
 from spmd_engine.checkpoints import CheckpointFolder, Save
 from spmd_engine.checkpoints.format.folder import RunLock, make_folder, replace_file
 from spmd_engine.checkpoints.save import KEEP, mesh_name
@@ -27,282 +22,16 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, Evaluation
+from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import CheckpointError, UsageError
-from spmd_engine.files import open_regular
 from spmd_engine.pictures import html_table
-from spmd_engine.runtime.activity import State
 from spmd_engine.runtime.signals import StopFlag
-from spmd_engine.runtime.watchdog import condition_of
+from spmd_engine.training.hooks import Hook
+from spmd_engine.training.observers import ActivityFile, EventLog, MetricsFile, Observer, Observers, lines_up_to
 from spmd_engine.training.trainer import StepReport, Trainer, by_rank
 
-if TYPE_CHECKING:
-    from spmd_engine.training.workload import Workload
-
 logger = logging.getLogger(__name__)
-
-
-class Observer:
-    """Methods that a run calls on rank 0; a subclass overrides some. By default they do nothing.
-
-    They must not call collectives. An OSError ends the run on all ranks, with one line.
-    """
-
-    def opened(self, workload: Workload, parameters: int, notices: Sequence[str]) -> None:
-        """The job's workload, its number of parameters, and notices of options without effect. Before ``started``."""
-
-    def loaded(self, table: Sequence[str]) -> None:
-        """The sources of a job's initial weights, as lines; none if the weights are random. Before ``started``."""
-
-    def started(self, run: Run, stop: int) -> None:
-        """The run begins, or continues after ``run.trainer.steps_done`` steps, up to step ``stop``."""
-
-    def evaluated(self, step: int, loss: float) -> None:
-        """The validation loss after ``step`` steps. Called after ``stepped``, whose report also has the loss.
-
-        The run's ``evaluation`` has the metrics.
-        """
-
-    def stepped(self, report: StepReport) -> None:
-        """A step is done."""
-
-    def restored(self, report: StepReport) -> None:
-        """The step of the checkpoint that a run resumes from: the run had ended before it was reported as a whole, for
-        example in its evaluation."""
-
-    def saved(self, step: int) -> None:
-        """The checkpoint after ``step`` steps is complete; before ``stepped``, if the step is evaluated, too."""
-
-    def not_saved(self, step: int, why: str) -> None:
-        """A checkpoint could not be written; the run continues after ``step`` steps."""
-
-    def migrating(self, step: int, plan: Mapping[str, Any]) -> None:
-        """A live migration has begun, by this plan: see ``MigrationPlan``. It ends with one of the next two."""
-
-    def reshaped(self, step: int, change: Mapping[str, Any]) -> None:
-        """After ``step`` steps the run goes on in another shape: see ``ShapeChanges``."""
-
-    def not_reshaped(self, step: int, change: Mapping[str, Any]) -> None:
-        """A requested change of shape is refused, and the run continues as it was."""
-
-    def joined(self, step: int, change: Mapping[str, Any]) -> None:
-        """After ``step`` steps ranks of another launcher have joined the job, as idle ranks: see ``join``."""
-
-    def stopped(self, step: int, signal: int) -> None:
-        """The run has been saved and ends after ``step`` steps, because a rank received this signal."""
-
-    def finished(self, loss: float | None, sample: str) -> None:
-        """All steps are done: the last validation loss, or None, and a text that the model generates, or ""."""
-
-    def closed(self) -> None:
-        """The run has ended, perhaps by an error: close files. Called only after ``started``."""
-
-
-class MetricsFile(Observer):
-    """``metrics.jsonl``: a line for each step. A resumed run continues the file after the step of its checkpoint."""
-
-    NAME = "metrics.jsonl"
-
-    def started(self, run: Run, stop: int) -> None:
-        self._run, self._path, self._steps = run, run.folder / self.NAME, run.trainer.steps_done
-        self._rewrite(self._steps)
-        self._of_start: dict[str, Any] = {"products": in_use()}  # for the first line of a start
-
-    def restored(self, report: StepReport) -> None:
-        self._file.close()
-        self._rewrite(report.step - 1)
-        self.stepped(report)
-
-    def stepped(self, report: StepReport) -> None:
-        if not self._is_current():
-            self._run.check_lock()  # the file may belong to another run
-            logger.warning("%s is gone, and what it said up to step %d; made again", self._path, self._steps)
-            self._file.close()
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._open()
-        self._steps = report.step
-        self._file.write(json.dumps(report.as_dict() | self._of_start) + "\n")
-        self._of_start = {}
-        self._file.flush()
-
-    def closed(self) -> None:
-        with suppress(OSError):  # for a line that could not be written, which is already reported
-            self._file.close()
-
-    def _rewrite(self, steps: int) -> None:
-        """Keep the lines of the first ``steps`` steps, and open the file to continue it."""
-        replace_file(self._path, "".join(line + "\n" for line in lines_up_to(self._path, steps)))
-        self._file: TextIO = self._open()
-
-    def _open(self) -> TextIO:
-        return open(open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a")
-
-    def _is_current(self) -> bool:
-        """Whether the path still names the open file: lines written to a removed file are lost."""
-        try:
-            return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
-        except FileNotFoundError:
-            return False
-
-
-class EventLog(Observer):
-    """``events.jsonl``: a line for each start, warning, checkpoint and end of a run, with its time in UTC.
-
-    A run that continues appends to the file, so that it tells of restarts.
-    """
-
-    NAME = "events.jsonl"
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / self.NAME
-
-    def opened(self, workload: Workload, parameters: int, notices: Sequence[str]) -> None:
-        self._write("opened", parameters=parameters, data=str(workload.corpus), notices=list(notices))
-
-    def loaded(self, table: Sequence[str]) -> None:
-        if table:
-            self._write("loaded", table=list(table))
-
-    def started(self, run: Run, stop: int) -> None:
-        from spmd_engine.runtime.environment import environment  # which imports much, on rank 0 alone
-
-        self._run, mesh = run, run.engine.mesh
-        where = {"mesh": str(mesh), "nodes": mesh.nodes, "environment": environment()}
-        where |= {"products": in_use(), "memory": run.memory_limits}
-        self._write("started", step=run.steps_done, stop=stop, **where)
-        self._handler = logging.Handler(logging.WARNING)  # last: an observer that could not start is not closed
-        self._handler.emit = self._warned
-        logging.getLogger("spmd_engine").addHandler(self._handler)
-
-    def _warned(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):  # of a full disk, for example: a warning must not end the run
-            self._write("warning", text=record.getMessage())
-        if logging.lastResort and not logging.getLogger().handlers:  # which this handler would replace
-            logging.lastResort.handle(record)
-
-    def stepped(self, report: StepReport) -> None:
-        if report.skipped:
-            self._write("skipped", step=report.step, why=report.skipped)
-
-    def restored(self, report: StepReport) -> None:
-        self.stepped(report)
-
-    def saved(self, step: int) -> None:
-        self._write("saved", step=step)
-
-    def not_saved(self, step: int, why: str) -> None:
-        self._write("not saved", step=step, why=why)
-
-    def migrating(self, step: int, plan: Mapping[str, Any]) -> None:
-        self._write("migrating", step=step, **plan)
-
-    def reshaped(self, step: int, change: Mapping[str, Any]) -> None:
-        self._write("reshaped", step=step, **change)
-
-    def not_reshaped(self, step: int, change: Mapping[str, Any]) -> None:
-        self._write("not reshaped", step=step, **change)
-
-    def joined(self, step: int, change: Mapping[str, Any]) -> None:
-        self._write("joined", step=step, **change)
-
-    def stopped(self, step: int, signal: int) -> None:
-        self._write("stopped", step=step, signal=signal)
-
-    def finished(self, loss: float | None, sample: str) -> None:
-        self._write("finished", step=self._run.steps_done, validation_loss=loss, sample=sample)
-
-    def closed(self) -> None:
-        logging.getLogger("spmd_engine").removeHandler(self._handler)
-        with suppress(OSError):
-            self._write("closed", step=self._run.steps_done, unfit=dict(unfit))
-
-    def _write(self, event: str, **facts: Any) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed
-        file = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        with open(file, "a") as lines:
-            lines.write(
-                json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **facts})
-                + "\n"
-            )
-
-
-class ActivityFile(Observer):
-    """``activity.json``: what the ranks of rank 0's node do now, written again every ``PERIOD`` while the run goes on.
-
-    A thread of rank 0 reads the records of the other ranks, which do nothing for it. Only a run that was killed leaves
-    the file behind.
-    """
-
-    NAME, PERIOD = "activity.json", 2.0  # seconds
-
-    def started(self, run: Run, stop: int) -> None:
-        self._path, self._activity = run.folder / self.NAME, run.engine.mesh.activity
-        self._began, self._ends = monotonic(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="spmd_engine activity", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._ends.is_set():
-            with suppress(OSError, UsageError):  # a folder that is gone, a full disk: the run itself reports it
-                self._write()
-            self._ends.wait(self.PERIOD)
-
-    def _write(self) -> None:
-        content = {
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "seconds": round(monotonic() - self._began, 1),  # since the start
-            "ranks": [
-                self._now(record.state(condition_of(record.process), stack="")) for record in self._activity.records
-            ],
-        }
-        unfinished = self._path.with_name(f".{self.NAME}")
-        unfinished.unlink(missing_ok=True)  # of a run that was killed
-        with open(open_regular(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
-            json.dump(content, file)
-        os.replace(unfinished, self._path)
-
-    @staticmethod
-    def _now(state: State) -> dict[str, Any]:
-        call = ""
-        if wait := state.wait:
-            label = f" ({wait.call.label})" if wait.call.label else ""
-            call = f"{wait.call.operation} over {wait.call.axes}{label}" if wait.call.operation else wait.what
-        return {
-            "rank": state.rank,
-            "process": state.process,
-            "phase": state.phase,
-            "phase_seconds": round(state.phase_seconds, 1),
-            "call": call or ("a message" if wait else ""),
-            "call_seconds": round(wait.seconds, 1) if wait else 0.0,
-            "condition": state.condition,
-        }
-
-    def closed(self) -> None:
-        self._ends.set()
-        self._thread.join(self.PERIOD)  # no longer, if its file system hangs
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
-
-
-def lines_up_to(path: Path, step: int) -> list[str]:
-    """The lines of the first ``step`` steps, without damaged lines and those that a run wrote after its checkpoint.
-
-    Raises UsageError for a folder or a pipe, since reading a pipe might never end.
-    """
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise UsageError(f"{path} is no file: move it away; the run writes its metrics to this path")
-    lines = []
-    for line in path.read_text(errors="replace").split("\n") if step and path.exists() else ():
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):  # the last line of a run that was killed
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] <= step:
-            lines.append(line)
-    return lines
-
-
-# --- A run: a training with a folder. It evaluates, saves, resumes, and stops on a signal
-
 
 CONFIG = "config.json"
 
@@ -318,8 +47,8 @@ class Run:
     or, with ``go_on_unsaved``, reports the failure to the observers and tries the next save when it is due; the last
     one must succeed. Every ``check_replicas_every`` steps (0: never) ranks compare their replicas, and a flipped bit
     ends the run. ``trace`` is the number of steps, from the second on, to trace in ``trace.json``. ``sample`` is called
-    on all ranks at the end, for a text that shows what the model learnt; ``after_step`` is called with the number of
-    each step, after its metrics are reported; it may replace ``validation``, ``config`` and the engine's mesh.
+    on all ranks at the end, for a text that shows what the model learnt. ``hooks`` act in and between the steps, after
+    those of the trainer; they may replace ``validation``, ``config`` and the engine's mesh.
 
     SIGINT, SIGTERM, SIGUSR1 or SIGHUP to any rank ends the run after the current step, or the current batch of an
     evaluation, which then has no result: it is saved, reported to the observers, and raises SystemExit on every rank,
@@ -344,15 +73,16 @@ class Run:
         observers: Sequence[Observer] = (),
         trace: int = 0,
         sample: Callable[[], str] = lambda: "",
-        after_step: Callable[[int], None] = lambda step: None,
+        hooks: Sequence[Hook] = (),
     ) -> None:
         self.folder, self.trainer, self.validation = Path(folder), trainer, validation
         self.eval_every, self.save_every, self.trace, self.sample = eval_every, save_every, trace, sample
-        self.config, self.facts, self.after_step = config, dict(facts or {}), after_step
+        self.config, self.facts = config, dict(facts or {})
         self._keep, self._background, self._go_on_unsaved = keep, background, go_on_unsaved
         self._check_replicas_every = check_replicas_every
         self._phase = trainer.engine.mesh.activity.phase
         self.tracing = False  #: whether steps are being traced
+        self.moving = False  #: whether a hook copies parameters and state meanwhile, so that no other may move them
         self._saving: Save | None = None  # a save that is perhaps not complete
         self._unsaved = False  # whether the last save has failed
         self._report: StepReport | None = None  # of a step, until the observers get it with its evaluation
@@ -360,9 +90,10 @@ class Run:
         self._lock: RunLock | None = None  # while this run writes
         self.evaluation: Evaluation | None = None  #: the last one
         self.memory_limits: list[int] = []  #: bytes that each rank of the world may use: its part of its node's
-        #: on rank 0; on the others none
-        self.observers = (
-            (MetricsFile(), EventLog(self.folder), ActivityFile(), *observers) if self.engine.device_id == 0 else ()
+        self.hooks = trainer.hooks = (*trainer.hooks, *hooks)
+        is_first = self.engine.device_id == 0
+        self._observers = Observers(
+            (MetricsFile(), EventLog(self.folder), ActivityFile(), *observers) if is_first else ()
         )
 
     @property
@@ -395,7 +126,7 @@ class Run:
         self.engine.mesh.activity.folder = self.folder  # a watchdog writes the stacks of a hanging job to it
         self.gather_memory_limits(self.engine.group())
         self.memory_limits = by_rank(self.engine.mesh, self.memory_limits)
-        with self.locked(), self._observed(steps), StopFlag(to_save=False) as stop:
+        with self.locked(), self._hooked(steps), self._observed(steps), StopFlag(to_save=False) as stop:
             self.trainer.stop = stop
             evaluates = self._evaluate()
             self._report_restored()
@@ -412,10 +143,12 @@ class Run:
         self.engine.mesh.activity.folder = self.folder
         self._lock = RunLock(self.folder)  # which rank 0 has taken
         self.trainer.stop = stop
-        enter()
-        self._save_after_step(steps, stop)
-        self._go_on(steps, stop)
-        self.sample()
+        with self._hooked(steps):
+            enter()
+            self._wait_outside()
+            self._save_after_step(steps, stop)
+            self._go_on(steps, stop)
+            self.sample()
 
     def _go_on(self, steps: int, stop: StopFlag) -> None:
         """The steps up to ``steps``, with what follows each of them.
@@ -431,16 +164,24 @@ class Run:
             evaluates = is_due and not stopped and self._evaluate()
             if evaluates and (evaluation := self.evaluation):
                 report = replace(report, validation_loss=evaluation.loss, validation_metrics=evaluation.metrics)
-            self.notify(lambda observer, report=report: observer.stepped(report))
+            self.notify("stepped", report)
             if evaluates or not is_due:
                 self._report = None
             if evaluates:
                 self._notify_evaluated()
-            self.after_step(report.step)
+            for place, hook in enumerate(self.hooks):
+                hook.between_steps(report.step, bool(self.trainer.requested >> place & 1))
+            self._wait_outside()
             self._save_after_step(steps, stop, stopped)
         if stop.taken:
-            self.notify(lambda observer: observer.stopped(self.steps_done, stop.taken))
+            self.notify("stopped", self.steps_done, stop.taken)
             sys.exit(128 + stop.taken)
+
+    def _wait_outside(self) -> None:
+        """Return when this rank has the next step to do."""
+        while isinstance(self.engine, LayeredEngine) and not self.engine.is_placed:
+            for hook in self.hooks:
+                hook.outside()
 
     def _evaluates(self, steps: int) -> bool:
         return self.steps_done == steps or _due(self.eval_every, self.steps_done)
@@ -600,7 +341,7 @@ class Run:
         if saving is not None:
             with self._maybe_unsaved(must), self._phase("saving, step", saving.step):
                 saving.finish()
-                self.notify(lambda observer: observer.saved(saving.step))
+                self.notify("saved", saving.step)
 
     @contextmanager
     def _maybe_unsaved(self, must: bool) -> Iterator[None]:
@@ -610,8 +351,8 @@ class Run:
         except CheckpointError as error:
             if must or not self._go_on_unsaved:
                 raise
-            self._unsaved, why = True, str(error)
-            self.notify(lambda observer: observer.not_saved(self.steps_done, why))
+            self._unsaved = True
+            self.notify("not_saved", self.steps_done, str(error))
 
     def _evaluate(self) -> bool:
         """Evaluate; returns False if a signal has ended that: there is no result then."""
@@ -644,31 +385,33 @@ class Run:
             self.on_rank_zero(lambda: replace_file(self.folder / "trace.json", text or ""))
         yield from self.trainer.run(steps)
 
-    # --- Observers, on rank 0 only
+    # --- Hooks and observers
+
+    @contextmanager
+    def _hooked(self, steps: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            for hook in self.hooks:
+                stack.enter_context(hook.during(self, steps))
+            yield
 
     @contextmanager
     def _observed(self, steps: int) -> Iterator[None]:
         """Call ``started`` of the observers, and ``finished`` if nothing is raised."""
-        started: list[Observer] = []
 
         def start() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for observer in self.observers:
-                observer.started(self, steps)
-                started.append(observer)
+            self._observers.start(self, steps)
 
         try:
             self.on_rank_zero(start)
             yield
-            text = self.sample()
-            self.notify(lambda observer: observer.finished(self.loss, text))
+            self.notify("finished", self.loss, self.sample())
         finally:
-            for observer in started:
-                observer.closed()
+            self._observers.close()
 
     def _report_restored(self) -> None:
         """Report the step of the checkpoint to the observers, if ``metrics.jsonl`` lacks it, or its evaluation."""
-        if self.observers and self.saved_report and self.saved_report["step"] == self.steps_done:
+        if self._observers and self.saved_report and self.saved_report["step"] == self.steps_done:
             lines = lines_up_to(self.folder / MetricsFile.NAME, self.steps_done)
             last = json.loads(lines[-1]) if lines else {}
             if last.get("step") == self.steps_done and ("validation_loss" in last or self.evaluation is None):
@@ -676,17 +419,24 @@ class Run:
             report = StepReport.from_dict(self.saved_report)
             if evaluation := self.evaluation:
                 report = replace(report, validation_loss=evaluation.loss, validation_metrics=evaluation.metrics)
-            self.notify(lambda observer: observer.restored(report))
+            self.notify("restored", report)
 
     def _notify_evaluated(self) -> None:
         if (loss := self.loss) is not None:
-            self.notify(lambda observer: observer.evaluated(self.steps_done, loss))
+            self.notify("evaluated", self.steps_done, loss)
 
-    def notify(self, event: Callable[[Observer], None]) -> None:
-        """Pass an event to the observers. Raises UsageError on rank 0, which ends the job, if one cannot write."""
+    def notify(self, name: str, *facts: Any) -> None:
+        """Pass an event, a method of ``Observer``, to the hooks, and on rank 0 to the observers. Raises UsageError,
+        which ends the job, if one cannot write."""
         with self._add_folder_to_errors():
-            for observer in self.observers:
-                event(observer)
+            for hook in (*self.hooks, self._observers):
+                hook.notified(name, *facts)
+
+
+def composition_of(run: Run) -> ParallelConfig:
+    """The composition of a job's run at present, with the axes of its mesh."""
+    composition = ParallelConfig.from_json((run.config or {})["composition"])
+    return composition.changed(mesh=dict(run.engine.mesh.all_axes))
 
 
 def _due(every: int, step: int) -> bool:

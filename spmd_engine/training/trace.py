@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -14,10 +16,38 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.layers.layer import Layer
-from spmd_engine.planning.simulator.check_prediction import trace_events, trace_text
-from spmd_engine.planning.simulator.simulation import COMMUNICATION, COMPUTE
 
 _PINGS = 5
+TimedSpan = tuple[str, str, float, float]  # name, kind, and seconds of its beginning and end
+COMPUTE, COMMUNICATION = "compute", "communication"  #: kinds of spans
+ROWS = {COMPUTE: 0, COMMUNICATION: 1}
+
+
+def trace_events(rank: int, coordinates: Mapping[str, int], spans: Iterable[TimedSpan]) -> list[dict[str, Any]]:
+    """The events of a rank: its spans of a ``kind``, and the names of its process and rows; times in microseconds."""
+    events: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "cat": kind,
+            "ph": "X",
+            "pid": rank,
+            "tid": ROWS[kind],
+            "ts": round(start * 1e6, 1),
+            "dur": round((end - start) * 1e6, 1),
+        }
+        for name, kind, start, end in spans
+    ]
+    where = ",".join(f"{axis}={place}" for axis, place in coordinates.items())
+    process = {"ph": "M", "pid": rank}
+    events.append(process | {"name": "process_name", "args": {"name": f"rank {rank} ({where})"}})
+    return events + [
+        process | {"name": "thread_name", "tid": row, "args": {"name": kind}} for kind, row in ROWS.items()
+    ]
+
+
+def trace_text(events: Iterable[Mapping[str, Any]]) -> str:
+    """The file of all ranks' events."""
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": list(events)})
 
 
 class Trace:
@@ -29,7 +59,7 @@ class Trace:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._events: list[tuple[str, str, float, float]] = []  # name, kind, beginning and end
+        self._events: list[TimedSpan] = []
         self._to_rank_zero = _clock_difference(mesh)
 
     @contextmanager

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from spmd_engine.adaptive.adapt_config import AdaptConfig
+from spmd_engine.arrays.product_libraries.installed import LIBRARIES
+from spmd_engine.arrays.products import NUMPY
 from spmd_engine.comm.device_transport import TRANSPORTS
 from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.configuration import ConfigField, Configuration, section_of, setting, settings_of
@@ -21,6 +22,7 @@ from spmd_engine.files import output_file
 from spmd_engine.foreign import json_at
 from spmd_engine.layers.layer import DOCUMENTS
 from spmd_engine.models.names import IMAGES
+from spmd_engine.training.adapt_config import AdaptConfig
 from spmd_engine.units import SECONDS
 
 VERSION = 1  #: of the JSON of jobs
@@ -36,18 +38,27 @@ class DataConfig(Configuration):
     path: str | None = setting(
         None,
         option="data",
+        common=True,
         metavar="PATH",
         unset="the source of Python's standard library; for images scikit-learn's digits",
         help="What to learn from: a file or a folder of text, or a file of tokens from 'data prepare'. For models of "
         "images: an .npz file (x, y), a folder of IDX files, or a folder with a subfolder of images for each class.",
     )
-    batch_size: int = setting(16, least=1, most=MOST, fixed=True, of_images=64, help="Samples a step, over all ranks.")
+    batch_size: int = setting(
+        16, least=1, most=MOST, fixed=True, common=True, of_images=64, help="Samples a step, over all ranks."
+    )
     micro_batches: int = setting(1, least=1, most=MOST, help="Parts of a batch, which are computed in turn.")
     eval_samples: int = setting(
         64, least=1, most=MOST, of_images=10_000, help="Held-out samples of an evaluation; for images, at most."
     )
     length: int | None = setting(
-        None, least=1, fixed=True, old_names=("sequence",), unset="the model's context", help="Tokens of a sample."
+        None,
+        least=1,
+        fixed=True,
+        common=True,
+        old_names=("sequence",),
+        unset="the model's context",
+        help="Tokens of a sample.",
     )
     documents: str | None = setting(
         None,
@@ -67,11 +78,12 @@ class DataConfig(Configuration):
 class StepConfig(Configuration):
     """The updates of parameters, and the actions between steps."""
 
-    steps: int = setting(600, least=0, of_images=100, help="Optimizer steps in all.")
+    steps: int = setting(600, least=0, common=True, of_images=100, help="Optimizer steps in all.")
     learning_rate: float = setting(
         4e-3,
         least=0,
         most=LARGEST,
+        common=True,
         of_images=0.01,
         help="Learning rate at its peak; a cosine decays it to a tenth of that.",
     )
@@ -95,7 +107,7 @@ class StepConfig(Configuration):
         100, least=0, help="Steps between checks that replicas hold equal bits; 0: never."
     )
     eval_every: int = setting(100, least=0, help="Steps between evaluations; 0: only at the end.")
-    save_every: int = setting(100, least=0, help="Steps between checkpoints; 0: only at the end.")
+    save_every: int = setting(100, least=0, common=True, help="Steps between checkpoints; 0: only at the end.")
     keep: int = setting(2, least=1, help="Complete checkpoints to keep.")
     save_in_background: bool = setting(False, help="Continue training while a checkpoint is being written.")
     go_on_unsaved: bool = setting(False, help="Continue if a save fails; the last one must succeed.")
@@ -131,7 +143,7 @@ class TrainConfig(Configuration):
         unset="the shape stays, unless migrate asks for another",
         help="An object: when the run changes its shape, by the measured speeds of its ranks.",
     )
-    device: str = setting("cpu", metavar="cpu|cuda", help="Where arrays are: cpu (NumPy) or cuda (CuPy).")
+    device: str = setting("cpu", common=True, metavar="cpu|cuda", help="Where arrays are: cpu (NumPy) or cuda (CuPy).")
     device_memory: float | None = setting(
         None,
         least=0.01,
@@ -151,7 +163,7 @@ class TrainConfig(Configuration):
     )
     products: str = setting(
         "auto",
-        choices=("auto", "numpy", "onednn", "mkl"),
+        choices=("auto", NUMPY, *LIBRARIES),
         help="The library of matrix products in float32 and bfloat16: auto takes the fastest that is installed, as "
         "measured once a machine, by dtype and size.",
     )

@@ -9,7 +9,7 @@ from functools import lru_cache
 from math import isfinite
 from threading import current_thread, main_thread
 from time import perf_counter, process_time, thread_time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,17 +18,16 @@ from spmd_engine.arrays.updates import sum_of_squares
 from spmd_engine.comm.agreement.call_agreement import named
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.base import Loss, ShardedEngine
+from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, Evaluation
 from spmd_engine.engine.contract import check_batch
+from spmd_engine.engine.definition import Loss
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import NotFiniteError, ReplicasDifferError, UsageError
 from spmd_engine.layers.contract import described
 from spmd_engine.runtime.signals import StopFlag
+from spmd_engine.training.hooks import Hook
 from spmd_engine.training.loss_scale import LossScale
-
-if TYPE_CHECKING:
-    from spmd_engine.training.first_step_check import FirstStepCheck
 
 
 @dataclass(frozen=True)
@@ -85,9 +84,9 @@ class Trainer:
     whose gradients overflow only because of the scale does not count as such a step. With ``step_metrics``, every
     report has the bytes and waiting times of all ranks, which takes a small collective; it always has the auxiliary
     losses and counts that layers return.
-    ``first_step_check`` compares the first step with its dry run. ``run`` ends after a step at whose end any rank had a
-    signal in its ``stop`` flag: all ranks' flags are then taken. ``has_request`` is called at the end of each step; if
-    it returns True on any rank, ``requested`` is True on all of them until the next step: they agree without a call.
+    ``hooks`` act in each step: see ``Hook``; those with a request on any rank are bits of ``requested`` on all of them
+    until the next step. ``run`` ends after a step at whose end any rank had a signal in its ``stop`` flag: all ranks'
+    flags are then taken.
     """
 
     def __init__(
@@ -103,16 +102,15 @@ class Trainer:
         step_metrics: bool = True,
         stop: StopFlag | None = None,
         max_skipped: int = 0,
-        first_step_check: FirstStepCheck | None = None,
+        hooks: Sequence[Hook] = (),
     ) -> None:
         _check_arguments(engine, optimizer, batches, rate)
         self.engine, self.optimizer, self.batches, self.rate = engine, optimizer, batches, rate
         self.grad_clip, self.loss, self.steps_done, self.step_metrics = grad_clip, loss, first_step, step_metrics
-        self.stop, self.max_skipped, self.first_step_check = stop, max_skipped, first_step_check
+        self.stop, self.max_skipped, self.hooks = stop, max_skipped, tuple(hooks)
         self.skipped_in_a_row = 0
         self.loss_scale = LossScale() if getattr(engine, "dtype", None) == np.float16 else None
-        self.has_request: Callable[[], bool] = lambda: False
-        self.requested = False
+        self.requested = 0
 
     def step(self) -> StepReport:
         """Make one optimizer step. Collective."""
@@ -127,8 +125,8 @@ class Trainer:
         check_batch(batch, f"batches({step})")
         if batch.count is None:
             batch = replace(batch, count=engine.count(batch))
-        if self.first_step_check:
-            self.first_step_check.begin()
+        for hook in self.hooks:
+            hook.before_compute(step + 1)
         loss_scale = engine.loss_scale = self.loss_scale.value if self.loss_scale else 1.0
         with np.errstate(over="ignore", invalid="ignore"):  # values that are not finite are reported below, once
             loss = engine.step(batch, self.loss)
@@ -140,14 +138,15 @@ class Trainer:
             scale = min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip else 1.0
             self.optimizer.update(engine, engine.gradients, step=step + 1, rate=rate, scale=scale / loss_scale)
             self.skipped_in_a_row = 0
+            for hook in self.hooks:
+                hook.after_update(step + 1)
         else:
             engine.update_skipped()
-        step_calls = self.first_step_check.made() if self.first_step_check and not skips else None
         # Before ranks agree that the step is done: another rank may report it, and then receive a signal, earlier.
         if self.stop:
             self.stop.to_save = True
         # Only this proves that all ranks skip: each may have taken the norm of its own copy of the summed gradients.
-        requests = self.has_request()
+        requests = sum(bool(hook.has_request(step + 1)) << place for place, hook in enumerate(self.hooks))
         seconds, facts, signal, self.requested = metrics.close(
             skips, self.stop.received if self.stop else None, requests
         )
@@ -158,15 +157,15 @@ class Trainer:
         self.steps_done += 1
         if self.stop:
             self.stop.take(signal)
-        if self.first_step_check and step_calls is not None:
-            facts |= self.first_step_check.compare(step_calls, seconds)
-            self.first_step_check = None
         tokens = int(batch.count or 0)
         if engine.side_outputs:
             facts["side_outputs"] = {name: value.tolist() for name, value in engine.side_outputs.items()}
         if engine.training_metrics:
             facts["metrics"] = dict(engine.training_metrics)
-        return StepReport(step + 1, loss, norm, rate, tokens, seconds, tokens / seconds, **facts, skipped=skipped)
+        report = StepReport(step + 1, loss, norm, rate, tokens, seconds, tokens / seconds, **facts, skipped=skipped)
+        for hook in self.hooks:
+            report = hook.complete(report)
+        return report
 
     def _skip(self, loss: float, norm: float, batch: Batch) -> str:
         """Why this step updates nothing. Collective. Raises NotFiniteError after too many such steps in a row."""
@@ -290,10 +289,10 @@ class StepMetrics:
         self._before = None if self._alone or brief else _state(mesh)
 
     def close(
-        self, skips: bool = False, signal: int | None = None, requests: bool = False
-    ) -> tuple[float, dict[str, Any], int, bool]:
-        """The step's seconds on this rank, facts about all ranks, the largest ``signal`` of any rank, and whether any
-        ``requests``.
+        self, skips: bool = False, signal: int | None = None, requests: int = 0
+    ) -> tuple[float, dict[str, Any], int, int]:
+        """The step's seconds on this rank, facts about all ranks, the largest ``signal`` of any rank, and the bits of
+        the ``requests`` of all.
 
         Raises ReplicasDifferError on all ranks if ``skips``, whether this step has no update, differs among ranks.
         Collective over the world; if brief, only if ranks may have signals.
@@ -325,19 +324,23 @@ class StepMetrics:
             "cpu_seconds": processor[:, 0].round(4).tolist(),
             "private_bytes": memory.astype(int).tolist(),
         }
-        return perf_counter() - self._began, facts, int(signals.max()), bool(requested.max())
+        return perf_counter() - self._began, facts, int(signals.max()), _any_bits(requested)
 
-    def _largest_signal(self, skips: bool, signal: int | None, requests: bool) -> tuple[int, bool]:
+    def _largest_signal(self, skips: bool, signal: int | None, requests: int) -> tuple[int, int]:
         if signal is None or self._mesh.size == 1:
             return signal or 0, requests
         by_position = self._mesh.all_gather(np.array([[skips, signal, requests]]), label="metrics")
         ranks = np.array(by_rank(self._mesh, by_position))
         _check_equal(ranks[:, 0])
-        return int(ranks[:, 1].max()), bool(ranks[:, 2].max())
+        return int(ranks[:, 1].max()), _any_bits(ranks[:, 2])
+
+
+def _any_bits(ranks: np.ndarray) -> int:
+    return int(np.bitwise_or.reduce(ranks.astype(np.int64)))
 
 
 def by_rank(mesh: Mesh, by_position: Sequence[Any]) -> list[Any]:
-    """What the ranks at each position of the mesh have said, in the order of the ranks."""
+    """Values by position on the mesh, in the order of the ranks."""
     return [by_position[position] for position in np.argsort(mesh.ranks_in_order)]
 
 

@@ -12,8 +12,9 @@ import numpy as np
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.notation import Spec
 from spmd_engine.comm.pending import wait_for
-from spmd_engine.engine.base import Loss, ShardedEngine
+from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.definition import Loss
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Activation, Layer

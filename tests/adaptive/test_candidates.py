@@ -6,14 +6,14 @@ from math import prod
 import numpy as np
 import pytest
 
-from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.advisor import BELIEVED, Advisor
 from spmd_engine.adaptive.candidates import BoundariesBySpeed, Outlook, Proposal, SharesBySpeed, kind_of_change, parts
 from spmd_engine.adaptive.decision_log import replay, resumed
 from spmd_engine.adaptive.monitor import Observation
-from spmd_engine.adaptive.reshape import Shape
 from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.engine.reshape import Shape
 from spmd_engine.models import GPT_SIZES, gpt
+from spmd_engine.training.adapt_config import AdaptConfig
 
 MODEL = gpt(GPT_SIZES["gpt-nano"], "gpt-nano")  # with 6 heads
 

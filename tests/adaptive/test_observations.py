@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.monitor import Observation, crossings, observe
 from spmd_engine.errors import UsageError
+from spmd_engine.training.adapt_config import AdaptConfig
 
 
 def line(step, seconds, *shares, memory=None):

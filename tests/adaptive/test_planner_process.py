@@ -8,14 +8,14 @@ from time import monotonic, sleep
 
 import pytest
 
-from alive import is_alive
-from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.candidates import Outlook
 from spmd_engine.adaptive.monitor import Observation
 from spmd_engine.adaptive.planner_process import PlannerProposals, machine_of
-from spmd_engine.adaptive.reshape import Shape
 from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.engine.reshape import Shape
 from spmd_engine.training import TrainConfig
+from spmd_engine.training.adapt_config import AdaptConfig
+from support.alive import is_alive
 
 MIB = 1 << 20
 

@@ -7,12 +7,12 @@ from math import inf
 
 import pytest
 
-from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.decision_log import header, record, replay
 from spmd_engine.adaptive.monitor import Observation
 from spmd_engine.adaptive.policy import Policy, PolicyState, PredictedShape
-from spmd_engine.adaptive.reshape import Shape
 from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.engine.reshape import Shape
+from spmd_engine.training.adapt_config import AdaptConfig
 
 STEPS = 1000
 

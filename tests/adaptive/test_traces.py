@@ -7,9 +7,9 @@ import pytest
 import replay_traces
 from policy_traces import SimulatedShapes, replay_trace, steps_of_optimum
 
-from pairwise import in_turn
-from spmd_engine.adaptive.adapt_config import AdaptConfig
 from spmd_engine.adaptive.policy import Policy
+from spmd_engine.training.adapt_config import AdaptConfig
+from support.pairwise import in_turn
 
 FOUR = replay_traces.shapes_of_four()
 DRIFTS = [name for name, _ in replay_traces.drifts(FOUR)]

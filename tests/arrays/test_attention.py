@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from numerics import assert_gradient, frozen, normals
 from spmd_engine.arrays import attention
 from spmd_engine.arrays.attention import causal_attention, causal_attention_backward
+from support.numerics import assert_gradient, frozen, normals
 
 
 def plain_attention(q, k, v, positions, key_positions, window=1 << 30):

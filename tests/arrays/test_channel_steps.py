@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from numerics import assert_gradient, normals
 from spmd_engine.arrays.normalization import (
     channel_gradients,
     channel_squares,
@@ -11,6 +10,7 @@ from spmd_engine.arrays.normalization import (
     normalized_gradient,
     scale_channels,
 )
+from support.numerics import assert_gradient, normals
 from test_golden_images import GOLDEN, close, names
 
 

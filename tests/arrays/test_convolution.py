@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from numerics import normals
 from spmd_engine.arrays.images import (
     average_pool,
     average_pool_gradient,
@@ -16,6 +15,7 @@ from spmd_engine.arrays.images import (
     max_pool_gradient,
 )
 from spmd_engine.arrays.windows import Window
+from support.numerics import normals
 
 windows = st.builds(
     Window,

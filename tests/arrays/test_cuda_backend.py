@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import fake_cupy
 from spmd_engine import run_threads, world
 from spmd_engine.arrays.backend import get_backend
 from spmd_engine.comm.pending import ProgressThread
 from spmd_engine.errors import UsageError
+from support import fake_cupy
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import cuda_on_host
 from spmd_engine.arrays.flash_attention import KERNELS, SHARED, Variant, source
+from support import cuda_on_host
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 SPILLS = 32  # bytes of a thread

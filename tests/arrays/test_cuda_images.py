@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from numerics import normals
 from spmd_engine.arrays import normalization
 from spmd_engine.arrays.images import (
     average_pool,
@@ -15,6 +14,7 @@ from spmd_engine.arrays.images import (
     max_pool_gradient,
 )
 from spmd_engine.arrays.windows import Window
+from support.numerics import normals
 from test_cuda_kernels import both_dtypes, compare, device, gpu  # noqa: F401 (fixtures)
 
 ROWS, COLUMNS = Window(3, 2, 1, 1, 2), Window(2, 1, 2, 0, 1)

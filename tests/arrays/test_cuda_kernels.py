@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-from fake_cupy import events
-from numerics import normals
 from spmd_engine.arrays import get_backend
 from spmd_engine.arrays.activations import gelu, relu, silu_gate
 from spmd_engine.arrays.attention import causal_attention, causal_attention_backward
@@ -25,6 +23,8 @@ from spmd_engine.arrays.rotary import rotate
 from spmd_engine.arrays.scatter import add_rows, count_each
 from spmd_engine.arrays.updates import adamw, momentum_sgd, sum_of_squares, total_of_squares
 from spmd_engine.losses import cross_entropy
+from support.fake_cupy import events
+from support.numerics import normals
 
 
 class WIDE(np.ndarray):

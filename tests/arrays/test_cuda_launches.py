@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fake_cupy import events
-from numerics import normals
 from spmd_engine.arrays import activations, cuda, cuda_images, normalization, rotary, updates
 from spmd_engine.arrays.activations import gelu, relu
 from spmd_engine.arrays.cuda import CudaFunctions
@@ -16,6 +14,8 @@ from spmd_engine.arrays.cuda_images import CudaImages
 from spmd_engine.arrays.normalization import layer_norm, layer_norm_backward, layer_norm_backward_parameters
 from spmd_engine.arrays.numba.images import FastImages
 from spmd_engine.arrays.updates import adamw, momentum_sgd
+from support.fake_cupy import events
+from support.numerics import normals
 
 # --- one launch a chain
 

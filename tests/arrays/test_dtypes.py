@@ -7,11 +7,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from on_ranks import everywhere, numbers_of_ranks, on_ranks
-from pairwise import every_pair
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays import dtypes
 from spmd_engine.errors import MismatchError, UsageError
+from support.on_ranks import everywhere, numbers_of_ranks, on_ranks
+from support.pairwise import every_pair
 
 INNER = np.dtype([("x", ">i2"), ("y", ml_dtypes.bfloat16, (2, 2))])
 KINDS = {

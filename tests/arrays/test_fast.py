@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import test_cuda_kernels
-from numerics import normals
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays import activations
 from spmd_engine.arrays.backend import CPU, backend_of
@@ -19,6 +18,7 @@ from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.models.decoder import GPTSize, gpt
+from support.numerics import normals
 from test_cuda_kernels import (  # noqa: F401 (they are run here again, on another device)
     TOLERANCE,
     close,

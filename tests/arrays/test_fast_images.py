@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from numerics import normals
 from spmd_engine.arrays import images, normalization
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.arrays.images import (
@@ -24,6 +23,7 @@ from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.arrays.numba.functions import FastFunctions
 from spmd_engine.arrays.numba.images import FastImages, fast_images
 from spmd_engine.arrays.windows import Window
+from support.numerics import normals
 from test_convolution import lengths, windows
 
 pytest.importorskip("numba")

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from numerics import normals
 from spmd_engine.arrays import einsum, products
+from support.numerics import normals
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

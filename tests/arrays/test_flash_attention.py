@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from fake_cupy import events
-from numerics import normals
 from spmd_engine.arrays.attention import causal_attention, causal_attention_backward
 from spmd_engine.arrays.cuda import CudaFunctions
 from spmd_engine.arrays.flash_attention import KERNELS, FlashAttention, Variant, source
-from threads_on_host import KernelError, ThreadedKernel
+from support.fake_cupy import events
+from support.numerics import normals
+from support.threads_on_host import KernelError, ThreadedKernel
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-11}  # of the largest number, or of 1
 FORWARD, BACKWARD = ["flash_attention"], ["flash_attention_queries", "flash_attention_keys"]

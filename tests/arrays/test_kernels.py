@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from numerics import assert_gradient, frozen, normals
 from spmd_engine.arrays.activations import gelu, gelu_erf, relu, soft_cap, soft_cap_slope
 from spmd_engine.arrays.fused import CACHE_ELEMENTS, chunks
 from spmd_engine.arrays.normalization import layer_norm, layer_norm_backward, layer_norm_backward_parameters
 from spmd_engine.arrays.scatter import add_rows, count_each
 from spmd_engine.arrays.updates import adamw, momentum_sgd, sum_of_squares
+from support.numerics import assert_gradient, frozen, normals
 
 LONG = 2 * CACHE_ELEMENTS + 77  # more than two chunks, and no whole number of them
 SHAPES = [(), (0,), (5,), (3, 0, 2), (2, 3, 4), (LONG,), (3, LONG), (LONG, 3)]

@@ -7,8 +7,6 @@ import shutil
 
 import pytest
 
-import tiny
-from altered import in_bytes, in_json
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint, save_checkpoint
 from spmd_engine.checkpoints.format.manifest import Manifest
@@ -16,6 +14,8 @@ from spmd_engine.checkpoints.rewrite import problems
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import CheckpointError
 from spmd_engine.strategies import DataParallel
+from support import tiny
+from support.altered import in_bytes, in_json
 
 
 @pytest.fixture(scope="module")

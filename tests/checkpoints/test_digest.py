@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-import saved
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
 from spmd_engine.checkpoints import digest as digests
@@ -13,6 +11,7 @@ from spmd_engine.checkpoints.digest import differences, digest_of_checkpoint, di
 from spmd_engine.checkpoints.rewrite import export_checkpoint, reshard_checkpoint
 from spmd_engine.engine import AdamW
 from spmd_engine.sharding.rectangles import Rectangle
+from support import saved, tiny
 
 MESHES = [({"data": 3}, {"zero": 3}), ({"model": 2, "data": 2}, {"zero": 1}), ({"pipe": 2}, {}), ({"model": 8}, {})]
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, save_checkpoint
 from spmd_engine.checkpoints.hf.export import export_huggingface
@@ -20,6 +19,7 @@ from spmd_engine.formats.safetensors_file import folder_tensors
 from spmd_engine.layers import RotaryOptions
 from spmd_engine.models import DecoderConfig
 from spmd_engine.models.load_config import load_config
+from support.pairwise import in_turn
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
 FAMILIES = sorted(path.name for path in FOLDERS.iterdir())

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-import tiny
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, save_checkpoint
 from spmd_engine.checkpoints.hf import exported_tensors
@@ -22,6 +20,8 @@ from spmd_engine.checkpoints.rewrite import export_checkpoint
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import CheckpointError
 from spmd_engine.models.load_config import load_config
+from support import tiny
+from support.pairwise import in_turn
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
 

@@ -7,14 +7,13 @@ from time import sleep
 import numpy as np
 import pytest
 
-import saved
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint, load_in_place, save_checkpoint
 from spmd_engine.checkpoints.load_in_place import PartReader, read_file_header
 from spmd_engine.checkpoints.read import read_manifest
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import CheckpointError
+from support import saved, tiny
 
 
 def save(folder, **axes):

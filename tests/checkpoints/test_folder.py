@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-import saved
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, find_checkpoint, save_checkpoint
 from spmd_engine.checkpoints.format.folder import RunLock
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.strategies import DataParallel
+from support import saved
 
 CALLS = ("fsync", "rename", "replace", "mkdir", "symlink")  # what a save asks of the system, beside writing
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import saved
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, Save, load_checkpoint
 from spmd_engine.comm.communicators.threads import current_thread_communicator
@@ -22,6 +21,7 @@ from spmd_engine.engine import AdamW
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.strategies import DataParallel
 from spmd_engine.training import Trainer
+from support import saved
 
 RANKS = 3
 OF_THE_SYSTEM = ("pwrite", "ftruncate", "fsync", "rename", "replace", "mkdir", "symlink", "unlink", "rmdir")

@@ -13,7 +13,6 @@ from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.load_config import load_config
-from spmd_engine.serving.sampling import read_generation_config
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -98,15 +97,6 @@ def test_what_is_said_twice_alike_or_does_no_harm(copied, values):
 def test_what_is_said_twice_otherwise(copied, family, values, said):
     with pytest.raises(UsageError, match=said):
         logits(copied(family, **values))
-
-
-def test_texts_end_with_the_tokens_that_the_config_names_where_no_other_file_does(copied):
-    folder = copied("llama", eos_token_id=[5, 7])
-    assert read_generation_config(folder).ends == (5, 7)
-    (folder / "generation_config.json").write_text('{"eos_token_id": 6}')
-    assert read_generation_config(folder).ends == (6,)
-    (folder / "generation_config.json").write_text("{}")
-    assert read_generation_config(folder).ends == ()
 
 
 def test_a_vocabulary_may_be_larger_than_the_tokenizers(copied):

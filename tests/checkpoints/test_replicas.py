@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.digest import compare_replicas
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import ReplicasDifferError
+from support import tiny
 
 
 def message(axes, victim, spoil, **options):

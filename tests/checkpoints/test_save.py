@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-import saved
-import tiny
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, Save, load_checkpoint, save_checkpoint
 from spmd_engine.checkpoints.format.manifest import Manifest, StoredArray, StoredBlock
@@ -21,6 +18,8 @@ from spmd_engine.engine import AdamW
 from spmd_engine.errors import CheckpointError
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.rectangles import Rectangle
+from support import saved, tiny
+from support.pairwise import in_turn
 
 
 def stepped(mesh, steps=2, **options):

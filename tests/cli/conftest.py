@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from threadpoolctl import threadpool_limits
 
-from command_line import ONE_THREAD, QUIET, TEXT
 from spmd_engine import run_threads
 from spmd_engine.cli import main
+from support.command_line import ONE_THREAD, QUIET, TEXT
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from script_module import script
 from spmd_engine.cli import main
+from support.script_module import script
 
 SHORT = ["--rounds", "1"]
 NANO = ["--model", "gpt-nano", "--batch-size", "2"]
@@ -67,7 +67,14 @@ def test_collectives(bench, ranks, only):
 @pytest.mark.soak
 def test_strategies(bench):
     lines, figures = bench(
-        "strategies", "--ranks", "2", "--steps", "1", "--only", "ZeRO-3", command=script("bench_strategies").bench
+        "strategies",
+        "--ranks",
+        "2",
+        "--steps",
+        "1",
+        "--only",
+        "ZeRO-3",
+        command=script("bench_strategies", "benchmarks").bench,
     )
     assert [line.split()[0] for line in lines[1:]] == ["data", "ZeRO-3"]
     data, zero = (figures[name][0]["bytes_sent"] for name in ("data", "ZeRO-3"))
@@ -76,14 +83,14 @@ def test_strategies(bench):
 
 @pytest.mark.soak
 def test_oversubscribed(bench):
-    command = script("bench_strategies").bench
+    command = script("bench_strategies", "benchmarks").bench
     lines, figures = bench("oversubscribed", "--ranks", "3", "--steps", "1", "--model", "gpt-nano", command=command)
     assert "3" in figures and lines[-1].startswith("ratio")
 
 
 @pytest.mark.soak
 def test_start(bench):
-    lines, figures = bench("", "--ranks", "2", command=script("bench_start").start)
+    lines, figures = bench("", "--ranks", "2", command=script("bench_start", "benchmarks").start)
     assert lines[0].startswith("2 ranks") and "imports alone" in lines[1]
     parts = ["Python", "NumPy and MPI", "this package", "ranks meet", "model and data", "first step", "save"]
     assert list(figures["cpu_seconds"]["NumPy"]) == parts

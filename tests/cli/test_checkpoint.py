@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import saved
 from spmd_engine import Mesh
 from spmd_engine.checkpoints import CheckpointFolder, save_checkpoint
 from spmd_engine.checkpoints.format.folder import RunLock
 from spmd_engine.engine import AdamW
 from spmd_engine.strategies import DataParallel
+from support import saved
 
 
 @pytest.fixture

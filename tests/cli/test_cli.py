@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-import saved
-from command_line import QUIET, TEXT, metrics
 from spmd_engine.cli import main
 from spmd_engine.training import TrainConfig
+from support import saved
+from support.command_line import QUIET, TEXT, metrics
 
 STEPS = 2
 EXACT = ["--model", "gpt-nano", "--dtype", "float64", "--steps", str(STEPS), "--warmup", "1", "--dropout", "0.1"]

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from command_line import QUIET, TEXT
+from support.command_line import QUIET, TEXT
 
 SMALL = ["--model", "gpt-moe-nano", "--experts", "3", "--batch-size", "2", *QUIET, *TEXT]
 

@@ -5,8 +5,8 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from command_line import metrics
-from labelled_images import PIXELS, write_npz
+from support.command_line import metrics
+from support.labelled_images import PIXELS, write_npz
 
 FEW = ["--model", "convnet", "--steps", "2", "--batch-size", "6", "--data", "a.npz", "--run", "r"]
 

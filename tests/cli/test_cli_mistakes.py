@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from command_line import QUIET
 from spmd_engine import Mesh
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.engine.parallel_config import build_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.machine.files import read_machine, toml_of
 from spmd_engine.training import TrainConfig
+from support.command_line import QUIET
 
 LLAMA = Path(__file__).parents[1] / "golden" / "decoders" / "llama"
 

@@ -6,16 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from command_line import QUIET
 from spmd_engine.adaptive.joining import JoinRequests, LockedFile
-from spmd_engine.adaptive.reshape import ShapeRequest
 from spmd_engine.arrays.numba import object_code
 from spmd_engine.checkpoints.format.folder import LOCK, RunLock
-from spmd_engine.cli.report.run_record import RunRecord
 from spmd_engine.comm.communicators.threads import solo
+from spmd_engine.engine.reshape import ShapeRequest
 from spmd_engine.errors import UsageError
 from spmd_engine.files import RequestFile, check_owner
+from spmd_engine.observability.run_record import RunRecord
 from spmd_engine.training.loggers import CSVLogger
+from support.command_line import QUIET
 
 STRANGER = 4_000_000  # a user without a name here
 

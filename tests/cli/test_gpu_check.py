@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from script_module import ROOT, script
+from support.script_module import ROOT, script
 
 PRECISIONS = "bfloat16", "float32", "tf32"
 

@@ -13,9 +13,9 @@ from zipfile import ZipFile
 import numpy
 import pytest
 
-from command_line import ONE_THREAD, QUIET, TEXT, metrics
 from mpi_harness.launch import clean_environment, mpiexec
-from spmd_engine.cli.doctor.facts import EXTRAS
+from spmd_engine.observability.facts import EXTRAS
+from support.command_line import ONE_THREAD, QUIET, TEXT, metrics
 
 ROOT = Path(__file__).parents[2]
 #: What pip writes for an entry of ``console_scripts``.

@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from command_line import TEXT, metrics
 from mpi_harness.launch import Job, mpiexec
 from spmd_engine.adaptive import ShapeRequest
 from spmd_engine.adaptive.joining import LockedFile
@@ -17,6 +16,7 @@ from spmd_engine.checkpoints.format.folder import RunLock
 from spmd_engine.cli import main
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.planning.plan_result import PlanFile
+from support.command_line import TEXT, metrics
 
 migrate_module = importlib.import_module("spmd_engine.cli.migrate")
 

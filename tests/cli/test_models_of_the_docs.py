@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from command_line import QUIET, metrics
+from support.command_line import QUIET, metrics
 
 DOCS = Path(__file__).parents[2] / "docs"
 WRAPPED = """

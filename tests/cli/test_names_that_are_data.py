@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from command_line import metrics
 from spmd_engine import run_threads
 from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.cli import main
 from spmd_engine.models.names import MODELS, build_model
+from support.command_line import metrics
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 EXPECTED = GOLDEN / "names_that_are_data.json"

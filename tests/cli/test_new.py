@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from command_line import ONE_THREAD, metrics
 from spmd_engine.cli.new import TEMPLATES
+from support.command_line import ONE_THREAD, metrics
 
 ROOT = Path(__file__).parents[2]
 

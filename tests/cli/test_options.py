@@ -8,7 +8,15 @@ import pytest
 from click.testing import CliRunner
 
 from spmd_engine.cli import cli
-from spmd_engine.cli.options import Quantity, chosen_settings, options_of, takes_job, values_given
+from spmd_engine.cli.options import (
+    LongCommand,
+    Quantity,
+    chosen_settings,
+    options_of,
+    rare_option,
+    takes_job,
+    values_given,
+)
 from spmd_engine.configuration import settings_of
 from spmd_engine.training import TrainConfig
 from spmd_engine.units import BYTES, SECONDS
@@ -69,6 +77,31 @@ def test_help_is_that_of_the_field():
     assert "--group-cap SIZE" in text and "[default: 32MiB]" in text
     assert "--timeout TIME" in text and "[default: 1800s]" in text
     assert "--schedule [naive|gpipe|1f1b" in text
+
+
+def test_the_first_page_of_a_long_command_has_the_common_options_in_short():
+    @click.command(cls=LongCommand)
+    @rare_option("--trace", help="Record.")
+    @click.option("--run", help="A folder. Or a name. [default: new]")
+    @options_of(TrainConfig, ["zero", "group_cap", "timeout"])
+    def show(**options):
+        pass
+
+    first, every = (run(show, flag).output for flag in ("--help", "--help-all"))
+    assert "--run TEXT      A folder. [default: new]\n" in first and "--zero" in first
+    assert not any(option in first for option in ("--trace", "--group-cap", "--timeout", "Or a name"))
+    order = "Options:", "Record.", "Or a name", "Composition options:", "--zero", "--group-cap", "Job options:"
+    places = [every.index(text) for text in (*order, "--timeout")]
+    assert places == sorted(places)
+
+
+def test_the_first_page_of_train_is_a_page():
+    text = run(command_named("train"), "--help").output
+    assert text.count("\n") <= 64
+    needed = ("data", "mesh", "batch-size", "learning-rate", "precision", "run", "resume", "save-every", "report")
+    assert all(f"  --{name} " in text for name in needed)
+    every = run(command_named("train"), "--help-all").output
+    assert all(f"  --{name.replace('_', '-')}" in every for name in chosen_settings(TrainConfig) if name != "images")
 
 
 def test_values_of_a_command_line_are_those_of_the_fields():

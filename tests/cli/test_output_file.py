@@ -7,7 +7,6 @@ import os
 import numpy as np
 import pytest
 
-from command_line import QUIET, TEXT, limited
 from spmd_engine import Mesh, TrainConfig
 from spmd_engine.checkpoints.format.folder import replace_file
 from spmd_engine.cli.bench.measuring import report
@@ -15,6 +14,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.files import output_file
 from spmd_engine.tokens import ByteTokenizer
 from spmd_engine.training.data.prepare import prepare
+from support.command_line import QUIET, TEXT, limited
 
 
 def test_a_file_that_cannot_be_completed_leaves_what_was_there(tmp_path):
@@ -164,7 +164,7 @@ def test_a_failed_allocation_is_one_line(here, monkeypatch):
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr("spmd_engine.cli.inspect.all_positions", fail)
+    monkeypatch.setattr("spmd_engine.cli.inspect.model_on", fail)
     code, _, errors = here("inspect", "--mesh", "data=2")
     assert code == 2
     assert errors == (

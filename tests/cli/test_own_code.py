@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from command_line import QUIET, metrics
 from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.models.user_code import digest_of, is_code, with_arguments
+from support.command_line import QUIET, metrics
 
 ROOT = Path(__file__).parents[2]
 

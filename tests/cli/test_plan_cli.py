@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from command_line import QUIET
 from spmd_engine.cli import main
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.planning import analyze
 from spmd_engine.planning.plan_result import PlanFile
 from spmd_engine.training import TrainConfig
+from support.command_line import QUIET
 
 FIXED = ("plan", "--machine", "cpu", "--ranks", "2", "--model", "mlp", "--batch-size", "16", "--mesh", "data=2")
 

@@ -4,10 +4,10 @@ import json
 
 import numpy as np
 
-import saved
-from command_line import QUIET, TEXT, metrics
 from spmd_engine.checkpoints.read import read_manifest
 from spmd_engine.training import loss_scale
+from support import saved
+from support.command_line import QUIET, TEXT, metrics
 
 SMALL = ["train", "--model", "gpt-nano", "--length", "16", "--batch-size", "4", *QUIET, *TEXT]
 

@@ -13,20 +13,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from command_line import QUIET, TEXT
 from spmd_engine.adaptive import planner_process
-from spmd_engine.adaptive.adapt_config import AdaptConfig
-from spmd_engine.adaptive.reshape import Shape
+from spmd_engine.adaptive.adapter import Adapter
 from spmd_engine.cli.options import permitted
-from spmd_engine.cli.show import sharding
 from spmd_engine.configuration import settings_of
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.reshape import Shape
 from spmd_engine.errors import UsageError
+from spmd_engine.jobs import joined_run
 from spmd_engine.models.user_code import code_named, digest_of
 from spmd_engine.planning.plan_result import PlanFile
 from spmd_engine.runtime.supervisor import Supervisor
-from spmd_engine.training import TrainConfig, joined_run
-from spmd_engine.training.adapter import Adapter
+from spmd_engine.training import TrainConfig
+from spmd_engine.training.adapt_config import AdaptConfig
+from support.command_line import QUIET, TEXT
 
 PLANTED = """
 import pathlib
@@ -180,7 +180,7 @@ def test_what_is_said_of_trusted_code_cannot_control_a_terminal(planted, capsys)
 
 
 def test_the_experts_of_a_run_are_shown_if_the_user_names_its_code(planted, here, monkeypatch):
-    monkeypatch.setattr(sharding, "mean_loads", lambda folder, steps: {})
+    monkeypatch.setattr("spmd_engine.cli.show.mean_loads", lambda folder, steps: {})
     for named in [], JOB:
         assert "a file never makes code run" in here("show", "experts", *RUN, *named)[2] and not os.path.exists("ran")
     assert "has no layer with experts" in here("show", "experts", *RUN, "--model", NAME)[2]

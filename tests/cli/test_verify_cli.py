@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.axes import parse_axes
 from spmd_engine.cli import main
@@ -13,6 +12,7 @@ from spmd_engine.cli.options import open_mesh
 from spmd_engine.engine import AdamW
 from spmd_engine.training import TrainConfig
 from spmd_engine.verification import Cause, mesh_of_one, verify
+from support import tiny
 
 MINE = """
 import numpy as np

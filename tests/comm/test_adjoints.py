@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from on_ranks import everywhere, numbers_of_ranks, on_ranks, values
-from pairwise import every_pair
 from spmd_engine import Mesh
+from support.on_ranks import everywhere, numbers_of_ranks, on_ranks, values
+from support.pairwise import every_pair
 
 FLOAT = np.dtype(float)
 LENGTHS = {"even": lambda r: 3, "uneven": lambda r: r + 1, "some-empty": lambda r: 4 * (r % 2)}

@@ -9,11 +9,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from on_ranks import everywhere, on_ranks
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.arrays.memory import address_of
+from spmd_engine.comm.connections import connections_of
 from spmd_engine.comm.shared_memory.arena import ALIGNMENT, HEAD, Arena, bound
 from spmd_engine.comm.shared_memory.node import OwnMemory
+from support.on_ranks import everywhere, on_ranks
 
 MIB = 1 << 20
 
@@ -92,8 +93,8 @@ def test_empty(ranks):
         assert mesh.empty((0, 3)).shape == (0, 3)
         assert mesh.empty(2, object).tolist() == [None, None]
         if mesh.size > 1:
-            assert world().neighbours.offset(x) is not None
-            assert world().neighbours.offset(np.empty(3)) is None
+            assert connections_of(world()).neighbours.offset(x) is not None
+            assert connections_of(world()).neighbours.offset(np.empty(3)) is None
 
     on_ranks(program, ranks)
 
@@ -104,7 +105,7 @@ def test_neighbours_see_what_is_written(ranks):
         mesh = Mesh()
         x = mesh.empty(1000, np.int64)
         x[...] = mesh.rank
-        neighbours = world().neighbours
+        neighbours = connections_of(world()).neighbours
         offsets = mesh.all_gather(np.array([neighbours.offset(x)]))
         for rank, offset in enumerate(offsets):
             theirs = neighbours.view(rank, int(offset), (1000,), np.dtype(np.int64))

@@ -17,10 +17,9 @@ MPI.Get_processor_name = lambda: f"host {rank // int(per_node)}"
 
 import numpy as np
 from spmd_engine import Mesh
-from spmd_engine.comm.communicators.communicator import Communicator
-from spmd_engine.comm.dispatch import Tuning
+from spmd_engine.comm.connections import Connections, Tuning
 
-Communicator.tuning = Tuning(**{key: int(value) for key, value in (each.split("=") for each in options)})
+Connections.tuning = Tuning(**{key: int(value) for key, value in (each.split("=") for each in options)})
 mesh = Mesh(timeout=60)
 group, n = mesh.group(), mesh.size
 """
@@ -53,7 +52,8 @@ under_way = [group.start_all_reduce(np.full(1000 * i + 1, float(i))) for i in ra
 under_way += [group.start_all_gather(np.full(700 * i, i)) for i in range(12)]
 for i in np.random.default_rng(rank).permutation(24):
     assert (under_way[i].wait() == (i * n if i < 12 else i - 12)).all()
-print("fine\\n" if (mesh.comm.lanes is None) == (int(per_node) in (1, 3)) else "no lanes\\n", end="", flush=True)
+has_lanes = group.connections.lanes is not None
+print("fine\\n" if has_lanes == (int(per_node) == 2) else "no lanes\\n", end="", flush=True)
 """
 
 MANY_MESHES = """

@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from on_ranks import assert_same, numbers_of_ranks, on_ranks, reduced, values
 from spmd_engine import run_threads, world
+from spmd_engine.comm.connections import connections_of
 from spmd_engine.comm.dispatch import Routing
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
@@ -21,6 +21,7 @@ from spmd_engine.comm.shared_memory.slot_table import SLOTS
 from spmd_engine.comm.transports.messages import Messages
 from spmd_engine.comm.transports.shared_memory import SharedMemory
 from spmd_engine.errors import UsageError
+from support.on_ranks import assert_same, numbers_of_ranks, on_ranks, reduced, values
 
 ROOM = 256  # bytes of inline data here: few, so that small arrays take the routes of large ones
 SPINS = 100  # tests of a condition before a rank yields: few, as there are more ranks than cores
@@ -41,14 +42,15 @@ def _quick_threads():
 def fast_group():
     """A group of all ranks, each of which acts as if it had a core; and the calls that have tried a fast exchange."""
     comm = world().subset(range(world().size))
-    comm.spin_tests, comm.table.room = SPINS, ROOM
-    tried, fast_exchange = [], comm.table.fast_exchange
+    comm.spin_tests, table = SPINS, connections_of(comm).table
+    table.room = ROOM
+    tried, fast_exchange = [], table.fast_exchange
 
     def counted(number, *arguments):
         tried.append(number)
         return fast_exchange(number, *arguments)
 
-    comm.table.fast_exchange = counted
+    table.fast_exchange = counted
     return Group(comm, "all", Ledger(), timeout=TIMEOUT), tried
 
 
@@ -62,7 +64,7 @@ def of_rank(r, n, dtype, shape, axis, uneven):
 
 def outputs(group, like):
     """Where results may go: a new array, ordinary memory, or memory that ranks share."""
-    return [None, np.empty_like(like), group.comm.empty(like.shape, like.dtype)]
+    return [None, np.empty_like(like), group.connections.empty(like.shape, like.dtype)]
 
 
 # --- programs: what every rank runs
@@ -168,7 +170,7 @@ def some_wait_and_some_start(dtype):
         odd = turn % n == rank
         x = values((200,), dtype, rank)
         if odd and turn % 2:
-            shared = group.comm.empty(x.shape, x.dtype)
+            shared = group.connections.empty(x.shape, x.dtype)
             shared[...] = x
             x = shared
         arrays = [values((200,), dtype, r) for r in range(n)]
@@ -195,7 +197,8 @@ def every_pair_of_offers(dtype, reads):
     """
     group, _ = fast_group()
     if not reads:
-        group.comm.neighbours.cross_memory, group.comm.tuning = None, replace(group.comm.tuning, copied=0)
+        connections = group.connections
+        connections.neighbours.cross_memory, connections.tuning = None, replace(connections.tuning, copied=0)
     n, rank = group.size, group.rank
     arrays = [values((6 * n * 20,), dtype, r) for r in range(n)]
     total = reduced(arrays, "sum")
@@ -208,7 +211,7 @@ def every_pair_of_offers(dtype, reads):
     }
 
     def empty(kind, like):
-        return np.empty_like(like) if kind == "ordinary" else group.comm.empty(like.shape, like.dtype)
+        return np.empty_like(like) if kind == "ordinary" else group.connections.empty(like.shape, like.dtype)
 
     for usual, odd in itertools.product(OFFERS, OFFERS):
         memory, how, where = odd if rank == n - 1 else usual
@@ -344,9 +347,9 @@ def test_memory_is_the_callers_again_when_all_have_read_it(ranks=3):
 
     def program():
         group, _ = fast_group()
-        read = group.comm.table.read
+        read = group.connections.table.read
         if group.rank == 1:
-            group.comm.table.read = lambda *arguments: time.sleep(2e-3) or read(*arguments)
+            group.connections.table.read = lambda *arguments: time.sleep(2e-3) or read(*arguments)
         for turn in range(3 * TIMES):
             arrays = [values((90,), FLOAT, turn + r) for r in range(ranks)]
             x = arrays[group.rank].copy()

@@ -6,8 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from on_ranks import INLINE, assert_same, everywhere, on_ranks
 from spmd_engine import Mesh, run_threads
+from support.on_ranks import INLINE, assert_same, everywhere, on_ranks
 
 
 @everywhere(2, 3, 8)

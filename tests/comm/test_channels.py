@@ -5,9 +5,9 @@ import time
 import numpy as np
 import pytest
 
-from on_ranks import INLINE, assert_same, everywhere, on_ranks
 from spmd_engine import Mesh, run_threads
 from spmd_engine.errors import MeshError
+from support.on_ranks import INLINE, assert_same, everywhere, on_ranks
 
 # --- channels
 

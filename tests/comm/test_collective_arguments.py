@@ -4,10 +4,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from on_ranks import DTYPES, INLINE, assert_same, everywhere, numbers_of_ranks, on_ranks, reduced, values
-from pairwise import every_pair
 from spmd_engine import Mesh, run_threads
 from spmd_engine.errors import UsageError
+from support.on_ranks import DTYPES, INLINE, assert_same, everywhere, numbers_of_ranks, on_ranks, reduced, values
+from support.pairwise import every_pair
 
 
 @every_pair(dtype=DTYPES[1:], ranks=numbers_of_ranks(1, 2, 4), size={"inline": 5, "large": INLINE})

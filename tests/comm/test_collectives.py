@@ -6,7 +6,8 @@ import itertools
 import numpy as np
 import pytest
 
-from on_ranks import (
+from spmd_engine import Mesh
+from support.on_ranks import (
     DTYPES,
     FORMS,
     INLINE,
@@ -19,7 +20,6 @@ from on_ranks import (
     split,
     values,
 )
-from spmd_engine import Mesh
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 SHAPES = [(), (0,), (0, 3), (1,), (5,), (4, 0, 2), (2, 3, 4), (INLINE + 7,), (9, 23, 29)]

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from on_ranks import DTYPES, OPS, assert_same, reduced, split, values
 from spmd_engine import Mesh, run_threads, world
+from support.on_ranks import DTYPES, OPS, assert_same, reduced, split, values
 
 
 def shards(least=1):

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import fake_cupy
-from fake_cupy import events, watch
-from on_ranks import DTYPES, INLINE, OPS, assert_same, everywhere, numbers_of_ranks, on_ranks, values
-from pairwise import every_pair
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.arrays.backend import CPU, backend_of, get_backend
 from spmd_engine.comm.shared_memory.cross_memory import CrossMemory
 from spmd_engine.errors import SpmdError, UsageError
+from support import fake_cupy
+from support.fake_cupy import events, watch
+from support.on_ranks import DTYPES, INLINE, OPS, assert_same, everywhere, numbers_of_ranks, on_ranks, values
+from support.pairwise import every_pair
 
 FLOAT = np.dtype(float)
 SIZES = {"inline": (3, 4), "large": (3, INLINE)}

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-import fake_cupy
-import fake_nccl
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.arrays.backend import CPU
+from spmd_engine.comm.connections import connections_of
 from spmd_engine.comm.device_transport import RankFacts, choose, choose_transport
 from spmd_engine.errors import UsageError
+from support import fake_cupy, fake_nccl
 
 OWN = [
     RankFacts("auto", "a", "0", "", False),
@@ -93,9 +93,9 @@ def test_the_choice_is_that_of_groups_opened_later_until_another_one(device, mon
             assert choose_transport(mesh.group(), CPU) == []
             for wanted, used in ("auto", True), ("staged", False), ("nccl", True):
                 text = choose_transport(mesh.group(), device, wanted)
-                assert ("NCCL" in text[0]) == used == (mesh.comm.nccl is not None)
+                assert ("NCCL" in text[0]) == used == (mesh.group().connections.nccl is not None)
                 part = mesh.comm.subset([mesh.rank ^ 1, mesh.rank] if mesh.rank else [0, 1])
-                assert (part.nccl is not None) == used
+                assert (connections_of(part).nccl is not None) == used
                 assert device.to_host(Mesh(part).all_reduce(device.asarray(np.ones(2)))).tolist() == [2, 2]
                 part.free()
 

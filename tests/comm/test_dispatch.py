@@ -1,4 +1,4 @@
-"""The route of a call: ``choose`` for all that it depends on, and every route in real programs."""
+"""The transport of a call: ``choose`` for all that it depends on, and every transport in real programs."""
 
 import threading
 from collections import defaultdict
@@ -10,11 +10,17 @@ import pytest
 from mpi_harness.launch import mpiexec
 from spmd_engine import Mesh, run_threads
 from spmd_engine.comm import collectives, dispatch
-from spmd_engine.comm.agreement.call_agreement import Signature
-from spmd_engine.comm.dispatch import Facts, Route, Tuning, choose, inline_limit
+from spmd_engine.comm.agreement.signature import Signature
+from spmd_engine.comm.connections import Tuning
+from spmd_engine.comm.dispatch import Routing, choose, inline_limit
+from spmd_engine.comm.transports.hierarchical import Hierarchical
+from spmd_engine.comm.transports.messages import Messages
+from spmd_engine.comm.transports.mpi import NonblockingCollectives
+from spmd_engine.comm.transports.nccl import NcclTransport
+from spmd_engine.comm.transports.shared_memory import SharedMemory
+from spmd_engine.comm.transports.transport import Facts
 
 KIB, MIB = 1 << 10, 1 << 20
-HIERARCHICAL, LIBRARY, MESSAGES = Route.HIERARCHICAL, Route.MPI, Route.MESSAGES
 
 
 def chosen(operation, size, ranks, *, axis=0, **facts):
@@ -28,17 +34,17 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broad
 @pytest.mark.parametrize(
     "size, ranks, flat, by_nodes",
     [
-        (0, 4, MESSAGES, MESSAGES),
-        (32 * KIB, 4, LIBRARY, LIBRARY),
-        (63 * KIB, 4, LIBRARY, LIBRARY),
-        (64 * KIB, 4, MESSAGES, HIERARCHICAL),
-        (64 * KIB, 32, LIBRARY, HIERARCHICAL),
-        (4 * MIB, 32, MESSAGES, HIERARCHICAL),
-        (MIB, 128, LIBRARY, HIERARCHICAL),
-        (4 << 30, 4, MESSAGES, HIERARCHICAL),
+        (0, 4, Messages, Messages),
+        (32 * KIB, 4, NonblockingCollectives, NonblockingCollectives),
+        (63 * KIB, 4, NonblockingCollectives, NonblockingCollectives),
+        (64 * KIB, 4, Messages, Hierarchical),
+        (64 * KIB, 32, NonblockingCollectives, Hierarchical),
+        (4 * MIB, 32, Messages, Hierarchical),
+        (MIB, 128, NonblockingCollectives, Hierarchical),
+        (4 << 30, 4, Messages, Hierarchical),
     ],
 )
-def test_routes_between_nodes_by_size_and_placement(operation, size, ranks, flat, by_nodes):
+def test_transports_between_nodes_by_size_and_placement(operation, size, ranks, flat, by_nodes):
     """Only reductions, and gathers along the first axis, are hierarchical."""
     assert chosen(operation, size, ranks) is flat
     can_be_hierarchical = operation in ("all_reduce", "reduce_scatter", "all_gather")
@@ -47,40 +53,40 @@ def test_routes_between_nodes_by_size_and_placement(operation, size, ranks, flat
 
 @pytest.mark.parametrize("unusual", [{"lengths_known": False}, {"axis": 1}], ids=["unknown lengths", "axis 1"])
 def test_gathers_that_are_not_hierarchical(unusual):
-    assert chosen("all_gather", MIB, 4, even_nodes=True, **unusual) is MESSAGES
-    assert chosen("all_gather", MIB, 128, even_nodes=True, **unusual) is LIBRARY
+    assert chosen("all_gather", MIB, 4, even_nodes=True, **unusual) is Messages
+    assert chosen("all_gather", MIB, 128, even_nodes=True, **unusual) is NonblockingCollectives
 
 
 def test_the_library_never_gets_what_it_cannot_take():
     """Device memory and too large counts; in an all_to_all one rank may receive everything."""
     for operation, size, ranks, even_nodes in product(OPERATIONS, (8, KIB, MIB, 1 << 40), (2, 64, 4096), (False, True)):
-        assert chosen(operation, size, ranks, even_nodes=even_nodes, host=False) is not LIBRARY
-        assert chosen(operation, size, ranks, even_nodes=even_nodes, library=False) is not LIBRARY
+        assert chosen(operation, size, ranks, even_nodes=even_nodes, host=False) is not NonblockingCollectives
+        assert chosen(operation, size, ranks, even_nodes=even_nodes, library=False) is not NonblockingCollectives
         small_counts = Tuning(largest_count=size - 1)
-        assert chosen(operation, size, ranks, even_nodes=even_nodes, tuning=small_counts) is not LIBRARY
-    assert chosen("all_to_all", KIB, 64, tuning=Tuning(largest_count=64 * KIB)) is LIBRARY
-    assert chosen("all_to_all", KIB, 64, tuning=Tuning(largest_count=64 * KIB - 1)) is MESSAGES
+        assert chosen(operation, size, ranks, even_nodes=even_nodes, tuning=small_counts) is not NonblockingCollectives
+    assert chosen("all_to_all", KIB, 64, tuning=Tuning(largest_count=64 * KIB)) is NonblockingCollectives
+    assert chosen("all_to_all", KIB, 64, tuning=Tuning(largest_count=64 * KIB - 1)) is Messages
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_nccl_takes_all_calls_whose_arrays_are_on_devices(operation):
     for size, one_node, even_nodes in product((0, KIB, 1 << 40), (False, True), (False, True)):
         nodes = {"one_node": one_node, "even_nodes": even_nodes}
-        assert chosen(operation, size, 4, host=False, nccl=True, **nodes) is Route.NCCL
-        assert chosen(operation, size, 4, host=False, **nodes) is not Route.NCCL
+        assert chosen(operation, size, 4, host=False, nccl=True, **nodes) is NcclTransport
+        assert chosen(operation, size, 4, host=False, **nodes) is not NcclTransport
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize(
     "offered, expected",
     [
-        ({"readable": True}, Route.SHARED_MEMORY),
-        ({}, MESSAGES),
-        ({"inline": True, "readable": True}, Route.INLINE),
-        ({"inline": True, "host": False}, MESSAGES),
+        ({"readable": True}, SharedMemory),
+        ({}, Messages),
+        ({"inline": True, "readable": True}, None),
+        ({"inline": True, "host": False}, Messages),
     ],
 )
-def test_routes_within_a_node_by_what_all_ranks_offer(operation, offered, expected):
+def test_transports_within_a_node_by_what_all_ranks_offer(operation, offered, expected):
     """For any size: ``inline_limit`` has been applied before."""
     for size, library in product((0, 8, MIB, 1 << 40), (False, True)):
         assert chosen(operation, size, 4, one_node=True, library=library, **offered) is expected
@@ -97,37 +103,38 @@ def test_limits_of_inline_data():
     assert inline_limit("all_to_all", 3, 256 * KIB, True, tuning) == 3 * tuning.copied_to_table  # it has three parts
 
 
-# --- every route is taken by a real program, and ``choose`` is asked
+# --- every transport is taken by a real program, and ``choose`` is asked
 
 
-def routes_of(nodes, size, monkeypatch):
-    """The routes that each rank is given for one all_reduce on these ``nodes``, a name for each rank."""
-    routes = defaultdict(list)
+def transports_of(nodes, size, monkeypatch):
+    """What moves the data of one all_reduce on each rank, and on both levels, on these ``nodes``, a name for each."""
+    taken, transport_of = defaultdict(list), Routing.transport
 
-    def recorded(call, facts):
-        route = choose(call, facts)
+    def recorded(self, call, *facts):
+        transport = transport_of(self, call, *facts)
         if call.operation == "all_reduce":
-            routes[threading.get_ident()].append(route)
-        return route
+            levels = [transport._local, transport._lane] if isinstance(transport, Hierarchical) else []
+            taken[threading.get_ident()] += [transport and type(transport), *map(type, levels)]
+        return transport
 
     def program():
         with Mesh() as mesh:
             return mesh.all_reduce(np.full(size // 8, mesh.rank + 1.0))
 
-    monkeypatch.setattr(dispatch, "choose", recorded)
+    monkeypatch.setattr(Routing, "transport", recorded)
     for total in run_threads(program, len(nodes), nodes=nodes):
         assert (total == sum(range(1, len(nodes) + 1))).all()
-    assert len({tuple(each) for each in routes.values()}) == 1 and len(routes) == len(nodes)
-    return next(iter(routes.values()))
+    assert len({tuple(each) for each in taken.values()}) == 1 and len(taken) == len(nodes)
+    return next(iter(taken.values()))
 
 
 @pytest.mark.parametrize("nodes", ["aa", "ab", "aabb"])
 def test_small_arrays_travel_inline(nodes, monkeypatch):
-    assert routes_of(nodes, KIB, monkeypatch) == [Route.INLINE]
+    assert transports_of(nodes, KIB, monkeypatch) == [None]
 
 
-def test_a_repeated_blocking_call_keeps_its_route(monkeypatch):
-    """``choose`` is asked in the first call. The others are one exchange, on the same route."""
+def test_a_repeated_blocking_call_keeps_its_transport(monkeypatch):
+    """``choose`` is asked in the first call. The others are one exchange, by the same transport."""
     asked = []
     monkeypatch.setattr(dispatch, "choose", lambda call, facts: asked.append(call.operation) or choose(call, facts))
 
@@ -142,23 +149,23 @@ def test_a_repeated_blocking_call_keeps_its_route(monkeypatch):
 
 
 def test_large_arrays_on_one_node_take_shared_memory(monkeypatch):
-    assert routes_of("aa", 4 * MIB, monkeypatch) == [Route.SHARED_MEMORY]
+    assert transports_of("aa", 4 * MIB, monkeypatch) == [SharedMemory]
 
 
 def test_large_arrays_on_even_nodes_are_hierarchical(monkeypatch):
     """Shared memory within nodes; between nodes, virtual ranks have no MPI library."""
-    levels = [Route.SHARED_MEMORY, Route.MESSAGES]
-    assert routes_of("aabb", MIB, monkeypatch) == [Route.HIERARCHICAL, *levels]
+    levels = [SharedMemory, Messages]
+    assert transports_of("aabb", MIB, monkeypatch) == [Hierarchical, *levels]
 
 
 def test_large_arrays_on_a_rank_a_node_are_messages(monkeypatch):
-    assert routes_of("ab", MIB, monkeypatch) == [Route.MESSAGES]
+    assert transports_of("ab", MIB, monkeypatch) == [Messages]
 
 
 def test_unreadable_arrays_on_one_node_are_messages(monkeypatch):
     """There is no room in the arena, say."""
     monkeypatch.setattr(collectives, "readable_with_result", lambda *given: (None, None))
-    assert routes_of("aa", MIB, monkeypatch) == [Route.MESSAGES]
+    assert transports_of("aa", MIB, monkeypatch) == [Messages]
 
 
 PROGRAM = """
@@ -172,12 +179,12 @@ import numpy as np
 from spmd_engine import Mesh
 from spmd_engine.comm import dispatch
 
-routes, choose = [], dispatch.choose
-dispatch.choose = lambda call, facts: routes.append(choose(call, facts)) or routes[-1]
+chosen, choose = [], dispatch.choose
+dispatch.choose = lambda call, facts: chosen.append(choose(call, facts)) or chosen[-1]
 with Mesh() as mesh:
-    routes.clear()
+    chosen.clear()
     assert (mesh.all_reduce(np.ones(3000)) == 2).all()
-    print(f"{[route.name for route in routes]}\\n", end="", flush=True)
+    print(f"{[each.__name__ for each in chosen]}\\n", end="", flush=True)
 """
 
 
@@ -185,4 +192,4 @@ with Mesh() as mesh:
 def test_medium_arrays_between_nodes_go_to_the_library(mpi_run, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     ended = mpi_run(2, tmp_path / "program.py", timeout=60)
-    assert (ended.returncode, ended.stdout.splitlines()) == (0, ["['MPI']"] * 2), ended.stderr
+    assert (ended.returncode, ended.stdout.splitlines()) == (0, ["['NonblockingCollectives']"] * 2), ended.stderr

@@ -257,8 +257,10 @@ def test_ranks_on_many_nodes_that_come_late_end_well(ranks, seconds, how, launch
     (tmp_path / "program.py").write_text(LATE)
     arguments = [tmp_path / "program.py", how, seconds]
     if launch:
-        command = [sys.executable, "-m", "spmd_engine", "launch", "-n", ranks, "--max-restarts", 0, "--", *arguments]
-        ended = subprocess.run([str(each) for each in command], capture_output=True, text=True, timeout=LIMIT)
+        start = "import sys; from spmd_engine.runtime.supervisor import Supervisor; "
+        start += "sys.exit(Supervisor(int(sys.argv[1]), sys.argv[2:], max_restarts=0).run())"
+        command = [sys.executable, "-c", start, *map(str, (ranks, *arguments))]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     else:
         ended = mpi_run(ranks, *map(str, arguments), timeout=LIMIT)
     assert ended.returncode == 0, ended.stderr

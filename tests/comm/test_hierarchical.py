@@ -8,16 +8,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fake_cupy import watch
-from nodes import everyone
-from on_ranks import DTYPES, FORMS, OPS, assert_alike, assert_same, reduced, values
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.comm import Group, Ledger
 from spmd_engine.comm.communicators.threads import ThreadCommunicator
-from spmd_engine.comm.dispatch import Tuning
+from spmd_engine.comm.connections import Tuning
 from spmd_engine.comm.shared_memory.arena import Arena
 from spmd_engine.comm.shared_memory.cross_memory import CrossMemory
+from support.fake_cupy import watch
+from support.nodes import everyone
+from support.on_ranks import DTYPES, FORMS, OPS, assert_alike, assert_same, reduced, values
+from support.pairwise import in_turn
 
 LARGE = Tuning().hierarchical  # bytes
 PLACEMENTS = [("abab", "shared"), ("aaabbb", "shared"), ("aabb", "sent"), ("abccba", "sent")]
@@ -87,11 +87,11 @@ def test_all_reduce(dtype, hosts, memory):
             result = group.all_reduce(next(form)(mine), op)
             assert_same(result, total, *about)
             assert_alike(group, result.reshape(-1)[:1000].view(np.uint8))
-            out = group.comm.empty(total.shape, total.dtype)
+            out = group.connections.empty(total.shape, total.dtype)
             assert group.all_reduce(mine, op, out=out) is out
             assert_same(out, total, *about)
             if total.dtype == dtype:
-                x = (np if op == "sum" else group.comm).empty(shape, dtype)
+                x = (np if op == "sum" else group.connections).empty(shape, dtype)
                 x[...] = mine
                 assert group.all_reduce(x, op, out=x) is x
                 assert_same(x, total, *about)
@@ -126,7 +126,7 @@ def test_results_that_are_parts_of_what_is_given(arena, hosts, memory):
 
     def program():
         group = everyone()
-        place = group.comm if arena else np
+        place = group.connections if arena else np
         sizes = [0, n - 4000, *[1000] * (ranks - 3), 4000 - 1000 * (ranks - 3)]
         total = expected([values((n,), np.dtype(float), r) for r in range(ranks)], "sum", hosts)
         ends = np.cumsum([0, *sizes])
@@ -156,7 +156,7 @@ def test_sizes_of_many_ranks_on_several_nodes(nodes, per_node, check):
 
     def program():
         group = everyone(check)
-        assert group.comm.lanes is not None
+        assert group.connections.lanes is not None
         for _ in range(2):
             part = group.reduce_scatter(whole, sizes=sizes)
             assert_same(part, ranks * np.split(whole, np.cumsum(sizes)[:-1])[group.rank])
@@ -236,7 +236,7 @@ def test_every_byte_leaves_a_node_once(hosts, memory, monkeypatch):
     ranks, nodes = len(hosts), len(set(hosts))
 
     def counted(self, data, to, tag):
-        here, there = hosts[self._me], hosts[self._members[to]]
+        here, there = hosts[self._me], hosts[self.members[to]]
         sent[here if here != there else "within"] += data.nbytes if data.nbytes > 4000 else 0  # no headers
         return start_send(self, data, to, tag)
 

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from nodes import everyone
-from on_ranks import assert_same, reduced, values
 from spmd_engine import Mesh, run_threads
-from spmd_engine.comm.dispatch import Tuning
-from spmd_engine.comm.transports.hierarchical import even_nodes
+from spmd_engine.comm.connections import Tuning, connections_of, even_nodes
 from spmd_engine.errors import MismatchError
+from support.nodes import everyone
+from support.on_ranks import assert_same, reduced, values
 
 LARGE = Tuning().hierarchical  # bytes
 
@@ -47,7 +46,7 @@ def test_nodes_with_different_numbers_of_ranks_add_up_in_rank_order():
     def program():
         group = everyone()
         x = values((LARGE,), np.dtype(np.float32), group.rank)
-        assert group.comm.lanes is None
+        assert group.connections.lanes is None
         assert_same(group.all_reduce(x), reduced([values(x.shape, x.dtype, r) for r in range(3)], "sum"))
 
     run_threads(program, 3, nodes=["a", "b", "a"])
@@ -101,11 +100,11 @@ def test_groups_come_and_go():
             with Mesh(data=4) as mesh, Mesh(rows=2, columns=2) as other:
                 mesh.barrier()
                 comm = mesh.comm.subset([2, 3, 0, 1])
-                assert comm.lanes.nodes == [[0, 2], [1, 3]]
+                assert connections_of(comm).lanes.nodes == [[0, 2], [1, 3]]
                 comm.free()
                 other.all_reduce(np.ones(LARGE), over="rows")
-            free = free or mesh.comm.neighbours.own.free
-        assert mesh.comm.neighbours.own.free >= free
+            free = free or mesh.group().connections.neighbours.own.free
+        assert mesh.group().connections.neighbours.own.free >= free
 
     run_threads(program, 4, nodes=list("abab"))
 

@@ -6,12 +6,12 @@ from itertools import product
 import numpy as np
 import pytest
 
-from on_ranks import DTYPES, INLINE, everywhere, numbers_of_ranks, on_ranks
 from spmd_engine import Ledger, Mesh, run_threads
 from spmd_engine.comm import group as group_module
 from spmd_engine.comm import pending as pending_module
 from spmd_engine.comm.ledger import Entry
 from spmd_engine.comm.pending import Progress
+from support.on_ranks import DTYPES, INLINE, everywhere, numbers_of_ranks, on_ranks
 
 LENGTHS = [0, 1, 5, 24, INLINE, INLINE + 1]  # of all shards together: fewer than ranks, inline, large
 SOME_DTYPES = [DTYPES[1], *DTYPES[-2:]]

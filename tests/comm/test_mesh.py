@@ -5,13 +5,13 @@ import inspect
 import numpy as np
 import pytest
 
-from on_ranks import assert_same
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.axes import all_positions, checked_axes, parse_axes
 from spmd_engine.comm import Ledger
 from spmd_engine.comm.agreement.rank_zero import share_array, text_from_rank_zero
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import MeshError, UsageError
+from support.on_ranks import assert_same
 
 CUBE = {"data": 2, "pipe": 3, "model": 2}
 
@@ -75,7 +75,7 @@ def test_a_group_has_the_ranks_that_differ_along_its_axes(over, expected):
     assert sorted(sum({tuple(group): group for group in groups}.values(), [])) == list(range(12))
 
 
-@pytest.mark.parametrize("over, axes", [("model", "model"), (("model", "data"), "model,data"), ((), "nobody")])
+@pytest.mark.parametrize("over, axes", [("model", "model"), (("model", "data"), "model,data"), ((), "no axis")])
 def test_a_group_is_named_by_its_axes(over, axes):
     assert on_cube(lambda mesh: mesh.group(over).axes) == [axes] * 12
 

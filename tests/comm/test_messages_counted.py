@@ -6,9 +6,9 @@ from math import ceil, log2
 import numpy as np
 import pytest
 
-from nodes import everyone
 from spmd_engine import run_threads
 from spmd_engine.comm.communicators.threads import ThreadCommunicator
+from support.nodes import everyone
 
 PLACEMENTS = [(8, 1), (16, 4)]  # ranks, and how many share a node
 SOAK = [pytest.param(*each, marks=pytest.mark.soak) for each in ((16, 1), (32, 1), (32, 4), (16, 8), (32, 8))]

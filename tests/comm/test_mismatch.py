@@ -5,9 +5,9 @@ import time
 import numpy as np
 import pytest
 
-from on_ranks import everywhere, on_ranks
 from spmd_engine import Mesh, run_threads
 from spmd_engine.errors import CommunicationTimeout, MismatchError
+from support.on_ranks import everywhere, on_ranks
 
 THREE = np.ones(3)
 LARGE = np.ones((3, 1000))

@@ -6,13 +6,14 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-import fake_nccl
-from fake_cupy import events, hazards
-from on_ranks import DTYPES, INLINE, OPS, assert_same, values
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.arrays.backend import backend_of
+from spmd_engine.comm.connections import connections_of
 from spmd_engine.errors import CommunicationTimeout, SpmdError
 from spmd_engine.runtime.activity import Record
+from support import fake_nccl
+from support.fake_cupy import events, hazards
+from support.on_ranks import DTYPES, INLINE, OPS, assert_same, values
 
 SIZES = {"small": (3, 4), "uneven": (5, 7), "large": (4, INLINE)}
 
@@ -27,7 +28,7 @@ def nccl(device):
 def mesh_by_nccl(device, **options):
     """A mesh of all ranks whose device arrays travel by NCCL."""
     comm = world().subset(range(world().size))
-    comm.set_transport(False, device)
+    connections_of(comm).set_transport(False, device)
     try:
         yield Mesh(comm, **options)
     finally:
@@ -35,7 +36,7 @@ def mesh_by_nccl(device, **options):
 
 
 def nccl_of(mesh):
-    return mesh.group().comm.nccl
+    return mesh.group().connections.nccl
 
 
 CALLS = {
@@ -131,7 +132,7 @@ def test_ranks_that_have_arrays_on_the_host_still_agree(device, nccl):
 
 def test_each_group_of_a_mesh_has_a_communicator(device, nccl):
     def program():
-        world().set_transport(False, device)
+        connections_of(world()).set_transport(False, device)
         with Mesh(data=2, model=2) as mesh:
             x = device.asarray(np.full(3, 10.0**mesh.rank))
             sums = [mesh.all_reduce(x, over=axes) for axes in ("data", "model", None, "data")]
@@ -182,7 +183,7 @@ def test_a_started_sum_waits_for_what_it_reads_and_no_computation_for_it(device,
 @pytest.mark.parametrize("by", ["nccl", "staged"])
 @pytest.mark.parametrize("missing", ["the sum does not wait for x", "computations do not wait for the sum"])
 def test_a_missing_event_is_found(missing, by, device, nccl, monkeypatch):
-    from fake_cupy import Stream
+    from support.fake_cupy import Stream
 
     def wait_event(self, event):
         if (self is device._stream) == (missing == "the sum does not wait for x"):
@@ -193,7 +194,7 @@ def test_a_missing_event_is_found(missing, by, device, nccl, monkeypatch):
 
     def program():
         with mesh_by_nccl(device) as mesh:
-            mesh.comm.set_transport(False, device if by == "nccl" else None)
+            mesh.group().connections.set_transport(False, device if by == "nccl" else None)
             return mesh.all_reduce(device.asarray(np.ones(5)) * 2) + 1
 
     assert "another stream may still" in error_of(program, 2)

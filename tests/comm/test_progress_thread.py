@@ -14,7 +14,7 @@ from spmd_engine.comm import pending
 from spmd_engine.comm.pending import ProgressThread
 from spmd_engine.errors import MismatchError
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "two_hosts.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "two_hosts.py"
 LARGE = np.ones(100_000)
 
 
@@ -88,11 +88,11 @@ import time
 import numpy as np
 from spmd_engine import Mesh
 mesh = Mesh()
-assert mesh.node_count == 2 and mesh.comm.lanes.nodes == [[0, 1], [2, 3]]
+assert mesh.node_count == 2 and mesh.group().connections.lanes.nodes == [[0, 1], [2, 3]]
 x = np.arange(1 << 18, dtype=np.float32) + mesh.rank
 assert (mesh.all_reduce(x) == 4 * np.arange(1 << 18, dtype=np.float32) + 6).all()
 with Mesh(rows=2, columns=2) as other:
-    assert other.group("columns").comm.table and not other.group("rows").comm.lanes
+    assert other.group("columns").connections.table and not other.group("rows").connections.lanes
     assert other.all_reduce(x, over="rows")[0] == 2 * mesh.rank % 4 + 2
 pending = mesh.start_all_reduce(x)
 deadline = time.monotonic() + 20

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from on_ranks import numbers_of_ranks, on_ranks
-from pairwise import every_pair
 from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.agreement.call_agreement import INLINE, bytes_of, text_of
 from spmd_engine.errors import UsageError
+from support.on_ranks import numbers_of_ranks, on_ranks
+from support.pairwise import every_pair
 
 ONES, LARGE = np.ones(4), np.ones((4, 3000))
 

@@ -3,9 +3,19 @@
 import numpy as np
 import pytest
 
-from on_ranks import DTYPES, INLINE, OPS, assert_alike, assert_same, everywhere, numbers_of_ranks, on_ranks, values
-from pairwise import every_pair
 from spmd_engine import Mesh
+from support.on_ranks import (
+    DTYPES,
+    INLINE,
+    OPS,
+    assert_alike,
+    assert_same,
+    everywhere,
+    numbers_of_ranks,
+    on_ranks,
+    values,
+)
+from support.pairwise import every_pair
 
 SIZES = {"one": 1, "inline": 50, "large": 3 * INLINE}
 each_size = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)

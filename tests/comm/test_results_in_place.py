@@ -6,14 +6,13 @@ from collections import deque
 import numpy as np
 import pytest
 
-from fake_cupy import watch
-from on_ranks import DTYPES, INLINE, assert_alike, assert_same, reduced, values
-from pairwise import every_pair
 from spmd_engine import Mesh, run_threads, world
-from spmd_engine.comm.communicators.communicator import Communicator
-from spmd_engine.comm.dispatch import Tuning
+from spmd_engine.comm.connections import Connections, Tuning
 from spmd_engine.comm.transports import shared_memory
 from spmd_engine.errors import UsageError
+from support.fake_cupy import watch
+from support.on_ranks import DTYPES, INLINE, assert_alike, assert_same, reduced, values
+from support.pairwise import every_pair
 
 FLOAT = np.dtype(float)
 
@@ -180,7 +179,7 @@ CALLS = {
 )
 def test_pieces_change_no_bit(where, piece, dtype, op, name, monkeypatch):
     """Large arrays are received, or read from others' memory, piece by piece."""
-    monkeypatch.setattr(Communicator, "tuning", Tuning(piece=piece))
+    monkeypatch.setattr(Connections, "tuning", Tuning(piece=piece))
     monkeypatch.setattr(shared_memory, "CACHE", 4 * piece)
     dtype = np.dtype(dtype)
 

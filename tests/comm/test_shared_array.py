@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from nodes import everyone
 from spmd_engine import run_threads
 from spmd_engine.comm import Mesh
 from spmd_engine.comm.agreement import rank_zero
 from spmd_engine.comm.agreement.rank_zero import share_array
+from support.nodes import everyone
 
 PARTS = [np.arange(6.0).reshape(3, 2), np.empty((0, 2)), np.arange(8.0).reshape(4, 2)[::-1]]
 JOINED = np.concatenate(PARTS)

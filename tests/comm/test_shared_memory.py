@@ -5,17 +5,16 @@ import time
 import numpy as np
 import pytest
 
-from on_ranks import DTYPES, OPS, assert_alike, assert_same, everywhere, on_ranks, reduced, values
-from pairwise import every_pair
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.comm.communicators import threads
-from spmd_engine.comm.communicators.communicator import Communicator
-from spmd_engine.comm.dispatch import Tuning
+from spmd_engine.comm.connections import Connections, Tuning, connections_of
 from spmd_engine.comm.shared_memory import slot_table
 from spmd_engine.comm.shared_memory.arena import ALIGNMENT, HEAD
 from spmd_engine.comm.shared_memory.cross_memory import CrossMemory
 from spmd_engine.comm.transports import shared_memory
 from spmd_engine.errors import MismatchError
+from support.on_ranks import DTYPES, OPS, assert_alike, assert_same, everywhere, on_ranks, reduced, values
+from support.pairwise import every_pair
 
 # --- collectives, by every way that data can take
 
@@ -38,7 +37,7 @@ def way(request, monkeypatch):
     monkeypatch.setattr(slot_table, "SMALL", small)
     monkeypatch.setattr(slot_table, "ROOM", room)
     monkeypatch.setattr(shared_memory, "CACHE", 4096)
-    monkeypatch.setattr(Communicator, "tuning", Tuning(reduced_by_all=whole, copied=copied))
+    monkeypatch.setattr(Connections, "tuning", Tuning(reduced_by_all=whole, copied=copied))
     if request.param != "in-processes":
         monkeypatch.setattr(CrossMemory, "can_read", lambda *args: False)
     if request.param == "by-messages":
@@ -109,7 +108,7 @@ def test_one_rank_has_no_room(ranks, lends, monkeypatch):
     def program():
         mesh = Mesh()
         group = mesh.group()
-        arena = world().neighbours.own
+        arena = connections_of(world()).neighbours.own
         hog = mesh.empty(arena.free - 10_000, np.uint8) if mesh.rank == 1 else None
         for length in 100, 100_000:
             arrays = [values((length,), np.dtype(float), rank) for rank in range(group.size)]
@@ -209,7 +208,7 @@ def test_a_mismatch_uses_up_its_slot_alone():
 def test_copies_are_given_back(ranks):
     def program():
         mesh = Mesh()
-        group, arena = mesh.group(), world().neighbours.own
+        group, arena = mesh.group(), connections_of(world()).neighbours.own
         x = np.ones(80_000)
         for _ in range(2 * slot_table.SLOTS):
             group.reduce_scatter(x)
@@ -235,8 +234,8 @@ def test_tables_of_closed_meshes_are_given_back(ranks):
             with Mesh(a=world().size, b=1) as mesh:
                 mesh.all_reduce(np.ones(3), over="b")
                 mesh.all_reduce(np.ones(3), over=("b", "a"))
-            world().neighbours.retire()
-            free.append(world().neighbours.own.free)
+            connections_of(world()).neighbours.retire()
+            free.append(connections_of(world()).neighbours.own.free)
             Mesh().barrier()
         assert min(free[10:]) >= min(free[:10])
 

@@ -10,11 +10,9 @@ from spmd_engine.axes import all_positions, parse_axes
 from spmd_engine.comm.notation import Spec
 from spmd_engine.comm.views import ArraySharding, draw_mesh
 from spmd_engine.engine import schedules
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import MeshError, NotationError, UsageError
 from spmd_engine.models import GPTSize, gpt
 from spmd_engine.pictures import Picture, html_table, text
-from spmd_engine.planning import plan
 from spmd_engine.sharding import shard
 
 CASES = {
@@ -144,16 +142,6 @@ def test_objects_show_themselves_in_a_notebook():
     for name in schedules.SCHEDULES:
         assert f"{name}: " in described(schedules.named(name)._repr_html_())
     assert "2 stages, 3 micro-batches" in str(schedules.named("1f1b").picture(2, 3))
-
-
-def test_a_plan_shows_itself():
-    options = {"machine": "cpu", "batch_size": 8, "seconds": 1}
-    found = described(plan(ModelConfig("two-layers").build(ParallelConfig()), ranks=2, **options)._repr_html_())
-    assert "python -m spmd_engine train --model" in found and "the step, as predicted" in found
-    given = described(plan("two-layers", mesh={"data": 2}, **options)._repr_html_())
-    assert "data=2" in given and "the step, as predicted" in given
-    refused = described(plan("two-layers", ranks=1, memory="1KiB", **options)._repr_html_())
-    assert "memory at most 1.00 KiB cannot be kept" in refused
 
 
 def test_html_is_escaped_and_takes_the_colours_of_its_page():

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-import tiny
-from linear_engine import Linear
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.engine import SGD, ShardedEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.errors import MismatchError, UsageError
 from spmd_engine.training import Trainer
+from support import tiny
+from support.linear_engine import Linear
 
 WHOLE = {
     "uneven": np.arange(7 * 5).reshape(7, 5),

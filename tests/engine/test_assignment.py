@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import all_positions, parse_axes
 from spmd_engine.engine.parallel_config import ParallelConfig
@@ -19,6 +18,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models import deep_mlp, gpt
 from spmd_engine.sharding import Layout
 from spmd_engine.sharding.groups import Sum
+from support import tiny
 
 GPT = gpt(tiny.SIZE)
 UNTIED = gpt(tiny.GPTSize(**{**tiny.SIZE.__dict__, "tied": False}))

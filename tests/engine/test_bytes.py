@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import Recompute, schedules
 from spmd_engine.sharding.groups import THRESHOLD
+from support import tiny
 
 ITEM = 8
 

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-import tiny
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.inference import decode_inputs
@@ -14,7 +12,9 @@ from spmd_engine.models import DecoderConfig, GPTSize, gpt
 from spmd_engine.models.decoder import decoder
 from spmd_engine.sharding import Layout
 from spmd_engine.sharding.shards import Shards
-from spmd_engine.verification import mesh_of_one
+from support import tiny
+from support.pairwise import in_turn
+from support.tiny import mesh_of_one
 
 SIZE = GPTSize(layers=2, width=12, heads=6, context=10, vocabulary=13, key_value_heads=3)
 TOKENS = np.random.default_rng(0).integers(0, 13, (5, 10))

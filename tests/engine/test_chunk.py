@@ -5,13 +5,13 @@ import weakref
 import numpy as np
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.pipeline import LayerSegment, Recompute, segments
 from spmd_engine.errors import UsageError
 from spmd_engine.models import deep_mlp, gpt, mlp
-from toy_layers import SERVING, TRAINING, Box, Stand, Toy, through, words
+from support import tiny
+from support.toy_layers import SERVING, TRAINING, Box, Stand, Toy, through, words
 
 # --- a chunk of layers
 

@@ -7,13 +7,13 @@ from math import ceil, prod
 import numpy as np
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.zero.compression import HalfPrecision, PowerSGD, TopK, compression
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.groups import Member, ParameterGroup, Sum
 from spmd_engine.training import Trainer
+from support import tiny
 
 RANKS = 3
 SHAPES = {"w0": (9, 8), "bias": (8,), "w1": (8, 3, 4), "scalar": ()}

@@ -6,7 +6,6 @@ from math import prod
 import numpy as np
 import pytest
 
-from pairwise import in_turn
 from spmd_engine import Mesh, ShardedEngine, as_distributed, run_threads
 from spmd_engine.arrays import einsum
 from spmd_engine.engine import SGD, AdamW
@@ -16,6 +15,7 @@ from spmd_engine.layers import Attention, Embedding, Head, LayerNorm, Linear, Po
 from spmd_engine.losses import cross_entropy
 from spmd_engine.models import deep_mlp, two_layers
 from spmd_engine.training import Trainer
+from support.pairwise import in_turn
 
 WIDTH, HIDDEN, BATCH = 5, 7, 11
 

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.batch import Batch, MicroBatch, make_batch
 from spmd_engine.layers.layer import documents_of
 from spmd_engine.models import DecoderConfig, GPTSize, decoder, gpt
 from spmd_engine.sharding import Layout
-from spmd_engine.verification import mesh_of_one
+from support import tiny
+from support.tiny import mesh_of_one
 
 LENGTHS = [(4, 3, 3), (10,), (1, 9), (5, 5), (2, 2, 2, 4)]  # of the documents of each row
 ROWS, LENGTH = len(LENGTHS), 10

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from linear_engine import Linear
 from spmd_engine import Mesh, batch_of, run_threads
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.engine import AdamW, LayeredEngine, as_distributed, making_on
@@ -12,21 +11,11 @@ from spmd_engine.engine.distributed import check_dtype, make_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Linear as LinearLayer
 from spmd_engine.models import deep_mlp
-from spmd_engine.planning.dry_run.analyze import Samples, analyze_engine
 from spmd_engine.training import Trainer
-from spmd_engine.verification.reference import engine_and_reference
+from support.linear_engine import Drawn, Linear
 
 X = np.random.default_rng(1).standard_normal((6, 3))
 Y = X[:, :2].copy()
-
-
-class Drawn(Linear):
-    """An engine as docs/engines.md shows one, from draws that NumPy makes in float64."""
-
-    drawn = np.float64
-
-    def __init__(self):
-        self.load_checkpoint({"w": np.random.default_rng(0).standard_normal((3, 2)).astype(self.drawn)})
 
 
 class ByHand(Linear):
@@ -104,17 +93,3 @@ def test_a_job_refuses_floats_of_another_dtype_on_all_ranks():
                 check_dtype("mine.py:ByHand", engine, np.float32)
 
     run_threads(program, 2)
-
-
-def test_verification_is_in_float64():
-    class Narrow(Drawn):
-        drawn = np.float32
-
-    with Mesh() as mesh:
-        for engine in engine_and_reference(Narrow, mesh):
-            assert engine.parameters["w"].dtype == np.float64
-
-
-def test_a_dry_run_counts_parameters_of_the_job_s_dtype():
-    analysis = analyze_engine(Drawn, {"data": 1}, Samples((3,), (2,), 4))
-    assert [shard.dtype for shard in analysis.classes[0].step.shards] == ["float32"]

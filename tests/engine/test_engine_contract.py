@@ -10,7 +10,7 @@ from spmd_engine.engine import ShardedEngine
 from spmd_engine.errors import MismatchError, UsageError
 from spmd_engine.strategies import DataParallel, SingleDevice, TensorParallel
 from spmd_engine.strategies.two_layers import initial_parameters
-from strangers import Bare, D, F
+from support.strangers import Bare, D, F
 
 
 def test_abstract_methods_are_those_three():

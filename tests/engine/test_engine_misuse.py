@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from linear_engine import Linear
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import SGD
 from spmd_engine.engine.batch import Batch, MicroBatch, batch_of
 from spmd_engine.errors import UsageError
 from spmd_engine.losses import cross_entropy
 from spmd_engine.training import Trainer
-from strangers import Bare
+from support.linear_engine import Linear
+from support.strangers import Bare
 
 X, Y = np.random.default_rng(0).standard_normal((8, 3)), np.random.default_rng(1).standard_normal((8, 2))
 

@@ -6,10 +6,8 @@ from functools import cache
 
 import numpy as np
 import pytest
-from test_layer_contract import MICRO_BATCHES, text_model, tokens
+from test_layer_contract import MICRO_BATCHES
 
-import tiny
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.engine import AdamW, LayeredEngine, schedules
 from spmd_engine.engine.batch import batch_of
@@ -19,7 +17,10 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models import two_layers
 from spmd_engine.sharding import Layout
 from spmd_engine.training import Trainer
-from traced_memory import peak_of
+from support import tiny
+from support.own_layers import text_model, tokens
+from support.pairwise import in_turn
+from support.traced_memory import peak_of
 
 WAYS = [
     ({"data": 4}, {}, {"model": 4}, {}),

@@ -5,7 +5,6 @@ from functools import partial
 import numpy as np
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import SGD, LayeredEngine, ShardedEngine, as_distributed
 from spmd_engine.engine.batch import MicroBatch, make_batch
@@ -14,6 +13,7 @@ from spmd_engine.engine.schedules import named
 from spmd_engine.losses import cross_entropy, mean_squared_error, right_classes
 from spmd_engine.models import mlp
 from spmd_engine.training import Trainer
+from support import tiny
 
 SIZES, N = (6, 8, 5, 4), 21
 RNG = np.random.default_rng(0)

@@ -23,7 +23,7 @@ from spmd_engine.engine.schedules.schedule import (
     Wait,
 )
 from spmd_engine.errors import UsageError
-from toy_layers import Stand, Toy, execution_of, through, words
+from support.toy_layers import Stand, Toy, execution_of, through, words
 
 
 class Bystander:

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-import routed
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import all_positions
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
@@ -17,6 +15,7 @@ from spmd_engine.layers import RouterOptions
 from spmd_engine.models import GPTSize, Mixture, gpt
 from spmd_engine.sharding import Layout
 from spmd_engine.training import Trainer
+from support import routed, tiny
 
 BLOCK = Recompute.BLOCK
 PARALLEL = {"layout": {"sequence_parallel": True}}

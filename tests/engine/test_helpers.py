@@ -9,17 +9,14 @@ from spmd_engine import run_threads
 from spmd_engine.comm.mesh import Mesh, mesh_without
 from spmd_engine.comm.world import world
 from spmd_engine.engine import SGD
-from spmd_engine.engine.helpers import AssignedLayers, Helpers, helper_ranks, serve
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine, build_helper
+from spmd_engine.engine.helpers import AssignedLayers, Helpers, serve
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.errors import MeshError, UsageError
 from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.models.names import build_model
-from spmd_engine.planning import analyze
-from spmd_engine.planning.machine.files import default_machine
-from spmd_engine.planning.simulator.check_prediction import predicted_sums
-from spmd_engine.planning.simulator.simulation import simulate
 from spmd_engine.training import Trainer
-from spmd_engine.verification.reference import batches_for_model
+from support.helped import calls_and_bytes, on_mesh_and_helpers
+from support.real_steps import real_batch
 
 STEPS, BATCH, LENGTH = 2, 9, 8
 GPT, EXPERTS, IMAGES = (
@@ -32,39 +29,16 @@ ADAPTERS = ModelConfig("llama-nano", dtype="float64", lora=LoRAOptions(rank=2))
 
 def trained(engine, micro_batches, grad_clip=1.0):
     """Losses, norms, side outputs, a validation loss, and all arrays after some steps."""
-    batches = batches_for_model(engine.model, BATCH, length=LENGTH, micro_batches=micro_batches, seed=1)
-    trainer = Trainer(engine, SGD(0.9), lambda step: batches(engine, step), lambda step: 0.05, grad_clip=grad_clip)
+    batches = lambda step: real_batch(engine.model, engine, BATCH, micro_batches, step, LENGTH)
+    trainer = Trainer(engine, SGD(0.9), batches, lambda step: 0.05, grad_clip=grad_clip)
     reports = list(trainer.run(STEPS))
     numbers = {f"loss {r.step}": r.loss for r in reports} | {f"norm {r.step}": r.grad_norm for r in reports}
     numbers |= {f"{name} {r.step}": value for r in reports for name, value in (r.side_outputs or {}).items()}
-    numbers["validation"] = trainer.evaluate([batches(engine, step) for step in (STEPS, STEPS + 1)])
+    numbers["validation"] = trainer.evaluate([batches(step) for step in (STEPS, STEPS + 1)])
     arrays = {name: engine.gather(name) for name in engine.names[::5]}
     if not engine.storages[0].zero:
         arrays |= {name: np.array(x) for name, x in engine.buffers.items()}
     return {name: np.asarray(value) for name, value in (numbers | arrays).items()}
-
-
-def calls_and_bytes(ledger):
-    return {line: (entry.calls, entry.sent) for line, entry in ledger.entries.items() if entry.calls}
-
-
-def on_mesh_and_helpers(model, composition, program):
-    """``program(engine)`` on the ranks of the mesh; on helper ranks their ledgers."""
-
-    helpers = helper_ranks(composition.assigned)
-
-    def run():
-        with mesh_without(helpers, composition.mesh, order=composition.order, timeout=60.0) as mesh:
-            if mesh.is_helper:
-                assert serve(mesh, lambda order: build_helper(model, mesh, composition)) == 0
-                return calls_and_bytes(mesh.ledger)
-            with Helpers(mesh) as started:
-                engine = build_engine(model, mesh, composition)
-                started.start({}, engine.first_owners)
-                return program(engine)
-
-    ranks = int(np.prod(list(composition.mesh.values()))) + len(helpers)
-    return run_threads(run, ranks)
 
 
 CASES = [
@@ -122,50 +96,14 @@ def test_a_helper_rank_computes_what_one_device_does(model, axes, assign, option
 def test_sixteen_bit_activations_are_sent_as_such_and_gradients_as_they_are_summed():
     composition = ParallelConfig(mesh={"data": 1}, assign="block1:rank1")
     model = ModelConfig("gpt-nano", dtype="bfloat16")
-    batches = batches_for_model(build_model("gpt-nano"), 4, length=8, dtype=np.float32)
-    _, sent = on_mesh_and_helpers(model, composition, lambda engine: engine.step(batches(engine, 0)))
-    block = [layer for name, layer in build_model("gpt-nano").layers if name.startswith("block1/")]
+    gpt = build_model("gpt-nano")
+    step = lambda engine: engine.step(real_batch(gpt, engine, 4, 1, length=8))
+    _, sent = on_mesh_and_helpers(model, composition, step)
+    block = [layer for name, layer in gpt.layers if name.startswith("block1/")]
     size, width = 2 * 4 * 8, block[0].sizes["d"]
     assert sent["send", "helper", "output"][1] == sent["send", "helper", "gradient"][1] == size * width
     gradients = sum(np.prod(p.whole(layer.sizes)) for layer in block for p in layer.parameters.values())
     assert sent["send", "helper", "weights"][1] == 4 * gradients
-
-
-@pytest.mark.parametrize("axes, assign", [({"data": 2}, "block1-2:rank2"), ({"pipe": 2}, "block0:rank1,block4:rank3")])
-def test_messages_of_a_step_are_as_predicted_on_both_ends(axes, assign):
-    composition = ParallelConfig(mesh=axes, assign=assign)
-    model = ModelConfig("gpt-nano", dtype="float64")
-    batches = batches_for_model(build_model("gpt-nano"), 8, length=16, micro_batches=2)
-
-    def program(engine):
-        batch = batches(engine, 0)
-        trainer = Trainer(engine, SGD(), lambda step: batch, lambda step: 0.1, step_metrics=False)
-        engine.mesh.ledger.clear()
-        trainer.step()
-        return calls_and_bytes(engine.mesh.ledger)
-
-    analysis = analyze(model, axes, composition, batch_size=8, micro_batches=2, sequence=16, optimizer=SGD())
-    results = on_mesh_and_helpers(model, composition, program)
-    helpers = helper_ranks(composition.assigned)
-    on_mesh, on_helpers = ([r for n, r in enumerate(results) if (n in helpers) is of] for of in (False, True))
-
-    lines = dict.fromkeys(line for ledger in on_mesh for line in ledger)
-    sums = {line: tuple(sum(x.get(line, (0, 0))[n] for x in on_mesh) for n in (0, 1)) for line in lines}
-    assert sums == predicted_sums(analysis)
-    for ledger, rank_class in zip(on_helpers, analysis.classes[-len(helpers) :], strict=True):
-        line = "receive", "helper", "request"
-        ledger[line] = ledger[line][0] - 2, 0  # the order before the step, and the dismissal after it
-        assert ledger == {line: (calls, sent) for line, (calls, _, sent) in rank_class.step.ledger().items()}
-    assert analysis.ranks == 2 + len(helpers) == len(analysis.peak_bytes_by_rank())
-    assert simulate(analysis, default_machine("cpu")).seconds > 0
-
-
-def test_an_owner_keeps_no_activations_of_assigned_layers():
-    model, sizes = ModelConfig("gpt-nano"), {"batch_size": 8, "micro_batches": 1}
-    (alone,) = analyze(model, {"data": 1}, ParallelConfig(), **sizes).peak_bytes_by_rank()
-    helped = ParallelConfig(mesh={"data": 1}, assign="block2-7:rank1")
-    owner, helper = analyze(model, {"data": 1}, helped, **sizes).peak_bytes_by_rank()
-    assert owner < 0.6 * alone and helper < 0.8 * alone
 
 
 @pytest.mark.parametrize(
@@ -196,14 +134,6 @@ def test_experts_that_ranks_share_cannot_be_assigned():
 def test_helper_ranks_take_devices_as_the_other_ranks_of_their_node_do():
     with mesh_without([1], {"data": 2}) as mesh:
         assert mesh.process_on_node == (world().rank, 3)
-
-
-def test_launches_of_a_helper_rank_are_counted():
-    helped = ParallelConfig(mesh={"data": 1}, assign="block2-7:rank1")
-    analysis = analyze(ModelConfig("gpt-nano"), {"data": 1}, helped, batch_size=2, device="cuda")
-    alone = analyze(ModelConfig("gpt-nano"), {"data": 1}, batch_size=2, device="cuda")
-    owner, helper = (analysis.of_rank(rank).launches for rank in (0, 1))
-    assert 0.5 * owner < helper < alone.of_rank(0).launches
 
 
 def test_a_mesh_is_opened_without_its_helper_ranks():

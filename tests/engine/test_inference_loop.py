@@ -13,7 +13,7 @@ from spmd_engine.runtime.activity import PATIENCE
 from spmd_engine.runtime.hang_report import last_begun
 from spmd_engine.strategies import DataParallel, SingleDevice, TensorParallel
 from spmd_engine.strategies.two_layers import initial_parameters
-from strangers import Bare, D, F
+from support.strangers import Bare, D, F
 
 
 def test_inference_mode_keeps_no_tape():

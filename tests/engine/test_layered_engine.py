@@ -10,8 +10,6 @@ from itertools import product
 import numpy as np
 import pytest
 
-import tiny
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays import random
 from spmd_engine.engine import SGD, Batch, LayeredEngine, MicroBatch, schedules
@@ -20,6 +18,8 @@ from spmd_engine.engine.schedules.schedule import Instruction
 from spmd_engine.errors import NotationError, UsageError
 from spmd_engine.models import gpt
 from spmd_engine.sharding import Layout
+from support import tiny
+from support.pairwise import in_turn
 
 train_once = cache(lambda **options: tiny.train({"data": 1}, **options)[0])
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.sharding import plan_transfer
+from support import tiny
 
 WAYS = [
     ({"data": 4}, {"zero": 3}, {"pipe": 2, "data": 2}, {"zero": 1}),

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import save_checkpoint
 from spmd_engine.engine import AdamW, ShardedEngine
 from spmd_engine.engine.state.assignment import ZeroConfig
+from support import tiny
 
 MANY_FIELDS = np.dtype([(f"a field with a long name, number {i}", "<f8", (2,)) for i in range(20)])
 

@@ -12,26 +12,31 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-import saved
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
 from spmd_engine.checkpoints.digest import digest_of_engine, digest_text
-from spmd_engine.engine import SGD, AdamW, LayeredEngine, offload
-from spmd_engine.engine.offload import AwayArray, Offload, OffloadError, OffloadFile, Stash
+from spmd_engine.engine import SGD, AdamW, LayeredEngine
+from spmd_engine.engine.offload import file as offload_file
+from spmd_engine.engine.offload.array import OffloadedArray
+from spmd_engine.engine.offload.config import Offload
+from spmd_engine.engine.offload.file import FileTarget
+from spmd_engine.engine.offload.stash import Stash
+from spmd_engine.engine.offload.stream import streamed
+from spmd_engine.engine.offload.target import OffloadError, OffloadTarget
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import gpt
 from spmd_engine.training import Trainer
+from support import saved, tiny
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder of offload files; a test runs wherever it is, and pieces are small, so that there are several."""
-    monkeypatch.setattr(offload, "_in_memory", lambda folder: "")
-    monkeypatch.setattr(offload, "PIECE", 1 << 12)
+    monkeypatch.setattr(offload_file, "_in_memory", lambda folder: "")
+    monkeypatch.setattr(OffloadTarget, "piece", 1 << 12)
     return str(tmp_path)
 
 
@@ -63,8 +68,8 @@ def train(axes, kinds, folder, *, optimizer=AdamW, after=None, run="", dtype=np.
                 )
             losses += [report.loss for report in trainer.run(3)]
             arrays = [array for state in trainer.optimizer.state.values() for array in state.values()]
-            assert all(isinstance(array, AwayArray) == ("optimizer" in kinds) for array in arrays)
-            assert all(isinstance(array, AwayArray) == ("parameters" in kinds) for array in engine.owned.values())
+            assert all(isinstance(array, OffloadedArray) == ("optimizer" in kinds) for array in arrays)
+            assert all(isinstance(array, OffloadedArray) == ("parameters" in kinds) for array in engine.owned.values())
             return losses, digest_text(digest_of_engine(engine, trainer.optimizer))
 
     return run_threads(program, tiny.ranks_of(axes))[0]
@@ -98,7 +103,7 @@ soak = partial(pytest.param, marks=pytest.mark.soak)
     ],
 )  # fmt: skip
 def test_what_is_offloaded_has_the_bits_of_what_is_in_memory(axes, kinds, how, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(offload, "SMALL", 64)
+    monkeypatch.setattr(OffloadTarget, "smallest", 64)
     runs = [
         train(axes, kinds, folder, **how | ({"run": str(tmp_path / f"run{len(kinds)}")} if "run" in how else {}))
         for kinds in ((), tuple(kinds.split(",")))
@@ -106,16 +111,16 @@ def test_what_is_offloaded_has_the_bits_of_what_is_in_memory(axes, kinds, how, f
     assert runs[0] == runs[1]
 
 
-def away(folder, x):
+def offloaded(folder, x):
     """An array in a file, with the values of ``x``."""
-    array = AwayArray(OffloadFile(folder), x.shape, x.dtype, CPU)
+    array = OffloadedArray(FileTarget(folder), x.shape, x.dtype, CPU)
     array[...] = x
     return array
 
 
 def test_an_array_in_a_file_is_indexed_and_assigned_as_one_in_memory(folder):
     x = np.random.default_rng(0).normal(size=(37, 5, 83))
-    array = away(folder, x)
+    array = offloaded(folder, x)
     rows, inside = array[3:30], array[5:, 1:4, 7:]
     assert np.array_equal(rows, x[3:30]) and np.array_equal(inside, x[5:, 1:4, 7:])
     assert np.array_equal(rows.reshape(27, -1)[2:4], x[5:7].reshape(2, -1))
@@ -125,17 +130,17 @@ def test_an_array_in_a_file_is_indexed_and_assigned_as_one_in_memory(folder):
 
 
 def test_pieces_are_read_ahead_and_written_behind_at_most_one_each(folder, monkeypatch):
-    moved = {"_read": [], "_write": []}
+    moved = {"read": [], "write": []}
 
     def noting(name, move):
         return lambda file, offset, view: moved[name].append(offset // 4096) or move(file, offset, view)
 
     for name in moved:
-        monkeypatch.setattr(OffloadFile, name, noting(name, getattr(OffloadFile, name)))
-    file, x = OffloadFile(folder), np.zeros(4096)
-    states = [[AwayArray(file, x.shape, x.dtype, CPU), AwayArray(file, x.shape, x.dtype, CPU)]]
-    for number, (_, _, arrays) in enumerate(offload.present(states)):
-        assert max(page % 8 for page in moved["_read"]) <= number + 1
+        monkeypatch.setattr(FileTarget, name, noting(name, getattr(FileTarget, name)))
+    file, x = FileTarget(folder), np.zeros(4096)
+    states = [[OffloadedArray(file, x.shape, x.dtype, CPU), OffloadedArray(file, x.shape, x.dtype, CPU)]]
+    for number, (_, _, arrays) in enumerate(streamed(states)):
+        assert max(page % 8 for page in moved["read"]) <= number + 1
         for array in arrays:
             array += number
     assert all(sorted(pages) == list(range(16)) for pages in moved.values())
@@ -143,7 +148,7 @@ def test_pieces_are_read_ahead_and_written_behind_at_most_one_each(folder, monke
 
 
 def test_a_stash_holds_the_last_two_layers_and_one_copy_of_what_several_save(folder):
-    stash, rng = Stash(OffloadFile(folder)), np.random.default_rng(0)
+    stash, rng = Stash(FileTarget(folder)), np.random.default_rng(0)
     weights = np.ones(1 << 14)
     trees, memories, expected = [], [], []
     x = rng.normal(size=(64, 32, 8))
@@ -165,16 +170,16 @@ def test_a_stash_holds_the_last_two_layers_and_one_copy_of_what_several_save(fol
         assert np.shares_memory(a, rest["t"]) and rest["w"] is weights and rest["n"] == 3
         assert (a.strides, b.strides[0], rest["t"].strides) == ((2048, 64, 8), 8, (64, 2048, 8))
     del a, b, rest
-    freed = {size: len(places) for size, places in stash._file._free.items()}
-    assert freed == {64 * 32 * 8 * 8: stash._file._end // (64 * 32 * 8 * 8)}
+    freed = {size: len(places) for size, places in stash._target._free.items()}
+    assert freed == {64 * 32 * 8 * 8: stash._target._end // (64 * 32 * 8 * 8)}
 
 
 def test_another_block_gets_the_place_of_a_freed_one_only_once_that_is_written(folder, monkeypatch):
-    write, disk_is_ready = OffloadFile._write, Event()
+    write, disk_is_ready = FileTarget.write, Event()
     monkeypatch.setattr(
-        OffloadFile, "_write", lambda file, place, view: disk_is_ready.wait(60) and write(file, place, view)
+        FileTarget, "write", lambda file, place, view: disk_is_ready.wait(60) and write(file, place, view)
     )
-    file = OffloadFile(folder)
+    file = FileTarget(folder)
     stash, size = Stash(file), 1 << 14
     tree = stash.put(np.ones(size, np.uint8))
     stash.put(np.ones(size, np.uint8))  # the first one is being written
@@ -187,24 +192,24 @@ def test_another_block_gets_the_place_of_a_freed_one_only_once_that_is_written(f
 
 
 def test_no_file_stays_and_none_is_opened_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(offload, "_in_memory", lambda folder: "")
-    file = OffloadFile(str(tmp_path))
+    monkeypatch.setattr(offload_file, "_in_memory", lambda folder: "")
+    file = FileTarget(str(tmp_path))
     file.reserve(1 << 16)
     assert not list(tmp_path.iterdir())
     with pytest.raises(OffloadError, match=r"nowhere: it cannot be written \(No such file or directory\)"):
-        OffloadFile(str(tmp_path / "nowhere"))
+        FileTarget(str(tmp_path / "nowhere"))
     monkeypatch.undo()
     if os.path.ismount("/dev/shm"):
         with pytest.raises(OffloadError, match=r"--offload-dir /dev/shm: it is in memory \(tmpfs\)"):
-            OffloadFile("/dev/shm")
+            FileTarget("/dev/shm")
 
 
 def test_state_of_a_device_is_in_a_file_or_on_the_host_and_activations_stay(folder, cuda):
     device, x = cuda, np.arange(3000.0)
     for offload_to in (Offload(("optimizer",), folder), Offload(("optimizer",), to="host")):
-        states = [[AwayArray(offload_to.open(device), x.shape, x.dtype, device) for _ in "mv"]]
+        states = [[OffloadedArray(offload_to.open(device), x.shape, x.dtype, device) for _ in "mv"]]
         states[0][1][...] = x
-        for _, _, (mean, square) in offload.present(states):
+        for _, _, (mean, square) in streamed(states):
             assert device.owns(mean) and not mean.memory.any()
             mean[...] = square
             square[...] = 7.0
@@ -249,7 +254,7 @@ def test_a_disk_that_fails_is_one_error_and_the_last_checkpoint_stays(
             return fault
 
         engine.mesh.barrier()
-        monkeypatch.setattr(offload, "os", SimpleNamespace(**vars(os) | {name: fail}))
+        monkeypatch.setattr(offload_file, "os", SimpleNamespace(**vars(os) | {name: fail}))
         trainer.step()
 
     run = tmp_path / "run"

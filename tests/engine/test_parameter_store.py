@@ -5,8 +5,6 @@ from functools import cache
 import numpy as np
 import pytest
 
-import tiny
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import AdamW, LayeredEngine, schedules
@@ -20,6 +18,8 @@ from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model
 from spmd_engine.models.mlp import squared_loss
 from spmd_engine.sharding.groups import ParameterGroup
+from support import tiny
+from support.pairwise import in_turn
 
 ENGINES = [
     ({"data": 3}, {}),

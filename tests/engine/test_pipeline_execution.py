@@ -10,7 +10,7 @@ from spmd_engine.arrays.backend import CPU
 from spmd_engine.engine import schedules
 from spmd_engine.engine.pipeline import LayerSegment, PipelineNeighbours
 from spmd_engine.engine.schedules.timeline import peak_activations, timeline
-from toy_layers import Stand, execution_of, through
+from support.toy_layers import Stand, execution_of, through
 
 
 @pytest.mark.parametrize("stages, per_stage, micro_batches", [(2, 1, 3), (3, 1, 5), (4, 2, 4), (2, 3, 5)])

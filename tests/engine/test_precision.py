@@ -6,20 +6,16 @@ from functools import cache
 import numpy as np
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.precision import accumulated_in, dtype_of, emulated, rounded
-from spmd_engine.engine import SGD, AdamW
-from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.layers.attention.attention import Alibi
-from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.sharding import Layout
 from spmd_engine.sharding.shards import Shards
 from spmd_engine.training import Trainer, loss_scale
 from spmd_engine.training.loss_scale import LossScale
-from spmd_engine.verification import mesh_of_one, verify
-from spmd_engine.verification.reference import batches_for_model
+from support import tiny
+from support.tiny import mesh_of_one
 
 BFLOAT16, FLOAT16 = map(dtype_of, ("bfloat16", "float16"))
 
@@ -156,65 +152,6 @@ def test_sums_of_tensor_parallelism_are_sent_in_half_the_bytes():
 # --- Meshes that round elsewhere
 
 
-def verified(axes, alter=lambda engine: None, optimizer=AdamW, **options):
-    def program():
-        with Mesh(**axes) as mesh:
-            engine = tiny.make_engine(mesh, dtype=BFLOAT16, **options)
-            alter(engine)
-            first = mesh.rank == 0
-            reference, exact = (
-                tiny.make_engine(mesh_of_one(), dtype=dtype) if first else None for dtype in (BFLOAT16, np.float64)
-            )
-            batches = batches_for_model(engine.model, 4, length=8)
-            how = {"steps": 2, "finite_differences": False, "optimizer": optimizer}
-            return verify(engine, reference, batches, exact=exact, **how)
-
-    with emulated():
-        return run_threads(program, tiny.ranks_of(axes))[0]
-
-
-def test_verify_says_what_differs_since_the_mesh_rounds_elsewhere():
-    report = verified({"model": 2})
-    assert report.agrees and 1e-4 < max(step.of_gradients for step in report.steps) < 0.3
-    assert {"block0/attention", "block1/mlp"} <= set(report.rounded_in)
-    assert "gradient of block0/mlp/w0" in report.differing
-    assert "ranks sum 16-bit floats in " in report.verdict
-    assert verified({"data": 2}, zero=3).verdict.startswith("agrees to ")
-
-
-def test_verify_updates_the_exact_engine_as_the_others():
-    made = []
-
-    def optimizer():
-        made.append(SGD(momentum=0.5))
-        return made[-1]
-
-    assert verified({"model": 2}, optimizer=optimizer).agrees
-    assert sum(bool(each.state) for each in made) == 2 + 2  # of the ranks, of the reference and of the exact engine
-
-
-def test_verify_finds_mistakes_among_roundings():
-    def scale_weights(engine):
-        if engine.mesh.rank == 1:  # of one rank's block, as a missing factor would
-            engine.parameters["block1/mlp/w1"][...] *= 1.2
-            engine.filled()
-
-    report = verified({"model": 2}, alter=scale_weights)
-    assert not report.agrees and report.disagreement.name == "block1/mlp/w1"
-
-
-def test_verify_finds_a_missing_sum_among_roundings(monkeypatch):
-    plain = Shards.start_reduce_scatter
-    missing = "block1/mlp"
-
-    def reduce_scatter(sh, x, *args, **options):
-        return x if sh.label == missing and sh.mesh.size > 1 else plain(sh, x, *args, **options)
-
-    monkeypatch.setattr(Shards, "start_reduce_scatter", reduce_scatter)
-    report = verified({"model": 2})
-    assert not report.agrees and report.disagreement.layer.startswith("block")
-
-
 # --- Loss scaling
 
 
@@ -269,18 +206,6 @@ def test_the_scale_stays_within_its_bounds_and_continues():
 
 
 # --- Memory
-
-
-def peak(dtype):
-    step = analyze(ModelConfig(name="gpt-nano"), {"data": 1}, batch_size=16, sequence=64, dtype=dtype).of_rank(0)
-    return step.peak
-
-
-def test_the_dry_run_keeps_half_of_the_activations():
-    wide, half = (peak(dtype).bytes_by_kind for dtype in ("float32", "bfloat16"))
-    assert half["activations"] <= 0.52 * wide["activations"]
-    assert half["gradients"] == wide["gradients"] and half["optimizer state"] == wide["optimizer state"]
-    assert half["parameters"] == 1.5 * wide["parameters"]  # masters besides
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])

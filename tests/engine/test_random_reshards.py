@@ -4,11 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_layer_contract import text_model
-from test_layer_contract import tokens as contract_tokens
 
-import pictures
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import batch_of
@@ -19,7 +15,10 @@ from spmd_engine.models import Mixture, gpt, layout_for
 from spmd_engine.sharding import Layout
 from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.training import Trainer
-from spmd_engine.verification import mesh_of_one
+from support import pictures, tiny
+from support.own_layers import text_model
+from support.own_layers import tokens as contract_tokens
+from support.tiny import mesh_of_one
 
 AXES = {
     "decoder": ["pipe", "data", "context", "model", "replicate", "shard"],

@@ -5,15 +5,14 @@ from math import prod
 import numpy as np
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads
-from spmd_engine.comm.communicators.communicator import Communicator
-from spmd_engine.comm.dispatch import Tuning
+from spmd_engine.comm.connections import Connections, Tuning
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.engine.zero.reducer import Reducer
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.models import deep_mlp
-from stored import TIED, UNTIED, Parts, every_stage_of_zero, integers, memory_of, pair_bytes, thresholds
+from support import tiny
+from support.stored import TIED, UNTIED, Parts, every_stage_of_zero, integers, memory_of, pair_bytes, thresholds
 
 
 class Garbage(Mesh):
@@ -173,7 +172,7 @@ def test_few_whole_gradients_are_here_at_once(zero):
 @every_stage_of_zero
 def test_a_reducer_begins_anew_after_a_step_that_broke_off(zero, monkeypatch):
     """Sums under way, of many pieces here, must not end in the gradients of the next step."""
-    monkeypatch.setattr(Communicator, "tuning", Tuning(piece=256))
+    monkeypatch.setattr(Connections, "tuning", Tuning(piece=256))
 
     def program():
         with Garbage(data=2) as mesh:

@@ -1,26 +1,21 @@
 """Unequal ranks: samples by shares of work, state by shares of memory, small tensors whole; one device's numbers."""
 
-from dataclasses import replace
 from functools import cache
 from math import prod
 
 import numpy as np
 import pytest
 
-import parts
-import tiny
-from planning.real_steps import ledgers
 from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import all_positions
-from spmd_engine.cli.show.memory import bytes_per_rank
 from spmd_engine.comm.notation import Spec
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_assignment, composed_layout
 from spmd_engine.errors import UsageError
 from spmd_engine.models import build_model, gpt
-from spmd_engine.planning import analyze
 from spmd_engine.training import Trainer
+from support import parts, tiny
 
 MODEL = gpt(tiny.SIZE, dropout=0.1)
 
@@ -69,35 +64,6 @@ def test_unequal_ranks_train_as_one_device(axes, composition, micro_batches, row
     found = trained(axes, composition, micro_batches)
     assert [each[-1] for each in found] == rows
     tiny.assert_same_training([each[:-1] for each in found], alone(micro_batches))
-
-
-@pytest.mark.parametrize("case", CASES[1:3], ids=["zero-1", "zero-3"])
-def test_what_unequal_ranks_send_is_foretold(case):
-    axes, composition, _, _ = case
-    sizes = {"batch_size": 12, "micro_batches": 1, "dtype": np.float32}
-    real = ledgers(MODEL, axes, composition, **sizes)
-    for alike in analyze(MODEL, axes, composition, **sizes):
-        for rank in alike.ranks:
-            assert sum(entry[2] for entry in real[rank].values()) == alike.step.bytes_sent
-
-
-def test_what_unequal_ranks_hold_is_foretold():
-    """Seven heads in the ratio 5:2 are 5 and 2; a rank without a share has what nobody shards."""
-    axes, composition = {"model": 3}, ParallelConfig(shares="model=5:0:2")
-    model = gpt(replace(tiny.SIZE, width=14, heads=7))
-
-    def program():
-        with Mesh(**axes) as mesh:
-            engine = LayeredEngine(model, mesh, composed_layout(model, mesh, composition), dtype=np.float64)
-            heads = engine.parameters["block0/attention/query"].shape[1]
-            return heads, sum(array.nbytes for array in engine.parameters.values())
-
-    heads, held = zip(*run_threads(program, 3), strict=True)
-    assert heads == (5, 0, 2)
-    shown = bytes_per_rank(model, axes, composition, dtype="float64")
-    analysis = analyze(model, axes, composition, batch_size=4, dtype=np.float64)
-    for rank in range(3):
-        assert dict(shown[rank])["parameters"] == analysis.of_rank(rank).before["parameters"] == held[rank]
 
 
 def owned(composition, axes):

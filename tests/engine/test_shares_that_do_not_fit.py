@@ -2,16 +2,16 @@
 
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import parse_axes
 from spmd_engine.engine import LayeredEngine
-from spmd_engine.engine.offload import Offload
+from spmd_engine.engine.offload.config import Offload
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import deep_mlp, gpt
 from spmd_engine.sharding import Layout
+from support import tiny
 
 UNEVEN = "pipe=2,model=1|2"
 

@@ -10,7 +10,7 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.sharding.groups import Member, Sum, make_groups
-from stored import FLOAT, every_stage_of_zero, integers, memory_of
+from support.stored import FLOAT, every_stage_of_zero, integers, memory_of
 
 SHAPES = {"w0": (5, 3), "empty": (0, 4), "w1": (2, 7), "bias": (6,), "number": ()}
 MESHES = [

@@ -6,10 +6,8 @@ from math import prod
 import numpy as np
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads
-from spmd_engine.comm.communicators.communicator import Communicator
-from spmd_engine.comm.dispatch import Tuning
+from spmd_engine.comm.connections import Connections, Tuning
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.pipeline import Recompute
@@ -18,7 +16,8 @@ from spmd_engine.layers import Linear
 from spmd_engine.models import Model, deep_mlp
 from spmd_engine.models.mlp import squared_loss
 from spmd_engine.sharding import Layout
-from stored import FLOAT, every_stage_of_zero, integers, pair_bytes
+from support import tiny
+from support.stored import FLOAT, every_stage_of_zero, integers, pair_bytes
 
 
 def engine_on(mesh, model, **options):
@@ -121,7 +120,7 @@ def test_nothing_stays_whole_between_steps():
 
 @every_stage_of_zero
 def test_a_step_after_one_that_broke_off_is_right(zero, monkeypatch):
-    monkeypatch.setattr(Communicator, "tuning", Tuning(piece=256))
+    monkeypatch.setattr(Connections, "tuning", Tuning(piece=256))
 
     def program():
         with Mesh(data=2) as mesh:

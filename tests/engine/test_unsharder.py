@@ -8,7 +8,7 @@ from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.engine.zero.unsharder import Unsharder
 from spmd_engine.models import deep_mlp
-from stored import TIED, UNTIED, Parts, memory_of, pair_bytes, thresholds
+from support.stored import TIED, UNTIED, Parts, memory_of, pair_bytes, thresholds
 
 
 def leaves(tree, prefix=""):

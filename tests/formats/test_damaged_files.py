@@ -1,57 +1,30 @@
 """Damaged files of every kind that others write: each is read, or is one clear error that names the file."""
 
 import json
-import random
 import shutil
-import time
 import zipfile
-from contextlib import suppress
 from hashlib import sha256
-from importlib import resources
 from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
-from other_systems import description
-from other_systems.description import Transformer, read_system
-from other_systems.memory import memory_of
-from other_systems.work import model_of
 
-from altered import gguf_of, in_bytes, in_json, in_words
-from labelled_images import write_folder, write_idx, write_npz
 from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.checkpoints.hf.weights import Pretrained, adapter_options
-from spmd_engine.cli.infer import read_inputs
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import documents, find_files
 from spmd_engine.formats.token_file import TokenFacts, add_to_digest, layout, open_token_file
 from spmd_engine.models.load_config import ends_at, load_config, tokenizer_at
-from spmd_engine.planning.machine.files import read_machine
-from spmd_engine.planning.model_file import planned_model
-from spmd_engine.planning.plan_result import PlanFile
-from spmd_engine.serving.sampling import read_generation_config
 from spmd_engine.training.data.images import ImageRows, find_images
 from spmd_engine.training.train_config import TrainConfig
+from support.altered import gguf_of, in_bytes, in_words
+from support.damaged import JSON, Kind, check_damaged, in_array, in_object, text_file
+from support.labelled_images import write_folder, write_idx, write_npz
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FAMILIES = sorted(path.name for path in (GOLDEN / "decoders").iterdir())
 TEXT = "Hello world, naïve 数字 🙂 1234\n  end"
-MOST_SECONDS = 20.0  #: of the processor, for a case
-
-
-class Kind(NamedTuple):
-    """A kind of file."""
-
-    write: object  #: writes sound files into a folder; returns the one to be damaged
-    read: object  #: reads it, or the folder that it is in, entirely, and returns something of it
-    alter: tuple = (in_bytes,)
-    is_proven: bool = False  #: whether the format has a checksum: what is read is the same, or is refused
-
-
-def in_object(content, rng):
-    return json.dumps(in_json(json.loads(content), rng)).encode()
 
 
 def in_header(content, rng):
@@ -72,13 +45,6 @@ def in_member(content, rng):
     return out.getvalue()
 
 
-def in_array(content, rng):
-    """The header of an .npy file, of another length."""
-    end = 10 + int.from_bytes(content[8:10], "little")
-    text = in_words(content[10:end], rng)[: (1 << 16) - 1]
-    return content[:8] + len(text).to_bytes(2, "little") + text + content[end:]
-
-
 def in_facts(content, rng):
     """A GGUF file with another first fact: of any kind, also of lists in lists."""
     depth = rng.choice([0, 1, 63, 64, 65, 5000, 100_000])
@@ -89,14 +55,6 @@ def in_facts(content, rng):
     name = rng.choice([b"general.alignment", b"general.architecture", b"llama.block_count", b"x"])
     count = int.from_bytes(content[16:24], "little") + 1
     return content[:16] + count.to_bytes(8, "little") + len(name).to_bytes(8, "little") + name + fact + content[24:]
-
-
-def text_file(name, text):
-    def write(folder):
-        (folder / name).write_text(text)
-        return folder / name
-
-    return write
 
 
 def copied(source, name):
@@ -161,14 +119,6 @@ def read_tokens(path):
     return file.tokens.tolist(), file.ends.tolist()
 
 
-def read_system_file(path):
-    system, transformer = read_system(path), Transformer(4, 64, 4, 32, 100)
-    with suppress(UsageError):  # these name the system
-        for recompute in ("none", "selective"):
-            memory_of(system, transformer, {"data": 2}, micro_batch=1, micro_batches=2, recompute=recompute)
-            model_of(system, transformer, recompute)
-
-
 def read_tokenizer(path):
     read = tokenizer_at(path.parent if path.suffix == ".json" else path)
     read.decode([*read.encode(TEXT), 0, 299, 10**6])
@@ -203,31 +153,10 @@ def read_images(path):
     return ImageRows(found.parts)[:].tobytes(), found.y.tolist()
 
 
-def npy(folder):
-    np.save(folder / "x.npy", np.arange(24.0).reshape(4, 6))
-    return folder / "x.npy"
-
-
-MACHINES = resources.files("spmd_engine.planning") / "machines"
-MACHINE = (MACHINES / "a100.toml").read_text() + '[topology]\nkind = "fat-tree"\nleaf = 4\n'
-SYSTEM = Path(description.__file__).with_name("megatron-deepspeed.toml").read_text()
-PLAN = PlanFile(ranks=2, machine="x").as_json()
 JOB = TrainConfig.of(model="mlp", mesh={"data": 2, "model": 2}, zero=1, steps=3, data="texts").as_json()
-MODEL = "layers = 2\nwidth = 8\nheads = 2\ncontext = 16\nvocabulary = 300\ntied = true\nepsilon = 1e-5\n"
-GENERATION = {"do_sample": True, "temperature": 0.5, "top_k": 3, "eos_token_id": [1, 2], "max_new_tokens": 9}
 LINES = "".join(json.dumps(each) + "\n" for each in ({"text": "a"}, {"prompt": "b", "completion": "c"}) * 3)
-JSON, TOML = (in_bytes, in_words, in_object, in_object), (in_bytes, in_words, in_words)
 KINDS = {
-    "machine": Kind(text_file("x.toml", MACHINE), read_machine, TOML),
-    "system": Kind(text_file("x.toml", SYSTEM), read_system_file, TOML),
-    "sizes": Kind(text_file("x.toml", MODEL), lambda path: planned_model(str(path)), TOML),
-    "plan": Kind(text_file("x.json", json.dumps(PLAN)), PlanFile.read, JSON),
     "job": Kind(text_file("x.json", json.dumps(JOB)), TrainConfig.read, JSON),
-    "generation": Kind(
-        text_file("generation_config.json", json.dumps(GENERATION)),
-        lambda path: read_generation_config(path.parent),
-        JSON,
-    ),
     "documents": Kind(
         text_file("x.jsonl", LINES),
         lambda path: list(documents(find_files([str(path)]), 0, 1 << 60, 1 << 60)),
@@ -246,7 +175,6 @@ KINDS = {
     ),
     "plain": Kind(copied(GOLDEN / "decoders" / "llama", "model.safetensors"), read_plain, (in_bytes, in_header)),
     "tokens": Kind(token_file, read_tokens, (in_bytes, in_header), True),
-    "npy": Kind(npy, lambda path: read_inputs(str(path)), (in_bytes, in_array)),
     "npz": Kind(lambda folder: write_npz(folder / "x.npz"), read_images, (in_bytes, in_member)),
     "compressed": Kind(lambda folder: write_npz(folder / "x.npz", True), read_images, (in_bytes, in_member)),
     "idx": Kind(
@@ -271,24 +199,7 @@ KINDS = {
 @pytest.mark.parametrize("count", [4, pytest.param(140, marks=pytest.mark.soak)], ids=["few", "many"])
 @pytest.mark.parametrize("name", KINDS)
 def test_what_was_damaged_is_read_or_is_one_line(name, count, tmp_path):
-    kind = KINDS[name]
-    path = kind.write(tmp_path)
-    sound, expected = path.read_bytes(), kind.read(path)
-    for number in range(count):
-        rng = random.Random(f"{name} {number}")
-        path.write_bytes(content := rng.choice(kind.alter)(sound, rng))
-        begin = time.process_time()
-        try:
-            found = kind.read(path)
-        except UsageError as error:
-            assert "\n" not in str(error) and len(str(error)) <= 4010, (number, str(error)[:500])
-            assert str(tmp_path) in str(error), (number, str(error)[:500])
-        except Exception as error:
-            error.add_note(f"case {number}: {content[:300]!r}")
-            raise
-        else:
-            assert not kind.is_proven or found == expected, number
-        assert time.process_time() - begin < MOST_SECONDS, number
+    check_damaged(KINDS[name], name, count, tmp_path)
 
 
 @pytest.mark.parametrize("name, value", [("rope_parameters", 5), ("rope_scaling", [1]), ("layer_types", 7)], ids=str)

@@ -7,9 +7,9 @@ import zipfile
 import numpy as np
 import pytest
 
-from labelled_images import CODES, LABELS, PIXELS, idx, write_folder, write_npz
 from spmd_engine.errors import UsageError
 from spmd_engine.formats import MappedArray, image_files, npz_names, read_idx, read_npz
+from support.labelled_images import CODES, LABELS, PIXELS, idx, write_folder, write_npz
 
 
 def opened(array):

@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.gguf import BY_NAME, BlockedTensor, read_gguf
+from support import tiny
 
 FOLDER = Path(__file__).parents[1] / "golden" / "gguf"
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from alive import is_alive
+from support.alive import is_alive
 
 EVERY_WAY_TO_END = """
 def test_serial():

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from alive import is_alive
 from mpi_harness.parent import Crew
+from support.alive import is_alive
 
 SHARED = """
 @pytest.fixture

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from script_module import script
+from support.script_module import script
 
 new_tests = script("new_tests_against")
 

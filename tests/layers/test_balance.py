@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from numerics import assert_gradient, normals
-from routers import CUTS, EXPERTS, LOGITS, ROUTERS, WHOLE, assembled, block, on_ranks
 from spmd_engine.layers.moe.router import balance_gradient, balance_loss, bias_fold, entropy, z_gradient, z_loss
 from spmd_engine.layers.moe.routing import RouterOptions, choose, expert_counts
+from support.numerics import assert_gradient, normals
+from support.routers import CUTS, EXPERTS, LOGITS, ROUTERS, WHOLE, assembled, block, on_ranks
 
 FLAT = LOGITS.reshape(-1, EXPERTS)
 KINDS = "mixtral", "after", "plain", "deepseek"  # with another softmax, or sigmoid, or k

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from numerics import normals
-from pairwise import every_pair
-from routers import CUTS, EXPERTS, LOGITS, WHOLE, assembled, chosen, collectively, on_ranks, tokens_of
 from spmd_engine.layers.moe.dispatch import capacity_of, in_quanta, keep
 from spmd_engine.layers.moe.routing import RouterOptions
+from support.numerics import normals
+from support.pairwise import every_pair
+from support.routers import CUTS, EXPERTS, LOGITS, WHOLE, assembled, chosen, collectively, on_ranks, tokens_of
 
 BY = ("position", "probability")
 OPTIONS = {

@@ -2,9 +2,9 @@
 
 import pytest
 
-from image_layers import IMAGE, Problem, assert_as_one_device, solve
 from spmd_engine.comm.pending import Deferred, wait_for
 from spmd_engine.layers import BatchNorm, Chain, Conv2d, Gather, Layer, ReLU, ResidualBlock
+from support.image_layers import IMAGE, Problem, assert_as_one_device, solve
 
 
 class UnderWay:

@@ -8,8 +8,6 @@ from threading import get_ident
 import numpy as np
 import pytest
 
-from layer_harness import BATCH, LENGTH, Problem, assert_same, cut, problem_of, single, solve
-from pairwise import every_pair
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.attention import causal_attention
 from spmd_engine.comm.pending import wait_for
@@ -18,6 +16,8 @@ from spmd_engine.layers import Attention, LayerNorm, Residual
 from spmd_engine.layers.attention import context
 from spmd_engine.layers.attention.context import CONTEXT_METHODS, context_method
 from spmd_engine.sharding import Layout
+from support.layer_harness import BATCH, LENGTH, Problem, assert_same, cut, problem_of, single, solve
+from support.pairwise import every_pair
 
 ITEM = 8
 WIDTH = 12

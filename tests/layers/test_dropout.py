@@ -7,11 +7,11 @@ from math import prod
 import numpy as np
 import pytest
 
-from layer_harness import BATCH, LENGTH, MESHES, ONE, every_layer, problem_of, single, solve, where_and_when
-from numerics import frozen, normals
 from spmd_engine import Mesh, run_threads
 from spmd_engine.layers.containers import Dropout
 from spmd_engine.sharding import Layout, Shards
+from support.layer_harness import BATCH, LENGTH, MESHES, ONE, every_layer, problem_of, single, solve, where_and_when
+from support.numerics import frozen, normals
 
 
 def masks(axes, rate=0.5, sequence_parallel=False, length=LENGTH, label="layer", x=None, **when):

@@ -5,9 +5,6 @@ from functools import cache
 import numpy as np
 import pytest
 
-from image_layers import BATCH, IMAGE, ONE, Problem, assert_as_one_device, assert_same, slope, solve
-from numerics import normals
-from pairwise import in_turn
 from spmd_engine import Mesh
 from spmd_engine.arrays.windows import Window
 from spmd_engine.errors import UsageError
@@ -27,6 +24,9 @@ from spmd_engine.layers import (
 )
 from spmd_engine.layers.images import inner_outputs, part_of
 from spmd_engine.sharding import Layout, Shards
+from support.image_layers import BATCH, IMAGE, ONE, Problem, assert_as_one_device, assert_same, slope, solve
+from support.numerics import normals
+from support.pairwise import in_turn
 
 CONVOLUTIONS = {
     "3x3": Conv2d(("c", 4), ("f", 7), IMAGE, 3, padding=1),

@@ -8,7 +8,12 @@ from math import prod
 import numpy as np
 import pytest
 
-from layer_harness import (
+from spmd_engine import Mesh, run_threads
+from spmd_engine.comm.pending import wait_for
+from spmd_engine.errors import NotationError
+from spmd_engine.layers import Attention, AttentionConfig, Embedding, GradientSums, Rotary, RotaryOptions
+from spmd_engine.layers.declarations import Parameter
+from support.layer_harness import (
     LAYERS,
     MESHES,
     WIDTH,
@@ -21,13 +26,8 @@ from layer_harness import (
     solve,
     tree,
 )
-from numerics import assert_gradient, frozen, normals
-from pairwise import in_turn
-from spmd_engine import Mesh, run_threads
-from spmd_engine.comm.pending import wait_for
-from spmd_engine.errors import NotationError
-from spmd_engine.layers import Embedding, GradientSums
-from spmd_engine.layers.declarations import Parameter
+from support.numerics import assert_gradient, frozen, normals
+from support.pairwise import in_turn
 
 # --- one device: the backward is the derivative of the forward
 
@@ -231,3 +231,14 @@ def test_letters_of_a_parameter_stand_apart():
     assert Parameter("d f").dims == "d f" and Parameter("").dims == ""
     with pytest.raises(NotationError, match=r'Parameter\("d ff"\): dims are letters with blanks between .* "d f f"'):
         Parameter("d ff")
+
+
+def test_attention_takes_fields_of_its_config_as_keywords_also_by_the_names_of_earlier_releases():
+    scores = {"attention_scale": 0.5, "attention_cap": 3.0, "window": 4}
+    norms = {"qk_norm": True, "epsilon": 1e-3, "qk_norm_all_heads": True, "rope_before_norm": True}
+    config = AttentionConfig(rotary=RotaryOptions(), **norms, **scores)
+    earlier = {"norm_epsilon": 1e-3, "norm_together": True, "turned_first": True, "scale": 0.5, "cap": 3.0, "window": 4}
+    assert Attention(12, 6, **norms, **scores, rotary=RotaryOptions()).config == config
+    assert Attention(12, 6, **earlier, rotary=Rotary(2, RotaryOptions())).config == config
+    with pytest.raises(TypeError, match="windows"):
+        Attention(12, 6, windows=3)

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from dense import BATCH, ONE, OUTPUTS, Problem, assert_same, linear, on_mesh, problem_of, skip, tree
-from numerics import assert_gradient, normals
 from spmd_engine.errors import NotationError, UsageError
 from spmd_engine.layers import Linear, Skip
+from support.dense import BATCH, ONE, OUTPUTS, Problem, assert_same, linear, on_mesh, problem_of, skip, tree
+from support.numerics import assert_gradient, normals
 
 # --- one device
 

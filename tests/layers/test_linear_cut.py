@@ -7,9 +7,9 @@ import pickle
 import numpy as np
 import pytest
 
-from dense import BATCH, INPUTS, ONE, OUTPUTS, Local, Problem, assert_same, linear, on_mesh, problem_of, skip
 from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.pending import wait_for
+from support.dense import BATCH, INPUTS, ONE, OUTPUTS, Local, Problem, assert_same, linear, on_mesh, problem_of, skip
 
 WHOLE = [(), ("slice_input",), ("gather_output",), ("slice_input", "gather_output")]
 #: Meshes, and which axes cut which letter.

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from numerics import assert_gradient, frozen, normals
 from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.blocks import span
 from spmd_engine.errors import UsageError
 from spmd_engine.losses import cross_entropy, mean_squared_error
+from support.numerics import assert_gradient, frozen, normals
 
 SHAPE, VOCABULARY = (2, 5), 13
 LOGITS = frozen(3 * normals(*SHAPE, VOCABULARY))

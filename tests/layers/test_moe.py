@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from layer_harness import where_and_when
-from numerics import assert_gradient, normals
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.activations import gelu
 from spmd_engine.comm.pending import wait_for
 from spmd_engine.layers import GradientSums, MoE, RouterOptions
 from spmd_engine.layers.moe.dispatch import Dispatch
 from spmd_engine.sharding import Layout, Shards
+from support.layer_harness import where_and_when
+from support.numerics import assert_gradient, normals
 
 B, S, D, F, E = 3, 4, 6, 5, 7
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from numerics import assert_gradient, normals
-from routers import CUTS, EXPERTS, LOGITS, ROUTERS, WHOLE, assembled, on_ranks, tokens_of
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.moe.routing import RouterOptions, choose, expert_counts, weights_gradient
+from support.numerics import assert_gradient, normals
+from support.routers import CUTS, EXPERTS, LOGITS, ROUTERS, WHOLE, assembled, on_ranks, tokens_of
 
 every_router = pytest.mark.parametrize("router", ROUTERS)
 FLAT = LOGITS.reshape(-1, EXPERTS)

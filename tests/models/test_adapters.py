@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import all_positions
 from spmd_engine.checkpoints import Checkpoint, save_checkpoint
 from spmd_engine.checkpoints.hf.export import export_adapters, export_huggingface
 from spmd_engine.checkpoints.hf.weights import adapter_options, merged
 from spmd_engine.checkpoints.pretrained import open_pretrained, with_shape
-from spmd_engine.cli.show.memory import bytes_per_rank
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.parallel_config import (
@@ -30,6 +28,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.moe.routing import RouterOptions
 from spmd_engine.models import DecoderConfig, Mixture
 from spmd_engine.models.lora import LoRAOptions
+from support import tiny
 
 SHAPE = DecoderConfig(
     family="qwen3", layers=2, width=12, heads=6, key_value_heads=2, head_width=4, hidden=10, vocabulary=13,
@@ -135,7 +134,7 @@ def test_every_mesh_computes_the_same(axes, composition, shape):
     ids=str,
 )
 def test_fully_sharded_no_frozen_number_is_stored_twice(axes, shape, copies):
-    """And none stays whole after a step, nor has a gradient. What each rank has is what is predicted."""
+    """And none stays whole after a step, nor has a gradient."""
 
     def program():
         with Mesh(**axes) as mesh:
@@ -143,15 +142,13 @@ def test_fully_sharded_no_frozen_number_is_stored_twice(axes, shape, copies):
             engine = build_engine(config, mesh, ParallelConfig(mesh=axes, zero=3))
             engine.load_checkpoint(values(engine, [*engine.names, *engine.buffer_names]))
             engine.step(batch_of(*TOKENS, engine))
-            storages = engine._placed.frozen.storages
+            storages = engine.placed.frozen.storages
             assert all(each.whole_parameters is None and each.own_gradients.size == 0 for each in storages)
             return sum(each.size for each in engine.buffers.values()), engine.model
 
     found = run_threads(program, tiny.ranks_of(axes))
     whole = sum(np.prod(shape) for _, (_, shape) in found[0][1].buffers())
     counts = [count for count, _ in found]
-    predicted = bytes_per_rank(found[0][1], axes, ParallelConfig(zero=3), dtype="float64")
-    assert [8 * count for count in counts] == [dict(rank)["frozen weights"] for rank in predicted]
     assert sum(counts) == copies * whole and max(counts) < 1.4 * sum(counts) / len(counts)
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from script_module import script
 from spmd_engine.models.decoder import DecoderConfig, decoder
 from spmd_engine.models.families import FAMILIES
 from spmd_engine.models.hf.read_config import MODEL_TYPES, read_config
 from spmd_engine.models.hf.write_config import config_json
 from spmd_engine.models.weight_map import weight_map
+from support.script_module import script
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 

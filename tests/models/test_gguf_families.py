@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.checkpoints.pretrained import open_pretrained
@@ -13,6 +12,7 @@ from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.gguf import GGUF, read_gguf
 from spmd_engine.models.gguf import ARCHITECTURES, config_of_gguf
+from support import tiny
 
 FOLDER = Path(__file__).parents[1] / "golden" / "gguf_families"
 FAMILIES = sorted(path.stem for path in FOLDER.glob("*.npz"))

@@ -5,11 +5,11 @@ from importlib.resources import files
 import numpy as np
 import pytest
 
-import tiny
-from script_module import script
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from support import tiny
+from support.script_module import script
 
 pytest.importorskip("glassllm", reason="needs the model in PyPI's glassllm: pip install '.[test]'")
 

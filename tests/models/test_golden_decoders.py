@@ -6,9 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import parts
-import tiny
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.checkpoints.pretrained import load_pretrained
@@ -17,6 +14,8 @@ from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, buil
 from spmd_engine.layers.attention.kv_cache import Cache
 from spmd_engine.models.load_config import load_config
 from spmd_engine.models.weight_map import weight_map
+from support import parts, tiny
+from support.pairwise import in_turn
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
 FAMILIES = sorted(path.name for path in FOLDERS.iterdir())

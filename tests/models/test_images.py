@@ -5,7 +5,6 @@ from itertools import product
 import numpy as np
 import pytest
 
-from pictures import BATCH, SHAPE, assert_same, pictures, small_convnet, small_resnet, train
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import LayeredEngine, schedules
 from spmd_engine.engine.batch import batch_of
@@ -13,6 +12,7 @@ from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.errors import MeshError, UsageError
 from spmd_engine.models import ImageShape, build_model, convnet, layout_for
+from support.pictures import BATCH, SHAPE, assert_same, pictures, small_convnet, small_resnet, train
 
 MODELS = {
     "convnet": small_convnet,

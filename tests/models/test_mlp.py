@@ -7,7 +7,6 @@ from math import log, prod
 import numpy as np
 import pytest
 
-import parts
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import SGD, AdamW, Batch, LayeredEngine, MicroBatch
 from spmd_engine.engine.batch import batch_of
@@ -18,6 +17,7 @@ from spmd_engine.strategies import SingleDevice
 from spmd_engine.strategies.two_layers import initial_parameters
 from spmd_engine.training import Trainer, load_corpus
 from spmd_engine.training.data.corpus import data_for
+from support import parts
 
 LETTERS = {"data": "b", "model": "f", "row": "d", "col": "f"}
 MESHES = [

@@ -7,10 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from real_steps import build, real_batch
 
-import tiny
-from script_module import script
 from spmd_engine import Mesh
 from spmd_engine.cli import main
 from spmd_engine.engine import AdamW
@@ -22,6 +19,9 @@ from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.step_analysis import critical_path
 from spmd_engine.training import Trainer
+from support import tiny
+from support.real_steps import build, real_batch
+from support.script_module import script
 
 SIZES = {"batch_size": 8, "micro_batches": 2}
 GPT = gpt(replace(tiny.SIZE, layers=2))
@@ -239,3 +239,15 @@ def test_parameters_beyond_the_memory_of_a_node_are_refused_before_they_are_made
     monkeypatch.setattr("spmd_engine.engine.zero.parameter_store.memory_here", lambda: 1000)
     with pytest.raises(UsageError, match=r"its parameters alone are .* KiB, and this node has 1000 B of mem"):
         build(deep_mlp(4, 16), Mesh(), ParallelConfig(), np.float32)
+
+
+def peak(dtype):
+    step = analyze(ModelConfig(name="gpt-nano"), {"data": 1}, batch_size=16, sequence=64, dtype=dtype).of_rank(0)
+    return step.peak
+
+
+def test_the_dry_run_keeps_half_of_the_activations():
+    wide, half = (peak(dtype).bytes_by_kind for dtype in ("float32", "bfloat16"))
+    assert half["activations"] <= 0.52 * wide["activations"]
+    assert half["gradients"] == wide["gradients"] and half["optimizer state"] == wide["optimizer state"]
+    assert half["parameters"] == 1.5 * wide["parameters"]  # masters besides

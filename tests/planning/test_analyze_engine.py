@@ -5,10 +5,8 @@ from math import prod
 import numpy as np
 import pytest
 
-from linear_engine import Linear
-from spmd_engine import Mesh, as_distributed, run_threads
+from spmd_engine import Mesh, as_distributed, batch_of, run_threads
 from spmd_engine.engine import SGD, LayeredEngine
-from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.distributed import make_engine
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import ZeroConfig
@@ -19,6 +17,7 @@ from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training import Trainer
 from spmd_engine.verification import mesh_of_one
+from support.linear_engine import Drawn, Linear
 
 WIDTH = 6
 
@@ -120,3 +119,8 @@ def test_an_engine_of_as_distributed_is_analyzed():
     predicted = analyze_engine(make, {"data": 2}, samples, optimizer=SGD())
     for rank, ledger in enumerate(ledgers(make, {"data": 2}, samples)):
         assert predicted.of_rank(rank).ledger() == ledger
+
+
+def test_a_dry_run_counts_parameters_of_the_job_s_dtype():
+    analysis = analyze_engine(Drawn, {"data": 1}, Samples((3,), (2,), 4))
+    assert [shard.dtype for shard in analysis.classes[0].step.shards] == ["float32"]

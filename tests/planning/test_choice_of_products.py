@@ -12,11 +12,10 @@ from spmd_engine.arrays.products import DTYPES, NUMPY, SIZES, in_use
 from spmd_engine.cli import main
 from spmd_engine.errors import CheckpointError
 from spmd_engine.models.load_config import located
-from spmd_engine.planning.machine import products
+from spmd_engine.planning.machine import product_choice, products
 from spmd_engine.planning.machine.files import calibrated_file, default_machine
+from spmd_engine.planning.machine.product_choice import choose_products
 from spmd_engine.planning.machine.products import kept_rates, measure_products, rates_file
-from spmd_engine.training import product_choice
-from spmd_engine.training.product_choice import choose_products
 
 CLASSES = [(dtype, size) for dtype in DTYPES for size in SIZES]
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from script_module import script
 from spmd_engine import run_threads
 from spmd_engine.arrays.meta.meter import CONVOLUTION, CONVOLUTION_WEIGHTS
 from spmd_engine.comm.mesh import Mesh
@@ -17,6 +16,7 @@ from spmd_engine.planning.machine.files import parse_machine, read_machine, toml
 from spmd_engine.planning.machine.machine import Curve, Fitted
 from spmd_engine.planning.simulator.compute_time import ComputeTimes, bytes_of
 from spmd_engine.planning.simulator.step_evaluation import evaluate_step
+from support.script_module import script
 
 
 def host(**speeds):
@@ -104,7 +104,7 @@ def test_a_plan_for_gpus_counts_launches_unless_passes_are_fitted():
 
 def test_recorded_steps_are_predicted(capsys, monkeypatch):
     """What was measured on a machine is predicted by what was measured of it, whatever machine this is."""
-    step_times = script("step_times")
+    step_times = script("step_times", "benchmarks")
     monkeypatch.setattr(step_times, "launched", None)  # nothing is run
     for file in sorted(step_times.RECORDED.glob("*.json")):
         monkeypatch.setattr("sys.argv", ["step_times.py", "--replay", str(file), "--only", "gpt-mini/data=2;mlp"])

@@ -7,9 +7,9 @@ import pytest
 from spmd_engine import run_threads
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.errors import PlanError
+from spmd_engine.jobs.run_job import train
 from spmd_engine.planning.simulator.check_prediction import differences, routed_bytes
 from spmd_engine.training import TrainConfig
-from spmd_engine.training.run_job import train
 
 LINE = ("all_reduce", "data", "gradients")
 
@@ -62,7 +62,7 @@ def test_a_step_without_an_analysis_is_trained(tmp_path, monkeypatch, caplog):
 
 
 def test_a_job_s_mesh_sums_in_rank_order_if_it_says_so(monkeypatch):
-    from spmd_engine.training import run_job
+    from spmd_engine.jobs import run_job
 
     asked = {}
     monkeypatch.setattr(run_job, "mesh_without", lambda helpers, axes, **options: asked.update(axes, **options))

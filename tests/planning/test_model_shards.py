@@ -4,10 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from placements import exact
 
-import tiny
-from linear_engine import Linear
 from spmd_engine.cli import main
 from spmd_engine.engine.distributed import make_engine
 from spmd_engine.engine.parallel_config import ParallelConfig
@@ -19,6 +16,9 @@ from spmd_engine.planning.machine.files import parse_machine, toml_of
 from spmd_engine.planning.search.placement import annealed, tasks_of
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
+from support import tiny
+from support.linear_engine import Linear
+from support.placements import exact
 
 GPT = gpt(tiny.SIZE)
 COMPOSITIONS = [

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from test_simulation import analysis, machine, ms, work
 
-import tiny
 from spmd_engine import Mesh, run_threads
-from spmd_engine.engine import AdamW, LayeredEngine, offload
-from spmd_engine.engine.offload import OffloadFile
+from spmd_engine.engine import AdamW, LayeredEngine
+from spmd_engine.engine.offload import file as offload_file
+from spmd_engine.engine.offload.file import FileTarget
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import gpt
@@ -21,6 +21,7 @@ from spmd_engine.planning.search import plan_search
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.search_space import Candidate
 from spmd_engine.training import Trainer
+from support import tiny
 
 SIZES = {"batch_size": tiny.BATCH, "micro_batches": 2}
 
@@ -35,7 +36,7 @@ SIZES = {"batch_size": tiny.BATCH, "micro_batches": 2}
 )
 def test_predicted_transfers_of_the_optimizer_state_are_those_of_the_files(how, tmp_path, monkeypatch):
     """Up to the last page of each array."""
-    monkeypatch.setattr(offload, "_in_memory", lambda folder: "")
+    monkeypatch.setattr(offload_file, "_in_memory", lambda folder: "")
     axes = how.get("mesh", {"data": 2})
     composition = ParallelConfig(**how, offload_dir=str(tmp_path))
     moved = [0, 0]
@@ -56,8 +57,8 @@ def test_predicted_transfers_of_the_optimizer_state_are_those_of_the_files(how, 
         trainer.step()
         return sum(2 * -(-x.nbytes // 4096) * 4096 - 2 * x.nbytes for x in engine.owned.values())
 
-    for place, name in enumerate(("_read", "_write")):
-        monkeypatch.setattr(OffloadFile, name, counting(place, getattr(OffloadFile, name)))
+    for place, name in enumerate(("read", "write")):
+        monkeypatch.setattr(FileTarget, name, counting(place, getattr(FileTarget, name)))
     padding = sum(run_threads(program, 2))
     predicted = analyze(gpt(tiny.SIZE), axes, composition, **SIZES)
     computations = [each for rank in range(2) for each in predicted.of_rank(rank).computations]

@@ -6,11 +6,11 @@ from math import inf
 
 import numpy as np
 import pytest
-from placements import exact
 
-from pairwise import in_turn
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.search.placement import Tasks, annealed, assigned, evolved, shares
+from support.pairwise import in_turn
+from support.placements import exact
 
 
 def drawn(seed, tasks=8, nodes=3, **constraints):

@@ -1,6 +1,7 @@
 """``plan`` as a whole: its plans keep the limits by the simulated step and not only by an estimate."""
 
 import json
+import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import GPT_SIZES, GPTSize, gpt
 from spmd_engine.models.names import build_model
-from spmd_engine.planning import analyze
+from spmd_engine.planning import analyze, plan
 from spmd_engine.planning.explain import explain
 from spmd_engine.planning.machine.files import read_machine
 from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
@@ -256,3 +257,18 @@ def test_fourteen_questions_are_answered(name):
     analysis = analyze(ModelConfig(name), {"data": 4}, batch_size=16, device="cuda")
     peak = replace(analysis, tables=()).peak_bytes  # ranks with devices of their own hold no slot tables
     assert by_question["What is the peak memory now, where and when?"] == {"bytes": peak}
+
+
+def described(html):
+    """The text of a piece of HTML, which must be well formed."""
+    return " ".join(ElementTree.fromstring(f"<div>{html}</div>").itertext())
+
+
+def test_a_plan_shows_itself():
+    options = {"machine": "cpu", "batch_size": 8, "seconds": 1}
+    found = described(plan(ModelConfig("two-layers").build(ParallelConfig()), ranks=2, **options)._repr_html_())
+    assert "python -m spmd_engine train --model" in found and "the step, as predicted" in found
+    given = described(plan("two-layers", mesh={"data": 2}, **options)._repr_html_())
+    assert "data=2" in given and "the step, as predicted" in given
+    refused = described(plan("two-layers", ranks=1, memory="1KiB", **options)._repr_html_())
+    assert "memory at most 1.00 KiB cannot be kept" in refused

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from real_steps import ledgers
 
-import tiny
 from spmd_engine.axes import parse_axes
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.layers import Embedding, Head, Layer, LayerNorm, Parameter, Residual
@@ -18,6 +16,8 @@ from spmd_engine.models.decoder import decoder, token_loss
 from spmd_engine.models.lora import LoRAOptions, with_adapters
 from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
 from spmd_engine.planning import analyze
+from support import tiny
+from support.real_steps import ledgers
 
 LAYERS = Path(__file__).parents[2] / "docs" / "layers.md"
 GPT = gpt(replace(tiny.SIZE, layers=3))

@@ -4,9 +4,9 @@ from importlib import resources
 
 import pytest
 
-from script_module import script
+from support.script_module import script
 
-Columns = script("score_columns").Columns
+Columns = script("score_columns", "benchmarks").Columns
 ROW = {"Num_Layers": "24", "d_model": "1024", "heads": "16", "gbs": "32", "TP": "2", "step_ms": "250", "note": "x"}
 
 

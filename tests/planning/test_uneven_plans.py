@@ -1,5 +1,6 @@
 """Plans with uneven stages or a helper rank, where a node is too small for its part of any even mesh."""
 
+import json
 import re
 
 import pytest
@@ -48,6 +49,7 @@ def test_a_stage_is_split_further_for_the_node_that_is_too_small():
     assert re.match(r"without limits of memory .* would take [\d.]+ ms: the limits cost [\d.]+ ms of a step", cost)
     again = analyze(MODEL, mesh, result.composition, batch_size=8, micro_batches=result.micro_batches)
     assert again.bytes_sent == result.evaluation.bytes_sent
+    assert json.loads(json.dumps(again.as_json()))["axes"] == {"pipe": 2, "model": [1, 2]}
     assert result.plan_file("gpt-nano").ranks == 3
 
 

@@ -44,15 +44,6 @@ def test_launcher_is_recognized(monkeypatch, told, expected):
     assert (is_launched(), launcher_rank(), launcher_size()) == expected
 
 
-def test_one_of_several_processes_that_mpi_does_not_join_is_refused(tmp_path):
-    """As under ``srun --mpi=none``: four processes, each of which would train alone, into the same folder."""
-    environment = {**clean_environment(), "PYTHONPATH": os.getcwd(), "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
-    command = [sys.executable, "-m", "spmd_engine", "train", "--model", "mlp", "--steps", "1", "--run", "r"]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=100)
-    assert ended.returncode == 2 and not (tmp_path / "runs").exists()
-    assert ended.stderr.startswith("spmd_engine: started as one of 4 processes by srun, but MPI sees only this one")
-
-
 @pytest.mark.parametrize(
     "told, refused",
     [

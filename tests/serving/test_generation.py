@@ -1,21 +1,27 @@
 """Texts: the same on every mesh, in every batch, and ended as asked."""
 
+import json
+import runpy
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-import tiny
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.precision import dtype_of, emulated
+from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.layers.attention.kv_cache import Columns
 from spmd_engine.models import DecoderConfig
 from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
+from spmd_engine.serving.sampling import read_generation_config
 from spmd_engine.serving.scoring import score
 from spmd_engine.tokens import ByteTokenizer
+from spmd_engine.tokens.hugging_face import read_tokenizer
+from support import tiny
+from support.pairwise import in_turn
 
 TOKENS = 11
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [1, 2, 3], [12]]
@@ -261,3 +267,37 @@ def test_halves_are_rounded_alike_on_every_mesh_and_in_every_batch(precision):
         for text, like in zip(texts, expected, strict=True):
             assert text.tokens == like.tokens
             np.testing.assert_allclose(text.log_probs, like.log_probs, rtol=0, atol=1e-12)
+
+
+def test_texts_end_with_the_tokens_that_the_config_names_where_no_other_file_does(tmp_path):
+    config = {"model_type": "llama", "eos_token_id": [5, 7]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_generation_config(tmp_path).ends == (5, 7)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 6}')
+    assert read_generation_config(tmp_path).ends == (6,)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert read_generation_config(tmp_path).ends == ()
+
+
+ALICE = " the\nQueen to the Queen, and she found it was saying to herself, and\nshe was so much a"
+
+
+@in_turn(2, axes=[{"data": 1}, {"model": 4}, {"model": 3}, {"context": 2}, {"pipe": 2}])
+def test_a_trained_model_writes_its_documented_text(axes, tmp_path):
+    pytest.importorskip("glassllm", reason="needs the model in PyPI's glassllm: pip install '.[test]'")
+    folder = tmp_path / "glass"
+    runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "convert_glassllm.py"))["convert"]("en", folder)
+    tokenizer = read_tokenizer(folder)
+    prompt = tokenizer.encode("Alice was beginning to")
+    assert prompt == [494, 160, 729, 633, 111]
+
+    def program():
+        with Mesh(**axes) as mesh:
+            engine, _ = open_pretrained(ModelConfig(name=str(folder)), mesh)
+            stopping = StoppingCriteria(24)
+            return generate(
+                engine, [prompt], sampling=SamplingOptions(), stopping=stopping, tokenizer=tokenizer, log_probs=True
+            )
+
+    for (found,) in run_threads(program, tiny.ranks_of(axes)):
+        assert found.text == ALICE and abs(found.log_probs[0] + 1.5998) < 1e-4

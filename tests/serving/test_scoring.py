@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.errors import UsageError
 from spmd_engine.serving.scoring import score
+from support import tiny
 
 RNG = np.random.default_rng(0)
 TEXTS = [RNG.integers(0, 13, length).tolist() for length in (11, 2, 27, 6)]  # the context is 10

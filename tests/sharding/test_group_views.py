@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parameter_groups import cases, group_of
+from support.parameter_groups import cases, group_of
 
 
 def wholes(group):

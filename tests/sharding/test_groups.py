@@ -6,8 +6,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parameter_groups import DATA, ITEM, boundaries, cases, group_of, member
 from spmd_engine.sharding.groups import CAP, Sum, make_groups
+from support.parameter_groups import DATA, ITEM, boundaries, cases, group_of, member
 
 SUMS = [Sum(), DATA, Sum(("data",)), Sum(("data", "model"), ("data",)), Sum(("data",), (), stages=(0, 2))]
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from numerics import normals
-from on_ranks import DTYPES, assert_same, on_ranks, values
-from resharding import DATA_MODEL, each_mesh_with_pairs, numbered, on_mesh, specs
 from spmd_engine import Mesh, run_threads
 from spmd_engine.sharding import Spec, gather, reshard, reshard_plan, shard
+from support.numerics import normals
+from support.on_ranks import DTYPES, assert_same, on_ranks, values
+from support.resharding import DATA_MODEL, each_mesh_with_pairs, numbered, on_mesh, specs
 
 # --- every pair
 

@@ -4,10 +4,10 @@ from itertools import permutations
 
 import numpy as np
 
-from numerics import normals
-from on_ranks import assert_same
-from resharding import CUBE, each_mesh_with_pairs, on_mesh
 from spmd_engine.sharding import Spec, reshard, shard
+from support.numerics import normals
+from support.on_ranks import assert_same
+from support.resharding import CUBE, each_mesh_with_pairs, on_mesh
 
 
 @each_mesh_with_pairs(3)

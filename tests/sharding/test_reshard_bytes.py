@@ -2,9 +2,9 @@
 
 import pytest
 
-from numerics import normals
-from resharding import on_mesh
 from spmd_engine.sharding import reshard, shard
+from support.numerics import normals
+from support.resharding import on_mesh
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resharding import MESHES, numbered, specs
 from spmd_engine.axes import all_positions
 from spmd_engine.sharding import Spec, reshard_plan
+from support.resharding import MESHES, numbered, specs
 
 ON = {"data": 2, "model": 2, "expert": 2}
 

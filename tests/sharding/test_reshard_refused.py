@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from resharding import on_mesh
 from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.sharding import reshard, reshard_plan
+from support.resharding import on_mesh
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from on_ranks import assert_same
-from resharding import numbered, on_mesh
 from spmd_engine.axes import all_positions
 from spmd_engine.sharding import Spec, gather, reshard, reshard_plan, shard
+from support.on_ranks import assert_same
+from support.resharding import numbered, on_mesh
 
 WEIGHTED = ["b s f", "b/data s f", "b/data:3:1 s f", "b s/data:1:2 f/model:0:1", "b/model,data:1:4 s f", "b s f/model"]
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from numerics import normals
-from on_ranks import assert_same
-from resharding import numbered, on_mesh
 from spmd_engine.sharding import Spec, gather, reshard, reshard_plan, shard
+from support.numerics import normals
+from support.on_ranks import assert_same
+from support.resharding import numbered, on_mesh
 
 
 def test_a_shard_is_a_contiguous_copy():

@@ -5,12 +5,12 @@ from math import prod
 import numpy as np
 import pytest
 
-from numerics import normals
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.windows import Window
 from spmd_engine.comm.pending import wait_for
 from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.sharding import Layout, Shards
+from support.numerics import normals
 
 SHAPE = (3, 5, 4)  # b s d
 

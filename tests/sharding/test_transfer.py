@@ -6,9 +6,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from numerics import normals
-from on_ranks import on_ranks
-from pairwise import every_pair
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.axes import all_positions
@@ -17,7 +14,10 @@ from spmd_engine.sharding import Layout
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.sharding.transfer import plan_transfer
-from traced_memory import peak_of
+from support.numerics import normals
+from support.on_ranks import on_ranks
+from support.pairwise import every_pair
+from support.traced_memory import peak_of
 
 RANKS = [1, 2, 3, 6, *(pytest.param(n, marks=pytest.mark.soak) for n in (4, 8))]
 SHAPE = (11, 6)

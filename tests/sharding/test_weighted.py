@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from numerics import normals
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, save_checkpoint
 from spmd_engine.engine import SGD, ShardedEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.errors import UsageError
+from support.numerics import normals
 
 X, Y, W = normals(9, 5), normals(9, 3, seed=1), normals(5, 3, seed=2)
 

@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 
-from combinations import ATTENTION, BLOCK, PARALLEL, Case, assert_as_one_device
 from spmd_engine.engine import SGD
 from spmd_engine.engine.schedules import named
+from support.combinations import ATTENTION, BLOCK, PARALLEL, Case, assert_as_one_device
 
 
 def holds(cases, soak=()):

@@ -5,13 +5,13 @@ from math import prod
 import numpy as np
 import pytest
 
-from combinations import ATTENTION, BLOCK, PARALLEL, Case, assert_as_one_device, assert_same, train
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.schedules import named
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.models import deep_mlp, layout_for, mlp, two_layers
+from support.combinations import ATTENTION, BLOCK, PARALLEL, Case, assert_as_one_device, assert_same, train
 
 
 @pytest.mark.parametrize(

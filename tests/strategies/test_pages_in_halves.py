@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-import pages
-from linear_engine import Linear
-from pairwise import in_turn
 from spmd_engine import Mesh, TrainConfig, batch_of, run_threads, train
 from spmd_engine.arrays.precision import emulated
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
@@ -20,6 +17,9 @@ from spmd_engine.engine.optimizers import MASTER
 from spmd_engine.errors import UsageError
 from spmd_engine.strategies import STRATEGIES
 from spmd_engine.training import Trainer
+from support import pages
+from support.linear_engine import Linear
+from support.pairwise import in_turn
 
 SAME_ROUNDINGS = {"single-device", "pipeline", "vertical-cnn"}  # what they sum is on one rank
 

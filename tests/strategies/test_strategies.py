@@ -6,24 +6,6 @@ from math import prod
 import numpy as np
 import pytest
 
-from numerics import assert_gradient
-from pages import (
-    CASES,
-    HEADS,
-    B,
-    D,
-    F,
-    assert_trained_alike,
-    build,
-    case_id,
-    data,
-    in_time,
-    one_rank,
-    single,
-    train,
-    trained_alone,
-)
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.engine import SGD, AdamW
 from spmd_engine.engine.batch import batch_of
@@ -40,6 +22,24 @@ from spmd_engine.strategies import (
     strategy_named,
 )
 from spmd_engine.training import Trainer
+from support.numerics import assert_gradient
+from support.pages import (
+    CASES,
+    HEADS,
+    B,
+    D,
+    F,
+    assert_trained_alike,
+    build,
+    case_id,
+    data,
+    in_time,
+    one_rank,
+    single,
+    train,
+    trained_alone,
+)
+from support.pairwise import in_turn
 
 every_strategy = pytest.mark.parametrize("name", STRATEGIES)
 

@@ -6,8 +6,6 @@ from math import prod
 import numpy as np
 import pytest
 
-from pages import HEADS, LAYERS, B, D, F, S, build, data
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.batch import batch_of
@@ -15,6 +13,8 @@ from spmd_engine.strategies import STRATEGIES, Pipeline
 from spmd_engine.strategies.page import Weight
 from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training import Trainer
+from support.pages import HEADS, LAYERS, B, D, F, S, build, data
+from support.pairwise import in_turn
 
 P, A, L = 2 * D * F, 4 * D * D, LAYERS * 2 * D * F  # parameters of the two layers, of attention, of the stack
 BD, BF, BSD = B * D, B * F, B * S * D

@@ -6,8 +6,6 @@ from math import prod
 import numpy as np
 import pytest
 
-from pages import HEADS, LAYERS, D, F, S, build, case_id, data, one_rank, single
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import AdamW, LayeredEngine
@@ -18,6 +16,8 @@ from spmd_engine.models.mlp import squared_loss, two_layers
 from spmd_engine.models.model import Model
 from spmd_engine.strategies import STRATEGIES, AttentionHeads, Pipeline, default_axes
 from spmd_engine.training import Trainer
+from support.pages import HEADS, LAYERS, D, F, S, build, case_id, data, one_rank, single
+from support.pairwise import in_turn
 
 STEPS = 4
 

@@ -1,25 +1,19 @@
-"""Tokenizers of others' files, chat templates; and the text that a trained model is documented to write."""
+"""Tokenizers of others' files, and chat templates."""
 
 import json
-import runpy
 from pathlib import Path
 
 import pytest
 
-import tiny
-from altered import gguf_of
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.hf.export import export_huggingface
 from spmd_engine.checkpoints.hf.weights import Pretrained
-from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.load_config import tokenizer_at
-from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
 from spmd_engine.tokens import ByteTokenizer, TextStream
 from spmd_engine.tokens.chat import _process, chat_text
 from spmd_engine.training.data.prepare import prepare
+from support.altered import gguf_of
 
 library = pytest.importorskip("tokenizers")
 from spmd_engine.tokens.gguf import (  # noqa: E402 (only with the library)
@@ -404,29 +398,3 @@ def test_a_conversation_that_is_no_json_is_refused():
     pytest.importorskip("jinja2")
     with pytest.raises(UsageError, match="cannot write this conversation"):
         chat_text(Chatty("x"), [{"content": object()}])
-
-
-# --- a trained model
-
-ALICE = " the\nQueen to the Queen, and she found it was saying to herself, and\nshe was so much a"
-
-
-@in_turn(2, axes=[{"data": 1}, {"model": 4}, {"model": 3}, {"context": 2}, {"pipe": 2}])
-def test_a_trained_model_writes_its_documented_text(axes, tmp_path):
-    pytest.importorskip("glassllm", reason="needs the model in PyPI's glassllm: pip install '.[test]'")
-    folder = tmp_path / "glass"
-    runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "convert_glassllm.py"))["convert"]("en", folder)
-    tokenizer = read_tokenizer(folder)
-    prompt = tokenizer.encode("Alice was beginning to")
-    assert prompt == [494, 160, 729, 633, 111]
-
-    def program():
-        with Mesh(**axes) as mesh:
-            engine, _ = open_pretrained(ModelConfig(name=str(folder)), mesh)
-            stopping = StoppingCriteria(24)
-            return generate(
-                engine, [prompt], sampling=SamplingOptions(), stopping=stopping, tokenizer=tokenizer, log_probs=True
-            )
-
-    for (found,) in run_threads(program, tiny.ranks_of(axes)):
-        assert found.text == ALICE and abs(found.log_probs[0] + 1.5998) < 1e-4

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-import tiny
 from spmd_engine import ArrayData, Mesh, run_threads
 from spmd_engine.errors import UsageError
 from spmd_engine.strategies import DataParallel
+from support import tiny
 
 X, Y = np.arange(46.0).reshape(23, 2), np.arange(23) % 3  # sample i has x[i, 0] = 2i
 

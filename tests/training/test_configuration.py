@@ -9,9 +9,9 @@ import pytest
 from spmd_engine.configuration import settings_of
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.jobs.run_job import notices_of_rates
 from spmd_engine.models import Mixture
 from spmd_engine.models.names import build_model
-from spmd_engine.training.run_job import notices_of_rates
 from spmd_engine.training.train_config import FIXED, StepConfig, TrainConfig
 from spmd_engine.training.workload import rate_of
 

@@ -9,13 +9,13 @@ import os
 import numpy as np
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.token_file import is_token_file
 from spmd_engine.tokens.tokenizer import END_OF_FILE, ByteTokenizer
 from spmd_engine.training.data.corpus import Corpus, load_corpus
 from spmd_engine.training.data.prepare import prepare
+from support import tiny
 
 CONTEXT = 8
 

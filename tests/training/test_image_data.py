@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import tiny
-from labelled_images import CLASSES, LABELS, PIXELS, H, N, W, idx, write_folder, write_idx, write_npz
 from spmd_engine import Mesh, run_threads
 from spmd_engine.errors import UsageError
 from spmd_engine.models import ImageShape
 from spmd_engine.strategies import DataParallel
 from spmd_engine.training.data.images import ImageData, as_floats, load_images
+from support import tiny
+from support.labelled_images import CLASSES, LABELS, PIXELS, H, N, W, idx, write_folder, write_idx, write_npz
 
 
 class Cut(DataParallel):

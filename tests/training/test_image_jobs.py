@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pytest
 
-import tiny
-from labelled_images import LABELS, PIXELS, write_idx, write_npz
 from spmd_engine import TrainConfig, run_threads, train
 from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.training import Observer
 from spmd_engine.training.train_config import OF_IMAGES
+from support import tiny
+from support.labelled_images import LABELS, PIXELS, write_idx, write_npz
 
 SHAPE = {"height": 6, "width": 5, "channels": 1, "classes": 3}
 SMALL = {"model": "convnet", "dtype": "float64", "steps": 3, "batch_size": 6, "augment": "shift-flip", "eval_every": 2}

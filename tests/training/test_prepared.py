@@ -9,22 +9,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import tiny
-from spmd_engine import Mesh, run_threads
+from spmd_engine import Mesh, run_threads, train
 from spmd_engine.engine import SGD
 from spmd_engine.engine.batch import make_batch
 from spmd_engine.engine.parallel_config import ModelConfig, build_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import Document
 from spmd_engine.formats.token_file import is_token_file, open_token_file
+from spmd_engine.jobs.run_job import keep_tokenizer
 from spmd_engine.tokens import ByteTokenizer
 from spmd_engine.tokens.hugging_face import TOKENIZER
-from spmd_engine.training import Run, TrainConfig, Trainer, train
+from spmd_engine.training import Run, TrainConfig, Trainer
 from spmd_engine.training.data.prepare import _encoded, prepare
 from spmd_engine.training.data.token_data import PreparedData, check_file, whole_documents, windows
-from spmd_engine.training.run import Observer
-from spmd_engine.training.run_job import keep_tokenizer
+from spmd_engine.training.observers import Observer
 from spmd_engine.training.workload import make_trainer, open_workload
+from support import tiny
 
 SMALL_TEXT = {"model": "gpt-nano", "length": 16, "steps": 2, "batch_size": 3, "eval_samples": 2, "sample": 0}
 TEXTS = [f"document {number}: " + "abc " * (number * 7 % 30) for number in range(40)]

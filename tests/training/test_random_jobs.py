@@ -2,7 +2,7 @@
 
 import pytest
 
-from random_jobs import check_job
+from support.random_jobs import check_job
 
 SHORT = (2, 24)  #: a decoder with adapters; a mixture of experts, with a move to another mesh
 

@@ -1,15 +1,16 @@
 """Experts move to where there is room while a training goes on, and it computes what it would have."""
 
+from types import SimpleNamespace
+
 import numpy as np
 
-import routed
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW
-from spmd_engine.engine.state.assignment import ZeroConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.sharding.experts import imbalance
 from spmd_engine.training import Trainer
 from spmd_engine.training.expert_load import ExpertLoad, Rebalancer
+from support import routed, tiny
 
 
 def losses(axes, every=0):
@@ -18,7 +19,8 @@ def losses(axes, every=0):
             engine, optimizer = routed.engine_on(mesh, routed.model(), zero=1), AdamW()
             batches = lambda step: tiny.batch(engine, step, 2)
             trainer = Trainer(engine, optimizer, batches, lambda step: 0.05, grad_clip=0.3)
-            rebalancer = Rebalancer(engine, optimizer, every, storage=ZeroConfig(1)) if every else None
+            rebalancer = Rebalancer(ParallelConfig(zero=1, rebalance_every=every))
+            rebalancer.during(SimpleNamespace(engine=engine, trainer=trainer, moving=False), 5)
             found, uneven = [], []
             for report in trainer.run(5):
                 found += [report.loss, report.grad_norm]
@@ -26,9 +28,8 @@ def losses(axes, every=0):
                 parts = mesh.axes.get("expert", 1)
                 where = {layer: engine.layout.parts(layer, "e", len(load), mesh) for layer, load in loads.items()}
                 uneven.append(max(imbalance(where[layer], load, parts) for layer, load in loads.items()))
-                if rebalancer:
-                    rebalancer.after(report.step)
-            return found, uneven, rebalancer.moves if rebalancer else 0
+                rebalancer.between_steps(report.step, False)
+            return found, uneven, rebalancer.moves
 
     return run_threads(program, tiny.ranks_of(axes))
 

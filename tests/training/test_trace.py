@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-import routed
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.training.trace import Trace
+from support import routed, tiny
 
 
 def traced(axes, nodes=None, **options):

@@ -6,8 +6,6 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-import saved
-import tiny
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.arrays.updates import sum_of_squares
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
@@ -19,6 +17,7 @@ from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.strategies import DataParallel
 from spmd_engine.training import Trainer
 from spmd_engine.training import trainer as training_loop
+from support import saved, tiny
 
 
 def make_trainer(mesh, optimizer=None, engine=MappingProxyType({}), **options):

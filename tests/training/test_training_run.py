@@ -10,9 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import saved
-import tiny
-from command_line import limited
 from spmd_engine import ArrayData, Mesh, Run, TrainConfig, run_threads, train, world
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder
 from spmd_engine.checkpoints.format.folder import RunLock, replace_file
@@ -22,9 +19,11 @@ from spmd_engine.errors import UsageError
 from spmd_engine.strategies import DataParallel
 from spmd_engine.training import Observer, Trainer
 from spmd_engine.training.loggers import CSVLogger, LoggerObserver
-from spmd_engine.training.run import MetricsFile
-from spmd_engine.training.run_job import read_run
+from spmd_engine.training.observers import MetricsFile
+from spmd_engine.training.run_folder import read_run
 from spmd_engine.training.trainer import StepReport
+from support import saved, tiny
+from support.command_line import limited
 
 X = np.random.default_rng(0).standard_normal((40, 4))
 Y = np.sin(X)

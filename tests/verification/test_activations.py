@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Layer
 from spmd_engine.verification.activations import compare_activations
+from support import tiny
 
 FOLDER = Path(__file__).parents[1] / "golden" / "decoders" / "qwen3"
 GOLDEN = dict(np.load(FOLDER / "reference.npz"))

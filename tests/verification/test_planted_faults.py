@@ -4,13 +4,12 @@ from collections import Counter
 
 import pytest
 
-import planted
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import SGD
 from spmd_engine.errors import UsageError
 from spmd_engine.verification import engine_and_reference, fill_zeros, verify
 from spmd_engine.verification.reference import batches_of_shape
+from support import planted, tiny
 
 
 def report_of(make, source, **options):

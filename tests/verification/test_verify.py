@@ -5,9 +5,6 @@ from functools import partial
 import numpy as np
 import pytest
 
-import pages
-import tiny
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.engine import SGD, LayeredEngine, ShardedEngine, schedules
 from spmd_engine.engine.batch import batch_of
@@ -23,6 +20,9 @@ from spmd_engine.verification import engine_and_reference, fill_zeros, mesh_of_o
 from spmd_engine.verification.comparison import from_first, measure
 from spmd_engine.verification.lockstep import Pair
 from spmd_engine.verification.reference import batches_for_model, batches_of_shape
+from support import pages, tiny
+from support.own_layers import image_model, images, text_model, tokens
+from support.pairwise import in_turn
 
 GPT = [
     ({"data": 1}, {}),
@@ -269,3 +269,29 @@ def test_a_reference_that_diverges_tells_nothing():
                 verify(*pair, batches, optimizer=SGD, rate=1e150, steps=9)
 
     run_threads(program, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "axes", "cuts"),
+    [
+        (text_model, tokens, {"data": 2, "model": 2}, None),
+        (text_model, tokens, {"pipe": 2, "data": 2}, None),
+        (image_model, images, {"data": 2, "rows": 2}, {"b": ("data",), "h": ("rows",)}),
+        (image_model, images, {"pipe": 2, "model": 2}, {"o": ("model",)}),
+    ],
+    ids=["text", "text in stages", "images", "images in stages"],
+)
+def test_verify_agrees_on_buffers_side_outputs_and_letters_of_images(model, batch, axes, cuts):
+    def program():
+        with Mesh(**axes) as mesh:
+            layout = Layout(cuts, cuts) if cuts else Layout.for_mesh(mesh)
+            engine = LayeredEngine(model(), mesh, layout, dtype=np.float64, seed=5)
+            alone = None
+            if mesh.rank == 0:
+                alone = LayeredEngine(model(), mesh_of_one(), Layout(), dtype=np.float64, seed=5)
+            batches = lambda engine, step: batch_of(*batch(step), engine, 2, step)
+            differences = "pipe" not in axes  # without stages, the reference is the same
+            return verify(engine, alone, batches, steps=2, finite_differences=differences)
+
+    for report in run_threads(program, ranks=tiny.ranks_of(axes)):
+        assert report.agrees, str(report)

@@ -6,9 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import tiny
-from faults import HOW
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.comm.pending import Pending
@@ -20,6 +17,9 @@ from spmd_engine.models.load_config import load_config
 from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.verification import Cause, engine_of_model, mesh_of_one, verify
 from spmd_engine.verification.reference import batches_for_model
+from support import tiny
+from support.faults import HOW
+from support.pairwise import in_turn
 
 FOLDER = Path(__file__).parents[1] / "golden" / "decoders" / "qwen3"
 SHAPE = DecoderConfig(

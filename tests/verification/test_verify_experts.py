@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 
-import routed
-import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.pending import Pending
 from spmd_engine.verification import Cause, mesh_of_one, verify
+from support import routed, tiny
 
 
 def disagreement(spoil, *, finite_differences=False, **axes):

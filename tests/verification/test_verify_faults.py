@@ -5,15 +5,15 @@ from functools import partial
 import numpy as np
 import pytest
 
-import tiny
-from faults import HOW, every_how
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import SGD, AdamW
 from spmd_engine.strategies import DataParallel, TensorParallel
 from spmd_engine.verification import Cause, engine_and_reference, fill_zeros, verify
 from spmd_engine.verification.reference import batches_of_shape
+from support import tiny
+from support.faults import HOW, every_how
+from support.pairwise import in_turn
 
 D, F = 5, 7
 

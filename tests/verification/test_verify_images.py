@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-import pictures
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.layers import BatchNorm, Conv2d
 from spmd_engine.verification import Cause, mesh_of_one, verify
+from support import pictures
+from support.pairwise import in_turn
 
 
 class NoHalo:

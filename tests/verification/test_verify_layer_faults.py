@@ -4,15 +4,15 @@ from functools import partial
 
 import pytest
 
-import tiny
-from faults import HOW
-from pairwise import in_turn
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays import einsum
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import AdamW
 from spmd_engine.layers import MLP
 from spmd_engine.verification import Cause, mesh_of_one, verify
+from support import tiny
+from support.faults import HOW
+from support.pairwise import in_turn
 
 
 class Wrong(MLP):

@@ -6,10 +6,8 @@ from inspect import unwrap
 import numpy as np
 import pytest
 
-import tiny
-from spmd_engine import Mesh, run_threads
+from spmd_engine import Mesh, batch_of, run_threads
 from spmd_engine.engine import SGD, ShardedEngine, as_distributed
-from spmd_engine.engine.batch import batch_of
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Activation, Layer, Linear
 from spmd_engine.layers.declarations import Parameter
@@ -17,6 +15,8 @@ from spmd_engine.losses import cross_entropy, mean_squared_error
 from spmd_engine.strategies import AttentionHeads, DataParallel
 from spmd_engine.verification import Cause, engine_and_reference, fill_zeros, mesh_of_one, verify
 from spmd_engine.verification.reference import batches_of_shape
+from support import tiny
+from support.linear_engine import Drawn
 
 D, F = 5, 8
 
@@ -407,3 +407,12 @@ def test_an_engine_that_keeps_what_it_loads_shares_nothing_with_its_reference():
             self.parameters = {"w": params["w"]}
 
     assert verified(partial(Keeping), {"data": 3}, classes=4).agrees
+
+
+def test_verification_is_in_float64():
+    class Narrow(Drawn):
+        drawn = np.float32
+
+    with Mesh() as mesh:
+        for engine in engine_and_reference(Narrow, mesh):
+            assert engine.parameters["w"].dtype == np.float64

@@ -70,7 +70,7 @@ class Shapes(Backend):
 
     name = "shapes"
     xp: Any = ShapedModule()
-    functions = FUNCTIONS  #: of NumPy that accept meta arrays
+    functions = FUNCTIONS  #: NumPy's that accept meta arrays
 
     def __init__(self) -> None:
         self.kernels = FastFunctions(_Loops()) if loops_are_there() else None

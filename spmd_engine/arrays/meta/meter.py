@@ -26,10 +26,10 @@ _current = threading.local()
 class Memory:
     """A number of bytes that some views share; they are freed with the last of these."""
 
-    __slots__ = ("meter", "bytes", "kind", "what", "number", "written", "shared", "__weakref__")
+    __slots__ = ("meter", "nbytes", "kind", "what", "number", "written", "shared", "__weakref__")
 
     def __init__(self, meter: Meter, size: int, kind: str, what: str) -> None:
-        self.meter, self.bytes, self.kind, self.what = meter, size, kind, what
+        self.meter, self.nbytes, self.kind, self.what = meter, size, kind, what
         self.written = False
         self.shared = False  #: whether ranks of the node share it
         self.number = -1
@@ -71,7 +71,7 @@ class Meter:
 
     def __init__(self, choose: str = "balanced", *, lenient: bool = False, on_device: bool = False) -> None:
         self.choose, self.lenient, self.on_device = choose, lenient, on_device
-        self.kind, self.what = TEMPORARIES, ""  #: of memory that is allocated now
+        self.kind, self.what = TEMPORARIES, ""  #: what the memory that is allocated now holds
         self.held: Counter = Counter()
         self.total = 0
         #: bytes (negative: freed; 0: relabelled), the memory's number, its kind, and what it is
@@ -104,17 +104,17 @@ class Meter:
 
     def release(self, memory: Memory) -> None:
         """Free memory."""
-        if memory.bytes:
-            self.held[memory.kind] -= memory.bytes
-            self.total -= memory.bytes
-            self.events.append((-memory.bytes, memory.number, memory.kind, memory.what))
+        if memory.nbytes:
+            self.held[memory.kind] -= memory.nbytes
+            self.total -= memory.nbytes
+            self.events.append((-memory.nbytes, memory.number, memory.kind, memory.what))
             self._young.pop(memory.number, None)
 
     def relabel(self, memory: Memory, kind: str, what: str | None = None) -> None:
         """Count memory as of another kind from now on."""
-        if memory.bytes and memory.kind != kind:
-            self.held[memory.kind] -= memory.bytes
-            self.held[kind] += memory.bytes
+        if memory.nbytes and memory.kind != kind:
+            self.held[memory.kind] -= memory.nbytes
+            self.held[kind] += memory.nbytes
             self._young.pop(memory.number, None)
         memory.kind, memory.what = kind, memory.what if what is None else what
         if memory.number >= 0:  # memory of 0 bytes has no events

@@ -129,8 +129,8 @@ class FastFunctions:
 
     # Rotary positions
 
-    def rotate(self, x, turn, neighbours, *, back=False):
-        cosine, sine = turn
+    def rotate(self, x, rotation, neighbours, *, back=False):
+        cosine, sine = rotation
         rows, pairs = x.shape[:2], cosine.shape[-1]
         cosine = _spread(cosine, (*rows, pairs))
         sine = _spread(-sine if back else sine, (*rows, pairs))

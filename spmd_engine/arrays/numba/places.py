@@ -25,7 +25,7 @@ def _tile() -> tuple[int, int]:
 
 ROWS, LANES = _tile()
 WIDE = 2 * LANES  # columns of a tile
-PANEL_ELEMENTS = 1 << 17  # of the copied images at a time: 512 KiB, so that they stay in the L2 cache
+PANEL_ELEMENTS = 1 << 17  # the part of the images that is copied at a time: 512 KiB, so that they stay in the L2 cache
 
 
 class Places(NamedTuple):
@@ -36,7 +36,7 @@ class Places(NamedTuple):
     """
 
     panel: Four  #: its shape
-    lines: int  #: of outputs that are computed at a time
+    lines: int  #: lines of outputs that are computed at a time
     reads: np.ndarray
     runs: np.ndarray
     length: int

@@ -46,7 +46,7 @@ class Written(NamedTuple):
 
     dtype: str  #: its name in files
     offset: int  #: bytes from the file's beginning
-    sha256: str  #: of its bytes
+    sha256: str  #: the SHA-256 of its bytes
 
 
 def write_files(files: Mapping[Path, Sequence[BlockToWrite]], facts: Mapping[str, str]) -> list[list[Written]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 from threadpoolctl import threadpool_limits
 
-from spmd_engine.arrays.product_libraries import LIBRARIES, load
+from spmd_engine.arrays.product_libraries.installed import LIBRARIES, load
 from spmd_engine.arrays.products import NUMPY, SIZES
 from spmd_engine.cli.bench.measuring import count_option, output_option, report, spread
 from spmd_engine.planning.machine.products import Rates, measure_products

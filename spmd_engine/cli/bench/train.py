@@ -29,7 +29,7 @@ from spmd_engine.comm.communicators.threads import solo
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
-from spmd_engine.training.product_choice import choose_products
+from spmd_engine.planning.machine.product_choice import choose_products
 from spmd_engine.training.trace import Trace
 from spmd_engine.training.workload import Workload, make_trainer, open_workload
 

@@ -12,7 +12,7 @@ import click
 
 from spmd_engine.arrays.precision import FLOATS, dtype_of
 from spmd_engine.axes import count_ranks
-from spmd_engine.cli.options import Quantity, options_of, values_given
+from spmd_engine.cli.options import LongCommand, Quantity, options_of, values_given
 from spmd_engine.cli.plan.compare import compare_run
 from spmd_engine.cli.plan.page import print_comparison, print_fixed, print_plan, print_precisions
 from spmd_engine.cli.train import LORA, unplanned
@@ -37,7 +37,7 @@ SEARCHED = ("micro_batches", "zero", "sequence_parallel", "schedule", "chunks", 
 _SIZE, _TIME = Quantity(BYTES), Quantity(SECONDS)
 
 
-@click.command(short_help="The best way to train a model on a machine, and why.")
+@click.command(cls=LongCommand, short_help="The best way to train a model on a machine, and why.")
 @click.argument("what", required=False, type=click.Choice(["explain"]))
 @click.option(
     "--machine",

@@ -15,7 +15,7 @@ from spmd_engine.planning.machine.files import default_machine
 from spmd_engine.planning.simulator.check_prediction import TraceComparison, compare_trace
 from spmd_engine.planning.simulator.step_evaluation import evaluate_step
 from spmd_engine.training.run import CONFIG
-from spmd_engine.training.run_job import run_folder
+from spmd_engine.training.run_folder import run_folder
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.training.workload import optimizer_of
 

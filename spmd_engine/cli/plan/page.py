@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spmd_engine.axes import all_positions, axes_text, uneven_axes
-from spmd_engine.cli.show.picture import print_picture
+from spmd_engine.observability.render import print_picture
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.plan_result import PlanResult
 from spmd_engine.planning.search.estimate import Estimate

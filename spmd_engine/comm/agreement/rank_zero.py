@@ -116,7 +116,7 @@ def share_array(group: Group, parts: Sequence[np.ndarray] | None, *, dtype: Any 
     hosts, host = group.comm.hosts, group.comm.node
     # the rank of each node that makes its memory: rank 0, or the first
     first, alone = zero if hosts[zero] == host else hosts.index(host), hosts.count(host) == 1
-    makes = first == group.rank and not alone and group.comm.neighbours is not None
+    makes = first == group.rank and not alone and group.connections.neighbours is not None
     with closing(OwnMemory(size if makes else 0)) as own_memory:
         memories = mapped([gather_json(group, own_memory.handle, label)[first]])
         x = np.ndarray(shape, dtype, memories[0], ALIGNMENT) if memories else np.empty(shape, dtype)

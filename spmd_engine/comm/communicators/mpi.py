@@ -14,14 +14,12 @@ from contextlib import suppress
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.agreement.call_agreement import Signature, disseminate
-from spmd_engine.comm.communicators.communicator import Communicator
-from spmd_engine.comm.pending import TIMEOUT, Operation, Progress, ProgressThread, Steps
+from spmd_engine.comm.agreement.signature import Signature, disseminate
+from spmd_engine.comm.communicators.communicator import Communicator, MessagePart
+from spmd_engine.comm.connections import Connections, even_nodes
+from spmd_engine.comm.pending import Operation, Progress, ProgressThread, Steps
 from spmd_engine.comm.shared_memory.node import Node, open_node
 from spmd_engine.comm.shared_memory.slot_table import SlotTable, room_for_table, size_of_table, table_on
-from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
-from spmd_engine.comm.transports.messages import MessagePart
-from spmd_engine.comm.transports.mpi import NonblockingCollectives
 from spmd_engine.errors import MeshError
 from spmd_engine.runtime.activity import Memory
 from spmd_engine.runtime.other_nodes import ASK, ENDED, SideMessages
@@ -40,7 +38,7 @@ _WOKEN = 10e-3  # longest sleep if another rank will wake this one
 
 
 class MPICommunicator(Communicator):
-    """Ranks are MPI processes. ``device_aware``: whether MPI itself can read device memory.
+    """Ranks are MPI processes.
 
     MPI's own waits spin, and with more ranks than cores a spinning rank slows the working ones several times. So
     nothing here blocks inside MPI: requests are tested, and between tests the rank yields a hundred times, then sleeps
@@ -51,33 +49,30 @@ class MPICommunicator(Communicator):
         self,
         comm: MPI.Intracomm,
         progress: Progress | None = None,
-        node: str | None = None,
         world: MPICommunicator | None = None,
         members: Sequence[int] | None = None,
+        hosts: Sequence[str] | None = None,
     ) -> None:
-        """``members``: the ranks of a sub-communicator in ``world``. Only this class passes the last four arguments."""
+        """``members``: the ranks of a sub-communicator in ``world``. Only this class passes the last three arguments;
+        without them, ``open_node`` says the hosts."""
         self._comm = comm
         self._world = world if world is not None else self
         self._node: Node | None = None
         self._yields = _YIELDS
-        self._members = list(members) if members is not None else list(range(comm.size))
         #: of the world: messages to ranks on other nodes, if there are any
         self.side_messages: SideMessages | None = None
         self._ended: set[int] = set()
         self._asked: set[int] = set()  # ranks of the world that will report the end of their programs
-        self._lane_comm: MPI.Intracomm | None = None
         self._duplicate: MPI.Intracomm | None = None  # of the world
         self.records: dict[int, Memory] = {}  #: of the world: of the activity of this node's ranks, by rank
         self.stop_watching: Callable[[], None] = lambda: None  #: of the world: stops its watchdog
         self._users = 0  # number of meshes that use this communicator
         #: of the world: by members, least recently used first; meshes with groups of the same ranks share one
         self._kept: dict[tuple[int, ...], MPICommunicator] = {}
-        super().__init__()
-        self.rank, self.size = comm.rank, comm.size
-        self.node = node if node is not None else MPI.Get_processor_name()
-        self.progress = progress if progress is not None else Progress()
-        self.line = self.progress.activity.line(self._members)
-        self.device_aware = self.library_is_device_aware = is_device_aware()
+        hosts = hosts if hosts is not None else [MPI.Get_processor_name()] * comm.size
+        members = members if members is not None else range(comm.size)
+        super().__init__(members, comm.rank, hosts, progress if progress is not None else Progress())
+        self.is_device_aware = is_device_aware()
 
     def open_node(self, hosts: Sequence[str], cores: int, gather_texts: Callable[[str], list[str]]) -> None:
         """Share memory with this node's ranks; once, for the world.
@@ -98,8 +93,7 @@ class MPICommunicator(Communicator):
                 self.start_progress_thread()
             nodes = nodes if "no" not in gather_texts("yes" if node is not None else "no") else None
         table = table_on(node, ranks, ranks.index(self.rank)) if node is not None and nodes is not None else None
-        self.calls = 0  # earlier calls were made without the table
-        self._set_up_routes(node, len(ranks) > cores, nodes or (), table)
+        self._connect(node, len(ranks) > cores, table)
 
     def start_progress_thread(self) -> None:
         """See ``Communicator``: if MPI permits it, and there is no such thread from an earlier world."""
@@ -108,24 +102,21 @@ class MPICommunicator(Communicator):
             self.progress.on_begin = thread.wake
             atexit.register(thread.stop)
 
-    def _set_up_routes(
-        self, node: Node | None, oversubscribed: bool, nodes: Sequence[Sequence[int]], table: SlotTable | None
-    ) -> None:
-        """Set up the routes: the ``table`` of this rank's node, and MPI's collectives between ``nodes``."""
-        self._node, self.neighbours = node, node.neighbours if node is not None else None
+    def _connect(self, node: Node | None, oversubscribed: bool, table: SlotTable | None) -> None:
+        """Connect the ranks by the ``table`` of this rank's node, and by MPI's collectives between nodes. Calls so far
+        were made by messages."""
+        self._node, neighbours = node, node.neighbours if node is not None else None
         self.spin_tests, self._yields = (0, _OVERSUBSCRIBED) if oversubscribed else (_SPIN_TESTS, _YIELDS)
-        if table is not None and len(nodes) == 1:
-            self.table = table
+        self.connections = connections = Connections(self, neighbours, table)
+        if connections.table is not None:
             return
         comm = self._comm
         if self._world is self:
             self._duplicate = comm = comm.Dup()  # other libraries may use the world's communicator
             self.side_messages = SideMessages(comm)
-        self.collectives = NonblockingCollectives(comm, self.call_order, self.tuning)
-        if table is not None:
-            self.lanes = Lanes(self, nodes, table)
-            self._lane_comm = self._create_mpi(self.lanes.lane.members)
-            self.lane_collectives = NonblockingCollectives(self._lane_comm, self.call_order, self.tuning)
+        connections.library = comm
+        if connections.lanes is not None:
+            connections.lane_library = self._create_mpi(connections.lanes.lane.members)
 
     def start_send(self, data: Array, to: int, tag: int) -> list:
         return [self._comm.Isend([piece, MPI.BYTE], to, tag) for piece in _pieces(data)]
@@ -136,10 +127,10 @@ class MPICommunicator(Communicator):
     def done(self, requests: list) -> bool:
         return not requests or MPI.Request.Testall(requests)
 
-    def subset(self, ranks: Sequence[int], timeout: float | None = TIMEOUT) -> MPICommunicator:
+    def create_subset(self, ranks: Sequence[int], timeout: float | None) -> MPICommunicator:
         """See ``Communicator``. Members use a kept communicator again if all of them still keep it, on which they
         first agree: as ranks belong to different groups, one may have closed it."""
-        members, communicators = tuple(self._members[rank] for rank in ranks), self._world._kept
+        members, communicators = tuple(self.members[rank] for rank in ranks), self._world._kept
         communicator = communicators.get(members)
         description = f"for ranks {list(ranks)}, to create a communicator of them"
         creation = Operation(self, self._agree_on_subset(ranks, communicator is not None), timeout, description)
@@ -151,17 +142,17 @@ class MPICommunicator(Communicator):
         communicator._users += 1
         communicators.pop(members, None)
         communicators[members] = communicator
-        return communicator.inherit_transport(self)
+        return communicator
 
     def _create_subset(
         self, ranks: Sequence[int], members: Sequence[int], offset: int, nodes: list[list[int]] | None
     ) -> MPICommunicator:
-        subset = MPICommunicator(self._create_mpi(ranks), self.progress, self.node, self._world, members)
-        subset.hosts, table = [self.hosts[rank] for rank in ranks], None
+        hosts, table = [self.hosts[rank] for rank in ranks], None
+        subset = MPICommunicator(self._create_mpi(ranks), self.progress, self._world, members, hosts)
         if nodes is not None and self._node is not None:
             node_ranks = next(node for node in nodes if subset.rank in node)
             table = table_on(self._node, [members[rank] for rank in node_ranks], node_ranks.index(subset.rank), offset)
-        subset._set_up_routes(self._node, self.spin_tests == 0, nodes or (), table)
+        subset._connect(self._node, self.spin_tests == 0, table)
         return subset
 
     def _create_mpi(self, ranks: Sequence[int]) -> MPI.Intracomm:
@@ -189,7 +180,7 @@ class MPICommunicator(Communicator):
         hosts = [self.hosts[rank] for rank in ranks]
         nodes = even_nodes(hosts)
         node_indices = [i for i, host in enumerate(hosts) if host == self.node]
-        offset, is_first, neighbours = None, ranks[node_indices[0]] == self.rank, self.neighbours
+        offset, is_first, neighbours = None, ranks[node_indices[0]] == self.rank, self.connections.neighbours
         if is_first and nodes is not None and neighbours is not None:
             offset = room_for_table(neighbours, len(node_indices))
         row, words = _MEMBER.pack(keeps, -1 if offset is None else offset), Signature("barrier").words
@@ -210,13 +201,9 @@ class MPICommunicator(Communicator):
 
     def close(self) -> None:
         """Release all resources of this communicator."""
-        self.close_nccl()
-        self.progress.activity.close(self.line)
-        if (table := self.node_table) is not None:
-            with self.progress.lock:
-                table.neighbours.retire(table)
+        super().free()
         if not MPI.Is_finalized():
-            for comm in (self._comm, self._lane_comm):
+            for comm in (self._comm, self.connections.lane_library):
                 if comm is not None:
                     comm.Free()
 
@@ -225,7 +212,7 @@ class MPICommunicator(Communicator):
         for comm in self._kept.values():
             comm.close()
         self.progress.activity.close(self.line)
-        for comm in (self._lane_comm, self._duplicate):
+        for comm in (self.connections.lane_library, self._duplicate):
             if comm is not None:
                 comm.Free()
         self._comm.Disconnect()
@@ -239,7 +226,7 @@ class MPICommunicator(Communicator):
 
     def ended(self, awaited: Sequence[int]) -> list[int]:
         world, node_ranks = self._world, self._node.ranks if self._node is not None else ()
-        members = {self._members[rank]: rank for rank in awaited}
+        members = {self.members[rank]: rank for rank in awaited}
         ended = set(self._node.ended() if self._node is not None else ())
         if (messages := world.side_messages) is not None:
             asked = members.keys() - world._asked - set(node_ranks)

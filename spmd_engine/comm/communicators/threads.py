@@ -19,14 +19,14 @@ from threadpoolctl import ThreadpoolController
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.communicators.communicator import Communicator
+from spmd_engine.comm.connections import Connections, even_nodes
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
-from spmd_engine.comm.pending import TIMEOUT, Progress
+from spmd_engine.comm.pending import Progress
 from spmd_engine.comm.shared_memory.arena import Neighbours, bound
 from spmd_engine.comm.shared_memory.cores import cores_here
 from spmd_engine.comm.shared_memory.cross_memory import CrossMemory
 from spmd_engine.comm.shared_memory.slot_table import SlotTable, size_of_table
-from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
 from spmd_engine.errors import RankAborted, UsageError
 from spmd_engine.runtime.watchdog import ThreadWatchdog
 
@@ -209,7 +209,7 @@ class ThreadCommunicator(Communicator):
     """Messages by copy through mailboxes. ``members`` are ranks of the fabric, in this communicator's order."""
 
     in_one_process = True
-    device_aware = library_is_device_aware = True  # in one address space the arrays' library copies device arrays
+    is_device_aware = True  # in one address space the arrays' library copies device arrays
 
     def __init__(
         self,
@@ -220,25 +220,22 @@ class ThreadCommunicator(Communicator):
         neighbours: Neighbours | None = None,
         name: tuple = (),
     ) -> None:
-        super().__init__()
-        self._fabric, self._members, self._name = fabric, tuple(members), name
-        self.rank, self.size, self.progress, self.neighbours = rank, len(self._members), progress, neighbours
-        self._me = self._members[rank]
-        self.node = fabric.nodes[self._me]
-        self.hosts = [fabric.nodes[member] for member in members]
+        super().__init__(members, rank, [fabric.nodes[member] for member in members], progress)
+        self._fabric, self._name, self._me = fabric, name, self.members[rank]
+        self._neighbours, table = neighbours, None
         self._subsets: defaultdict[tuple[int, ...], int] = defaultdict(int)
-        self.line = progress.activity.line(members)
-        if neighbours is not None and self.size > 1 and (nodes := even_nodes(self.hosts)) is not None:
-            peers = next(node for node in nodes if rank in node)
-            table = fabric.table((*name, self.node), peers.index(rank), [members[r] for r in peers], neighbours)
-            self.table, self.lanes = (table, None) if len(nodes) == 1 else (None, Lanes(self, nodes, table))
+        if neighbours is not None and self.size > 1 and even_nodes(self.hosts) is not None:
+            peers = [r for r, host in enumerate(self.hosts) if host == self.node]
+            local_ranks = [self.members[r] for r in peers]
+            table = fabric.table((*name, self.node), peers.index(rank), local_ranks, neighbours)
+        self.connections = Connections(self, neighbours, table)
 
     def start_send(self, data: Array, to: int, tag: int) -> list:
-        self._fabric.boxes[self._members[to]].put((self._name, self._me, tag), _bytes(data).copy())
+        self._fabric.boxes[self.members[to]].put((self._name, self._me, tag), _bytes(data).copy())
         return []
 
     def start_receive(self, data: Array, source: int, tag: int) -> list:
-        box, key, buffers = self._fabric.boxes[self._me], (self._name, self._members[source], tag), [_bytes(data)]
+        box, key, buffers = self._fabric.boxes[self._me], (self._name, self.members[source], tag), [_bytes(data)]
 
         def has_arrived() -> bool:
             if buffers and (message := box.take(key)) is not None:
@@ -250,19 +247,12 @@ class ThreadCommunicator(Communicator):
     def done(self, requests: list) -> bool:
         return all([has_arrived() for has_arrived in requests])
 
-    def subset(self, ranks: Sequence[int], timeout: float | None = TIMEOUT) -> ThreadCommunicator:
-        members = tuple(self._members[r] for r in ranks)
+    def create_subset(self, ranks: Sequence[int], timeout: float | None) -> ThreadCommunicator:
+        members = tuple(self.members[r] for r in ranks)
         self._subsets[members] += 1  # two communicators of the same ranks must not share messages
         name = (*self._name, members, self._subsets[members])
         rank = members.index(self._me)
-        subset = ThreadCommunicator(self._fabric, members, rank, self.progress, self.neighbours, name)
-        return subset.inherit_transport(self)
-
-    def free(self) -> None:
-        self.close_nccl()
-        self.progress.activity.close(self.line)
-        if (table := self.node_table) is not None:
-            table.neighbours.retire(table)
+        return ThreadCommunicator(self._fabric, members, rank, self.progress, self._neighbours, name)
 
     def open_port(self, name: str, timeout: float) -> ThreadPort:
         """A new port, or, with a ``name``, the open one of that name; see ``world.open_port`` and ``connect``."""
@@ -289,7 +279,7 @@ class ThreadCommunicator(Communicator):
         self._fabric.ended.add(self._me)
 
     def ended(self, awaited: Sequence[int]) -> list[int]:
-        return [rank for rank in awaited if self._members[rank] in self._fabric.ended]
+        return [rank for rank in awaited if self.members[rank] in self._fabric.ended]
 
     def prepare_to_pause(self, idle: int) -> None:
         self._fabric.boxes[self._me].changed.clear()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.comm.agreement.call_agreement import Signature, Signatures, room
+from spmd_engine.comm.agreement.signature import Signature, Signatures, room
 from spmd_engine.comm.pending import Condition, Steps
 from spmd_engine.comm.shared_memory.arena import ALIGNMENT, HEAD, Neighbours
 from spmd_engine.comm.shared_memory.cross_memory import Block, RemoteArray

@@ -11,53 +11,52 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
-
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.precision import accumulated_in
+from spmd_engine.comm.agreement.signature import Signature
 from spmd_engine.comm.blocks import spans
+from spmd_engine.comm.communicators.communicator import Ranks
+from spmd_engine.comm.connections import Lanes, Tuning
 from spmd_engine.comm.pending import Steps
-from spmd_engine.comm.shared_memory.slot_table import SlotTable
-from spmd_engine.comm.transports.messages import MessagePart
-from spmd_engine.comm.transports.transport import Parts, Transport
-
-if TYPE_CHECKING:
-    from spmd_engine.comm.communicators.communicator import Communicator
-
-
-def even_nodes(hosts: Sequence[Hashable]) -> list[list[int]] | None:
-    """Ranks by nodes, for one node or several nodes with equally many ranks, at least two; otherwise None."""
-    nodes: dict[Hashable, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        nodes.setdefault(host, []).append(rank)
-    sizes = set(map(len, nodes.values()))
-    return list(nodes.values()) if len(nodes) == 1 or (len(sizes) == 1 and 1 not in sizes) else None
-
-
-class Lanes:
-    """A group's ranks by nodes: ``nodes`` from ``even_nodes``, ``table`` of this rank's node."""
-
-    def __init__(self, comm: Communicator, nodes: Sequence[Sequence[int]], table: SlotTable) -> None:
-        self.nodes, self.table, self.rank, self.size = nodes, table, comm.rank, comm.size
-        node_ranks = next(node for node in nodes if comm.rank in node)
-        table.ranks = node_ranks
-        self.local = MessagePart(comm, node_ranks)  #: the ranks of this node
-        #: the ranks of all nodes with this rank's local rank
-        self.lane = MessagePart(comm, [node[self.local.rank] for node in nodes])
+from spmd_engine.comm.shared_memory.slot_table import UNREADABLE
+from spmd_engine.comm.transports.transport import AgreedCall, Facts, Parts, Transport
 
 
 class Hierarchical(Transport):
     """Two transports: among the ranks of this node (``local``) and of this rank's lane (``lane``).
 
-    Only gathers and reductions take this route (see ``dispatch``): an all_to_all would send as many bytes.
+    Only gathers and reductions take it: an all_to_all would send as many bytes.
 
     Where ``local`` is shared memory, a rank writes only its lane's part of its memory until all have read the rest.
     """
 
-    def __init__(self, lanes: Lanes, local: Transport, lane: Transport) -> None:
-        self.rank, self.size = lanes.rank, lanes.size
+    name = "hierarchical: within nodes, then between them"
+    keeps_call_order = True  # if its lane's does
+
+    def __init__(self, ranks: Ranks, tuning: Tuning, lanes: Lanes, local: Transport, lane: Transport) -> None:
+        super().__init__(ranks, tuning)
         self._lanes, self._local, self._lane = lanes, local, lane
+
+    @classmethod
+    def suits(cls, call: Signature, facts: Facts) -> bool:
+        gathers_known_rows = call.operation == "all_gather" and call.axis == 0 and facts.lengths_known
+        splits_by_nodes = call.operation in ("all_reduce", "reduce_scatter") or gathers_known_rows
+        return facts.even_nodes and splits_by_nodes and facts.size >= facts.tuning.hierarchical
+
+    @classmethod
+    def of(cls, call: AgreedCall) -> Hierarchical:
+        """Both levels have transports of their own, chosen like that of a call."""
+        connections, facts = call.connections, call.facts
+        lanes, table, library = connections.lanes, connections.node_table, connections.lane_library
+        assert lanes is not None and table is not None
+        gathers = call.signature.operation == "all_gather"  # then results are offered, not arrays
+        readable = UNREADABLE not in table.result_arenas(call.number) if gathers else facts.readable
+        within = facts._replace(one_node=True, even_nodes=False, library=False, readable=readable)
+        size, has_library = facts.size // lanes.local.size, library is not None
+        between = facts._replace(even_nodes=False, library=has_library, size=size, ranks=lanes.lane.size)
+        local = call._replace(facts=within, ranks=lanes.local, library=None).transport()
+        lane = call._replace(facts=between, ranks=lanes.lane, library=library).transport()
+        return cls(call.ranks, facts.tuning, lanes, local, lane)
 
     def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
         """See ``Transport``: first the lane's parts, then the other lanes' parts from the node's ranks."""
@@ -76,7 +75,7 @@ class Hierarchical(Transport):
         total = out if out.dtype == wide else backend.empty(out.shape, wide)
         yield from self._lane.reduce_scatter(sums, places, total, partial_reduction, last=last)
         if reduction == "mean":
-            total /= wide.type(lanes.size)
+            total /= wide.type(self.size)
         if total is not out:
             out[...] = total
 

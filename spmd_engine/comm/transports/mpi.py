@@ -8,16 +8,19 @@ have agreed on the call, as MPI libraries survive neither unequal sizes nor rank
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.precision import accumulated_in
-from spmd_engine.comm.communicators.communicator import CallOrder
-from spmd_engine.comm.dispatch import Tuning
-from spmd_engine.comm.pending import Condition, Steps
-from spmd_engine.comm.transports.transport import Parts, Transport
+from spmd_engine.comm.agreement.signature import Signature
+from spmd_engine.comm.connections import Tuning
+from spmd_engine.comm.pending import CallOrder, Condition, Steps
+from spmd_engine.comm.transports.transport import AgreedCall, Facts, Parts, Transport
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm, Request
 
 _KINDS = "iufc"  # of dtypes that the library sums
 
@@ -25,29 +28,44 @@ _KINDS = "iufc"  # of dtypes that the library sums
 class NonblockingCollectives(Transport):
     """See ``Transport``. Max, min and prod are in rank order; sums of many ranks in library order (see ``Tuning``)."""
 
-    def __init__(self, comm: MPI.Comm, call_order: CallOrder, tuning: Tuning, number: int = 0) -> None:
-        self.rank, self.size, self.tuning = comm.rank, comm.size, tuning
-        self._comm, self._call_order, self._number = comm, call_order, number
+    name = "the MPI library's nonblocking collective"
+    keeps_call_order = True
 
-    def of_call(self, number: int, in_rank_order: bool) -> NonblockingCollectives:
-        """The transport of a call; ``in_rank_order``: whether all sums are in rank order."""
-        tuning = replace(self.tuning, in_rank_order=self.size) if in_rank_order else self.tuning
-        return NonblockingCollectives(self._comm, self._call_order, tuning, number)
+    def __init__(self, comm: Comm, tuning: Tuning, call_order: CallOrder, number: int) -> None:
+        from mpi4py import MPI  # the library has been loaded, if there is a communicator
+
+        super().__init__(comm, tuning)
+        self._comm, self._call_order, self._number, self._mpi = comm, call_order, number, MPI
+
+    @classmethod
+    def suits(cls, call: Signature, facts: Facts) -> bool:
+        tuning, size = facts.tuning, facts.size
+        largest = size * facts.ranks if call.operation == "all_to_all" else size  # one rank may receive the data of all
+        small = 0 < size < tuning.by_library * facts.ranks and largest <= tuning.largest_count
+        return facts.library and not facts.one_node and facts.host and small
+
+    @classmethod
+    def of(cls, call: AgreedCall) -> NonblockingCollectives:
+        tuning = call.facts.tuning
+        tuning = replace(tuning, in_rank_order=call.ranks.size) if call.in_rank_order else tuning
+        return cls(call.library, tuning, call.connections.call_order, call.number)
 
     def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
         yield from self._call_order.wait(self._number)
-        request = self._comm.Iallgatherv(MPI.IN_PLACE, _byte_buffer(x, parts))
+        request = self._comm.Iallgatherv(self._mpi.IN_PLACE, self._byte_buffer(x, parts))
         yield from self._complete(request, last)
 
     def all_to_all(self, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True) -> Steps:
         yield from self._call_order.wait(self._number)
-        request = self._comm.Ialltoallv(_byte_buffer(x, parts, self.rank), _byte_buffer(out, out_parts, self.rank))
+        request = self._comm.Ialltoallv(
+            self._byte_buffer(x, parts, self.rank), self._byte_buffer(out, out_parts, self.rank)
+        )
         yield from self._complete(request, last)
 
     def broadcast(self, x: Array, root: int) -> Steps:
         """Fill ``x`` from ``root``."""
         yield from self._call_order.wait(self._number)
-        request = self._comm.Ibcast([x.view(np.uint8), MPI.BYTE], root)
+        request = self._comm.Ibcast([x.view(np.uint8), self._mpi.BYTE], root)
         yield from self._complete(request, True)
 
     def reduce_scatter(self, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True) -> Steps:
@@ -61,18 +79,17 @@ class NonblockingCollectives(Transport):
         operand, total = x.astype(wide, copy=False), np.empty(out.shape, wide)
         yield from self._call_order.wait(self._number)
         counts = [part.stop - part.start for part in parts]
-        request = self._comm.Ireduce_scatter(operand, total, counts, MPI.SUM)
+        request = self._comm.Ireduce_scatter(operand, total, counts, self._mpi.SUM)
         yield from self._complete(request, last)
         out[...] = total / wide.type(self.size) if reduction == "mean" else total
 
-    def _complete(self, request: MPI.Request, last: bool) -> Steps:
+    def _complete(self, request: Request, last: bool) -> Steps:
         if last:
             self._call_order.finish(self._number)
         yield Condition(request.Test, lambda rank: True, messages=True)  # all ranks have agreed on the call
 
-
-def _byte_buffer(x: np.ndarray, parts: Parts, excluded_rank: int | None = None) -> list:
-    """Parts of ``x`` as an MPI buffer specification, empty for ``excluded_rank``."""
-    size = x.itemsize
-    counts = [(part.stop - part.start) * size if r != excluded_rank else 0 for r, part in enumerate(parts)]
-    return [x.view(np.uint8), counts, [part.start * size for part in parts], MPI.BYTE]
+    def _byte_buffer(self, x: np.ndarray, parts: Parts, excluded_rank: int | None = None) -> list:
+        """Parts of ``x`` as an MPI buffer specification, empty for ``excluded_rank``."""
+        size = x.itemsize
+        counts = [(part.stop - part.start) * size if r != excluded_rank else 0 for r, part in enumerate(parts)]
+        return [x.view(np.uint8), counts, [part.start * size for part in parts], self._mpi.BYTE]

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import EllipsisType
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.memory import address_of
+from spmd_engine.comm.agreement.signature import Signature
 from spmd_engine.comm.blocks import Reducer, reducer, span
+from spmd_engine.comm.connections import Tuning
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.shared_memory.cross_memory import Block, fill, flat, to_array
-from spmd_engine.comm.shared_memory.slot_table import REDUCED, RELEASED, UNREADABLE, Entries, SlotTable
-from spmd_engine.comm.transports.transport import Parts, Transport
-
-if TYPE_CHECKING:
-    from spmd_engine.comm.dispatch import Tuning
+from spmd_engine.comm.shared_memory.slot_table import REDUCED, RELEASED, Entries, SlotTable
+from spmd_engine.comm.transports.transport import AgreedCall, Facts, Parts, Transport
 
 CACHE = 1 << 19  # bytes of all ranks' blocks together that one step reduces: they fit into the second-level cache
 LINE = 64  # bytes of a cache line: two ranks should not write to the same one
@@ -32,14 +30,20 @@ class SharedMemory(Transport):
     ``blocks``: arrays of all ranks, None where this rank cannot read them.
     """
 
-    def __init__(self, table: SlotTable, number: int, entries: Entries) -> None:
-        self.rank, self.size, self.table, self.number = table.rank, table.size, table, number
-        self.blocks, self._exposed = entries.blocks, entries.exposed
+    name = "shared memory"
 
-    @property
-    def results_readable(self) -> bool:
-        """Whether the result buffers of all ranks are readable."""
-        return UNREADABLE not in self.table.result_arenas(self.number)
+    def __init__(self, table: SlotTable, tuning: Tuning, number: int, entries: Entries) -> None:
+        super().__init__(table, tuning)
+        self.table, self.number, self.blocks, self._exposed = table, number, entries.blocks, entries.exposed
+
+    @classmethod
+    def suits(cls, call: Signature, facts: Facts) -> bool:
+        return facts.one_node and facts.readable
+
+    @classmethod
+    def of(cls, call: AgreedCall) -> SharedMemory:
+        assert call.connections.node_table is not None and call.entries is not None
+        return cls(call.connections.node_table, call.facts.tuning, call.number, call.entries)
 
     def all_gather(self, x: np.ndarray, parts: Parts, *, last: bool = True) -> Steps:
         """See ``Transport``. ``x`` is the readable result buffer of every rank."""

@@ -1,33 +1,96 @@
-"""Interface of a transport, which implements the other collectives by all_gather and all_to_all."""
+"""The protocol of a transport, which moves the data of agreed calls. It implements the collectives that a transport
+lacks by all_gather and all_to_all.
+
+A transport is one file of this folder and one line in ``dispatch.TRANSPORTS``: see "Add a transport" in
+docs/collectives.md.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, Self
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.agreement.signature import Signature
 from spmd_engine.comm.blocks import reduce_into, span, spans
+from spmd_engine.comm.communicators.communicator import Ranks
+from spmd_engine.comm.connections import Connections, Tuning
 from spmd_engine.comm.pending import Steps
-
-if TYPE_CHECKING:
-    from spmd_engine.comm.dispatch import Tuning
+from spmd_engine.comm.shared_memory.slot_table import Entries
 
 Parts = Sequence[slice]  #: of a flat array, by rank
+
+
+class Facts(NamedTuple):
+    """Facts about an agreed call, equal on all ranks of its group."""
+
+    size: int  #: bytes of the arrays of all ranks together, or of each rank's equal array
+    ranks: int
+    one_node: bool = False  #: whether all ranks are on one node and share memory
+    even_nodes: bool = False  #: whether there are several nodes with equally many ranks, which share memory
+    library: bool = False  #: whether there is an MPI library
+    lengths_known: bool = True  #: whether all ranks knew the lengths of all arrays before the call
+    inline: bool = False  #: whether the data of all ranks travelled with the agreement
+    readable: bool = False  #: whether the ranks of a node can read one another's data
+    host: bool = True  #: whether all data are in host memory
+    nccl: bool = False  #: whether all data are on devices that NCCL connects
+    tuning: Tuning = Tuning()
+
+
+class AgreedCall(NamedTuple):
+    """A call whose data a transport moves among ``ranks``: all ranks of a group, or those of one level of them."""
+
+    signature: Signature
+    number: int
+    facts: Facts
+    ranks: Ranks
+    library: Any  #: the MPI library's communicator of ``ranks``; None: there is none
+    connections: Connections  #: of all ranks of the group
+    transports: Sequence[type[Transport]]  #: all of them
+    entries: Entries | None  #: of this node's ranks in their slot table, if there is one
+    in_rank_order: bool  #: whether all sums must have rank order
+
+    def transport(self) -> Transport:
+        """The first of the transports that suits the call."""
+        return self.by(next(kind for kind in self.transports if kind.suits(self.signature, self.facts)))
+
+    def by(self, kind: type[Transport]) -> Transport:
+        """The transport of this kind."""
+        if not (kind.keeps_call_order or self.facts.one_node):
+            self.connections.call_order.finish(self.number)
+        return kind.of(self)
 
 
 class Transport(ABC):
     """Moves the data of an agreed call among ``size`` ranks; this rank is ``rank``.
 
-    Arrays are flat and contiguous, and their parts are slices by rank. Every method is a generator (see ``pending``).
-    ``last``: whether this is the last transfer of the call. A transport implements all_gather, and all_to_all or
-    reduce_scatter, and may override the other methods; ``dispatch`` never chooses it for a method that it lacks.
+    Arrays are flat and contiguous, and their parts are slices by rank. The methods that move data are generators (see
+    ``pending``). ``last``: whether this is the last transfer of the call. A transport implements all_gather, and
+    all_to_all or reduce_scatter, and may override the other methods; ``suits`` refuses calls of a method that it lacks.
     """
 
-    rank: int
-    size: int
-    tuning: Tuning
+    name: str  #: as ``show collective`` prints it
+    keeps_call_order = False  #: whether it starts its transfers in the order of calls: see ``CallOrder``
     blocks: Sequence[Any] = ()  #: arrays of all ranks, if this rank can read them in place
+
+    def __init__(self, ranks: Any, tuning: Tuning) -> None:
+        self.rank: int = ranks.rank
+        self.size: int = ranks.size
+        self.tuning = tuning
+
+    @classmethod
+    @abstractmethod
+    def suits(cls, call: Signature, facts: Facts) -> bool:
+        """Whether it can move the data of such a call, and is the best of those after it in ``dispatch.TRANSPORTS``.
+
+        A pure function of its arguments, which are equal on all ranks.
+        """
+
+    @classmethod
+    @abstractmethod
+    def of(cls, call: AgreedCall) -> Self:
+        """The transport of one call."""
 
     @abstractmethod
     def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:

@@ -14,7 +14,7 @@ from math import prod
 
 from spmd_engine.axes import PIPE, MeshPosition, uneven_axes
 from spmd_engine.comm.blocks import span
-from spmd_engine.engine.offload import Offload
+from spmd_engine.engine.offload.config import Offload
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.declarations import Buffer, Parameter
 from spmd_engine.models.model import Model
@@ -215,7 +215,7 @@ class ZeroConfig:
     compress: str = "none"  #: the compression of gradients: see ``compression``
     shares: Shares = field(default_factory=dict)  #: of ranks along an axis in sharded state; else equal
     min_tensor_size: int = 0  #: bytes below which a parameter's state is not sharded
-    offload: Offload = Offload()  #: what lives in a file while it is not in use
+    offload: Offload = Offload()  #: what lives elsewhere while it is not in use
     overlap: Overlap = 0  #: the layers that both stages at a boundary hold
 
     def stage(self, axes: Mapping[str, int]) -> int:

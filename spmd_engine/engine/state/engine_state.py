@@ -15,7 +15,7 @@ from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.helpers import AssignedLayers
-from spmd_engine.engine.offload import Stash
+from spmd_engine.engine.offload.stash import Stash
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.pipeline import Chunk, Execution, PipelineNeighbours, Recompute, check_recompute, segments
 from spmd_engine.engine.schedules import Schedule
@@ -119,7 +119,7 @@ def place(
     passes = [assignment.chunks[number] for number in assignment.mine]
     reducer = Reducer(store.storages, assignment.uses, passes)
     shards = [Shards(mesh, layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
-    stash = Stash(store.offload_file) if "activations" in storage.offload.kinds and store.offload_file else None
+    stash = Stash(store.offload_target) if store.offload_target and "activations" in storage.offload.kinds else None
     parts = model.layers, shards, unsharder, reducer, extras, stash, dtype
 
     def chunk_of(layers: Sequence[int], kind: type[Chunk] = Chunk, **options: Any) -> Chunk:

@@ -17,7 +17,8 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.offload import AwayArray, OffloadFile
+from spmd_engine.engine.offload.array import OffloadedArray
+from spmd_engine.engine.offload.target import OffloadTarget
 from spmd_engine.engine.state.assignment import PIPE, Assignment, Index, ZeroConfig, owned_rectangle
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.engine.zero.storage import GroupStorage, SumOverStages
@@ -59,14 +60,14 @@ class ParameterStore:
         self.feeds_back = compression(storage.compress).feeds_back  #: whether steps leave residues for the next
         self.offload = storage.offload
 
-        def open_file() -> OffloadFile | None:
+        def open_target() -> OffloadTarget | None:
             _check_share(assignment, mesh, zero, storage, dtype, backend)
             return self.offload.open(backend)
 
         together = together and not has_shapes_only(backend)  # a dry run may be of one rank alone
-        #: of what this rank offloads; None: nothing, or a dry run
-        self.offload_file = on_all_ranks(mesh.group(), open_file) if together else open_file()
-        away = partial(self._away, accumulated_in(dtype), backend) if "parameters" in self.offload.kinds else None
+        #: where this rank's offloaded arrays live; None: it has none
+        self.offload_target = on_all_ranks(mesh.group(), open_target) if together else open_target()
+        offloaded = partial(self.offloaded, dtype=accumulated_in(dtype), backend=backend)
         self.storages = [
             GroupStorage(
                 group,
@@ -75,7 +76,7 @@ class ParameterStore:
                 dtype,
                 backend,
                 storage.compress,
-                away=away,
+                offloaded=offloaded if "parameters" in self.offload.kinds else None,
                 uneven=self._sum_over_uneven_stages(group, storage, dtype),
             )
             for group in assignment.groups
@@ -99,8 +100,10 @@ class ParameterStore:
         self._places: dict[str, Place] = {}  # cache: the place of a member in segments
         self._blocks: dict[tuple[str, tuple[int, ...]], Index] = {}  # cache: by letters and whole shape
 
-    def _away(self, dtype: np.dtype, backend: Backend, size: int) -> AwayArray:
-        return AwayArray(self.offload_file, (size,), dtype, backend)
+    def offloaded(self, *shape: int, dtype: np.dtype, backend: Backend) -> OffloadedArray:
+        """A new offloaded array of zeros."""
+        assert self.offload_target is not None
+        return OffloadedArray(self.offload_target, shape, dtype, backend)
 
     def _sum_over_uneven_stages(
         self, group: ParameterGroup, storage: ZeroConfig, dtype: np.dtype
@@ -335,10 +338,8 @@ class StoredEngine(ShardedEngine):
 
     def new_state(self, like: Array) -> Array:
         if "optimizer" in self.store.offload.kinds:
-            return AwayArray(self.store.offload_file, like.shape, like.dtype, self.backend)
-        if isinstance(like, AwayArray):
-            return self.backend.xp.zeros(like.shape, like.dtype)
-        return super().new_state(like)
+            return self.store.offloaded(*like.shape, dtype=like.dtype, backend=self.backend)
+        return self.backend.xp.zeros(like.shape, accumulated_in(like.dtype))
 
     def decays(self, key: str) -> bool:
         return key.endswith("/decayed")  # the name of a segment

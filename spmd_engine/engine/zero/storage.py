@@ -11,6 +11,7 @@ array for each of the ranks that would otherwise hold replicas:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from operator import eq, ne
 from typing import Any
 
@@ -50,10 +51,10 @@ class GroupStorage:
         backend: Backend,
         compress: str = "none",
         trained: bool = True,
-        away: Callable[[int], Array] | None = None,
+        offloaded: Callable[[int], Array] | None = None,
         uneven: SumOverStages | None = None,
     ) -> None:
-        """``away`` makes an array of a size for parameters that are offloaded, unless others hold parts of them.
+        """``offloaded`` makes an array of a size for parameters that are offloaded, unless others hold parts of them.
         ``uneven`` sums over the stages that hold other blocks of them."""
         summed = group.summed
         over, stages = tuple(axis for axis in summed.over if axis not in summed.cut), None
@@ -75,18 +76,18 @@ class GroupStorage:
         self._sizes = [part.stop - part.start for part in intervals]
         self.interval = intervals[self.owners.rank if self.owners else 0]
         own_size = self.interval.stop - self.interval.start
-        self.is_away = away is not None and (self.zero == 3 or not self.owners)
+        self.is_offloaded = offloaded is not None and (self.zero == 3 or not self.owners)
         #: whether the whole parameters are present only while they are used
-        self.is_released = self.zero == 3 or self.is_away
+        self.is_released = self.zero == 3 or self.is_offloaded
         # Shared with other ranks of the node, where possible: collectives then read and reduce it in place.
-        self._empty = backend.empty if backend.on_device else mesh.empty
+        self.empty = backend.empty if backend.on_device else mesh.empty
 
         def zeros(size: int, dtype: np.dtype, *, used: bool = True) -> Array:
-            on_host = isinstance(self._empty(0, dtype), np.ndarray)  # neither on a device nor a meta array
+            on_host = isinstance(self.empty(0, dtype), np.ndarray)  # neither on a device nor a meta array
             if mesh.size == 1 and on_host:
                 # Unused arrays, such as gradients without training, take no memory.
                 return fresh_zeros(size, dtype, huge=used)
-            array = self._empty(size, dtype)
+            array = self.empty(size, dtype)
             array[...] = 0
             return array
 
@@ -94,18 +95,18 @@ class GroupStorage:
         self.whole_parameters: Any = None if self.is_released else zeros(group.size, dtype)
         self.whole_gradients: Any = zeros(group.size, wide, used=False) if self.zero < 2 else None
         part = self.interval
-        #: this rank's part of what layers use, which is gathered; None while it is away
+        #: this rank's part of what layers use, which is gathered; None if it is offloaded
         self.sent_parameters: Any = None
-        if not self.is_away:
+        if not self.is_offloaded:
             self.sent_parameters = zeros(own_size, dtype) if self.zero == 3 else self.whole_parameters[part]
-        if self.is_away and away is not None:
-            self.own_parameters: Array = away(own_size)
+        if self.is_offloaded and offloaded is not None:
+            self.own_parameters: Array = offloaded(own_size)
         else:
             self.own_parameters = zeros(own_size, wide) if self.has_masters else self.sent_parameters
         self.own_gradients: Array = (
             zeros(own_size if trained else 0, wide) if self.zero >= 2 else self.whole_gradients[part]
         )
-        self._gathering: Pending | None = None
+        self._gathering: Any = None  # a Pending, or a Future of what is offloaded
         self._views: dict[str, Array] | None = None
         self._gradient_views: dict[str, Array] | None = None
 
@@ -144,21 +145,21 @@ class GroupStorage:
     def start_gather(self) -> None:
         """Begin to gather the whole parameters, unless they are present or in flight."""
         if self.whole_parameters is None:
-            self.whole_parameters = self._empty(self.group.size, self.dtype)
-            self._gathering = self._start_read() if self.is_away else self._start_all_gather()
+            self.whole_parameters = self.empty(self.group.size, self.dtype)
+            self._gathering = self._start_read() if self.is_offloaded else self._start_all_gather()
 
-    def _start_read(self) -> Pending:
+    def _start_read(self) -> Future[Array]:
         own, is_whole = self.own_parameters, not self.owners and not self.has_masters
-        return own.start_read(self.whole_parameters if is_whole else self._empty(own.size, own.dtype))
+        return own.start_read(self.whole_parameters if is_whole else self.empty(own.size, own.dtype))
 
     def finish_gather(self) -> None:
         """Wait until the whole parameters are present."""
         if self._gathering is not None:
-            own = self._gathering.wait()
+            own = self._gathering.result() if self.is_offloaded else self._gathering.wait()
             self._gathering = None
-            if self.is_away and self.owners:
+            if self.is_offloaded and self.owners:
                 self._start_all_gather(rounded(own, self.dtype)).wait()
-            elif self.is_away and self.has_masters:
+            elif self.is_offloaded and self.has_masters:
                 rounded(own, self.dtype, self.whole_parameters)
 
     @property
@@ -183,7 +184,7 @@ class GroupStorage:
 
     def publish(self) -> None:
         """Round masters to this rank's part of what layers use."""
-        if self.has_masters and not self.is_away:
+        if self.has_masters and not self.is_offloaded:
             rounded(self.own_parameters, self.dtype, self.sent_parameters)
 
     def _start_all_gather(self, own: Array | None = None) -> Pending:
@@ -201,7 +202,7 @@ class GroupStorage:
     def gradients(self) -> dict[str, Array]:
         """The whole gradients by name, to be added to; from stage 2 on, in new memory (not zeroed) each time."""
         if self.whole_gradients is None:
-            self.whole_gradients = self._empty(self.group.size, self.own_gradients.dtype)
+            self.whole_gradients = self.empty(self.group.size, self.own_gradients.dtype)
         if self._gradient_views is None:
             self._gradient_views = self.group.views(self.whole_gradients)
         return self._gradient_views

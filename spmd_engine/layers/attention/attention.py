@@ -12,9 +12,10 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.elementwise import add_to
 from spmd_engine.arrays.precision import accumulated_in, rounded, widened
 from spmd_engine.errors import UsageError
+from spmd_engine.layers.attention.attention_config import AttentionConfig
 from spmd_engine.layers.attention.context import ContextMethod, GatherKeys
 from spmd_engine.layers.attention.kv_cache import cached_attention
-from spmd_engine.layers.attention.qk_norm_rope import QueriesAndKeys, Rotary
+from spmd_engine.layers.attention.qk_norm_rope import QKNormRope, Rotary
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import Layer
 from spmd_engine.sharding.shards import Shards
@@ -27,19 +28,15 @@ class Attention(Layer):
     y[b s d] = softmax(mask(q · k / sqrt(k))) · v · output[h k d] + bias[d]
 
     With h sharded, the projections are column-parallel and the output is row-parallel, as in the MLP. If s is sharded
-    on the residual stream, it is gathered first; ``context`` is the method for an s that is sharded inside.
+    on the residual stream, it is gathered first.
 
     With fewer ``key_value_heads`` than ``heads``, r queries share each key head (Ainslie et al., "GQA", 2023):
     queries are q[b s h r k], and their weights have r besides h. A layout may then shard r instead of h. All ranks of r
     compute the same keys and values, but each rank's queries give only a part of their gradients, which are therefore
     unreduced over r: in dx, as those of queries, and in the weights, as over b and s.
 
-    Heads have the width ``head_width``, by default width / heads. ``bias`` is that of q, k and v, ``output_bias`` that
-    of y. ``rotary`` rotates queries and keys by their positions; ``norm_epsilon`` normalises them before, or after if
-    ``turned_first``, each head or, with ``norm_together``, all heads of a token: see ``QueriesAndKeys``. ``scale``
-    replaces the factor 1 / sqrt(k) of the scores, which then, with a ``cap``, are cap · tanh(scores / cap). With a
-    ``window``, a query sees only that many positions, up to its own; with ``alibi``, scores fall with the distance of
-    the key: see ``Alibi``. Raises UsageError for numbers of heads that do not divide.
+    ``config`` has all other options. Its fields are also keywords: ``Attention(64, 8, window=128)``. ``context`` is the
+    method for an s that is sharded inside. Raises UsageError for numbers of heads that do not divide.
     """
 
     attends = True
@@ -49,49 +46,29 @@ class Attention(Layer):
         width: int,
         heads: int,
         key_value_heads: int | None = None,
+        config: AttentionConfig | None = None,
         *,
-        head_width: int | None = None,
-        bias: bool = True,
-        output_bias: bool = True,
-        rotary: Rotary | None = None,
-        norm_epsilon: float | None = None,
-        norm_together: bool = False,
-        turned_first: bool = False,
-        scale: float | None = None,
-        window: int | None = None,
-        cap: float | None = None,
-        alibi: float | None = None,
         context: ContextMethod | None = None,
         std: float = 0.02,
         out_std: float = 0.02,
+        **fields: Any,
     ):
+        config = _with_fields(config or AttentionConfig(), fields)
         shared = heads if key_value_heads is None else key_value_heads
-        if shared < 1 or heads % shared or (head_width is None and width % heads):
+        if shared < 1 or heads % shared or (config.head_width is None and width % heads):
             raise UsageError(
                 f"attention: {heads} heads must divide the width {width}, and {shared} key heads the {heads}"
             )
-        self.context, self.window, self.cap = context or GatherKeys(), window, cap
-        self.sizes = {"d": width, "h": shared, "k": head_width or width // heads}
+        self.context, self.config = context or GatherKeys(), config
+        self.sizes = {"d": width, "h": shared, "k": config.head_width or width // heads}
         if shared < heads:
             self.sizes["r"] = heads // shared
         self.across = "hr" if shared < heads else "h"
         self.may_cut = "bs" + self.across
-        self.heads: dict[str, str] = {
-            "query": self.across,
-            "key": "h",
-            "value": "h",
-        }  # letters of each projection's heads
-        factor = 1.0 if scale is None else scale * sqrt(self.sizes["k"])
-        self.alibi = Alibi(self.across, self.sizes, alibi) if alibi else None
-        self.ready = QueriesAndKeys(
-            self.heads,
-            self.sizes,
-            rotary,
-            norm_epsilon,
-            together=norm_together,
-            factor=factor,
-            turned_first=turned_first,
-        )
+        #: The letters of each projection's heads.
+        self.heads: dict[str, str] = {"query": self.across, "key": "h", "value": "h"}
+        self.alibi = Alibi(self.across, self.sizes, config.alibi) if config.alibi else None
+        self.qk_norm_rope = QKNormRope(self.heads, self.sizes, config)
         weights, biases = {}, {}
         for name, heads_of in self.heads.items():
             summed = "bs" + self.across.removeprefix(heads_of)  # keys and values: r, too, the queries that share them
@@ -99,35 +76,37 @@ class Attention(Layer):
             biases[f"{name}_bias"] = Parameter(_dims(heads_of, "k"), decay=False, summed=summed)
         self.parameters = {
             **weights,
-            **(biases if bias else {}),
-            **self.ready.parameters,
+            **(biases if config.bias else {}),
+            **self.qk_norm_rope.parameters,
             "output": Parameter(_dims(self.across, "k", "d"), std=out_std),
         }
-        if output_bias:
+        if config.output_bias:
             self.parameters["output_bias"] = Parameter("d", decay=False, where="residual")
 
     def cost(self, length):
-        visible = length if self.window is None else min(length, 2 * self.window)
+        window = self.config.window
+        visible = length if window is None else min(length, 2 * window)
         return super().cost(length) + self.sizes["d"] * visible  # half the keys on average, for scores and for values
 
     def forward(self, sh, p, x, ctx):
         x = sh.all_gather(x, "b s d", "s", across=self.across)
         q, k, v = (self._project(p, name, x) for name in PROJECTIONS)
-        turns = None if ctx.cache is None else ctx.cache.turns
-        q, k, ready_saved = self.ready.forward(sh, p, q, k, ctx.positions, turns)
+        rotations = None if ctx.cache is None else ctx.cache.rotations
+        q, k, qk_saved = self.qk_norm_rope.forward(sh, p, q, k, ctx.positions, rotations)
         if self.alibi is not None:
             q, k, v = self.alibi.widen(sh, q, k, v, ctx.positions)
+        limits = self.config.window, self.config.attention_cap
         if ctx.cache is not None:
-            mixed, attended = cached_attention(sh, ctx.cache, q, k, v, ctx.positions, self.window, self.cap), None
+            mixed, attended = cached_attention(sh, ctx.cache, q, k, v, ctx.positions, *limits), None
         else:
-            mixed, attended = self.context.forward(sh, q, k, v, ctx, self.window, self.cap)
+            mixed, attended = self.context.forward(sh, q, k, v, ctx, *limits)
         if self.alibi is not None:
             mixed = rounded(mixed[..., :-1], x.dtype)
         y = einsum(f"bs{self.across}k,{self.across}kd->bsd", mixed, p["output"])
         y = sh.reduce_scatter(y, "b s d", over=self.across, onto="s")
         if "output_bias" in self.parameters:
             add_to(y, p["output_bias"])
-        return y, (x, mixed, ready_saved, attended)
+        return y, (x, mixed, qk_saved, attended)
 
     def _project(self, p, name, x):
         """q, k or v of x[b s d]."""
@@ -138,7 +117,7 @@ class Attention(Layer):
         return y
 
     def backward_input(self, sh, p, saved, dy):
-        x, mixed, ready_saved, attended = saved
+        x, mixed, qk_saved, attended = saved
         dy_whole = sh.all_gather(dy, "b s d", "s", across=self.across)
         dmixed = einsum(f"bsd,{self.across}kd->bs{self.across}k", dy_whole, p["output"])
         if self.alibi is not None:
@@ -146,7 +125,7 @@ class Attention(Layer):
         gradients: dict[str, Array] = dict(zip(PROJECTIONS, self.context.backward(sh, attended, dmixed), strict=True))
         if self.alibi is not None:
             self.alibi.narrow(gradients, x.dtype)
-        scale_gradients = self.ready.backward(sh, p, ready_saved, gradients)
+        scale_gradients = self.qk_norm_rope.backward(sh, p, qk_saved, gradients)
         parts = (einsum(f"bs{h}k,d{h}k->bsd", gradients[name], p[name]) for name, h in self.heads.items())
         dx = reduce(add_to, parts)
         dx = sh.start_reduce_scatter(dx, "b s d", over=self.across, onto="s")
@@ -163,6 +142,25 @@ class Attention(Layer):
         g.einsum("output", f"bs{self.across}k,bsd->{self.across}kd", mixed, dy_whole)
         if "output_bias" in self.parameters:
             g.einsum("output_bias", "bsd->d", dy)
+
+
+#: Keywords of earlier releases, and the fields of an AttentionConfig that they are now.
+_RENAMED = {
+    "norm_together": "qk_norm_all_heads",
+    "turned_first": "rope_before_norm",
+    "scale": "attention_scale",
+    "cap": "attention_cap",
+}
+
+
+def _with_fields(config: AttentionConfig, fields: dict[str, Any]) -> AttentionConfig:
+    """``config`` with some fields by name, among them those of earlier releases."""
+    fields = {_RENAMED.get(name, name): value for name, value in fields.items()}
+    if (epsilon := fields.pop("norm_epsilon", None)) is not None:
+        fields |= {"qk_norm": True, "epsilon": epsilon}
+    if isinstance(fields.get("rotary"), Rotary):
+        fields["rotary"] = fields["rotary"].options
+    return config.changed(**fields)
 
 
 def _dims(*letters: str) -> str:

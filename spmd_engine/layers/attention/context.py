@@ -79,7 +79,7 @@ class ShardedSequence:
     consecutive: bool  #: whether those of all ranks, in rank order, ascend
     documents: Documents | None = None  #: queries see only keys of their own document
     window: int | None = None  #: how many positions a query sees, up to its own; None: all
-    cap: float | None = None  #: of scores; None: no cap
+    cap: float | None = None  #: scores are cap · tanh(scores / cap); None: no cap
 
     @classmethod
     def of(
@@ -265,7 +265,7 @@ class RingAttention(ContextMethod):
 
     def attend_backward(self, sequence, saved, dmixed):
         q, keys_values, mixed, log_sums = saved
-        wide = accumulated_in(q.dtype)  # of 16-bit floats, sums travel wide: they would be rounded by every rank
+        wide = accumulated_in(q.dtype)  # sums of 16-bit floats travel wide: every rank would round them
         dq = backend_of(q).xp.zeros(q.shape, wide)
         dblock = backend_of(q).xp.zeros(keys_values.shape, wide)
         arriving: Any = None

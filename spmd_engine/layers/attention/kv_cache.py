@@ -8,7 +8,7 @@ from typing import Any
 from spmd_engine.arrays.attention import HIDDEN, attend_to_all, attend_to_keys, causal_attention, merge_parts
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.precision import accumulated_in, rounded
-from spmd_engine.arrays.rotary import Turn
+from spmd_engine.arrays.rotary import Rotation
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.qk_norm_rope import Rotary
 from spmd_engine.sharding.shards import Shards
@@ -27,8 +27,8 @@ class Cache:
 
     def __init__(self) -> None:
         self._columns: dict[int | None, Columns] = {}  # by the window of their layers
-        self._places: Array | None = None  # of the current call
-        self.turns: dict[Rotary, Turn] = {}  #: rotations of the positions of that call
+        self._places: Array | None = None  # positions of the current call's columns
+        self.rotations: dict[Rotary, Rotation] = {}  #: rotations of that call's positions
         self._lengths: list[int] | None = None
         self._growth: list[int] = []  # by sequence: new positions of that call, on all ranks
 
@@ -57,7 +57,7 @@ class Cache:
         self.check(len(places))
         for columns in self._columns.values():
             columns.begin(places, self.lengths)
-        self._places, self._growth, self.turns = places, list(growth), {}
+        self._places, self._growth, self.rotations = places, list(growth), {}
 
     def end(self) -> None:
         """End the call: the sequences now include the appended positions."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from spmd_engine.errors import UsageError
 
 if TYPE_CHECKING:
-    from spmd_engine.layers.attention.qk_norm_rope import RotaryOptions
+    from spmd_engine.layers.attention.attention_config import RotaryOptions
     from spmd_engine.models.decoder import DecoderConfig
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class Gguf:
     when: Callable[[Config], Any] | None = None
     reordered: bool = False  #: whether the converter puts rows of queries and keys in the order of neighbours
     values: Mapping[str, str] = field(default_factory=dict)  #: by field of a DecoderConfig; a value of 0 is ignored
-    needed: tuple[str, ...] = ()  #: metadata that old files lack, whose models differ from the default
+    needed: tuple[str, ...] = ()  #: metadata without a default: a file that lacks it is refused
     required: Mapping[str, Any] = field(default_factory=dict)  #: the only supported values
     ignored: tuple[str, ...] = ()  #: metadata that changes nothing up to the context
     window: int | None = None  #: the default window; None: files have no window

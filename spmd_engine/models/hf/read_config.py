@@ -207,7 +207,7 @@ def read_config(config: Config, where: str) -> tuple[DecoderConfig, list[str]]:
     try:
         shape = _read(MODEL_TYPES[kind], fields)
         shape = shape.changed(head_width=shape.head_width or shape.width // shape.heads)
-        shape.rotaries()  # raises if rotary positions do not fit the head width
+        shape.check_rotary()
         return shape, fields.check_rest(where)
     except CheckpointError:
         raise

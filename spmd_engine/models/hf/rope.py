@@ -7,7 +7,7 @@ from math import log, sqrt
 from typing import TYPE_CHECKING, Any
 
 from spmd_engine.errors import UsageError, one_of
-from spmd_engine.layers.attention.qk_norm_rope import RotaryOptions
+from spmd_engine.layers.attention.attention_config import RotaryOptions
 
 if TYPE_CHECKING:
     from spmd_engine.models.decoder import DecoderConfig

@@ -41,7 +41,7 @@ from spmd_engine.layers.layer import Documents, Layer, documents_of
 from spmd_engine.models.layouts import layout_for
 from spmd_engine.models.model import Model
 from spmd_engine.models.user_code import name_of
-from spmd_engine.planning.dry_run.engine import DryRunEngine, PassCache, RecordedLayer, StashOfShapes, StepPasses
+from spmd_engine.planning.dry_run.engine import DryRunEngine, PassCache, RecordedLayer, StepPasses
 from spmd_engine.planning.dry_run.rank_classes import (
     UnevenParts,
     find_rank_classes,
@@ -199,11 +199,6 @@ class DryRun:
                     ShapedHelperGroup(mesh, number, self.ranks.members(helpers), helpers)
                 engine = DryRunEngine(self.model, mesh, self.layout, dtype=self.dtype, backend=self.backend, **options)
             watch_storage(engine, recorder)
-            if "activations" in engine.store.offload.kinds:
-                stash = StashOfShapes(recorder.meter)
-                for chunk in engine._placed.chunks.values():
-                    for part in getattr(chunk, "parts", [chunk]):
-                        part.stash = stash
 
             def compute() -> None:
                 passes = StepPasses(recorder, cache, scope, self.choose, kinds, samples)
@@ -220,7 +215,7 @@ class DryRun:
             optimizer = _prepare_optimizer(self.optimizer, engine, recorder)
             with recorder.meter.taking("activations", BATCH_MEMORY):
                 batch = synthetic_batch(self.model, engine, *self.sizes, dtype=engine.dtype)
-            engine._placed.positions(("s" in self.model.inputs and batch.micro_batches[0].length) or 1)  # are kept
+            engine.placed.positions(("s" in self.model.inputs and batch.micro_batches[0].length) or 1)  # are kept
             step = _record_step(engine, optimizer, recorder, compute)
             for rank, first in engine.first_owners.items():
                 if isinstance(mesh.outside, ShapedHelperGroup) and first == mesh.outside.world_rank:
@@ -415,7 +410,7 @@ def shards_of(engine: LayeredEngine, states: int) -> list[ParameterShard]:
                     engine.global_shape(member.name),
                     str(engine.dtype),
                     bytes=size,
-                    stored_bytes=0 if storage.is_away else int(parameters),
+                    stored_bytes=0 if storage.is_offloaded else int(parameters),
                     owned_bytes=owned,
                     group=storage.group.name,
                     layers=tuple(users.get(member.name, ())),

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock
 from typing import Any
-from weakref import ref
 
 import numpy as np
 
@@ -22,7 +21,6 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending, wait_for
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.offload import PIECE, THREADS
 from spmd_engine.layers.layer import ForwardContext, GradientSums, Layer
 from spmd_engine.planning.dry_run.recorder import ANY_LAYER, Phase, Recorder
 from spmd_engine.planning.dry_run.step_analysis import Communication, Computation, Phases
@@ -244,7 +242,7 @@ def _find_kept(held: list, arrays: Mapping[str, Any]) -> tuple[int, frozenset[st
     _collect([held, arrays.get("dx")] if not isinstance(arrays.get("dx"), ShapedArray) else held, memories, set())
     names = {id(x.memory): name for name, x in arrays.items() if isinstance(x, ShapedArray) and x.memory is not None}
     keeps = frozenset(names[key] for key in memories if key in names) - {"dx"}
-    return sum(memory.bytes for key, memory in memories.items() if key not in names), keeps
+    return sum(memory.nbytes for key, memory in memories.items() if key not in names), keeps
 
 
 #: Types that hold no memory of the layer, and are not searched.
@@ -286,72 +284,6 @@ class DryRunEngine(LayeredEngine):
         """There are no values to initialize."""
 
 
-class StashOfShapes:
-    """``engine.offload.Stash`` in a dry run: what is written leaves the memory, and what is read comes back."""
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-        self._buffers = meter.allocate(THREADS * PIECE, "communication buffers", "offload")
-        self._last: list[ref[_Away]] = []
-        self._writing: list[ref[_Away]] = []
-
-    def put(self, saved: Any, parameters: Any = ()) -> _Away:
-        """The counterpart of ``Stash.put``."""
-        for away in filter(None, (reference() for reference in self._writing)):
-            away.drop()
-        self._writing, tree = self._last, _Away(saved)
-        self._last = [ref(tree)]
-        if stored := sum(away.bytes for reference in self._writing if (away := reference())):
-            self._meter.transfer(0, stored)
-        return tree
-
-    def expect(self, tree: _Away) -> None:
-        """The counterpart of ``Stash.expect``."""
-        tree.restore(self._meter)
-
-    def take(self, tree: _Away) -> Any:
-        """The counterpart of ``Stash.take``."""
-        if tree.is_written:
-            self._meter.transfer(tree.bytes, 0)
-        tree.restore(self._meter)
-        return tree.saved
-
-
-class _Away:
-    """What a forward saved, in memory or not: a layer's ``_Saved``, or the input of a segment that is recomputed."""
-
-    def __init__(self, saved: Any) -> None:
-        self.saved, self.is_written = saved, False
-        of_layer = saved if isinstance(saved, _Saved) else None
-        arrays = of_layer.arrays if of_layer else {X: saved} if isinstance(saved, ShapedArray) else {}
-        self._kept = of_layer.memory.bytes if of_layer and of_layer.memory else 0
-        self._absent: dict[str, ShapeAndDtype] | None = None  # of what is not in memory
-        self._shapes = {name: (x.shape, x.dtype) for name, x in arrays.items() if x.memory is not None}
-        memories = {id(memory): memory.bytes for x in arrays.values() if (memory := x.memory) is not None}
-        self.bytes = self._kept + sum(memories.values())
-
-    def drop(self) -> None:
-        """Free the memory."""
-        if self.bytes:
-            self.is_written, self._absent = True, self._shapes
-            if isinstance(self.saved, _Saved):
-                self.saved.memory, self.saved.arrays = None, {}
-            else:
-                self.saved = None
-
-    def restore(self, meter: Meter) -> None:
-        """Take memory again, unless it is there."""
-        if self._absent is None:
-            return
-        with meter.taking("activations", "read ahead"):
-            arrays = {name: ShapedArray.new(*about) for name, about in self._absent.items()}
-            if isinstance(self.saved, _Saved):
-                self.saved.arrays, self.saved.memory = arrays, meter.allocate(self._kept)
-            else:
-                self.saved = arrays[X]
-        self._absent = None
-
-
 @dataclass
 class StepPasses:
     """The passes through layers of one rank's step: taken from the cache or, the first time, executed."""
@@ -379,6 +311,9 @@ class StepPasses:
             return self.cache.passes[key]
 
 
+KEPT = "kept"  #: the memory that a layer keeps besides inputs and outputs
+
+
 class _Saved:
     """What a layer keeps for its backward: memory, and some of its inputs and outputs."""
 
@@ -389,11 +324,21 @@ class _Saved:
         self.memory: Any = None
         self.arrays: Mapping[str, Any] = {}
 
-    def keep(self, layer_pass: LayerPass, meter: Any, arrays: Mapping[str, Any]) -> None:
+    def keep(self, layer_pass: LayerPass, arrays: Mapping[str, Any]) -> None:
         """Hold what this pass keeps, instead of what was held before."""
         self.memory = None
-        self.memory = meter.allocate(layer_pass.kept)
+        self.memory = ShapedArray.new(layer_pass.kept, np.uint8)
         self.arrays = {name: arrays[name] for name in layer_pass.keeps if name in arrays}
+
+    def give(self) -> dict[str, Any]:
+        """The arrays that it holds, for the engine to keep until ``take`` gets them back."""
+        arrays, self.memory, self.arrays = {KEPT: self.memory, **self.arrays}, None, {}
+        return arrays
+
+    def take(self, arrays: dict[str, Any]) -> None:
+        """Hold these arrays, and nobody else."""
+        self.memory, self.arrays = arrays.pop(KEPT), dict(arrays)
+        arrays.clear()
 
 
 class _PendingInputGradient(Pending):
@@ -444,20 +389,21 @@ class RecordedLayer(Layer):
         self._recorder.repeat(layer_pass, [])
         assert layer_pass.result is not None
         y = ShapedArray(*layer_pass.result, x.memory) if layer_pass.same else ShapedArray.new(*layer_pass.result)
-        saved.keep(layer_pass, self._recorder.meter, {X: x, Y: y})
-        return y, saved, *layer_pass.extra
+        saved.keep(layer_pass, {X: x, Y: y})
+        return y, (saved, saved.give()), *layer_pass.extra
 
     def backward_input(self, sh, p, saved, dy, *side):
+        saved, arrays = saved
         if not isinstance(saved, _Saved):
-            m, saved = saved
-            with self._phase(Phases.BACKWARD_INPUT, m):
-                dx, rest = self._layer.backward_input(sh, p, saved, dy, *side)
-            return dx, (m, rest)
+            with self._phase(Phases.BACKWARD_INPUT, saved):
+                dx, rest = self._layer.backward_input(sh, p, arrays, dy, *side)
+            return dx, (saved, rest)
+        saved.take(arrays)
         with self._phase(Phases.BACKWARD_INPUT, saved.micro_batch):
             saved.call.side, saved.names = side, ("forward", "backward")
             layer_pass = self._passes.find(saved.call, saved.names)
             saved.under_way = self._recorder.repeat(layer_pass, [])
-            saved.keep(layer_pass, self._recorder.meter, {**saved.arrays, DY: dy})
+            saved.keep(layer_pass, {**saved.arrays, DY: dy})
             if layer_pass.under_way:
                 return _PendingInputGradient(self, saved), saved
             if layer_pass.result is None:
@@ -478,7 +424,7 @@ class RecordedLayer(Layer):
             sums = GradientSums(stand_ins(g._arrays), g._full_names, {g._full_names[name] for name in without_gradient})
             layer_pass = self._passes.find(saved.call, saved.names, without_gradient, sums)
             saved.under_way = self._recorder.repeat(layer_pass, saved.under_way)
-            saved.keep(layer_pass, self._recorder.meter, {})
+            saved.keep(layer_pass, {})
         for name in layer_pass.touched:
             g._untouched.discard(g._full_names[name])
 
@@ -489,7 +435,7 @@ class RecordedLayer(Layer):
         with self._phase(Phases.BACKWARD_INPUT, saved.micro_batch):  # the wait may begin another communication
             layer_pass = self._passes.find(saved.call, saved.names, None, sums)
             saved.under_way = self._recorder.repeat(layer_pass, saved.under_way)
-            saved.keep(layer_pass, self._recorder.meter, saved.arrays)
+            saved.keep(layer_pass, saved.arrays)
             assert layer_pass.result is not None
             return ShapedArray.new(*layer_pass.result)
 

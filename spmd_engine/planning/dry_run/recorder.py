@@ -230,7 +230,7 @@ class _RecordedCall:
 def watch_storage(engine: LayeredEngine, recorder: Recorder) -> None:
     """Count the memory of parameter groups by its kind."""
     meter = recorder.meter
-    for storage in [*engine.storages, *engine._placed.frozen.storages]:
+    for storage in [*engine.storages, *engine.placed.frozen.storages]:
         name = storage.group.name
         for array, kind in (
             (storage.whole_parameters, "parameters"),
@@ -240,8 +240,8 @@ def watch_storage(engine: LayeredEngine, recorder: Recorder) -> None:
         ):
             if getattr(array, "memory", None) is not None:
                 meter.relabel(array.memory, kind, name)
-        storage._empty = _count_as(meter, storage._empty, None, name)
-    unsharder, reducer = engine._placed.unsharder, engine._placed.reducer
+        storage.empty = _count_as(meter, storage.empty, None, name)
+    unsharder, reducer = engine.placed.unsharder, engine.placed.reducer
     unsharder.unshard = _count_as(meter, unsharder.unshard, "gathered groups")
     reducer.sums = _count_as(meter, reducer.sums, "whole gradients")
     reducer.layer_done = _count_as(meter, reducer.layer_done, "communication buffers")

@@ -16,7 +16,6 @@ from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.axes import MeshPosition, Over, count_ranks, rank_grid
 from spmd_engine.comm.blocks import joined, reduce_into
 from spmd_engine.comm.calls import PreparedCall
-from spmd_engine.comm.dispatch import Tuning
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Mesh
@@ -49,19 +48,12 @@ class DryRunRanks:
 class _NoCommunicator:
     """A communicator that knows its rank and sends nothing."""
 
-    device_aware, table, lanes, node_table, library, neighbours, spin_tests = True, None, None, None, None, None, 0
-    collectives, lane_collectives, tuning, in_one_process = None, None, Tuning(), True
+    is_device_aware, in_one_process, connections, spin_tests = True, True, None, 0
     hosts = range(2)  # no rank initializes parameters for another
     progress = Progress()  # no call is ever under way
 
     def __init__(self, rank: int, size: int, node: str) -> None:
         self.rank, self.size, self.node = rank, size, node
-        self._messages: dict[tuple, int] = {}
-
-    def next_message(self, direction: str, rank: int) -> int:
-        """As ``Communicator.next_message``."""
-        self._messages[direction, rank] = self._messages.get((direction, rank), -1) + 1
-        return self._messages[direction, rank]
 
     def free(self) -> None:
         """There is nothing to free."""
@@ -121,7 +113,7 @@ class ShapedGroup(Group):
         self, comm: _NoCommunicator, names: tuple[str, ...], places: tuple, classes: Sequence[int], mesh: ShapedMesh
     ) -> None:
         stand_in: Any = comm  # replaces a Communicator
-        super().__init__(stand_in, ",".join(names) or "nobody", mesh.ledger, check=False, timeout=None)
+        super().__init__(stand_in, ",".join(names) or "no axis", mesh.ledger, check=False, timeout=None)
         self._mesh, self._mailbox, self._classes = mesh, mesh.all.mailbox, classes
         self._own_class, self._key = mesh.recorder.own_class, (names, places)
         self._others = sorted(set(classes) - {self._own_class})
@@ -257,7 +249,7 @@ class ShapedGroup(Group):
 
     def _message_key(self, direction: str, peer: int, distance: int, sender: int, channel: int | None) -> tuple:
         """The key of a message: its group, the class of its sender, its distance, and its number."""
-        number = ("channel", channel) if channel is not None else self.comm.next_message(direction, peer)
+        number = ("channel", channel) if channel is not None else self.connections.next_message(direction, peer)
         return "message", self._key, sender, distance, number
 
 

@@ -25,7 +25,8 @@ from spmd_engine.arrays.windows import Window
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.shared_memory.cores import cores_here, cores_of, quota_here
-from spmd_engine.engine.offload import PIECE, OffloadError, OffloadFile
+from spmd_engine.engine.offload.file import FileTarget
+from spmd_engine.engine.offload.target import PIECE, OffloadError
 from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
 
 PRODUCTS = (8, 16, 32, 64, 128, 256, 512, 1024)  #: widths of square matrices
@@ -232,19 +233,20 @@ def _measure_disk(mesh: Mesh, folder: str) -> tuple[float, float, float]:
     """Bytes a second that this rank reads from the disk of a folder and writes to it while all ranks do, and that a
     core moves as arrays; 0 if a rank can offload nothing there. Collective."""
     try:
-        file = OffloadFile(folder)
+        file = FileTarget(folder)
         place = file.reserve(DISK)
     except OffloadError:
         file, place = None, 0
     if not mesh.all_reduce(np.array(int(file is not None)), "min") or file is None:
         return 0.0, 0.0, 0.0
     speeds, buffer = [], file.take_buffer()
-    for move in (file.write, file.read):
+    for writes in (True, False):
         turns = []
         for _ in range(TURNS):
             mesh.barrier()
             began = perf_counter()
-            for moved in [file.submit(move, place + first, buffer) for first in range(0, DISK, PIECE)]:
+            starts = range(place, place + DISK, PIECE)
+            for moved in [file.submit(file.transfer, start, buffer, writes=writes) for start in starts]:
                 moved.result()
             mesh.barrier()  # a rank alone is faster
             turns.append(perf_counter() - began)

@@ -17,8 +17,9 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays import products
-from spmd_engine.arrays.product_libraries import MKL, blas_threads, load, numpy_blas
-from spmd_engine.arrays.products import DTYPES, NUMPY, SIZES, Library, product_by
+from spmd_engine.arrays.product_libraries.installed import LIBRARIES, load
+from spmd_engine.arrays.product_libraries.library import ProductLibrary, blas_threads, numpy_blas
+from spmd_engine.arrays.products import DTYPES, NUMPY, SIZES, product_by
 from spmd_engine.foreign import parse_json, read_text
 from spmd_engine.planning.machine.files import calibrated_file
 from spmd_engine.planning.machine.measure import POOL
@@ -44,16 +45,15 @@ def fastest(names: Sequence[str], again: bool = False) -> list[tuple[str, str, s
     found = []
     for dtype, by_size in rates.items():
         for size, by_library in by_size.items():
-            known = {name: by_library[name] for name in names if name in by_library}
-            if several_threads:
-                known.pop(MKL.name, None)  # which computes in one thread
+            usable = (name for name in names if not (several_threads and LIBRARIES[name].one_thread))
+            known = {name: by_library[name] for name in usable if name in by_library}
             best = max(known, key=known.__getitem__, default=NUMPY)
             if best != NUMPY and known[best] > MARGIN * by_library[NUMPY]:
                 found.append((dtype, size, best))
     return found
 
 
-def rates_file(libraries: Sequence[Library]) -> Path | None:
+def rates_file(libraries: Sequence[ProductLibrary]) -> Path | None:
     """Where the rates with these libraries are kept, beside the file of ``calibrate``; None: nowhere.
 
     Its name depends on all that the rates depend on: other conditions are measured, and have another file.
@@ -109,7 +109,7 @@ def _read(file: Path) -> Rates | None:
     return rates if fits else None
 
 
-def measure_products(libraries: Sequence[Library], sizes: Mapping[str, tuple[int, int, int]]) -> Rates:
+def measure_products(libraries: Sequence[ProductLibrary], sizes: Mapping[str, tuple[int, int, int]]) -> Rates:
     """Operations a second of products (m, k, n) by NumPy and by each library in one thread, which is the caller's.
 
     It is the best of alternating turns, by processor time, so that other programs have little effect. Operands rotate
@@ -122,7 +122,7 @@ def measure_products(libraries: Sequence[Library], sizes: Mapping[str, tuple[int
     }
 
 
-def _rates_of(libraries: Sequence[Library], shape: tuple[int, int, int], dtype: np.dtype) -> dict[str, float]:
+def _rates_of(libraries: Sequence[ProductLibrary], shape: tuple[int, int, int], dtype: np.dtype) -> dict[str, float]:
     m, k, n = shape
     count = max(2, POOL // (dtype.itemsize * (m * k + k * n + m * n)))
     random = np.random.default_rng(0)

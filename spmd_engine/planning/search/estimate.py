@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd_engine.arrays.precision import accumulated_in
-from spmd_engine.engine.offload import PIECE, Offload
+from spmd_engine.engine.offload.config import Offload
+from spmd_engine.engine.offload.target import PIECE
 from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.planning.search.layer_costs import ShardedLayers, StageSums
 from spmd_engine.planning.search.search_space import PIPE, REPLICAS, STORED, SUMMED, Candidate

@@ -15,7 +15,7 @@ from typing import Any
 
 from spmd_engine.axes import MeshPosition, axes_text, checked_axes, count_ranks
 from spmd_engine.engine.helpers import helper_ranks, parse_assign
-from spmd_engine.engine.offload import Offload
+from spmd_engine.engine.offload.config import Offload
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import BATCH, PIPE, Shares, misfit
 from spmd_engine.errors import SpmdError, UsageError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,8 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models.model import Model
 from spmd_engine.planning.dry_run.step_analysis import StepAnalysis, position_of
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.simulator.simulation import COMMUNICATION, COMPUTE, Prediction, simulate
+from spmd_engine.planning.simulator.simulation import Prediction, simulate
+from spmd_engine.training.trace import COMMUNICATION, COMPUTE, TimedSpan, trace_events, trace_text
 
 Line = tuple[str, str, str]  # operation, axes and label
 Sums = Mapping[Line, tuple[int, float]]  # calls and bytes sent
@@ -120,7 +120,6 @@ def prediction_facts(analysis: StepAnalysis, find_machine: Callable[[], Machine]
 # --- cores; *waiting* the time in communication; *rest* all else: the loss, the update, and the program between
 
 
-TimedSpan = tuple[str, str, float, float]  # name, kind, and seconds of its beginning and end
 PARTS = ("compute", "contention", "waiting", "rest")
 OTHERS = ("loss", "gradient norm", "update")  #: predicted computations without spans in a trace
 
@@ -232,37 +231,7 @@ def _contention(spans: Mapping[int, Sequence], machine: Machine) -> float:
     return lost
 
 
-# --- Traces in the format of Chrome and Perfetto, with a process for each rank
-
-
-ROWS = {COMPUTE: 0, COMMUNICATION: 1}
-
-
-def trace_events(rank: int, coordinates: Mapping[str, int], spans: Iterable[TimedSpan]) -> list[dict[str, Any]]:
-    """The events of a rank: its spans of a ``kind``, and the names of its process and rows; times in microseconds."""
-    events: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "cat": kind,
-            "ph": "X",
-            "pid": rank,
-            "tid": ROWS[kind],
-            "ts": round(start * 1e6, 1),
-            "dur": round((end - start) * 1e6, 1),
-        }
-        for name, kind, start, end in spans
-    ]
-    where = ",".join(f"{axis}={place}" for axis, place in coordinates.items())
-    process = {"ph": "M", "pid": rank}
-    events.append(process | {"name": "process_name", "args": {"name": f"rank {rank} ({where})"}})
-    return events + [
-        process | {"name": "thread_name", "tid": row, "args": {"name": kind}} for kind, row in ROWS.items()
-    ]
-
-
-def trace_text(events: Iterable[Mapping[str, Any]]) -> str:
-    """The file of all ranks' events."""
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": list(events)})
+# --- The trace of a prediction
 
 
 def trace_json(prediction: Prediction, axes: Mapping[str, int]) -> str:

@@ -28,6 +28,7 @@ from spmd_engine.planning.dry_run.step_analysis import (
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.simulator.collective_time import CollectiveTimes, Duration
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
+from spmd_engine.training.trace import COMMUNICATION, COMPUTE
 
 # --- Matching: which call each communication of a simulated rank belongs to
 
@@ -167,7 +168,6 @@ def calls_by_computation(step: RankStep) -> dict[int, tuple[list[int], list[int]
 # --- The simulation
 
 
-COMPUTE, COMMUNICATION = "compute", "communication"
 REDUCES = ("all_reduce", "reduce_scatter", "reduce")
 
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from pipelines import CASES, PIPELINES, RECEIVE, SEND, Written, each_case, equal, every_pipeline, executed
 from spmd_engine.engine.schedules.orders import Interleaved, OneForwardOneBackward
 from spmd_engine.engine.schedules.schedule import (
     Backward,
@@ -17,6 +16,7 @@ from spmd_engine.engine.schedules.schedule import (
 )
 from spmd_engine.engine.schedules.timeline import idle_fraction, makespan, timeline
 from spmd_engine.errors import UsageError
+from support.pipelines import CASES, PIPELINES, RECEIVE, SEND, Written, each_case, equal, every_pipeline, executed
 
 # --- order
 

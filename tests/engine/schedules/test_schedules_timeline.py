@@ -5,18 +5,6 @@ from math import ceil
 
 import pytest
 
-from pipelines import (
-    CASES,
-    INTERLEAVED,
-    RECEIVE,
-    SEND,
-    ZERO_BUBBLE,
-    Written,
-    each_case,
-    equal,
-    every_pipeline,
-    executed,
-)
 from spmd_engine.engine.schedules.orders import (
     GPipe,
     Interleaved,
@@ -36,6 +24,18 @@ from spmd_engine.engine.schedules.schedule import (
     Wait,
 )
 from spmd_engine.engine.schedules.timeline import Slot, idle_fraction, idle_inside, makespan, peak_activations, timeline
+from support.pipelines import (
+    CASES,
+    INTERLEAVED,
+    RECEIVE,
+    SEND,
+    ZERO_BUBBLE,
+    Written,
+    each_case,
+    equal,
+    every_pipeline,
+    executed,
+)
 
 # --- time
 

@@ -1,0 +1,225 @@
+"""The call of a rank as a signature, which ranks compare, and the exchange of signatures between nodes."""
+
+from __future__ import annotations
+
+import marshal
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from hashlib import blake2b
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spmd_engine.arrays import dtypes
+from spmd_engine.comm.blocks import span
+from spmd_engine.comm.communicators.communicator import Ranks
+from spmd_engine.comm.exchange import Requests
+from spmd_engine.comm.pending import RanksEnded, Steps
+
+MAX_DIMS = 16
+#: Indices in ``Signature.words``. Each of the first three is followed by its negative.
+SAME, ALIKE, KNOWN, HOST, DEVICE, MOST, ENDED = 0, 2, 4, 6, 7, 8, 9
+_FORMAT = 2  # of marshal: equal values give equal bytes, and ``loads`` ignores bytes after them
+_DIGITS = 15  # most bytes of a marshalled number
+_LENGTH = 8  # bytes that hold the length of a row of ``copies``
+_LEAST = 1 << 13  # least bytes of room for rows: more than the description of a broadcast's array
+
+
+def room(ranks: int) -> int:
+    """The most bytes of a signature in a group of this size."""
+    return 192 + _DIGITS * (MAX_DIMS + ranks) + dtypes.LONGEST
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The call of one rank: the fields that must be equal on all ranks, the data that it offers, and its lengths."""
+
+    operation: str  # a collective; "leave": the program ends; "refuse": this rank cannot make its call
+    reduction: str = ""
+    dtype: str = ""  # by ``dtypes.describe``
+    shape: tuple[int, ...] | None = None  # None: this rank contributes no array (broadcast)
+    axis: int = 0
+    concat_axis: int = 0
+    root: int = 0
+    sizes: tuple[int, ...] = ()  # of the parts of reduce_scatter and all_to_all, if the caller passed them
+    inline: int = 0  # bytes of data that travel with the signature
+    host: bool = True  # whether the array, or in a broadcast the result, is in host memory
+    known: int = -1  # a number for the lengths of all ranks, if the caller passed them; otherwise -1
+
+    @cached_property
+    def packed(self) -> bytes:
+        """All fields as bytes."""
+        return marshal.dumps(tuple(getattr(self, field.name) for field in fields(self)), _FORMAT)
+
+    @staticmethod
+    def unpack(data: bytes) -> Signature:
+        """The signature that ``data`` begins with."""
+        return Signature(*marshal.loads(data))
+
+    @cached_property
+    def digest(self) -> int:
+        """A number that identifies the signature."""
+        return int.from_bytes(blake2b(self.packed, digest_size=8).digest(), "little", signed=True)
+
+    @cached_property
+    def words(self) -> np.ndarray:
+        """Numbers whose maximum ranks of several nodes compute, instead of exchanging signatures: see ``disseminate``.
+
+        A number and its negative show whether fields are equal that must be, or may be, equal; other numbers are worst
+        cases.
+        """
+        agreed, variable = number_of(self.agreement()), 0
+        if self.operation == "all_gather" and self.shape:  # lengths along the gathered axis may differ
+            variable = self.shape[self.axis]
+        elif self.operation == "all_to_all":  # the splits may differ
+            variable = number_of((self.shape, self.sizes))
+        size = 0 if self.shape is None else prod(self.shape) * self.array_type[1].itemsize
+        both = (sign * word for word in (agreed, variable, self.known) for sign in (1, -1))
+        return np.array([*both, -self.host, self.host, size, 0], np.int64)
+
+    @cached_property
+    def array_type(self) -> tuple[tuple[int, ...], np.dtype]:
+        """Shape and dtype of the array, or of the bytes of a text."""
+        if self.shape is None:
+            return (self.inline,), np.dtype(np.uint8)
+        return self.shape, dtypes.described(self.dtype)
+
+    def part_for(self, rank: int, ranks: int) -> tuple[slice, ...]:
+        """Index of the part of this rank's array that goes to another rank."""
+        if self.sizes:
+            part = slice(sum(self.sizes[:rank]), sum(self.sizes[: rank + 1]))
+        else:
+            part = span(self.array_type[0][self.axis], ranks, rank)
+        return (slice(None),) * self.axis + (part,)
+
+    def length_for(self, rank: int, ranks: int) -> int:
+        """Length along ``concat_axis`` of the block that another rank receives from this one."""
+        if self.operation == "all_gather" or self.axis != self.concat_axis:
+            return self.array_type[0][self.concat_axis]
+        part = self.part_for(rank, ranks)[-1]
+        return part.stop - part.start
+
+    def __str__(self) -> str:
+        if self.operation == "leave":
+            return "nothing more: its program ended"
+        if self.operation == "refuse":
+            return "what it cannot call"
+        arguments = [self.reduction] if self.reduction else []
+        if self.shape is not None:
+            arguments.append(f"{dtypes.described(self.dtype)}{list(self.shape)}")
+        if self.operation in ("all_gather", "reduce_scatter", "all_to_all"):
+            arguments.append(f"axis={self.axis}")
+        if self.operation == "all_to_all":
+            arguments.append(f"concat_axis={self.concat_axis}")
+        if self.sizes:
+            arguments.append(f"sizes={list(self.sizes)}")
+        if self.operation == "broadcast":
+            arguments.append(f"root={self.root}")
+        return f"{self.operation}({', '.join(arguments)})"
+
+    def agreement(self) -> tuple:
+        """The values that must be equal on all ranks of the group."""
+        shape = list(self.shape) if self.shape is not None else []
+        if self.operation == "all_gather" and shape:
+            shape[self.axis] = -1  # shards may be uneven along the gathered axis
+        if self.operation == "all_to_all" and shape:
+            shape[self.concat_axis] = -1
+        if self.operation == "broadcast":  # only the root has an array
+            return self.operation, self.root
+        # An all_to_all that splits and joins along the same axis may be split differently on every rank.
+        sizes = () if self.operation == "all_to_all" and self.axis == self.concat_axis else self.sizes
+        return self.operation, self.reduction, self.dtype, tuple(shape), self.axis, self.concat_axis, sizes
+
+
+def number_of(values: tuple) -> int:
+    """A hash of texts and numbers, below 2^62, so that its negative is also an int64."""
+    return int.from_bytes(blake2b(repr(values).encode(), digest_size=8).digest(), "little") >> 2
+
+
+class NumberedCall(NamedTuple):
+    """A signature with the number of the call in its group, counted from 1."""
+
+    number: int
+    signature: Signature
+
+    def __str__(self) -> str:
+        if self.signature.operation == "leave":
+            return str(self.signature)
+        return f"{self.signature} as its call number {self.number}"
+
+
+class Signatures:
+    """The signatures of all ranks in a call. A group keeps them: digests alone identify a repeated call."""
+
+    __slots__ = ("by_rank", "digests", "same", "inline_all", "inline", "device")
+
+    def __init__(self, by_rank: Sequence[Signature]) -> None:
+        self.by_rank, self.digests = list(by_rank), [signature.digest for signature in by_rank]
+        self.same = len(set(self.digests)) == 1  #: whether all ranks have the same signature
+        #: whether all data travel with the signatures
+        self.inline_all = all(signature.inline or signature.shape is None for signature in by_rank)
+        self.device = not any(signature.host for signature in by_rank)  #: whether all arrays are on devices
+        self.inline: dict[int, list[Any]] = {}  #: by slot: views of all ranks' data, None: no data
+
+
+# --- agreement between nodes: log2(n) rounds of messages
+
+
+def disseminate(
+    ranks: Ranks,
+    words: np.ndarray,
+    row: bytes,
+    tag: int,
+    *,
+    most: int = 0,
+    copies: bool = False,
+    ended: RanksEnded | None = None,
+) -> Steps:
+    """The maximum of all ranks' ``words`` (see ``Signature``), and the rows by rank; None unless equally long.
+
+    In round i each rank sends its words and rows to the rank 2^i after it and receives from the rank 2^i before it.
+    (Hensgen, Finkel, Manber: Two algorithms for barrier synchronization, 1988; Bruck et al.: Efficient algorithms for
+    all-to-all communications, 1997.) It uses messages instead of the library's Iallreduce: such a request cannot be
+    abandoned when a rank never arrives, and would not give the others the reason.
+
+    ``most``: bytes of the rows of all ranks, if other ranks may have longer ones. With ``copies`` at most one rank has
+    a row, and all receive it. ``ended``: ranks have ended that this rank waited for, so it cannot take part; it
+    notifies the ranks that wait for it, and all raise the same RanksEnded.
+    """
+    words, rows, n = words.copy(), [row], ranks.size
+    capacity = words.nbytes + max(most, _LEAST, 0 if copies else n * len(row))
+    for distance in (1 << i for i in range((n - 1).bit_length())):
+        if ended is not None:
+            words[ENDED] = 1 + max(ended.ranks)
+        count = min(distance, n - distance)
+        rows_sent = len(row).to_bytes(_LENGTH, "little") + row if copies else b"".join(rows[:count])
+        message = np.frombuffer(words.tobytes() + rows_sent, np.uint8)
+        incoming = np.empty(capacity, np.uint8)
+        to, source = (ranks.rank + distance) % n, (ranks.rank - distance) % n
+        requests = Requests(ranks)
+        if ended is None:
+            requests.add(source, ranks.start_receive(incoming, source, tag))
+        requests.add(to, ranks.start_send(message, to, tag))
+        try:
+            yield requests
+        except RanksEnded as error:
+            ended = error
+        if ended is not None:
+            continue
+        their_words = incoming[: words.nbytes].view(np.int64)
+        if copies:
+            length = int.from_bytes(incoming[words.nbytes : words.nbytes + _LENGTH].tobytes(), "little")
+            row = incoming[words.nbytes + _LENGTH :][:length].tobytes() if not row and length < capacity else row
+        elif row and (words[:KNOWN] == their_words[:KNOWN]).all():
+            data, size = incoming[words.nbytes :].tobytes(), len(row)
+            rows += [data[i * size : (i + 1) * size] for i in range(count)]
+        np.maximum(words, their_words, out=words)
+    if ended is not None:
+        raise ended
+    if words[ENDED]:
+        raise RanksEnded([int(words[ENDED]) - 1])
+    if copies:
+        return words, [row]
+    return words, [rows[(ranks.rank - r) % n] for r in range(n)] if row and len(rows) == n else None

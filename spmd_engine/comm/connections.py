@@ -1,0 +1,153 @@
+"""What the calls of a communicator's ranks use besides its messages: numbers, thresholds, and faster connections.
+
+There is one such record for each communicator, which all groups of these ranks share. Without shared memory, an MPI
+library and NCCL, calls need only the first lines of it, and all data travel by messages.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from spmd_engine.comm.communicators.communicator import Communicator, MessagePart
+from spmd_engine.comm.nccl_ranks import NcclRanks
+from spmd_engine.comm.pending import CallOrder
+from spmd_engine.comm.shared_memory.arena import Neighbours
+from spmd_engine.comm.shared_memory.slot_table import SlotTable
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
+
+    from spmd_engine.arrays.backend import CudaBackend
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Thresholds in bytes, unless stated otherwise. They must be equal on all ranks, as transports follow from them."""
+
+    #: Largest payload of all ranks together that travels inline between nodes, so that a small call is one exchange.
+    with_agreement: int = 1 << 14
+    #: Largest payload of a node's ranks together that every rank reduces completely. Above it each rank reduces a part,
+    #: which takes one more phase.
+    reduced_by_all: int = 1 << 19
+    #: Largest block, in collectives without reduction, that a rank reads inline from the slot table. It reads larger
+    #: blocks in place, if possible: a system call then costs less than a second copy.
+    copied_to_table: int = 64 << 10
+    #: Largest array that a rank copies into shared memory because the other ranks cannot read it in place.
+    copied: int = 1 << 22
+    #: Smallest array, unsharded, that takes the hierarchical transport.
+    hierarchical: int = 1 << 16
+    #: Bytes from each rank to each other rank below which the MPI library moves the data. The library takes less time
+    #: than our messages for many small blocks, more for few large ones (4 MiB on 4 ranks: 2.5x; 64 KiB on 32: 0.6x).
+    by_library: int = 1 << 14
+    #: Bytes of each rank's block that a rank receives before it reduces them. Bounds the memory of a reduction.
+    piece: int = 4 << 20
+    #: Largest number of ranks for which ranks sum in rank order by the MPI library; above it the library sums.
+    #: Not measured: for 32 blocks of 16 KiB, all_to_all brings each rank 512 KiB, which fits into its cache.
+    in_rank_order: int = 32
+    #: Largest count or displacement passed to the MPI library. Larger arrays are sent as messages.
+    largest_count: int = (1 << 31) - 1
+
+
+def even_nodes(hosts: Sequence[Hashable]) -> list[list[int]] | None:
+    """Ranks by nodes, for one node or several nodes with equally many ranks, at least two; otherwise None."""
+    nodes: dict[Hashable, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        nodes.setdefault(host, []).append(rank)
+    sizes = set(map(len, nodes.values()))
+    return list(nodes.values()) if len(nodes) == 1 or (len(sizes) == 1 and 1 not in sizes) else None
+
+
+class Lanes:
+    """A communicator's ranks by nodes with equally many ranks. Lane j consists of the j-th ranks of all nodes."""
+
+    def __init__(self, comm: Communicator, nodes: Sequence[Sequence[int]]) -> None:
+        self.nodes = nodes
+        self.local = MessagePart(comm, next(node for node in nodes if comm.rank in node))  #: the ranks of this node
+        #: the ranks of all nodes with this rank's local rank
+        self.lane = MessagePart(comm, [node[self.local.rank] for node in nodes])
+
+
+class Connections:
+    """See above, of the ranks of ``comm``.
+
+    ``neighbours``: memory shared with the ranks of this node. ``node_table``: the slot table of those on this node;
+    only for ``even_nodes``.
+    """
+
+    tuning = Tuning()
+
+    def __init__(
+        self, comm: Communicator, neighbours: Neighbours | None = None, node_table: SlotTable | None = None
+    ) -> None:
+        self.comm, self.neighbours, self.node_table = comm, neighbours, node_table
+        self.calls = 0  #: collectives started so far; equal on all ranks
+        self.call_order = CallOrder()  #: of calls that may use ``library``, ``lane_library`` or ``nccl``
+        self._messages: defaultdict[tuple[str, int], count] = defaultdict(count)
+        self.table: SlotTable | None = None  #: of all ranks, if they are on one node
+        self.lanes: Lanes | None = None  #: if there are several nodes with equally many ranks
+        if node_table is not None and node_table.size == comm.size:
+            self.table = node_table
+        elif node_table is not None:
+            self.lanes = Lanes(comm, even_nodes(comm.hosts) or ())
+            node_table.ranks = self.lanes.local.members
+        self.library: Comm | None = None  #: the MPI library's communicator of these ranks, if on several nodes
+        self.lane_library: Comm | None = None  #: the same for this rank's lane
+        self.device_aware = comm.is_device_aware  #: whether messages are arrays on devices
+        self.nccl: NcclRanks | None = None  #: NCCL between the devices of the ranks
+        self.transport_is_chosen = False  #: by ``device_transport.choose_transport``
+
+    def next_call(self, text: int = 0) -> int:
+        """The number of the call that begins now; ``text``: number of its description, see ``Activity.called``."""
+        self.calls = number = self.calls + 1
+        words = self.comm.line.words
+        words[0], words[1] = number, text
+        return number
+
+    def next_message(self, direction: str, rank: int) -> int:
+        """The number of this message among those to or from one other rank."""
+        return next(self._messages[direction, rank])
+
+    def empty(self, shape: Sequence[int], dtype) -> np.ndarray:
+        """An uninitialized array, in memory that the node's ranks share, if there is room."""
+        dtype = np.dtype(dtype)
+        x = None
+        if self.neighbours and not dtype.hasobject:
+            with self.comm.progress.lock:
+                x = self.neighbours.own.empty(shape, dtype)
+        return x if x is not None else np.empty(shape, dtype)
+
+    def set_transport(self, device_aware: bool, backend: CudaBackend | None) -> None:
+        """Decide how device arrays travel: by NCCL from ``backend``'s device, if given; else by messages, directly if
+        ``device_aware``. Collective; later subsets take this over."""
+        self.device_aware = device_aware
+        if backend is None or self.nccl is None or self.nccl.backend is not backend:
+            if self.nccl is not None:
+                self.nccl.close()
+            use = backend is not None and self.comm.size > 1
+            self.nccl = NcclRanks(self.comm, self.call_order, backend) if use else None
+
+    def pass_on(self, subset: Communicator) -> None:
+        """Let the ranks of a ``subset`` send device arrays as these do."""
+        connections = connections_of(subset)
+        connections.set_transport(self.device_aware, self.nccl.backend if self.nccl is not None else None)
+        connections.transport_is_chosen = self.transport_is_chosen
+
+    def close(self) -> None:
+        """End their use. Collective."""
+        self.set_transport(self.device_aware, None)
+        if (table := self.node_table) is not None:
+            with self.comm.progress.lock:
+                table.neighbours.retire(table)
+
+
+def connections_of(comm: Communicator) -> Connections:
+    """Those of the ranks of ``comm``: messages alone, unless the communicator has more."""
+    if comm.connections is None:
+        comm.connections = Connections(comm)
+    return comm.connections

@@ -1,0 +1,56 @@
+"""``Offload``: what lives elsewhere while it is not in use, and where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spmd_engine.arrays.backend import Backend
+from spmd_engine.arrays.meta.array import has_shapes_only
+from spmd_engine.engine.offload.file import FileTarget
+from spmd_engine.engine.offload.host import HostTarget
+from spmd_engine.engine.offload.shapes import ShapesTarget
+from spmd_engine.engine.offload.target import OffloadTarget
+from spmd_engine.errors import UsageError
+
+KINDS = ("optimizer", "parameters", "activations")
+#: By the name of ``--offload-to``: what makes the target of a rank, of a folder and the backend of its arrays.
+TARGETS: dict[str, type[FileTarget | HostTarget]] = {"disk": FileTarget, "host": HostTarget}
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What lives elsewhere while it is not in use: some of ``KINDS``, in a file in this ``folder``, or on the host."""
+
+    kinds: tuple[str, ...] = ()
+    folder: str = "."
+    to: str = "disk"  #: one of ``TARGETS``
+
+    def open(self, backend: Backend) -> OffloadTarget | None:
+        """The target of a rank, whose arrays are of the backend; None if nothing is offloaded.
+
+        Raises UsageError if there can be no such target.
+        """
+        if not self.kinds:
+            return None
+        if has_shapes_only(backend):
+            return ShapesTarget(holds_buffers="activations" in self.kinds)
+        self.check(on_device=backend.on_device)
+        return TARGETS[self.to](self.folder, backend)
+
+    def check(self, *, on_device: bool) -> None:
+        """Raise UsageError if this cannot be offloaded from where arrays are."""
+        if on_device and (others := [kind for kind in self.kinds if kind != "optimizer"]):
+            raise UsageError(f"--offload {others[0]}: those of a device stay there; choose --offload optimizer")
+        if self.kinds and TARGETS[self.to].needs_device and not on_device:
+            raise UsageError(
+                f"--offload-to {self.to}: without a device everything is on the host; choose --offload-to disk"
+            )
+
+    @classmethod
+    def parse(cls, text: str | None, folder: str | None = None, to: str | None = None) -> Offload:
+        """``"optimizer,activations"`` as an ``Offload``; raises UsageError for unknown kinds."""
+        kinds = tuple(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
+        for kind in kinds:
+            if kind not in KINDS:
+                raise UsageError(f"--offload {text}: there is no {kind!r} to offload; choose among {', '.join(KINDS)}")
+        return cls(kinds, folder or ".", to or "disk")

@@ -1,0 +1,451 @@
+"""The shape of a running job, and its changes: another composition, on all or some of the ranks of the world.
+
+Between two steps the engine's arrays and the optimizer's state move from one mesh to another, in memory. Ranks outside
+the mesh are *idle*: they hold no arrays, and sleep until they are taken back or the job ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from math import prod
+from time import monotonic, sleep
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from spmd_engine.arrays.memory import return_freed_memory
+from spmd_engine.axes import MeshPosition, all_positions, axes_as_json, axes_text, count_ranks
+from spmd_engine.comm.agreement.rank_zero import on_all_ranks
+from spmd_engine.comm.communicators.communicator import Communicator
+from spmd_engine.comm.connections import connections_of
+from spmd_engine.comm.group import Group
+from spmd_engine.comm.mesh import Mesh, ranks_by_position
+from spmd_engine.comm.pending import TIMEOUT
+from spmd_engine.comm.shared_memory.arena import memory_here
+from spmd_engine.comm.world import Port, merged, part
+from spmd_engine.engine.batch import check_batch
+from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.optimizers import Optimizer
+from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
+from spmd_engine.engine.state.assignment import PIPE, Assignment, divide, overlaps, shares_text
+from spmd_engine.engine.state.engine_state import Copies, assigned
+from spmd_engine.engine.zero.compression import compression
+from spmd_engine.engine.zero.storage import bytes_held
+from spmd_engine.errors import CommunicationTimeout, UsageError, one_of
+from spmd_engine.foreign import reading
+from spmd_engine.models import Model
+from spmd_engine.sharding.layout import Layout
+from spmd_engine.units import readable_bytes
+
+NAP = 0.1  #: seconds between two looks of an idle rank for a message
+#: How the arrays move: between two steps, in memory or by a checkpoint, or while steps go on (see ``migration``).
+PROTOCOLS = ("stop-and-copy", "checkpoint-based", "live")
+_TAG = 32765  # of messages to and from idle ranks: no other message on the world's communicator has it
+_ROOM = 1 << 20  # bytes of a message to an idle rank, which may list the parts of all experts
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a job is spread over the world: a composition, and the ranks on its mesh, in ascending order."""
+
+    composition: ParallelConfig
+    ranks: tuple[int, ...]
+    experts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  #: layer -> each expert's part: see ``Layout``
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return dict(self.composition.mesh or {"data": len(self.ranks)})
+
+    def changed(self, request: ShapeRequest, model: Model) -> tuple[Shape, list[str]]:
+        """This shape as the request changes it, and a notice for each other option that does not fit the new mesh and
+        becomes its default. By default the ranks are the present ones if the size of the mesh stays, else the first of
+        the world.
+
+        Raises UsageError for an unknown option, an invalid value, and options that contradict each other.
+        """
+        options, ranks = request.composition, request.ranks
+        composition = ParallelConfig.from_json(options, "the requested shape", base=self.composition)
+        if "mesh" not in options and ranks is not None and len(ranks) != len(self.ranks):
+            composition = composition.changed(mesh={"data": len(ranks)})
+        axes = dict(composition.mesh or self.axes)
+        composition, notices = composition.changed(mesh=axes).fitted(axes, model, options)
+        if ranks is None:
+            size = count_ranks(axes)
+            ranks = self.ranks if len(self.ranks) == size else range(size)
+        experts = self.experts if (axes, composition.expert_axes) == (self.axes, self.composition.expert_axes) else {}
+        if request.experts is not None:
+            experts = {layer: tuple(parts) for layer, parts in request.experts.items()}
+        return Shape(composition, tuple(sorted(ranks)), experts), notices
+
+    @property
+    def request(self) -> ShapeRequest:
+        """The request for exactly this shape."""
+        return ShapeRequest(self.composition.as_json(), self.ranks, experts=self.experts or None)
+
+    def __str__(self) -> str:
+        usual = ParallelConfig().as_json()
+        options = {name: value for name, value in self.composition.as_json().items() if value != usual[name]}
+        options["mesh"] = axes_text(self.axes)
+        if self.experts:
+            options["experts"] = shares_text(self.experts)
+        text = " ".join(f"{name} {value}" for name, value in options.items())
+        listed = ",".join(map(str, self.ranks))
+        return text if self.ranks == tuple(range(len(self.ranks))) else f"{text} on ranks {listed}"
+
+
+@dataclass(frozen=True)
+class ShapeRequest:
+    """The request that a running job changes its shape."""
+
+    FILE: ClassVar = "reshape.json"  #: in the folder of a run, which removes it when it answers
+
+    composition: Mapping[str, Any]  #: options by name; the others stay, or become their defaults if they do not fit
+    ranks: Sequence[int] | None = None  #: of the world, on the new mesh; None: see ``Shape.changed``
+    at: int = 0  #: the number of steps after which the change is due
+    model: str | None = None  #: the model that the composition was made for; None: any
+    id: str = ""  #: repeated in the answer
+    protocol: str = "stop-and-copy"  #: one of ``PROTOCOLS``
+    within: float | None = None  #: seconds after which a live migration that is not complete is given up
+    #: layer -> each expert's part; None: as it is if the axes stay, else even
+    experts: Mapping[str, Sequence[int]] | None = None
+
+    @classmethod
+    def from_json(cls, content: Any, where: str) -> Self:
+        """The request that ``as_json`` describes; raises UsageError for anything else."""
+        fits = {
+            "composition": lambda value: isinstance(value, Mapping),
+            "ranks": _are_numbers,
+            "at": lambda value: type(value) is int,
+            "model": lambda value: isinstance(value, str),
+            "id": lambda value: isinstance(value, str),
+            "protocol": lambda value: isinstance(value, str),
+            "within": lambda value: type(value) in (int, float) and value >= 0,
+            "experts": lambda value: isinstance(value, Mapping) and all(map(_are_numbers, value.values())),
+        }
+        if not isinstance(content, Mapping) or not isinstance(content.get("composition"), Mapping):
+            raise UsageError(f"{where}: it must be an object with an object 'composition', as 'migrate' writes it")
+        for name, value in content.items():
+            if name not in fits:
+                raise UsageError(f"{where}: unknown field {name!r}; {one_of(name, fits)}")
+            if value is not None and not fits[name](value):
+                raise UsageError(f"{where}: {name} is {value!r}")
+        if content.get("protocol", PROTOCOLS[0]) not in PROTOCOLS:
+            raise UsageError(f"{where}: protocol {content['protocol']!r}; {one_of(content['protocol'], PROTOCOLS)}")
+        return cls(**{name: value for name, value in content.items() if value is not None})
+
+    def as_json(self) -> dict[str, Any]:
+        """The input of ``from_json``."""
+        composition = dict(self.composition)
+        if isinstance(mesh := composition.get("mesh"), Mapping):  # it may also be text
+            composition["mesh"] = axes_as_json(mesh)
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"composition": composition}
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of a request that has all options and the ranks."""
+        experts = {layer: tuple(parts) for layer, parts in (self.experts or {}).items()}
+        return Shape(ParallelConfig.from_json(self.composition, "the shape"), tuple(self.ranks or ()), experts)
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(type(number) is int for number in value)
+
+
+class Reshaper:
+    """Changes the shape of an engine and its optimizer, on the ranks of the world that ``engine.mesh`` covers.
+
+    ``build`` returns the model with the layers of a composition. ``before``: on a rank that has joined, the world in
+    which it was started. Options are those of ``Mesh``.
+    """
+
+    def __init__(
+        self,
+        engine: LayeredEngine,
+        optimizer: Optimizer,
+        shape: Shape,
+        build: Callable[[ParallelConfig], Model],
+        *,
+        before: Communicator | None = None,
+        timeout: float | None = TIMEOUT,
+        **mesh_options: Any,
+    ) -> None:
+        self.engine, self.optimizer, self.shape = engine, optimizer, shape
+        self._build, self._ledger = build, engine.mesh.ledger
+        self._mesh_options = {"timeout": timeout, **mesh_options}
+        self.world = engine.mesh.comm
+        #: from the first to the present, if ranks have joined
+        self._worlds = [*([before] if before else []), self.world]
+        self.all_ranks = Group(self.world, "world", self._ledger, **self._mesh_options)  #: also the idle ranks
+        self.idle = IdleRanks(self.world, timeout or TIMEOUT)
+        self._subset: Communicator | None = None  # of the mesh, unless it covers the world
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank is outside the mesh."""
+        return not self.engine.is_placed
+
+    def checked(self, request: ShapeRequest, batch_size: int, micro_batches: int) -> tuple[Shape, list[str]]:
+        """The shape that is requested, and notices: see ``Shape.changed``. Collective over the world.
+
+        Raises UsageError, the same on all ranks, if the job cannot go on in that shape. Until the ranks agree here,
+        any error is such a refusal: what is requested may be anything, and nothing has moved.
+        """
+
+        def evaluate() -> tuple[Shape, list[str], int]:  # calls no collective
+            with reading("the requested shape cannot be taken"):
+                shape, notices = self.shape.changed(request, self.engine.model)
+                return shape, notices, self._check(shape, batch_size, micro_batches)
+
+        shape, notices, needed = on_all_ranks(self.all_ranks, evaluate)
+        self._check_memory(needed)
+        return shape, notices
+
+    def _check(self, shape: Shape, batch_size: int, micro_batches: int) -> int:
+        """The bytes that this rank needs to change to the shape. Raises UsageError if the job cannot go on in it."""
+        world, axes, composition = range(self.world.size), shape.axes, shape.composition
+        if not shape.ranks or shape.ranks[0] != 0 or len(set(shape.ranks)) < len(shape.ranks):
+            raise UsageError(f"ranks {_listed(shape.ranks)}: name each once, and rank 0, which writes the run's files")
+        if not set(shape.ranks) <= set(world) or count_ranks(axes) != len(shape.ranks):
+            raise UsageError(
+                f"mesh {axes_text(axes)} needs {count_ranks(axes)} ranks; the job has {len(world)}"
+                + (f", and {len(shape.ranks)} are named" if set(shape.ranks) <= set(world) else "")
+            )
+        if shape == self.shape:
+            raise UsageError(f"the job has this shape: {shape}")
+        if composition.compress != self.shape.composition.compress:
+            raise UsageError("compress changes the results of a run: it stays as it is")
+        if compression(composition.compress).feeds_back:
+            raise UsageError(
+                f"compress {composition.compress} keeps what it omits on each rank, which has no place on another "
+                "mesh: this run cannot change its shape"
+            )
+        model = self.model_in(composition)
+        if _shapes(model) != _shapes(self.engine.model):
+            raise UsageError(f"{model.name} has other parameters in this composition than the running model")
+        position = all_positions(axes)[0]
+        layout = self.layout_in(shape, model, position)
+        counts = {name: each.sizes["e"] for name, each in model.layers if "e" in each.sizes}
+        for layer in shape.experts:
+            if layer not in counts:
+                raise UsageError(f"experts of {layer!r}: no layer has experts under this name; {one_of(layer, counts)}")
+            layout.parts(layer, "e", counts[layer], position)  # raises MeshError for other experts or parts
+        schedule, _ = self._assigned(shape, model, position)
+        schedule.program(axes.get("pipe", 1), micro_batches, 0)
+        check_batch(batch_size, micro_batches, layout.spec(model.inputs), position)
+        needed = 0
+        if not self.is_idle:
+            needed += self._bytes(self.shape, self.engine.assignment)
+        if (mine := self.position_in(shape)) is not None:
+            needed += self._bytes(shape, self._assigned(shape, model, mine)[1])
+        return needed
+
+    def _check_memory(self, needed: int) -> None:
+        """Raise UsageError if the old and the new arrays of a node's ranks exceed its memory. Collective."""
+        by_rank = self.all_ranks.all_gather(np.array([needed]), label="reshape")
+        on_node = sum(n for n, host in zip(by_rank, self.world.hosts, strict=True) if host == self.world.node)
+
+        def check() -> None:
+            if on_node > memory_here():
+                raise UsageError(
+                    f"parameters, gradients and optimizer state in the old and the new shape are "
+                    f"{readable_bytes(int(on_node))} on node {self.world.node}, which has "
+                    f"{readable_bytes(memory_here())} of memory"
+                )
+
+        on_all_ranks(self.all_ranks, check)
+
+    def _bytes(self, shape: Shape, assignment: Assignment) -> int:
+        """Bytes in memory of a rank's parameters, gradients and optimizer state."""
+        storage, total = shape.composition.storage, 0
+        zero, away = storage.stage(shape.axes), storage.offload.kinds
+        for group in assignment.groups:
+            part = -(-group.size // prod(shape.axes[axis] for axis in group.summed.cut))
+            parameters, gradients, state = bytes_held(group.size, part, zero, self.engine.dtype)
+            total += gradients
+            total += 0 if "parameters" in away else parameters
+            total += 0 if "optimizer" in away else len(self.optimizer.kinds) * state
+        return total
+
+    def position_in(self, shape: Shape) -> MeshPosition | None:
+        """Where this rank is on the mesh of a shape; None if it is not on it."""
+        if self.world.rank not in shape.ranks:
+            return None
+        order = ranks_by_position([self.world.hosts[rank] for rank in shape.ranks], shape.composition.order)
+        return all_positions(shape.axes)[order.index(shape.ranks.index(self.world.rank))]
+
+    def _assigned(self, shape: Shape, model: Model, position: MeshPosition) -> Any:
+        how = shape.composition.how_on(shape.axes)
+        return assigned(model, position, self.layout_in(shape, model, position), self.engine.dtype.itemsize, **how)
+
+    def layout_in(self, shape: Shape, model: Model, place: MeshPosition) -> Layout:
+        """The layout of the model in a shape."""
+        return replace(composed_layout(model, place, shape.composition), experts=dict(shape.experts))
+
+    def model_in(self, composition: ParallelConfig) -> Model:
+        """The model for a composition: the present one if its layers do not differ."""
+        present = self.shape.composition
+        layers = [(each.context_method, each.reshard_after) for each in (composition, present)]
+        return self.engine.model if layers[0] == layers[1] else self._build(composition)
+
+    def within_overlap(self, shape: Shape) -> Shape:
+        """The shape with the layers that stages hold now, if it only moves boundaries between them within these, which
+        moves no parameters or state; else the shape itself."""
+        moved, before, same = shape.composition, self.shape.composition, {"stages": None, "overlap_layers": None}
+        others_differ = (moved.changed(**same), shape.ranks, shape.experts) != (
+            before.changed(**same),
+            self.shape.ranks,
+            self.shape.experts,
+        )
+        if others_differ or not (moved.storage.overlap and before.storage.overlap and (pipe := shape.axes.get(PIPE))):
+            return shape
+        held, wanted = (
+            overlaps(divide(self.engine.model, pipe, each.division), each.storage.overlap) for each in (before, moved)
+        )
+        if held != wanted:
+            with suppress(UsageError):  # the new boundaries are outside
+                composition = moved.changed(overlap_layers=",".join(f"{first}:{end}" for first, end in held))
+                composition.check(shape.axes, self.engine.model)
+                return replace(shape, composition=composition)
+        return shape
+
+    def move(self, shape: Shape, copies: Copies | None = None, fill: Callable[[], Any] | None = None) -> None:
+        """Continue in another shape. Collective over the world, with the idle ranks.
+
+        ``copies`` and ``fill`` are those of ``LayeredEngine.reshard``. The old mesh is closed. Raises UsageError on all
+        ranks if the model cannot be placed; nothing has moved then.
+        """
+        engine, old, model = self.engine, self.engine.mesh, self.model_in(shape.composition)
+        mesh, subset = on_all_ranks(self.all_ranks, lambda: self._open_mesh(shape))
+        layout = self.layout_in(shape, model, mesh) if mesh else None
+        how: dict[str, Any] = {"copies": copies, "fill": fill, **shape.composition.how_on(shape.axes)}
+        try:
+            engine.reshard(mesh, layout, optimizer=self.optimizer, model=model, among=self.all_ranks, **how)
+        except UsageError:
+            _close(mesh, subset)
+            raise
+        _close(old, self._subset)
+        self._subset, self.shape = subset, shape
+        del old  # with what its groups keep
+        gc.collect()
+        return_freed_memory()  # that of the old shape
+        for world in self._worlds:
+            if (neighbours := connections_of(world).neighbours) is not None:
+                neighbours.own.return_freed()
+
+    def _open_mesh(self, shape: Shape) -> tuple[Mesh | None, Communicator | None]:
+        """The mesh of a shape, and its communicator unless that is the world's; None on ranks outside it."""
+        world, timeout = self.world, self._mesh_options["timeout"]
+        if world.rank not in shape.ranks:
+            return None, None
+        subset = world.subset(shape.ranks, timeout) if len(shape.ranks) < world.size else None
+        axes: dict[str, Any] = shape.axes
+        options = {**self._mesh_options, "order": shape.composition.order}
+        return Mesh(subset or world, ledger=self._ledger, **options, **axes), subset
+
+    def rest(self) -> None:
+        """From now on the ranks outside the mesh are idle, until ``idle.wake``."""
+        self.idle.set([rank for rank in range(self.world.size) if rank not in self.shape.ranks])
+
+    def grow(self, port: Port | None) -> None:
+        """Merge the world, without idle ranks, with that of ranks that join: see ``world.merged``. They have numbers
+        after those of the others, and the mesh stays as it is. Collective over the world."""
+        self.world = merged(self.world, port, joins=False)
+        self._worlds.append(self.world)
+        self.all_ranks = Group(self.world, "world", self._ledger, **self._mesh_options)
+        self.idle = IdleRanks(self.world, self._mesh_options["timeout"] or TIMEOUT)
+
+    def close(self, parts: bool) -> None:
+        """Close the present mesh, and, if it ``parts``, which is collective over the world, the merged worlds."""
+        _close(self.engine.mesh, self._subset)
+        self._subset = None
+        while parts and len(self._worlds) > 1:
+            part(self._worlds.pop(), self._worlds[-1])
+
+
+def _close(mesh: Mesh | None, subset: Communicator | None) -> None:
+    if mesh is not None:
+        mesh.close()
+    if subset is not None:
+        subset.free()
+
+
+def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, (_, shape) in model.parameters()}
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ",".join(map(str, ranks)) or "none"
+
+
+# --- Ranks outside the mesh
+
+
+class IdleRanks:
+    """The ranks of the world outside the mesh, and the messages between them and rank 0.
+
+    Rank 0 sends an idle rank one message, which wakes it; the idle rank answers with one, with the number of a signal
+    that it has received, or 0. So no message is left over when the program ends.
+    """
+
+    def __init__(self, world: Communicator, timeout: float) -> None:
+        self._world, self._timeout = world, timeout
+        self.ranks: list[int] = []
+        self.nap = NAP  #: seconds between two looks for a message
+        self._answers: dict[int, tuple[np.ndarray, list]] = {}  # on rank 0: buffers and requests of those under way
+
+    def set(self, ranks: Sequence[int]) -> None:
+        """These ranks are idle from now on."""
+        self.ranks = list(ranks)
+        for rank in ranks if self._world.rank == 0 else ():
+            answer = np.zeros(1, np.int64)
+            self._answers[rank] = answer, self._world.start_receive(answer, rank, _TAG)
+
+    def signal(self) -> int:
+        """The number of a signal that an idle rank has received, on rank 0; 0 for none."""
+        return max(
+            (int(answer[0]) for answer, requests in self._answers.values() if self._world.done(requests)), default=0
+        )
+
+    def wake(self, content: Mapping[str, Any]) -> None:
+        """Send the idle ranks, from rank 0, this content (JSON), and wait until all are awake; none is idle then."""
+        message = np.zeros(_ROOM, np.uint8)
+        data = np.frombuffer(json.dumps(content).encode(), np.uint8)
+        message[: len(data)] = data
+        sends = [request for rank in self._answers for request in self._world.start_send(message, rank, _TAG)]
+        self._wait(lambda: self._world.done(sends) and all(self._world.done(r) for _, r in self._answers.values()))
+        self._answers.clear()
+
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        began, idle = monotonic(), 0
+        while True:
+            self._world.prepare_to_pause(idle)
+            if is_done():
+                return
+            if monotonic() - began > self._timeout:
+                raise CommunicationTimeout(f"waited {self._timeout:g} s for idle ranks {_listed(self.ranks)} to wake")
+            self._world.pause(idle)
+            idle += 1
+
+    def sleep(self, received: Callable[[], int]) -> Mapping[str, Any]:
+        """Sleep on this idle rank until rank 0 sends a message, and return its content.
+
+        ``received`` returns the number of a signal that this process has received, or 0; rank 0 gets it at once.
+        """
+        world, message = self._world, np.zeros(_ROOM, np.uint8)
+        incoming, answer, sends = world.start_receive(message, 0, _TAG), None, []
+        while not world.done(incoming):
+            if answer is None and (signal := received()):
+                answer = np.array([signal])
+                sends = world.start_send(answer, 0, _TAG)
+            sleep(self.nap)
+            world.prepare_to_pause(0)
+            world.pause(0)  # raises RankAborted if another virtual rank has failed
+        if answer is None:
+            answer = np.zeros(1, np.int64)
+            sends = world.start_send(answer, 0, _TAG)
+        self._wait(lambda: world.done(sends))
+        return json.loads(message.tobytes().rstrip(b"\0"))

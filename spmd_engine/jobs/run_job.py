@@ -1,0 +1,334 @@
+"""Runs of jobs: ``train`` begins or resumes a run, on any number of ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spmd_engine.adaptive.shape_changes import ShapeChanges
+from spmd_engine.arrays.backend import get_backend
+from spmd_engine.axes import count_ranks
+from spmd_engine.checkpoints import CheckpointFolder
+from spmd_engine.checkpoints.format.folder import find_checkpoint, make_folder, replace_file
+from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
+from spmd_engine.comm.device_transport import choose_transport
+from spmd_engine.comm.group import Group
+from spmd_engine.comm.mesh import Mesh, mesh_without
+from spmd_engine.comm.world import world
+from spmd_engine.engine.helpers import Helpers, helper_ranks
+from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.offload.target import OffloadError
+from spmd_engine.engine.parallel_config import order_to_help, serve_as_helper
+from spmd_engine.engine.reshape import ShapeRequest
+from spmd_engine.errors import UsageError
+from spmd_engine.models.load_config import short_name
+from spmd_engine.planning.first_step_check import first_step_check
+from spmd_engine.planning.machine.product_choice import ProductChoice
+from spmd_engine.strategies import default_axes, strategy_named
+from spmd_engine.tokens import ByteTokenizer, Tokenizer
+from spmd_engine.training.expert_load import Rebalancer
+from spmd_engine.training.hooks import Hook
+from spmd_engine.training.observers import Observer
+from spmd_engine.training.run import CONFIG, Run
+from spmd_engine.training.run_folder import is_model, read_job, run_folder
+from spmd_engine.training.train_config import CorpusFacts, StepConfig, TrainConfig
+from spmd_engine.training.workload import Workload, make_trainer, open_workload, rate_of
+
+if TYPE_CHECKING:
+    from spmd_engine.formats.token_file import TokenFile
+
+PROMPT = "def "  #: the beginning of a sample
+TEMPERATURE = 0.8  #: of samples
+
+
+def train(
+    job: TrainConfig | Mapping[str, Any] | str | Path | None = None,
+    run: str | Path | None = None,
+    *,
+    resume: bool = False,
+    given: Collection[str] = (),
+    stop_at: int | None = None,
+    trace: int = 0,
+    observers: Sequence[Observer] = (),
+    enforce: bool = True,
+    propose: Callable[[int], ShapeRequest | None] = lambda step: None,
+    hooks: Sequence[Hook] = (),
+) -> Run:
+    """Train a job: a TrainConfig, its JSON, or a file of that. Collective over the world; returns the Run when done.
+
+    ``run`` is the folder for results, or its name under ``runs/``; None makes a new one, ``runs/MODEL-NUMBER``. With
+    ``resume`` the run continues from its checkpoint, without the options of its composition that the mesh does not
+    permit, unless they are ``given``. ``stop_at`` ends the run before the job's last step; ``trace`` is the number of
+    steps to trace. After each step but the last and traced ones, ``propose(step)`` is called on rank 0 and may return a
+    request to change the shape of the job; see also ``migrate``. ``hooks`` act between the parts of the job, on every
+    rank, beside those of this package. A helper rank returns None at the end of the job.
+    Raises UsageError for a job that cannot run.
+    """
+    job = _as_job(job)
+    steps = job.training.steps
+    if stop_at is not None and not 0 < stop_at <= steps:
+        raise UsageError(f"--stop-at {stop_at} with --steps {steps}: it must be from 1 to {steps}")
+    if resume and run is None:
+        raise UsageError("--resume needs --run NAME: name the run to continue")
+    with _open_mesh(job, resume, given) as mesh, Helpers(mesh) as helpers:
+        if mesh.is_helper:
+            if code := serve_as_helper(mesh, job.model):
+                sys.exit(code)
+            return None  # pyright: ignore[reportReturnType]  (only in jobs with helper ranks)
+        left_out = job.composition.assign if job.composition.assigned and not mesh.helpers else None
+        if left_out:
+            job = job.changed(composition=job.composition.changed(assign=None))
+        job = with_shape_of_weights(job, mesh)
+        if job.model.lora is not None and job.model.path is None:
+            raise UsageError(f"adapters need trained weights, and {job.model.name} has none: give --model PATH")
+        job, notices = _fit_to_mesh(job, mesh, resume, given)
+        notices += [f"continues without --assign {left_out} (there are no more ranks)"] if left_out else []
+        get_backend(job.device, *mesh.process_on_node, memory=job.device_memory)
+        notices += [notice for hook in [*BEFORE, *hooks] for notice in hook.prepare(job, mesh.group())]
+        workload = open_workload(job, mesh)
+        if mesh.helpers and isinstance(workload.engine, LayeredEngine):
+            order = order_to_help(workload.job.model, mesh, job.composition, job.device)
+            helpers.start(order, workload.engine.first_owners)
+        notices += _notices_without_effect(workload)
+        folder = Path(text_from_rank_zero(mesh.group(), lambda: _open_folder(job, run, resume)))
+        if job.adapt is not None:
+            from spmd_engine.adaptive.adapter import Adapter  # which imports much, and few jobs need it
+
+            adapter, given_propose = Adapter(job.adapt), propose
+            observers, propose = [*observers, adapter], lambda step: given_propose(step) or adapter.propose(step)
+        changes = ShapeChanges(workload, propose, helpers=helpers)
+        new_run = make_run(workload, folder, observers, trace, hooks_of(workload, changes, hooks, enforce))
+        with new_run.locked():  # before anything is read from or written to the folder
+            loaded = _begin(new_run, workload, resume)
+            if resume:
+                notices += _notices_of_rates(new_run, workload)
+            parameters = workload.parameter_count  # on all ranks: an engine may have to exchange shapes
+            new_run.notify("opened", workload, parameters, notices)
+            new_run.notify("loaded", loaded)
+            new_run.train(stop_at or steps)
+    return new_run
+
+
+class TransportChoice(Hook):
+    """Lets arrays on devices travel between all ranks of a job in the same way."""
+
+    def prepare(self, job: TrainConfig, ranks: Group) -> list[str]:
+        return choose_transport(ranks, get_backend(job.device), job.transport)
+
+
+BEFORE = (ProductChoice(), TransportChoice())  #: the hooks that act before the engine is built
+
+
+def hooks_of(workload: Workload, changes: ShapeChanges, own: Sequence[Hook] = (), enforce: bool = True) -> list[Hook]:
+    """The hooks of a job, the same on ranks that begin it and on those that join it."""
+    check = first_step_check(workload, enforce)
+    return [*BEFORE, *([check] if check else []), Rebalancer(workload.job.composition), *own, changes]
+
+
+def _as_job(job: TrainConfig | Mapping[str, Any] | str | Path | None) -> TrainConfig:
+    if isinstance(job, TrainConfig):
+        return job
+    if isinstance(job, (str, Path)):
+        return read_job(job)
+    return TrainConfig.from_json(job, "train") if job is not None else TrainConfig()
+
+
+def _open_mesh(job: TrainConfig, resume: bool = False, given: Collection[str] = ()) -> Mesh:
+    """Open the mesh of a job; for a page of strategies, by default a mesh with the axes of that page. A run that is
+    resumed by the ranks of its mesh alone goes on without helper ranks."""
+    axes: Any = job.composition.mesh
+    if job.strategy and not axes:
+        axes = default_axes(strategy_named(job.strategy), world().size)
+    helpers = helper_ranks(job.composition.assigned)
+    if helpers and (job.strategy or job.model.engine is not None):
+        raise UsageError(f"--assign: {job.strategy or job.model.name} shards itself; helper ranks compute layers")
+    if helpers and job.adapt is not None:
+        raise UsageError("--assign with --adapt: a run with helper ranks keeps its shape; omit one of them")
+    if helpers and resume and "assign" not in given:
+        left = world().size - len(helpers)
+        helpers = helpers if max(helpers) < world().size and count_ranks(axes or {"": left}) == left else []
+    options = {"check": job.check, "timeout": job.timeout, "deterministic": job.deterministic}
+    return mesh_without(helpers, axes or {}, order=job.composition.order, **options)
+
+
+def with_shape_of_weights(job: TrainConfig, mesh: Mesh) -> TrainConfig:
+    """The job; its model gets the shape of its initial weights, if there are any."""
+    if job.model.path is None and job.model.adapter is None:
+        return job
+    from spmd_engine.checkpoints.pretrained import with_shape
+
+    return job.changed(model=with_shape(job.model, mesh.group()))
+
+
+def _fit_to_mesh(job: TrainConfig, mesh: Mesh, resume: bool, given: Collection[str]) -> tuple[TrainConfig, list[str]]:
+    """The job with a composition that this mesh permits, and notices of the options that are left out."""
+    if job.strategy or job.model.engine is not None:
+        return job, []
+    composition, left_out = job.composition, []
+    model = job.model.build(composition)
+    if resume:
+        composition, left_out = composition.fitted(mesh.all_axes, model, given)
+    composition.check(mesh.all_axes, model)  # before data are read
+    return job.changed(composition=composition), left_out
+
+
+def _notices_without_effect(workload: Workload) -> list[str]:
+    """Notices of options with no or little effect on the model, whose sizes may be those of the data."""
+    job, mesh = workload.job, workload.engine.mesh
+    notices = []
+    if job.model.code is not None:
+        notices = [f"the model is code: {job.model.name}, SHA-256 {job.model.code[:12]}... of its file"]
+    if job.strategy or job.model.engine is not None:
+        return notices
+    return notices + job.composition.check(mesh.all_axes, job.model.build(job.composition))
+
+
+def _begin(run: Run, workload: Workload, resume: bool) -> list[str]:
+    """Resume the run, or begin it in its folder; return a table of its initial weights."""
+    trainer = run.trainer
+    if workload.job.composition.offload:  # a full disk is found before the run begins
+        on_all_ranks(trainer.engine.group(), lambda: trainer.optimizer.prepare(trainer.engine), OffloadError)
+    if resume:
+        run.resume()
+        return []
+    loaded = _load_weights(workload)
+    run.write_config()
+    if (file := workload.token_file) is not None:
+        run.on_rank_zero(lambda: keep_tokenizer(file, run.folder))
+    return loaded
+
+
+def notices_of_rates(before: StepConfig, now: StepConfig, done: int) -> list[str]:
+    """A notice if the learning rate after ``done`` steps is another with the options ``now`` than with those of the
+    checkpoint, or if it keeps the curve of another number of steps."""
+    rates = [rate_of(training)(done) for training in (before, now)]
+    ends = [training.decay_steps or training.steps for training in (before, now)]
+    step = f"the learning rate of step {done + 1} is {rates[1]:.3g}"
+    if rates[0] != rates[1]:
+        keeps = f"; --decay-steps {ends[0]} keeps its curve" if ends[0] != ends[1] else ""
+        return [f"{step}; with the options of the checkpoint it would be {rates[0]:.3g}{keeps}"]
+    if before.steps != now.steps and ends[1] != now.steps:
+        stretched = rate_of(now.changed(decay_steps=now.steps))(done)
+        other = f"; with --decay-steps {now.steps} it would be {stretched:.3g}" if stretched != rates[1] else ""
+        return [f"{step}, as before, on its curve of {ends[1]} steps{other}"]
+    return []
+
+
+def _notices_of_rates(run: Run, workload: Workload) -> list[str]:
+    """The ``notices_of_rates`` of a run that has been resumed, on rank 0."""
+    from spmd_engine.checkpoints.read import read_manifest
+
+    newest = CheckpointFolder(run.folder).newest() if workload.engine.device_id == 0 else None
+    with suppress(UsageError):  # of a checkpoint without a job, or with one of another version
+        if newest is not None:
+            before = TrainConfig.from_json(read_manifest(newest).config).training
+            return notices_of_rates(before, workload.job.training, run.steps_done)
+    return []
+
+
+def _load_weights(workload: Workload) -> list[str]:
+    """Load the initial weights of the job's model, if there are any; return a table of their tensors."""
+    model, engine = workload.job.model, workload.engine
+    if model.path is None or not isinstance(engine, LayeredEngine):
+        return []
+    from spmd_engine.checkpoints.pretrained import load_pretrained, table
+
+    pretrained = load_pretrained(engine, model.path, model.adapter)
+    specs = {name: str(engine.layout.spec(source.view.dims)) for name, source in pretrained.filled.items()}
+    return list(table(pretrained, specs))
+
+
+def with_corpus(workload: Workload) -> TrainConfig:
+    """The job of a workload, which from now on is for data that equal these."""
+    return workload.job.changed(corpus=CorpusFacts(workload.corpus.files, workload.corpus.sha256))
+
+
+def make_run(
+    workload: Workload, folder: Path, observers: Sequence[Observer] = (), trace: int = 0, hooks: Sequence[Hook] = ()
+) -> Run:
+    """The run of a workload in its folder; see ``Run`` and ``train``."""
+    job, engine, corpus = with_corpus(workload), workload.engine, workload.corpus
+
+    def sample() -> str:
+        if not (job.sample and workload.writes and isinstance(engine, LayeredEngine)):
+            return ""
+        tokenizer = _tokenizer(workload)
+        if tokenizer is None or tokenizer.vocabulary > engine.model.vocabulary:  # or tokens without texts
+            return ""
+        from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
+
+        sampling = SamplingOptions(sample=True, temperature=TEMPERATURE, seed=job.model.seed)
+        ends = () if tokenizer.end is None else (tokenizer.end,)
+        stopping = StoppingCriteria(job.sample, ends, slide=True)
+        (completion,) = generate(
+            engine, [tokenizer.encode(PROMPT)], sampling=sampling, stopping=stopping, tokenizer=tokenizer
+        )
+        return PROMPT + (completion.text or "")
+
+    return Run(
+        folder,
+        make_trainer(workload),
+        validation=workload.validation,
+        eval_every=job.training.eval_every,
+        save_every=job.training.save_every,
+        keep=job.training.keep,
+        background=job.training.save_in_background,
+        go_on_unsaved=job.training.go_on_unsaved,
+        check_replicas_every=job.training.check_replicas_every,
+        config=job.as_json(),
+        facts={"model": job.model.name, "seed": job.model.seed, "corpus_sha256": corpus.sha256},
+        observers=observers,
+        trace=trace,
+        sample=sample,
+        hooks=hooks,
+    )
+
+
+def _tokenizer(workload: Workload) -> Tokenizer | None:
+    """The tokenizer of this workload's tokens; None if its library is not installed."""
+    file = workload.token_file
+    if file is None or not file.tokenizer:
+        return ByteTokenizer()
+    from spmd_engine.tokens.hugging_face import tokenizer_of
+
+    return tokenizer_of(file.tokenizer, file.path) if find_spec("tokenizers") else None
+
+
+def keep_tokenizer(file: TokenFile, folder: Path) -> None:
+    """Write the files of the model's tokenizer to the run's folder."""
+    from spmd_engine.tokens.hugging_face import CONFIG, TEMPLATE, TOKENIZER
+
+    files = file.tokenizer
+    for name in files.keys() & {CONFIG, TEMPLATE, TOKENIZER}:  # other names could be paths
+        replace_file(folder / name, files[name])
+
+
+# --- The folder
+
+
+def _open_folder(job: TrainConfig, run: str | Path | None, resume: bool) -> str:
+    """Open the run's folder on rank 0, and make it for a new run. A run without a checkpoint may begin again."""
+    if run is not None:
+        folder = run_folder(run)
+        if resume:
+            find_checkpoint(folder)  # raises CheckpointError if there is none
+            return str(folder)
+        if CheckpointFolder(folder).newest():
+            raise UsageError(f"{folder} holds a run already; give --resume to continue it, or another --run")
+        if is_model(folder):
+            raise UsageError(f"{folder} holds a model, whose {CONFIG} a run would replace; give another --run")
+        make_folder(folder)
+        return str(folder)
+    number = 1
+    while True:
+        folder = Path("runs") / f"{short_name(job.model.name)}-{number}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:  # perhaps another job has just made it
+            number += 1
+        else:
+            return str(folder)

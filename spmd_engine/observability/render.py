@@ -1,0 +1,104 @@
+"""Writes a picture to a terminal, a pipe, or a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from io import BytesIO
+from itertools import groupby
+from pathlib import Path
+
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+from spmd_engine.errors import UsageError
+from spmd_engine.files import output_file
+from spmd_engine.pictures import (
+    BETWEEN,
+    BORDER,
+    FONT,
+    LINES,
+    PAPER,
+    WIDEST,
+    Picture,
+    Row,
+    ink,
+    labels,
+    pixels,
+    rectangle,
+    svg,
+    text,
+    text_rows,
+)
+
+PLAIN = str.maketrans(LINES[1:], "|-+||++-+-+++++")
+
+
+def print_picture(picture: Picture, console: Console) -> None:
+    """Print a picture; in a pipe it has no colours, and its text does not depend on the terminal."""
+    widest = console.width if console.is_terminal else WIDEST
+    ascii_only = not (console.encoding or "").lower().startswith("utf")
+    for line in lines(picture, widest):
+        if ascii_only:
+            line.plain = line.plain.translate(PLAIN)
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+def lines(picture: Picture, widest: int = WIDEST) -> Iterator[Text]:
+    """Title, drawing, table and notes as lines of text; the drawing no wider than ``widest`` if it can be folded."""
+    yield Text(picture.title, style="bold")
+    yield Text()
+    yield from map(_text_line, text_rows(picture.drawing, picture.fold, widest))
+    for part in (picture.table, [text(0, line, note) for line, note in enumerate(picture.notes)]):
+        if part:
+            yield Text()
+            yield from map(_text_line, text_rows(part))
+
+
+def _text_line(row: Row) -> Text:
+    line = Text()
+    for fill, run in groupby(row, key=lambda place: place[1]):
+        style = Style(color=ink(fill), bgcolor=fill) if fill else None
+        line.append("".join(character for character, _ in run), style)
+    line.rstrip()
+    return line
+
+
+# --- A picture as a file: SVG, or PNG by Pillow
+
+
+def write_image(picture: Picture, path: Path) -> None:
+    """Write a picture in the format of the ending of ``path``; raises UsageError unless that is .svg or .png."""
+    writers = {".svg": svg, ".png": png}
+    if path.suffix.lower() not in writers:
+        raise UsageError(f"--output {path}: write a picture as .svg or .png")
+    content = writers[path.suffix.lower()](picture)
+    with output_file(path) as file:
+        file.write(content)
+
+
+def png(picture: Picture) -> bytes:
+    """The picture as PNG, at twice the size. Raises UsageError if Pillow is missing."""
+    try:
+        from PIL import Image, ImageDraw, ImageFont
+    except ImportError as error:
+        raise UsageError(
+            "--output: PNG needs Pillow. Install it with: pip install 'spmd_engine[png]', or write .svg"
+        ) from error
+    scale = 2
+    width, height = pixels(picture)
+    image = Image.new("RGB", (scale * width, scale * height), PAPER)
+    draw = ImageDraw.Draw(image)
+    font = ImageFont.load_default(scale * FONT)
+    for cell in picture.placed():
+        left, top, wide, high = (round(scale * side) for side in rectangle(cell))
+        if cell.outline or cell.fill:
+            border = BORDER if cell.outline else BETWEEN
+            draw.rectangle((left, top, left + wide, top + high), fill=cell.fill, outline=border, width=scale)
+        for x, y, label in labels(cell):
+            anchor = {"left": "lm", "center": "mm", "right": "rm"}[cell.align]
+            colour = ink(cell.fill) if cell.fill else BORDER
+            draw.text((scale * x, scale * y), label, fill=colour, font=font, anchor=anchor)
+    content = BytesIO()
+    image.save(content, "PNG")
+    return content.getvalue()

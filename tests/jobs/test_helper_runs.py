@@ -1,0 +1,88 @@
+"""Runs with helper ranks: their results, resumes with and without them, and what ends them."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from test_shape_changes import EXPERTS, IMAGES, assert_same, events, job_of
+
+from mpi_harness.launch import Job, mpiexec
+from spmd_engine import TrainConfig, run_threads, train
+from spmd_engine.adaptive import ShapeRequest
+from spmd_engine.checkpoints.format.folder import find_checkpoint
+from spmd_engine.engine import helpers
+from spmd_engine.errors import UsageError
+from spmd_engine.runtime.signals import StopFlag
+from support.command_line import QUIET, TEXT
+
+SMALL = ["--batch-size", "2", "--length", "8"]
+
+
+def config_of(seed, folder, **options):
+    job = job_of(seed, folder)
+    return TrainConfig.of(**job.what | {"steps": 6, "save_every": 2, "mesh": {"data": 2}, **options})
+
+
+def last_layer(config):
+    return config.model.build(config.composition).layers[-2][0].split("/")[0]
+
+
+@pytest.mark.parametrize("seed", [EXPERTS, IMAGES])
+def test_a_run_resumes_with_other_helper_ranks_and_without(tmp_path, seed):
+    config = config_of(seed, tmp_path)
+    helped = config.with_options(assign=f"{last_layer(config)}:rank2")
+    results = run_threads(lambda: train(helped, tmp_path / "run", stop_at=2), 3)
+    assert results[2] is None and results[0].steps_done == 2
+    first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["predicted"]["differences"] == 0 and first["predicted"]["bytes_sent"] == first["bytes_sent"]
+    other = config.with_options(assign=f"{last_layer(config)}:rank1")
+    run_threads(lambda: train(other, tmp_path / "run", resume=True, given=["assign"], stop_at=4), 3)
+    run_threads(lambda: train(other, tmp_path / "run", resume=True), 2)  # by the ranks of the mesh alone
+    run_threads(lambda: train(config.with_options(mesh={"data": 1}), tmp_path / "alone"), 1)
+    assert_same(tmp_path / "run", tmp_path / "alone")
+    assert "continues without --assign" in events(tmp_path / "run", "opened")[-1]["notices"][0]
+
+
+def test_a_run_with_helper_ranks_keeps_its_shape(tmp_path):
+    config = config_of(EXPERTS, tmp_path)
+    helped = config.with_options(assign=f"{last_layer(config)}:rank2", steps=3)
+    request = {1: ShapeRequest({"mesh": {"data": 1}})}
+    run_threads(lambda: train(helped, tmp_path / "run", propose=request.get), 3)
+    (refused,) = events(tmp_path / "run", "not reshaped")
+    assert "a run with helper ranks (--assign) keeps its shape" in refused["why"]
+    with pytest.raises(UsageError, match="--assign with --adapt"):
+        run_threads(lambda: train(TrainConfig.from_json({**helped.as_json(), "adapt": {}}), tmp_path / "other"), 3)
+
+
+def test_a_signal_to_a_helper_rank_ends_the_run_after_a_save(tmp_path, monkeypatch):
+    class Told(StopFlag):
+        """Python gives signals to the main thread alone."""
+
+        def __enter__(self):
+            self.receive(signal.SIGTERM)
+            return super().__enter__()
+
+    monkeypatch.setattr(helpers, "StopFlag", Told)
+    config = config_of(EXPERTS, tmp_path)
+    helped = config.with_options(assign=f"{last_layer(config)}:rank2")
+    with pytest.raises(SystemExit, match="143"):
+        run_threads(lambda: train(helped, tmp_path / "run"), 3)
+    (stopped,) = events(tmp_path / "run", "stopped")
+    assert stopped["signal"] == signal.SIGTERM and stopped["step"] <= 2
+    assert find_checkpoint(tmp_path / "run").name == f"step-{stopped['step']:08d}"
+
+
+@pytest.mark.skipif(mpiexec() is None, reason="needs an MPI library and its mpiexec")
+def test_a_killed_helper_rank_ends_the_job(tmp_path):
+    options = ["--mesh", "data=2", "--assign", "block1-2:rank2", "--steps", "100000", "--run", "./run"]
+    arguments = ["-m", "spmd_engine", "train", "--model", "gpt-nano", *options, *TEXT, *QUIET, *SMALL]
+    with (tmp_path / "said").open("w") as said, Job(3, arguments, cwd=tmp_path, stderr=said, stdout=said) as job:
+        metrics, ends = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 100
+        while not (metrics.exists() and metrics.read_text().count("\n") > 1):
+            assert time.monotonic() < ends and job.process.poll() is None, (tmp_path / "said").read_text()
+            time.sleep(0.05)
+        os.kill(max(job.ranks()), signal.SIGKILL)  # the last one started
+        assert job.process.wait(100) != 0
+    assert "Traceback" not in (tmp_path / "said").read_text()
