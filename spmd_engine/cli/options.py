@@ -76,13 +76,12 @@ class LongCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options of the first page in one list, or all of them under headings."""
         rows: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        every = ctx.meta.get(_ALL)
         for param in self.get_params(ctx):
-            if (record := param.get_help_record(ctx)) is None:
-                continue
-            if ctx.meta.get(_ALL):
-                rows[f"{getattr(param, 'section', '')} options".strip().capitalize()].append(record)
-            elif getattr(param, "common", True):
-                rows["Options"].append((record[0], _first_sentence(record[1])))
+            if (every or getattr(param, "common", True)) and (record := param.get_help_record(ctx)):
+                section = getattr(param, "section", "") if every else ""
+                text = record[1] if every else _first_sentence(record[1])
+                rows[f"{section} options".strip().capitalize()].append((record[0], text))
         for heading, records in rows.items():
             with formatter.section(heading):
                 formatter.write_dl(records)

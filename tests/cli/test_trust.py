@@ -79,7 +79,6 @@ REFUSE = {
     "inspect": ["inspect", *JOB],
     "show sharding": ["show", "sharding", *JOB, "--param", "own/w0"],
     "show experts": ["show", "experts", *JOB],
-    "show memory": ["show", "memory", *JOB],
     "show communication": ["show", "communication", *JOB],
     "analyze": ["analyze", *JOB],
     "verify": ["verify", *JOB],
