@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import spmd_engine
-from spmd_engine.cli.plan.compare import steps_of
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import GPT_SIZES, gpt
 from spmd_engine.models.names import build_model
+from spmd_engine.observability.run_prediction import steps_of
 from spmd_engine.planning import analyze, plan
 from spmd_engine.planning.explain import explain
 from spmd_engine.planning.machine.files import read_machine

@@ -13,7 +13,6 @@ import click
 from spmd_engine.arrays.precision import FLOATS, dtype_of
 from spmd_engine.axes import count_ranks
 from spmd_engine.cli.options import LongCommand, Quantity, options_of, values_given
-from spmd_engine.cli.plan.compare import compare_run
 from spmd_engine.cli.plan.page import print_comparison, print_fixed, print_plan, print_precisions
 from spmd_engine.cli.train import LORA, unplanned
 from spmd_engine.engine.state.assignment import parse_division
@@ -21,6 +20,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending, output_file
 from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.models.names import IMAGES
+from spmd_engine.observability.run_prediction import compare_run
 from spmd_engine.planning.machine.files import default_machine
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.model_file import planned_model
