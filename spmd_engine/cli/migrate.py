@@ -13,7 +13,7 @@ import click
 
 from spmd_engine.adaptive.joining import LockedFile, remove_unheld, runs
 from spmd_engine.cli.options import LongCommand, Quantity, options_of, permitted, trust_option, values_given
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.engine.reshape import PROTOCOLS, ShapeRequest
 from spmd_engine.errors import UsageError
 from spmd_engine.files import naming

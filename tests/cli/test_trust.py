@@ -17,7 +17,8 @@ from spmd_engine.adaptive import planner_process
 from spmd_engine.adaptive.adapter import Adapter
 from spmd_engine.cli.options import permitted
 from spmd_engine.configuration import settings_of
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.reshape import Shape
 from spmd_engine.errors import UsageError
 from spmd_engine.jobs import joined_run
