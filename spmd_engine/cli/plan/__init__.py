@@ -120,7 +120,8 @@ def plan(what: str | None, **options: Any) -> None:
         return
     if options["compare"]:
         code = values_given(options).get("model")
-        print_comparison(compare_run(options["compare"], options["machine"], code), options["as_json"])
+        comparison = compare_run(options["compare"], options["machine"], code)
+        click.echo(json.dumps(comparison.as_json())) if options["as_json"] else print_comparison(comparison)
         return
     for option in ("output", "timeline"):
         if options[option]:
