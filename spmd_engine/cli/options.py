@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
@@ -63,7 +64,8 @@ class LongCommand(click.Command):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        about = f"Show the whole help, of all {len(self.params)} options, by section."
+        count = sum(isinstance(param, click.Option) for param in self.params)
+        about = f"Show the whole help, of all {count} options, by section."
         show = {"is_eager": True, "expose_value": False, "callback": self._show_all}
         self.params.append(click.Option(["--help-all"], is_flag=True, help=about, **show))
 
@@ -88,10 +90,11 @@ class LongCommand(click.Command):
 
 
 def _first_sentence(text: str) -> str:
-    """The first sentence of an option's help, and its default."""
-    default = text[text.rindex("[") :] if text.endswith("]") else ""
-    sentence, *more = text.removesuffix(default).strip().split(". ")
-    return f"{sentence}{'.' * bool(more)} {default}".strip()
+    """The first sentence of an option's help, with the default and the range in brackets at its end."""
+    about = re.search(r"(\s+\[[^]]*])*$", text)
+    assert about
+    sentence, *more = text[: about.start()].split(". ")
+    return f"{sentence}{'.' * bool(more)}{about[0]}"
 
 
 _ALL = f"{__name__}.all"  #: a key of click's context: whether the whole help is shown
