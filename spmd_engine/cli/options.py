@@ -79,9 +79,9 @@ class LongCommand(click.Command):
         """Write the options of the first page in one list, or all of them under headings."""
         rows: dict[str, list[tuple[str, str]]] = defaultdict(list)
         every = ctx.meta.get(_ALL)
-        for param in self.get_params(ctx):
-            if (every or getattr(param, "common", True)) and (record := param.get_help_record(ctx)):
-                section = getattr(param, "section", "") if every else ""
+        for option in (param for param in self.get_params(ctx) if isinstance(param, click.Option)):
+            if (every or getattr(option, "common", True)) and (record := option.get_help_record(ctx)):
+                section = getattr(option, "section", "") if every else ""
                 text = record[1] if every else _first_sentence(record[1])
                 rows[f"{section} options".strip().capitalize()].append((record[0], text))
         for heading, records in rows.items():
