@@ -38,7 +38,7 @@ from spmd_engine.planning.dry_run.analyze import synthetic_batch
 from spmd_engine.planning.machine.files import parse_machine, read_machine, toml_of
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.machine.measure import measure_machine
-from spmd_engine.planning.search.plan_evaluation import evaluate_step
+from spmd_engine.planning.simulator.step_evaluation import evaluate_step
 from spmd_engine.training import Trainer
 
 BATCHES = {"gpt-mini": 8, "mlp": 4096, "convnet": 256, "gpt-moe-mini": 8}

@@ -60,6 +60,7 @@ STATE = {
     "arrays/meta/array.py: _phantom": "the cache of a pure function",
     "arrays/meta/functions.py: _resolved": "the cache of a pure function",
     "arrays/meta/functions.py: _reduced_dtype": "the cache of a pure function",
+    "layers/attention/qk_norm_rope.py: rotary_with": "the cache of a pure function",
     "engine/state/assignment.py: placed": "the cache of a pure function, for one call of another",
     "engine/gather.py: _plan_to_whole": "the cache of a pure function",
     "strategies/names.py: STRATEGIES": "a table; a page is imported when it is asked for",

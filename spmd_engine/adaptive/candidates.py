@@ -22,7 +22,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models import Model
 from spmd_engine.planning.search.estimate import best_division
 from spmd_engine.planning.search.placement import shares
-from spmd_engine.planning.search.plan_evaluation import fewest_along_model
+from spmd_engine.planning.search.shares import fewest_along_model
 
 MODEL = "model"  #: the axis of which ranks may have uneven parts of heads and widths
 

@@ -35,8 +35,8 @@ from spmd_engine.planning.machine.files import default_machine, read_machine
 from spmd_engine.planning.machine.machine import Curve, Machine
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.planner import find_plan
-from spmd_engine.planning.search.plan_evaluation import evaluate_step
 from spmd_engine.planning.search.search_space import axes_that_shard
+from spmd_engine.planning.simulator.step_evaluation import evaluate_step
 from spmd_engine.runtime.mpi_job import clean_environment
 from spmd_engine.training.adapt_config import AdaptConfig
 

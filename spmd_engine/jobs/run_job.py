@@ -24,7 +24,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.jobs.resolve import resolve
 from spmd_engine.models.load_config import short_name
 from spmd_engine.planning.first_step_check import first_step_check
-from spmd_engine.planning.machine.product_choice import ProductChoice
+from spmd_engine.planning.machine.product_choice import choose_products
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.training.expert_load import Rebalancer
 from spmd_engine.training.hooks import Hook
@@ -77,7 +77,7 @@ def train(
             return None  # pyright: ignore[reportReturnType]  (only in jobs with helper ranks)
         get_backend(job.device, *mesh.process_on_node, memory=job.device_memory)
         notices = [*resolved.notices]
-        notices += [notice for hook in [*BEFORE, *hooks] for notice in hook.prepare(job, mesh.group())]
+        notices += [notice for hook in [CommonChoices(), *hooks] for notice in hook.prepare(job, mesh.group())]
         workload = open_workload(job, mesh)
         if mesh.helpers and isinstance(workload.engine, LayeredEngine):
             order = order_to_help(workload.job.model, mesh, job.composition, job.device)
@@ -102,20 +102,18 @@ def train(
     return new_run
 
 
-class TransportChoice(Hook):
-    """Lets arrays on devices travel between all ranks of a job in the same way."""
+class CommonChoices(Hook):
+    """Lets all ranks of a job use the same libraries of matrix products, and the same transport between devices."""
 
     def prepare(self, job: TrainConfig, ranks: Group) -> list[str]:
-        return choose_transport(ranks, get_backend(job.device), job.transport)
-
-
-BEFORE = (ProductChoice(), TransportChoice())  #: the hooks that act before the engine is built
+        notices = choose_products(ranks, job.products, dtype=job.model.dtype, device=job.device)
+        return notices + choose_transport(ranks, get_backend(job.device), job.transport)
 
 
 def hooks_of(workload: Workload, changes: ShapeChanges, own: Sequence[Hook] = (), enforce: bool = True) -> list[Hook]:
     """The hooks of a job, the same on ranks that begin it and on those that join it."""
     check = first_step_check(workload, enforce)
-    return [*BEFORE, *([check] if check else []), Rebalancer(workload.job.composition), *own, changes]
+    return [CommonChoices(), *([check] if check else []), Rebalancer(workload.job.composition), *own, changes]
 
 
 def _notices_without_effect(workload: Workload) -> list[str]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from spmd_engine.axes import axes_text
 from spmd_engine.planning.plan_result import Request
+from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Estimate
-from spmd_engine.planning.search.plan_evaluation import evaluate_plan
-from spmd_engine.planning.search.search import Planner
+from spmd_engine.planning.search.plan_search import evaluate_plan
 from spmd_engine.planning.search.search_space import Candidate, can_offload
 from spmd_engine.units import readable_bytes, readable_seconds
 
@@ -21,21 +21,10 @@ MOST_DOUBLINGS = 12
 Answer = tuple[Sequence[str], Any]  #: lines of text, and the same as data
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """A question with its answer, as lines of text and as data."""
-
-    question: str
-    lines: Sequence[str]
-    data: Any
-
-    def as_json(self) -> dict[str, Any]:
-        return {"question": self.question, "answer": list(self.lines), "data": self.data}
-
-
-def explain(request: Request) -> tuple[str, list[Explanation]]:
-    """A line about the explained plan, with the requested mesh or data parallelism, and nine answers about it:
-    what else would fit, and what it would take. ``analyze`` and ``inspect`` describe the plan itself."""
+def explain(request: Request) -> tuple[str, list[dict[str, Any]]]:
+    """A line about the explained plan, with the requested mesh or data parallelism, and nine answers about it: what
+    else would fit, and what it would take. Each has the "question", the "answer" as lines of text, and its "data".
+    ``analyze`` and ``inspect`` describe the plan itself."""
     explainer = _Explainer(request)
     answers = (
         ("What is the peak memory now, where and when?", explainer.peak),
@@ -48,7 +37,9 @@ def explain(request: Request) -> tuple[str, list[Explanation]]:
         ("When does hybrid sharding pay?", explainer.hybrid),
         ("What does offloading save, and cost?", explainer.offload),
     )
-    return explainer.subject, [Explanation(question, *answer()) for question, answer in answers]
+    return explainer.subject, [
+        dict(zip(("question", "answer", "data"), (question, *answer()), strict=True)) for question, answer in answers
+    ]
 
 
 class _Explainer:
@@ -64,7 +55,7 @@ class _Explainer:
         if axes.get("pipe", 1) > 1:
             fixed.setdefault("schedule", "1f1b")
         self.base = Candidate(tuple(axes.items()), request.batch_sizes[0], offload=request.base.offload, **fixed)
-        self.planner = request.planner()
+        self.costs = request.cost_model()
         self.evaluation = evaluate_plan(self.model, machine, self.base, request.base, **request.analyze_options)
         self.at_peak = self.evaluation.peak_step.peak
 
@@ -80,9 +71,9 @@ class _Explainer:
 
     # --- common parts of answers
 
-    def _estimate(self, planner: Planner | None = None, **changes: Any) -> Estimate | None:
+    def _estimate(self, costs: CostModel | None = None, **changes: Any) -> Estimate | None:
         """The estimate of the explained plan with these changes; None if the model cannot be sharded by them."""
-        estimator = (planner or self.planner).estimator(replace(self.base, stages=None, **changes))
+        estimator = (costs or self.costs).estimator(replace(self.base, stages=None, **changes))
         return estimator.estimate() if estimator is not None else None
 
     def _fits(self, estimate: Estimate | None) -> bool:
@@ -153,7 +144,7 @@ class _Explainer:
             return ["the model has no sequence"], None
 
         def fits(length: int) -> bool:
-            return self._fits(self._estimate(self.request.planner(length)))
+            return self._fits(self._estimate(self.request.cost_model(length)))
 
         if fits(most):
             return [f"{most} tokens: the whole context fits"], most
@@ -162,7 +153,7 @@ class _Explainer:
 
     def data_ranks(self) -> Answer:
         others = {axis: size for axis, size in self.base.axes if axis != "data"}
-        most = min(self.planner.machine.ranks // prod(others.values()), self.base.batch_size // self.base.micro_batches)
+        most = min(self.costs.machine.ranks // prod(others.values()), self.base.batch_size // self.base.micro_batches)
         changes = {}
         for n in (1 << power for power in range(MOST_DOUBLINGS) if 1 << power <= most):
             axes = {"data": n} | others if n > 1 or not others else others

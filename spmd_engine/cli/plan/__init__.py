@@ -167,14 +167,14 @@ def _needs(result: PlanResult) -> dict[str, Any]:
 
 def _explain(request: Any, as_json: bool) -> None:
     from spmd_engine.cli.plan.page import print_explanation
-    from spmd_engine.planning.explain import Explanation, explain
+    from spmd_engine.planning.explain import explain
 
     if not request.ranks:
         raise UsageError("plan explain needs --ranks N")
     subject, answers = explain(request)
     if as_json:
-        answers = [Explanation("What is explained?", [subject], request.model.name), *answers]
-        click.echo(json.dumps([answer.as_json() for answer in answers]))
+        explained = {"question": "What is explained?", "answer": [subject], "data": request.model.name}
+        click.echo(json.dumps([explained, *answers]))
     else:
         print_explanation(subject, answers)
 

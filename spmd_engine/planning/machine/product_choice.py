@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from spmd_engine.arrays import products
 from spmd_engine.arrays.product_libraries.installed import LIBRARIES, load
 from spmd_engine.arrays.product_libraries.library import ProductLibrary
 from spmd_engine.arrays.products import DTYPES, NUMPY, SIZES
 from spmd_engine.comm.agreement.rank_zero import gather_json, json_from_rank_zero
 from spmd_engine.comm.group import Group
-from spmd_engine.training.hooks import Hook
-
-if TYPE_CHECKING:
-    from spmd_engine.training.train_config import TrainConfig
 
 
 def choose_products(
@@ -61,10 +55,3 @@ def _loaded(choice: str) -> tuple[dict[str, ProductLibrary], str]:
         except (OSError, AttributeError) as error:  # AttributeError: a function is missing
             why_not = f"products: {name} cannot be used ({str(error).splitlines()[0]}); NumPy computes"
     return libraries, why_not
-
-
-class ProductChoice(Hook):
-    """Lets all ranks of a job use the same libraries of products."""
-
-    def prepare(self, job: TrainConfig, ranks: Group) -> list[str]:
-        return choose_products(ranks, job.products, dtype=job.model.dtype, device=job.device)
