@@ -16,7 +16,7 @@ from spmd_engine.arrays.products import NUMPY
 from spmd_engine.comm.device_transport import DEVICE_TRANSPORTS
 from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.configuration import ConfigField, Configuration, section_of, setting, settings_of
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.files import output_file
 from spmd_engine.foreign import json_at
