@@ -37,7 +37,7 @@ from spmd_engine.errors import SpmdError
 from spmd_engine.models import GPTSize, Model, gpt
 from spmd_engine.planning.machine.files import read_machine
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.search.search import Planner
+from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.search_space import Candidate
 
 Row = dict[str, str]
@@ -373,8 +373,8 @@ class Run:
         return 1 + (p - 1) / (m * self.candidate.chunks)
 
 
-class HalfPlanner(Planner):
-    """A planner in which float32 arrays have half the bytes, and products the speed of 16 bits."""
+class HalfCosts(CostModel):
+    """Costs in which float32 arrays have half the bytes, and products the speed of 16 bits."""
 
     def __init__(self, model, machine: Machine) -> None:
         node = machine.nodes[0]
@@ -440,19 +440,19 @@ class Predictor:
         machine = known_machine(run.machine, *run.node).with_fitted(**fitted).with_ranks(run.candidate.ranks)
         size, candidate = run.size, run.candidate
         if run.system is None:
-            planner = HalfPlanner(known_model(size), machine)
+            costs = HalfCosts(known_model(size), machine)
         else:
             size, candidate = _as_megatron(size, candidate)
             system = known_system(run.system)
-            planner = Planner(
+            costs = CostModel(
                 known_work(run.system, size, run.repeats),
                 machine,
                 dtype=np.float16,
                 optimizer=SystemUpdate(system),
                 overlap=run.overlap,
             )
-        planner.profiles.analyses = self._costs.setdefault((replace(size, layers=1), run.system, run.repeats), {})
-        estimator = planner.estimator(candidate)
+        costs.analyses = self._costs.setdefault((replace(size, layers=1), run.system, run.repeats), {})
+        estimator = costs.estimator(candidate)
         estimate = estimator.estimate() if estimator is not None else None
         return float(estimate.seconds) if estimate is not None else None
 

@@ -272,7 +272,7 @@ def predict(config):
     from spmd_engine.engine.parallel_config import ParallelConfig
     from spmd_engine.planning.machine.files import read_machine
     from spmd_engine.planning.machine.machine import Curve
-    from spmd_engine.planning.search.plan_evaluation import evaluate_step
+    from spmd_engine.planning.simulator.step_evaluation import evaluate_step
 
     names = [name for name in ("a100", "h100", "h200") if name.upper() in device_name(config["device"])]
     machine = read_machine((names or ["h100"])[0]).with_ranks(1)
@@ -302,7 +302,8 @@ def decode(config):
     import numpy as np
 
     from spmd_engine import Mesh
-    from spmd_engine.engine.parallel_config import ModelConfig, build_engine
+    from spmd_engine.engine.build import build_engine
+    from spmd_engine.engine.model_config import ModelConfig
     from spmd_engine.models import DecoderConfig
     from spmd_engine.serving import StoppingCriteria, generate
 

@@ -25,8 +25,8 @@ import numpy as np
 from spmd_engine.adaptive.candidates import Outlook, Proposal
 from spmd_engine.adaptive.monitor import crossings
 from spmd_engine.arrays.precision import dtype_of
+from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.engine.optimizers import OPTIMIZERS
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.engine.reshape import Shape, ShapeRequest
 from spmd_engine.engine.state.assignment import PIPE
 from spmd_engine.errors import UsageError
@@ -35,8 +35,8 @@ from spmd_engine.planning.machine.files import default_machine, read_machine
 from spmd_engine.planning.machine.machine import Curve, Machine
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.planner import find_plan
-from spmd_engine.planning.search.plan_evaluation import evaluate_step
 from spmd_engine.planning.search.search_space import axes_that_shard
+from spmd_engine.planning.simulator.step_evaluation import evaluate_step
 from spmd_engine.runtime.mpi_job import clean_environment
 from spmd_engine.training.adapt_config import AdaptConfig
 

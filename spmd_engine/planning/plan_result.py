@@ -16,9 +16,9 @@ import numpy as np
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition, axes_text, count_ranks
 from spmd_engine.configuration import Configuration, setting
+from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.engine.helpers import helper_ranks
 from spmd_engine.engine.optimizers import OPTIMIZERS
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.files import output_file
 from spmd_engine.foreign import json_at
@@ -28,12 +28,13 @@ from spmd_engine.models.names import MODELS, has_weights
 from spmd_engine.models.user_code import is_code
 from spmd_engine.pictures import html_table
 from spmd_engine.planning.machine.machine import Machine
+from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Estimate
-from spmd_engine.planning.search.plan_evaluation import PlanEvaluation
 from spmd_engine.planning.search.rank_order import PLACEMENTS
 from spmd_engine.planning.search.relaxation import MORE, Conflict
-from spmd_engine.planning.search.search import GOALS, Constraints, Limits, Planner, SearchResult
+from spmd_engine.planning.search.search import GOALS, Limits, SearchResult, constraint_text
 from spmd_engine.planning.search.search_space import axes_that_shard
+from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation
 from spmd_engine.planning.simulator.step_picture import draw_step
 from spmd_engine.units import readable_bytes, readable_seconds
 
@@ -106,10 +107,10 @@ class Request:
         most = max(self.ranks) * MORE[-1]
         return min(most, self.machine.ranks or most)
 
-    def planner(self, sequence: int | None = None) -> Planner:
-        """The planner of this request; ``sequence`` overrides the length of sequences."""
+    def cost_model(self, sequence: int | None = None) -> CostModel:
+        """The costs of the model; ``sequence`` overrides the length of sequences."""
         options = {**self.analyze_options, "sequence": sequence or self.sequence}
-        return Planner(self.model, self.machine.with_ranks(self.most_ranks), base=self.base, **options)
+        return CostModel(self.model, self.machine.with_ranks(self.most_ranks), base=self.base, **options)
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ class PlanResult:
     conflict: Conflict | None = None
     nearest_evaluation: PlanEvaluation | None = None  #: the evaluation of the closest plan
     took: float = 0.0  #: seconds of planning
+    late: bool = False  #: whether the time limit stopped the search, so that another time it may choose another plan
     composition: ParallelConfig | None = None  #: that of the plan, or the fixed one
     micro_batches: int = 1
     batch_size: int = 0  #: samples per step
@@ -136,13 +138,13 @@ class PlanResult:
     @property
     def why_not(self) -> str:
         """Why nothing fits, in one line."""
-        conflict, certificate = self.conflict, self.search.certificate
+        conflict, search = self.conflict, self.search
         assert conflict is not None
         constraints = " and ".join(map(self._constraint_text, conflict.constraints))
         if not conflict.decided:
             text = (
-                f"time ran out (--seconds {self.request.seconds:g}): of {certificate.candidates:,} candidates "
-                f"{certificate.excluded:,} break a constraint by their bounds, {certificate.estimated:,} were "
+                f"{self.ended}: of {search.candidates:,} candidates "
+                f"{search.excluded:,} break a constraint by their bounds, {search.estimated:,} were "
                 f"estimated, and none of these keeps {constraints}; whether another does is unknown"
             )
         elif len(conflict.constraints) > 1:
@@ -154,17 +156,22 @@ class PlanResult:
             size = readable_bytes(nearest.analysis.peak_bytes)
             text += f"; {closest} {size} on rank {nearest.peak_rank} at {nearest.peak_moment}"
         if conflict.relaxations:
-            text += f". It would fit with {conflict.relaxations[0].text}"
+            text += f". It would fit with {next(iter(conflict.relaxations.values()))[0]}"
         if conflict.helps:
             text += f". Its memory would suffice with {conflict.helps}"
         return text
+
+    @property
+    def ended(self) -> str:
+        """Why the search ended, if it did before all was known."""
+        return f"time ran out (--seconds {self.request.seconds:g})" if self.late else "the evaluations were made"
 
     def _constraint_text(self, name: str) -> str:
         if name == "ranks":
             return f"{max(self.request.ranks)} ranks"
         if name == "batch_size":
             return f"a batch of {min(self.request.batch_sizes)}"
-        return Constraints(self.limits, self.request.fixed).shown(name)
+        return constraint_text(name, self.limits, self.request.fixed)
 
     @property
     def precision(self) -> str:
@@ -227,8 +234,8 @@ class PlanResult:
         """The result as JSON."""
         if self.conflict is not None:
             relaxations = [
-                {"gives_up": relaxation.gives_up, "with": relaxation.text, **relaxation.plan.as_json()}
-                for relaxation in self.conflict.relaxations
+                {"gives_up": name, "with": text, **plan.as_json()}
+                for name, (text, plan) in self.conflict.relaxations.items()
             ]
             content: dict[str, Any] = {"fits": False if self.conflict.decided else None}
             content |= {"conflict": list(self.conflict.constraints), "reason": self.why_not, "ways": relaxations}
@@ -247,8 +254,9 @@ class PlanResult:
             content |= {
                 "reasons": list(self.reasons),
                 "front": [plan.as_json() for plan in self.search.front],
-                "certificate": self.search.certificate.as_json(),
+                "certificate": self.search.certificate,
             }
+            content |= {"late": True} if self.late else {}
         return content | (self.evaluation.as_json() if self.evaluation is not None else {})
 
     def plan_file(self, model: str, lora: LoRAOptions | None = None) -> PlanFile:

@@ -13,8 +13,9 @@ from spmd_engine.models import GPT_SIZES, gpt
 from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.planner import find_plan, fixed_plan
+from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import best_division
-from spmd_engine.planning.search.search import Limits, Planner
+from spmd_engine.planning.search.search import Limits
 from spmd_engine.planning.search.search_space import Candidate
 
 SMALL = gpt(replace(GPT_SIZES["gpt-nano"], layers=3), "gpt-nano")
@@ -103,9 +104,9 @@ def test_nodes_with_different_names_may_be_equal(quick, slow, heterogeneous):
 
 
 def searched(of, *candidates):
-    planner = Planner(SMALL, of.with_ranks(candidates[0].ranks))
-    estimators = [planner.estimator(each) for each in candidates]
-    assert all(each.bound().seconds <= each.estimate().seconds * (1 + 1e-9) for each in estimators)
+    costs = CostModel(SMALL, of.with_ranks(candidates[0].ranks))
+    estimators = [costs.estimator(each) for each in candidates]
+    assert all(each.bound()[0] <= each.estimate().seconds * (1 + 1e-9) for each in estimators)
     return [each.estimate() for each in estimators]
 
 
@@ -132,7 +133,7 @@ def test_estimates_account_for_given_shares():
     fast = machine((12e10, 1e9), (12e10, 1e9)).with_ranks(2)
     for axis in "data", "model":
         even, given = (
-            Planner(SMALL, fast, base=ParallelConfig(shares=shares))
+            CostModel(SMALL, fast, base=ParallelConfig(shares=shares))
             .estimator(Candidate(((axis, 2),), 12, 1))
             .estimate()
             for shares in (None, f"{axis}=2:1")

@@ -13,11 +13,12 @@ from spmd_engine.models import gpt
 from spmd_engine.planning.dry_run.analyze import Samples, analyze, analyze_engine
 from spmd_engine.planning.dry_run.model_shards import model_shards
 from spmd_engine.planning.machine.files import parse_machine, toml_of
-from spmd_engine.planning.search.placement import annealed, exact, tasks_of
+from spmd_engine.planning.search.placement import annealed, tasks_of
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
 from support import tiny
 from support.linear_engine import Linear
+from support.placements import exact
 
 GPT = gpt(tiny.SIZE)
 COMPOSITIONS = [

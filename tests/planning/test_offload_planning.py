@@ -17,7 +17,8 @@ from spmd_engine.planning import analyze, plan
 from spmd_engine.planning.dry_run.step_analysis import Computation, Phases
 from spmd_engine.planning.machine.files import parse_machine, read_machine, toml_of
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.search.search import SHOWN_PLANS, Planner
+from spmd_engine.planning.search import plan_search
+from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.search_space import Candidate
 from spmd_engine.training import Trainer
 from support import tiny
@@ -109,19 +110,17 @@ def test_what_the_engine_does_not_offload_is_not_planned(name, how, why, mesh):
 
 
 def test_the_searches_with_and_without_offloading_share_the_limit(quick_disk, monkeypatch):
-    given, search = [], Planner.search
+    given, search = [], plan_search.search
 
-    def counted(planner, space, *arguments, seconds, keep=SHOWN_PLANS, **options):
-        if options.keys() == {"most"}:  # those for reasons and conflicts have others
-            given.append((space.offload == (None,), options["most"]))
-        return search(planner, space, *arguments, seconds=seconds, keep=keep, **options)
+    def counted(model, space, limits, goal, budget, **options):
+        given.append((space.offload == (None,), budget.left))
+        return search(model, space, limits, goal, budget, **options)
 
-    monkeypatch.setattr(Planner, "search", counted)
+    monkeypatch.setattr(plan_search, "search", counted)
     plan("gpt-mini", ranks=2, machine=quick_disk, batch_size=8, memory="130MiB", seconds=4, axes=["data"])
-    (first, *_), (second, *_) = (
-        [seconds for alone, seconds in given if alone == is_first] for is_first in (True, False)
-    )
-    assert first == pytest.approx(2, abs=0.1) and second < 4  # what the first does not use is left to the second
+    (first, *_), (second, *_) = ([left for alone, left in given if alone == is_first] for is_first in (True, False))
+    whole = plan_search.EVALUATIONS
+    assert first == whole / 2 and whole / 2 < second < whole  # what the first does not use is left to the second
 
 
 def moves(loaded=0, stored=0, phase=Phases.OTHER):
@@ -192,5 +191,5 @@ def test_an_estimated_update_reads_and_writes_float32(dtype):
     machine = read_machine("cpu").with_ranks(1)
     machine = replace(machine, nodes=(replace(machine.nodes[0], **slow),))
     candidate = Candidate((("data", 1),), 8, micro_batches=1, offload="optimizer,parameters")
-    estimator = Planner(gpt(tiny.SIZE), machine, dtype=dtype).estimator(candidate)
+    estimator = CostModel(gpt(tiny.SIZE), machine, dtype=dtype).estimator(candidate)
     assert estimator._update_seconds(1e6) == 3 * (4 + 4)

@@ -12,7 +12,7 @@ from other_systems.description import Transformer, read_system
 from other_systems.work import SystemUpdate, model_of
 
 from spmd_engine.planning.machine.files import read_machine
-from spmd_engine.planning.search.search import Planner
+from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.search_space import Candidate
 
 #: Of what large products reach on each, and of the rest what is usual.
@@ -39,8 +39,8 @@ def predicted(system, gpu, sizes, axes, batch, micro_batch, recompute="none", ch
         candidate = replace(candidate, stages=tuple(n * each + bool(n) for n in range(stages * chunks)))
     described = read_system(system)
     machine = read_machine(gpu).with_fitted(product_share=SHARES[gpu], **USUAL).with_ranks(candidate.ranks)
-    planner = Planner(model_of(described, sizes), machine, dtype=np.float16, optimizer=SystemUpdate(described))
-    return planner.estimator(candidate).estimate().seconds
+    costs = CostModel(model_of(described, sizes), machine, dtype=np.float16, optimizer=SystemUpdate(described))
+    return costs.estimator(candidate).estimate().seconds
 
 
 #: arXiv 2104.04473, table 1, on A100: heads, width, layers, tensor and pipeline ranks, GPUs, batch, TFLOP/s of a GPU;

@@ -15,6 +15,7 @@ from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind,
 from spmd_engine.planning.plan_result import PlanFile, Request
 from spmd_engine.planning.planner import find_plan
 from spmd_engine.planning.search import rank_order
+from spmd_engine.planning.search.budget import Budget
 from spmd_engine.planning.search.placement import Tasks, annealed, evolved
 from spmd_engine.planning.search.rank_order import RankOrders, best_orders, proposed_orders
 from spmd_engine.planning.simulator.simulation import simulate
@@ -125,7 +126,7 @@ def test_orders_near_to_proposed_ones_are_within_two_percent_of_the_best_of_all(
         return (seconds[order],)
 
     proposed = proposed_orders("auto", analysis, orders, [node.memory for _, node in machine.places])
-    (found,) = best_orders(orders, score, proposed, lambda: True)
+    found, *_ = best_orders(orders, score, proposed, Budget(np.inf))
     tried = len(seconds)
     assert score(found)[0] <= WITHIN * min(score(order)[0] for order in orders.all())
     assert tried < 300

@@ -7,7 +7,8 @@ import option_tables
 import pytest
 
 from spmd_engine.configuration import settings_of
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Mixture
 from spmd_engine.models.names import build_model

@@ -10,7 +10,8 @@ import pytest
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import SGD
 from spmd_engine.engine.batch import make_batch
-from spmd_engine.engine.parallel_config import ModelConfig, build_engine
+from spmd_engine.engine.build import build_engine
+from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import Document
 from spmd_engine.formats.token_file import is_token_file, open_token_file

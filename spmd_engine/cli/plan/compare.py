@@ -12,8 +12,8 @@ from spmd_engine.axes import count_ranks
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at, parse_json, read_text, reading
 from spmd_engine.planning.machine.files import default_machine
-from spmd_engine.planning.search.plan_evaluation import evaluate_step
 from spmd_engine.planning.simulator.check_prediction import TraceComparison, compare_trace
+from spmd_engine.planning.simulator.step_evaluation import evaluate_step
 from spmd_engine.training.run import CONFIG
 from spmd_engine.training.run_folder import run_folder
 from spmd_engine.training.train_config import TrainConfig

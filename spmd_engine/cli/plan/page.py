@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import click
 from rich.console import Console
@@ -11,14 +12,13 @@ from rich.table import Table
 
 from spmd_engine.axes import all_positions, axes_text, uneven_axes
 from spmd_engine.observability.render import print_picture
-from spmd_engine.planning.explain import Explanation
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.plan_result import PlanResult
 from spmd_engine.planning.search.estimate import Estimate
-from spmd_engine.planning.search.plan_evaluation import PlanEvaluation
-from spmd_engine.planning.search.search import Constraints, thinned
-from spmd_engine.planning.search.search_space import Candidate, across_nodes
+from spmd_engine.planning.search.search import constraint_text, thinned
+from spmd_engine.planning.search.search_space import Candidate, across_nodes, broken_choices
 from spmd_engine.planning.simulator.check_prediction import PARTS, TraceComparison
+from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation
 from spmd_engine.planning.simulator.step_picture import draw_step
 from spmd_engine.units import readable_bytes, readable_seconds
 
@@ -35,8 +35,9 @@ def print_plan(result: PlanResult) -> None:
         f"{request.model.name}, {request.model.parameter_count:,} parameters in {request.dtype}, on {ranks} ranks of "
         f"machine {request.machine.name}; batch {batch}; goal: {request.goal}"
     )
-    constraints = Constraints(result.limits, request.fixed)
-    console.print("constraints: " + "; ".join(constraints.shown(name) for name in constraints.names) + "\n")
+    names = [*result.limits.names, *request.fixed]
+    shown = (constraint_text(name, result.limits, request.fixed) for name in names)
+    console.print(f"constraints: {'; '.join(shown)}\n")
     if result.plan is None:
         _print_conflict(console, result)
         return
@@ -60,7 +61,7 @@ def print_plan(result: PlanResult) -> None:
     if result.evaluation is not None:
         print_picture(draw_step(result.evaluation.prediction, result.evaluation.analysis.ranks), console)
         console.print()
-    _print_matrix(console, f"the best plans and the constraints, {BY}", result.search.best, constraints)
+    _print_matrix(console, f"the best plans and the constraints, {BY}", result.search.best, result)
     front = result.search.front
     if len(front) > 1:
         title = f"time against memory, {BY}"
@@ -90,7 +91,7 @@ def _needs_of(result: PlanResult) -> list[str]:
 
 
 def _found_by_simulations(candidate: Candidate) -> str:
-    """What a candidate has that is only simulated, see ``simulated_plan``; empty: nothing."""
+    """What a candidate has that is only simulated, see ``PlanSearch.only_simulated``; empty: nothing."""
     if candidate.assign:
         return "a helper rank"
     return "uneven stages" if uneven_axes(candidate.mesh) else ""
@@ -150,7 +151,6 @@ def _print_evaluation(console: Console, evaluation: PlanEvaluation, batch: int) 
 def _print_conflict(console: Console, result: PlanResult) -> None:
     conflict, request = result.conflict, result.request
     assert conflict is not None
-    constraints = Constraints(result.limits, request.fixed)
     console.print("Nothing fits.\n" if conflict.decided else "Time ran out before anything that fits was found.\n")
     if result.nearest_evaluation is not None:
         console.print(f"closest: {conflict.nearest.candidate if conflict.nearest else 'the given composition'}")
@@ -160,40 +160,37 @@ def _print_conflict(console: Console, result: PlanResult) -> None:
             console.print(f"    {readable_bytes(size):>12}  {kind}: {name}")
         console.print()
     if conflict.nearest is not None:
-        _print_matrix(console, "the closest plan and the constraints", [conflict.nearest], constraints)
+        _print_matrix(console, "the closest plan and the constraints", [conflict.nearest], result)
     if conflict.relaxations:
         console.print("what would help, the smallest change first")
-        for relaxation in conflict.relaxations:
-            plan = relaxation.plan
+        for text, plan in conflict.relaxations.values():
             price = f"a step {readable_seconds(plan.seconds)}, memory {readable_bytes(plan.memory)}"
-            console.print(f"  {relaxation.text}: {plan.candidate}; {price}")
+            console.print(f"  {text}: {plan.candidate}; {price}")
         console.print()
 
 
-def _print_matrix(console: Console, title: str, plans: Sequence[Estimate], constraints: Constraints) -> None:
+def _print_matrix(console: Console, title: str, plans: Sequence[Estimate], result: PlanResult) -> None:
     """Print a row for each plan, a column for each constraint: the value, and ! if it breaks the constraint."""
-    limits = constraints.limits
-    measured = [name for name in constraints.names if name not in constraints.fixed]
-    columns = [f"{name} ({limits.shown(name)})" for name in measured] + [
-        constraints.shown(name) for name in constraints.fixed
-    ]
+    limits, fixed = result.limits, result.request.fixed
+    columns = [f"{name} ({limits.shown(name)})" for name in limits.names]
+    columns += [constraint_text(name, limits, fixed) for name in fixed]
     table = Table("plan", "step", *columns, box=None, header_style="bold", title=title, title_justify="left")
     for plan in plans:
-        broken = constraints.broken(plan.candidate, plan)
-        needs = limits.measured(plan)
-        cells = [limits.shown(name, needs[name]) + (" !" if name in broken else "") for name in measured]
-        cells += ["no !" if name in broken else "kept" for name in constraints.fixed]
+        broken = limits.broken(plan) | broken_choices(plan.candidate, fixed)
+        cells = [limits.shown(name, need) + " !" * (name in broken) for name, need in limits.measured(plan).items()]
+        cells += ["no !" if name in broken else "kept" for name in fixed]
         table.add_row(str(plan.candidate), _seconds_of(plan), *cells)
     console.print(table)
     console.print()
 
 
 def _print_certificate(console: Console, result: PlanResult) -> None:
-    certificate = result.search.certificate
+    certificate = result.search
+    late = "; some plans near to the chosen one were not simulated, since " + result.ended if result.late else ""
     if result.plan is not None and (found := _found_by_simulations(result.plan.candidate)):
         console.print(
             f"\nof {certificate.candidates:,} candidates with {found} {certificate.estimated:,} were simulated; "
-            f"others may be better. Planned in {readable_seconds(result.took)}."
+            f"others may be better{late}. Planned in {readable_seconds(result.took)}."
         )
         return
     text = (
@@ -206,8 +203,8 @@ def _print_certificate(console: Console, result: PlanResult) -> None:
         else f"another may be better by {certificate.gap:.1%}"
     )
     if not certificate.complete:
-        text += f"then time ran out (--seconds {result.request.seconds:g}), and for the rest only bounds are known: "
-    console.print(f"\n{text}{proven}, by these estimates. Planned in {readable_seconds(result.took)}.")
+        text += f"then {result.ended}, and for the rest only bounds are known: "
+    console.print(f"\n{text}{proven}, by these estimates{late}. Planned in {readable_seconds(result.took)}.")
 
 
 def print_fixed(result: PlanResult) -> None:
@@ -245,11 +242,11 @@ def print_comparison(comparison: TraceComparison, as_json: bool) -> None:
     console.print(layers)
 
 
-def print_explanation(subject: str, answers: Sequence[Explanation]) -> None:
+def print_explanation(subject: str, answers: Sequence[Mapping[str, Any]]) -> None:
     """Print the plan that is explained, and the questions with their answers."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{subject}\n", markup=False)
     for number, answer in enumerate(answers, 1):
-        console.print(f"[bold]{number:2}. {answer.question}[/bold]")
-        for line in answer.lines:
+        console.print(f"[bold]{number:2}. {answer['question']}[/bold]")
+        for line in answer["answer"]:
             console.print(f"    {line}")

@@ -8,9 +8,10 @@ whole step of the plans that it proposes is analyzed and simulated.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from math import inf
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,33 +19,57 @@ from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.engine.offload.config import Offload
 from spmd_engine.engine.offload.target import PIECE
 from spmd_engine.engine.zero.storage import bytes_held
-from spmd_engine.planning.search.cost_cache import CostCache, ShardedCosts, Slots
-from spmd_engine.planning.search.layer_costs import StageSums
-from spmd_engine.planning.search.search_space import Candidate
+from spmd_engine.planning.search.layer_costs import ShardedLayers, StageSums
+from spmd_engine.planning.search.search_space import PIPE, REPLICAS, STORED, SUMMED, Candidate
 from spmd_engine.planning.simulator.collective_time import Duration
+from spmd_engine.planning.simulator.slots import Slots
+from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation, peak_memory
+
+if TYPE_CHECKING:
+    from spmd_engine.planning.search.cost_model import CostModel
 
 LONG = 2048  #: forwards of all stages beyond which a schedule is timed for fewer micro-batches, and extrapolated
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A candidate with its estimated costs."""
+    """A candidate with its costs; without others, they are not known."""
 
     candidate: Candidate
-    seconds: float
-    memory: float  #: peak bytes of the rank that holds most
-    sent: float  #: bytes that all ranks send in a step
-    work: float  #: seconds of work of the rank that works most
-    imbalance: float  #: the most work of a rank over the mean
-    parts: Mapping[str, float]  #: seconds by cause
-    holds: Mapping[str, float]  #: bytes by kind, on the rank that holds most
-    stage: int  #: the stage of the rank that holds most
-    simulated: bool = False  #: whether seconds, memory and sent are those of the simulated step
+    seconds: float = inf
+    memory: float = inf  #: peak bytes of the rank that holds most
+    sent: float = 0.0  #: bytes that all ranks send in a step
+    work: float = 0.0  #: seconds of work of the rank that works most
+    imbalance: float = 1.0  #: the most work of a rank over the mean
+    parts: Mapping[str, float] = field(default_factory=dict)  #: seconds by cause
+    holds: Mapping[str, float] = field(default_factory=dict)  #: bytes by kind, on the rank that holds most
+    stage: int = 0  #: the stage of the rank that holds most
+    evaluation: PlanEvaluation | None = None  #: of the whole step; then seconds, memory, sent and work are the step's
+    closed: Estimate | None = None  #: the estimate before that
+
+    @property
+    def simulated(self) -> bool:
+        return self.evaluation is not None
 
     @property
     def throughput(self) -> float:
         """Samples a second."""
         return self.candidate.batch_size / self.seconds
+
+    def evaluated(self, evaluation: PlanEvaluation, memory: Sequence[float] = ()) -> Estimate:
+        """The estimate with the seconds, memory, bytes sent and work of its simulated step. ``memory``: the bytes that
+        each rank may hold, if ranks are unequal."""
+        return replace(
+            self,
+            seconds=evaluation.seconds,
+            memory=peak_memory(evaluation.analysis, memory),
+            sent=evaluation.bytes_sent,
+            work=max(evaluation.prediction.working.values(), default=0.0)
+            if evaluation.whole or not self.work
+            else self.work,
+            evaluation=evaluation,
+            closed=self,
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The estimate as JSON."""
@@ -59,29 +84,35 @@ class Estimate:
         }
 
 
-@dataclass(frozen=True)
-class Bound:
-    """Lower bounds over all divisions of a candidate into stages."""
-
-    seconds: float
-    memory: float
+Bound = tuple[float, float]  #: the least seconds and bytes of a candidate, over all divisions into stages
 
 
 class Estimator:
     """Estimates a candidate, given the costs of its layers."""
 
-    def __init__(self, cache: CostCache, candidate: Candidate, costs: ShardedCosts) -> None:
-        self.cache, self.candidate, self.m = cache, candidate, candidate.micro_batches
-        self.layers, self.costs, self.mesh = costs.layers, costs.layers.costs, costs.mesh
-        self.times, self.by_copy = costs.times, costs.by_copy
-        self.update, self.slowdowns = costs.update, costs.slowdowns
-        self.pipe, self.dtype, self.itemsize = costs.mesh.pipe, cache.dtype, cache.dtype.itemsize
-        self.wide = accumulated_in(self.dtype).itemsize  #: of a gradient, and of what the optimizer updates
+    def __init__(
+        self,
+        model: CostModel,
+        candidate: Candidate,
+        layers: ShardedLayers,
+        update: float,
+        slowdowns: np.ndarray | None,
+    ) -> None:
+        """``update``: seconds of the optimizer per element; ``slowdowns``: of each stage on unequal nodes."""
+        self.model, self.candidate, self.m, self.pipe = model, candidate, candidate.micro_batches, candidate.pipe
+        self.layers, self.update, self.slowdowns = layers, update, slowdowns
+        self.summed, self.stored, self.replicas, stages = (
+            model.group(candidate.axes, over) for over in (SUMMED, STORED, REPLICAS, (PIPE,))
+        )
+        self.shards = len(self.stored)  #: of ZeRO
+        self.next_stage = stages[1] if self.pipe > 1 else 1  #: the distance to the rank of the next stage
+        self.itemsize = model.dtype.itemsize
+        self.wide = accumulated_in(model.dtype).itemsize  #: of a gradient, and of what the optimizer updates
 
     # --- bounds
 
     def bound(self) -> Bound:
-        """The least seconds of a pipeline with any division into stages, without communication between them.
+        """The least seconds and bytes with any division into stages, without communication between them.
 
         W is the work of a micro-batch, r W that of its forward and input gradient. Stage s ends no sooner than its m
         micro-batches take after the first has passed the stages before: T >= m w_s + r W X_s / v, where X_s is the
@@ -89,38 +120,38 @@ class Estimator:
         T = (r W / v) / (1 - (1 - r / (v m))^p).
         """
         layers, p = self.layers, self.pipe
-        work = self.m * self.times.whole
+        work = self.m * self.layers.whole
         seconds = work / p if self.slowdowns is None else work / float((1 / self.slowdowns).sum())
         if p > 1 and self.slowdowns is None:
-            path = self.times.path / self.candidate.chunks
+            path = self.layers.path / self.candidate.chunks
             share = min(path / work, 1.0) if work else 0.0
             seconds = path / (1 - (1 - share) ** p) if share > 1e-9 else seconds
         quickest = 1.0 if self.slowdowns is None else float(self.slowdowns.min())
         seconds = max(seconds, self._contended_seconds(quickest * work / p))
         if p == 1:
-            seconds += self._exposed_seconds(self._undivided, quickest * self.times.before[:, -1:])
+            seconds += self._exposed_seconds(self._undivided, quickest * self.layers.before[:, -1:])
         elements = layers.own_elements / p
         kept = 0.0 if self._is_away("activations") else layers.all_kept / p
-        return Bound(seconds + self._update_seconds(elements), elements * self._element_bytes() + kept)
+        return seconds + self._update_seconds(elements), elements * self._element_bytes() + kept
 
     def _is_away(self, kind: str) -> bool:
         return kind in Offload.parse(self.candidate.offload).kinds
 
     def _disk_seconds(self, size: float, loaded: float = 0.0) -> float:
         """Seconds in which the ranks of a node each write ``size`` bytes and read them again, and read ``loaded``."""
-        node = self.cache.machine.nodes[0]
-        return min(self.mesh.ranks, node.ranks) * node.disk_seconds(size + loaded, size)
+        node = self.model.machine.nodes[0]
+        return min(self.candidate.ranks, node.ranks) * node.disk_seconds(size + loaded, size)
 
     def _copy_seconds(self, size: float) -> float:
-        node = self.cache.machine.nodes[0]
-        return node.copy_seconds(min(self.mesh.ranks, node.ranks), size)
+        node = self.model.machine.nodes[0]
+        return node.copy_seconds(min(self.candidate.ranks, node.ranks), size)
 
     def _contended_seconds(self, work: float) -> float:
         """The least seconds if each rank works for ``work`` seconds, where ranks share cores."""
-        node = self.cache.machine.nodes[0]
+        node = self.model.machine.nodes[0]
         if node.cores is None:
             return work
-        return work * max(1.0, min(self.mesh.ranks, node.ranks) / node.cores)
+        return work * max(1.0, min(self.candidate.ranks, node.ranks) / node.cores)
 
     def _element_bytes(self) -> float:
         """Bytes that a rank stores between steps for each parameter."""
@@ -129,7 +160,7 @@ class Estimator:
     @property
     def _undivided(self) -> StageSums:
         """All layers as one stage."""
-        return self.cache.once(("undivided", id(self.layers)), lambda: StageSums(self.layers, (0,), 1))
+        return self.model.once(("undivided", id(self.layers)), lambda: StageSums(self.layers, (0,), 1))
 
     # --- stages
 
@@ -144,13 +175,13 @@ class Estimator:
         if self.candidate.stages is not None:
             return self.candidate.stages
         chunks, hops = self.pipe * self.candidate.chunks, self._boundary_seconds()
-        work = self.times.work
+        work = self.layers.work
         slowdowns = () if self.slowdowns is None else tuple(self.slowdowns.tolist()) * self.candidate.chunks
-        key = "division", id(self.times), chunks, hops[-1], self.mesh.next_stage, slowdowns
-        starts = self.cache.once(key, lambda: best_division(work.tolist(), chunks, boundary=hops, slowdowns=slowdowns))
+        key = "division", id(self.layers), chunks, hops[-1], self.next_stage, slowdowns
+        starts = self.model.once(key, lambda: best_division(work.tolist(), chunks, boundary=hops, slowdowns=slowdowns))
         if starts is None or not np.isfinite(limit) or self.candidate.chunks > 1:
             return starts
-        ends = (*starts[1:], len(self.costs))
+        ends = (*starts[1:], len(self.layers))
         room = self._fits(limit)
         if all(room(k)[start, end] for k, (start, end) in enumerate(zip(starts, ends, strict=True))):
             return starts
@@ -159,12 +190,12 @@ class Estimator:
     def _boundary_seconds(self) -> list[float]:
         """Seconds that a stage boundary before each layer costs both stages, if ranks move the bytes themselves."""
         if not self._message_time(1.0).works:
-            return [0.0] * len(self.costs)
-        return [0.0, *(2 * self._message_time(layer.output).seconds for layer in self.costs[:-1])]
+            return [0.0] * len(self.layers)
+        return [0.0, *(2 * self._message_time(layer.output).seconds for layer in self.layers.costs[:-1])]
 
     def _message_time(self, size: float) -> Duration:
         """The duration of a message between neighbouring stages."""
-        return self.cache.collectives.of("send", (0, self.mesh.next_stage), size)
+        return self.model.collectives.of("send", (0, self.next_stage), size)
 
     def _fits(self, limit: float) -> Callable[[int], np.ndarray]:
         elements = np.array([0.0, *np.cumsum(self.layers.elements)])
@@ -184,12 +215,12 @@ class Estimator:
 
     def _stored_bytes(self, elements: Any) -> dict[str, Any]:
         """Bytes that a rank stores between steps, by kind, for ``elements`` parameters: a number, or one a stage."""
-        zero, n = self.candidate.zero, self.mesh.shards
-        parameters, gradients, state = bytes_held(elements, elements / n, zero, self.dtype)
+        zero, n = self.candidate.zero, self.shards
+        parameters, gradients, state = bytes_held(elements, elements / n, zero, self.model.dtype)
         return {
             "parameters": parameters * (not self._is_away("parameters")),
             "gradients": gradients,
-            "optimizer state": self.cache.states * state * (not self._is_away("optimizer")),
+            "optimizer state": self.model.states * state * (not self._is_away("optimizer")),
         }
 
     def _held_bytes(self, division: StageSums, slots: Slots | None) -> dict[str, np.ndarray]:
@@ -197,7 +228,7 @@ class Estimator:
         held = self._stored_bytes(division.elements + division.only_held)
         if self._is_away("parameters"):
             held["gathered groups"] = division.gathered * self.itemsize
-        if self.mesh.shards > 1 and self.candidate.zero >= 2:
+        if self.shards > 1 and self.candidate.zero >= 2:
             if self.candidate.zero >= 3:
                 held["gathered groups"] = division.gathered * self.itemsize
             held["whole gradients"] = division.whole_gradients(self.m) * self.wide
@@ -209,7 +240,7 @@ class Estimator:
             held["activations"] = np.full(self.pipe, 2.0 * largest)
             held["temporaries"] = np.full(self.pipe, running.max())
         if self.candidate.offload:
-            held["temporaries"] = held["temporaries"] + 3 * self.cache.states * PIECE
+            held["temporaries"] = held["temporaries"] + 3 * self.model.states * PIECE
         return held
 
     def _in_flight(self, division: StageSums, slots: Slots | None) -> np.ndarray:
@@ -229,7 +260,7 @@ class Estimator:
         if starts is None:
             return None
         division = StageSums(self.layers, starts, self.pipe, self.candidate.overlap)
-        costs = np.diff(self.times.before[:, division.edges], axis=1)
+        costs = np.diff(self.layers.before[:, division.edges], axis=1)
         if self.slowdowns is not None:
             costs = costs * np.tile(self.slowdowns, self.candidate.chunks)
         slots, seconds = self._time_schedule(costs)
@@ -237,7 +268,7 @@ class Estimator:
         mean, most = float(work_of_stage.mean()), float(work_of_stage.max())
         idle = max(seconds - mean, 0.0)
         seconds = max(seconds, self._contended_seconds(mean))
-        own = float(division.elements.max()) / (self.mesh.shards if self.candidate.zero >= 3 else 1)
+        own = float(division.elements.max()) / (self.shards if self.candidate.zero >= 3 else 1)
         if self._is_away("activations"):
             moved = self.m * float(division.kept.sum()) / self.pipe
             seconds = max(seconds + self._copy_seconds(2 * moved), self._disk_seconds(moved))
@@ -251,10 +282,10 @@ class Estimator:
         held = self._held_bytes(division, slots)
         stage = int(np.argmax(sum(held.values())))
         holds = {name: float(sizes[stage]) for name, sizes in held.items()}
-        hops = 2 * sum(self.costs[first - 1].output for first in starts if first)
+        hops = 2 * sum(self.layers.costs[first - 1].output for first in starts if first)
         inside_sent = self.m * (self.layers.sent + hops) * self.candidate.ranks / self.pipe
         inner = self.m * self.layers.inside / self.pipe
-        inside_zero = self.m * (self.times.whole - self.layers.whole) / self.pipe
+        inside_zero = self.m * (self.layers.exposed) / self.pipe
         parts = {
             "work": mean - inner - inside_zero,
             "communication inside layers": inner,
@@ -284,9 +315,9 @@ class Estimator:
         transfer = 0.0 if duration.works else duration.seconds
         few, chunk_costs = 2 * self.pipe, costs.T.tolist()
         if self.m * len(chunk_costs) <= LONG or self.m <= few + self.pipe:
-            slots = self.cache.slots(self.candidate, self.m)
+            slots = self.model.slots(self.candidate, self.m)
             return slots, slots.seconds(chunk_costs, transfer)
-        slots, more = self.cache.slots(self.candidate, few), self.cache.slots(self.candidate, few + self.pipe)
+        slots, more = self.model.slots(self.candidate, few), self.model.slots(self.candidate, few + self.pipe)
         seconds = slots.seconds(chunk_costs, transfer)
         added = (more.seconds(chunk_costs, transfer) - seconds) / self.pipe
         return slots, seconds + (self.m - few) * added
@@ -296,67 +327,68 @@ class Estimator:
 
         Communication inside micro-batches is part of ``LayerTimes``, unless ranks move the bytes themselves.
         """
-        if len(self.mesh.summed) == 1:
+        if len(self.summed) == 1:
             return 0.0
         zero = self.candidate.zero
         counts = {0: (0, 0, 1), 1: (1, 1, 0), 2: (1, self.m, 0), 3: (2 * self.m, self.m, 0)}[zero]
-        comm = self.cache.zero_comm(self.layers, self.mesh.stored if zero else self.mesh.summed)
-        gather, scatter, reduce = division.zero_comm(comm)
-        if self.by_copy:
+        comm = self.model.zero_comm(self.layers, self.stored if zero else self.summed)
+        by_copy = self.model.is_by_copy(self.candidate)
+        gather, scatter, reduce = division.zero_seconds(comm)
+        if by_copy:
             seconds = counts[0] * gather + counts[1] * scatter + counts[2] * reduce
         elif zero < 2:
             last = division.by_stage(costs[1] + costs[2])
-            hidden = last * (1 - 1 / division.counts) * self.cache.overlap
+            hidden = last * (1 - 1 / division.counts) * self.model.overlap
             seconds = np.maximum(scatter * counts[1] + reduce * counts[2] - hidden, 0.0) + gather * counts[0]
         else:
-            seconds = comm.last[division.starts[: self.pipe]] + (gather if zero == 2 else 0.0)
+            seconds = comm["last reduce_scatter"][0, division.starts[: self.pipe]] + (gather if zero == 2 else 0.0)
         worst = float((seconds + self._replica_seconds(division.elements)).max())
-        return self._contended_seconds(worst) if self.by_copy else worst
+        return self._contended_seconds(worst) if by_copy else worst
 
     def _tied_seconds(self, division: StageSums) -> float:
         """Seconds in which stages that share parameters sum their gradients."""
         size = float(division.apart.max()) * self.wide
         if not size:
             return 0.0
-        ranks = 0, self.mesh.next_stage * (self.pipe - 1)
-        return self.cache.collectives.of("all_reduce", ranks, size).seconds
+        ranks = 0, self.next_stage * (self.pipe - 1)
+        return self.model.collectives.of("all_reduce", ranks, size).seconds
 
     def _overlap_seconds(self, division: StageSums) -> float:
         """Seconds in which stages send gradients of layers that others only hold."""
-        elements = float(division.sent_gradients.max()) / (self.mesh.shards if self.candidate.zero else 1)
+        elements = float(division.sent_gradients.max()) / (self.shards if self.candidate.zero else 1)
         return self._message_time(elements * self.wide).seconds if elements else 0.0
 
     def _replica_seconds(self, elements: np.ndarray) -> np.ndarray | float:
         """Seconds in which the replicas of a ZeRO shard sum it."""
-        if len(self.mesh.replicas) == 1 or not self.candidate.zero:
+        if len(self.replicas) == 1 or not self.candidate.zero:
             return 0.0
-        parts = elements * self.wide / self.mesh.shards
-        collectives, replicas = self.cache.collectives, self.mesh.replicas
+        parts = elements * self.wide / self.shards
+        collectives, replicas = self.model.collectives, self.replicas
         return np.array([collectives.of("all_reduce", replicas, part).seconds for part in parts.tolist()])
 
     def _sent_bytes(self, division: StageSums) -> float:
         """Bytes of parameters and gradients that all ranks send."""
-        mesh, zero, m = self.mesh, self.candidate.zero, self.m
+        zero, m = self.candidate.zero, self.m
         ranks = self.candidate.ranks / self.pipe
         size, gradients = division.elements * self.itemsize, division.elements * self.wide
         shared = self.wide * (2.0 * division.apart + division.sent_gradients)  # tied ones are sent by both stages
         if zero == 0:
-            n = len(mesh.summed)
+            n = len(self.summed)
             return float((2 * gradients * (n - 1) / n + shared).sum()) * ranks
-        n, replicas = mesh.shards, len(mesh.replicas)
+        n, replicas = self.shards, len(self.replicas)
         gathered = size + division.only_held * self.itemsize
         if zero == 3:
             gathered = m * 2 * (size + division.tied * self.itemsize)
             last = (len(division.starts) - 1) % self.pipe  # the last layer is still gathered when its backward begins
-            gathered[last] -= m * self.costs[-1].parameters * self.itemsize
+            gathered[last] -= m * self.layers.costs[-1].parameters * self.itemsize
         reduced = gradients * (1 if zero == 1 else m)
         sent = (gathered + reduced) * (n - 1) + 2 * gradients * (replicas - 1) / replicas + shared
         return float(sent.sum()) * ranks / n
 
     def _update_seconds(self, elements: float) -> float:
-        parts = self.mesh.shards if self.candidate.zero else 1
+        parts = self.shards if self.candidate.zero else 1
         seconds = self._contended_seconds(elements / parts * self.update)
-        arrays = self.cache.states * self._is_away("optimizer") + self._is_away("parameters")
+        arrays = self.model.states * self._is_away("optimizer") + self._is_away("parameters")
         return max(seconds, self._disk_seconds(elements / parts * arrays * self.wide))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -61,13 +62,19 @@ def repeated_layers(model: Model, recompute: str) -> list[range]:
     return [part.layers for part in parts if part.recomputed]
 
 
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
+#: Seconds of each layer's parameter groups, each alone on its link, by operation: float64[2, layers], of its own groups
+#: and those of other layers that it uses; and of a "last reduce_scatter", of ``IN_FLIGHT`` groups: float64[1, layers].
+ZeroComm = dict[str, np.ndarray]
+
+
 class ShardedLayers:
     """All layers of a model under one sharding and one choice of recomputation, as arrays float64[layers].
 
     ``forward``, ``back`` and ``weights`` are seconds of each layer for a micro-batch: of the forward, of the input
-    gradient with recomputation, of the weight gradient; ``work`` is their sum. ``kept`` are bytes of activations that a
-    forward keeps for its backward, ``kept_before`` their sum over earlier layers, and ``running`` the peak while a
-    layer runs, including ``kept_before``. ``elements`` are parameters.
+    gradient with recomputation, of the weight gradient; ``work`` is their sum, ``whole`` that of all layers. ``kept``
+    are bytes of activations that a forward keeps for its backward, ``kept_before`` their sum over earlier layers, and
+    ``running`` the peak while a layer runs, including ``kept_before``. ``elements`` are parameters.
     """
 
     def __init__(self, model: Model, costs: Sequence[LayerCosts], repeated: Sequence[range]) -> None:
@@ -84,8 +91,8 @@ class ShardedLayers:
         work = inputs + inside + self.weights
         idle = self._idle(model, self._array(lambda cost: cost.host_backward), work)
         self.back = inputs + inside + idle + recomputed * self.forward
-        self.work = self.forward + self.back + self.weights
-        self.whole = float(self.work.sum())
+        self.add_up()
+        self.exposed = 0.0  #: seconds of ``whole`` in gathers and reductions of ZeRO
         #: seconds of the forward and backward of a micro-batch, without weight gradients and recomputation
         self.path = float(self.forward.sum() + inputs.sum())
         #: seconds of ``work`` in communication inside layers; and bytes that a rank with all layers sends in them
@@ -125,6 +132,13 @@ class ShardedLayers:
     def __len__(self) -> int:
         return len(self.costs)
 
+    def add_up(self) -> None:
+        """Add up the seconds of each layer, and of the layers before each: float64[3, layers + 1]."""
+        kinds = np.array([self.forward, self.back, self.weights])
+        self.work = kinds.sum(axis=0)
+        self.before = np.concatenate([np.zeros((3, 1)), np.cumsum(kinds, axis=1)], axis=1)
+        self.whole = float(self.work.sum())
+
     def _array(self, number: Callable[[LayerCosts], float]) -> np.ndarray:
         """``number`` of each layer: float64[layers]."""
         distinct, indices = self.different
@@ -141,11 +155,56 @@ class ShardedLayers:
         idle = np.maximum(hosts - np.bincount(number, work), 0.0) / np.maximum(hosts, 1e-30)
         return idle[number] * host
 
+    # Communication of ZeRO, by parameter group. Under ZeRO-3 a layer's groups are prefetched while the layer before it
+    # computes (``engine.zero.unsharder``). All groups of a recomputed segment are gathered at its beginning, except its
+    # last layer's, which were prefetched. From ZeRO-2 on gradients are reduced in every micro-batch,
+    # at most ``IN_FLIGHT`` groups at a time (``engine.zero.reducer``). A rank's link serves one collective at a time
+
     @cached_property
     def groups(self) -> HashedOnce:
         """The parameter groups of all layers: what communication of ZeRO depends on."""
         distinct, indices = self.different
         return HashedOnce((tuple((cost.groups, cost.tied_groups) for cost in distinct), tuple(indices)))
+
+    def zero_comm(self, collectives: CollectiveTimes, ranks: Sequence[int], dtype: np.dtype) -> ZeroComm:
+        """Seconds of the communication of parameter groups that are sharded over these ranks."""
+        distinct, indices = self.different
+
+        def seconds(operation: str, groups: Sequence[Sequence[int]]) -> np.ndarray:
+            itemsize = (accumulated_in(dtype) if operation == "reduce_scatter" else dtype).itemsize
+            times = [sum(collectives.of(operation, ranks, size * itemsize).seconds for size in row) for row in groups]
+            return np.array(times)[indices]
+
+        all_groups = [[cost.groups for cost in distinct], [cost.tied_groups for cost in distinct]]
+        comm = {name: np.array([seconds(name, groups) for groups in all_groups]) for name in OPERATIONS}
+        last = seconds("reduce_scatter", [cost.groups[-IN_FLIGHT:] for cost in distinct])
+        return comm | {"last reduce_scatter": np.array([last])}
+
+    def under_zero(self, zero: int, comm: ZeroComm) -> ShardedLayers:
+        """These layers, with exposed gathers and reductions of a micro-batch under this ZeRO stage in their seconds."""
+        layers = copy(self)
+        layers.back = self._backward(self.back + self.weights, zero, comm) - self.weights
+        if zero >= 3:
+            layers.forward = np.maximum(self.forward, comm["all_gather"].sum(axis=0))
+        layers.path = self.path + float((layers.forward - self.forward).sum())
+        layers.add_up()
+        layers.exposed = layers.whole - self.whole
+        return layers
+
+    def _backward(self, work: np.ndarray, zero: int, comm: ZeroComm) -> np.ndarray:
+        """Seconds of each layer's backward and recomputation under ZeRO-2 or 3, given its ``work``."""
+        last = comm["last reduce_scatter"][0]
+        waited = comm["reduce_scatter"][0] - last
+        if zero < 3:
+            return waited + np.maximum(work, last)
+        gathers = comm["all_gather"].sum(axis=0)
+        prefetched, exposed = gathers.copy(), np.zeros_like(gathers)
+        for layer in self.later_repeated:
+            if layer - 1 not in self.later_repeated:  # the first of its segment
+                prefetched[layer - 1], exposed[layer - 1] = 0.0, gathers[layer - 1]
+            if layer + 1 in self.later_repeated:  # gathered with the segment's first layer, while that computes
+                prefetched[layer], exposed[layer] = 0.0, max(gathers[layer] - self.forward[layer - 1], 0.0)
+        return exposed + waited + np.maximum(work, prefetched + last)
 
     @cached_property
     def different(self) -> tuple[list[LayerCosts], list[int]]:
@@ -153,71 +212,6 @@ class ShardedLayers:
         numbers: dict[int, int] = {}
         indices = [numbers.setdefault(id(cost), len(numbers)) for cost in self.costs]
         return [self.costs[indices.index(number)] for number in range(len(numbers))], indices
-
-
-# --- Communication of ZeRO, by parameter group. Under ZeRO-3 a layer's groups are prefetched while the layer before it
-# --- computes (``engine.zero.unsharder``). All groups of a recomputed segment are gathered at its beginning, except its
-# --- last layer's, which were prefetched. From ZeRO-2 on gradients are reduced in every micro-batch,
-# --- at most ``IN_FLIGHT`` groups at a time (``engine.zero.reducer``). A rank's link serves one collective at a time
-
-
-OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
-
-
-@dataclass(frozen=True)
-class ZeroCommTime:
-    """Seconds of the communication of each layer's parameter groups, float64[layers], each alone on its link.
-
-    ``own`` and ``tied`` have seconds by operation: for the layer's groups, and for those of other layers that it uses.
-    """
-
-    own: dict[str, np.ndarray]
-    tied: dict[str, np.ndarray]
-    last: np.ndarray  #: the reductions of the last ``IN_FLIGHT`` groups
-
-    @classmethod
-    def of(
-        cls, layers: ShardedLayers, collectives: CollectiveTimes, ranks: Sequence[int], dtype: np.dtype
-    ) -> ZeroCommTime:
-        """The times for layers whose parameters are sharded over these ranks."""
-        distinct, indices = layers.different
-
-        def seconds(operation: str, groups: Sequence[Sequence[int]]) -> np.ndarray:
-            itemsize = (accumulated_in(dtype) if operation == "reduce_scatter" else dtype).itemsize
-            times = [sum(collectives.of(operation, ranks, size * itemsize).seconds for size in row) for row in groups]
-            return np.array(times)[indices]
-
-        return cls(
-            {name: seconds(name, [cost.groups for cost in distinct]) for name in OPERATIONS},
-            {name: seconds(name, [cost.tied_groups for cost in distinct]) for name in OPERATIONS},
-            seconds("reduce_scatter", [cost.groups[-IN_FLIGHT:] for cost in distinct]),
-        )
-
-    def all(self, operation: str) -> np.ndarray:
-        """Seconds of all groups that a layer uses."""
-        return self.own[operation] + self.tied[operation]
-
-    def forward(self, work: np.ndarray, zero: int) -> np.ndarray:
-        """Seconds of each layer's forward, given its ``work``."""
-        if zero < 3:
-            return work
-        return np.maximum(work, self.all("all_gather"))
-
-    def backward(self, work: np.ndarray, layers: ShardedLayers, zero: int) -> np.ndarray:
-        """Seconds of each layer's backward and recomputation, given its ``work``."""
-        if zero < 2:
-            return work
-        waited = self.own["reduce_scatter"] - self.last
-        if zero < 3:
-            return waited + np.maximum(work, self.last)
-        gathers = self.all("all_gather")
-        prefetched, exposed = gathers.copy(), np.zeros_like(gathers)
-        for layer in layers.later_repeated:
-            if layer - 1 not in layers.later_repeated:  # the first of its segment
-                prefetched[layer - 1], exposed[layer - 1] = 0.0, gathers[layer - 1]
-            if layer + 1 in layers.later_repeated:  # gathered with the segment's first layer, while that computes
-                prefetched[layer], exposed[layer] = 0.0, max(gathers[layer] - layers.forward[layer - 1], 0.0)
-        return exposed + waited + np.maximum(work, prefetched + self.last)
 
 
 # --- Sums over the layers of each pipeline stage
@@ -314,14 +308,14 @@ class StageSums:
                 elements[stage] += self.layers.costs[layer].tied
         return elements
 
-    def zero_comm(self, comm: ZeroCommTime) -> list[np.ndarray]:
+    def zero_seconds(self, comm: ZeroComm) -> list[np.ndarray]:
         """Seconds of communicating all parameter groups once, for each of ``OPERATIONS``."""
         times = []
-        for name in OPERATIONS:
-            seconds = self.by_stage(self.by_chunk(comm.own[name]))
+        for own, tied in map(comm.__getitem__, OPERATIONS):
+            seconds = self.by_stage(self.by_chunk(own))
             for layer, stage, owner_stage in self._tied_layers:
                 if stage != owner_stage:
-                    seconds[stage] += comm.tied[name][layer]
+                    seconds[stage] += tied[layer]
             times.append(seconds)
         return times
 

@@ -1,15 +1,14 @@
 """Places tasks on nodes: stages, shards or experts that compute, hold bytes, and send bytes to each other.
 
 Without communication between tasks the problem is an assignment, which is solved exactly. Otherwise it is a quadratic
-assignment, solved approximately by annealing or a genetic search, and exactly, for small cases, by exhaustive search.
+assignment, solved approximately by annealing or a genetic search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from itertools import product
 from math import exp
 from random import Random
 
@@ -20,7 +19,6 @@ from spmd_engine.planning.dry_run.model_shards import ModelShard
 from spmd_engine.planning.machine.machine import NodeCapabilities
 
 Places = tuple[int, ...]  #: the node of each task
-MOST_TRIED = 2_000_000  #: placements that ``exact`` tries at most
 
 
 @dataclass(frozen=True)
@@ -37,24 +35,7 @@ class Tasks:
     room: np.ndarray
     seconds_a_byte: np.ndarray
     most: int | np.ndarray | None = None  #: most tasks per node, or of each: int[n]
-    pinned: Mapping[int, int] = field(default_factory=dict)  #: task -> its node
     together: Sequence[Sequence[int]] = ()  #: tasks that must be on one node
-    apart: Sequence[Sequence[int]] = ()  #: tasks that must be on different nodes
-
-    def __post_init__(self) -> None:
-        tasks, nodes = self.work.shape
-        shapes = {
-            "size": (self.size.shape, (tasks,)),
-            "sent": (self.sent.shape, (tasks, tasks)),
-            "room": (self.room.shape, (nodes,)),
-            "seconds_a_byte": (self.seconds_a_byte.shape, (nodes, nodes)),
-        }
-        for name, (shape, expected) in shapes.items():
-            if shape != expected:
-                raise UsageError(f"tasks: {name} has shape {shape}, expected {expected}")
-        for task, node in self.pinned.items():
-            if not (0 <= task < tasks and 0 <= node < nodes):
-                raise UsageError(f"tasks: task {task} is pinned to node {node}; there are {tasks} tasks, {nodes} nodes")
 
     @property
     def count(self) -> int:
@@ -67,11 +48,7 @@ class Tasks:
     def fits(self, places: Places) -> bool:
         """Whether a placement keeps all constraints."""
         at = np.asarray(places)
-        if any(at[task] != node for task, node in self.pinned.items()):
-            return False
         if any(len(set(at[list(group)])) > 1 for group in self.together):
-            return False
-        if any(len(set(at[list(group)])) < len(group) for group in self.apart):
             return False
         if self.most is not None and (np.bincount(at, minlength=self.nodes) > self.most).any():
             return False
@@ -86,16 +63,7 @@ class Tasks:
 
 
 def tasks_of(shards: Sequence[ModelShard], nodes: Sequence[NodeCapabilities]) -> Tasks:
-    """Shards as tasks on nodes; those of one rank stay together.
-
-    A shard sends its bytes to all other shards of a call in equal parts, at its share of the node's bandwidth.
-    """
-    number = {shard.id: task for task, shard in enumerate(shards)}
-    sent = np.zeros((len(shards), len(shards)))
-    for task, shard in enumerate(shards):
-        for point in shard.communication:
-            for other in point.shards:
-                sent[task, number[other]] += point.bytes / len(point.shards)
+    """Shards as tasks on nodes, at their share of its bandwidth; those of one rank stay together."""
     by_rank: dict[int, list[int]] = {}
     for task, shard in enumerate(shards):
         by_rank.setdefault(shard.rank, []).append(task)
@@ -103,7 +71,7 @@ def tasks_of(shards: Sequence[ModelShard], nodes: Sequence[NodeCapabilities]) ->
     return Tasks(
         np.array([[shard.flops * node.ranks / node.compute for node in nodes] for shard in shards]),
         np.array([shard.bytes + shard.activations for shard in shards]),
-        sent,
+        bytes_between(shards, range(len(shards))),
         np.array([node.memory for node in nodes]),
         seconds_a_byte,
         most=np.array([node.ranks for node in nodes]) * max(map(len, by_rank.values())),
@@ -111,13 +79,16 @@ def tasks_of(shards: Sequence[ModelShard], nodes: Sequence[NodeCapabilities]) ->
     )
 
 
-def exact(tasks: Tasks) -> Places:
-    """The best placement, by exhaustive search; raises UsageError if there are too many, or none fits."""
-    if tasks.nodes**tasks.count > MOST_TRIED:
-        raise UsageError(f"{tasks.nodes} nodes to the power of {tasks.count} tasks are too many placements to try")
-    fitting = (places for places in product(range(tasks.nodes), repeat=tasks.count) if tasks.fits(places))
-    best = min(fitting, key=tasks.cost, default=None)
-    return _require_fitting(best, tasks)
+def bytes_between(shards: Sequence[ModelShard], tasks: Sequence[int]) -> np.ndarray:
+    """Bytes from the task of each shard to those of others: float64[tasks, tasks]. A shard sends its bytes to all other
+    shards of a call in equal parts."""
+    task_of = {shard.id: task for shard, task in zip(shards, tasks, strict=True)}
+    sent = np.zeros((max(tasks) + 1, max(tasks) + 1))
+    for shard, task in zip(shards, tasks, strict=True):
+        for point in shard.communication:
+            for other in point.shards:
+                sent[task, task_of[other]] += point.bytes / len(point.shards)
+    return sent
 
 
 def assigned(cost: np.ndarray) -> Places:
@@ -162,16 +133,8 @@ def _fill(tasks: Tasks, order: Sequence[tuple[int, ...]], at: list[int], random:
     most = np.broadcast_to(tasks.count if tasks.most is None else tasks.most, tasks.nodes)
     for group in order:
         size = float(sum(tasks.size[t] for t in group))
-        pins = {tasks.pinned[t] for t in group if t in tasks.pinned}
-        taken = {
-            at[o] for peers in tasks.apart for t in group if t in peers for o in peers if o not in group and at[o] >= 0
-        }
-        nodes = [
-            n
-            for n in (pins if pins else range(tasks.nodes))
-            if size <= room[n] and n not in taken and counts[n] + len(group) <= most[n]
-        ]
-        if len(pins) > 1 or not nodes:
+        nodes = [n for n in range(tasks.nodes) if size <= room[n] and counts[n] + len(group) <= most[n]]
+        if not nodes:
             return False
         node = min(nodes, key=lambda n: (busy[n] + sum(tasks.work[t, n] for t in group)) * random.uniform(0.9, 1.1))
         for t in group:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, islice
 
 import numpy as np
@@ -11,11 +11,12 @@ import numpy as np
 from spmd_engine.planning.dry_run.model_shards import model_shards
 from spmd_engine.planning.dry_run.step_analysis import StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.search.placement import Tasks, annealed, assigned, evolved, first_fit
+from spmd_engine.planning.search.budget import Budget
+from spmd_engine.planning.search.improve import Score, improved
+from spmd_engine.planning.search.placement import Tasks, annealed, assigned, bytes_between, evolved, first_fit
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
 
 Order = tuple[int, ...]  #: the rank of the machine at each position of the mesh
-Score = Callable[[Order], tuple[float, ...]]  #: less is better
 
 PLACEMENTS = ("auto", "order", "greedy", "assign", "anneal", "genetic")
 MOST_TRIED = 120  #: orders that are all tried; of more, those near to good ones
@@ -97,36 +98,18 @@ class RankOrders:
                 indices[[a, b]] = b, a
                 yield self.canonical(ranks.take(indices, axis).reshape(-1).tolist())
 
+    def drawn(self) -> list[Order]:
+        """DRAWN_STARTS orders, drawn at random."""
+        random = np.random.default_rng(0)
+        return [self.canonical(random.permutation(self.machine.ranks).tolist()) for _ in range(DRAWN_STARTS)]
 
-def best_orders(
-    orders: RankOrders, score: Score, starts: Sequence[Order], has_time: Callable[[], bool], keep: int = 1
-) -> list[Order]:
-    """The best orders by a score, the best first: of all if they are few, else of those near to the ``starts`` or
-    to drawn ones. ``starts`` are scored in any case, others while ``has_time()``.
-    """
-    scores: dict[Order, tuple[float, ...]] = {}
 
-    def scored(order: Order) -> tuple[float, ...]:
-        if order not in scores:
-            scores[order] = score(order)
-        return scores[order]
-
-    for start in dict.fromkeys(starts):
-        scored(start)
+def best_orders(orders: RankOrders, score: Score, starts: Sequence[Order], budget: Budget) -> list[Order]:
+    """The orders that were scored, the best first: all if they are few, else those near to the ``starts`` or to drawn
+    ones."""
     if few := orders.few():
-        for order in few:
-            if has_time():
-                scored(order)
-        return sorted(scores, key=scored)[:keep]
-    random = np.random.default_rng(0)
-    drawn = [orders.canonical(random.permutation(orders.machine.ranks).tolist()) for _ in range(DRAWN_STARTS)]
-    for start in [*sorted(scores, key=scored), *drawn]:
-        current, moved = start, has_time()
-        while moved and has_time():
-            better = (near for near in orders.near(current) if has_time() and scored(near) < scored(current))
-            found = next(better, None)
-            current, moved = (current, False) if found is None else (found, True)
-    return sorted(scores, key=scored)[:keep]
+        return improved([*starts, *few], lambda order: (), score, budget)
+    return improved([*starts, *orders.drawn()], orders.near, score, budget, descents=len(starts) + DRAWN_STARTS)
 
 
 def proposed_orders(placement: str, analysis: StepAnalysis, orders: RankOrders, room: Sequence[float]) -> list[Order]:
@@ -158,12 +141,6 @@ def tasks_on_ranks(analysis: StepAnalysis, machine: Machine, room: Sequence[floa
     """The positions of a mesh as tasks, and the ranks of a machine as nodes with room for one task each."""
     ranks, compute = range(analysis.ranks), ComputeTimes(machine)
     shards = model_shards(analysis)
-    rank_of = {shard.id: shard.rank for shard in shards}
-    sent = np.zeros((len(ranks), len(ranks)))
-    for shard in shards:
-        for point in shard.communication:
-            for other in point.shards:
-                sent[shard.rank, rank_of[other]] += point.bytes / len(point.shards)
 
     def work(position: int, rank: int) -> float:
         return sum(compute.seconds(rank, analysis.of_rank(position).computations)[0]) * machine.node(rank).contention
@@ -171,7 +148,7 @@ def tasks_on_ranks(analysis: StepAnalysis, machine: Machine, room: Sequence[floa
     return Tasks(
         np.array([[work(position, rank) for rank in ranks] for position in ranks]),
         np.array(analysis.peak_bytes_by_rank(), float),
-        sent,
+        bytes_between(shards, [shard.rank for shard in shards]),
         np.array(room, float),
         np.array([[0.0 if a == b else 1 / machine.link(a, b).bandwidth for b in ranks] for a in ranks]),
         most=1,

@@ -7,10 +7,11 @@ than replicas, but both are candidates, since one collective is faster than two.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from math import gcd, prod
+from typing import Any
 
 from spmd_engine.axes import MeshPosition, axes_text, checked_axes, count_ranks
 from spmd_engine.engine.helpers import helper_ranks, parse_assign
@@ -25,6 +26,10 @@ from spmd_engine.sharding.layout import TENSOR
 
 LONG_CONTEXT = 8192  #: context length from which the sequence may be sharded, unless axes are named
 HYBRID = ("replicate", "shard")  #: axes of hybrid sharding, instead of data
+REPLICAS = ("replicate",)  #: axes along which ranks store the same shard of ZeRO
+SUMMED = (*BATCH, "context")  #: axes over which gradients are summed
+STORED = tuple(axis for axis in SUMMED if axis not in REPLICAS)  #: those of them over which ZeRO shards
+Axes = tuple[tuple[str, int], ...]  #: a mesh's axes with their sizes, in order
 
 
 def can_offload(kinds: str | None, zero: int, *, of_devices: bool = False) -> bool:
@@ -41,7 +46,7 @@ def can_offload(kinds: str | None, zero: int, *, of_devices: bool = False) -> bo
 class Candidate:
     """A mesh with options that distributes a step over ranks."""
 
-    axes: tuple[tuple[str, int], ...]  #: the mesh's axes, in order
+    axes: Axes
     batch_size: int  #: samples per step
     micro_batches: int
     zero: int = 0
@@ -138,12 +143,15 @@ class SearchSpace:
     nodes: Sequence[int] = ()  #: the ranks of each node, if the stages are to have uneven sizes
     overlap: int = 0  #: given layers on each side of a boundary that both stages hold
 
-    def without(self, *names: str) -> SearchSpace:
-        """The search space without these fixed choices."""
-        return replace(self, **dict.fromkeys(names))
-
 
 FIXABLE = ("mesh", "micro_batches", "zero", "sequence_parallel", "schedule", "chunks", "recompute", "stages")
+
+
+def broken_choices(candidate: Candidate, fixed: Mapping[str, Any]) -> frozenset[str]:
+    """The names of the fixed choices, of FIXABLE, that a candidate breaks."""
+    free = ("schedule", "chunks") if candidate.pipe == 1 else ()
+    wanted = {name: dict(choice) if name == "mesh" else choice for name, choice in fixed.items() if name not in free}
+    return frozenset(name for name, choice in wanted.items() if getattr(candidate, name) != choice)
 
 
 def candidates(space: SearchSpace) -> Iterator[Candidate]:
@@ -295,7 +303,7 @@ def _candidates_on(space: SearchSpace, axes: Mapping[str, int], batch_size: int)
     """Candidates on one mesh."""
     model, pipe = space.model, axes.get(PIPE, 1)
     shards = prod(size for axis, size in axes.items() if axis in BATCH)
-    stored = prod(size for axis, size in axes.items() if axis in (*BATCH, "context"))
+    stored = prod(size for axis, size in axes.items() if axis in SUMMED)
     micro = [space.micro_batches] if space.micro_batches else micro_batch_numbers(batch_size, shards, pipe)
     hybrid = space.mesh is None and "shard" in axes  # hybrid sharding differs from data only if ZeRO shards
     zeros = [space.zero] if space.zero is not None else range(int(hybrid), 4) if stored > 1 else [0]

@@ -1,4 +1,4 @@
-"""The costs of a model's layers on a machine, by dry runs of one micro-batch on one stage.
+"""What a model costs on a machine: the costs of its layers, by dry runs of one micro-batch on one stage, and estimates.
 
 One of equal layers is run. The small mesh of the dry run has the axes that shard layers (tensor, context and expert
 parallelism, rows and columns of images), not those that only repeat them (data, pipe).
@@ -12,20 +12,36 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition
-from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
+from spmd_engine.engine.build import composed_layout
+from spmd_engine.engine.optimizers import AdamW, Optimizer
+from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.engine.schedules import named
 from spmd_engine.engine.state.assignment import assign
+from spmd_engine.errors import SpmdError
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model, layout_for
 from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.dry_run.engine import PassCache, kind_of
-from spmd_engine.planning.dry_run.step_analysis import Computation, Phases, RankStep, StepAnalysis, position_of
+from spmd_engine.planning.dry_run.step_analysis import (
+    Computation,
+    HashedOnce,
+    Phases,
+    RankStep,
+    StepAnalysis,
+    position_of,
+)
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.search.layer_costs import LayerCosts, between
-from spmd_engine.planning.search.search_space import BATCH, PIPE, Candidate, first_group
+from spmd_engine.planning.search.estimate import Estimator
+from spmd_engine.planning.search.layer_costs import LayerCosts, ShardedLayers, ZeroComm, between, repeated_layers
+from spmd_engine.planning.search.search_space import BATCH, PIPE, STORED, SUMMED, Axes, Candidate, first_group
+from spmd_engine.planning.search.shares import stage_slowdowns
 from spmd_engine.planning.simulator.collective_time import CollectiveTimes
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
+from spmd_engine.planning.simulator.slots import Slots
 from spmd_engine.sharding.layout import Layout
 
 #: Samples of a micro-batch per rank for which layers are dry run; other costs are interpolated linearly.
@@ -41,29 +57,106 @@ _SECONDS = {
 }
 
 
-class Profiles:
-    """Costs of layers under every sharding, each computed once."""
+class CostModel:
+    """Costs of a model on a machine, for all candidates; what several of them share is computed once."""
 
     def __init__(
         self,
         model: Model,
         machine: Machine,
-        dtype: Any,
+        *,
+        dtype: Any = np.float32,
         sequence: int | None = None,
-        optimizer: Any = None,
+        optimizer: Optimizer | None = None,
         base: ParallelConfig = ParallelConfig(),  # noqa: B008 (immutable)
+        overlap: bool = True,
     ) -> None:
-        self.model, self.machine, self.dtype, self.sequence, self.base = model, machine, dtype, sequence, base
-        self.optimizer = optimizer
+        """``overlap``: whether the reduction of gradients overlaps with the last backward, as in the engine."""
+        self.model, self.machine, self.sequence, self.base = model, machine, sequence, base
+        self.dtype, self.optimizer, self.overlap = dtype_of(dtype), optimizer or AdamW(), overlap
+        self.states = len(self.optimizer.kinds)  #: arrays of optimizer state per parameter
         self.compute, self.collectives = ComputeTimes(machine), CollectiveTimes(machine)
         self.small, self.like = reduced(model)
         self._has_images = {"h", "w"} <= set(model.inputs.split())
-        self._costs_by_key: dict[tuple, Costs] = {}
-        self._lists_by_key: dict[tuple, tuple[list[LayerCosts], float]] = {}
+        self._results: dict[tuple, Any] = {}
+        self._refusal: SpmdError | None = None  # why the model cannot be sharded by a candidate
+        self._estimates_anything = False
         #: dry runs by the axes and options of the small mesh: they do not depend on the machine
         self.analyses: dict[tuple, StepAnalysis] = {}
         self.seconds_by_node: dict[str, float] = {}  #: seconds of the same work, by the name of the kind of node
         self.cache = PassCache()  #: other analyses of the model may share it
+
+    def once(self, key: tuple, compute: Callable[[], Any]) -> Any:
+        """The result of ``compute``, which is called once for each key."""
+        if key not in self._results:
+            self._results[key] = compute()
+        return self._results[key]
+
+    def estimator(self, candidate: Candidate, first: bool = False) -> Estimator | None:
+        """The estimator of a candidate, or of its ``first`` bound; None if the model cannot be sharded by it."""
+        samples = candidate.batch_size // candidate.micro_batches
+        key = candidate.axes, samples, candidate.sequence_parallel, candidate.recompute, candidate.zero, first
+        found = self.once(("sharded", *key), lambda: self._sharded(candidate, first))
+        return Estimator(self, candidate, *found, self._slowdowns(candidate)) if found is not None else None
+
+    def check_layers(self) -> None:
+        """Raise the error of a candidate if no candidate could be analyzed: the layers themselves are wrong."""
+        if self._refusal is not None and not self._estimates_anything:
+            raise self._refusal
+
+    def _sharded(self, candidate: Candidate, first: bool) -> tuple[ShardedLayers, float] | None:
+        """The layers under the candidate's ZeRO stage, and the seconds of the optimizer for an element; None if the
+        model cannot be sharded so."""
+        try:
+            costs, update = (self.bounds if first else self.costs)(candidate)
+        except SpmdError as error:
+            self._refusal = error
+            return None
+        self._estimates_anything = True
+        recompute = candidate.recompute
+        repeated = self.once(("repeated", recompute), lambda: repeated_layers(self.model, recompute))
+        key = "layers", id(costs), recompute
+        layers = self.once(key, lambda: ShardedLayers(self.model, costs, repeated))
+        stored = self.group(candidate.axes, STORED)
+        # a bound on work does not bound what hides ZeRO's gathers; ZeRO-1 sends nothing per micro-batch
+        if first or candidate.zero < 2 or len(stored) == 1 or self.is_by_copy(candidate):
+            return layers, update
+        zero, comm = candidate.zero, lambda: self.zero_comm(layers, stored)
+        return self.once((*key, stored, zero), lambda: layers.under_zero(zero, comm())), update
+
+    def _slowdowns(self, candidate: Candidate) -> np.ndarray | None:
+        """The slowdown of each stage on unequal nodes."""
+        key = candidate.axes, candidate.batch_size // candidate.micro_batches, candidate.order
+        given, by_node = self.base.work_shares, self.seconds_by_node
+        if not self.machine.heterogeneous and not given:
+            return None
+        return self.once(("slowdowns", *key), lambda: stage_slowdowns(self.machine, by_node, candidate, given))
+
+    def group(self, axes: Axes, over: tuple[str, ...]) -> HashedOnce:
+        """The ranks of the first group over some of a mesh's axes."""
+        return self.once(("group", axes, over), lambda: first_group(axes, over))
+
+    def is_by_copy(self, candidate: Candidate) -> bool:
+        """Whether ranks that sum gradients move the bytes themselves."""
+        summed = self.group(candidate.axes, SUMMED)
+        return self.once(("by copy", summed), lambda: self.collectives.of("all_reduce", summed, 1.0).works)
+
+    def zero_comm(self, layers: ShardedLayers, ranks: HashedOnce) -> ZeroComm:
+        """The times of gathers and reductions of the layers' parameter groups over these ranks."""
+        key = "zero comm", layers.groups, ranks
+        return self.once(key, lambda: layers.zero_comm(self.collectives, ranks, self.dtype))
+
+    def slots(self, candidate: Candidate, micro_batches: int) -> Slots:
+        """The slots of the candidate's schedule."""
+        name, chunks, pipe = candidate.schedule, candidate.chunks, candidate.pipe
+
+        def compute() -> Slots:
+            assert name is not None
+            return Slots(named(name, chunks if chunks > 1 else None), pipe, micro_batches)
+
+        return self.once(("slots", name, chunks, pipe, micro_batches), compute)
+
+    # --- costs of layers
 
     def costs(self, candidate: Candidate) -> tuple[list[LayerCosts], float]:
         """The costs of each layer as the candidate shards it, and the seconds of the optimizer and the gradient norm
@@ -86,11 +179,12 @@ class Profiles:
     def _list_costs(self, find: Find, candidate: Candidate) -> tuple[list[LayerCosts], float]:
         """The costs of each layer of the model, from those of the equal layer of the small model."""
         inner = self._inner_axes(candidate)
-        key = self._key(find, inner, candidate, candidate.samples)
-        if key not in self._lists_by_key:
+
+        def listed() -> tuple[list[LayerCosts], float]:
             costs, update = self._interpolate(find, inner, candidate, candidate.samples)
-            self._lists_by_key[key] = [costs[self.like[name]] for name, _ in self.model.layers], update
-        return self._lists_by_key[key]
+            return [costs[self.like[name]] for name, _ in self.model.layers], update
+
+        return self.once(("listed", *self._key(find, inner, candidate, candidate.samples)), listed)
 
     @staticmethod
     def _key(find: Find, inner: Mapping[str, int], candidate: Candidate, samples: int) -> tuple:
@@ -100,10 +194,8 @@ class Profiles:
     def _interpolate(self, find: Find, inner: Mapping[str, int], candidate: Candidate, samples: int) -> Costs:
         """Costs for a number of samples: by a dry run, or by linear interpolation between two."""
         if samples in SAMPLES:
-            key = self._key(find, inner, candidate, samples)
-            if key not in self._costs_by_key:
-                self._costs_by_key[key] = find(inner, candidate, samples)
-            return self._costs_by_key[key]
+            key = "costs", *self._key(find, inner, candidate, samples)
+            return self.once(key, lambda: find(inner, candidate, samples))
         above = min((n for n in SAMPLES if n > samples), default=SAMPLES[-1])
         low = max(n for n in SAMPLES if n < above)
         (few, _), (many, update) = (self._interpolate(find, inner, candidate, n) for n in (low, above))
@@ -237,14 +329,14 @@ class Profiles:
                 else:
                     shards = place.axis_size(layout.axes(letter, layer.outputs.where))
                     count *= -(-lengths.get(letter, 1) // shards)
-            costs[name]["output"] = int(count) * dtype_of(self.dtype).itemsize
+            costs[name]["output"] = int(count) * self.dtype.itemsize
 
     def _add_groups(self, costs: Mapping[str, dict[str, Any]], place: MeshPosition, layout: Layout) -> None:
         """Add elements of each layer's parameter groups in the order of their use: its own, and those of other layers.
 
         A group that several layers share belongs to the first of them.
         """
-        assignment = assign(self.small, place, layout, dtype_of(self.dtype).itemsize, storage=self.base.storage)
+        assignment = assign(self.small, place, layout, self.dtype.itemsize, storage=self.base.storage)
         group_of = {name: group for group in assignment.groups for name in group.spans}
         assigned = set()
         for number, (name, layer) in enumerate(self.small.layers):

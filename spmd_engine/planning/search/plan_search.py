@@ -1,0 +1,431 @@
+"""The search for the plan of a request: branch and bound finds where to start, simulations improve on it.
+
+A candidate is estimated in closed form, under a lower bound. The best estimated ones are simulated, from the dry run of
+their whole step, and so are their neighbours, until none is better. What a plan may do where nothing else fits has
+starts of its own: a space with offloading, and stages of different sizes or a helper rank, which are only simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from math import inf
+from time import perf_counter
+from typing import Any
+
+from spmd_engine.axes import axes_text
+from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.errors import SpmdError, UsageError
+from spmd_engine.models import Model
+from spmd_engine.planning.dry_run.step_analysis import StepAnalysis
+from spmd_engine.planning.machine.machine import Machine
+from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
+from spmd_engine.planning.search.budget import SIMULATION, Budget
+from spmd_engine.planning.search.cost_model import with_even_vocabulary
+from spmd_engine.planning.search.estimate import Estimate
+from spmd_engine.planning.search.improve import improved
+from spmd_engine.planning.search.neighbours import (
+    differences,
+    helped_stages,
+    offloads_on,
+    uneven_stages,
+    with_order,
+    with_other_choice,
+    with_shares,
+    without_shares,
+)
+from spmd_engine.planning.search.reasons import gain_of_order, gains_of_choices, gains_of_shares
+from spmd_engine.planning.search.relaxation import Conflict, conflict_of, relaxed
+from spmd_engine.planning.search.search import (
+    LIMITS,
+    SHOWN_PLANS,
+    Limits,
+    SearchResult,
+    objective,
+    pareto,
+    search,
+    thinned,
+)
+from spmd_engine.planning.search.search_space import Candidate, SearchSpace, broken_choices
+from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation, evaluate_step
+from spmd_engine.units import readable_bytes, readable_seconds
+
+EVALUATIONS = 150_000  #: of a request, as ``Budget`` counts them
+MOST_TO_SIMULATE = 20_000  #: layers times micro-batches that fill the pipeline; larger steps are only estimated
+ORDER_SHARE = 0.25  #: share of the evaluations for trying orders of unequal ranks
+OFFLOAD_SHARE = 0.5  #: share of the budget that is kept for a second search, with offloading
+CLOSEST_SHARE = 0.25  #: share of what is left for simulating the closest plans
+MOST_CLOSEST = 16_000  #: evaluations of the search for them
+MOST_SEARCHES = 4  #: searches at most; each corrects the limits by the errors of the estimates before
+MOST_UNLIMITED = 500  #: evaluations of the search for the best plan without limits of memory, also when time ran out
+
+Explain = Callable[[], Conflict]  #: why a search found no plan
+
+
+def evaluate_plan(
+    model: Model, machine: Machine, candidate: Candidate, base: ParallelConfig, **options: Any
+) -> PlanEvaluation:
+    """Analyze and simulate the step of a candidate; ``options`` go to ``evaluate_step``."""
+    composition = candidate.composition(base)
+    return evaluate_step(
+        model, machine, candidate.mesh, composition, candidate.batch_size, candidate.micro_batches, **options
+    )
+
+
+class PlanSearch:
+    """The search for the plan of a request, with the plans that it has simulated, each once."""
+
+    def __init__(self, request: Request) -> None:
+        self.request, self._began = request, perf_counter()
+        self.budget, self.orders_left = Budget(EVALUATIONS, request.seconds), ORDER_SHARE * EVALUATIONS
+        machine = request.machine.with_ranks(max(request.ranks))
+        self.limits, self.heterogeneous = request.limits.with_memory_of(machine), machine.heterogeneous
+        if not isinstance(overlap := request.base.storage.overlap, int):
+            raise UsageError(f"--overlap-layers {request.base.overlap_layers} has ranges: give --mesh, or a number")
+        self.space = SearchSpace(
+            request.model,
+            request.ranks,
+            request.batch_sizes,
+            request.machine.nodes[0].ranks,
+            axes=request.axes,
+            shares={**request.base.work_shares, **request.base.storage.shares},
+            order=request.base.order,
+            offload=(request.base.offload,),
+            overlap=overlap,
+            **request.fixed,
+        )
+        self.model = request.cost_model()
+        self.plans: dict[Candidate, Estimate] = {}  # simulated in the present search, with even vocabularies
+        self._scores: dict[Candidate, tuple[float, ...]] = {}
+        self._closed: dict[Candidate, Estimate] = {}
+        self._evaluations: dict[tuple[Candidate, bool], PlanEvaluation | None] = {}
+        self._analyses: dict[tuple[Candidate, bool], StepAnalysis] = {}
+
+    # --- plans, each estimated and simulated once
+
+    def estimate(self, candidate: Candidate) -> Estimate | None:
+        """The estimate in closed form; None if the model cannot be sharded so."""
+        self.budget.spend()
+        estimator = self.model.estimator(candidate)
+        estimate = estimator.estimate() if estimator is not None else None
+        if estimate is not None:
+            self._closed[estimate.candidate] = estimate
+        return estimate
+
+    def plan(self, candidate: Candidate) -> Estimate:
+        """The simulated plan of a candidate that can be estimated."""
+        if candidate not in self.plans:
+            closed = self._closed.get(candidate) or self.estimate(candidate)
+            assert closed is not None
+            self.plans[candidate] = self.simulated(closed, even=True)
+        return self.plans[candidate]
+
+    def only_simulated(self, candidate: Candidate) -> Estimate | None:
+        """The plan of a candidate whose estimate would say nothing; None if the layers cannot be divided so, or the
+        budget is spent (but for the first)."""
+        if candidate not in self.plans and (not self.plans or self.budget.left):
+            with suppress(SpmdError):
+                self.plans[candidate] = self.simulated(Estimate(candidate))
+        return self.plans.get(candidate)
+
+    def simulated(self, estimate: Estimate, *, even: bool = False) -> Estimate:
+        """The estimate with seconds, memory, bytes sent and work of the simulated step, if that is small enough.
+
+        ``even``: with a vocabulary that the mesh shards evenly, into shards of the size of the largest. Then ranks are
+        equal, and the dry run is much faster.
+        """
+        request, candidate = self.request, estimate.candidate
+        model = request.model
+        if even:
+            model = with_even_vocabulary(model, candidate.mesh, candidate.composition(request.base))
+        key = candidate, model.vocabulary != request.model.vocabulary
+        if key not in self._evaluations:
+            self._evaluations[key] = self._evaluate(model, *key)
+        if (evaluation := self._evaluations[key]) is None:
+            return estimate
+        limits = request.limits.memory_by_rank(evaluation.machine) if self.heterogeneous else ()
+        return estimate.evaluated(evaluation, limits)
+
+    def _evaluate(self, model: Model, candidate: Candidate, even: bool) -> PlanEvaluation | None:
+        """The evaluation; None if the step is too large. A dry run holds for all orders of ranks."""
+        request, pipe = self.request, candidate.pipe
+        filled = min(candidate.micro_batches, 3 * pipe)
+        if len(model.layers) * filled > MOST_TO_SIMULATE // max(pipe // 4, 1):
+            return None
+        self.budget.spend(SIMULATION)
+        key = replace(candidate, order=None), even
+        options = {"cache": self.model.cache, "known": self._analyses.get(key), **request.analyze_options}
+        evaluation = evaluate_plan(model, request.machine, candidate, request.base, **options)
+        if evaluation.whole:
+            self._analyses[key] = evaluation.analysis
+        return evaluation
+
+    def price(self, plan: Estimate) -> tuple[float, float]:
+        """The largest share of its memory by which a rank exceeds it, and the seconds of a step."""
+        assert plan.evaluation is not None
+        limits = self.request.limits.memory_by_rank(plan.evaluation.machine)
+        peaks = plan.evaluation.analysis.peak_bytes_by_rank()
+        return max(0.0, *(peak / limit - 1 for peak, limit in zip(peaks, limits, strict=True))), plan.seconds
+
+    def _goal_of(self, plan: Estimate) -> tuple[float, ...]:
+        return objective(self.request.goal, plan)
+
+    # --- the search
+
+    def run(self) -> PlanResult:
+        """The best plan, or why there is none.
+
+        Offloading is considered where the plan without it would recompute, or nothing fits; uneven stages and a helper
+        rank only if nothing fits. The conflict names what would help of those that are not allowed. All share the
+        budget of the request.
+        """
+        request, budget = self.request, self.budget
+        allowed = list(request.fallback or ())
+        may_offload = "offload" in allowed and request.base.offload is None
+        result, explain = self._find(self.space, budget.part(1 - OFFLOAD_SHARE * may_offload))
+        if result.plan is not None:
+            recomputes = result.plan.candidate.recompute != "none"
+            other = self._with_offload(result, budget)[0] if recomputes and may_offload else None
+            return other if other is not None and other.plan is not None else result
+        forbidden = [name for name in FALLBACKS if request.fallback is not None and name not in allowed]
+        # What is left in the end is for the reason; each try gets as much as each phase that follows.
+        phases = {name: n for names in (allowed, forbidden) for n, name in enumerate(reversed(names), 2)}
+
+        def tried(name: str) -> tuple[PlanResult | None, Explain]:
+            part = budget.part(OFFLOAD_SHARE if name == "offload" else 1 / phases[name])
+            if name == "offload":
+                return self._with_offload(result, part)
+            near, what = (uneven_stages, "uneven stages") if name == "split" else (helped_stages, "a helper rank")
+            return self._without_estimates(result, near(self), what, part), explain
+
+        others = [tried(name) for name in allowed]
+        if found := [other for other, _ in others if other is not None and other.plan is not None]:
+            return min(found, key=lambda other: self._goal_of(other.search.best[0]))
+        result, explain = next(((other, why) for other, why in others if other is not None), (result, explain))
+        found_by = ((name, tried(name)[0]) for name in forbidden)
+        helps = next((f"--fallback {name}" for name, other in found_by if other and other.plan), "")
+        return replace(result, conflict=replace(explain(), helps=helps), **self._ended)
+
+    def _with_offload(self, without: PlanResult, budget: Budget) -> tuple[PlanResult | None, Explain]:
+        """The result if a plan may offload; None if the base says what is offloaded."""
+        if self.request.base.offload is not None:
+            return None, lambda: without.conflict or Conflict(())
+        space = replace(self.space, offload=(None, *offloads_on(self.request.machine)))
+        result, explain = self._find(space, budget)
+        offload = result.plan.candidate.offload if result.plan is not None else None
+        because = [f"offload {offload}: nothing fits without"] if offload and without.plan is None else []
+        return replace(result, reasons=[*because, *result.reasons]), explain
+
+    def _find(self, space: SearchSpace, budget: Budget) -> tuple[PlanResult, Explain]:
+        """The best plan of the space; or none, with the closest plan, and a function that finds the reason."""
+        request, tightened = self.request, self.limits
+        for _ in range(MOST_SEARCHES):
+            found = search(self.model, space, tightened, request.goal, budget)
+            if not found.best:
+                self._check_space(space, found)
+                break
+            if found.best[0].candidate.recompute == "none":
+                budget = self.budget  # no search with offloading follows
+            if fitting := self._simulate(found.best, budget):
+                return self._choose(space, found, fitting, budget), Conflict
+            tightened = _tighten(tightened, self.limits, list(self.plans.values()))
+        closest = search(self.model, space, Limits(), "memory", budget.part(most=MOST_CLOSEST), front=False).best
+        if fitting := self._simulate(closest, budget.part(CLOSEST_SHARE)):  # although their estimates break the limits
+            return self._choose(space, replace(found, best=[]), fitting, budget), Conflict
+        self.model.check_layers()
+        plans = list(self.plans.values())
+        nearest = min(plans, key=lambda plan: objective("memory", plan), default=None)
+        if nearest is not None:
+            nearest = self.simulated(nearest.closed or nearest)
+        result = PlanResult(
+            request,
+            found,
+            conflict=Conflict([*tightened.names, *request.fixed], decided=False),
+            nearest_evaluation=nearest.evaluation if nearest is not None else None,
+            **self._ended,
+        )
+        return result, partial(self._explain, space, tightened, found.complete, plans, nearest)
+
+    def _simulate(self, estimates: Iterable[Estimate], budget: Budget) -> list[Candidate]:
+        """Simulate plans with their refinements in a new search, the first in any case; those that keep the limits."""
+        self.plans, self._scores, best = {}, {}, []
+        self._closed |= {estimate.candidate: estimate for estimate in estimates}
+        for estimate in estimates:
+            if not self.plans or budget.left:
+                best.append(estimate.candidate)
+                self._score(estimate.candidate)
+        return best if any(not self.limits.broken(plan) for plan in self.plans.values()) else []
+
+    def _score(self, candidate: Candidate) -> tuple[float, ...]:
+        """The goal of the best of a candidate and what other orders and shares make of it; inf if none fits."""
+        if candidate not in self._scores:
+            tried = [candidate, *with_order(self, candidate)]
+            tried += [other for each in tried for other in with_shares(self, each)]
+            plans = [plan for plan in map(self.plan, tried) if self._keeps_all(plan)]
+            self._scores[candidate] = min(map(self._goal_of, plans), default=(inf,))
+        return self._scores[candidate]
+
+    def _keeps_all(self, plan: Estimate) -> bool:
+        return not self.limits.broken(plan) and not broken_choices(plan.candidate, self.request.fixed)
+
+    @property
+    def _ended(self) -> dict[str, Any]:
+        """How the search has ended, for its result."""
+        return {"took": perf_counter() - self._began, "late": self.budget.stopped}
+
+    def _check_space(self, space: SearchSpace, found: SearchResult) -> None:
+        if not found.candidates:
+            ranks, batches = ", ".join(map(str, space.ranks)), ", ".join(map(str, space.batch_sizes))
+            raise UsageError(
+                f"{space.model.name} cannot be distributed over {ranks} ranks with a batch of {batches} and the "
+                "fixed options: use fewer ranks, or a larger --batch-size"
+            )
+
+    def _choose(
+        self, space: SearchSpace, found: SearchResult, starts: Sequence[Candidate], budget: Budget
+    ) -> PlanResult:
+        """The best simulated plan that keeps the limits, of the starts and their neighbours."""
+        others: dict[Candidate, list[tuple[str, Estimate | None]]] = {}
+
+        def choices(candidate: Candidate) -> list[tuple[str, Estimate | None]]:
+            even = replace(without_shares(candidate), stages=None)
+            if even not in others:
+                others[even] = list(with_other_choice(self, space, even))
+            return others[even]
+
+        def near(candidate: Candidate) -> Iterable[Candidate]:
+            return (estimate.candidate for _, estimate in choices(candidate) if estimate is not None)
+
+        front = thinned(found.front)
+        self._closed |= {estimate.candidate: estimate for estimate in front}
+        improved([*starts, *(estimate.candidate for estimate in front)], near, self._score, budget)
+        plans = sorted(self.plans.values(), key=self._goal_of)
+        best, *fitting = filter(self._keeps_all, plans)
+        chosen = self.simulated(best.closed or best)
+        closed, shown = best.closed or best, [chosen, *fitting]
+        if not found.best:  # no estimate keeps the limits, so none within the limits is better
+            reached = self._goal_of(closed)[0]
+            found = replace(found, reached=reached, bound=reached if found.complete else min(reached, found.bound))
+        simulated: dict[Candidate, Estimate] = {}
+        for plan in plans:
+            simulated.setdefault(without_shares(plan.candidate), plan)
+        reasons = [
+            *gain_of_order(chosen, plans),
+            *gains_of_shares(chosen, self.plans),
+            *gains_of_choices(self.limits, chosen, choices(best.candidate), simulated),
+        ]
+        return self._result(replace(found, best=shown[:SHOWN_PLANS], front=pareto(shown)), closed, chosen, reasons)
+
+    def _result(self, found: SearchResult, plan: Estimate, chosen: Estimate, reasons: Sequence[str]) -> PlanResult:
+        candidate = plan.candidate
+        return PlanResult(
+            self.request,
+            found,
+            plan,
+            chosen.evaluation,
+            reasons,
+            **self._ended,
+            composition=candidate.composition(self.request.base),
+            micro_batches=candidate.micro_batches,
+            batch_size=candidate.batch_size,
+        )
+
+    def _without_estimates(
+        self, without: PlanResult, several: Iterable[Sequence[Candidate]], what: str, budget: Budget
+    ) -> PlanResult | None:
+        """The best plan of lists of candidates, the frugal ones of each first, that are only simulated; None if none
+        fits. ``without`` has the closest other plan, which lacks memory."""
+        nearest, self.plans = without.nearest_evaluation, {}
+        if nearest is None or not (why := self._what_lacks_memory(nearest)):
+            return None
+
+        def score(candidate: Candidate) -> tuple[float, ...]:
+            plan = self.only_simulated(candidate)
+            return (inf,) if plan is None or self.limits.broken(plan) else self._goal_of(plan)
+
+        def near(candidate: Candidate) -> Iterable[Candidate]:
+            possible = (each for some in lists if score(some[0]) != (inf,) for each in some)
+            return (each for each in possible if differences(each, candidate) == 1)
+
+        lists = list(several)
+        starts = [some[0] for some in lists]
+        fitting = [each for each in improved(starts, near, score, budget) if score(each) != (inf,)]
+        if not fitting:
+            return None
+        chosen, *others = (self.plans[candidate] for candidate in fitting)
+        shown = [chosen, *others]
+        reached, tried = self._goal_of(chosen)[0], (sum(map(len, lists)), 0, len(self.plans))
+        found = SearchResult(shown[:SHOWN_PLANS], pareto(shown), reached, 0.0, *tried, complete=False)
+        parts = {"work of the busiest rank": chosen.work, "waiting": chosen.seconds - chosen.work}
+        reasons = [f"{what}: {why}", *self._cost_of_memory(chosen)]
+        return self._result(found, replace(chosen, parts=parts), chosen, reasons)
+
+    def _what_lacks_memory(self, nearest: PlanEvaluation) -> str:
+        """The node of the rank that exceeds its memory most in the closest plan; empty if none does."""
+        peaks = nearest.analysis.peak_bytes_by_rank()
+        limits = self.request.limits.memory_by_rank(nearest.machine)
+        rank = max(range(len(peaks)), key=lambda rank: peaks[rank] / limits[rank])
+        if peaks[rank] <= limits[rank]:
+            return ""
+        number, node = nearest.machine.places[rank]
+        return (
+            f"nothing fits without; rank {rank}, on node {number} ({node.name}), has {readable_bytes(limits[rank])} "
+            f"and would need {readable_bytes(peaks[rank])} in the closest plan ({axes_text(nearest.analysis.axes)})"
+        )
+
+    def _cost_of_memory(self, chosen: Estimate) -> Iterable[str]:
+        """What the limits of memory cost: the difference to the best plan without them, if that is faster."""
+        unlimited, budget = replace(self.limits, memory=None), Budget(MOST_UNLIMITED)
+        found = search(self.model, self.space, unlimited, self.request.goal, budget, front=False, keep=1)
+        for other in (self.simulated(plan, even=True) for plan in found.best):
+            if other.seconds < chosen.seconds:
+                yield (
+                    f"without limits of memory {other.candidate} would take {readable_seconds(other.seconds)}: the "
+                    f"limits cost {readable_seconds(chosen.seconds - other.seconds)} of a step "
+                    f"({chosen.seconds / other.seconds - 1:+.1%})"
+                )
+
+    # --- why there is no plan
+
+    def _explain(
+        self,
+        space: SearchSpace,
+        tightened: Limits,
+        complete: bool,
+        plans: Sequence[Estimate],
+        nearest: Estimate | None,
+    ) -> Conflict:
+        """The reason, as far as the budget lasts; ``plans`` are those that need least memory, ``nearest`` the first."""
+        request, limits = self.request, self.limits
+        conflict = Conflict([*tightened.names, *request.fixed], decided=False)
+        if complete:
+            known = [plan.closed or plan for plan in plans]
+            conflict = conflict_of(self.model, request, space, tightened, self.budget, known)
+        ways = dict(conflict.relaxations)
+        for name in ways.keys() & LIMITS:  # to the need of the simulated step, or to a smaller one of the closest
+            simulated = [self.simulated(ways[name][1], even=True), *plans]
+            keep_others = [plan for plan in simulated if limits.broken(plan) <= {name}]
+            best = min(keep_others or simulated[:1], key=lambda plan: limits.measured(plan)[name])
+            ways[name] = relaxed(name, best, request, space, limits)[0], best
+        broken = limits.broken(nearest) if nearest is not None else ()
+        if nearest is not None and conflict.decided and not ways and len(broken) == 1:
+            (name,) = broken
+            ways = {name: (relaxed(name, nearest, request, space, limits)[0], nearest)}
+        return replace(conflict, relaxations=ways, nearest=nearest)
+
+
+def _tighten(tightened: Limits, limits: Limits, plans: Sequence[Estimate]) -> Limits:
+    """Limits for estimates, tightened by the smallest error of an estimate: all simulated plans break limits that their
+    estimates keep."""
+    tighter = {}
+    for name in LIMITS:
+        ratios = [
+            limits.measured(plan.closed or plan)[name] / limits.measured(plan)[name]
+            for plan in plans
+            if name in limits.broken(plan)
+        ]
+        if ratios:
+            tighter[name] = min(getattr(tightened, name), getattr(limits, name) * max(ratios)) * 0.998
+    return replace(tightened, **tighter)
