@@ -112,7 +112,8 @@ def test_hooks_act_in_one_order_on_all_ranks(tmp_path):
 
 def test_the_protocol_has_at_most_ten_methods_and_every_hook_is_tested():
     assert len([name for name in vars(Hook) if not name.startswith("_")]) <= 10
-    trees = [ast.parse(path.read_text()) for path in Path(spmd_engine.__file__).parent.rglob("*.py")]
+    texts = [path.read_text() for path in Path(spmd_engine.__file__).parent.rglob("*.py")]
+    trees = [ast.parse(text) for text in texts if "Hook" in text]
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     hooks = {node.name for node in classes if "Hook" in map(ast.unparse, node.bases)}
     assert hooks | {"Asking"} == HOOKS.keys() and FirstStepCheck.__name__ in hooks

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from spmd_engine.runtime.launchers import is_launched, launcher_rank
+from spmd_engine.runtime.launchers import is_launched, launcher_rank, launcher_size
 
 from .cost import Recorder, Table
 from .launch import Job
+from .marks import Needs
 from .parent import Parent
 from .ranks import Ranks
 from .serial import Serial
@@ -43,6 +44,22 @@ def pytest_configure(config):
         if config.getoption("--cost") and (folder or rank is None):
             shared = Path(os.environ["SPMD_TEST_SHARED"])
             plugins.register(Recorder(shared) if folder else Table(config, shared))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc):
+    """Make no items of cases that are deselected anyway: there are thousands, and each rank would make them, too."""
+    config, marks = metafunc.config, list(metafunc.definition.iter_markers())
+    harness = config.pluginmanager.get_plugin("mpi-harness")
+    size = launcher_size() if isinstance(harness, Ranks) else None
+
+    def is_kept(call):
+        own = [*call.marks, *marks]
+        asked = next((Needs(*mark.args, **mark.kwargs) for mark in own if mark.name == "mpi"), None)
+        later = config.getoption("markexpr") == "not soak" and any(mark.name == "soak" for mark in own)
+        return not later and (size is None or (asked.met_by(size) if asked else size == 1))
+
+    metafunc._calls[:] = list(filter(is_kept, metafunc._calls)) or metafunc._calls[:1]
 
 
 def pytest_collection_modifyitems(config, items):

@@ -261,7 +261,7 @@ def test_the_loss_is_the_mean_over_what_is_learnt(pairs, tmp_path):
     file = prepared(pairs, tmp_path / "x.tokens")
     data = PreparedData.of(file, 64, seed=1)
     with Mesh() as mesh:
-        engine = build_engine(ModelConfig(dtype="float64"), mesh)
+        engine = build_engine(ModelConfig("gpt-nano", dtype="float64"), mesh)
         batch = data.batch(engine, 0, size=5, micro_batches=2)
         loss, total, count = engine.step(batch), 0.0, 0
         with engine.inference():
@@ -277,7 +277,7 @@ def test_the_loss_is_the_mean_over_what_is_learnt(pairs, tmp_path):
     assert batch.count == count
     assert abs(loss - total / count) > 0  # positions were not restarted
     with Mesh() as mesh:
-        engine = build_engine(ModelConfig(dtype="float64"), mesh)
+        engine = build_engine(ModelConfig("gpt-nano", dtype="float64"), mesh)
         restarted = PreparedData.of(file, 64, "restarted", seed=1).batch(engine, 0, size=5, micro_batches=2)
         np.testing.assert_allclose(engine.step(restarted), total / count, rtol=1e-12)
 
