@@ -9,7 +9,6 @@ from typing import Any
 
 from spmd_engine.axes import axes_text
 from spmd_engine.engine.parallel_config import composed_assignment, composed_layout
-from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.planning.dry_run.step_analysis import position_of
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.search.cost_model import CostModel
@@ -209,8 +208,9 @@ class _Explainer:
         return lines, {name: int(size) for size, name, _ in largest}
 
     def _layer_bytes(self, cost: LayerCosts) -> float:
-        parameters, gradients, state = bytes_held(cost.parameters, cost.parameters, 0, self.costs.dtype)
-        return parameters + gradients + 2 * state + cost.saved + cost.above_backward
+        estimator = self.costs.estimator(replace(self.base, zero=0, offload=None))
+        stored = estimator.stored_bytes(cost.parameters) if estimator is not None else {}
+        return sum(stored.values()) + cost.saved + cost.above_backward
 
     def hybrid(self) -> Answer:
         if self.ranks < 4 or set(self.base.mesh) - {"data", "replicate", "shard"}:

@@ -31,7 +31,7 @@ from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.rank_order import PLACEMENTS
-from spmd_engine.planning.search.relaxation import MORE, Conflict
+from spmd_engine.planning.search.reasons import MORE, Conflict
 from spmd_engine.planning.search.search import GOALS, Limits, SearchResult, constraint_text
 from spmd_engine.planning.search.search_space import axes_that_shard
 from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation

@@ -135,7 +135,7 @@ def with_other_choice(
         others = []
         for option in options:
             changed = {name: option, "stages": None} | ({"chunks": 1} if name == "schedule" else {})
-            other = replace(without_shares(candidate), **changed)
+            other = replace(candidate.plain, **changed)
             if other in possible and (estimate := plans.estimate(other)) is not None:
                 others.append((option, estimate))
         if others:
@@ -157,11 +157,6 @@ def _best_of_strategy(plans: PlanSearch, space: SearchSpace, zeros: Sequence[int
     fitting = [plan for plan in found if not limits.broken(plan)]
     goal = plans.request.goal if fitting else "memory"
     return min(fitting or found, key=lambda plan: objective(goal, plan), default=None)
-
-
-def without_shares(candidate: Candidate) -> Candidate:
-    """The candidate with even shares of samples and state, and ranks as the machine lists them."""
-    return replace(candidate, shares=None, state_shares=None, order=None)
 
 
 def _list_options(candidate: Candidate) -> Iterator[tuple[str, Sequence[Any]]]:
