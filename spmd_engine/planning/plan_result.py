@@ -125,7 +125,7 @@ class PlanResult:
     conflict: Conflict | None = None
     nearest_evaluation: PlanEvaluation | None = None  #: the evaluation of the closest plan
     took: float = 0.0  #: seconds of planning
-    late: bool = False  #: whether the time limit stopped the search, so that another time it may choose another plan
+    late: bool = False  #: whether time ran out; then it may be another plan another time
     composition: ParallelConfig | None = None  #: that of the plan, or the fixed one
     micro_batches: int = 1
     batch_size: int = 0  #: samples per step

@@ -215,7 +215,7 @@ class PlanSearch:
     def _with_offload(self, without: PlanResult, budget: Budget) -> tuple[PlanResult | None, Explain]:
         """The result if a plan may offload; None if the base says what is offloaded."""
         if self.request.base.offload is not None:
-            return None, lambda: without.conflict or Conflict(())
+            return None, Conflict
         space = replace(self.space, offload=(None, *offloads_on(self.request.machine)))
         result, explain = self._find(space, budget)
         offload = result.plan.candidate.offload if result.plan is not None else None

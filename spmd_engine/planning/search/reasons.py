@@ -79,7 +79,7 @@ class Conflict:
     """Constraints that cannot be kept together, while each smaller set of them can; or, if not ``decided``, constraints
     for which no plan was found before its budget was spent."""
 
-    constraints: Sequence[str]
+    constraints: Sequence[str] = ()
     #: for a constraint that is given up, what a plan needs instead, as text, and the plan; the smallest change first
     relaxations: Mapping[str, tuple[str, Estimate]] = field(default_factory=dict)
     nearest: Estimate | None = None  #: the plan closest to the limits that keeps all other constraints
